@@ -104,8 +104,6 @@ static void store_big16(char *at, uint16_t number)
 /* A part as lua/apply_rows.lua reads it; the call has numbered what it names. */
 static PyObject *pack_part(Call *call, const Parts *parts, const Part *part)
 {
-    if (!is_position(part->last))
-        return NULL;
     PyObject *copies = NULL;
     char *tail = NULL;
     Py_ssize_t tail_size = 0;

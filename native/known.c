@@ -121,32 +121,46 @@ static PyObject *known_are_new(PyObject *self, PyObject *const *args, Py_ssize_t
 
 /* ---- changes ------------------------------------------------------------------------------------- */
 
-/* store(place: Place, namespace: int, keys: Sequence, depths: Sequence, engine_hashes: Sequence) -> None */
+/* Whether there are as many keys, depths and engine hashes, and the depths are those of a piece. 0 with an exception. */
+static int are_blocks(const size_t counts[3], const uint64_t *depths)
+{
+    if (counts[0] != counts[1] || counts[0] != counts[2]) {
+        PyErr_Format(PyExc_ValueError, "%zu keys have %zu depths and %zu engine hashes", counts[0], counts[1], counts[2]);
+        return 0;
+    }
+    for (size_t i = 0; i < counts[0]; i++)
+        if (depths[i] >= PIECE_BLOCKS) {
+            PyErr_Format(PyExc_ValueError, "depths[%zu] is %llu; a depth in a piece is less than %d", i,
+                         (unsigned long long)depths[i], PIECE_BLOCKS);
+            return 0;
+        }
+    return 1;
+}
+
+/* store(place: Place, namespace: int, keys: Sequence, depths: Sequence, engine_hashes: Sequence) -> None
+ *
+ * Nothing changes where an argument does not fit.
+ */
 static PyObject *known_store(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     KnownBlocks *known = (KnownBlocks *)self;
     if (!has_arguments("store", nargs, 5))
         return NULL;
-    const Py_ssize_t count = PySequence_Size(args[2]), depths = PySequence_Size(args[3]), hashes = PySequence_Size(args[4]);
-    if (PyErr_Occurred())
-        return NULL;
-    if (count != depths || count != hashes)
-        return PyErr_Format(PyExc_ValueError, "%zd keys have %zd depths and %zd engine hashes", count, depths, hashes);
-    const int64_t place = enter_given_place(known, args[0], args[1]);
-    if (place < 0)
-        return NULL;
-    int is_done = 1;
-    for (Py_ssize_t i = 0; is_done && i < count; i++) {
-        uint64_t key, depth, hash;
-        is_done = number_at(args[2], i, &key) && number_at(args[3], i, &depth) && number_at(args[4], i, &hash);
-        if (is_done && depth >= PIECE_BLOCKS) {
-            PyErr_Format(PyExc_ValueError, "a depth in a piece is less than %d", PIECE_BLOCKS);
-            is_done = 0;
-        }
-        is_done = is_done && put_block(known, hash, key, (uint32_t)place, (uint8_t)depth);
+    size_t counts[3] = {0};
+    uint64_t *keys = read_numbers(args[2], &counts[0]);
+    uint64_t *depths = keys == NULL ? NULL : read_numbers(args[3], &counts[1]);
+    uint64_t *hashes = depths == NULL ? NULL : read_numbers(args[4], &counts[2]);
+    int is_done = hashes != NULL && are_blocks(counts, depths);
+    const int64_t place = is_done ? enter_given_place(known, args[0], args[1]) : -1;
+    if (place >= 0) {
+        for (size_t i = 0; is_done && i < counts[0]; i++)
+            is_done = put_block(known, hashes[i], keys[i], (uint32_t)place, (uint8_t)depths[i]);
+        leave_place(known->places, (uint32_t)place);
     }
-    leave_place(known->places, (uint32_t)place);
-    return is_done ? Py_NewRef(Py_None) : NULL;
+    PyMem_Free(keys);
+    PyMem_Free(depths);
+    PyMem_Free(hashes);
+    return place >= 0 && is_done ? Py_NewRef(Py_None) : NULL;
 }
 
 /* The block that is the first of its key, in the table. NULL with an exception. */

@@ -82,6 +82,8 @@ int add_to_parts(Parts *parts, const Part *part, int64_t position, const PartBlo
         PyErr_Format(PyExc_ValueError, "a part has at most %d blocks", PART_BLOCKS);
         return 0;
     }
+    if (!are_positions(position, count, STEP, POSITION_MAX))
+        return refuse_positions(position, count, POSITION_MAX);
     const int joins = does_join(parts, part, position, blocks, count);
     if (!reserve_blocks(parts, count) || !(joins || reserve_parts(parts, 1)))
         return 0;
@@ -151,7 +153,7 @@ static PyObject *parts_add(PyObject *self, PyObject *const *args, Py_ssize_t nar
     part.kind = *kind;
     part.holder = PyLong_AsUnsignedLongLong(args[1]);
     const int64_t position = PyErr_Occurred() ? 0 : PyLong_AsLongLong(args[2]);
-    if (PyErr_Occurred() || !is_position(position) || !read_place(args[3], &part.head, &part.branch, &part.place_kind))
+    if (PyErr_Occurred() || !read_place(args[3], &part.head, &part.branch, &part.place_kind))
         return NULL;
     part.namespace = PyLong_AsUnsignedLongLong(args[4]);
     part.is_known = args[7] == Py_True;

@@ -12,6 +12,9 @@
 /* By how much positions go up from one block to the next, and how many blocks a part has at most. */
 enum { STEP = 2, PART_BLOCKS = 64 };
 
+/* The last position that a part may have: a call says it in 32 bits. */
+#define POSITION_MAX UINT32_MAX
+
 typedef struct {
     uint64_t key, hash;
     uint8_t depth;
@@ -43,18 +46,23 @@ typedef struct {
 /* The object as Parts, borrowed. NULL with an exception. */
 Parts *as_parts(PyObject *object);
 
-/* Whether a number is a position as a call says it, in 32 bits; OverflowError where it is not. */
-static inline int is_position(int64_t position)
+/* Whether `count` positions are at most `most`, the first of which is `position`, and each the one before and `step`. */
+static inline int are_positions(int64_t position, size_t count, size_t step, uint32_t most)
 {
-    if (position >= 0 && position <= UINT32_MAX)
-        return 1;
-    PyErr_Format(PyExc_OverflowError, "position %lld has no 32 bits", (long long)position);
+    return position >= 0 && position <= most && (count == 0 || (count - 1) * step <= (uint64_t)(most - position));
+}
+
+/* ValueError for those that are not. Returns 0. */
+static inline int refuse_positions(int64_t position, size_t count, uint32_t most)
+{
+    PyErr_Format(PyExc_ValueError, "position is %lld, and %zu blocks from there on go beyond position %lu",
+                 (long long)position, count, (unsigned long)most);
     return 0;
 }
 
 /* Add blocks at consecutive positions, the first at `position`, to the last part or as a new one. What is said of the
  * blocks is in `part`, besides its seq, last, start and count, and in `copies`, of each of them; NULL for nothing. 0
- * with an exception; without memory for the copies the blocks are there. */
+ * with an exception; without memory for the copies the blocks are there, else nothing has changed. */
 int add_to_parts(Parts *parts, const Part *part, int64_t position, const PartBlock *blocks, size_t count,
                  PyObject *copies);
 

@@ -4,6 +4,9 @@
 #include "parts.h"
 #include "plain.h"
 
+/* The last position of a hash: that of its block in a part is STEP times as high, and 1 more. */
+#define HASH_POSITION_MAX ((POSITION_MAX - 1) / STEP)
+
 /* What all events of a run share, and memory for one of them. */
 typedef struct {
     const Events *events;
@@ -121,14 +124,18 @@ static int run_removal(KnownBlocks *known, Run *run, const PlainEvent *event, in
     return 1;
 }
 
-/* The events from *at on, up to the first that is not plain, or after so many hashes. 0 with an exception. */
+/* The events from *at on, up to the first that is not plain, or whose hashes have no positions, or after so many hashes.
+ * 0 with an exception, also where the first event has no positions. */
 static int run_events(KnownBlocks *known, Run *run, size_t *at, int64_t *position, size_t hashes_max)
 {
+    const size_t first = *at;
     size_t hashes = 0;
     for (; *at < run->events->count && hashes < hashes_max; ++*at) {
         const PlainEvent *event = &run->events->events[*at];
         if (!(event->kind == STORE ? run->may_store : run->may_remove))
             break;
+        if (!are_positions(*position, event->hashes_count, 1, HASH_POSITION_MAX))
+            return *at > first || refuse_positions(*position, event->hashes_count, HASH_POSITION_MAX);
         if (!make_room(run, event->hashes_count))
             return 0;
         const int is_plain = event->kind == STORE ? run_store(known, run, event, *position)
@@ -169,8 +176,10 @@ PyObject *known_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     const uint64_t seed = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[6]);
     run.namespace = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[7]);
     const long piece_blocks = PyErr_Occurred() ? 0 : PyLong_AsLong(args[9]);
-    if (PyErr_Occurred() || !is_position(position))
+    if (PyErr_Occurred())
         return NULL;
+    if (at > run.events->count)
+        return PyErr_Format(PyExc_ValueError, "at is %zu, and there are %zu events", at, run.events->count);
     run.full = args[8], run.gone = args[10], run.several = args[11];
     run.may_store = args[12] == Py_True, run.may_remove = args[13] == Py_True;
     if (piece_blocks < 1 || piece_blocks > PIECE_BLOCKS || !PyDict_Check(run.full) ||

@@ -68,9 +68,9 @@ class Tables:
     def take(self, hashes: Sequence[int]) -> Any:
         return self.known.take(hashes, (self.gone,), {})
 
-    def run(self, events: Any, *, position: int = 1, piece_blocks: int = 32) -> Any:
+    def run(self, events: Any, *, at: int = 0, position: int = 1, piece_blocks: int = 32) -> Any:
         rest: tuple[Any, ...] = ({}, piece_blocks, (self.gone,), {}, True, True)
-        return self.known.run(events, 0, position, 10**6, self.parts, 7, 7, 0, *rest)
+        return self.known.run(events, at, position, 10**6, self.parts, 7, 7, 0, *rest)
 
     def add(self, position: int, copies: bytes = b"") -> Any:
         slots, hashes = b"0" * 16 + b"0" + b"0" * 15 + b"11", struct.pack(">QQ", 1, 2)
@@ -122,8 +122,42 @@ def test_a_piece_of_another_size_is_refused(loops: native.Loops, tables: Tables,
 def test_a_position_beyond_those_of_a_batch_is_refused(loops: native.Loops, tables: Tables, position: int) -> None:
     events = read(loops, EVENTS)
     for call in (tables.add, lambda position: tables.run(events, position=position)):
-        with pytest.raises(OverflowError, match=rf"position {position} "):
+        with pytest.raises(ValueError, match=rf"^position is {position}, "):
             call(position)
+    assert tables.state == (0, 0, 0, 0, 0)
+
+
+def test_the_last_block_of_a_part_has_a_position_too(tables: Tables) -> None:
+    """A call has 32 bits for it; the part has two blocks."""
+    for position in (2**32 - 2, 2**32 - 1):
+        with pytest.raises(ValueError, match=rf"^position is {position}, "):
+            tables.add(position)
+    assert len(tables.parts) == 0
+    tables.add(2**32 - 3)
+    assert [part.last for part in tables.parts] == [2**32 - 1]
+    assert tables.parts.pack(0, 1, b"")[4][0][5:9] == bytes([255] * 4)
+    with pytest.raises(ValueError, match=r"^position is "):
+        tables.add(2**32 + 1)  # where the part ends
+
+
+def test_a_run_ends_before_the_event_that_has_no_positions(loops: native.Loops, tables: Tables) -> None:
+    """What it says of the events before is true, and the next call refuses the event before it changes anything."""
+    events, last = read(loops, EVENTS), 2**31 - 1
+    assert tables.run(events, position=last - 3)[:2] == (1, last)
+    state = tables.state
+    with pytest.raises(ValueError, match=rf"^position is {last}, "):
+        tables.run(events, at=1, position=last)
+    assert tables.state == state
+    assert [part.last for part in tables.parts] == [2 * last - 1]
+    assert tables.run(events, at=2, position=last)[:2] == (3, last + 1)
+
+
+@pytest.mark.parametrize("at", [4, 5, 2**32, 2**63, 2**64 - 1])
+def test_a_run_from_an_event_that_is_not_there_is_refused(loops: native.Loops, tables: Tables, at: int) -> None:
+    events = read(loops, EVENTS)
+    with pytest.raises(ValueError, match=rf"^at is {at}, and there are 3 events"):
+        tables.run(events, at=at)
+    assert tables.run(events, at=3, position=8)[:2] == (3, 8)
     assert tables.state == (0, 0, 0, 0, 0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -77,6 +78,41 @@ def test_a_place_is_there_as_long_as_one_of_its_blocks(known: KnownBlocks, place
 def test_depths_may_be_a_range(known: KnownBlocks) -> None:
     known.store(ROW, 0, [5, 6], range(7, 9), [15, 16])
     assert (known.get(15), known.get(16)) == (Spot(ROW, 0, 7, 5), Spot(ROW, 0, 8, 6))
+
+
+@pytest.mark.parametrize(
+    ("keys", "depths", "hashes", "sentence"),
+    [
+        ([5, 6], [0, 32], [11, 12], r"depths\[1\] is 32; "),
+        ([5, 6], [0, 2**64 - 1], [11, 12], r"depths\[1\] is 18446744073709551615; "),
+        ([5, 6], [0], [11, 12], "2 keys have 1 depths and 2 engine hashes"),
+        ([5, 6], [0, 1], [11], "2 keys have 2 depths and 1 engine hashes"),
+    ],
+)
+def test_blocks_that_do_not_fit_change_nothing(
+    known: KnownBlocks, places: Places, keys: list[int], depths: list[int], hashes: list[int], sentence: str
+) -> None:
+    known.store(ROW, 0, [1, 2], [0, 1], [11, 13])
+    with pytest.raises(ValueError, match=sentence):
+        known.store(BRANCH, 0, keys, depths, hashes)
+    assert (known.get(11), known.get(12), len(known), known.blocks()) == (Spot(ROW, 0, 0, 1), None, 2, 2)
+    assert len(places) == 1
+
+
+@pytest.mark.skipif(not native.is_built, reason="built without the C part")
+@pytest.mark.parametrize("bad", [-1, 2**64, "7", None, 1.5])
+@pytest.mark.parametrize("of", range(3))
+def test_what_is_no_number_of_64_bits_changes_nothing(bad: object, of: int) -> None:
+    native.select(True)
+    places = new_places()
+    known = new_known(places, has_keys=True)
+    known.store(ROW, 0, [1], [0], [11])
+    columns: list[list[Any]] = [[5, 6, 7], [1, 2, 3], [11, 12, 13]]
+    columns[of][2] = bad
+    with pytest.raises((OverflowError, TypeError)):
+        known.store(BRANCH, 0, *columns)
+    assert (known.get(11), known.get(12), len(known), known.blocks()) == (Spot(ROW, 0, 0, 1), None, 1, 1)
+    assert len(places) == 1
 
 
 def test_what_is_popped_is_told_once(known: KnownBlocks) -> None:

@@ -95,8 +95,9 @@ class PureKnownBlocks:
         if not len(keys) == len(depths) == len(engine_hashes):
             sentence = f"{len(keys)} keys have {len(depths)} depths and {len(engine_hashes)} engine hashes"
             raise ValueError(sentence)
-        if any(depth >= PIECE_BLOCKS for depth in depths):
-            raise ValueError(f"a depth in a piece is less than {PIECE_BLOCKS}")
+        for i, depth in enumerate(depths):
+            if not 0 <= depth < PIECE_BLOCKS:
+                raise ValueError(f"depths[{i}] is {depth}; a depth in a piece is less than {PIECE_BLOCKS}")
         number = self._places.enter(place, namespace, len(keys) + 1)
         for key, depth, engine_hash in zip(keys, depths, engine_hashes, strict=True):
             self._put(engine_hash, number << 69 | depth << 64 | key)
