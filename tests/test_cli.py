@@ -18,7 +18,6 @@ from pydantic import BaseModel
 
 from tests.patience import patient
 from waymark import __version__, cli, native
-from waymark.cli import option_flags
 from waymark.cli.exits import MEANINGS
 from waymark.simulator.faults import AnswerFaults, Faults
 from waymark.simulator.options import SimulateOptions
@@ -334,22 +333,6 @@ def test_a_trial_whose_port_is_taken_prints_one_sentence(capsys: pytest.CaptureF
 # ---- simulate --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("file", "options"),
-    [("options.py", SimulateOptions), ("faults.py", Faults), ("faults.py", AnswerFaults)],
-    ids=lambda each: getattr(each, "__name__", ""),
-)
-def test_the_fields_read_from_the_source_are_those_of_the_class(file: str, options: type[BaseModel]) -> None:
-    declared = list(option_flags.fields(file, options.__name__))
-    fields = {name: field for name, field in options.model_fields.items() if field.description}
-    assert [each.name for each in declared] == list(fields)
-    for each in declared:
-        field = fields[each.name]
-        assert (each.word, each.default) == (field.alias or each.name, field.default)
-        assert each.sentence == " ".join((field.description or "").split())
-        assert each.annotation == options.__annotations__[each.name]
-
-
 def test_simulate_without_flags_has_the_defaults(
     simulated: list[SimulateOptions], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -411,9 +394,7 @@ def test_every_option_and_fault_has_a_flag(capsys: pytest.CaptureFixture[str]) -
 def test_every_flag_of_simulate_has_a_sentence() -> None:
     kinds: list[type[BaseModel]] = [SimulateOptions, Faults, AnswerFaults]
     for options in kinds:
-        sentences = {
-            name: field.description or "" for name, field in options.model_fields.items() if "faults" not in name
-        }
+        sentences = {name: field.description or "" for name, field in options.model_fields.items()}
         assert {name: said for name, said in sentences.items() if not re.fullmatch(r"(?s)[A-Z_].+[.]", said)} == {}
 
 

@@ -60,7 +60,7 @@ def imported(*words: str) -> set[str]:
         (),
         ("--version",),
         ("--help",),
-        *((name, "--help") for name in ("serve", "query", "ingest", "gateway", "epp", "reset", "simulate")),
+        *((name, "--help") for name in ("serve", "query", "ingest", "gateway", "epp", "reset")),
         *((name, "--help") for name in ("register", "unregister", "demo", "completion")),
         *((name, "--help") for name in ("ask", "select", "publishers", "drain", "top", "doctor")),
         ("status", "--help"),
@@ -75,6 +75,14 @@ def test_help_and_version_import_next_to_nothing(words: tuple[str, ...]) -> None
     assert "waymark.cli" in modules
     assert modules & HEAVY == set()
     assert len(modules) <= 90
+
+
+def test_the_flags_of_simulate_need_the_models_of_its_options_alone() -> None:
+    modules = imported("simulate", "--help")
+    assert modules & HEAVY == {"msgpack", "pydantic"}
+    assert {name for name in modules if name.startswith("waymark.simulator.")} == {
+        f"waymark.simulator.{name}" for name in ("encode", "faults", "flags", "options", "wire")
+    }
 
 
 @pytest.mark.parametrize(

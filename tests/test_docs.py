@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.conformance import differences
 from tests.live import start
-from waymark.settings import markdown_table
+from tests.settings_table import markdown_table
 
 ROOT = Path(__file__).parents[1]
 

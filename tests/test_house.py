@@ -113,11 +113,13 @@ def test_a_value_of_a_stranger_is_shown_by_one_function() -> None:
     }
 
 
-def test_only_settings_read_their_own_source() -> None:
-    """The sentences of settings are written once, below each field. Options of the simulator are a model's fields."""
-    read = re.compile(r"^(?:import|from) (?:ast|inspect)$", re.MULTILINE)
-    assert {name for name, text in sources().items() if read.search(text)} == {"settings.py", "cli/option_flags.py"}
+def test_no_module_reads_source_text() -> None:
+    """What a field means is in its model. Pydantic reads the sentences of the simulator's options."""
+    read = re.compile(r"^\s*(?:import|from) (?:ast|inspect|tokenize)\b", re.MULTILINE)
+    assert read.search("    from ast import parse")
+    assert {name for name, text in sources().items() if read.search(text)} == set()
     assert issubclass(SimulateOptions, BaseModel)
+    assert all(field.description for field in SimulateOptions.model_fields.values())
 
 
 def test_the_demo_has_no_table_of_its_own() -> None:

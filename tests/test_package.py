@@ -162,14 +162,17 @@ with Client(url) as waymark:
 
 
 @pytest.mark.parametrize(
-    ("command", "extra"),
-    [("serve", "server"), ("query", "server"), ("status", "server"), ("simulate", "server"), ("demo", "demo")],
+    ("words", "extra"),
+    [
+        *(("serve", "server"), ("query", "server"), ("status", "server"), ("demo", "demo")),
+        *(("simulate", "server"), ("simulate --help", "server"), ("simulate --prompts 1", "server")),
+    ],
 )
-def test_a_command_of_the_server_says_what_to_install(installed: Path, command: str, extra: str) -> None:
-    done = run(installed, "-m", "waymark", command, code=2)
+def test_a_command_of_the_server_says_what_to_install(installed: Path, words: str, extra: str) -> None:
+    done = run(installed, "-m", "waymark", *words.split(), code=2)
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"waymark {command}: ")
+    assert done.stderr.startswith(f"waymark {words.split()[0]}: ")
     assert done.stderr.endswith(f" is not installed; pip install 'waymark[{extra}]'\n")
 
 

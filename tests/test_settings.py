@@ -7,8 +7,9 @@ import os
 import pytest
 from pydantic import ValidationError
 
+from tests.settings_table import describe
 from waymark.errors import SettingsError
-from waymark.settings import Settings, describe, hide_password
+from waymark.settings import Settings, hide_password
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:

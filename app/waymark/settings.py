@@ -7,18 +7,15 @@ with a sentence for each such variable. Passwords and the token are in no ``repr
 
 from __future__ import annotations
 
-import ast
 import difflib
-import inspect
 import json
 import os
 import re
 import secrets
 import socket
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Le
 from pydantic import (
@@ -536,51 +533,11 @@ def _wrong(error: Any, given: Mapping[str, str]) -> str:
     said = "not usable" if _is_secret(field) else shown(hide_password(value))
     return (
         f"{variable} is {said}: {reason[:1].lower()}{reason[1:]}."
-        f" Expected: {_type_text(field)}; left out, it is {_default_text(field)}."
+        f" Expected: {type_text(field)}; left out, it is {default_text(field)}."
     )
 
 
-# ---- the settings, described -----------------------------------------------------------------------
-
-
-class Described(NamedTuple):
-    variable: str
-    type: str
-    default: str
-    sentence: str
-
-
-def describe() -> list[Described]:
-    """Every setting in the order of declaration, for people."""
-    sentences = _sentences()
-    return [
-        Described(variable, _type_text(field), _default_text(field), sentences[name])
-        for variable, name in _FIELDS.items()
-        for field in (Settings.model_fields[name],)
-    ]
-
-
-def _sentences() -> dict[str, str]:
-    """The docstring of each field. Read out of the source here, as pydantic would read it at each start."""
-    (declared,) = ast.parse(inspect.getsource(Settings)).body
-    assert isinstance(declared, ast.ClassDef)
-    found: dict[str, str] = {}
-    for node, below in pairwise(declared.body):
-        match node, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(sentence))):
-                found[name] = inspect.cleandoc(sentence)
-            case _:
-                continue
-    return found
-
-
-def markdown_table() -> str:
-    """``describe()`` as the table that stands in ``docs/configuration.md``, without a final newline."""
-    lines = ["| Variable | Type | Default | What it is |", "|---|---|---|---|"]
-    for variable, kind, default, sentence in describe():
-        shown = default if default == "none" or " " in default else f"`{default}`"
-        lines.append(f"| `{variable}` | {kind} | {shown} | {sentence} |")
-    return "\n".join(lines)
+# ---- fields, described for people ------------------------------------------------------------------
 
 
 def _leaves(annotation: Any) -> list[Any]:
@@ -596,7 +553,8 @@ def _is_secret(field: FieldInfo) -> bool:
     return SecretStr in _leaves(field.annotation)
 
 
-def _type_text(field: FieldInfo) -> str:
+def type_text(field: FieldInfo) -> str:
+    """What the variable of the field may be, with its bounds, for people."""
     (kind,) = _leaves(field.annotation)
     if get_origin(kind) is Literal:
         return " or ".join(f"`{choice}`" for choice in get_args(kind))
@@ -613,7 +571,8 @@ def _type_text(field: FieldInfo) -> str:
     return "secret" if kind is SecretStr else "text"
 
 
-def _default_text(field: FieldInfo) -> str:
+def default_text(field: FieldInfo) -> str:
+    """What the setting is where its variable is left out, for people."""
     if field.default_factory is _new_worker_id:
         return "host name, process id, random"
     default = field.get_default(call_default_factory=True, validated_data={})

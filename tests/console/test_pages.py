@@ -11,13 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
 from tests.console.conftest import Run, blocks, words
+from tests.settings_table import describe
 from tests.store.factories import registration, stored, stream_of
 from waymark import cli
 from waymark.domain.engines import EngineKind
 from waymark.ingest import prefix_stream, reasons
 from waymark.instruments import rows
 from waymark.metrics import Metrics
-from waymark.settings import describe
 from waymark.store.store import Store
 
 ROOT = Path(__file__).parents[2]

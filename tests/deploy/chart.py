@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import helm_python
 import yaml
 
-from waymark.settings import Described, describe
+from tests.settings_table import Described, describe
 
 CHART = Path(__file__).parents[2] / "helm"
 RELEASE, NAMESPACE = "wm", "serving"

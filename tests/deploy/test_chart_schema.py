@@ -28,9 +28,10 @@ from tests.deploy.chart import (
     variables,
 )
 from tests.deploy.values import every_value, given
+from tests.settings_table import describe
 from waymark.api.registration_schemas import RegisterRequest
 from waymark.publishers_file import read_publishers
-from waymark.settings import Settings, describe
+from waymark.settings import Settings
 
 # ---- the schema ------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 A command is a module of this package with ``add_flags(parser, command)`` and ``run(arguments)``, the exit code. Only
 the module of the chosen command is imported, and it imports the rest of Waymark in ``run``: ``--help`` and
-``--version`` need none of it.
+``--version`` need none of it. The flags of ``simulate`` alone are read from the models of its options.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ examples:
 
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
-    from waymark.cli import option_flags
+    from waymark.simulator import flags
 
     parser.epilog = _EXAMPLES
-    option_flags.add_flags(parser)
+    flags.add_flags(parser)
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each engine, and one at the end")
 
 

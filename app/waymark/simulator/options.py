@@ -76,8 +76,6 @@ class SimulateOptions(Options):
     """Cache salts that conversations use, separated by commas."""
     stay: bool = False
     """Keep the sockets open after the last prompt, until SIGTERM or the end of the duration."""
-    faults: Faults = Field(default_factory=Faults)
-    answer_faults: AnswerFaults = Field(default_factory=AnswerFaults)
     answer_tokens: int = Field(16, ge=1, le=100_000)
     """Tokens of an answer over HTTP, if the request has no limit."""
     prefill_tokens_per_second: float = Field(0.0, ge=0)
@@ -90,6 +88,10 @@ class SimulateOptions(Options):
     """Seconds to wait until the Waymark of --register answers. 0 means no wait."""
     api_token: str | None = Field(None, repr=False)
     """The bearer token, if the Waymark of --register requires one."""
+    faults: Faults = Field(default_factory=Faults)
+    """What goes wrong on purpose with events. Numbers count batches; 0 means never."""
+    answer_faults: AnswerFaults = Field(default_factory=AnswerFaults)
+    """What goes wrong on purpose with answers over HTTP. Numbers count requests; 0 means never."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
