@@ -17,7 +17,7 @@ from waymark.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-#: A seq beyond this is no seq: numbers in Redis' scripts are doubles, and a publisher would need millennia.
+#: A larger seq is rejected: numbers in Redis' scripts are doubles, and no publisher sends so many batches.
 _SEQ_MAX = 2**53 - 1
 _KINDS_LOGGED_MAX = 100
 _NO_BATCH = Batch(None, ())
@@ -45,10 +45,10 @@ class BatchDecoder:
         self._logged: set[str] = set()
 
     async def decode(self, seq: int, payload: bytes, topic: bytes, *, is_known: bool = False) -> Incoming | None:
-        """The decoded batch; None where the seq is none. A payload that is no batch has its place in the order, too.
-        So has a batch under the topic of another publisher of the socket.
+        """The decoded batch; None if ``seq`` is too large.
 
-        ``is_known``: it was applied before, and only its digest counts.
+        A payload that cannot be decoded, or that has the topic of another publisher, gives an empty batch, so that
+        its seq still counts. ``is_known``: the batch was applied before, so only its digest is computed.
         """
         if seq > _SEQ_MAX:
             self._count("frames_malformed")

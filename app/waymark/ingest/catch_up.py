@@ -1,8 +1,9 @@
 """Catches up: requests a replay from the watermark, and decides what its replies prove.
 
-The replay begins at the watermark, so that its first reply is a proof. The same bytes prove the same life. Other bytes,
-or no replies at all, prove that the publisher restarted unnoticed. Where the replies end too early, the rest is
-requested again. A missing batch is requested once more, because the publisher may only have been slow.
+The replay begins at the watermark, so its first reply shows whether the life is still the same. The same bytes prove
+the same life. Other bytes, or an empty replay, prove that the publisher restarted unnoticed. If the replies end too
+early, the rest is requested again. A missing batch is requested once more, because the publisher may only have been
+slow.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ _TRIES = 3
 class CatchUpResult(StrEnum):
     COMPLETE = "complete"
     INCOMPLETE = "incomplete"
-    """It broke off, and went no further when asked again."""
+    """The replies ended early, and further requests brought nothing new."""
     SILENT = "silent"
-    """Nobody answered."""
+    """No reply came."""
     YIELDED = "yielded"
-    """Another stream has the place now; what is left comes later, from the watermark."""
+    """Another stream needs the place. This stream requests the rest later, from its watermark."""
     WAITING = "waiting"
-    """There is no place yet; what can be applied without a replay need not wait for it."""
+    """The replay waits for a place. Live frames that do not need the replay are applied meanwhile."""
 
 
 class CatchUp:
-    """One catching up of one stream, on a place that it holds and may have to give up.
+    """Catches up one stream once. The stream holds a place, which it may have to give up early.
 
-    ``between_chunks`` is called between chunks: a lease does not wait for a replay.
+    ``between_chunks`` is awaited between chunks; it renews the lease during a long replay.
     """
 
     def __init__(
@@ -67,7 +68,8 @@ class CatchUp:
         self._message_bytes_max = message_bytes_max
         self._between_chunks = between_chunks
         self._hole: tuple[int, int] | None = None
-        """(first seq missing, seq that came instead) of the request before; the same again is the publisher's own."""
+        """(first missing seq, seq that came instead) of the last request. If the next one has the same hole, the
+        publisher does not have these batches."""
 
     @property
     def is_slow(self) -> bool:
@@ -91,7 +93,7 @@ class CatchUp:
             elif outcome is ReplayOutcome.COMPLETE:
                 if not request.is_empty or order.watermark is None:
                     return CatchUpResult.COMPLETE
-                # Not even the batch at our watermark: it restarted, and has sent nothing yet.
+                # Even the batch at the watermark is missing: the publisher restarted, and has sent nothing yet.
                 await self._life.begin_anew("empty replay")
             elif not has_heard:
                 return CatchUpResult.SILENT
@@ -130,7 +132,7 @@ class CatchUp:
 
 
 class _Request:
-    """What the replies to one request come to."""
+    """Applies the replies to one request."""
 
     def __init__(self, life: Life, known_hole: tuple[int, int] | None) -> None:
         self._life = life
@@ -139,7 +141,7 @@ class _Request:
         self.hole = known_hole
         self.is_empty = True
         self.is_over = False
-        """Nothing more of this request counts: ask again from the watermark, wherever that is now."""
+        """The other replies to this request are ignored. The next request begins at the present watermark."""
 
     async def read(self, chunk: list[Reply]) -> None:
         for seq, payload, topic in chunk:
@@ -177,7 +179,7 @@ class _Request:
         life.append(incoming)
 
     async def _is_same_life(self, first: Incoming) -> bool:
-        """What the first reply says of the life we know; where it is another one, that has ended."""
+        """Whether the first reply proves the present life. If it does not, end this life."""
         life = self._life
         seq, digest = life.proof
         if first.seq == seq:

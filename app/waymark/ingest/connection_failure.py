@@ -60,7 +60,7 @@ class Attempt:
     def __init__(self, started: float, seconds_max: float) -> None:
         """``started`` is the reading of a clock; a TCP connect may take ``seconds_max``."""
         self.failure: ConnectionFailure | None = None
-        """The first one counts: what follows is how libzmq cleans up."""
+        """The first failure. Later events only show how libzmq cleans up."""
         self._started = started
         self._seconds_max = seconds_max
         self._is_connected = False

@@ -17,13 +17,13 @@ from waymark.store.client import CONNECTIONS
 
 log = logging.getLogger(__name__)
 
-#: A SUB socket, both ends of its monitor, the connection.
+#: The descriptors of a SUB socket, of both ends of its monitor, and of its connection.
 FILES_PER_STREAM = 4
-#: A DEALER socket and its connection.
+#: The descriptors of a DEALER socket and of its connection.
 FILES_PER_REPLAY = 2
-#: libzmq's threads, polling, sweeping, hints, the port of the probes, and a few to spare.
+#: The descriptors of libzmq's threads, polling, sweeping, hints and the port of the probes, and a few in reserve.
 OTHER_FILES = 24
-#: Where files are few, a sixteenth of them may be replays.
+#: If descriptors are few, there is at most one replay for this many of them.
 _FREE_PER_REPLAY = 16
 
 
@@ -33,13 +33,13 @@ class Room(NamedTuple):
     streams: int
     replays: int
     files: int
-    """The descriptors that all of it needs."""
+    """The descriptors that these streams and replays need, with all else."""
     is_limited: bool
-    """It is less than was asked for."""
+    """The worker takes less than the settings ask for."""
 
 
 def room_for(streams_max: int, replays_max: int, *, part: float = 1.0) -> Room:
-    """The room within ``part`` of what the limit of open files leaves; raises the soft limit as far as that helps."""
+    """The room in the share ``part`` of the free descriptors. Raises the soft limit of open files if that helps."""
     wanted = _files(streams_max, replays_max)
     already = _open_files()
     limit = _raised(already + int(wanted / part))
@@ -51,14 +51,14 @@ def room_for(streams_max: int, replays_max: int, *, part: float = 1.0) -> Room:
 
 
 def fit(streams_max: int, replays_max: int, files: int) -> Room:
-    """The room that so many descriptors are; at least one stream and one replay, whatever they are."""
+    """How many streams and replays fit into ``files`` descriptors; at least one of each, however few there are."""
     wanted = _files(streams_max, replays_max)
     if wanted <= files:
         return Room(streams_max, replays_max, wanted, is_limited=False)
     free = files - OTHER_FILES
     replays = max(1, min(replays_max, free // _FREE_PER_REPLAY))
     free -= FILES_PER_REPLAY * replays
-    # Each stream may have a call to Redis under way, over a connection of its own, up to those that there are.
+    # Each stream may have a call to Redis under way, over its own connection; there are at most CONNECTIONS of them.
     streams = free // (FILES_PER_STREAM + 1)
     if streams > CONNECTIONS:
         streams = (free - CONNECTIONS) // FILES_PER_STREAM
@@ -76,7 +76,7 @@ def _open_files() -> int:
 
 
 def _raised(wanted: int) -> int:
-    """The limit of open files, raised to what is wanted where that is allowed."""
+    """The limit of open files, raised to ``wanted`` as far as the hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted

@@ -56,7 +56,7 @@ class EventSource:
         self._news = asyncio.Event()
 
     async def wait(self, seconds: float) -> None:
-        """Until there are events, the connection changes, or the time is over."""
+        """Wait until there are events, the connection changes, or ``seconds`` have passed."""
         try:
             async with asyncio.timeout(seconds):
                 await self._news.wait()
@@ -96,7 +96,7 @@ class EventSource:
         if self._last_event_id:
             headers["Last-Event-ID"] = self._last_event_id
         async with self._asker.follow(self._url, headers, seconds=ANSWER_SECONDS) as answer:
-            if answer.status != 200:  # a redirect, too: no redirect is followed
+            if answer.status != 200:  # redirects are not followed, so a redirect fails, too
                 raise Unanswered(f"it has answered with status {answer.status}")
             if answer.content_type.partition(";")[0].strip().lower() != "text/event-stream":
                 raise Unanswered(f"its answer is {shown(answer.content_type[:80])}, not text/event-stream")

@@ -7,12 +7,12 @@ from collections import deque
 from waymark.ingest.frames import Frame
 
 TAKE_BYTES = 8 * 2**20
-"""The most bytes of frames that are taken at once, unless one frame is larger. They are in memory besides the
-buffer."""
+"""The most bytes of frames that one ``take`` returns, unless one frame is larger. The bound of the buffer does not
+include them."""
 
 
 class FrameBuffer:
-    """At most so many bytes (topics and payloads counted) and frames. What finds no room is dropped and counted."""
+    """At most ``bytes_max`` bytes (topics and payloads) and ``frames_max`` frames. Others are dropped and counted."""
 
     def __init__(self, bytes_max: int, frames_max: int) -> None:
         self.bytes = 0
@@ -34,7 +34,7 @@ class FrameBuffer:
         self.bytes += size
 
     def take(self, limit: int) -> list[Frame]:
-        """At most ``limit`` frames of ``TAKE_BYTES`` together, or one that is larger; their room is free again."""
+        """Remove at most ``limit`` frames with at most ``TAKE_BYTES`` together, or one larger frame."""
         frames, taken, size = self._frames, list[Frame](), 0
         while frames and len(taken) < limit and (not taken or size + len(frames[0].payload) <= TAKE_BYTES):
             size += len(frames[0].payload)

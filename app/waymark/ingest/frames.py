@@ -1,6 +1,7 @@
 """Parses the frames around payloads: live frames, replies of a replay, and its end marker.
 
-No function here opens a socket. A malformed frame is None and never an exception; the caller counts it and goes on.
+No function here opens a socket. For a malformed frame a parser returns None and raises nothing; the caller counts the
+frame and goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 from waymark.domain.slices import Slices
 
 DIGEST_SLICE_BYTES = 4 * 2**20
-"""About a millisecond."""
+"""To hash these bytes takes about a millisecond."""
 SEQ_BYTES = 8
 """A seq is an unsigned big-endian u64."""
 
@@ -26,9 +27,9 @@ class Frame:
     seq: int
     payload: bytes
     topic: bytes
-    """Identity only where a registration names it; empty where the publisher sent none."""
+    """It identifies the publisher only if the registration names a topic; empty if the publisher sent none."""
     connection: int
-    """Which handshake of the subscriber the frame came over, from 1."""
+    """The number of the subscriber's connection that the frame arrived on, from 1."""
     received: float
     """When it was read from the socket, on the subscriber's monotonic clock."""
 
@@ -69,7 +70,7 @@ def parse_replay(parts: Sequence[bytes]) -> Reply | None:
 
 
 def is_end_marker(payload: bytes) -> bool:
-    """Whether a reply ends its replay. Only the payload shows that; the seq next to it is all ones in practice."""
+    """Whether a reply ends its replay: only then is its payload empty. In practice its seq is all ones."""
     return not payload
 
 

@@ -1,7 +1,7 @@
 """The gauges of a worker.
 
-The scrape computes values that change between two polls, because they change most while Redis is unavailable and no
-poll happens.
+Values that change between two polls are computed by each scrape: they change most while Redis is unavailable, and then
+no poll succeeds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from waymark.store.pacing import Pacer
 
 
 class ServedStream(Protocol):
-    """What a worker applies: frames of a socket, or an event stream over HTTP."""
+    """A stream that a worker applies: frames of a socket, or an event stream over HTTP."""
 
     @property
     def status(self) -> StreamStatus: ...
@@ -30,14 +30,14 @@ class ServedStream(Protocol):
         """(bytes, frames or events) that were received and are not applied yet."""
 
     async def run(self) -> None:
-        """Until it is cancelled, or another worker has the stream."""
+        """Run until cancelled, or until another worker has the stream."""
 
 
 Served = tuple[ServedStream, Resolver]
 
 
 class Gauges:
-    """``streams`` gives those that are being served now."""
+    """``streams`` returns the streams that this worker applies now."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Gauges:
             metrics.streams.labels(status=status).set_function(partial(self._with, status))
 
     def saw(self, workers: Sequence[str], registrations: Sequence[Registration]) -> None:
-        """What is there by the look just taken: the same for every worker."""
+        """Set the gauges of what the last poll has read; every worker reports the same values."""
         metrics = self._metrics
         metrics.workers.set(len(workers))
         feeds = Counter("http" if each.endpoint is None else "socket" for each in registrations)

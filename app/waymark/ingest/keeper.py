@@ -1,9 +1,9 @@
 """Registers the publishers of the file at the start, and restores registrations that Redis has lost.
 
-When a Redis has come back empty, each worker registers the publishers of the file again, and those whose registrations
-it has seen in the Redis before. Several workers may do the same; the second time changes nothing. A publisher that has
-registered under such a name in the new Redis stays as it is, and one that was unregistered there is not restored.
-Publishers that the file no longer names are left alone.
+When Redis has come back empty, each worker registers again the publishers of the file, and those that it knew before
+Redis lost its data. Several workers may do this; a repetition changes nothing. A publisher that was registered since
+then stays as it is, and one that was unregistered since then is not restored. Publishers that the file no longer names
+stay registered.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class RegistrationKeeper:
         self._refused: set[PublisherName] = set()
 
     async def restore(self, seen: Iterable[Registration]) -> bool:
-        """Register what is missing; whether this Redis is another one than before.
+        """Register what is missing. Return whether Redis has come back empty since the last call; True at the first.
 
-        ``seen`` is what this worker has streams of, or found in the last list that it believed. A list of claims may be
-        believed where this call comes after it and returns False: Redis has not come back empty since, so a list that
-        is empty is not one of publishers that Redis has forgotten.
+        ``seen`` has the registrations of this worker's streams, and those of the last list of claims that it believed.
+        If the caller has read a list of claims before this call, and this call returns False, the caller may believe
+        the list: Redis did not come back empty in between, so the list lacks no publisher that Redis has lost.
         """
         incarnation = await self._store.records.incarnation()
         if incarnation == self._incarnation:
@@ -47,7 +47,7 @@ class RegistrationKeeper:
                 "redis has lost its data; registering its publishers again", extra=fields(publishers=len(wanted))
             )
         for name, registration in wanted.items():
-            # At the start the file may move a publisher to another address; later, that is old news.
+            # Only at the start may the file move a publisher. Later, the address in Redis may be newer than the file.
             if there.get(name) != registration and (is_start or name not in there):
                 await self._register(registration, is_restored=not is_start)
         self._metrics.publishers_refused.set(len(self._refused))
@@ -60,7 +60,7 @@ class RegistrationKeeper:
                 await self._store.registry.restore(registration)
             else:
                 await self._store.registry.register(registration)
-        except (Conflict, RecordDamaged) as exc:  # it says which of the two it is
+        except (Conflict, RecordDamaged) as exc:  # its sentence shows which of the two it is
             if registration.name not in self._refused:
                 self._refused.add(registration.name)
                 log.error("publisher cannot be registered", extra=fields(error=exc.sentence))

@@ -1,7 +1,8 @@
-"""The state of one stream, and its changes: forward in order, over a loss, into a new life.
+"""The state of one stream, and its changes: the next batch in order, a loss, and a new life.
 
-Live frames and replays both change this state, so it has a module of its own. ``Order`` is ahead of Redis by the open
-fold. ``flush`` applies the fold; it comes before every change except the next batch in order.
+Live frames and replays both change this state, so it has a module of its own. The open fold contains the batches that
+are in order and not applied yet; ``Order`` includes them. ``flush`` applies the fold; it comes before every change
+except the next batch in order.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from waymark.store.records import StreamState
 
 log = logging.getLogger(__name__)
 
-#: Bytes of frames in one fold; what they come to is in memory at once.
+#: Bytes of frames in one fold. The decoded batches of a fold are in memory together.
 _FOLD_BYTES = 2**20
 
 
 class Life:
-    """The state of one stream that is not its sockets'."""
+    """The state of one stream, apart from its sockets."""
 
     def __init__(
         self,
@@ -63,21 +64,21 @@ class Life:
         if OVER_CEILING in state.flags:
             self.reasons.add(OVER_CEILING)
         self.details: dict[str, str] = {}
-        """What is known of a reason beyond its sentence in ``REASONS``."""
+        """Sentences that are used in place of those in ``REASONS``, by reason."""
         if JOINED_LATE in state.flags and state.watermark is not None:
             self.reasons.add(JOINED_LATE)
         self.acknowledged = state.watermark
         """The watermark that Redis has acknowledged."""
         self.is_proven = False
-        """The watermark is known to belong to what is behind this connection."""
+        """It is proven that the publisher of this connection is in the life that the watermark belongs to."""
         self.begun = 0
         """How many times holders and watermark have ended here."""
         self.opened_at = opened_at(state.flags) if state.watermark is not None else None
-        """The first live frame of a life that began before any replay was answered to its end."""
+        """The seq of the first live frame, if the life began before any replay was answered to its end; else None."""
         self._unproven: tuple[int, str] | None = None
-        """(watermark, digest) of before live frames were applied on a connection whose replay waits for a place."""
+        """The watermark and digest that a replay must repeat, if live frames were applied while it waited."""
         self.is_lost = state.status is StreamStatus.LOST
-        """Its socket has been down for too long; readers do not count its holders."""
+        """The publisher was unreachable for too long; readers do not count its holders."""
         self.has_written_status = False
         """The status in the record may differ from the last report."""
         self._dp_rank = registration.dp_rank
@@ -86,12 +87,12 @@ class Life:
         self._fold: list[Incoming] = []
         self._fold_bytes = 0
         self._passed: Counter[str] = Counter()
-        """Counts of what the open fold steps over: they are the record's when its watermark is."""
+        """Counts of the batches that the open fold skips. They are added to ``counters`` when the fold is applied."""
 
     # ---- forward -----------------------------------------------------------------------------------
 
     def rank_of(self, batch: Batch) -> int | None:
-        """The rank of a batch: the rank it names, else the registered one; None where it is no batch."""
+        """The rank that a batch names, else the registered rank; None if the payload could not be decoded."""
         if batch.dp_rank is not None:
             return batch.dp_rank
         return None if batch.rejected and not batch.events else self._dp_rank
@@ -121,11 +122,11 @@ class Life:
 
     @property
     def is_fold_full(self) -> bool:
-        """What is open is much already: it is applied before more is read."""
+        """Whether the open fold is so large that it is applied before more frames are read."""
         return self._fold_bytes > _FOLD_BYTES
 
     async def found(self) -> None:
-        """The publisher is there: frames in order, or a replay, have shown it."""
+        """Note that the publisher is reachable: frames in order, or a replay, have shown it."""
         if self.is_lost:
             self.is_lost = False
             await self.applier.set_lost(is_lost=False)
@@ -135,7 +136,8 @@ class Life:
     async def lost(self) -> None:
         """The publisher was unreachable for too long: its blocks are not counted until it is found again."""
         self.is_lost = True
-        # Written first: after a crash in between, the worker that takes over marks it found again.
+        # The status is written first. If this worker stops before the next write, the next worker finds the publisher
+        # lost, and marks it as found.
         await self.applier.write({"status": StreamStatus.LOST}, {})
         await self.applier.set_lost(is_lost=True)
         endpoint = self.applier.grant.claim.registration.endpoint
@@ -144,39 +146,39 @@ class Life:
         )
         log.warning("publisher lost", extra=fields(stream=self.name))
 
-    # ---- what a replay has to show -----------------------------------------------------------------
+    # ---- the proof of a life -----------------------------------------------------------------------
 
     @property
     def proof(self) -> tuple[int, str]:
-        """(seq, digest) of the batch by which a replay shows the same life; -1 where there is no watermark."""
+        """(seq, digest) of the batch that a replay must repeat to prove the same life; seq -1 without a watermark."""
         if self._unproven is not None:
             return self._unproven
         return -1 if self.order.watermark is None else self.order.watermark, self.order.digest
 
     @property
     def replay_from(self) -> int:
-        """The seq that a replay has to ask for."""
+        """The seq from which a replay is requested."""
         return 0 if self.opened_at is not None else max(0, self.proof[0])
 
     def prove(self) -> None:
-        """A replay has shown the same life."""
+        """Note that a replay has proven the same life."""
         self.is_proven, self._unproven = True, None
 
     def go_on_unproven(self) -> None:
-        """Live frames are applied before the replay that would prove the life: keep what it will have to show."""
+        """Keep the batch that a replay must repeat: live frames are applied before the replay can prove the life."""
         if not self.is_proven or self.opened_at is not None:
             self.reasons.add(REPLAY_WAITING)
         if not self.is_proven and self._unproven is None and self.order.watermark is not None:
             self._unproven = self.order.watermark, self.order.digest
 
     async def open_at(self, seq: int) -> None:
-        """Begin with a live frame though a replay may still bring what was before it."""
+        """Begin a life with the live frame ``seq``, although a replay may still bring the batches before it."""
         self.opened_at = seq
         self.reasons.add(JOINED_LATE)
         await self._flag(JOINED_LATE, f"{OPENED_AT}{seq}")
 
     async def close_opening(self, seq: int) -> None:
-        """A replay begins at ``seq``: if that is before the first live frame, the life begins again from there."""
+        """Note that a replay begins at ``seq``. If that is before the first live frame, begin the life again there."""
         if self.opened_at is None:
             return
         if seq < self.opened_at:
@@ -189,7 +191,7 @@ class Life:
     # ---- new lives and losses ----------------------------------------------------------------------
 
     async def begin_anew(self, why: str) -> None:
-        """All holders end; there is no watermark any more."""
+        """End all holders and begin a new life without a watermark."""
         await self._end(why)
         self.applier.happened(ActivityKind.RESTART, why)
         self.count("restarts")
@@ -202,7 +204,7 @@ class Life:
         self.opened_at = self._unproven = None
         self.acknowledged = None
         self.order.restart()
-        # The other reasons are of the life that has ended.
+        # The other reasons concern only the life that has ended.
         self.reasons &= {REPLAY_SILENT}
         await self.found()
 
@@ -215,7 +217,7 @@ class Life:
         return any(name.dp_rank == dp_rank for name in self.applier.resolver.holders)
 
     async def yield_ranks(self) -> None:
-        """End the holders of ranks that meanwhile have a registration of their own, whose stream reports them."""
+        """End the holders of ranks that now have their own registration: other streams report these ranks."""
         resolver = self.applier.resolver
         ranks = {name.dp_rank for name in resolver.holders}
         for dp_rank in ranks & resolver.foreign_ranks:
@@ -243,9 +245,9 @@ class Life:
         await self.step_over(seq)
 
     async def give_up(self, incoming: Incoming) -> None:
-        """A batch is not read and never will be, because a second request would return the same bytes.
+        """Count a batch as lost that was not decoded: a second request would return the same bytes.
 
-        It never ends the life, whatever is set for gaps: the replay that follows would bring it again.
+        This never ends the life, whatever ``on_gap`` is: the replay after it would bring the same batch again.
         """
         assert incoming.batch.lost is not None
         log.warning(
@@ -274,14 +276,15 @@ class Life:
         await self.distrust_counts()
 
     async def distrust_counts(self) -> None:
-        """Stores or removals were missed: from now on a removal takes the block, whatever its count."""
+        """Stores or removals were missed: from now on a removal removes the block, however many copies are counted."""
         await self._flag(UNTRUSTED)
 
     async def _flag(self, *added: str) -> None:
-        """Keep flags of this life before anything more is applied.
+        """Write flags of this life into the record before anything more is applied.
 
-        Each of them means that the stream is degraded. The status changes in the same step, so a watermark behind
-        a loss never comes with ``active``. A lost publisher keeps its status, by which the next worker finds it again.
+        Each flag means that the stream is degraded. The status is written in the same call, so a record with a
+        watermark above a loss never has the status ``active``. A lost publisher keeps the status ``lost``, so that
+        the next worker marks it as found.
         """
         flags = self.applier.resolver.flags
         if not flags.issuperset(added):
@@ -292,7 +295,7 @@ class Life:
     # ---- counting ----------------------------------------------------------------------------------
 
     def count(self, name: str, n: int = 1) -> None:
-        """Count in the record and, where there is a metric of that name, there too."""
+        """Count in the record, and in the metric of that name if there is one."""
         if n:
             self.counters[name] += n
             metric = getattr(self._metrics, name, None)
@@ -300,7 +303,7 @@ class Life:
                 metric.inc(n)
 
     def count_passed(self) -> None:
-        """What was stepped over is behind the watermark now, or its life has ended."""
+        """Add the counts of skipped batches: the watermark in Redis is above them now, or their life has ended."""
         passed, self._passed = self._passed, Counter()
         for name, n in passed.items():
             self.count(name, n)

@@ -31,5 +31,5 @@ class WorkerOptions:
 
     @property
     def poll_seconds(self) -> float:
-        """The pause between two polls: several fit into a lease, so that no live worker seems dead."""
+        """The pause between two polls. Several polls fit into a lease, so that no live worker seems dead."""
         return min(_POLL_SECONDS, self.stream.lease_seconds / 8)

@@ -1,8 +1,8 @@
 """Decides what a live frame means: in order, a gap, a restart, or seen before.
 
 The decision follows from the state of the stream alone: its watermark with ts and digest, and the last live seq on this
-connection. The rules are the table "Order, gaps, restarts" of the event contract. A publisher counts its frames from 0
-at every start, so a seq that does not grow on one connection always means a restart, whatever any clock says.
+connection. The rules are the table "Order, gaps, restarts" in ``docs/protocol.md``. A publisher counts its frames from
+0 at every start, so a seq that does not grow on one connection always means a restart.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from waymark.ingest.frames import Frame
 class Judgement(StrEnum):
     IN_ORDER = "in_order"
     BEGINNING = "beginning"
-    """There is no watermark; what comes first is the beginning."""
+    """There is no watermark, so this batch is the first one that the stream has of its life."""
     GAP = "gap"
     RESTART = "restart"
     STALE = "stale"
@@ -24,7 +24,7 @@ class Judgement(StrEnum):
 
 
 class Order:
-    """One counter's state. ``watermark`` runs ahead of Redis by what is being applied."""
+    """The state of one counter. ``watermark`` includes batches that are being applied to Redis."""
 
     def __init__(self, watermark: int | None, digest: str, newest_ts: float | None, *, is_shared: bool = False) -> None:
         """``is_shared``: the frames of all topics are known to have one counter."""
@@ -34,19 +34,19 @@ class Order:
         self.newest_ts = newest_ts
         """The largest ts of this life."""
         self.last_live: int | None = None
-        """Seq of the last live frame on this connection, whatever came of it."""
+        """The seq of the last live frame on this connection, whether or not it was applied."""
         self._last_topic = b""
         self._last_rank: int | None = None
 
     def connected(self) -> None:
-        """A new connection: live frames of the old one prove nothing any more."""
+        """Note a new connection: its seqs are not compared with those of the old one."""
         self.last_live = None
         self._last_rank = None
 
     def judge(self, frame: Frame, digest: str, ts: float | None, dp_rank: int | None) -> Judgement:
         """What a live frame means; its seq is the last live one from now on.
 
-        ``dp_rank`` is None for a payload that is no batch: it may be anybody's.
+        ``dp_rank`` is None for a payload that cannot be decoded: its rank is unknown.
         """
         last, topic, rank = self.last_live, self._last_topic, self._last_rank
         self.last_live, self._last_topic = frame.seq, frame.topic
@@ -60,7 +60,7 @@ class Order:
         return self.place(frame.seq, digest, ts)
 
     def place(self, seq: int, digest: str, ts: float | None) -> Judgement:
-        """What a batch means by its number alone, where it is known that no restart lies before it."""
+        """What a batch means by its seq, digest and ts, without the seqs of earlier live frames."""
         if self.watermark is None:
             return Judgement.BEGINNING
         if seq == self.watermark + 1:
@@ -73,9 +73,9 @@ class Order:
         return Judgement.RESTART
 
     def is_behind(self, seq: int) -> bool:
-        """Whether a live frame that comes next is known by its seq alone: a replay has brought it meanwhile.
+        """Whether a replay has already brought the batch of the next live frame, which has this seq.
 
-        The connection is the one that the last live frame came over, so the frame is of the same life.
+        The frame is on the same connection as the last live frame and has a higher seq, so both are of the same life.
         """
         return self.last_live is not None and self.watermark is not None and self.last_live < seq <= self.watermark
 
@@ -85,6 +85,6 @@ class Order:
             self.newest_ts = ts
 
     def restart(self) -> None:
-        """A new life: no watermark, and what was live before was another process's."""
+        """Begin a new life: without a watermark, and without live frames of the process before."""
         self.watermark, self.digest, self.newest_ts = None, "", None
         self.last_live = None

@@ -1,4 +1,4 @@
-"""Ends overdue reservations in groups that no replica is asked about, for example after their only replica was killed.
+"""Ends overdue reservations of groups that get no requests, for example because their only replica was killed.
 
 Each group has one worker that looks after it. Two workers that end the same reservation change the load once.
 """
@@ -31,11 +31,11 @@ class Overdue:
         self._places = asyncio.Semaphore(_AT_ONCE)
 
     def see(self, groups: Iterable[int]) -> None:
-        """From now on look after these groups."""
+        """Look after these groups from now on."""
         self._groups[:] = groups
 
     async def keep_ending(self) -> None:
-        """Until cancelled."""
+        """End overdue reservations until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             until = loop.time() + _SECONDS
@@ -47,7 +47,7 @@ class Overdue:
             await asyncio.sleep(max(0.0, until - loop.time()))
 
     async def _under_way(self) -> Sequence[int]:
-        """The groups that have reservations; all of them where that cannot be read of each."""
+        """The groups that have reservations; all groups if Redis does not answer."""
         groups = list(self._groups)
         try:
             return await self._reservations.under_way(groups) if groups else ()
@@ -56,7 +56,7 @@ class Overdue:
             return groups
 
     async def _end(self, group_id: int) -> int:
-        """One call for a group: how many reservations it ended; 0 where that is not possible."""
+        """Make one call for a group. Return how many reservations it ended; 0 if it fails."""
         async with self._places:
             try:
                 ended = await self._reservations.end_overdue(group_id)
@@ -64,7 +64,7 @@ class Overdue:
                 log.debug("overdue reservations could not be ended", extra=fields(group=group_id, error=exc.sentence))
                 return 0
             except Exception:
-                # What a group has is of any release. A defect met in it must not end the worker and its streams.
+                # Any release may have written the data of a group. If this code fails on them, the worker must go on.
                 log.exception(
                     "overdue reservations could not be ended; the worker tries again", extra=fields(group=group_id)
                 )

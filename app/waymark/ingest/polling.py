@@ -31,7 +31,7 @@ from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
 
-#: How often a poll restores registrations before it is given up: once for each time that Redis comes back empty.
+#: The most times that one poll restores registrations. It does so each time that Redis has come back empty.
 _RESTORES_MAX = 20
 #: How long a poll waits for streams that it has stopped.
 _STOP_SECONDS = 2.0
@@ -78,10 +78,10 @@ class Poller:
         self._faults: dict[tuple[str, int], str] = {}
         """The last error of each step that failed for a claim, by step and publisher."""
         self._claims: list[Claim] = []
-        """The last list that was believed."""
+        """The last list of claims that was believed."""
 
     async def keep_polling(self, tasks: asyncio.TaskGroup) -> None:
-        """Streams become tasks of ``tasks``."""
+        """Poll until cancelled. The streams run as tasks of ``tasks``."""
         while True:
             try:
                 await self._poll(tasks)
@@ -140,7 +140,8 @@ class Poller:
         self._store.pacer.workers = len(workers)
         others, self._others = self._others, set(workers)
         if (is_another or self.is_away) and not others <= self._others:
-            # Redis received no heartbeats meanwhile. Until it has, no worker takes another's streams.
+            # Redis may lack heartbeats of live workers, because it was unavailable or came back empty. So this poll
+            # does not take the streams of workers that are missing.
             return
         await self._finish(claim for claim in claims if claim.is_leaving)
         staying = [claim for claim in claims if not claim.is_leaving]
@@ -160,10 +161,10 @@ class Poller:
         self._gauges.saw(list(workers), [claim.registration for claim in staying])
 
     async def _claims_to_believe(self) -> tuple[list[Claim], bool]:
-        """All claims, read after Redis last came back empty, and whether that happened since the last poll.
+        """All claims, read after Redis last came back empty, and whether Redis came back empty since the last poll.
 
-        What this worker has seen is forgotten only with a list that it believes: Redis may come back empty again while
-        registrations are restored.
+        The worker keeps the claims that it has seen until it believes a new list: Redis may come back empty again
+        while registrations are restored.
         """
         for attempt in range(_RESTORES_MAX):
             claims = await self._claims_and_lost()
@@ -186,7 +187,7 @@ class Poller:
         return claims
 
     async def _finish(self, leaving: Iterable[Claim]) -> None:
-        """Finish unregistrations that were left half done: a claim that is still marked as leaving one poll later."""
+        """Finish interrupted unregistrations: claims that are still marked as leaving one poll later."""
         claims = list(leaving)
         left = [claim for claim in claims if claim.raw in self._leaving]
         self._leaving.clear()
@@ -194,7 +195,7 @@ class Poller:
         await self._for_each("finish", left, self._store.claim_writer.finish)
 
     async def _end_over(self, by_http: Sequence[Claim]) -> None:
-        """End the generations that are over of publishers whose events come by HTTP, and of which no stream runs."""
+        """End the old generations of publishers whose events come by HTTP: they have no stream."""
         bounds = self._options.apply.bounds
         if not bounds or not by_http:
             return
@@ -208,14 +209,14 @@ class Poller:
         await self._for_each("end_over", over, self._runner.end_over)
 
     async def _keep_groups(self, claims: Iterable[Claim]) -> dict[int, GroupEntry]:
-        """Restore groups whose id Redis has lost, because queries do not find them; all that it has, by id."""
+        """Restore groups whose id Redis has lost, because queries do not find them. Return the others by id."""
         groups = await self._store.directory.groups()
         lost = {claim.group_id: claim for claim in claims if claim.registration.group not in groups}
         await self._for_each("keep_group", lost.values(), self._store.claim_writer.begin)
         return {entry.group_id: entry for entry in groups.values()}
 
     async def _stop_others(self, wanted: Mapping[PublisherName, Claim]) -> None:
-        """Stop streams that are not this worker's now, or whose registration changed; forget those that ended."""
+        """Stop streams that now belong to other workers, or whose registration changed. Forget those that ended."""
         stopping: list[asyncio.Task[None]] = []
         for name, running in self.running.items():
             if running.task is not None and (name not in wanted or not wanted[name].has_stream_of(running.claim)):

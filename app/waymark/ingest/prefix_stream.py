@@ -1,7 +1,7 @@
 """One stream of opaque prefixes: applies the events of a source to its two holders.
 
-A source has no batches, no replay and no seqs: what happened while there was no connection is unknown. So the stream
-is ``degraded`` after a connection was lost, until every entry of before has ended by its time.
+A source has no batches, no replay and no seqs, so what happened while there was no connection is unknown. After a
+connection was lost, the stream is ``degraded`` until every entry from before the loss has expired.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
 _REPORT_SECONDS = 1.0
 _BYTES_PER_EVENT = 256
-"""What an event that waits is taken to be, in the gauge of buffered bytes."""
+"""The assumed size of a waiting event, for the gauge of buffered bytes."""
 
 RECONNECTED = "reconnected"
 EVENTS_DROPPED = "events_dropped"
@@ -64,7 +64,7 @@ class PrefixStream:
         self._store = store
         self._metrics = metrics
         self._backend = metrics.backend(registration.instance_id)
-        """Its label in metrics."""
+        """The label of the publisher in metrics."""
         self._registration = registration
         self._options = registration.prefixes
         self._lease_seconds = lease_seconds
@@ -78,7 +78,7 @@ class PrefixStream:
         )
         self._connection = 0
         self._reasons: dict[str, float] = {}
-        """Why the stream is degraded, each with the time by the monotonic clock at which it is no more."""
+        """The reasons why the stream is degraded, each with the monotonic time at which it ends."""
         if state.holders:
             self._degrade(RECONNECTED)
         self._is_lost = state.status is StreamStatus.LOST
@@ -96,7 +96,7 @@ class PrefixStream:
         return _BYTES_PER_EVENT * self._source.waiting, self._source.waiting
 
     async def run(self) -> None:
-        """Until cancelled; returns when another worker has the stream."""
+        """Run until cancelled; return when another worker has the stream."""
         reading = asyncio.create_task(self._source.run())
         try:
             await self._begin()
@@ -116,7 +116,7 @@ class PrefixStream:
             await self._last_report()
             raise
         finally:
-            # Nobody here knows any more whether there is a connection.
+            # From now on this worker does not know whether there is a connection.
             self._metrics.kv_consumer_connected.remove(backend=self._backend)
             reading.cancel()
             await asyncio.wait([reading])
@@ -128,7 +128,7 @@ class PrefixStream:
     # ---- events ------------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """Begin the holders that are not there yet."""
+        """Begin the holders that do not exist yet."""
         of, claim = self._registration, self._applier.grant.claim
         begun = {
             name: Holder(
@@ -204,7 +204,7 @@ class PrefixStream:
         entries = await applied(changes)
         if entries <= options.max_entries:
             return
-        # A bound that is reached removes a tenth, so that the next event does not reach it again.
+        # A tenth of the entries is removed, so that the next event does not reach the bound again.
         while entries > options.max_entries - options.max_entries // 10:
             oldest = await applier.calls.answered(lambda: prefixes.oldest(grant, hot, warm, options.max_entries))
             entries = await applied(oldest)
@@ -251,7 +251,7 @@ class PrefixStream:
         metrics, backend = self._metrics, self._backend
         metrics.kv_event_received.labels(backend=backend).inc(new["received"])
         metrics.kv_event_dropped.labels(backend=backend).inc(new["dropped"])
-        if backend != OTHER_MODELS:  # which is several of them
+        if backend != OTHER_MODELS:  # several publishers share this label
             metrics.kv_consumer_connected.labels(backend=backend).set(source.is_connected)
         metrics.frames_malformed.inc(new["too_long"])
         metrics.buffer_dropped.inc(new["dropped"])
@@ -281,7 +281,7 @@ class PrefixStream:
             self._counts |= counts
 
     async def _last_report(self) -> None:
-        """What was counted since the last one, where Redis takes it at once."""
+        """Write what was counted since the last report, if Redis answers at once."""
         try:
             async with asyncio.timeout(_REPORT_SECONDS):
                 await self._report(self.status)

@@ -33,7 +33,7 @@ class RankStreams:
         life = self._life
         dp_rank = life.rank_of(incoming.batch)
         if dp_rank is None:
-            # No batch, so nobody's: it is counted, and will be missing where it belonged.
+            # The payload cannot be decoded, so its rank is unknown. It is counted, and its rank will show a gap.
             if incoming.batch.lost is not None:
                 await life.give_up(incoming)
             await life.applier.apply([incoming], None)
@@ -49,7 +49,7 @@ class RankStreams:
         is_end = judgement in (Judgement.RESTART, Judgement.MIXED)
         is_late = judgement is Judgement.BEGINNING
         if is_late:
-            # After a takeover nothing proves that the life is still the one we know.
+            # After a takeover nothing proves that the rank is still in the life of its holders.
             is_end = life.has_holders_of(dp_rank)
         elif judgement is Judgement.GAP:
             is_end = is_late = await self._lose(order, incoming.seq)
@@ -66,7 +66,7 @@ class RankStreams:
         await life.found()
 
     async def _lose(self, order: Order, seq: int) -> bool:
-        """Count what is missing; whether that ends the rank's life."""
+        """Count the missing batches. Return whether the loss ends the life of the rank."""
         life = self._life
         assert order.watermark is not None
         life.count("gaps")

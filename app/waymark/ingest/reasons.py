@@ -10,7 +10,7 @@ REPLAY_INCOMPLETE = "replay_incomplete"
 REPLAY_WAITING = "replay_waiting"
 BUFFER_FULL = "buffer_full"
 
-#: A flag of the record, with the seq of the first live frame behind it: the life began before a replay was answered.
+#: A flag of a life that began before a replay was answered. The seq of its first live frame follows.
 OPENED_AT = "opened_at:"
 
 #: The sentences of the reasons for which a stream is degraded.

@@ -1,4 +1,4 @@
-"""Requests the batches from a seq on again, over the publisher's replay endpoint.
+"""Requests earlier batches, from a given seq on, over the publisher's replay endpoint.
 
 Each replay uses a new DEALER socket, so that no reply to an earlier request can be taken for one to this request. A REQ
 socket cannot be used: it accepts one reply to a request, and a replay has many. ``connect`` succeeds without a peer, so
@@ -27,17 +27,17 @@ class ReplayOutcome(StrEnum):
     COMPLETE = "complete"
     """The end marker came: everything the publisher still had was sent."""
     IDLE = "idle"
-    """No reply for the idle time: nobody is there, or the replies stopped."""
+    """No reply came within the idle time: the publisher is absent, or the replies stopped."""
     DEADLINE = "deadline"
-    """The time for the whole replay was over."""
+    """The time for the whole replay has passed."""
 
 
 class Replay:
     """One request, and its replies in chunks.
 
-    ``start`` is the first seq asked for. ``idle_seconds`` is how long a reply may keep us waiting; ``deadline``,
-    on the clock given, ends the replay whatever comes. ``chunk_bytes`` bounds one chunk's payloads, exceeded by at
-    most one payload. Opened and closed by ``async with``, before the context is terminated.
+    ``start`` is the first seq that is requested. ``idle_seconds`` bounds the wait for each reply. ``deadline``, by
+    ``clock``, ends the replay in any case. ``chunk_bytes`` bounds the payloads of one chunk, which may exceed it by
+    one payload. ``async with`` opens and closes the replay, before the context is terminated.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Replay:
         self.outcome: ReplayOutcome | None = None
         """How the replay ended; None while more may come."""
         self.malformed = 0
-        """Replies that were not of the contract's form."""
+        """Replies that could not be parsed."""
         self._context = context
         self._start = start
         self._idle_seconds = idle_seconds
@@ -67,7 +67,7 @@ class Replay:
         self._socket: zmq.Socket[bytes]
 
     async def __aenter__(self) -> Self:
-        """Send the request. InvalidValue where libzmq cannot read the endpoint, OSError without sockets."""
+        """Send the request. Raises InvalidValue if libzmq cannot read the endpoint, OSError if no socket is free."""
         # The ROUTER side expects the empty frame that a REQ would have put first.
         request = [b"", self._start.to_bytes(SEQ_BYTES, "big")]
         self._socket = open_socket(self._context, zmq.DEALER, self.endpoint, self._message_bytes_max)
@@ -85,13 +85,13 @@ class Replay:
         self._socket.close(0)
 
     async def batches(self, limit: int) -> list[Reply]:
-        """The next replies of the replay, in the order they came: at least one, and at most ``limit``.
+        """The next replies, in order of arrival: at least one, and at most ``limit``.
 
-        Empty means that it is over, and ``outcome`` says how. Only replies of the contract's form put off the idle
-        timeout, and time spent outside this call does not count towards it.
+        An empty list means that the replay has ended; ``outcome`` shows how. Only replies that can be parsed put off
+        the idle timeout, and time spent outside this call does not count towards it.
 
-        What is not asked for stays in libzmq's queue. That has no mark of its own, because a ROUTER drops what a
-        slow reader has no room for; it is bounded by what one request can bring: the publisher's replay buffer.
+        Replies that were not read yet stay in libzmq's queue. The queue has no high-water mark, because a ROUTER drops
+        what a slow reader has no room for. The publisher's replay buffer bounds it: one request brings no more.
         """
         if self.outcome is not None:
             return []
@@ -132,9 +132,9 @@ class Replay:
         return found, False
 
     async def _readable(self, seconds: float) -> None:
-        """Until the socket may have something, or the time is over.
+        """Wait until the socket may have a message, or ``seconds`` have passed.
 
-        The descriptor is edge-triggered, so this is only for a socket that was read until it had nothing.
+        The descriptor is edge-triggered, so the caller must first read the socket until it is empty.
         """
         loop = asyncio.get_running_loop()
         readable: asyncio.Future[None] = loop.create_future()

@@ -25,7 +25,7 @@ class YieldReason(StrEnum):
 
 
 class Place:
-    """One stream's request for a place: it waits, then it is held, then it is released."""
+    """One stream's place: first the stream waits for it, then holds it, and then releases it."""
 
     def __init__(self, places: ReplayPlaces, instance: Hashable, is_slow: bool, on_held: Callable[[], None]) -> None:
         self.instance = instance
@@ -39,11 +39,11 @@ class Place:
 
     @property
     def seconds(self) -> float:
-        """How long it has waited, or has been held."""
+        """How long the stream has waited for the place or, since then, has held it."""
         return self._places.now() - self._since
 
     async def wait(self, seconds: float) -> bool:
-        """Whether the place is held, at the latest after so many seconds. For one waiter at a time."""
+        """Wait at most ``seconds`` until the place is held. Return whether it is held. Only one task may wait."""
         if not self.is_held:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -69,8 +69,8 @@ class Place:
 
 
 class ReplayPlaces:
-    """``size`` places. ``patience_seconds`` is how long a stream waits before others must make room for it, and how
-    long a replay may at least go on."""
+    """``size`` places. A stream that has waited for ``patience_seconds`` may get the place of a replay that has held it
+    for at least as long."""
 
     def __init__(self, size: int, *, patience_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.now = clock
@@ -78,8 +78,9 @@ class ReplayPlaces:
         self.size = size
         self._held: set[Place] = set()
         self._waiting: dict[Place, None] = {}
-        """In order of arrival."""
-        # By whether they were too slow: instances in turn, each with its places in order of arrival.
+        """The places that streams wait for, in order of arrival."""
+        # The key is whether the last replay was too slow. Each value has the instances in rotation, and for each
+        # instance its waiting places in order of arrival.
         self._queues: dict[bool, OrderedDict[Hashable, dict[Place, None]]] = {
             False: OrderedDict(),
             True: OrderedDict(),
@@ -94,7 +95,7 @@ class ReplayPlaces:
         return len(self._held)
 
     def request(self, instance: Hashable, *, is_slow: bool, on_held: Callable[[], None]) -> Place:
-        """Ask for a place, which may be held at once; ``on_held`` is called when it is. To be released in any case."""
+        """Ask for a place, which may be held at once. ``on_held`` is called when it is held. Release it in any case."""
         place = Place(self, instance, is_slow, on_held)
         self._waiting[place] = None
         self._queues[is_slow].setdefault(instance, {})[place] = None
@@ -114,7 +115,8 @@ class ReplayPlaces:
             return YieldReason.SLOW
         if place.seconds < self.patience_seconds:
             return None
-        # Each stream that has waited for too long takes one place: of the slow first, then of who has it longest.
+        # Each stream that has waited for too long takes one place: those of slow replays first, and of these and of
+        # the others the one that was held longest.
         before = sum(
             other.seconds >= self.patience_seconds
             and (not other.is_slow, -other.seconds) < (not place.is_slow, -place.seconds)
@@ -123,7 +125,10 @@ class ReplayPlaces:
         return YieldReason.FAIRNESS if before < self._overdue(place.is_slow, before + 1) else None
 
     def _overdue(self, is_slow: bool, enough: int) -> int:
-        """How many streams have waited for too long, counted up to ``enough``; slow ones wait only for slow ones."""
+        """How many streams that have waited for too long may take such a place, counted up to ``enough``.
+
+        A slow stream may only take the place of a slow one.
+        """
         count = 0
         for place in self._waiting:
             if count >= enough or place.seconds < self.patience_seconds:
@@ -150,9 +155,9 @@ class ReplayPlaces:
 
 
 class Pace:
-    """Whether the replies of a replay come fast enough, over windows of time spent waiting for them.
+    """Whether the replies of a replay come fast enough, measured in windows of the time spent waiting for them.
 
-    The time that this process takes to apply them does not count: a busy worker makes no publisher slow.
+    The time that this process takes to apply replies does not count, so a busy worker makes no publisher seem slow.
     """
 
     def __init__(self, bytes_per_second_min: int, window_seconds: float) -> None:
@@ -163,7 +168,7 @@ class Pace:
         self._seconds = 0.0
 
     def add(self, size: int, seconds: float) -> None:
-        """So many bytes came after so many seconds of waiting."""
+        """Add ``size`` bytes that came after ``seconds`` of waiting."""
         self._bytes += size
         self._seconds += seconds
         if self._seconds >= self._window_seconds:

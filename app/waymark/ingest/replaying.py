@@ -21,8 +21,8 @@ _TICK_SECONDS = 0.25
 class Replaying:
     """Runs the replays of a stream, one at a time.
 
-    ``tick`` is called several times a second, whatever is waited for. ``wake`` is called when a place is there for
-    a replay that was left waiting.
+    ``tick`` is called several times a second, also during a wait. ``wake`` is called when a waiting replay gets its
+    place.
     """
 
     def __init__(
@@ -61,26 +61,26 @@ class Replaying:
 
     @property
     def is_waiting(self) -> bool:
-        """A replay was left waiting for its place, while live frames go on."""
+        """A replay waits for its place, while live frames are applied."""
         return self._place is not None
 
     @property
     def is_due(self) -> bool:
-        """The place that was waited for is there."""
+        """A replay waited for its place, and the place is held now."""
         return self._place is not None and self._place.is_held
 
     def drop(self) -> None:
-        """Give up what is left of a replay, with its place."""
+        """Give up the rest of a replay, and release its place."""
         if self._place is not None:
             self._place.release()
             self._place = None
         self._seconds_left = self._seconds
 
     async def run(self, endpoint: str, *, is_unbroken: Callable[[], bool], needed_by: int | None) -> CatchUpResult:
-        """Catch up, as often as it takes; WAITING where live frames can go on before that.
+        """Catch up, in as many steps as it takes. WAITING if live frames can be applied before there is a place.
 
-        ``needed_by`` is the seq of a live frame that waits. It waits as long as needed where batches before it can
-        still be replayed, and for the patience of the places in all other cases.
+        ``needed_by`` is the seq of a live frame that waits. If batches are missing before it, the frame waits until
+        there is a place; otherwise it waits at most ``idle_seconds``.
         """
         self.is_running = True
         try:
@@ -90,7 +90,7 @@ class Replaying:
                     self._life.go_on_unproven()
                     return CatchUpResult.WAITING
                 if not is_unbroken():
-                    # Perhaps only now, while this stream waited for its place.
+                    # The connection may have ended while this stream waited for its place.
                     self._life.is_proven = False
                 outcome = await self._slice(endpoint)
                 if outcome is not CatchUpResult.YIELDED:

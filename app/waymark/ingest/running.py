@@ -40,17 +40,17 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Running:
-    """A stream of this worker; ``stream`` and ``resolver`` are there from the moment it has its lease."""
+    """A stream of this worker; ``stream``, ``resolver`` and ``applier`` are None until it has its lease."""
 
     claim: Claim
     foreign_ranks: frozenset[int]
-    """Ranks of its instance that have streams of their own."""
+    """Ranks of the stream's instance that have their own streams."""
     task: asyncio.Task[None] | None = None
     stream: ServedStream | None = None
     resolver: Resolver | None = None
     applier: Applier | None = None
     has_pool: bool = False
-    """Its group has a pool that names blocks by the hashes of engines."""
+    """The stream's group has a pool that names blocks by the hashes of engines."""
 
     @property
     def is_done(self) -> bool:
@@ -58,7 +58,7 @@ class Running:
 
     @property
     def is_idle(self) -> bool:
-        """It has not reached its publisher yet."""
+        """The stream has not reached its publisher yet."""
         return self.stream is None or self.stream.status is StreamStatus.PENDING
 
     def see(self, foreign_ranks: frozenset[int], *, has_pool: bool = False) -> None:
@@ -93,9 +93,9 @@ class StreamRunner:
         name = claim.registration.name
         grant: Grant | None = None
         try:
-            # What it begins for a claim that is not there any more, nobody else would take back.
+            # This step is not interrupted. It removes what it began if the claim is gone, and nothing else would.
             if not await whole(asyncio.ensure_future(self._store.claim_writer.begin(claim))):
-                return  # the next poll has what stands there now
+                return  # the claim has changed, and the next poll reads it again
             before = await self._store.leases.last_worker(claim)
             grant = await self._take(claim)
             if grant is not None:
@@ -116,7 +116,7 @@ class StreamRunner:
             if self._is_another(name, str(exc)):
                 log.warning("stream stopped, will be restarted", extra=fields(stream=str(name), error=str(exc)))
         except Exception as exc:
-            # A defect met by one publisher's bytes must not stop the others' streams; it is taken up again, too.
+            # A defect that one publisher's bytes reveal must not stop the other streams. This stream is restarted.
             if self._is_another(name, repr(exc)):
                 log.exception("stream failed, will be restarted", extra=fields(stream=str(name)))
         finally:
@@ -124,12 +124,12 @@ class StreamRunner:
                 await self._give_back(grant)
 
     def forget_errors(self, still: Iterable[PublisherName]) -> None:
-        """Remember only why those streams stopped: the others go on, or are not this worker's any more."""
+        """Forget why streams stopped, except those in ``still``: the others run again, or belong to other workers."""
         kept = set(still)
         self._errors = {name: error for name, error in self._errors.items() if name in kept}
 
     def _is_another(self, name: PublisherName, error: str) -> bool:
-        """Whether a stream stopped otherwise than the last time; it is taken up at every poll."""
+        """Whether a stream stopped for another reason than the last time. Every poll restarts a stopped stream."""
         before, self._errors[name] = self._errors.get(name), error
         return error != before
 
@@ -143,7 +143,7 @@ class StreamRunner:
             await applier.new_life()
             applier, state = await self._resumed(grant, running.foreign_ranks)
         if state.watermark is None and opened_at(state.flags) is not None:
-            # The worker before ended before it applied the first frame: what the flags say is true of no life.
+            # The previous worker stopped before it applied the first frame, so the flags are true of no life.
             await applier.new_life()
             applier, state = await self._resumed(grant, running.foreign_ranks)
         options = self._options
@@ -179,7 +179,7 @@ class StreamRunner:
         )
 
     async def end_over(self, claim: Claim) -> None:
-        """End what is over at a publisher that has no stream here, because its events come by HTTP."""
+        """End the old generations of a publisher whose events come by HTTP: it has no stream."""
         grant = await self._take(claim)
         if grant is None:
             return
@@ -206,14 +206,14 @@ class StreamRunner:
         try:
             await asyncio.shield(self._store.leases.drop(grant))
         except StoreUnavailable as exc:
-            # It runs out by itself.
+            # The lease expires by itself.
             log.debug("lease not released", extra=fields(error=exc.sentence))
 
 
 async def whole(step: asyncio.Future[T]) -> T:
-    """The outcome of a step that is never left half done.
+    """The result of a step that is not interrupted.
 
-    A caller that is cancelled meanwhile, even twice, ends after it.
+    A caller that is cancelled meanwhile, even twice, waits for the end of the step, and then ends.
     """
     cancelled: asyncio.CancelledError | None = None
     while not step.done():

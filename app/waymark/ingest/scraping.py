@@ -1,4 +1,4 @@
-"""Scrapes the gauges of engines, one scraper for each engine however many replicas decide by them.
+"""Scrapes the gauges of engines. Each engine has one scraper, however many replicas use its gauges.
 
 The worker that has the stream of an engine's first rank scrapes the engine for all of its ranks. Each engine has a
 task of its own, so a slow engine delays no other. An engine that does not answer is asked less and less often.
@@ -22,12 +22,12 @@ from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
 
-#: What the metrics of an engine may have; those of vLLM with 8 ranks have half a MiB.
+#: The most bytes of an engine's metrics; those of vLLM with 8 ranks have half a MiB.
 _BYTES_MAX = 8 * 2**20
 _ANSWER_SECONDS_MAX = 5.0
-#: A reading counts for so many intervals.
+#: A reading is valid for this many intervals.
 _INTERVALS = 3
-#: An engine that does not answer is asked again after at most so many intervals.
+#: The most intervals between two requests to an engine that does not answer.
 _BACK_OFF_MAX = 32
 
 
@@ -69,7 +69,7 @@ class Scraper:
 
     async def _keep_scraping(self, url: str) -> None:
         intervals, error = 1, ""
-        # Not all engines at the same moment.
+        # A random delay, so that not all engines are scraped at the same moment.
         await asyncio.sleep(random.uniform(0, self._seconds))
         while True:
             began = asyncio.get_running_loop().time()
@@ -89,7 +89,7 @@ class Scraper:
             await asyncio.sleep(max(0.0, intervals * self._seconds - passed))
 
     async def _scrape(self, url: str) -> bool:
-        """Whether the engine reports gauges."""
+        """Read and write the gauges of an engine. Return whether it reports any."""
         reply = await self._asker.ask(url, seconds=min(self._seconds, _ANSWER_SECONDS_MAX), bytes_max=_BYTES_MAX)
         if reply.status != 200:
             raise Unanswered(f"it answered with status {reply.status}")
@@ -103,7 +103,7 @@ class Scraper:
 
 
 def metrics_url(registration: Registration) -> str | None:
-    """Where the gauges of a target are; None where nothing says so."""
+    """The URL of the metrics of a target's engine; None if its registration names none."""
     target = registration.target
     if registration.scope != "instance":
         return None

@@ -27,8 +27,8 @@ class Shares:
     def of(self, claims: Iterable[Claim], workers: Mapping[str, int | None]) -> list[Claim]:
         """The claims that this worker takes; ``workers`` has each live worker and how many streams it can take.
 
-        A stream is for the worker with the largest hash of its name and the publisher's id that has room for it. A
-        claim without a stream needs no room.
+        Each worker has a hash of its name and the publisher's id. Of the workers with room, the one with the largest
+        hash takes the stream. A claim without a stream needs no room.
         """
         names = tuple(workers) or (self._worker_id,)
         known = self._orders if self._workers == names else {}
@@ -36,7 +36,7 @@ class Shares:
         rooms = {worker: room for worker, room in workers.items() if room is not None}
         mine: list[Claim] = []
         self.left = 0
-        # All workers go through them in the same order, whatever Redis lists first.
+        # Every worker goes through the claims in the same order, whatever their order in Redis.
         for claim in sorted(claims, key=lambda claim: claim.publisher) if rooms else claims:
             publisher = claim.publisher
             order = self._orders[publisher] = known.get(publisher) or self._order(publisher)
@@ -52,9 +52,10 @@ class Shares:
         return mine
 
     def groups_of(self, groups: Iterable[int]) -> list[int]:
-        """The groups that this worker looks after, whichever publishers they have, by the workers of the last ``of``.
+        """The groups that this worker looks after, whichever publishers they have.
 
-        Each group is for the worker with the largest hash of its name and the group's id.
+        Of the workers in the last call of ``of``, the one with the largest hash of its name and the group's id takes
+        the group.
         """
         workers = self._workers or (self._worker_id,)
 

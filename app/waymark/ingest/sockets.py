@@ -17,16 +17,16 @@ from waymark.shown import shown
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
 CONNECT_MILLISECONDS = 10_000
-"""The time for a TCP connect, and the same time again for the handshake."""
+"""The time limit of a TCP connect, and again of the handshake after it."""
 HEARTBEAT_INTERVAL_MILLISECONDS = 5_000
 HEARTBEAT_TIMEOUT_MILLISECONDS = 15_000
 MESSAGE_BYTES_MAX = 64 * 2**20
-"""A publisher that sends more in one part loses its connection, before the part is in memory."""
+"""If a publisher sends more in one part, its connection is closed before the part is in memory."""
 
 _NEVER_MILLISECONDS = 24 * 3600 * 1000
 _UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
-# Any of these, whichever comes first, ends a connection or an attempt at one. For a name that does not
-# resolve there is only the last.
+# The first of these events ends a connection, or an attempt at one. If a name does not resolve, only the last of them
+# comes.
 _OVER = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -41,7 +41,7 @@ _monitor_numbers = itertools.count(1)
 def open_socket(
     context: Context, kind: int, endpoint: str, message_bytes_max: int = MESSAGE_BYTES_MAX
 ) -> zmq.Socket[bytes]:
-    """A socket with the options of both transports, not connected yet; OSError if no socket is available."""
+    """A socket with the options of both transports, not connected yet. Raises OSError if no socket is available."""
     try:
         socket = context.socket(kind)
     except zmq.ZMQError as error:
@@ -60,7 +60,7 @@ def open_socket(
 
 
 def connect(socket: zmq.Socket[bytes], endpoint: str, field: str) -> None:
-    """Begin to connect; InvalidValue naming ``field`` where libzmq cannot read the endpoint."""
+    """Begin to connect. Raises InvalidValue, which names ``field``, if libzmq cannot read the endpoint."""
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
@@ -81,7 +81,7 @@ class LiveConnection:
         self.is_over = False
         self.attempt = Attempt(time.monotonic(), CONNECT_MILLISECONDS / 1000)
         self.is_retried = False
-        """libzmq would connect again: after a lost connection, but not after one that it has ended itself."""
+        """libzmq is about to reconnect. It does so after a lost connection, but not after one that it closed itself."""
         self.socket = open_socket(context, zmq.SUB, endpoint, message_bytes_max)
         try:
             self.socket.set(zmq.RECONNECT_IVL, _NEVER_MILLISECONDS)
@@ -100,7 +100,7 @@ class LiveConnection:
         self.descriptors = (self.socket.FD, self.monitor.FD)
 
     def close(self) -> None:
-        # In this order: libzmq's side of the monitor would wait for room in a pipe nobody reads.
+        # In another order libzmq's side of the monitor would wait for room in a pipe that nobody reads.
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(0)

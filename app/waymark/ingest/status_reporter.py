@@ -1,8 +1,8 @@
 """Finds the status of a stream, and writes reports into its record: status, reasons why it is degraded, counters.
 
 A report has only what has changed since the last one, so an idle stream causes no writes. A report may be written while
-a fold is being applied, and may be the last one of its worker. So it has nothing that is true only once the fold is
-applied: the script that applies the fold moves the watermark and event_ids, and counters of batches follow it.
+a fold is being applied, and may be the last one of its worker. So it has nothing that is true only after the fold is
+applied: the script that applies the fold moves the watermark and event_ids, and batches are counted after that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StatusReporter:
         self.status = StreamStatus.PENDING
         """The status in the last report."""
         self.is_mixed = False
-        """Frames come with several counters: the stream has failed."""
+        """The frames have several counters, so the stream has failed."""
         self._life = life
         self._subscriber = subscriber
         self._replaying = replaying
@@ -50,7 +50,7 @@ class StatusReporter:
         self._life_number = life.begun
 
     def fail(self) -> None:
-        """Frames come with several counters, which nothing but another registration mends."""
+        """Note that the frames have several counters. Only another registration can repair this."""
         self.is_mixed = True
         log.error("stream failed", extra=fields(stream=self._life.name, error=_MIXED))
 
@@ -89,7 +89,7 @@ class StatusReporter:
 
     @property
     def _error(self) -> str | None:
-        """Why the stream is failed; None where it is not."""
+        """Why the stream has failed; None if it has not."""
         if self.is_mixed:
             return _MIXED
         return _REFUSED.format(self._message_bytes_max) if self._subscriber.is_refused else None
@@ -102,7 +102,7 @@ class StatusReporter:
         return self._subscriber.failure
 
     async def _write(self) -> None:
-        """Write what is new; an error stands in the place of the reasons of a degraded stream."""
+        """Write what is new. An error replaces the reasons of a degraded stream."""
         life = self._life
         dropped, malformed = self._subscriber.dropped, self._subscriber.malformed
         life.count("buffer_dropped", dropped - self._dropped)
@@ -110,7 +110,7 @@ class StatusReporter:
         self._dropped, self._malformed = dropped, malformed
         reasons = "; ".join(f"{reason}: {life.details.get(reason, REASONS[reason])}" for reason in sorted(life.reasons))
         if life.begun != self._life_number:
-            # The script that began the life has taken counters of the last one out.
+            # The script that began the life has deleted counters of the previous life from the record.
             self._counts.clear()
             self._life_number = life.begun
         facts: Facts = {"status": self.status, "last_error": self._problem or reasons}

@@ -1,7 +1,7 @@
 """One stream: applies a publisher's frames to the index, in order, through losses and restarts.
 
 The stream subscribes first, then requests a replay, and then applies the frames that have arrived meanwhile. It
-requests a replay again when a frame is missing, and after a long silence. It follows the rules of the event contract
+requests a replay again when a frame is missing, and after a long silence. It follows the rules in ``docs/protocol.md``
 under "Order, gaps, restarts".
 """
 
@@ -75,7 +75,7 @@ class Stream:
         )
         self._connection = 0
         self._over = 0
-        """A connection that is over, of a life that has ended: its remaining frames are dropped."""
+        """The number of a connection that has ended, as its life has: its remaining frames are dropped."""
         self._rank_streams = RankStreams(life, on_gap=options.on_gap)
         self._replaying = Replaying(
             life,
@@ -142,7 +142,7 @@ class Stream:
         return self._subscriber.buffered_bytes, self._subscriber.buffered_frames
 
     def _is_probe_due(self) -> bool:
-        """Whether nothing came for long, or frames were dropped, of which the last might leave no gap to be seen."""
+        """Whether no frame came for long, or frames were dropped: if none comes after them, no gap shows the loss."""
         if self._replaying.is_waiting:
             return False
         is_due = time.monotonic() - self._heard > self._options.probe_seconds
@@ -150,12 +150,12 @@ class Stream:
 
     @property
     def _is_beginning_due(self) -> bool:
-        """Whether to ask again for the beginning of a life that an unanswered replay has left out."""
+        """Whether to request again the beginning of a life, which an unanswered replay has not brought."""
         is_open = self._life.opened_at is not None and self._registration.can_replay and not self._replaying.is_waiting
         return is_open and self._is_unbroken and self._pauses.is_beginning_due
 
     async def _tick(self) -> None:
-        """What must happen several times a second, also during a long replay: renew the lease, report the status."""
+        """Renew the lease and report the status; called several times a second, also during a long replay."""
         now = time.monotonic()
         life, options = self._life, self._options
         await life.yield_ranks()
@@ -187,7 +187,8 @@ class Stream:
             if frame.connection == self._over:
                 life.count("stale_batches")
                 continue
-            # After a replay the buffer may be full of what the replay has brought. To decode large frames takes long.
+            # After a replay the buffer may be full of batches that the replay has brought. They are not decoded again,
+            # because large ones take long.
             is_known = life.opened_at is None and life.order.is_behind(frame.seq)
             incoming = await life.decoder.decode(frame.seq, frame.payload, frame.topic, is_known=is_known)
             if incoming is None or self._reporter.is_mixed:
@@ -228,7 +229,7 @@ class Stream:
             if judgement is not Judgement.RESTART:
                 break
         if judgement is Judgement.RESTART or self._over == self._connection:
-            # The replay was asked for after this frame had come, and shows a life that it is not of.
+            # The replay was requested after this frame had arrived, and shows that the frame's life has ended.
             return Judgement.STALE
         if judgement is Judgement.GAP:
             await life.lose(incoming.seq)
@@ -238,7 +239,8 @@ class Stream:
             is_open = self._registration.can_replay and self._answered != life.begun
             await (life.open_at(incoming.seq) if is_open else life.join_late())
             if is_open and self._answered is not None:
-                # The answer ended before this frame, and so ended the life. Another one at once would be no better.
+                # The replay was answered, lacked batches before this frame, and so the life was ended. Another replay
+                # at once would bring no more.
                 self._pauses.put_off_beginning()
             if self._replaying.is_waiting:
                 life.reasons.add(REPLAY_WAITING)

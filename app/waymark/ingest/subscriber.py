@@ -7,9 +7,8 @@ These properties must hold:
 - ``connect`` succeeds without a peer, so only a finished handshake counts as a connection.
 - Each frame has the number of the connection that it arrived on. Therefore a socket serves for one connection only: a
   socket that reconnects by itself queues frames of the new connection behind those of the old one, and the two cannot
-  be distinguished. It would also stop permanently at a peer of another socket type, which a right one may replace
-  later. So libzmq's own reconnecting is delayed for long, and a new socket connects once the old one is read to its
-  end.
+  be distinguished. It would also never reconnect to an endpoint that once had a peer of a wrong socket type. So
+  libzmq's own reconnecting is delayed for long, and a new socket connects once the old one is read to its end.
 
 The event loop watches the descriptors of the sockets directly, because a future per frame costs more than the frame.
 The descriptors are edge-triggered: they signal that something happened since the last call on the socket, so every
@@ -38,7 +37,7 @@ RECONNECT_SECONDS = 0.1
 hands over what it had read when it reported the loss."""
 RECONNECT_SECONDS_MAX = 5.0
 REFUSED_SECONDS = 30.0
-"""Before the next attempt after a connection that libzmq has ended for what came over it."""
+"""The pause after libzmq has closed a connection because of the bytes that came over it."""
 BYTES_PER_READ = 8 * 2**20
 """Bytes of frames read in one callback of the event loop, exceeded by at most one frame."""
 
@@ -46,8 +45,8 @@ BYTES_PER_READ = 8 * 2**20
 class Subscriber:
     """The frames of one endpoint, oldest first, for one reader on one event loop.
 
-    ``buffer_bytes`` and ``buffer_frames`` bound what waits to be taken (topics and payloads counted). Opened by
-    ``start`` and closed by ``close``, or both by ``async with``, before the context is terminated.
+    ``buffer_bytes`` (of topics and payloads) and ``buffer_frames`` bound the frames that wait to be taken. ``start``
+    opens the subscriber and ``close`` closes it, or ``async with`` does both, before the context is terminated.
     """
 
     def __init__(
@@ -62,16 +61,16 @@ class Subscriber:
     ) -> None:
         self.endpoint = endpoint
         self.connection = 0
-        """Handshakes so far."""
+        """The number of handshakes so far."""
         self.is_connected = False
         self.state_version = 0
-        """Moves whenever ``connection`` or ``is_connected`` does."""
+        """A number that changes whenever ``connection`` or ``is_connected`` changes."""
         self.malformed = 0
-        """Frames that were not of the contract's form."""
+        """Frames that could not be parsed."""
         self.is_refused = False
         """libzmq has ended the last connection, for a message above ``message_bytes_max`` or bytes that are no ZMTP."""
         self.failure: ConnectionFailure | None = None
-        """Why the last attempt at a connection has failed; None after one that has not."""
+        """Why the last attempt to connect failed; None if it succeeded."""
         self._message_bytes_max = message_bytes_max
         self._context = context
         self._clock = clock
@@ -96,7 +95,7 @@ class Subscriber:
     def start(self) -> None:
         """Open the socket and begin to connect, on the running event loop. The publisher need not exist yet.
 
-        InvalidValue where libzmq cannot read the endpoint, OSError where there are no sockets left.
+        Raises InvalidValue if libzmq cannot read the endpoint, and OSError if no socket is available.
         """
         self._loop = asyncio.get_running_loop()
         self._open_link()
@@ -126,9 +125,9 @@ class Subscriber:
         return self._buffer.dropped
 
     async def wait(self, timeout_seconds: float) -> bool:
-        """True as soon as frames are buffered or the connection changed since the last wait; False after the time.
+        """Wait until frames are buffered or the connection has changed since the last wait. False after a timeout.
 
-        For one waiter at a time.
+        Only one task may wait.
         """
         if not self._has_news() and timeout_seconds > 0:
             self._waiter = self._loop.create_future()
@@ -170,14 +169,14 @@ class Subscriber:
         self._link = None
 
     def _dial_again(self) -> None:
-        """Replace a connection that is over, once it is read to its end."""
+        """Replace a connection that has ended, once it is read to its end."""
         if self._link is not None and self._read_frames(self._link):
             self._dialling = self._loop.call_soon(self._dial_again)
             return
         if self._link is not None:
             self._read_monitor(self._link)
             if self._link.is_up and not self._link.is_retried:
-                # It would do the same again at once.
+                # The publisher would send the same bytes again at once.
                 self.is_refused = True
                 self._close_link()
                 self._pause = REFUSED_SECONDS
@@ -228,8 +227,8 @@ class Subscriber:
     def _read_frames(self, link: LiveConnection) -> bool:
         """Fill the buffer from the socket; True if there may be more to read."""
         if not link.is_up:
-            # A frame that is here already came after a handshake that the monitor reports in a moment; it is read then.
-            # Asking for the events takes the edge off the descriptor, which would keep the loop busy until then.
+            # A frame may be here before the monitor has reported the handshake; the frame is read after that. Reading
+            # EVENTS resets the descriptor, which would otherwise keep the event loop busy until then.
             link.socket.get(zmq.EVENTS)
             return False
         received = self._clock()

@@ -22,18 +22,18 @@ from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
 
-#: A sweep that is behind its pace makes up for so many seconds, not more.
+#: A sweep that is behind its pace makes up for at most this many seconds.
 _BEHIND_SECONDS = 1.0
-#: The pause after a step is at least as long as the shortest of so many steps: what a step takes of Redis shows in
-#: the shortest, what this process waits for a core in the others.
+#: The pause after a step is at least as long as the shortest of this many steps. The shortest one shows how long Redis
+#: takes for a step. In the others this process may also have waited for a core.
 _STEPS = 4
 
 
 class Pace:
     """Pauses between steps, so that ``blocks_per_second`` are swept. Times are monotonic seconds.
 
-    A sweep keeps the pace on average: a step or a pause that lasts longer is made up for. At least half of the time
-    is left to others, so the pace is not reached where Redis takes long for a step.
+    A sweep keeps the pace on average: after a step or a pause that was too long, the next pauses are shorter. At least
+    half of the time is a pause, so the pace is not reached if Redis takes long for a step.
     """
 
     def __init__(self, blocks_per_second: int) -> None:
@@ -42,18 +42,18 @@ class Pace:
         self._steps: deque[float] = deque(maxlen=_STEPS)
 
     def start(self, now: float) -> None:
-        """A sweep begins; a sweep that ended early has left nothing to make up for."""
+        """Begin a sweep. The time since the last sweep need not be made up for."""
         self._due = max(self._due, now)
 
     def pause(self, blocks: int, began: float, now: float) -> float:
-        """How many seconds to wait after a step of so many blocks."""
+        """How many seconds to wait after a step of ``blocks`` blocks."""
         self._steps.append(now - began)
         self._due = max(self._due, now - _BEHIND_SECONDS) + blocks * self._seconds_per_block
         return max(self._due - now, min(self._steps))
 
 
 async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: int, pause_seconds: float) -> None:
-    """Until cancelled."""
+    """Sweep until cancelled."""
     pace = Pace(blocks_per_second)
     while True:
         left = swept = 0
@@ -73,7 +73,7 @@ async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: in
 
 
 async def _sweep_one(store: Store, group: GroupName, entry: GroupEntry, pace: Pace) -> bool:
-    """Sweep one dead holder of a group, where there is one; a group that cannot be swept delays no other."""
+    """Sweep one dead holder of a group, if there is one. A group that cannot be swept delays no other."""
     try:
         holder = await store.sweeper.pick(entry)
         if holder is None:
@@ -95,14 +95,14 @@ async def _sweep_one(store: Store, group: GroupName, entry: GroupEntry, pace: Pa
         log.debug("sweep waits for redis", extra=fields(group=entry.group_id, error=exc.sentence))
         return False
     except Exception:
-        # What a dead holder left is of any release. A defect met in it must not end the worker and its streams.
+        # Any release may have written the data of a dead holder. If this code fails on them, the worker must go on.
         log.exception("sweep failed, will be tried again", extra=fields(group=entry.group_id))
         return False
     return True
 
 
 async def _unless_damaged(step: Coroutine[None, None, int]) -> int:
-    """What a step for one group gives; 0 where what Redis holds of that group cannot be used."""
+    """The result of a step for one group; 0 if the data of the group in Redis cannot be used."""
     try:
         return await step
     except RecordDamaged as exc:

@@ -45,7 +45,7 @@ class UnclaimedWatch:
         try:
             await self._check(entry, claims, {each.group_id for each in share})
         except RecordDamaged as exc:
-            # Readers of the table say so, too. It delays no other group.
+            # Readers of the table log this, too. A group that cannot be searched delays no other.
             log.debug("group cannot be searched", extra=fields(group=entry.group_id, error=exc.sentence))
 
     async def _check(self, entry: GroupEntry, claims: Sequence[Claim], mine: set[int]) -> None:

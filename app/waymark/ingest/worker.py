@@ -24,10 +24,10 @@ from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
 
-#: How long to wait for a hint, and before the channel is subscribed to again.
+#: How long to wait for a hint, and how long before subscribing to the channel again.
 _HINT_SECONDS = 2.0
 _SOCKETS_PER_STREAM = 4
-#: Closed sockets that libzmq has not taken back yet while their successors are opened.
+#: Room for closed sockets that libzmq has not released yet while new ones are opened.
 _CLOSING_SOCKETS = 64
 
 
@@ -47,7 +47,7 @@ class Worker:
     async def run(self) -> None:
         """Run until cancelled; then leases are released at once."""
         context: Context = zmq.Context(io_threads=2)
-        # One subscriber is a socket and both ends of its monitor; a replay is one more.
+        # A subscriber needs one socket, and two for the ends of its monitor. A replay needs one more.
         context.set(zmq.MAX_SOCKETS, _SOCKETS_PER_STREAM * self._options.streams_max + _CLOSING_SOCKETS)
         self._runner.context = context
         try:
@@ -81,7 +81,7 @@ class Worker:
             log.debug("worker record not removed", extra=fields(error=exc.sentence))
 
     async def _listen(self) -> None:
-        """Poll as soon as somebody registers; a hint, so that losing it costs two seconds."""
+        """Poll as soon as registrations change. If the message is lost, the next poll is at most two seconds later."""
         while True:
             try:
                 async with self._store.hints() as hints:
