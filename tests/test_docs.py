@@ -85,12 +85,12 @@ def test_the_page_of_capacity_holds_what_was_measured() -> None:
     lines = [
         f"| blocks per GiB of Redis, one holder each | {vllm} million of vLLM, "
         f"{standard} million of standard publishers |",
-        f"| a second holder of a block, each later one, with its entry | {second} bytes, {later} bytes of vLLM; "
-        f"{standard_later} bytes of a standard publisher |",
-        f"| new blocks per second, in stores of 64 | {rates('new')} |",
-        f"| decoded blocks per second, one a store | {rates('decoded')} |",
-        f"| removed blocks per second, 64 at a time | {rates('removed')} |",
-        f"| queries of 64, 512, 2,048 blocks per second | {replica} per core of query replicas; "
+        f"| bytes of the second holder of a block, and of each later one | {second} and {later} of vLLM, "
+        f"{standard_later} of standard publishers |",
+        f"| blocks per second in prefill, 64 in an event | {rates('new')} |",
+        f"| blocks per second in decode, one in an event | {rates('decoded')} |",
+        f"| removed blocks per second, 64 in an event | {rates('removed')} |",
+        f"| queries per second, of 64, 512 and 2,048 blocks | {replica} per core of query replicas; "
         f"{redis} per core of Redis |",
         *map(needs, ("100", "1,000")),
     ]

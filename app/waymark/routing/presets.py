@@ -261,8 +261,8 @@ _PRESETS = (
         constants=(
             Constant("overlap_score_weight", 1.0, "Weight of the blocks to be computed.", most=1e6),
             Constant("shared_cache_multiplier", 0.5, "What a block in the pool is worth; 0 ignores the pool.", most=16),
-            Constant("deduct_device", True, "Whether `prefill` leaves out tokens on the device. `true` is how its "
-                     "code works; `false` gives the numbers of the example in its documentation."),
+            Constant("deduct_device", True, "Whether `prefill` leaves out tokens on the device. `true` follows "
+                     "HiCache's code, `false` the example in HiCache's documentation."),
         ),
     ),
     Preset("lmetric", "LMetric", "least `(wait + new) * (active + 1)`", _lmetric, is_cost=True, constants=CREDITS),
