@@ -12,7 +12,7 @@ import pytest
 import trustme
 from aiohttp import web
 
-from waymark.asker import Asker, Reply
+from waymark.asker import Asker, HttpReply
 from waymark.endpoints import AllowedEndpoints
 from waymark.errors import InvalidValue, Unanswered
 from waymark.settings import Settings
@@ -54,9 +54,9 @@ async def test_an_engine_is_asked_with_its_key(serve: Serve, asker: Asker) -> No
 
     url = await serve(echo)
     get = await asker.ask(url, seconds=60, bytes_max=1000)
-    assert get == Reply(418, b"GET Bearer secret application/octet-stream ")
+    assert get == HttpReply(418, b"GET Bearer secret application/octet-stream ")
     post = await asker.ask(url, seconds=60, bytes_max=1000, json=b"{}")
-    assert post == Reply(418, b"POST Bearer secret application/json {}")
+    assert post == HttpReply(418, b"POST Bearer secret application/json {}")
 
 
 async def test_a_redirect_is_named_and_not_followed(serve: Serve, asker: Asker) -> None:
@@ -90,7 +90,7 @@ async def test_the_settings_of_engines_are_used(serve: Serve) -> None:
     with pytest.raises(InvalidValue, match="WAYMARK_ALLOWED_ENDPOINTS"):
         await Asker.of(settings).ask(url, seconds=60, bytes_max=100)
     asker = Asker.of(settings, is_bounded=False)
-    assert await asker.ask(url, seconds=60, bytes_max=100) == Reply(200, b"Bearer k")
+    assert await asker.ask(url, seconds=60, bytes_max=100) == HttpReply(200, b"Bearer k")
     await asker.close()
 
 

@@ -26,7 +26,7 @@ from tests.tokenization import small
 from waymark.client import AsyncClient, Client, Match, Matches, Refused, Service, Unavailable, Workers, seq_hashes
 from waymark.domain.hashing import extend, token_bytes
 from waymark.simulator.engine import build_engine
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 ROOT = Path(__file__).parents[1]
 MODEL, BLOCK_SIZE = "demo", 16
@@ -206,7 +206,7 @@ async def test_the_router_example_picks_who_has_the_prompt(redis_url: str, tmp_p
         assert await asyncio.to_thread(route) == []
         await wait_until(lambda: all(engine.publisher.subscribers for engine in engines), "both are listened to")
         for engine, prompt in zip(engines, prompts, strict=True):
-            await engine.prefill(Prompt(prompt))
+            await engine.prefill(SimulatedPrompt(prompt))
 
         async def are_indexed() -> bool:
             matches = [await waymark.query(MODEL, prompt, BLOCK_SIZE) for prompt in prompts]

@@ -22,7 +22,7 @@ from waymark.client import AsyncClient, Refused
 from waymark.simulator.engine import build_engine
 from waymark.simulator.http import EngineHttp
 from waymark.simulator.texts import tokens_of_messages
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 pytestmark = pytest.mark.outside
 
@@ -83,7 +83,7 @@ async def running(redis_url: str, log: Path) -> AsyncIterator[Fleet]:
                 return all(each.status == "active" for each in (await waymark.workers()).publishers)
 
             await wait_until(is_followed, "the engine's stream is followed", 30)
-            await engine.prefill(Prompt(tokens_of_messages(chat(text))))
+            await engine.prefill(SimulatedPrompt(tokens_of_messages(chat(text))))
         fleet = Fleet(waymark, engines)
 
         async def are_known() -> bool:

@@ -194,6 +194,48 @@ def test_a_word_with_several_meanings_is_the_whole_name_of_one_class_at_most() -
     assert {"Turn", "Turns", "Kind"} & names.keys() == set()
 
 
+#: Classes that share a name, because they are the same thing: a schema of the API, and what the client reads of it.
+SHARED_NAMES = {
+    "Publisher": {"api/answer_schemas.py", "client/answers.py"},
+    "Service": {"api/answer_schemas.py", "client/answers.py"},
+}
+
+
+def types_of(source: str) -> Iterator[str]:
+    """The classes and type aliases of a module, without the underscore of private ones."""
+    for node in ast.walk(tree := ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            yield node.name.lstrip("_")
+    for node in tree.body:
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            ):
+                is_variable = ast.unparse(value).startswith("TypeVar(")
+                if re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", name) and not is_variable:
+                    yield name.lstrip("_")
+            case _:
+                pass
+
+
+def test_a_name_of_a_class_has_one_meaning() -> None:
+    modules: dict[str, list[str]] = {}
+    for path, source in sources().items():
+        for name in types_of(source):
+            modules.setdefault(name, []).append(path)
+    assert len(modules) > 400
+    assert {name: found for name, found in modules.items() if len(found) > 1 and name not in SHARED_NAMES} == {}
+    assert {name: set(modules[name]) for name in SHARED_NAMES} == SHARED_NAMES, "an exception is needed, or goes"
+
+
+def test_classes_and_aliases_are_named_types() -> None:
+    source = (
+        "class A:\n    class _In: ...\nRead = Callable[[], None]\nSize: TypeAlias = int\nMAX = 1\nT_co = TypeVar('T')"
+    )
+    assert sorted(types_of(source)) == ["A", "In", "Read", "Size"]
+
+
 def test_names_of_the_standard_library_are_its_own() -> None:
     names = "|".join(STANDARD_NAMES)
     defined = re.compile(rf"^ *(?:class (?:{names})\b|(?:{names})\b[^=\n]*= )", re.MULTILINE)

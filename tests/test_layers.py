@@ -13,7 +13,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TOP = {"__main__", "cli", "demo", "registering", "runtime", "runtime_epp", "runtime_gateway", "runtime_worker"}
 TOP |= {"publishers_file"}
-LEAVES = {"errors", "instruments", "settings", "metrics", "logs", "native", "shown", "endpoints", "asker", "protobuf"}
+LEAVES = {
+    "asgi",
+    "errors",
+    "instruments",
+    "settings",
+    "metrics",
+    "logs",
+    "native",
+    "shown",
+    "endpoints",
+    "asker",
+    "protobuf",
+}
 LEAVES |= {"watched_file", "exposition"}
 BELOW_ROLES = LEAVES | {"domain", "engines", "store", "apply"}
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from waymark import __version__
-from waymark.instruments import Row, rows
+from waymark.instruments import MetricRow, rows
 from waymark.metrics import Metrics
 
 EXPORTED = [
@@ -155,7 +155,7 @@ EXPORTED = [
 ]
 
 
-def touch(row: Row[Any], metrics: Metrics) -> None:
+def touch(row: MetricRow[Any], metrics: Metrics) -> None:
     """Make a metric with labels appear, by one series."""
     series = getattr(metrics, row.name)
     if row.labels:

@@ -32,7 +32,7 @@ _PIECE_BYTES = 2**16
 _IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 60, 10, 3
 
 
-class Reply(NamedTuple):
+class HttpReply(NamedTuple):
     """What an engine answered."""
 
     status: int
@@ -77,10 +77,10 @@ class Asker:
         bytes_max: int,
         json: bytes | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> Reply:
+    ) -> HttpReply:
         """GET a URL, or POST ``json`` to it. Raises Unanswered; InvalidValue where the place is not allowed."""
         async with self.stream(url, seconds=seconds, json=json, headers=headers) as response:
-            return Reply(response.status, await _read(response, bytes_max))
+            return HttpReply(response.status, await _read(response, bytes_max))
 
     @asynccontextmanager
     async def stream(

@@ -20,11 +20,11 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from waymark.client import AsyncClient, Refused, Unavailable
-from waymark.remote.service import Service as RemoteService
+from waymark.remote.service import RemoteService
 from waymark.shown import shown
 from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.wire import CPU, GPU
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 TENANT = "demo"
 MODEL = "demo-model"
@@ -37,11 +37,11 @@ class DemoFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class DemoPrompt:
     """A prompt, who has worked on it, and what it is called in the table."""
 
     label: str
-    prompt: Prompt
+    prompt: SimulatedPrompt
     engines: tuple[int, ...]
 
 
@@ -58,7 +58,7 @@ class PromptMatch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Service:
+class _DemoService:
     """The Waymark that is shown; ``process`` is None where it ran before and goes on afterwards."""
 
     base: str
@@ -79,7 +79,7 @@ async def run_demo(
             return await _show(service, say)
 
 
-async def _show(service: _Service, say: Callable[[str], None]) -> list[PromptMatch]:
+async def _show(service: _DemoService, say: Callable[[str], None]) -> list[PromptMatch]:
     say("waiting until it is ready")
     await _until(service.client.ready, "the service to become ready", service)
     host = await asyncio.to_thread(_own_address, service.base)
@@ -107,18 +107,18 @@ async def _show(service: _Service, say: Callable[[str], None]) -> list[PromptMat
         return lines
 
 
-def _questions() -> Iterator[Question]:
+def _questions() -> Iterator[DemoPrompt]:
     """Prompts that share a system prompt, as chats do."""
     system = tuple(range(1000, 1160))
     first = tuple(range(2000, 2096))
-    yield Question("chat A", Prompt(system + first), (0,))
-    yield Question("chat A, next turn", Prompt(system + first + tuple(range(3000, 3064))), (0,))
-    yield Question("chat B, same system prompt", Prompt(system + tuple(range(4000, 4128))), (0, 1))
-    yield Question("chat C, nobody has seen it", Prompt(system + tuple(range(5000, 5064))), ())
-    yield Question("another topic", Prompt(tuple(range(6000, 6064))), ())
+    yield DemoPrompt("chat A", SimulatedPrompt(system + first), (0,))
+    yield DemoPrompt("chat A, next turn", SimulatedPrompt(system + first + tuple(range(3000, 3064))), (0,))
+    yield DemoPrompt("chat B, same system prompt", SimulatedPrompt(system + tuple(range(4000, 4128))), (0, 1))
+    yield DemoPrompt("chat C, nobody has seen it", SimulatedPrompt(system + tuple(range(5000, 5064))), ())
+    yield DemoPrompt("another topic", SimulatedPrompt(tuple(range(6000, 6064))), ())
 
 
-async def _ask(service: _Service, question: Question, engines: list[SimulatedEngine]) -> list[PromptMatch]:
+async def _ask(service: _DemoService, question: DemoPrompt, engines: list[SimulatedEngine]) -> list[PromptMatch]:
     """The answer to one question, once it is what the caches say; DemoFailed if it never is."""
     tokens = question.prompt.tokens
     expected = {f"engine-{i}": _held(engine, tokens) for i, engine in enumerate(engines)}
@@ -150,7 +150,7 @@ def _held(engine: SimulatedEngine, tokens: tuple[int, ...]) -> tuple[int, int, i
 
 
 @asynccontextmanager
-async def _registered(service: _Service, engines: list[SimulatedEngine]) -> AsyncIterator[None]:
+async def _registered(service: _DemoService, engines: list[SimulatedEngine]) -> AsyncIterator[None]:
     """The engines are known to the service inside; a service that goes on forgets them afterwards."""
     for i, engine in enumerate(engines):
         await service.client.register(
@@ -184,7 +184,7 @@ def _sentences() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def _running_service(url: str, api_token: str | None) -> AsyncIterator[_Service]:
+async def _running_service(url: str, api_token: str | None) -> AsyncIterator[_DemoService]:
     base = url.rstrip("/")
     if not re.fullmatch(r"https?://[^/@:]+(:\d{1,5})?(/.*)?", base):
         raise DemoFailed(f"url is {shown(url)}; it is a URL such as http://127.0.0.1:13333")
@@ -192,11 +192,11 @@ async def _running_service(url: str, api_token: str | None) -> AsyncIterator[_Se
     with RemoteService(base, api_token) as remote:
         await asyncio.to_thread(remote.answer, "GET", "/health")
     async with AsyncClient(base, api_token=api_token) as client:
-        yield _Service(base, client)
+        yield _DemoService(base, client)
 
 
 @asynccontextmanager
-async def _started_service() -> AsyncIterator[_Service]:
+async def _started_service() -> AsyncIterator[_DemoService]:
     port = _free_port()
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
     environ |= {"WAYMARK_HOST": "127.0.0.1", "WAYMARK_PORT": str(port), "WAYMARK_LOG_LEVEL": "warning"}
@@ -204,7 +204,7 @@ async def _started_service() -> AsyncIterator[_Service]:
     base = f"http://127.0.0.1:{port}"
     try:
         async with AsyncClient(base, trust_env=False) as client:  # a proxy of the environment is not asked
-            yield _Service(base, client, process)
+            yield _DemoService(base, client, process)
     finally:
         if process.returncode is None:
             process.terminate()
@@ -216,7 +216,7 @@ async def _started_service() -> AsyncIterator[_Service]:
                 await process.wait()
 
 
-async def _until(is_so: Callable[[], Awaitable[bool]], what: str, service: _Service) -> None:
+async def _until(is_so: Callable[[], Awaitable[bool]], what: str, service: _DemoService) -> None:
     deadline = time.monotonic() + _DEADLINE_SECONDS
     while not await is_so():
         if service.process is not None and service.process.returncode is not None:

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from waymark.instruments import PREFIX, Instrument, Labelled, Row, rows
+from waymark.instruments import PREFIX, Instrument, Labelled, MetricRow, rows
 
 
 class Exposition(Collector):
@@ -42,7 +42,7 @@ def render(found: CollectorRegistry) -> tuple[bytes, str]:
     return generate_latest(found), CONTENT_TYPE_LATEST
 
 
-def family(row: Row[Any], instrument: Instrument | None = None) -> Metric:
+def family(row: MetricRow[Any], instrument: Instrument | None = None) -> Metric:
     """What Prometheus reads of one metric: without an instrument, no samples."""
     name, found = PREFIX + row.name, dict(_series(instrument))
     if row.kind == "histogram":
@@ -67,6 +67,6 @@ def _series(instrument: Instrument | None) -> Iterator[tuple[tuple[str, ...], An
 
 
 @cache
-def _described(table: tuple[Row[Any], ...]) -> tuple[Metric, ...]:
+def _described(table: tuple[MetricRow[Any], ...]) -> tuple[Metric, ...]:
     """The families of a table, without samples; a table does not change."""
     return tuple(family(row) for row in table)

@@ -1,8 +1,8 @@
 """Counters, gauges and histograms.
 
-A class with the decorator ``table`` is a table of metrics: each attribute is a ``Row``, and its name is the metric's.
-Numbers are only added up here, by the loop's thread and without a lock; ``exposition`` hands them to the Prometheus
-library when it is asked.
+A class with the decorator ``table`` is a table of metrics: each attribute is a ``MetricRow``, and its name is the
+metric's. Numbers are only added up here, by the loop's thread and without a lock; ``exposition`` hands them to the
+Prometheus library when it is asked.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ Instrument = Counter | Gauge | Histogram | Labelled[Counter] | Labelled[Gauge] |
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Row(Generic[T_co]):
+class MetricRow(Generic[T_co]):
     """One line of the table: kind, labels, help, and how several processes make one number.
 
     The metric is called as the attribute. On an instance of the table the attribute is the instrument itself.
@@ -177,30 +177,30 @@ class Row(Generic[T_co]):
 
 
 @overload
-def counter(help: str, /) -> Row[Counter]: ...
+def counter(help: str, /) -> MetricRow[Counter]: ...
 @overload
-def counter(help: str, /, *labels: str) -> Row[Labelled[Counter]]: ...
-def counter(help: str, /, *labels: str) -> Row[Any]:
+def counter(help: str, /, *labels: str) -> MetricRow[Labelled[Counter]]: ...
+def counter(help: str, /, *labels: str) -> MetricRow[Any]:
     """A line of the table for a counter."""
-    return Row("counter", help, labels)
+    return MetricRow("counter", help, labels)
 
 
 @overload
-def gauge(help: str, /, *, over: Over = "sum") -> Row[Gauge]: ...
+def gauge(help: str, /, *, over: Over = "sum") -> MetricRow[Gauge]: ...
 @overload
-def gauge(help: str, /, *labels: str, over: Over = "sum") -> Row[Labelled[Gauge]]: ...
-def gauge(help: str, /, *labels: str, over: Over = "sum") -> Row[Any]:
+def gauge(help: str, /, *labels: str, over: Over = "sum") -> MetricRow[Labelled[Gauge]]: ...
+def gauge(help: str, /, *labels: str, over: Over = "sum") -> MetricRow[Any]:
     """A line of the table for a gauge; ``over`` says how those of several processes make one number."""
-    return Row("gauge", help, labels, over)
+    return MetricRow("gauge", help, labels, over)
 
 
 @overload
-def histogram(help: str, buckets: Sequence[float], /) -> Row[Histogram]: ...
+def histogram(help: str, buckets: Sequence[float], /) -> MetricRow[Histogram]: ...
 @overload
-def histogram(help: str, buckets: Sequence[float], /, *labels: str) -> Row[Labelled[Histogram]]: ...
-def histogram(help: str, buckets: Sequence[float], /, *labels: str) -> Row[Any]:
+def histogram(help: str, buckets: Sequence[float], /, *labels: str) -> MetricRow[Labelled[Histogram]]: ...
+def histogram(help: str, buckets: Sequence[float], /, *labels: str) -> MetricRow[Any]:
     """A line of the table for a histogram with these upper bounds."""
-    return Row("histogram", help, labels, buckets=buckets)
+    return MetricRow("histogram", help, labels, buckets=buckets)
 
 
 C = TypeVar("C")
@@ -211,14 +211,14 @@ def table(declared: type[C]) -> type[C]:
 
     An attribute that the class has too is found more slowly on an instance.
     """
-    found = [row for row in vars(declared).values() if isinstance(row, Row)]
+    found = [row for row in vars(declared).values() if isinstance(row, MetricRow)]
     for row in found:
         delattr(declared, row.name)
     setattr(declared, _ROWS, tuple(found))
     return declared
 
 
-def rows(table: type[object]) -> tuple[Row[Any], ...]:
+def rows(table: type[object]) -> tuple[MetricRow[Any], ...]:
     """The lines of a table, in their order."""
-    found: tuple[Row[Any], ...] = getattr(table, _ROWS)
+    found: tuple[MetricRow[Any], ...] = getattr(table, _ROWS)
     return found

@@ -25,7 +25,7 @@ from waymark.api.registration_schemas import RegisterByUrlRequest
 from waymark.api.registrations import registration_of
 from waymark.discovery.describe import instance_id_of
 from waymark.discovery.pods import role_in
-from waymark.discovery.wanted import Wanted
+from waymark.discovery.wanted import WantedEngine
 from waymark.domain.names import DEFAULT_TENANT, Origin, Registration
 from waymark.endpoints import AllowedEndpoints
 from waymark.errors import InvalidValue, SettingsError
@@ -37,7 +37,7 @@ _COMPLAINTS_MAX = 20
 _SHAPES = "give a list of registrations, or an object with kvevent_instance or endpoints"
 
 
-class _Unreadable(Exception):
+class _UnreadableFile(Exception):
     """Why a file is neither JSON nor YAML that can be used."""
 
 
@@ -56,7 +56,7 @@ def read_publishers(path: str, allowed_endpoints: Sequence[str] = ()) -> list[Re
 
 def read_wanted(
     path: str, allowed_endpoints: Sequence[str] = (), ports: tuple[int, int, int] = (0, 0, 0)
-) -> list[Wanted]:
+) -> list[WantedEngine]:
     """The engines and publishers of the file, in its order; ``SettingsError`` where anything in it is wrong.
 
     ``ports`` are for engines that name no sockets: event port and replay port of rank 0, and the number of ranks.
@@ -64,10 +64,10 @@ def read_wanted(
     about = f"WAYMARK_PUBLISHERS_FILE {path}"
     try:
         entries = _entries(_parsed(Path(path)))
-    except (OSError, _Unreadable) as exc:
+    except (OSError, _UnreadableFile) as exc:
         raise SettingsError(f"{about} cannot be used: {exc}") from None
     allowed = AllowedEndpoints(allowed_endpoints)
-    found: dict[tuple[str, str, int], tuple[str, Wanted]] = {}
+    found: dict[tuple[str, str, int], tuple[str, WantedEngine]] = {}
     complaints: list[str] = []
     for label, entry in entries:
         try:
@@ -90,7 +90,7 @@ def read_wanted(
 
 def _wanted(
     path: str, entry: Any, allowed: AllowedEndpoints, ports: tuple[int, int, int]
-) -> tuple[tuple[str, str, int], Wanted]:
+) -> tuple[tuple[str, str, int], WantedEngine]:
     """An entry and its name, which no other entry may have."""
     if not isinstance(entry, dict):
         raise InvalidValue(f"it is {kind(entry)}; give an object with the fields of POST /register")
@@ -103,7 +103,9 @@ def _wanted(
         fields, url = _with_endpoint(entry), None
         of = registration_of(fields, allowed).name
         name = (of.instance_id, of.tenant_id, of.dp_rank)
-    return name, Wanted(Origin("file", f"{path} {'|'.join(map(str, name))}"), fields, url, ports if url else (0, 0, 0))
+    return name, WantedEngine(
+        Origin("file", f"{path} {'|'.join(map(str, name))}"), fields, url, ports if url else (0, 0, 0)
+    )
 
 
 def _with_endpoint(entry: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +131,7 @@ def _entries(content: Any) -> list[tuple[str, Any]]:
         return [(f"endpoint {number}", _of_endpoint(each)) for number, each in enumerate(content["endpoints"], 1)]
     instances = content.get("kvevent_instance") if isinstance(content, dict) else None
     if not isinstance(instances, dict):
-        raise _Unreadable(f"it has no publishers; {_SHAPES}")
+        raise _UnreadableFile(f"it has no publishers; {_SHAPES}")
     return [
         (f"kvevent_instance {shown(name)}", {"instance_id": name} | entry if isinstance(entry, dict) else entry)
         for name, entry in instances.items()
@@ -160,18 +162,18 @@ def _parsed(path: Path) -> Any:
     with path.open("rb") as file:
         raw = file.read(_FILE_BYTES_MAX + 1)
     if len(raw) > _FILE_BYTES_MAX:
-        raise _Unreadable(f"it is longer than {_FILE_BYTES_MAX} bytes; leave some to POST /register")
+        raise _UnreadableFile(f"it is longer than {_FILE_BYTES_MAX} bytes; leave some to POST /register")
     is_json = path.suffix == ".json"
     try:
         text = raw.decode("utf-8-sig")
         content = json.loads(text, object_pairs_hook=_once) if is_json else yaml.load(text, Loader=_Loader)
     except (ValueError, RecursionError, yaml.YAMLError) as exc:
-        raise _Unreadable(f"the file is not {'JSON' if is_json else 'YAML'}: {' '.join(str(exc).split())}") from exc
+        raise _UnreadableFile(f"the file is not {'JSON' if is_json else 'YAML'}: {' '.join(str(exc).split())}") from exc
     try:
         # What a body of POST /register could hold: names are texts, numbers have 64 bits.
         return orjson.loads(orjson.dumps(content))
     except orjson.JSONEncodeError as exc:
-        raise _Unreadable(f"it holds what JSON has not ({exc}); put names and other strings in quotes") from exc
+        raise _UnreadableFile(f"it holds what JSON has not ({exc}); put names and other strings in quotes") from exc
 
 
 def _once(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -179,7 +181,7 @@ def _once(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     fields: dict[Any, Any] = {}
     for name, value in pairs:
         if name in fields:
-            raise _Unreadable(f"{shown(name)} is there twice in one object; remove one of them")
+            raise _UnreadableFile(f"{shown(name)} is there twice in one object; remove one of them")
         fields[name] = value
     return fields
 
@@ -193,7 +195,7 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any
     try:
         _once((loader.construct_object(name, deep=True), None) for name in own)
     except TypeError:  # a list or an object as a name
-        raise _Unreadable(f"line {node.start_mark.line + 1}: a name is no text; {_SHAPES}") from None
+        raise _UnreadableFile(f"line {node.start_mark.line + 1}: a name is no text; {_SHAPES}") from None
     fields: dict[Any, Any] = loader.construct_mapping(node, deep=True)
     return fields
 

@@ -25,7 +25,7 @@ from waymark.errors import SettingsError, StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.serving.connection import protocol
-from waymark.serving.limits import Bounds, Connections, Shape, files_for
+from waymark.serving.limits import Connections, ServerBounds, Shape, files_for
 from waymark.serving.listening import listen
 from waymark.settings import Settings
 from waymark.store.credentials import Credentials
@@ -43,7 +43,7 @@ _FORMAT_AGAIN_SECONDS = 0.5
 _KEEP_ALIVE_SECONDS = 65
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """uvicorn, with the signals left to us: it would end the process before the worker has released its leases."""
 
     @contextmanager
@@ -87,14 +87,14 @@ def open_store(settings: Settings, metrics: Metrics) -> Store:
 
 def http_server(
     app: Any,
-    bounds: Bounds,
+    bounds: ServerBounds,
     metrics: Metrics,
     *,
     shutdown_seconds: int = _SHUTDOWN_SECONDS,
     shape: Shape = lambda path, rejection: None,
 ) -> uvicorn.Server:
     """An HTTP server, which ends when its ``should_exit`` is set."""
-    return _Server(
+    return _UvicornServer(
         uvicorn.Config(
             app,
             http=protocol(Connections(bounds, metrics, shape)),
@@ -144,7 +144,7 @@ async def run(
     worker_files = 0
     if has_worker:
         options, worker_files = runtime_worker.within_files(options, is_alone=not (has_api or has_gateway))
-    bounds = Bounds(
+    bounds = ServerBounds(
         settings.request_seconds, files_for(settings.connections_max, worker_files), settings.bodies_max_bytes
     )
     tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store), fallback=ENGINE if has_gateway else None)

@@ -11,7 +11,7 @@ from waymark.api.application import create_probes
 from waymark.api.engine_addresses import EngineAddresses
 from waymark.epp.bodies import BodyBytes
 from waymark.epp.options import EppOptions
-from waymark.epp.process_call import Picker
+from waymark.epp.process_call import CallContext
 from waymark.epp.server import EppServer
 from waymark.errors import SettingsError, StoreUnavailable
 from waymark.metrics import Metrics
@@ -22,7 +22,7 @@ from waymark.selection.requests import RequestSelector
 from waymark.selection.selector import Selector
 from waymark.selection.startup import StartupGate
 from waymark.selection.under_way import RequestsUnderWay
-from waymark.serving.limits import Bounds, files_for
+from waymark.serving.limits import ServerBounds, files_for
 from waymark.serving.listening import listen
 from waymark.settings import Settings
 from waymark.store.store import Store
@@ -51,7 +51,7 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
         under_way = RequestsUnderWay(selector, store.begin)
         requests = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
         prompts = ReportedPrompts(store, requests, settings, metrics, settings.epp_tenant)
-        picker = Picker(
+        picker = CallContext(
             requests,
             under_way,
             metrics,
@@ -60,7 +60,9 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
             settings.request_seconds,
             settings.epp_idle_seconds,
         )
-        bounds = Bounds(settings.request_seconds, files_for(settings.connections_max, 0), settings.bodies_max_bytes)
+        bounds = ServerBounds(
+            settings.request_seconds, files_for(settings.connections_max, 0), settings.bodies_max_bytes
+        )
         http = http_server(create_probes(store, settings, metrics), bounds, metrics)
         freeze_heap()
         stop = stop_signal()

@@ -16,7 +16,7 @@ from waymark.asker import Asker
 from waymark.discovery.describe import Describer
 from waymark.discovery.kubernetes import ApiServer
 from waymark.discovery.pods import PodPorts
-from waymark.discovery.run import Discovery, DiscoveryOptions
+from waymark.discovery.run import DiscoveryOptions, EngineDiscovery
 from waymark.domain.targets import URL, is_url
 from waymark.endpoints import AllowedEndpoints
 from waymark.errors import SettingsError
@@ -113,9 +113,9 @@ def _api_server(settings: Settings, environ: Mapping[str, str]) -> ApiServer:
     return ApiServer(url, token_file, ca_file, settings.discovery_namespace or "", settings.discovery_selector)
 
 
-def discovery(store: Store, settings: Settings, metrics: Metrics, asker: Asker) -> Discovery:
+def discovery(store: Store, settings: Settings, metrics: Metrics, asker: Asker) -> EngineDiscovery:
     allowed = AllowedEndpoints(settings.allowed_endpoints)
-    return Discovery(
+    return EngineDiscovery(
         store,
         metrics,
         discovery_options(settings, os.environ),

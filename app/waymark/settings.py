@@ -126,10 +126,10 @@ def _new_worker_id() -> str:
     return f"{host}.{os.getpid()}.{secrets.token_hex(4)}"
 
 
-_Url = Annotated[str, AfterValidator(_checked_url)]
+_RedisUrl = Annotated[str, AfterValidator(_checked_url)]
 _EngineUrl = Annotated[str, AfterValidator(_checked_engine)]
 _TokenSource = Annotated[str, AfterValidator(_checked_source)]
-_Medium = Annotated[str, Field(pattern=r"^[A-Z0-9_]{1,32}$")]
+_MediumName = Annotated[str, Field(pattern=r"^[A-Z0-9_]{1,32}$")]
 _Ttl = Annotated[int, Field(ge=1, le=365 * _DAY)]
 
 
@@ -143,9 +143,9 @@ class Settings(BaseModel):
         frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True, allow_inf_nan=False
     )
 
-    redis_url: _Url = "memory://"
+    redis_url: _RedisUrl = "memory://"
     """The URL of the Redis that holds the index; `memory://` is an emulated Redis inside this process, for a trial."""
-    redis_read_url: _Url | None = None
+    redis_read_url: _RedisUrl | None = None
     """The URL of the Redis that queries read from, such as a replica; the default is `WAYMARK_REDIS_URL`."""
     redis_timeout_seconds: float = Field(2.0, ge=0.05, le=60)
     """How long to wait for a connection to Redis, and for a reply."""
@@ -279,7 +279,7 @@ class Settings(BaseModel):
     """The most blocks of one tenant and model, at least 100; the oldest are removed first. 0 means no limit."""
     entry_ttl_seconds: int = Field(0, ge=0, le=_DAY)
     """After how many seconds a block expires if it was not stored again; 0 means never."""
-    medium_ttl: Annotated[dict[_Medium, _Ttl], BeforeValidator(_split_seconds)] = Field(default_factory=dict)
+    medium_ttl: Annotated[dict[_MediumName, _Ttl], BeforeValidator(_split_seconds)] = Field(default_factory=dict)
     """After how many seconds a block on one medium expires, such as one without removal events: `DISK=3600,CPU=600`."""
     publishers_file: str | None = None
     """A JSON or YAML file of publishers that workers register when they start, and when Redis has lost its data."""

@@ -18,7 +18,7 @@ from waymark.domain.hashing import extend, namespace, token_bytes
 from waymark.domain.names import Adapter, Holder, HolderName
 from waymark.metrics import Metrics
 from waymark.settings import Settings
-from waymark.store.records import Begin
+from waymark.store.records import NewHolder
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 from waymark.tokenization import tokenizers
@@ -132,7 +132,7 @@ def hold(store: Store) -> Hold:
         of = claim.registration
         dp_rank = rank if batch_rank is None else batch_rank
         holder = Holder(0, claim.publisher, instance_id, dp_rank, medium, of.block_size, instance_id, of.scope)
-        begin = Begin(HolderName(dp_rank, medium), holder)
+        begin = NewHolder(HolderName(dp_rank, medium), holder)
         ids = await store.records.new_life(grant, unit="", is_restart=False, begin=[begin], above=grant.above)
         assert ids is not None
         ns = namespace(adapter, salts)

@@ -20,7 +20,7 @@ from tests.live import Live, start
 from tests.patience import patient, within
 from waymark.api import activity as feed
 from waymark.api.tokens_file import EVERYONE
-from waymark.store.activity import Entry
+from waymark.store.activity import ActivityEntry
 from waymark.store.store import Store
 
 pytestmark = pytest.mark.outside
@@ -175,9 +175,9 @@ async def is_ready(live: Live) -> bool:
 
 
 async def test_a_client_that_falls_behind_is_ended_after_what_waits_for_it() -> None:
-    client = feed._Client(EVERYONE, "0-0")
+    client = feed._ActivityReader(EVERYONE, "0-0")
     for number in range(1, 2 * feed._WAITING_MAX):
-        client.take(Entry(f"{number}-0", {"kind": "sweep"}))
+        client.take(ActivityEntry(f"{number}-0", {"kind": "sweep"}))
     waiting = [client.waiting.get_nowait() for _ in range(client.waiting.qsize())]
     assert len(waiting) == feed._WAITING_MAX + 1, "however much happens, no more is kept for it"
     assert waiting[-1] is None, "then its connection ends"

@@ -12,7 +12,7 @@ from tests.conftest import wait_until
 from tests.live import start
 from waymark.domain.hashing import extend, token_bytes
 from waymark.simulator.engine import build_engine
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 # The bodies as the Conductor Indexer API prints them.
 REGISTER = """{
@@ -87,7 +87,7 @@ async def test_the_published_examples_with_an_engine_behind_them(redis_url: str,
         body = body.replace("tcp://1.1.1.1:5558", str(engine.publisher.replay_endpoint))
         assert (await client.post("/register", content=body, headers=JSON)).status_code == 200
         await wait_until(lambda: engine.publisher.subscribers > 0, "the engine is listened to")
-        await engine.prefill(Prompt(tokens, lora_name="sql-adapter"))
+        await engine.prefill(SimulatedPrompt(tokens, lora_name="sql-adapter"))
         found = {"longest_matched": 256, "GPU": 256, "DP": {"0": 256}, "CPU": 0, "DISK": 0}
         query = QUERY.replace("[101, 15, 100, 55, 89]", str(list(tokens)))
 

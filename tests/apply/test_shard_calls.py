@@ -8,12 +8,12 @@ from redis.asyncio import Redis
 from tests.store.factories import Stream, apart
 from waymark.domain.moves import Moves
 from waymark.store import keys
-from waymark.store.records import StreamState
+from waymark.store.records import StreamRecord
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 
 
-async def state_of(stream: Stream) -> StreamState:
+async def state_of(stream: Stream) -> StreamRecord:
     state = await stream.store.records.read(stream.grant)
     assert state is not None
     return state

@@ -18,7 +18,7 @@ from waymark.domain.gauges import Gauges
 from waymark.routing.constants import Values, read_constants
 from waymark.routing.policy import CREDITS, Inputs, Preset, new_tokens
 from waymark.routing.ring import Ring
-from waymark.routing.target import Candidate, Request
+from waymark.routing.target import Candidate, RoutingRequest
 from waymark.store.reservations import CANDIDATES_MAX
 from waymark.store.speculative import depths
 
@@ -157,7 +157,7 @@ class Fast:
             books.seen = [_Load(each.tokens, each.requests, each.context) for each in books.loads]
             books.seen_at = now
         expected = self._expected(now, job, books)
-        request = Request(
+        request = RoutingRequest(
             job.input_tokens,
             PIECE_TOKENS,
             prefix_key=job.pieces[0].to_bytes(32, "big") if job.pieces else None,

@@ -25,7 +25,7 @@ from waymark.domain.names import Holder, HolderName, Registration
 from waymark.domain.parts import Commit
 from waymark.domain.placing import Placer
 from waymark.store.leases import Grant
-from waymark.store.records import Begin
+from waymark.store.records import NewHolder
 from waymark.store.store import Store
 
 STORE_BLOCKS = 64
@@ -109,7 +109,7 @@ async def owner(store: Store, instance_id: str, kind: EngineKind = EngineKind.VL
     grant = await store.leases.take(claim, "bench", 600)
     assert grant is not None
     begin = [
-        Begin(
+        NewHolder(
             HolderName(rank, "GPU"),
             Holder(0, grant.publisher, instance_id, rank, "GPU", BLOCK_SIZE, instance_id, "instance"),
         )

@@ -15,7 +15,7 @@ from waymark.domain.keys import pack
 from waymark.domain.names import GroupName, Holder
 from waymark.domain.rows import PIECE_BLOCKS, parse
 from waymark.domain.table import HolderTable
-from waymark.inspection.inspector import Group, Inspector
+from waymark.inspection.inspector import InspectedGroup, Inspector
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.places import holders_of
@@ -64,7 +64,7 @@ class Inside:
                             counts[_place(table, table.holders[each])] += row.holders[each].bit_count()
         return counts
 
-    async def _read(self, inspector: Inspector) -> tuple[Group, HolderTable]:
+    async def _read(self, inspector: Inspector) -> tuple[InspectedGroup, HolderTable]:
         name = GroupName(self._tenant, MODEL_NAME)
         group = next(group for group in await inspector.groups() if group.name == name)
         table = await inspector.table(group)

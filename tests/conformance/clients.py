@@ -32,7 +32,7 @@ from tests.conformance.services import process, until_up, unused_port, waymark
 from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.http import EngineHttp
 from waymark.simulator.texts import tokens_of_text
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 MODEL, BLOCK_SIZE = "m", 16
 #: Whose prompt each request has; engines in turn would be another order.
@@ -258,7 +258,7 @@ async def _prime(bench: Bench) -> None:
         for text, each in zip(TEXTS, bench.engines, strict=True):
             tokens = tokens_of_text(text)
             wanted = len(tokens) // BLOCK_SIZE * BLOCK_SIZE
-            await each.engine.prefill(Prompt(tokens))
+            await each.engine.prefill(SimulatedPrompt(tokens))
             while True:
                 body = asked | {"token_ids": tokens, "explain": True}
                 rows = (await client.post("/query", json=body)).json()

@@ -32,7 +32,7 @@ from waymark.simulator.cache import PrefixCache
 from waymark.simulator.encode import Encoder
 from waymark.simulator.engine import SimulatedEngine
 from waymark.simulator.publisher import SimulatedPublisher
-from waymark.simulator.workload import Prompt, conversations
+from waymark.simulator.workload import SimulatedPrompt, conversations
 
 RELEASE = "1.6.1"
 SETTLE_SECONDS = 5.0
@@ -169,12 +169,12 @@ async def session(seed: int, findings: Findings, python: str) -> None:
                 await asyncio.sleep(0.05)
         await pair.ask("GET", "/workers", seconds=SETTLE_SECONDS)
 
-        asked: list[Prompt] = []
+        asked: list[SimulatedPrompt] = []
         prompts = conversations(seed, open_at_once=6, system_tokens=64, turn_tokens=(8, 64))
         for step, prompt in enumerate(islice(prompts, STEPS), 1):
             if kind != "copies":
                 # A prompt that is there already has its last block computed again, a copy. This one never is.
-                prompt = Prompt(prompt.tokens + tuple(range(step << 16, (step << 16) + block_size)))
+                prompt = SimulatedPrompt(prompt.tokens + tuple(range(step << 16, (step << 16) + block_size)))
             asked.append(prompt)
             rank = rng.choice([rank for rank in ranks if rank.is_registered])
             await rank.engine.prefill(prompt, rank.dp_rank)
@@ -221,7 +221,7 @@ def _registration(rank: Rank, block_size: int) -> dict[str, Any]:
     }
 
 
-async def _ask_all(pair: Pair, prompts: list[Prompt], block_size: int, ranks: list[Rank] | None) -> None:
+async def _ask_all(pair: Pair, prompts: list[SimulatedPrompt], block_size: int, ranks: list[Rank] | None) -> None:
     await asyncio.sleep(SETTLED_SECONDS)
     for prompt in prompts:
         truth = None if ranks is None else _truth(ranks, prompt.tokens, block_size)

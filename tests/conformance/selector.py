@@ -26,7 +26,7 @@ from waymark.simulator.cache import PrefixCache
 from waymark.simulator.encode import Encoder
 from waymark.simulator.engine import SimulatedEngine
 from waymark.simulator.publisher import SimulatedPublisher
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 BLOCK_SIZE = 4
 TOKENS = list(range(100, 118))
@@ -146,7 +146,7 @@ async def play(client: httpx.AsyncClient) -> list[Any]:
                     while engines[0].publisher.subscribers < 1:  # noqa: ASYNC110
                         await asyncio.sleep(0.05)
                     await asyncio.sleep(0.5)
-                    await engines[0].prefill(Prompt(tuple(TOKENS[: 3 * BLOCK_SIZE])), 0)
+                    await engines[0].prefill(SimulatedPrompt(tuple(TOKENS[: 3 * BLOCK_SIZE])), 0)
                     while (await _device_blocks(client)) < 3:  # noqa: ASYNC110
                         await asyncio.sleep(0.05)
                 continue

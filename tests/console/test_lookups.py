@@ -19,7 +19,7 @@ from waymark.domain.prefixes import Change, PrefixChange, prefix_key
 from waymark.errors import InvalidValue, NotFound
 from waymark.inspection import commands, search
 from waymark.inspection.holdings import SHOWN_MAX, kind_of, slots_of
-from waymark.inspection.inspector import Group
+from waymark.inspection.inspector import InspectedGroup
 from waymark.inspection.redis_cli import RedisCli
 from waymark.settings import Settings
 from waymark.store import keys
@@ -257,7 +257,7 @@ async def test_the_keys_of_a_group_are_all_there_is_but_rows(streams: list[Strea
 )
 def test_redis_cli_is_told_which_redis(url: str, options: str, note: str | None) -> None:
     cli = RedisCli(Settings(redis_url=url))
-    (line,) = cli.table(Group(GroupName("default", "m"), GroupEntry(3, 1)))
+    (line,) = cli.table(InspectedGroup(GroupName("default", "m"), GroupEntry(3, 1)))
     assert line.split() == ["redis-cli", *options.split(), "HGETALL", "'wm:{3}:holders'"]
     assert "sesame" not in " ".join([line, *cli.notes])
     assert len(cli.notes) == (note is not None)

@@ -25,7 +25,7 @@ from tests.tokenization import small
 from waymark import cli
 from waymark.inspection import inspector as look_module
 from waymark.inspection.inspector import Inspector
-from waymark.inspection.status import Wanted, gather
+from waymark.inspection.status import PublisherFilter, gather
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.client import RedisClient
@@ -209,7 +209,7 @@ async def test_many_publishers_are_read_in_pieces(
         return await several(listed, **options)
 
     monkeypatch.setattr(client, "several", counted)
-    status = await gather(Inspector(Store(client)), Wanted())
+    status = await gather(Inspector(Store(client)), PublisherFilter())
     assert len(status.publishers) == 1500
     assert max(sizes) <= look_module._PIECE_COMMANDS
 

@@ -21,7 +21,7 @@ from waymark.discovery import kubernetes
 from waymark.discovery.describe import Describer
 from waymark.discovery.kubernetes import ApiServer
 from waymark.discovery.pods import PodPorts
-from waymark.discovery.run import Discovery, DiscoveryOptions
+from waymark.discovery.run import DiscoveryOptions, EngineDiscovery
 from waymark.domain.names import BY_CLIENT, Registration
 from waymark.endpoints import AllowedEndpoints
 from waymark.metrics import Metrics
@@ -71,7 +71,7 @@ async def discovering(
     )
     options = DiscoveryOptions(worker, 300, api, PodPorts(port, 5557, 5657), round_seconds=0.1, confirm_seconds=0.2)
     describer = Describer(Asker(allowed), allowed, seconds=20)
-    discovery = Discovery(store, metrics, options, describer, partial(registration_of, allowed=allowed))
+    discovery = EngineDiscovery(store, metrics, options, describer, partial(registration_of, allowed=allowed))
     task = asyncio.ensure_future(discovery.run())
     try:
         yield metrics

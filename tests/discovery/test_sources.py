@@ -20,7 +20,7 @@ from waymark.api.registrations import registration_of
 from waymark.asker import Asker
 from waymark.discovery.describe import Describer
 from waymark.discovery.engines import EngineRegistrations
-from waymark.discovery.run import Discovery, DiscoveryOptions, Restarts
+from waymark.discovery.run import DiscoveryOptions, EngineDiscovery, Restarts
 from waymark.domain.names import Origin
 from waymark.endpoints import AllowedEndpoints
 from waymark.metrics import Metrics
@@ -48,7 +48,7 @@ async def discovering(store: Store, file: Path | None = None, *, again_seconds: 
         "w", again_seconds, file=str(file), read_file=read, round_seconds=0.1, confirm_seconds=0.3
     )
     describer = Describer(Asker(), allowed, seconds=20)
-    discovery = Discovery(store, Metrics(), options, describer, partial(registration_of, allowed=allowed))
+    discovery = EngineDiscovery(store, Metrics(), options, describer, partial(registration_of, allowed=allowed))
     task = asyncio.ensure_future(discovery.run())
     try:
         yield

@@ -11,12 +11,12 @@ from tests.factories import batch, cleared, envelope, keys, registration, remove
 from tests.unit import seeds
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Event
-from waymark.domain.generations import GENERATIONS_MAX, Bounds
+from waymark.domain.generations import GENERATIONS_MAX, BlockBounds
 from waymark.domain.names import HolderName
 
 #: A generation is a second.
-ON_DISK = Bounds.of(0, 0, {"disk": 10})
-MOST = Bounds.of(1000, 0, {})
+ON_DISK = BlockBounds.of(0, 0, {"disk": 10})
+MOST = BlockBounds.of(1000, 0, {})
 
 
 def at(index: Index, seconds: float) -> list[str]:
@@ -102,7 +102,7 @@ def test_what_is_no_longer_bounded_still_goes_with_a_removal() -> None:
     at(index, 100)
     index.events(stored([1, 2], "AB"))
     on_disk(index, [1, 2])
-    index.options["bounds"] = Bounds()
+    index.options["bounds"] = BlockBounds()
     index.take_over()
     on_disk(index, [2])
     assert index.held("0 DISK") == {keys("AB")[0]: 1, keys("AB")[1]: 2}
@@ -121,7 +121,7 @@ def test_a_clock_that_is_an_hour_off_keeps_nothing_for_ever(off: int) -> None:
 
 
 def test_a_time_for_all_media_gives_way_to_the_time_of_one() -> None:
-    bounds = Bounds.of(0, 60, {"disk": 10})
+    bounds = BlockBounds.of(0, 60, {"disk": 10})
     assert (bounds.seconds("GPU"), bounds.seconds("DISK")) == (60, 10)
 
 
@@ -228,7 +228,7 @@ def test_a_removal_takes_the_block_whatever_its_generation() -> None:
 
 
 def test_a_hash_that_comes_to_mean_another_block_leaves_the_old_one_in_its_generation() -> None:
-    index = Index(bounds=Bounds.of(0, 10, {}))
+    index = Index(bounds=BlockBounds.of(0, 10, {}))
     at(index, 100)
     index.events(stored([1], "A"))
     at(index, 102)
@@ -237,7 +237,7 @@ def test_a_hash_that_comes_to_mean_another_block_leaves_the_old_one_in_its_gener
 
 
 def test_a_chain_goes_on_over_generations() -> None:
-    index = Index(bounds=Bounds.of(0, 10, {}))
+    index = Index(bounds=BlockBounds.of(0, 10, {}))
     for i, word in enumerate("ABCD"):
         at(index, 100 + 2 * i)
         index.events(stored([i], word, parent=i - 1 if i else None))
@@ -246,7 +246,7 @@ def test_a_chain_goes_on_over_generations() -> None:
 
 
 def test_what_waited_goes_to_the_newest_generation() -> None:
-    index = Index(bounds=Bounds.of(0, 10, {}))
+    index = Index(bounds=BlockBounds.of(0, 10, {}))
     at(index, 100)
     index.events(stored([5], "X"))
     index.events(stored([2], "B", parent=1))
@@ -289,7 +289,7 @@ def test_the_order_of_a_standard_stream_outlives_a_generation_and_a_clear() -> N
 def test_bounded_and_unbounded_know_the_same_blocks_as_long_as_nothing_ends(seed: int) -> None:
     """Stores, copies, removals and takeovers in any order: generations change only which holder has a block."""
     chance = random.Random(seed)
-    plain, bounded = Index(), Index(bounds=Bounds.of(100, 86_400, {}))
+    plain, bounded = Index(), Index(bounds=BlockBounds.of(100, 86_400, {}))
     parents: dict[int, int | None] = {}
     for step in range(300):
         bounded.resolver.generations.now = step * 400_000

@@ -9,7 +9,7 @@ from waymark.domain.rows import (
     FORMAT,
     PIECE_BLOCKS,
     SAME_HASH,
-    Entry,
+    HolderEntry,
     Place,
     Row,
     format_entry,
@@ -92,16 +92,17 @@ def test_a_field_that_names_no_row_is_refused(field: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", [Entry(0, ()), Entry(7, ()), Entry(0, (1, SAME_HASH, 2**63)), Entry(7, tuple(range(64)))]
+    "entry",
+    [HolderEntry(0, ()), HolderEntry(7, ()), HolderEntry(0, (1, SAME_HASH, 2**63)), HolderEntry(7, tuple(range(64)))],
 )
-def test_entries_come_back(entry: Entry) -> None:
+def test_entries_come_back(entry: HolderEntry) -> None:
     assert parse_entry(format_entry(entry)) == entry
 
 
 def test_an_entry_without_hashes_means_the_seq_hashes() -> None:
-    assert Entry(0, ()).hash_of(3, 99) == 99
-    assert Entry(0b101, (7, SAME_HASH)).hash_of(1, 0b110) == 0b011
-    assert Entry(0b101, (7, SAME_HASH)).hash_of(0, 0b110) == 7
+    assert HolderEntry(0, ()).hash_of(3, 99) == 99
+    assert HolderEntry(0b101, (7, SAME_HASH)).hash_of(1, 0b110) == 0b011
+    assert HolderEntry(0b101, (7, SAME_HASH)).hash_of(0, 0b110) == 7
 
 
 @pytest.mark.parametrize("value", [b"1", bytes(9), bytes(8 * 65), b"x" * 17, bytes(15)])

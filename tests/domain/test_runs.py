@@ -27,7 +27,7 @@ from waymark.domain.rows import SAME_HASH, Place
 from waymark.domain.slices import finish
 from waymark.engines import Decoder, decoder
 from waymark.store import calls as calls_module
-from waymark.store.calls import Call, Calls
+from waymark.store.calls import ApplyCall, ApplyCalls
 
 pytestmark = [
     pytest.mark.usefixtures("implementation_kept"),
@@ -54,7 +54,7 @@ class Stream:
         self.runs += sum(isinstance(batch.events, PlainEvents) for batch in batches)
         self.index.fold(*(batches if self.is_whole else [replace(each, events=tuple(each.events)) for each in batches]))
 
-    def sent(self, prefix: bytes = b"wm:{1}:") -> list[Call]:
+    def sent(self, prefix: bytes = b"wm:{1}:") -> list[ApplyCall]:
         """The calls of the last fold."""
         native.select(self.is_native)
         parts = new_part_list(0).parts
@@ -97,8 +97,8 @@ def _add(to: PartList, part: Part) -> None:
     )
 
 
-def all_calls(parts: Sequence[Part], index: Index, prefix: bytes) -> list[Call]:
-    calls = Calls(parts, Moves(index.resolver.memory), prefix)
+def all_calls(parts: Sequence[Part], index: Index, prefix: bytes) -> list[ApplyCall]:
+    calls = ApplyCalls(parts, Moves(index.resolver.memory), prefix)
     sent = [calls.next()]
     calls.done(len(sent[-1].words))
     while calls.are_left:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from tests.e2e.conftest import BLOCK_SIZE, Engines
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 SYSTEMS = 2
 PAUSE_SECONDS = 0.02
@@ -60,7 +60,7 @@ class Load:
                 prompt = self._rng.choice(self.prompts)
                 # Now and then a shorter one, so that what is evicted differs from engine to engine.
                 end = self._rng.randint(1, len(prompt) // BLOCK_SIZE) * BLOCK_SIZE
-                await engine.prefill(Prompt(prompt[:end]))
+                await engine.prefill(SimulatedPrompt(prompt[:end]))
             await asyncio.sleep(self._pause_seconds)
 
     @asynccontextmanager

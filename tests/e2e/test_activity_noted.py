@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from tests.e2e.conftest import Engines, Start
 from tests.patience import patient
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 CHAT = tuple(range(100, 124))
 
@@ -22,7 +22,7 @@ async def test_a_restart_a_takeover_a_loss_and_a_sweep_are_noted(
     settings: dict[str, Any] = {"lease_seconds": 2, "publisher_timeout": 1}
     first = await start("ingest", redis_url, worker_id="first", **settings)
     engine = await engines.open(replica, "a")
-    await engine.prefill(Prompt(CHAT))
+    await engine.prefill(SimulatedPrompt(CHAT))
     await engines.agree([replica], CHAT)
 
     async with Redis.from_url(redis_url, protocol=2) as redis:
@@ -37,7 +37,7 @@ async def test_a_restart_a_takeover_a_loss_and_a_sweep_are_noted(
 
         await has("registered", '"instance_id":"a"')
         await engine.restart()
-        await engine.prefill(Prompt(CHAT))
+        await engine.prefill(SimulatedPrompt(CHAT))
         await has("restart", '"instance_id":"a"')
         await has("sweep", "blocks")
         await first.kill()

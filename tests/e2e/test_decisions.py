@@ -16,7 +16,7 @@ from tests.e2e.redis_server import RedisServer, redis_server
 from tests.patience import patient
 from tests.proxy import proxy_to
 from waymark.client import AsyncClient
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 PODS = ["pod-1", "pod-2", "pod-3", "pod-4"]
 PROMPT = list(range(400))
@@ -197,7 +197,7 @@ async def test_a_target_that_has_died_gets_nothing_more_until_it_is_back(
     replica, _ = await start("query", redis_url), await start("ingest", redis_url, publisher_timeout=1)
     dying, _ = [await engines.open(replica, name) for name in ("pod-1", "pod-2")]
     fields = engines.group | {"token_ids": list(range(40)), "reserve": False}
-    await dying.prefill(Prompt(tuple(range(40))))
+    await dying.prefill(SimulatedPrompt(tuple(range(40))))
 
     async def is_picked(name: str) -> bool:
         found: dict[str, Any] = await replica.post("/select", **fields)
@@ -286,7 +286,7 @@ async def test_prefill_is_given_back_when_the_engine_has_told_of_it(
     fields = engines.group | {"token_ids": list(range(40))}
     found: dict[str, Any] = await replica.post("/select", **fields)
     assert found["target"]["new_tokens"] == 40
-    await engine.prefill(Prompt(tuple(range(40))))
+    await engine.prefill(SimulatedPrompt(tuple(range(40))))
 
     async def is_given_back() -> bool:
         (row,) = (await replica.post("/score", **fields))["scores"]

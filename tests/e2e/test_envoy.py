@@ -26,7 +26,7 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.names import GroupName
 from waymark.domain.targets import Target
 from waymark.simulator.engine import build_engine
-from waymark.simulator.generation import Pace
+from waymark.simulator.generation import EngineSpeed
 from waymark.simulator.http import EngineHttp
 from waymark.store.store import Store
 
@@ -153,7 +153,7 @@ async def fleet(redis_url: str, tmp_path: Path) -> AsyncIterator[Fleet]:
             await stack.enter_async_context(engine.publisher)
             http = EngineHttp(
                 engine, host="127.0.0.1", port=0, model_name=MODEL, block_size=16, gpu_blocks=4096,
-                pace=Pace(tokens_per_second=50.0),
+                pace=EngineSpeed(tokens_per_second=50.0),
             )  # fmt: skip
             engines.append(await stack.enter_async_context(http))
             await store.registry.register(

@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.e2e.conftest import Engines, Service, Start
 from tests.topologies import Cluster, farm, is_cluster_ok, start_cluster
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 from waymark.store import keys
 
 SHARDS = 16
@@ -37,7 +37,7 @@ async def has_services(service: Service, number: int) -> bool:
 async def prefill(engines: Engines, prompts: list[tuple[int, ...]]) -> None:
     for engine in engines.engines.values():
         for prompt in prompts:
-            await engine.prefill(Prompt(prompt))
+            await engine.prefill(SimulatedPrompt(prompt))
 
 
 async def test_primaries_that_come_back_empty_one_after_the_other_are_filled_again(

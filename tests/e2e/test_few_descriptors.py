@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.conftest import wait_until
 from tests.e2e.conftest import Engines, Service, Start
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 ENGINES = 60
 OPEN_FILES = 64
@@ -37,7 +37,7 @@ async def test_a_worker_with_few_descriptors_reads_what_fits_and_leaves_the_rest
     replica = await start("query", redis_url)
     for i in range(ENGINES):
         engine = await engines.open(replica, f"i{i}")
-        await engine.prefill(Prompt(CHAT))
+        await engine.prefill(SimulatedPrompt(CHAT))
     few = await start("ingest", redis_url, worker_id="few", open_files=OPEN_FILES)
     fit = (await metrics(few))["waymark_streams_max"]
     assert 3 <= fit <= OPEN_FILES / 4
@@ -53,7 +53,7 @@ async def test_a_worker_with_few_descriptors_reads_what_fits_and_leaves_the_rest
     await start("ingest", redis_url, worker_id="many")
     await engines.agree([replica], CHAT, seconds=30.0)
     for engine in engines.engines.values():
-        await engine.prefill(Prompt(OTHER))
+        await engine.prefill(SimulatedPrompt(OTHER))
     await engines.agree([replica], CHAT, OTHER, seconds=30.0)
 
     async def are_all_read() -> bool:

@@ -21,7 +21,7 @@ from tests.e2e.takeover import take_over
 from tests.proxy import Proxy, proxy_to
 from waymark.domain.names import PublisherName
 from waymark.simulator.engine import SimulatedEngine
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 from waymark.store import keys
 from waymark.store.claims import Claim
 
@@ -81,7 +81,7 @@ async def stream_of_the_first(pair: Pair, engines: Engines) -> tuple[str, Simula
     for i in range(20):
         name = f"i{i}"
         engine = await engines.open(pair.replica, name)
-        await engine.prefill(Prompt(CHAT))
+        await engine.prefill(SimulatedPrompt(CHAT))
         await engines.agree([pair.replica], CHAT)
         # Both have long been there: whoever has it first keeps it.
         if await worker_of(pair, engines, name) == pair.first.name:
@@ -113,7 +113,7 @@ async def test_a_worker_that_was_away_past_its_lease_writes_nothing_more(
     # Frames are the first thing that the worker tries to write, its lease the first where there are none.
     is_silent = meanwhile == "taken over in silence"
     if not is_silent:
-        await engine.prefill(Prompt(OTHER))
+        await engine.prefill(SimulatedPrompt(OTHER))
     if meanwhile in ("unregistered", "registered again"):
         gone = await pair.replica.post("/unregister", tenant_id=engines.tenant_id, instance_id=name)
         assert gone["removed_instances"] == [f"{name}|{engines.tenant_id}|0"]
@@ -128,7 +128,7 @@ async def test_a_worker_that_was_away_past_its_lease_writes_nothing_more(
         await wait_until(is_taken_over, "the other worker has the stream", TAKEOVER_SECONDS)
     since = time.monotonic()
     if not is_silent:
-        await engine.prefill(Prompt(MORE))
+        await engine.prefill(SimulatedPrompt(MORE))
     if meanwhile != "unregistered":
         await engines.agree([pair.replica], CHAT, OTHER, MORE)
 
@@ -139,7 +139,7 @@ async def test_a_worker_that_was_away_past_its_lease_writes_nothing_more(
         return bool(pair.proxy.with_token(token, since)) and await has_looked_twice(pair, since)
 
     await wait_until(is_back, "the first worker has tried to go on, and has seen who has what", TAKEOVER_SECONDS)
-    await engine.prefill(Prompt(CHAT + MORE))
+    await engine.prefill(SimulatedPrompt(CHAT + MORE))
     verdicts = Counter(call.verdict for call in pair.proxy.with_token(token, since))
     assert set(verdicts) <= {b"fenced", b"gone"}, verdicts
     if meanwhile != "unregistered":
@@ -171,7 +171,7 @@ async def test_streams_are_shared_and_move_when_workers_come_and_go(tmp_path: Pa
         (replica,) = fleet.replicas
         for i in range(24):
             engine = await engines.open(replica, f"i{i}")
-            await engine.prefill(Prompt(CHAT))
+            await engine.prefill(SimulatedPrompt(CHAT))
         await engines.agree([replica], CHAT)
 
         async def shares() -> dict[str, str | None]:
@@ -188,7 +188,7 @@ async def test_streams_are_shared_and_move_when_workers_come_and_go(tmp_path: Pa
 
         await wait_until(are_shared, "each of three workers has about eight of 24 streams", TAKEOVER_SECONDS)
         for engine in engines.engines.values():
-            await engine.prefill(Prompt(OTHER))
+            await engine.prefill(SimulatedPrompt(OTHER))
         await engines.agree([replica], CHAT, OTHER)
 
         before = await shares()
@@ -201,7 +201,7 @@ async def test_streams_are_shared_and_move_when_workers_come_and_go(tmp_path: Pa
 
         await wait_until(are_moved, "the killed worker's streams have moved, and no others", TAKEOVER_SECONDS)
         for engine in engines.engines.values():
-            await engine.prefill(Prompt(MORE))
+            await engine.prefill(SimulatedPrompt(MORE))
         await engines.agree([replica], CHAT, OTHER, MORE)
 
         fleet.workers[1].start()
@@ -211,7 +211,7 @@ async def test_streams_are_shared_and_move_when_workers_come_and_go(tmp_path: Pa
 
         await wait_until(are_back, "every worker has the streams it had", TAKEOVER_SECONDS)
         for engine in engines.engines.values():
-            await engine.prefill(Prompt(CHAT + MORE))
+            await engine.prefill(SimulatedPrompt(CHAT + MORE))
         await engines.agree([replica], CHAT, OTHER, MORE, CHAT + MORE)
 
 

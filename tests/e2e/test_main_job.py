@@ -18,7 +18,7 @@ from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start, settle, star
 from tests.model import Space
 from tests.store.factories import Change, apply_changes, begins, blocks_of
 from waymark.domain.hashing import extend, token_bytes
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 
@@ -59,21 +59,21 @@ async def test_what_engines_publish_evict_and_clear_is_what_replicas_answer(
 ) -> None:
     first = await engines.open(cluster.replicas[0], "a", dialect=dialect, gpu_blocks=8, cpu_blocks=4, disk_blocks=4)
     second = await engines.open(cluster.replicas[1], "b", dialect=dialect, gpu_blocks=8)
-    await first.prefill(Prompt(CHAT))
-    await second.prefill(Prompt(OTHER))
+    await first.prefill(SimulatedPrompt(CHAT))
+    await second.prefill(SimulatedPrompt(OTHER))
     await engines.agree(cluster.replicas, CHAT, OTHER, SYSTEM)
     assert engines.model.query(CHAT)["a"]["longest_matched"] == 24
     assert engines.model.query(CHAT)["b"]["longest_matched"] == 8
 
     for i in range(1000, 1004):
-        await first.prefill(Prompt(tuple(range(16 * i, 16 * i + 16))))
+        await first.prefill(SimulatedPrompt(tuple(range(16 * i, 16 * i + 16))))
     await engines.agree(cluster.replicas, CHAT, OTHER, SYSTEM, tuple(range(16003, 16019)))
     assert engines.model.query(CHAT)["a"]["GPU"] < 24
 
     await first.clear()
     await engines.agree(cluster.replicas, CHAT, OTHER)
     assert engines.model.query(CHAT)["a"]["longest_matched"] == 0
-    await first.prefill(Prompt(CHAT))
+    await first.prefill(SimulatedPrompt(CHAT))
     await engines.agree(cluster.replicas, CHAT, OTHER)
 
 
@@ -83,10 +83,10 @@ async def test_a_restarted_engine_has_nothing_of_its_life_before(
 ) -> None:
     engine = await engines.open(cluster.replicas[0], "a")
     for tokens in (CHAT, OTHER, SYSTEM):
-        await engine.prefill(Prompt(tokens))
+        await engine.prefill(SimulatedPrompt(tokens))
     await engines.agree(cluster.replicas, CHAT, OTHER)
     await engine.restart(rebind=rebind)
-    await engine.prefill(Prompt(OTHER))
+    await engine.prefill(SimulatedPrompt(OTHER))
     await engines.agree(cluster.replicas, CHAT, OTHER)
     assert engines.model.query(CHAT)["a"]["longest_matched"] == 8
     assert (await cluster.replicas[1].publisher("a", tenant_id=engines.tenant_id))["restarts"] == 1
@@ -97,11 +97,11 @@ async def test_ranks_on_one_socket_and_on_sockets_of_their_own_are_told_apart(
 ) -> None:
     replica = cluster.replicas[0]
     both = await engines.open(replica, "both", ranks=2)
-    await both.prefill(Prompt(CHAT), rank=0)
-    await both.prefill(Prompt(OTHER), rank=1)
+    await both.prefill(SimulatedPrompt(CHAT), rank=0)
+    await both.prefill(SimulatedPrompt(OTHER), rank=1)
     for rank, tokens in enumerate((CHAT, OTHER)):
         engine = await engines.open(replica, "each", fields={"dp_rank": rank}, ranks=2)
-        await engine.prefill(Prompt(tokens), rank=rank)
+        await engine.prefill(SimulatedPrompt(tokens), rank=rank)
     row = {"longest_matched": 24, "GPU": 24, "DP": {"0": 24, "1": 8}, "CPU": 0, "DISK": 0}
     for service in cluster.replicas:
         ask = partial(service.query, CHAT, **engines.group)
@@ -113,19 +113,19 @@ async def test_unregister_takes_the_row_out_at_once_and_later_frames_write_nothi
 ) -> None:
     replica, other_replica = cluster.replicas
     engine = await engines.open(replica, "a")
-    await engine.prefill(Prompt(CHAT))
+    await engine.prefill(SimulatedPrompt(CHAT))
     await engines.agree(cluster.replicas, CHAT)
 
     gone = await other_replica.post("/unregister", tenant_id=engines.tenant_id, instance_id="a")
     assert gone["removed_instances"] == [f"a|{engines.tenant_id}|0"]
     for service in cluster.replicas:
         assert await service.query(CHAT, **engines.group) == {}
-    await engine.prefill(Prompt(OTHER))
+    await engine.prefill(SimulatedPrompt(OTHER))
 
     # A stream that began after those frames is applied: so would they have been.
     del engines.engines["a"], engines.model.ranks["a"]
     witness = await engines.open(replica, "b")
-    await witness.prefill(Prompt(CHAT))
+    await witness.prefill(SimulatedPrompt(CHAT))
     await engines.agree(cluster.replicas, CHAT, OTHER)
     hashes = set(extend(None, token_bytes(CHAT), BLOCK_SIZE))
 
@@ -143,7 +143,7 @@ async def test_a_replica_that_starts_later_is_right_with_its_first_query(
 ) -> None:
     engine = await engines.open(cluster.replicas[0], "a", cpu_blocks=8, gpu_blocks=8)
     for tokens in (CHAT, OTHER):
-        await engine.prefill(Prompt(tokens))
+        await engine.prefill(SimulatedPrompt(tokens))
     await engines.agree(cluster.replicas, CHAT)
     late = await start("query", cluster.redis_url)
     assert await late.query(CHAT, **engines.group) == {engines.tenant_id: engines.model.query(CHAT)}
@@ -153,7 +153,7 @@ async def test_tenants_never_see_each_others_rows(cluster: Cluster, engines: Eng
     tenants = [f"{engines.tenant_id}-{name}" for name in ("x", "y")]
     for instance_id, tenant_id in zip(("of-x", "of-y"), tenants, strict=True):
         engine = await engines.open(cluster.replicas[0], instance_id, fields={"tenant_id": tenant_id})
-        await engine.prefill(Prompt(CHAT if instance_id == "of-x" else SYSTEM))
+        await engine.prefill(SimulatedPrompt(CHAT if instance_id == "of-x" else SYSTEM))
     for instance_id, tenant_id, matched in (("of-x", tenants[0], 24), ("of-y", tenants[1], 16)):
         row = {"longest_matched": matched, "GPU": matched, "DP": {"0": matched}, "CPU": 0, "DISK": 0}
         for service in cluster.replicas:
@@ -178,7 +178,7 @@ async def test_adapters_and_salts_of_requests_are_found_only_by_their_like(clust
         (CHAT[:12], Space("adapter", ("salt",))),
         (CHAT[:8], Space("adapter", ("another",))),
     ):
-        await engine.prefill(Prompt(tokens, space.lora_name, space.salts[0] if space.salts else None))
+        await engine.prefill(SimulatedPrompt(tokens, space.lora_name, space.salts[0] if space.salts else None))
     for space, matched in (
         (Space(), 24),
         (Space("adapter"), 20),
@@ -196,8 +196,8 @@ async def test_adapters_and_salts_of_requests_are_found_only_by_their_like(clust
 async def test_adapter_and_salt_of_a_registration_count_for_all_its_blocks(cluster: Cluster, engines: Engines) -> None:
     fields = {"lora_name": "adapter", "additionalsalt": "w8a8"}
     engine = await engines.open(cluster.replicas[0], "a", fields=fields)
-    await engine.prefill(Prompt(CHAT))
-    await engine.prefill(Prompt(SYSTEM, None, "mine"))
+    await engine.prefill(SimulatedPrompt(CHAT))
+    await engine.prefill(SimulatedPrompt(SYSTEM, None, "mine"))
     replica, group = cluster.replicas[1], engines.group
 
     async def matched(**fields: Any) -> int:
@@ -221,7 +221,7 @@ async def test_unknown_names_and_short_prompts_are_answered_and_create_nothing(
     cluster: Cluster, engines: Engines
 ) -> None:
     engine = await engines.open(cluster.replicas[0], "a")
-    await engine.prefill(Prompt(CHAT))
+    await engine.prefill(SimulatedPrompt(CHAT))
     await engines.agree(cluster.replicas, CHAT)
     zeros = {"longest_matched": 0, "GPU": 0, "DP": {"0": 0}, "CPU": 0, "DISK": 0}
     tenant = engines.tenant_id
@@ -242,7 +242,7 @@ async def test_a_prompt_of_a_million_tokens_is_walked_to_its_end(cluster: Cluste
     engine = await engines.open(
         cluster.replicas[0], "a", fields={"block_size": 16}, gpu_blocks=2**16, dialect="standard"
     )
-    await engine.prefill(Prompt(tokens))
+    await engine.prefill(SimulatedPrompt(tokens))
     row = {"longest_matched": 2**20, "GPU": 2**20, "DP": {"0": 2**20}, "CPU": 0, "DISK": 0}
     expected = {engines.tenant_id: {"a": row}}
     replica, group = cluster.replicas[0], engines.group

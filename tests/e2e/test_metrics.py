@@ -20,7 +20,7 @@ from tests.ports import unused_port
 from tests.test_metrics import EXPORTED
 from waymark.domain.names import PublisherName
 from waymark.simulator.engine import SimulatedEngine
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 from waymark.store.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -223,7 +223,7 @@ def total(samples: Samples, name: str, **labels: str) -> float:
 
 def new_prompts(first: int = 1) -> Any:
     """Prompts of three blocks that nobody had before."""
-    return (Prompt(tuple(range(1000 * n, 1000 * n + 3 * BLOCK_SIZE))) for n in count(first))
+    return (SimulatedPrompt(tuple(range(1000 * n, 1000 * n + 3 * BLOCK_SIZE))) for n in count(first))
 
 
 class Watched:
@@ -397,7 +397,7 @@ async def has_subscriber(engine: SimulatedEngine) -> None:
     await wait_until(lambda: engine.publisher.subscribers > 0, "the engine has a subscriber")
 
 
-async def ask(service: Service, engines: Engines, known: Prompt) -> None:
+async def ask(service: Service, engines: Engines, known: SimulatedPrompt) -> None:
     """A query with every result."""
     await service.query(known.tokens, **engines.group)
     await service.query([7] * len(known.tokens), **engines.group)
@@ -436,12 +436,12 @@ async def lose(engine: SimulatedEngine, prompts: Any) -> None:
     await engine.prefill(lost)
     engine.publisher.faults = engine.publisher.faults.model_copy(update={"drop_every": 0})
     for length in (2, 4, 6):
-        await engine.prefill(Prompt(lost.tokens + tuple(range(length * BLOCK_SIZE))))
+        await engine.prefill(SimulatedPrompt(lost.tokens + tuple(range(length * BLOCK_SIZE))))
     for _ in range(4):
         await engine.prefill(next(prompts))
 
 
-async def decide(port: int, tenant_id: str, prompt: Prompt) -> None:
+async def decide(port: int, tenant_id: str, prompt: SimulatedPrompt) -> None:
     """Two requests for a prompt that nobody has: the first is told where, and forgotten; the second goes there, too."""
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
         body: dict[str, Any] = {"model": "m", "tenant_id": tenant_id, "token_ids": list(prompt.tokens)}

@@ -20,7 +20,7 @@ from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start, spawn
 from tests.e2e.redis_server import RedisServer, redis_server
 from tests.patience import patient, within
 from tests.ports import unused_port
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 CHAT = tuple(range(100, 124))
 OTHER = CHAT[:8] + tuple(range(300, 312))
@@ -84,10 +84,10 @@ async def work(engines: Engines, batches: int, first: int = 1000) -> None:
     """Every engine publishes; chats share beginnings, so that a batch that is missing shows."""
     for i in range(batches):
         for engine in engines.engines.values():
-            await engine.prefill(Prompt(CHAT[: 4 * (i % 6)] + (first + i,) * BLOCK_SIZE))
+            await engine.prefill(SimulatedPrompt(CHAT[: 4 * (i % 6)] + (first + i,) * BLOCK_SIZE))
         await asyncio.sleep(0.01)
     for engine in engines.engines.values():
-        await engine.prefill(Prompt(OTHER))
+        await engine.prefill(SimulatedPrompt(OTHER))
 
 
 def prompts(batches: int, first: int = 1000) -> list[tuple[int, ...]]:
@@ -119,7 +119,7 @@ async def test_redis_goes_away_and_comes_back_by_itself(server: RedisServer, sta
     worker = await start("ingest", server.url, port=ingest_port, redis_timeout_seconds=1, stream_buffer_frames=5)
     for name in ("a", "b"):
         engine = await engines.open(replica, name, gpu_blocks=800)
-        await engine.prefill(Prompt(CHAT))
+        await engine.prefill(SimulatedPrompt(CHAT))
     await engines.agree([replica], CHAT)
 
     dropped = 0.0
@@ -175,7 +175,7 @@ async def test_a_redis_that_refuses_writes_is_still_asked(server: RedisServer, s
     port = unused_port()
     service = await start("serve", server.url, port=port)
     engine = await engines.open(service, "a", gpu_blocks=800)
-    await engine.prefill(Prompt(CHAT))
+    await engine.prefill(SimulatedPrompt(CHAT))
     await engines.agree([service], CHAT)
     with server.admin() as admin:
         # A replica, as after a failover, to a primary that is not there; then a primary that is full.
@@ -252,7 +252,7 @@ async def test_a_redis_that_loads_its_data_is_waited_for(server: RedisServer, st
     port = unused_port()
     service = await start("serve", server.url, port=port)
     engine = await engines.open(service, "a", gpu_blocks=400)
-    await engine.prefill(Prompt(CHAT))
+    await engine.prefill(SimulatedPrompt(CHAT))
     await engines.agree([service], CHAT)
     with server.admin() as admin:
         admin.mset({f"filler:{i}": "x" for i in range(1000)})

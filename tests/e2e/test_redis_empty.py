@@ -14,7 +14,7 @@ from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start
 from tests.e2e.redis_server import RedisServer, redis_server
 from waymark.simulator.encode import Dimensions
 from waymark.simulator.engine import build_engine
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 CHAT = tuple(range(100, 124))
 OTHER = CHAT[:8] + tuple(range(300, 312))
@@ -63,16 +63,16 @@ async def test_who_stands_in_the_file_needs_no_registration_and_survives_an_empt
         for i, engine in enumerate(named):
             engines.engines[f"named-{i}"] = engine
             engines.model.ranks[f"named-{i}"] = {0}
-            await engine.prefill(Prompt(CHAT[: 8 * (i + 1)]))
+            await engine.prefill(SimulatedPrompt(CHAT[: 8 * (i + 1)]))
         await engines.agree([replica], CHAT)
         heard = await engines.open(replica, "heard")
-        await heard.prefill(Prompt(CHAT))
+        await heard.prefill(SimulatedPrompt(CHAT))
         await engines.agree([replica], CHAT)
         assert await registered(replica) == ["heard", "named-0", "named-1", "named-2"]
 
         server.kill()
         for engine in engines.engines.values():
-            await engine.prefill(Prompt(OTHER))
+            await engine.prefill(SimulatedPrompt(OTHER))
         await server.start()
 
         async def are_all_there() -> bool:
@@ -133,16 +133,16 @@ async def test_a_redis_that_comes_back_older_than_it_was_is_brought_up_to_date(
     await server.start(*saving)
     service = await start("serve", server.url)
     engine = await engines.open(service, "a", gpu_blocks=12)
-    await engine.prefill(Prompt(CHAT[:8]))
+    await engine.prefill(SimulatedPrompt(CHAT[:8]))
     await engines.agree([service], CHAT)
     with server.admin() as admin:
         admin.save()
     for i in range(5):
-        await engine.prefill(Prompt(CHAT[: 4 * i] + (1000 + i,) * BLOCK_SIZE))
-    await engine.prefill(Prompt(CHAT))
+        await engine.prefill(SimulatedPrompt(CHAT[: 4 * i] + (1000 + i,) * BLOCK_SIZE))
+    await engine.prefill(SimulatedPrompt(CHAT))
     await engines.agree([service], CHAT, OTHER)
     server.kill()
     await server.start(*saving)
-    await engine.prefill(Prompt(OTHER))
+    await engine.prefill(SimulatedPrompt(OTHER))
     await wait_until(service.is_ready, "it is ready again", BACK_SECONDS)
     await engines.agree([service], CHAT, OTHER, *(CHAT[: 4 * i] + (1000 + i,) * BLOCK_SIZE for i in range(5)))

@@ -15,7 +15,7 @@ from tests.patience import within
 from tests.ports import unused_port
 from waymark.cli import EXIT_NO_PORT
 from waymark.simulator.faults import Faults
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 LEASE_SECONDS = 2
 CHAT = tuple(range(100, 124))
@@ -36,7 +36,7 @@ async def test_a_worker_that_is_told_to_end_gives_its_leases_back_at_once(
     workers = {name: await start("ingest", redis_url, worker_id=name, lease_seconds=300) for name in ("one", "two")}
     for i in range(6):
         engine = await engines.open(replica, f"i{i}")
-        await engine.prefill(Prompt(CHAT))
+        await engine.prefill(SimulatedPrompt(CHAT))
     await engines.agree([replica], CHAT)
 
     async def owners() -> set[str | None]:
@@ -51,7 +51,7 @@ async def test_a_worker_that_is_told_to_end_gives_its_leases_back_at_once(
     assert 0 < len(kept) < len(before) == 6
     assert alive == [b"two/4096"]
     for engine in engines.engines.values():
-        await engine.prefill(Prompt(OTHER))
+        await engine.prefill(SimulatedPrompt(OTHER))
     await engines.agree([replica], CHAT, OTHER)
     await wait_until(owners_are(owners, {"two"}), "one worker has all streams")
 
@@ -71,14 +71,14 @@ async def test_streams_of_a_killed_worker_are_taken_over_and_nothing_is_lost(
         name: await start("ingest", redis_url, worker_id=name, lease_seconds=LEASE_SECONDS) for name in ("one", "two")
     }
     engine = await engines.open(replica, "a", gpu_blocks=16, cpu_blocks=16)
-    await engine.prefill(Prompt(CHAT))
+    await engine.prefill(SimulatedPrompt(CHAT))
     await engines.agree([replica], CHAT)
     owner = await worker_of(replica, engines, "a")
     assert owner in workers
     await workers.pop(owner).kill()
     for i in range(20):
-        await engine.prefill(Prompt(CHAT[: 4 * (i % 6)] + (1000 + i,) * BLOCK_SIZE))
-    await engine.prefill(Prompt(OTHER))
+        await engine.prefill(SimulatedPrompt(CHAT[: 4 * (i % 6)] + (1000 + i,) * BLOCK_SIZE))
+    await engine.prefill(SimulatedPrompt(OTHER))
 
     (heir,) = workers
     prompts = [CHAT, OTHER, CHAT[:4] + (1019,) * BLOCK_SIZE]
@@ -94,9 +94,9 @@ async def test_frames_lost_on_the_way_are_replayed(redis_url: str, start: Start,
     service = await start("serve", redis_url)
     engine = await engines.open(service, "a", faults=Faults(drop_every=3))
     for i in range(25):
-        await engine.prefill(Prompt(CHAT[: 4 * (i % 5)] + (1000 + i,) * BLOCK_SIZE))
+        await engine.prefill(SimulatedPrompt(CHAT[: 4 * (i % 5)] + (1000 + i,) * BLOCK_SIZE))
         await engines.agree([service], CHAT) if i == 10 else None
-    await engine.prefill(Prompt(OTHER))
+    await engine.prefill(SimulatedPrompt(OTHER))
     assert engine.publisher.counts["dropped"] == 8
     await engines.agree([service], CHAT, OTHER, CHAT[:16] + (1024,) * BLOCK_SIZE)
 
@@ -105,7 +105,7 @@ async def test_a_killed_replica_loses_nothing(redis_url: str, start: Start, engi
     first, second = [await start("query", redis_url) for _ in range(2)]
     await start("ingest", redis_url)
     engine = await engines.open(first, "a")
-    await engine.prefill(Prompt(CHAT))
+    await engine.prefill(SimulatedPrompt(CHAT))
     await engines.agree([first, second], CHAT)
     await first.kill()
     expected = {engines.tenant_id: engines.model.query(CHAT)}
@@ -120,7 +120,7 @@ async def test_one_process_on_a_memory_forgets_at_its_end_and_says_so(start: Sta
     service = await start("serve", "memory://", port=port)
     assert "The index is lost when the process ends" in service.log
     engine = await engines.open(service, "a")
-    await engine.prefill(Prompt(CHAT))
+    await engine.prefill(SimulatedPrompt(CHAT))
     await engines.agree([service], CHAT)
     await service.stop()
     again = await start("serve", "memory://", port=port)
@@ -132,10 +132,10 @@ async def test_one_process_on_a_real_redis_forgets_nothing(redis_url: str, start
     service = await start("serve", redis_url)
     assert "forgets" not in service.log
     engine = await engines.open(service, "a")
-    await engine.prefill(Prompt(CHAT))
+    await engine.prefill(SimulatedPrompt(CHAT))
     await engines.agree([service], CHAT)
     await service.stop()
-    await engine.prefill(Prompt(OTHER))
+    await engine.prefill(SimulatedPrompt(OTHER))
     again = await start("serve", redis_url)
     assert await again.query(CHAT, **engines.group) == {engines.tenant_id: engines.model.query(CHAT)}
     await engines.agree([again], CHAT, OTHER)

@@ -21,7 +21,7 @@ from waymark.domain.names import GroupName
 from waymark.domain.targets import Target
 from waymark.epp.bodies import BodyBytes
 from waymark.epp.options import EppOptions
-from waymark.epp.process_call import Picker
+from waymark.epp.process_call import CallContext
 from waymark.epp.server import EppServer
 from waymark.metrics import Metrics
 from waymark.selection.reported import ReportedPrompts
@@ -68,7 +68,7 @@ async def start_epp(make_selector: MakeSelector, metrics: Metrics) -> AsyncItera
         ) -> Epp:
             selector = make_selector(store, **{"loads_ms": 0} | settings)
             under_way = RequestsUnderWay(selector.selector, store.begin)
-            picker = Picker(
+            picker = CallContext(
                 selector,
                 under_way,
                 metrics,

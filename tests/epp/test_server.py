@@ -17,7 +17,7 @@ from tests.conftest import wait_until
 from tests.epp.conftest import StartEpp
 from tests.epp.proxy import Stream, destinations
 from tests.patience import patient, within
-from waymark.epp.health import Health
+from waymark.epp.health import HealthService
 from waymark.epp.options import EppOptions
 from waymark.errors import SettingsError
 from waymark.store.store import Store
@@ -155,7 +155,7 @@ async def test_what_cannot_be_used_is_named(store: Store, start_epp: StartEpp, t
 
 
 async def test_a_watcher_that_reads_nothing_holds_up_nobody() -> None:
-    health = Health()
+    health = HealthService()
     never = asyncio.Event()
 
     class Slow:

@@ -27,7 +27,7 @@ from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.store import keys
 from waymark.store.client import RedisClient
-from waymark.store.responses import Bounds
+from waymark.store.responses import ResponseBounds
 from waymark.store.store import Store
 
 pytestmark = pytest.mark.outside
@@ -52,7 +52,7 @@ def archive_of(store: Store, collection: Any, *, milliseconds: int = 20_000, cla
 
 
 def place_of(store: Store, archive: MongoArchive, entries_max: int = 100) -> RedisResponses:
-    return RedisResponses(store.responses, Bounds(3_600_000, entries_max, 1_000_000, 1000), Metrics(), archive)
+    return RedisResponses(store.responses, ResponseBounds(3_600_000, entries_max, 1_000_000, 1000), Metrics(), archive)
 
 
 @asynccontextmanager

@@ -15,8 +15,8 @@ from tests.conftest import wait_until
 from tests.gateway.conftest import Running, Start, chat, events, registration
 from waymark.chat.cache_key import cache_key, is_cacheable
 from waymark.gateway.answers import MemoryAnswers
-from waymark.gateway.bounded import Held
-from waymark.gateway.kept import Kept
+from waymark.gateway.bounded import CacheSize
+from waymark.gateway.kept import KeptAnswer
 from waymark.metrics import Metrics
 
 DELTA = b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":null}]}\n\n'
@@ -269,23 +269,23 @@ async def test_the_cache_has_a_bound_in_entries_and_in_bytes() -> None:
     answers = MemoryAnswers(3, 4000, 10, metrics, clock=lambda: now[0])
 
     async def has(name: bytes) -> bool:
-        return (await answers.find(name)).kept == Kept(b"", name)
+        return (await answers.find(name)).kept == KeptAnswer(b"", name)
 
     for name in (b"a", b"b", b"c"):
-        await answers.keep(name, Kept(b"", name), 0)
+        await answers.keep(name, KeptAnswer(b"", name), 0)
     assert await has(b"a")
-    await answers.keep(b"d", Kept(b"", b"d"), 0)  # b was used least recently
+    await answers.keep(b"d", KeptAnswer(b"", b"d"), 0)  # b was used least recently
     assert [await has(name) for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
-    await answers.keep(b"e", Kept(b"", b"e" * 3000), 0)
+    await answers.keep(b"e", KeptAnswer(b"", b"e" * 3000), 0)
     assert (answers.held.entries, answers.held.bytes <= 4000) == (1, True)
-    await answers.keep(b"f", Kept(b"", b"f" * 4000), 0)
+    await answers.keep(b"f", KeptAnswer(b"", b"f" * 4000), 0)
     assert ((await answers.find(b"f")).kept, answers.held.entries) == (None, 1)
     assert metrics.registry.get_sample_value("waymark_response_cache_evictions_total") == 4
     now[0] = 10.0
-    assert ((await answers.find(b"e")).kept, answers.held) == (None, Held(0, 0))
+    assert ((await answers.find(b"e")).kept, answers.held) == (None, CacheSize(0, 0))
     none = MemoryAnswers(0, 4000, 10, metrics)
-    await none.keep(b"a", Kept(b"", b"a"), 0)
-    assert none.held == Held(0, 0)
+    await none.keep(b"a", KeptAnswer(b"", b"a"), 0)
+    assert none.held == CacheSize(0, 0)
 
 
 @pytest.mark.parametrize(("temperature", "may"), [(None, True), (0, True), (0.0, True), (-0.0, True), (1, False)])

@@ -15,8 +15,8 @@ from tests.gateway.test_response_cache import answering, results
 from tests.patience import patient
 from waymark.errors import SettingsError, StoreUnavailable
 from waymark.gateway.answers import MemoryAnswers
-from waymark.gateway.bounded import Held
-from waymark.gateway.kept import Kept
+from waymark.gateway.bounded import CacheSize
+from waymark.gateway.kept import KeptAnswer
 from waymark.gateway.shared_answers import SharedAnswers
 from waymark.metrics import Metrics
 from waymark.settings import Settings
@@ -24,7 +24,7 @@ from waymark.store.store import Store
 
 pytestmark = pytest.mark.outside
 
-KEPT = Kept(b"application/json", b"\n{}\n")
+KEPT = KeptAnswer(b"application/json", b"\n{}\n")
 KEY, OTHER = b"k" * 32, b"o" * 32
 
 
@@ -101,7 +101,7 @@ async def test_answers_are_in_memory_while_redis_is_away() -> None:
             assert metrics.registry.get_sample_value("waymark_cache_fallback_active") == 0
             # What was kept meanwhile is forgotten, and an answer that began then is not kept.
             await answers.keep(OTHER, KEPT, before.clearing)
-            assert await answers.count() == Held(0, 0)
+            assert await answers.count() == CacheSize(0, 0)
             assert (await answers.find(OTHER)).kept is None
 
 

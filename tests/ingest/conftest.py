@@ -33,13 +33,13 @@ from waymark.domain.match import conductor_rows
 from waymark.domain.names import GroupName, PublisherName, Registration
 from waymark.errors import StoreUnavailable
 from waymark.ingest.options import WorkerOptions
-from waymark.ingest.sockets import Context
+from waymark.ingest.sockets import ZmqContext
 from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
 from waymark.instruments import rows
 from waymark.metrics import Metrics
 from waymark.simulator.engine import SimulatedEngine, build_engine
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.holder_tables import decode_table
@@ -87,7 +87,7 @@ class Pod:
     engine: SimulatedEngine
     registration: Registration
     clock: Clock
-    prompts: list[Prompt] = field(default_factory=list)
+    prompts: list[SimulatedPrompt] = field(default_factory=list)
     _random: random.Random = field(default_factory=lambda: random.Random(7))
 
     @property
@@ -106,7 +106,9 @@ class Pod:
         """Prompts that nobody had before, with shared beginnings: each is one batch."""
         for _ in range(prompts):
             head = tuple(range(100 * (h := self._random.randrange(4)), 100 * h + 8))
-            prompt = Prompt(head + tuple(self._random.choices(range(1000, 2**31), k=self._random.randrange(4, 25))))
+            prompt = SimulatedPrompt(
+                head + tuple(self._random.choices(range(1000, 2**31), k=self._random.randrange(4, 25)))
+            )
             self.prompts.append(prompt)
             assert await self.engine.prefill(prompt, rank) is not None
 
@@ -218,7 +220,7 @@ class Pod:
             state = await self.state()
             pytest.fail(f"{wrong[:3]} at {state.watermark} of {self.last_seq}: {state}")
 
-    def expected(self, prompt: Prompt) -> Answer:
+    def expected(self, prompt: SimulatedPrompt) -> Answer:
         """What the caches say to one prompt."""
         matched, media, ranks = 0, Counter[str](), Counter[int]()
         for blocks in zip(*(cache.held(prompt.tokens) for cache in self.engine.caches), strict=True):
@@ -390,7 +392,7 @@ class Bench:
                     held.setdefault(of[holder], set()).add(key)
         return held
 
-    async def row(self, pod: Pod, prompt: Prompt) -> Answer:
+    async def row(self, pod: Pod, prompt: SimulatedPrompt) -> Answer:
         """What a query of the prompt answers for a pod."""
         hashes = extend(None, token_bytes(prompt.tokens), BLOCK_SIZE)
         source = iter(hashes)
@@ -420,9 +422,9 @@ class Bench:
 
 
 @pytest.fixture
-def context() -> Iterator[Context]:
+def context() -> Iterator[ZmqContext]:
     """A context for the code under test; that it can be terminated proves that every socket was closed."""
-    context: Context = zmq.Context()
+    context: ZmqContext = zmq.Context()
     yield context
     ending = threading.Thread(target=context.term, daemon=True)
     ending.start()

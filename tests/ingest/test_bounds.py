@@ -15,16 +15,18 @@ from waymark.apply.resuming import resumed
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Envelope, Stored
 from waymark.metrics import Metrics
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 from waymark.store import keys
 
 LARGE: dict[str, Any] = {"gpu_blocks": 100_000, "cpu_blocks": 1}
 BY_NUMBER = ApplyOptions(max_entries=1000)
 
 
-async def prompts(pod: Pod, first: int, count: int, blocks: int = 10) -> list[Prompt]:
+async def prompts(pod: Pod, first: int, count: int, blocks: int = 10) -> list[SimulatedPrompt]:
     """Prompts that share nothing."""
-    found = [Prompt(tuple(100_000 * i + j for j in range(BLOCK_SIZE * blocks))) for i in range(first, first + count)]
+    found = [
+        SimulatedPrompt(tuple(100_000 * i + j for j in range(BLOCK_SIZE * blocks))) for i in range(first, first + count)
+    ]
     for prompt in found:
         assert await pod.engine.prefill(prompt, 0) is not None
     return found
@@ -61,7 +63,7 @@ async def test_a_group_has_no_more_blocks_than_it_may_and_keeps_the_newest(bench
     pods = [await bench.pod("pod-1", **LARGE), await bench.pod("pod-2", **LARGE)]
     for pod in pods:
         await pod.caught_up()
-    of_pod: dict[str, list[Prompt]] = {"pod-1": [], "pod-2": []}
+    of_pod: dict[str, list[SimulatedPrompt]] = {"pod-1": [], "pod-2": []}
     for i in range(10):
         for j, pod in enumerate(pods):
             of_pod[pod.name.instance_id] += await prompts(pod, 100 * i + 1000 * j, 20)

@@ -17,13 +17,13 @@ from tests.ingest.conftest import PATIENCE_SECONDS, Bench
 from waymark.domain.status import StreamStatus
 from waymark.ingest import sockets
 from waymark.ingest.connection_failure import Attempt, ConnectionFailure
-from waymark.ingest.sockets import Context
+from waymark.ingest.sockets import ZmqContext
 from waymark.ingest.subscriber import Subscriber
 
 
 @pytest.fixture
-def context() -> Iterator[Context]:
-    context: Context = zmq.Context()
+def context() -> Iterator[ZmqContext]:
+    context: ZmqContext = zmq.Context()
     yield context
     context.destroy(0)
 
@@ -57,7 +57,7 @@ def serve() -> Iterator[Callable[[bytes | None], str]]:
         yield start
 
 
-async def failure_of(context: Context, endpoint: str) -> ConnectionFailure:
+async def failure_of(context: ZmqContext, endpoint: str) -> ConnectionFailure:
     async with Subscriber(context, endpoint, buffer_bytes=2**20, buffer_frames=100) as subscriber:
         await wait_until(lambda: subscriber.failure is not None, "no failure is reported", 20)
         assert not subscriber.is_connected
@@ -65,33 +65,33 @@ async def failure_of(context: Context, endpoint: str) -> ConnectionFailure:
         return subscriber.failure
 
 
-async def test_a_port_where_nothing_listens(context: Context, free_port: int, tmp_path: Path) -> None:
+async def test_a_port_where_nothing_listens(context: ZmqContext, free_port: int, tmp_path: Path) -> None:
     assert await failure_of(context, f"tcp://127.0.0.1:{free_port}") is ConnectionFailure.REFUSED
     assert await failure_of(context, f"ipc://{tmp_path}/none") is ConnectionFailure.REFUSED
 
 
-async def test_a_host_without_an_address(context: Context) -> None:
+async def test_a_host_without_an_address(context: ZmqContext) -> None:
     assert await failure_of(context, "tcp://no-such-host.invalid:5557") is ConnectionFailure.UNRESOLVED
 
 
-async def test_a_replay_port(context: Context) -> None:
+async def test_a_replay_port(context: ZmqContext) -> None:
     with context.socket(zmq.ROUTER) as router:
         port = router.bind_to_random_port("tcp://127.0.0.1")
         assert await failure_of(context, f"tcp://127.0.0.1:{port}") is ConnectionFailure.OTHER_SOCKET
 
 
-async def test_an_http_port(context: Context, serve: Callable[[bytes | None], str]) -> None:
+async def test_an_http_port(context: ZmqContext, serve: Callable[[bytes | None], str]) -> None:
     assert await failure_of(context, serve(b"HTTP/1.1 400 Bad Request\r\n\r\n")) is ConnectionFailure.NO_ZMQ
 
 
 async def test_a_port_that_stays_silent(
-    context: Context, serve: Callable[[bytes | None], str], monkeypatch: pytest.MonkeyPatch
+    context: ZmqContext, serve: Callable[[bytes | None], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sockets, "CONNECT_MILLISECONDS", 500)
     assert await failure_of(context, serve(None)) is ConnectionFailure.NO_ZMQ
 
 
-async def test_a_socket_with_another_security_mechanism(context: Context) -> None:
+async def test_a_socket_with_another_security_mechanism(context: ZmqContext) -> None:
     with context.socket(zmq.XPUB) as socket_:
         socket_.curve_server = True
         _, socket_.curve_secretkey = zmq.curve_keypair()
@@ -114,7 +114,7 @@ def test_a_connection_that_was_there_is_no_failure() -> None:
     assert attempt.failure is None
 
 
-async def test_the_reason_goes_with_the_connection(context: Context, free_port: int) -> None:
+async def test_the_reason_goes_with_the_connection(context: ZmqContext, free_port: int) -> None:
     endpoint = f"tcp://127.0.0.1:{free_port}"
     async with Subscriber(context, endpoint, buffer_bytes=2**20, buffer_frames=100) as subscriber:
         await wait_until(lambda: subscriber.failure is ConnectionFailure.REFUSED, "it is not refused", 20)

@@ -15,14 +15,14 @@ import zmq
 from tests.conftest import wait_until
 from waymark.ingest.descriptors import FILES_PER_REPLAY, FILES_PER_STREAM, OTHER_FILES, fit, room_for
 from waymark.ingest.replay import Replay
-from waymark.ingest.sockets import Context
+from waymark.ingest.sockets import ZmqContext
 from waymark.ingest.subscriber import Subscriber
 from waymark.store.client import CONNECTIONS
 
 
 @pytest.fixture
-def context() -> Iterator[Context]:
-    context: Context = zmq.Context()
+def context() -> Iterator[ZmqContext]:
+    context: ZmqContext = zmq.Context()
     context.socket(zmq.PAIR).close(0)  # the first one starts libzmq's threads, with descriptors of their own
     yield context
     context.term()
@@ -56,7 +56,7 @@ def peer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, 
 
 
 async def test_a_stream_and_a_replay_take_as_many_descriptors_as_are_counted(
-    context: Context, peer: tuple[str, str]
+    context: ZmqContext, peer: tuple[str, str]
 ) -> None:
     live, replay = peer
     before = open_files()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from waymark.ingest.frames import Frame, Reply, digest, is_end_marker, parse_live, parse_replay
+from waymark.ingest.frames import Frame, ReplayedBatch, digest, is_end_marker, parse_live, parse_replay
 
 SEQ = (258).to_bytes(8, "big")
 END = b"\xff" * 8
@@ -52,7 +52,7 @@ def test_other_live_frames_are_refused(parts: list[bytes]) -> None:
 )
 def test_a_reply_is_read_from_its_end(parts: list[bytes]) -> None:
     topic = next((part for part in parts if part.startswith(b"kv@")), b"")
-    assert parse_replay(parts) == Reply(258, b"batch", topic)
+    assert parse_replay(parts) == ReplayedBatch(258, b"batch", topic)
 
 
 @pytest.mark.parametrize(

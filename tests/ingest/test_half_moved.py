@@ -23,7 +23,7 @@ from waymark.ingest.options import WorkerOptions
 from waymark.ingest.worker import Worker
 from waymark.metrics import Metrics
 from waymark.simulator.engine import SimulatedEngine, build_engine
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 from waymark.store import keys
 from waymark.store.store import Store
 
@@ -51,14 +51,14 @@ class Publisher:
     model_name: str
     engine: SimulatedEngine
     store: Store
-    prompts: list[Prompt] = field(default_factory=list)
+    prompts: list[SimulatedPrompt] = field(default_factory=list)
 
     async def work(self) -> None:
         tokens = random.Random(len(self.prompts)).choices(range(2**31), k=PROMPT_BLOCKS * BLOCK_SIZE)
-        self.prompts.append(Prompt(tuple(tokens)))
+        self.prompts.append(SimulatedPrompt(tuple(tokens)))
         assert await self.engine.prefill(self.prompts[-1]) is not None
 
-    async def found(self, prompt: Prompt) -> int:
+    async def found(self, prompt: SimulatedPrompt) -> int:
         """How many blocks of it a query finds; the query is not refused, and is no part of an answer."""
         left = list(extend(None, token_bytes(prompt.tokens), BLOCK_SIZE))
 

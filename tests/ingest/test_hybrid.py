@@ -9,10 +9,10 @@ import msgpack
 from tests.conftest import wait_until
 from tests.ingest.conftest import BLOCK_SIZE, PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
 from waymark.apply.options import ApplyOptions
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 LARGE: dict[str, Any] = {"gpu_blocks": 10_000, "cpu_blocks": 1}
-PROMPT = Prompt(tuple(range(8 * BLOCK_SIZE)))
+PROMPT = SimulatedPrompt(tuple(range(8 * BLOCK_SIZE)))
 FULL = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
 WINDOW = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 2 * BLOCK_SIZE + 1}
 STATE = {"group_idx": 2, "kv_cache_spec_kind": "mamba"}

@@ -17,7 +17,7 @@ from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, WITHOUT_PROBES, Bench
 from waymark.ingest.life import Life
 from waymark.ingest.replay import Replay
 from waymark.ingest.replay_pauses import BEGINNING_SECONDS_MAX, ReplayPauses
-from waymark.ingest.sockets import Context
+from waymark.ingest.sockets import ZmqContext
 
 OPTIONS = replace(QUICK, probe_seconds=0.5, replay_idle_seconds=0.1, publisher_timeout=60.0)
 #: A replay that is not answered is over soon, and nothing is asked for because of time that has passed.
@@ -32,7 +32,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     starts: list[int] = []
 
     class Recorded(Replay):
-        def __init__(self, context: Context, endpoint: str, start: int, **options: Any) -> None:
+        def __init__(self, context: ZmqContext, endpoint: str, start: int, **options: Any) -> None:
             starts.append(start)
             super().__init__(context, endpoint, start, **options)
 

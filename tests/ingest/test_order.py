@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from waymark.ingest.frames import Frame
-from waymark.ingest.order import Judgement, Order
+from waymark.ingest.order import FrameOrder, Judgement
 
 
 def frame(seq: int, topic: bytes = b"") -> Frame:
     return Frame(seq, b"", topic, 1, 0.0)
 
 
-def order_at(watermark: int | None = None, newest_ts: float | None = None) -> Order:
+def order_at(watermark: int | None = None, newest_ts: float | None = None) -> FrameOrder:
     """Nothing was live yet on this connection."""
-    return Order(watermark, "" if watermark is None else f"digest-{watermark}", newest_ts)
+    return FrameOrder(watermark, "" if watermark is None else f"digest-{watermark}", newest_ts)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand,
 from waymark.apply.options import ApplyOptions
 from waymark.domain.engines import EngineKind
 from waymark.simulator.wire import BlockRemoved, BlockStored
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 from waymark.store import keys
 
 LARGE: dict[str, Any] = {"gpu_blocks": 10_000, "cpu_blocks": 1}
@@ -52,27 +52,27 @@ class Master:
         self.pod.publisher.publish_payload(msgpack.packb([self.pod.clock(), events, None]))
 
 
-async def compute(pod: Pod, number: int, *, base: int = 100, blocks: int = 4) -> Prompt:
+async def compute(pod: Pod, number: int, *, base: int = 100, blocks: int = 4) -> SimulatedPrompt:
     """The engine computes a prompt; its hashes of the blocks begin at ``base * number``."""
     tokens = tuple(1000 * number + i for i in range(4 * blocks))
     hashes = tuple(range(base * number, base * number + blocks))
     pod.publisher.publish([BlockStored(hashes, None, tokens, 4)], ts=pod.clock())
     await pod.at_watermark(pod.last_seq)
-    return Prompt(tokens)
+    return SimulatedPrompt(tokens)
 
 
 def objects(number: int, *, rank: int = 0, blocks: int = 4) -> list[str]:
     return [of_engine(100 * number + i, rank) for i in range(blocks)]
 
 
-async def in_pool(pod: Pod, prompt: Prompt) -> int:
+async def in_pool(pod: Pod, prompt: SimulatedPrompt) -> int:
     """How many leading blocks of a prompt an engine finds that has nothing of its own."""
     longest, media, ranks = await pod.bench.row(pod, prompt)
     assert (media, ranks) == (({"CPU": longest} if longest else {}), {})
     return longest
 
 
-async def comes_to(pod: Pod, prompt: Prompt, blocks: int) -> None:
+async def comes_to(pod: Pod, prompt: SimulatedPrompt, blocks: int) -> None:
     async def does() -> bool:
         return await in_pool(pod, prompt) == blocks
 

@@ -14,9 +14,9 @@ import zmq
 from tests.conftest import wait_until
 from tests.patience import within
 from waymark.errors import InvalidValue
-from waymark.ingest.frames import Reply
+from waymark.ingest.frames import ReplayedBatch
 from waymark.ingest.replay import Replay, ReplayOutcome
-from waymark.ingest.sockets import Context
+from waymark.ingest.sockets import ZmqContext
 
 END = [b"", b"\xff" * 8, b""]
 
@@ -24,7 +24,7 @@ END = [b"", b"\xff" * 8, b""]
 class Router:
     """The replay endpoint of a publisher, answering by hand."""
 
-    def __init__(self, context: Context, endpoint: str) -> None:
+    def __init__(self, context: ZmqContext, endpoint: str) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.set(zmq.SNDHWM, 0)
         self.socket.bind(endpoint)
@@ -44,7 +44,7 @@ class Router:
 
 @pytest.fixture(params=["tcp", "ipc"])
 def router(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Router]:
-    context: Context = zmq.Context()
+    context: ZmqContext = zmq.Context()
     router = Router(context, "tcp://127.0.0.1:*" if request.param == "tcp" else f"ipc://{tmp_path}/replay")
     yield router
     router.socket.close(0)
@@ -55,7 +55,7 @@ def reply(seq: int, payload: bytes = b"batch") -> list[bytes]:
     return [b"", seq.to_bytes(8, "big"), payload]
 
 
-def replay_of(context: Context, endpoint: str, start: int = 0, **options: Any) -> Replay:
+def replay_of(context: ZmqContext, endpoint: str, start: int = 0, **options: Any) -> Replay:
     return Replay(context, endpoint, start, **{"idle_seconds": 5.0, "chunk_bytes": 2**20, **options})
 
 
@@ -68,13 +68,13 @@ async def take_all(replay: Replay, limit: int = 100) -> list[tuple[int, bytes]]:
     return batches
 
 
-async def test_the_request_is_an_empty_frame_and_a_seq(context: Context, router: Router) -> None:
+async def test_the_request_is_an_empty_frame_and_a_seq(context: ZmqContext, router: Router) -> None:
     async with replay_of(context, router.endpoint, 2**63 + 5):
         assert await router.request() == [b"", (2**63 + 5).to_bytes(8, "big")]
 
 
 @pytest.mark.parametrize("topic", [[], [b""], [b"kv@pod@model"]], ids=["no-topic", "empty-topic", "topic"])
-async def test_a_replay_is_complete_at_its_end_marker(context: Context, router: Router, topic: list[bytes]) -> None:
+async def test_a_replay_is_complete_at_its_end_marker(context: ZmqContext, router: Router, topic: list[bytes]) -> None:
     async with replay_of(context, router.endpoint, 3) as replay:
         await router.request()
         router.answer(*([b"", *topic, *reply(seq)[1:]] for seq in (3, 4, 6)), [b"", *topic, *END[1:]])
@@ -83,7 +83,7 @@ async def test_a_replay_is_complete_at_its_end_marker(context: Context, router: 
         assert await replay.batches(1) == []
 
 
-async def test_an_end_marker_alone_is_a_complete_replay_of_nothing(context: Context, router: Router) -> None:
+async def test_an_end_marker_alone_is_a_complete_replay_of_nothing(context: ZmqContext, router: Router) -> None:
     async with replay_of(context, router.endpoint) as replay:
         await router.request()
         router.answer(END)
@@ -91,12 +91,12 @@ async def test_an_end_marker_alone_is_a_complete_replay_of_nothing(context: Cont
         assert replay.outcome is ReplayOutcome.COMPLETE
 
 
-async def test_replies_that_come_while_we_wait_are_given_at_once(context: Context, router: Router) -> None:
+async def test_replies_that_come_while_we_wait_are_given_at_once(context: ZmqContext, router: Router) -> None:
     async with replay_of(context, router.endpoint) as replay, within(10):
         first = asyncio.create_task(replay.batches(10))
         await router.request()
         router.answer(reply(0))
-        assert await first == [Reply(0, b"batch")]
+        assert await first == [ReplayedBatch(0, b"batch")]
         assert replay.outcome is None
         second = asyncio.create_task(replay.batches(10))
         router.answer(END)
@@ -104,7 +104,7 @@ async def test_replies_that_come_while_we_wait_are_given_at_once(context: Contex
         assert replay.outcome is ReplayOutcome.COMPLETE
 
 
-async def test_replies_that_stop_leave_the_replay_idle(context: Context, router: Router) -> None:
+async def test_replies_that_stop_leave_the_replay_idle(context: ZmqContext, router: Router) -> None:
     async with replay_of(context, router.endpoint, idle_seconds=0.2) as replay:
         await router.request()
         router.answer(reply(0), reply(1))
@@ -112,7 +112,7 @@ async def test_replies_that_stop_leave_the_replay_idle(context: Context, router:
         assert replay.outcome is ReplayOutcome.IDLE
 
 
-async def test_a_malformed_reply_is_counted_and_its_neighbours_arrive(context: Context, router: Router) -> None:
+async def test_a_malformed_reply_is_counted_and_its_neighbours_arrive(context: ZmqContext, router: Router) -> None:
     async with replay_of(context, router.endpoint) as replay:
         await router.request()
         router.answer(reply(0), [b"junk"], [b"", b"short", b"batch"], [b"1", b"2", *reply(9)], reply(1), END)
@@ -121,7 +121,7 @@ async def test_a_malformed_reply_is_counted_and_its_neighbours_arrive(context: C
         assert replay.malformed == 3
 
 
-async def test_more_garbage_than_one_chunk_hides_nothing(context: Context, router: Router) -> None:
+async def test_more_garbage_than_one_chunk_hides_nothing(context: ZmqContext, router: Router) -> None:
     async with replay_of(context, router.endpoint) as replay:
         await router.request()
         router.answer(*([b"junk"] for _ in range(500)), reply(0), END)
@@ -139,7 +139,7 @@ async def test_more_garbage_than_one_chunk_hides_nothing(context: Context, route
     ],
 )
 async def test_a_replay_without_an_end_is_ended(
-    context: Context, router: Router, sent: list[bytes], options: dict[str, Any], outcome: ReplayOutcome
+    context: ZmqContext, router: Router, sent: list[bytes], options: dict[str, Any], outcome: ReplayOutcome
 ) -> None:
     async def answer_forever() -> None:
         while True:
@@ -156,7 +156,7 @@ async def test_a_replay_without_an_end_is_ended(
         assert replay.outcome is outcome
 
 
-async def test_a_deadline_that_has_passed_reads_nothing(context: Context, router: Router) -> None:
+async def test_a_deadline_that_has_passed_reads_nothing(context: ZmqContext, router: Router) -> None:
     async with replay_of(context, router.endpoint, deadline=time.monotonic()) as replay:
         await router.request()
         router.answer(reply(0), END)
@@ -164,14 +164,14 @@ async def test_a_deadline_that_has_passed_reads_nothing(context: Context, router
         assert replay.outcome is ReplayOutcome.DEADLINE
 
 
-async def test_nobody_at_the_endpoint_leaves_the_replay_idle(context: Context, tmp_path: Path) -> None:
+async def test_nobody_at_the_endpoint_leaves_the_replay_idle(context: ZmqContext, tmp_path: Path) -> None:
     async with replay_of(context, f"ipc://{tmp_path}/nobody", idle_seconds=0.2) as replay:
         assert await take_all(replay) == []
         assert replay.outcome is ReplayOutcome.IDLE
         assert replay.malformed == 0
 
 
-async def test_a_chunk_ends_with_the_payload_that_reaches_its_bytes(context: Context, router: Router) -> None:
+async def test_a_chunk_ends_with_the_payload_that_reaches_its_bytes(context: ZmqContext, router: Router) -> None:
     async with replay_of(context, router.endpoint, chunk_bytes=250) as replay:
         await router.request()
         router.answer(*(reply(seq, b"x" * 100) for seq in range(7)), END)
@@ -184,7 +184,7 @@ async def test_a_chunk_ends_with_the_payload_that_reaches_its_bytes(context: Con
         assert replay.outcome is ReplayOutcome.COMPLETE
 
 
-async def test_a_big_replay_arrives_whole(context: Context, router: Router) -> None:
+async def test_a_big_replay_arrives_whole(context: ZmqContext, router: Router) -> None:
     async with replay_of(context, router.endpoint) as replay:
         await router.request()
         router.answer(*(reply(seq) for seq in range(10_000)), END)
@@ -193,14 +193,14 @@ async def test_a_big_replay_arrives_whole(context: Context, router: Router) -> N
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://nowhere", "carrier-pigeon://roof"])
-async def test_an_endpoint_that_cannot_be_read_is_refused(context: Context, endpoint: str) -> None:
+async def test_an_endpoint_that_cannot_be_read_is_refused(context: ZmqContext, endpoint: str) -> None:
     with pytest.raises(InvalidValue) as refused:
         await replay_of(context, endpoint).__aenter__()
     assert refused.value.field == "replay_endpoint"
     assert endpoint in refused.value.sentence
 
 
-async def test_a_replay_left_in_the_middle_leaves_nothing_open(context: Context, router: Router) -> None:
+async def test_a_replay_left_in_the_middle_leaves_nothing_open(context: ZmqContext, router: Router) -> None:
     async with replay_of(context, router.endpoint) as replay:
         await router.request()
         waiting = asyncio.create_task(replay.batches(10))
@@ -209,4 +209,4 @@ async def test_a_replay_left_in_the_middle_leaves_nothing_open(context: Context,
         with pytest.raises(asyncio.CancelledError):
             await waiting
         router.answer(reply(0), reply(1))
-        assert await replay.batches(1) == [Reply(0, b"batch")]
+        assert await replay.batches(1) == [ReplayedBatch(0, b"batch")]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from waymark.ingest.replay_places import Pace, Place, ReplayPlaces, YieldReason
+from waymark.ingest.replay_places import ReplayPace, ReplayPlace, ReplayPlaces, YieldReason
 
 PATIENCE_SECONDS = 2.0
 
@@ -19,7 +19,7 @@ class Hall:
         self.held: list[str] = []
         self.places = ReplayPlaces(size, patience_seconds=PATIENCE_SECONDS, clock=lambda: self.now)
 
-    def request(self, name: str, *, is_slow: bool = False) -> Place:
+    def request(self, name: str, *, is_slow: bool = False) -> ReplayPlace:
         return self.places.request(name.partition("/")[0], is_slow=is_slow, on_held=lambda: self.held.append(name))
 
 
@@ -125,7 +125,7 @@ def test_the_slow_make_room_before_the_others() -> None:
 def test_whatever_happens_places_are_full_while_anybody_waits(seed: int) -> None:
     chosen = random.Random(seed)
     hall = Hall(chosen.randrange(1, 5))
-    places: list[Place] = []
+    places: list[ReplayPlace] = []
     for step in range(400):
         hall.now += chosen.random()
         if places and chosen.random() < 0.5:
@@ -139,7 +139,7 @@ def test_whatever_happens_places_are_full_while_anybody_waits(seed: int) -> None
 
 @pytest.mark.parametrize(("size", "is_slow"), [(999, True), (1001, False)])
 def test_the_pace_is_that_of_the_last_window(size: int, is_slow: bool) -> None:
-    pace = Pace(1000, 1.0)
+    pace = ReplayPace(1000, 1.0)
     pace.add(10**9, 1.0)
     assert not pace.is_slow
     pace.add(size, 0.5)
@@ -149,6 +149,6 @@ def test_the_pace_is_that_of_the_last_window(size: int, is_slow: bool) -> None:
 
 
 def test_a_lowest_rate_of_none_makes_nobody_slow() -> None:
-    pace = Pace(0, 1.0)
+    pace = ReplayPace(0, 1.0)
     pace.add(0, 5.0)
     assert not pace.is_slow

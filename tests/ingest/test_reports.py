@@ -13,7 +13,7 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand, Mortal, Pod
 from waymark.domain.engines import EngineKind
 from waymark.simulator.wire import BlockStored
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 from waymark.store.records import Facts
 from waymark.store.store import Store
 
@@ -113,7 +113,7 @@ async def test_every_counter_of_a_report_has_its_reason(bench: Bench, monkeypatc
 
 async def twelve_events(pod: Pod) -> None:
     for i in range(12):
-        await pod.engine.prefill(Prompt(tuple(range(100 * i, 100 * i + 4))))
+        await pod.engine.prefill(SimulatedPrompt(tuple(range(100 * i, 100 * i + 4))))
 
 
 @pytest.mark.parametrize("kind", [EngineKind.STANDARD, EngineKind.MOONCAKE])
@@ -157,7 +157,7 @@ async def test_a_write_pause_and_a_stopped_worker_lose_no_event(
         if i == 9:
             await pod.at_watermark(8)
             await bench.redis.client_pause(800, all=False)
-        await pod.engine.prefill(Prompt(tuple(range(100 * i, 100 * i + 4))))
+        await pod.engine.prefill(SimulatedPrompt(tuple(range(100 * i, 100 * i + 4))))
         if i == 9:
             await wait_until(lambda: first.metric("frames_total") >= 10, "the tenth is read", PATIENCE_SECONDS)
             await first.stop()

@@ -18,14 +18,14 @@ from waymark.errors import InvalidValue
 from waymark.ingest import sockets
 from waymark.ingest import subscriber as module
 from waymark.ingest.frames import Frame
-from waymark.ingest.sockets import Context, open_socket
+from waymark.ingest.sockets import ZmqContext, open_socket
 from waymark.ingest.subscriber import Subscriber
 
 
 class Publisher:
     """An XPUB: a PUB that also tells when somebody has subscribed."""
 
-    def __init__(self, context: Context, endpoint: str) -> None:
+    def __init__(self, context: ZmqContext, endpoint: str) -> None:
         self.socket = context.socket(zmq.XPUB)
         self.socket.set(zmq.SNDHWM, 0)
         try:
@@ -49,7 +49,7 @@ class Publisher:
 
 @pytest.fixture
 def publish() -> Iterator[Callable[[str], Publisher]]:
-    context: Context = zmq.Context()
+    context: ZmqContext = zmq.Context()
     publishers: list[Publisher] = []
 
     def make(endpoint: str) -> Publisher:
@@ -81,7 +81,7 @@ async def bind_again(publish: Callable[[str], Publisher], endpoint: str) -> Publ
 
 
 def subscriber_of(
-    context: Context, endpoint: str, *, buffer_bytes: int = 2**24, buffer_frames: int = 100_000
+    context: ZmqContext, endpoint: str, *, buffer_bytes: int = 2**24, buffer_frames: int = 100_000
 ) -> Subscriber:
     return Subscriber(context, endpoint, buffer_bytes=buffer_bytes, buffer_frames=buffer_frames)
 
@@ -101,7 +101,7 @@ async def take_all(subscriber: Subscriber, count: int) -> list[Frame]:
 
 
 async def test_frames_come_in_order_in_both_framings(
-    context: Context, publish: Callable[[str], Publisher], address: str
+    context: ZmqContext, publish: Callable[[str], Publisher], address: str
 ) -> None:
     publisher = publish(address)
     async with subscriber_of(context, publisher.endpoint) as subscriber:
@@ -118,7 +118,7 @@ async def test_frames_come_in_order_in_both_framings(
 
 
 async def test_a_malformed_frame_is_counted_and_its_neighbours_arrive(
-    context: Context, publish: Callable[[str], Publisher]
+    context: ZmqContext, publish: Callable[[str], Publisher]
 ) -> None:
     publisher = publish("tcp://127.0.0.1:*")
     async with subscriber_of(context, publisher.endpoint) as subscriber:
@@ -135,7 +135,7 @@ async def test_a_malformed_frame_is_counted_and_its_neighbours_arrive(
 
 @pytest.mark.parametrize("bounds", [{"buffer_frames": 4}, {"buffer_bytes": 49}], ids=["frames", "bytes"])
 async def test_what_the_buffer_cannot_hold_is_dropped_and_counted(
-    context: Context, publish: Callable[[str], Publisher], bounds: dict[str, int]
+    context: ZmqContext, publish: Callable[[str], Publisher], bounds: dict[str, int]
 ) -> None:
     publisher = publish("tcp://127.0.0.1:*")
     async with subscriber_of(context, publisher.endpoint, **bounds) as subscriber:
@@ -151,7 +151,9 @@ async def test_what_the_buffer_cannot_hold_is_dropped_and_counted(
         assert subscriber.dropped == 6
 
 
-async def test_take_gives_the_oldest_and_leaves_the_rest(context: Context, publish: Callable[[str], Publisher]) -> None:
+async def test_take_gives_the_oldest_and_leaves_the_rest(
+    context: ZmqContext, publish: Callable[[str], Publisher]
+) -> None:
     publisher = publish("tcp://127.0.0.1:*")
     async with subscriber_of(context, publisher.endpoint) as subscriber:
         await wait_until(publisher.has_subscriber, "subscribed")
@@ -164,7 +166,7 @@ async def test_take_gives_the_oldest_and_leaves_the_rest(context: Context, publi
         assert subscriber.take(100) == []
 
 
-async def test_wait_tells_a_change_of_connection_once(context: Context, publish: Callable[[str], Publisher]) -> None:
+async def test_wait_tells_a_change_of_connection_once(context: ZmqContext, publish: Callable[[str], Publisher]) -> None:
     publisher = publish("tcp://127.0.0.1:*")
     async with subscriber_of(context, publisher.endpoint) as subscriber:
         assert state_of(subscriber) == (False, 0, 0)
@@ -178,7 +180,7 @@ async def test_wait_tells_a_change_of_connection_once(context: Context, publish:
         assert not await subscriber.wait(0)
 
 
-async def test_a_frame_wakes_who_is_waiting(context: Context, publish: Callable[[str], Publisher]) -> None:
+async def test_a_frame_wakes_who_is_waiting(context: ZmqContext, publish: Callable[[str], Publisher]) -> None:
     publisher = publish("tcp://127.0.0.1:*")
     async with subscriber_of(context, publisher.endpoint) as subscriber, within(10):
         await wait_until(publisher.has_subscriber, "subscribed")
@@ -191,7 +193,7 @@ async def test_a_frame_wakes_who_is_waiting(context: Context, publish: Callable[
 
 
 async def test_a_publisher_may_come_after_its_subscriber(
-    context: Context, publish: Callable[[str], Publisher], address: str
+    context: ZmqContext, publish: Callable[[str], Publisher], address: str
 ) -> None:
     async with subscriber_of(context, address) as subscriber:
         assert not await subscriber.wait(0.3)
@@ -205,7 +207,7 @@ async def test_a_publisher_may_come_after_its_subscriber(
 
 
 async def test_a_publisher_that_comes_back_is_another_connection(
-    context: Context, publish: Callable[[str], Publisher], address: str
+    context: ZmqContext, publish: Callable[[str], Publisher], address: str
 ) -> None:
     publisher = publish(address)
     async with subscriber_of(context, publisher.endpoint) as subscriber:
@@ -223,7 +225,7 @@ async def test_a_publisher_that_comes_back_is_another_connection(
 
 
 async def test_frames_bear_their_connection_when_the_loop_slept_through_a_restart(
-    context: Context, publish: Callable[[str], Publisher], monkeypatch: pytest.MonkeyPatch
+    context: ZmqContext, publish: Callable[[str], Publisher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The next attempt is due long before the frames of the lost connection are read.
     monkeypatch.setattr(module, "FRAMES_PER_READ", 10)
@@ -255,9 +257,9 @@ async def test_frames_bear_their_connection_when_the_loop_slept_through_a_restar
 
 
 async def test_a_peer_of_another_kind_is_no_publisher_and_does_not_end_the_attempts(
-    context: Context, publish: Callable[[str], Publisher]
+    context: ZmqContext, publish: Callable[[str], Publisher]
 ) -> None:
-    other: Context = zmq.Context()
+    other: ZmqContext = zmq.Context()
     router = other.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     endpoint = f"tcp://127.0.0.1:{port}"
@@ -271,7 +273,7 @@ async def test_a_peer_of_another_kind_is_no_publisher_and_does_not_end_the_attem
 
 
 async def test_a_host_that_falls_silent_is_a_lost_connection(
-    context: Context, publish: Callable[[str], Publisher], monkeypatch: pytest.MonkeyPatch
+    context: ZmqContext, publish: Callable[[str], Publisher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sockets, "HEARTBEAT_INTERVAL_MILLISECONDS", 50)
     monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MILLISECONDS", 200)
@@ -299,7 +301,7 @@ async def test_a_host_that_falls_silent_is_a_lost_connection(
         await wait_until(lambda: not subscriber.is_connected, "the silence was noticed")
 
 
-async def test_a_burst_of_small_frames_arrives_whole(context: Context, publish: Callable[[str], Publisher]) -> None:
+async def test_a_burst_of_small_frames_arrives_whole(context: ZmqContext, publish: Callable[[str], Publisher]) -> None:
     publisher = publish("tcp://127.0.0.1:*")
     async with subscriber_of(context, publisher.endpoint) as subscriber:
         await wait_until(publisher.has_subscriber, "subscribed")
@@ -308,7 +310,9 @@ async def test_a_burst_of_small_frames_arrives_whole(context: Context, publish: 
         assert (subscriber.dropped, subscriber.malformed, subscriber.buffered_bytes) == (0, 0, 0)
 
 
-async def test_other_tasks_get_their_turn_during_a_burst(context: Context, publish: Callable[[str], Publisher]) -> None:
+async def test_other_tasks_get_their_turn_during_a_burst(
+    context: ZmqContext, publish: Callable[[str], Publisher]
+) -> None:
     publisher = publish("tcp://127.0.0.1:*")
     async with subscriber_of(context, publisher.endpoint) as subscriber:
         await wait_until(publisher.has_subscriber, "subscribed")
@@ -323,21 +327,21 @@ async def test_other_tasks_get_their_turn_during_a_burst(context: Context, publi
 @pytest.mark.parametrize(
     "endpoint", ["tcp://nowhere", "tcp://two words:1", "carrier-pigeon://roof", "ipc://" + "x" * 200]
 )
-async def test_an_endpoint_that_cannot_be_read_is_refused(context: Context, endpoint: str) -> None:
+async def test_an_endpoint_that_cannot_be_read_is_refused(context: ZmqContext, endpoint: str) -> None:
     with pytest.raises(InvalidValue) as refused:
         subscriber_of(context, endpoint).start()
     assert refused.value.field == "endpoint"
     assert endpoint in refused.value.sentence
 
 
-async def test_a_name_that_does_not_resolve_is_only_a_peer_that_is_not_there(context: Context) -> None:
+async def test_a_name_that_does_not_resolve_is_only_a_peer_that_is_not_there(context: ZmqContext) -> None:
     async with subscriber_of(context, "tcp://no-such-host.invalid:5557") as subscriber:
         assert not await subscriber.wait(0.3)
         assert state_of(subscriber) == (False, 0, 0)
 
 
 async def test_no_socket_left_is_an_error_at_the_start_and_a_failed_attempt_later(
-    context: Context, publish: Callable[[str], Publisher]
+    context: ZmqContext, publish: Callable[[str], Publisher]
 ) -> None:
     context.set(zmq.MAX_SOCKETS, 3)
     publisher = publish("tcp://127.0.0.1:*")
@@ -353,7 +357,7 @@ async def test_no_socket_left_is_an_error_at_the_start_and_a_failed_attempt_late
 
 
 async def test_closing_wakes_who_is_waiting_and_keeps_what_was_buffered(
-    context: Context, publish: Callable[[str], Publisher]
+    context: ZmqContext, publish: Callable[[str], Publisher]
 ) -> None:
     publisher = publish("tcp://127.0.0.1:*")
     subscriber = subscriber_of(context, publisher.endpoint)
@@ -369,7 +373,7 @@ async def test_closing_wakes_who_is_waiting_and_keeps_what_was_buffered(
     subscriber.close()
 
 
-async def test_closing_between_two_attempts_ends_them(context: Context, tmp_path: Path) -> None:
+async def test_closing_between_two_attempts_ends_them(context: ZmqContext, tmp_path: Path) -> None:
     attempts = 0
     opened: list[zmq.Socket[Any]] = []
     make = context.socket
@@ -387,7 +391,7 @@ async def test_closing_between_two_attempts_ends_them(context: Context, tmp_path
     assert all(socket.closed for socket in opened)
 
 
-def test_sockets_have_the_options_of_the_contract(context: Context) -> None:
+def test_sockets_have_the_options_of_the_contract(context: ZmqContext) -> None:
     expected = {
         zmq.RCVHWM: 0,
         zmq.LINGER: 0,

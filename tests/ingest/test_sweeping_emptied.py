@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import BLOCK_SIZE, PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 from waymark.store import keys, sweep
 
 
@@ -20,7 +20,7 @@ async def test_a_sweep_ends_with_the_redis_it_began_in(
     leaving, staying = await bench.pod("pod-1", gpu_blocks=200), await bench.pod("pod-2", is_registered=False)
     await leaving.caught_up()
     for start in range(0, 10_000, 1000):
-        prompt = Prompt(tuple(range(start, start + 2 * BLOCK_SIZE)))
+        prompt = SimulatedPrompt(tuple(range(start, start + 2 * BLOCK_SIZE)))
         leaving.prompts.append(prompt)
         await leaving.engine.prefill(prompt)
     await leaving.agrees()

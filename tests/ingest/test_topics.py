@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
 from waymark.domain.names import Registration
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 CHUNK = 8
 """Tokens; a block has 4."""
@@ -41,7 +41,7 @@ def host(engine: Pod, coordinator: Pod, emitter: str) -> Registration:
     return replace(named, topic=f"kv@{emitter}@m", is_further=True)
 
 
-PROMPT = Prompt(tuple(range(4 * CHUNK)))
+PROMPT = SimulatedPrompt(tuple(range(4 * CHUNK)))
 
 
 def chunks(first: int = 1, last: int = 4, **fields: Any) -> list[list[Any]]:

@@ -180,7 +180,7 @@ class Scene:
         for path in ("/dynamo/workers", "/dynamo/dump", "/dynamo/health"):
             await wait_until(lambda path=path: self.shows(path), f"{path} answers")  # type: ignore[misc]
         assert (await self.ask("POST", "/query", {"model": "m", "tenant_id": "nobody's"} | QUERY)).json() == {}
-        await status.gather(self.inspector, status.Wanted())
+        await status.gather(self.inspector, status.PublisherFilter())
 
     async def ask_for(self, victim: Victim) -> None:
         """Everything that a tenant may ask; what comes out is its own affair, but for 500."""
@@ -325,7 +325,7 @@ async def test_what_cannot_be_read_is_shown_counted_and_logged_once(
             "reason": "kind is none of vLLM, SGLang, Mooncake, standard, continuum, none",
         }
     assert scene.hand.metric("records_unreadable", record="registration") == 1
-    seen = await status.gather(scene.inspector, status.Wanted())
+    seen = await status.gather(scene.inspector, status.PublisherFilter())
     assert [record.field for record in seen.unreadable] == ['["n","z",0]']
     assert status.as_json(seen)["unreadable"] == [shown]
     told = [getattr(record, "fields", {}) for record in caplog.records]

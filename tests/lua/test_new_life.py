@@ -10,14 +10,14 @@ from redis.asyncio import Redis
 
 from tests.store.factories import GROUP, Stream, hgetall, registration, snapshot, stored, stream_of
 from waymark.store import keys
-from waymark.store.records import StreamState
+from waymark.store.records import StreamRecord
 from waymark.store.scripts import Outcome, Scripts, Verdict
 from waymark.store.store import Store
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
 
 
-async def state_of(stream: Stream) -> StreamState:
+async def state_of(stream: Stream) -> StreamRecord:
     state = await stream.store.records.read(stream.grant)
     assert state is not None
     return state

@@ -21,7 +21,7 @@ from tests.ports import unused_port
 from waymark import cli
 from waymark.domain.hashing import extend, token_bytes
 from waymark.remote import ask, select
-from waymark.remote.service import Service
+from waymark.remote.service import RemoteService
 from waymark.settings import Settings
 
 pytestmark = pytest.mark.outside
@@ -366,6 +366,6 @@ def test_a_reservation_is_made_last_so_that_it_is_always_shown() -> None:
             return {"scores": [], "total_tokens": 1}
 
     words = ["select", "--model", "m", "--tokens", "1", "--block-size", "4", "--reserve"]
-    select.select(cast(Service, Answers()), cli.parse(words))
+    select.select(cast(RemoteService, Answers()), cli.parse(words))
     assert Answers.asked[-1] == "/select"
     assert "/workers" in Answers.asked[:-1]

@@ -14,7 +14,7 @@ import pytest
 from tests.ports import unused_port
 from waymark import __version__
 from waymark.remote.doctor import Finding, examine
-from waymark.remote.service import Service
+from waymark.remote.service import RemoteService
 
 
 def publisher(**values: Any) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Answers:
 
 
 def found(service: Answers, *, no_ports: bool = True) -> list[Finding]:
-    return examine(cast(Service, service), argparse.Namespace(no_ports=no_ports))
+    return examine(cast(RemoteService, service), argparse.Namespace(no_ports=no_ports))
 
 
 def unwell(service: Answers, *, no_ports: bool = True) -> Finding:

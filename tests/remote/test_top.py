@@ -23,8 +23,8 @@ from tests.live import start
 from tests.patience import patient, within
 from waymark.console.screen import Grid, Screen
 from waymark.remote import top
-from waymark.remote.service import Service
-from waymark.remote.top import SORTS, View
+from waymark.remote.service import RemoteService
+from waymark.remote.top import SORTS, TopView
 
 
 def publisher(name: str, **values: Any) -> dict[str, Any]:
@@ -44,12 +44,12 @@ def publisher(name: str, **values: Any) -> dict[str, Any]:
     } | values
 
 
-def names(view: View, *publishers: dict[str, Any]) -> list[str]:
+def names(view: TopView, *publishers: dict[str, Any]) -> list[str]:
     return [each["instance_id"] for each in view.rows(publishers)]
 
 
 def test_rows_are_sorted_by_what_the_key_chose() -> None:
-    view = View(sort="blocks")
+    view = TopView(sort="blocks")
     few, many = publisher("few"), publisher("many", blocks={"GPU": 2, "CPU": 7})
     assert names(view, few, many) == ["many", "few"]
     view.key("r")
@@ -62,13 +62,13 @@ def test_rows_are_sorted_by_what_the_key_chose() -> None:
 
 
 def test_the_worst_status_comes_first() -> None:
-    view = View(sort="status")
+    view = TopView(sort="status")
     each = [publisher(status, status=status) for status in ("active", "failed", "pending", "lost")]
     assert names(view, *each) == ["failed", "lost", "pending", "active"]
 
 
 def test_the_rate_is_of_two_answers() -> None:
-    view = View()
+    view = TopView()
     for seconds, stored in ((0.0, 10), (2.0, 50)):
         view.saw([publisher("a", counters={"blocks_stored": stored}), publisher("b")], seconds)
     assert names(view, publisher("b"), publisher("a")) == ["a", "b"]
@@ -78,7 +78,7 @@ def test_the_rate_is_of_two_answers() -> None:
 
 
 def test_a_filter_is_typed_and_ended() -> None:
-    view = View()
+    view = TopView()
     for key in "/vlx\x7f":
         view.key(key)
     assert (view.filter, view.is_typing) == ("vl", True)
@@ -91,7 +91,7 @@ def test_a_filter_is_typed_and_ended() -> None:
 
 
 def test_what_does_not_fit_can_be_scrolled_to() -> None:
-    view = View(sort="blocks")
+    view = TopView(sort="blocks")
     answer = {"publishers": [publisher(f"e{n}") for n in range(50)], "workers": []}
     _, grid, below = view.parts(answer, 24)
     assert isinstance(grid, Grid)
@@ -107,7 +107,7 @@ LONG = "no connection to tcp://h:5557 (refused) for longer than WAYMARK_PUBLISHE
 
 @pytest.mark.parametrize("width", [80, 120, 250])
 def test_a_long_complaint_is_cut_to_one_line_and_leaves_out_no_column_that_fits(width: int) -> None:
-    view = View()
+    view = TopView()
     answer = {"publishers": [publisher("a", complaint=LONG), publisher("b")], "workers": []}
     lines = drawn(view, answer, width)
     row = next(line for line in lines if line.startswith("a "))
@@ -125,12 +125,12 @@ def test_a_long_complaint_is_cut_to_one_line_and_leaves_out_no_column_that_fits(
 
 
 def test_without_a_complaint_it_says_so() -> None:
-    view = View()
+    view = TopView()
     view.key("c")
     assert "no engine has a complaint" in drawn(view, {"publishers": [publisher("b")], "workers": []}, 80)
 
 
-def drawn(view: View, answer: dict[str, Any], width: int) -> list[str]:
+def drawn(view: TopView, answer: dict[str, Any], width: int) -> list[str]:
     """What a terminal shows."""
     console = Console(file=io.StringIO(), width=width, height=24, force_terminal=True, color_system=None)
     screen = Screen()
@@ -154,7 +154,7 @@ def test_a_file_gets_rates_too(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([100.0, 103.0])
     monkeypatch.setattr("waymark.remote.top.time", SimpleNamespace(sleep=lambda _: None, monotonic=lambda: next(times)))
     output = io.StringIO()
-    top.run(cast(Service, Answers()), 3.0, Screen(output))
+    top.run(cast(RemoteService, Answers()), 3.0, Screen(output))
     assert output.getvalue().splitlines()[-1].split()[:4] == ["a", "0", "active", "10"]
 
 

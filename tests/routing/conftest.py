@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from waymark.domain.gauges import Gauges
-from waymark.routing.target import Candidate, Request
+from waymark.routing.target import Candidate, RoutingRequest
 
 
 def target(name: str, **more: Any) -> Candidate:
@@ -16,5 +16,5 @@ def busy(waiting: int, running: int = 0, kv_usage: float = 0.0, **more: Any) -> 
     return Gauges(waiting=waiting, running=running, kv_usage=kv_usage, **more)
 
 
-def prompt(tokens: int, block_size: int = 16, **more: Any) -> Request:
-    return Request(tokens, block_size, **more)
+def prompt(tokens: int, block_size: int = 16, **more: Any) -> RoutingRequest:
+    return RoutingRequest(tokens, block_size, **more)

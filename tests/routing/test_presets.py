@@ -20,10 +20,10 @@ from waymark.routing import constants
 from waymark.routing.policy import Decision, Inputs, Ranking, Scored, new_tokens
 from waymark.routing.presets import DEFAULT, PRESETS, preset
 from waymark.routing.ring import Ring
-from waymark.routing.target import Candidate, Request
+from waymark.routing.target import Candidate, RoutingRequest
 
 
-def rank(name: str, request: Request, *candidates: Candidate, seed: int = 1, **overrides: Any) -> Ranking:
+def rank(name: str, request: RoutingRequest, *candidates: Candidate, seed: int = 1, **overrides: Any) -> Ranking:
     policy = preset(name)
     return policy.rank(Inputs(request, candidates, policy.values(overrides), Random(seed)))
 
@@ -381,7 +381,7 @@ candidates = st.lists(
     unique_by=lambda each: (each.instance_id, each.dp_rank),
 )
 requests = st.builds(
-    Request,
+    RoutingRequest,
     tokens=amounts,
     block_size=st.sampled_from([1, 16, 64]),
     pool=st.integers(0, 2**64),
@@ -392,7 +392,7 @@ requests = st.builds(
 @pytest.mark.parametrize("name", PRESETS)
 @given(request=requests, some=candidates, seed=st.integers(0, 2**32))
 def test_every_policy_orders_all_candidates_by_finite_values(
-    name: str, request: Request, some: list[Candidate], seed: int
+    name: str, request: RoutingRequest, some: list[Candidate], seed: int
 ) -> None:
     policy = PRESETS[name]
     found = policy.rank(Inputs(request, some, policy.values({}), Random(seed))).scored
@@ -407,7 +407,7 @@ def test_every_policy_orders_all_candidates_by_finite_values(
 
 @pytest.mark.parametrize("name", [name for name, each in PRESETS.items() if each.linear is not None])
 @given(request=requests, some=candidates)
-def test_a_linear_cost_is_what_redis_computes_again(name: str, request: Request, some: list[Candidate]) -> None:
+def test_a_linear_cost_is_what_redis_computes_again(name: str, request: RoutingRequest, some: list[Candidate]) -> None:
     policy = PRESETS[name]
     constants = policy.values({})
     assert policy.linear is not None

@@ -19,12 +19,12 @@ from waymark.routing.constants import read_constants
 from waymark.routing.pickers import PICKERS
 from waymark.routing.policy import Scored
 from waymark.routing.scorers import SCORERS, Scores, context_ranges, context_score, scored_by_label
-from waymark.routing.target import Candidate, Request
+from waymark.routing.target import Candidate, RoutingRequest
 
 LABEL = "mif.moreh.io/context-length-range"
 
 
-def scores(name: str, request: Request, *some: Candidate, **parameters: Any) -> Scores:
+def scores(name: str, request: RoutingRequest, *some: Candidate, **parameters: Any) -> Scores:
     row = SCORERS[name]
     return row.score(request, some, read_constants(row.parameters, parameters, "parameters"))
 
@@ -172,7 +172,7 @@ def test_sums_too_small_for_a_slope_predict_the_mean() -> None:
 @pytest.mark.parametrize("name", SCORERS)
 @given(request=requests, some=candidates)
 def test_every_scorer_gives_each_candidate_null_or_zero_to_one(
-    name: str, request: Request, some: list[Candidate]
+    name: str, request: RoutingRequest, some: list[Candidate]
 ) -> None:
     found = scores(name, request, *some)
 
@@ -186,7 +186,7 @@ def test_every_scorer_gives_each_candidate_null_or_zero_to_one(
 # ---- filters ---------------------------------------------------------------------------------------
 
 
-def kept(keep: filters.Filter, *some: Candidate, request: Request | None = None) -> list[str]:
+def kept(keep: filters.Filter, *some: Candidate, request: RoutingRequest | None = None) -> list[str]:
     return [each.instance_id for each in keep(request or prompt(64), some)]
 
 

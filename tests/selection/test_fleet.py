@@ -13,7 +13,7 @@ from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import Role, Target
 from waymark.routing.policy import Inputs
 from waymark.routing.presets import PRESETS
-from waymark.routing.target import Request
+from waymark.routing.target import RoutingRequest
 from waymark.selection.fleet import Fleet, Seen
 from waymark.selection.group_loads import GroupLoads
 from waymark.store.reservations import Load
@@ -53,7 +53,7 @@ def test_the_short_list_has_the_best_of_all(policy: str, seed: int) -> None:
 
     def costs(members: list[object]) -> list[float]:
         candidates = fleet.candidates(seen, 16, members=members)  # type: ignore[arg-type]
-        ranking = preset.rank(Inputs(Request(1000, 16), candidates, values, random))
+        ranking = preset.rank(Inputs(RoutingRequest(1000, 16), candidates, values, random))
         return [scored.value for scored in ranking.scored][:8]
 
     assert costs(list(short)) == costs(list(whole))

@@ -11,7 +11,7 @@ from waymark.domain.match import TargetRow
 from waymark.domain.targets import Target
 from waymark.routing.policy import Inputs
 from waymark.routing.presets import PRESETS
-from waymark.routing.target import Request
+from waymark.routing.target import RoutingRequest
 from waymark.selection.asked import Chosen
 from waymark.selection.fleet import Fleet, Seen
 from waymark.selection.offers import BY_PLACE, ScoredOffers, SumOffers
@@ -20,8 +20,8 @@ from waymark.store.reservations import CANDIDATES_MAX, Load, Offer
 SIZE, BLOCKS = 16, 40
 
 
-def prompt(random: Random) -> Request:
-    return Request(SIZE * BLOCKS + random.randrange(SIZE), SIZE)
+def prompt(random: Random) -> RoutingRequest:
+    return RoutingRequest(SIZE * BLOCKS + random.randrange(SIZE), SIZE)
 
 
 def seen_of(random: Random, fleet: Fleet) -> Seen:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit import seeds
 from waymark.selection.group_loads import GroupLoads
-from waymark.selection.order import Order
+from waymark.selection.order import LoadOrder
 from waymark.store.reservations import Load
 
 _IDLE = Load()
@@ -24,7 +24,7 @@ def test_an_order_that_follows_is_the_order_of_now(seed: int) -> None:
     random = Random(seed)
     weights = {publisher: random.choice((0.5, 1.0, 2.0)) for publisher in range(1, random.choice((2, 9, 200)))}
     active = random.choice((0.0, 512.0))
-    loads, order = GroupLoads(), Order(weights, active, random)
+    loads, order = GroupLoads(), LoadOrder(weights, active, random)
     stored: dict[bytes, bytes] = {}
 
     def work(publisher: int) -> float:
@@ -77,17 +77,17 @@ def test_only_what_has_changed_is_told() -> None:
 
 def test_equal_targets_come_first_by_chance() -> None:
     weights = dict.fromkeys(range(100), 1.0)
-    loads, order = GroupLoads({99: Load(1, 1)}), Order(weights, 512.0, Random(1))
+    loads, order = GroupLoads({99: Load(1, 1)}), LoadOrder(weights, 512.0, Random(1))
     first = {next(order.least(loads)) for _ in range(1000)}
     assert len(first) > 90
     assert 99 not in first
 
 
 def test_an_order_of_other_loads_is_sorted_again() -> None:
-    order = Order({1: 1.0, 2: 1.0}, 0.0, Random(1))
+    order = LoadOrder({1: 1.0, 2: 1.0}, 0.0, Random(1))
     one, other = GroupLoads({1: Load(5, 1)}), GroupLoads({2: Load(5, 1)})
     assert list(order.least(one)) == [2, 1]
     assert list(order.least(other)) == [1, 2]
     assert list(order.least({1: Load(9, 1)})) == [2, 1]
     assert list(order.least(other)) == [1, 2]
-    assert list(Order({}, 0.0, Random(1)).least(one)) == []
+    assert list(LoadOrder({}, 0.0, Random(1)).least(one)) == []

@@ -21,7 +21,7 @@ from waymark.metrics import Metrics
 from waymark.selection.asked import Taking
 from waymark.selection.requests import RequestSelector, Routed
 from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay
-from waymark.store.reservations import Load, Part
+from waymark.store.reservations import Load, ReservationPart
 from waymark.store.store import Store
 
 ADDRESSES = {f"pod-{n}": f"http://10.0.0.{n}:8000" for n in (1, 2, 3)}
@@ -64,7 +64,7 @@ def taken(routed: Routed) -> str:
 async def served(selector: RequestSelector, request: InferenceRequest) -> Routed:
     """A request that is over."""
     routed = await selector.select(request, TAKING)
-    await selector.selector.release(routed.selected.reservations, Part.OK)
+    await selector.selector.release(routed.selected.reservations, ReservationPart.OK)
     return routed
 
 

@@ -13,19 +13,19 @@ from waymark.errors import StoreUnavailable
 from waymark.selection.requests import Routed
 from waymark.selection.selector import Selector
 from waymark.selection.under_way import RequestsUnderWay, RequestUnderWay
-from waymark.store.reservations import Part, Reservation
+from waymark.store.reservations import Reservation, ReservationPart
 
 
 class Recorded:
     """What is asked of the selector; Redis fails where ``fails``."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[int, Part]] = []
+        self.calls: list[tuple[int, ReservationPart]] = []
         self.timed: list[bool] = []
         self.fails = False
 
     async def release(
-        self, reservations: Sequence[Reservation], part: Part, *, milliseconds: int, ttft_ms: float | None
+        self, reservations: Sequence[Reservation], part: ReservationPart, *, milliseconds: int, ttft_ms: float | None
     ) -> tuple[int, int]:
         self.calls.append((len(reservations), part))
         self.timed.append(ttft_ms is not None and ttft_ms >= 0)
@@ -56,7 +56,7 @@ async def test_each_end_counts_once() -> None:
         request.end(is_ok=is_ok)
     request.prefilled()
     await asyncio.sleep(0)
-    assert recorded.calls == [(2, Part.PREFILL), (2, Part.OK)]
+    assert recorded.calls == [(2, ReservationPart.PREFILL), (2, ReservationPart.OK)]
 
 
 async def test_the_first_content_is_timed_unless_another_target_has_taken_over() -> None:
@@ -74,7 +74,7 @@ async def test_the_first_content_is_timed_unless_another_target_has_taken_over()
     moved.prefilled()
     moved.end(is_ok=True)
     await of.settle()
-    assert recorded.calls[2:] == [(1, Part.FAILED), (1, Part.PREFILL), (1, Part.OK)]
+    assert recorded.calls[2:] == [(1, ReservationPart.FAILED), (1, ReservationPart.PREFILL), (1, ReservationPart.OK)]
     assert not any(recorded.timed[2:])
 
 
@@ -92,8 +92,8 @@ async def test_what_runs_is_renewed_together_until_it_ends() -> None:
     recorded.fails = True  # a Redis that is away ends no renewal
     of = all_of(recorded, 0.01)
     one, two = begun(of, RESERVATIONS[:1]), begun(of, RESERVATIONS[1:])
-    await wait_until(lambda: recorded.calls.count((2, Part.RENEW)) >= 2, "both are renewed", 10)
+    await wait_until(lambda: recorded.calls.count((2, ReservationPart.RENEW)) >= 2, "both are renewed", 10)
     one.end(is_ok=True)
-    await wait_until(lambda: recorded.calls[-1] == (1, Part.RENEW), "one is renewed", 10)
+    await wait_until(lambda: recorded.calls[-1] == (1, ReservationPart.RENEW), "one is renewed", 10)
     two.end(is_ok=True)
     await wait_until(lambda: of._renewing is not None and of._renewing.done(), "nothing is renewed", 10)

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from tests.patience import patient, within
 from waymark.metrics import Metrics
 from waymark.serving.connection import protocol
-from waymark.serving.limits import Bounds, Connections, Shape
+from waymark.serving.limits import Connections, ServerBounds, Shape
 
 #: How long a test waits for what must come; far longer than it takes.
 SECONDS = 60.0
@@ -79,7 +79,7 @@ async def answer(send: Send, status: int, content: bytes, *headers: tuple[bytes,
 def connections(metrics: Metrics | None = None, shape: Shape | None = None, **bounds: Any) -> Connections:
     """A server's connections; wide bounds, but for those that are given."""
     wide = {"request_seconds": patient(SECONDS), "connections_max": 1000, "bodies_max_bytes": 2**26}
-    return Connections(Bounds(**wide | bounds), metrics or Metrics(), shape or (lambda path, rejection: None))
+    return Connections(ServerBounds(**wide | bounds), metrics or Metrics(), shape or (lambda path, rejection: None))
 
 
 @asynccontextmanager

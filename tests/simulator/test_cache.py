@@ -14,7 +14,7 @@ from waymark.domain.hashing import extend, token_bytes
 from waymark.errors import InvalidValue
 from waymark.simulator.cache import Prefix, PrefixCache
 from waymark.simulator.wire import CPU, DISK, GPU, AllBlocksCleared, BlockRemoved, BlockStored, WireEvent
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 BLOCK = 4
 IMAGE = (("ab" * 8, 0),)
@@ -69,12 +69,12 @@ class Listener:
         }
 
 
-def prompts() -> st.SearchStrategy[Prompt]:
+def prompts() -> st.SearchStrategy[SimulatedPrompt]:
     """Prompts over a tiny alphabet of blocks, so that prefixes meet; some not a multiple of a block."""
     blocks = st.lists(st.sampled_from([(1, 1, 1, 1), (2, 2, 2, 2), (3, 3, 3, 3)]), max_size=7)
     tails = st.integers(min_value=0, max_value=BLOCK - 1)
     return st.builds(
-        lambda blocks, tail, lora, salt, images: Prompt(
+        lambda blocks, tail, lora, salt, images: SimulatedPrompt(
             tuple(token for block in blocks for token in block) + (9,) * tail, lora, salt, images
         ),
         blocks,
@@ -85,15 +85,15 @@ def prompts() -> st.SearchStrategy[Prompt]:
     )
 
 
-def run(cache: PrefixCache, prompt: Prompt) -> list[WireEvent]:
+def run(cache: PrefixCache, prompt: SimulatedPrompt) -> list[WireEvent]:
     return cache.prefill(prompt.tokens, prompt.lora_name, prompt.cache_salt, prompt.extras)
 
 
-def held(cache: PrefixCache, prompt: Prompt) -> list[frozenset[str]]:
+def held(cache: PrefixCache, prompt: SimulatedPrompt) -> list[frozenset[str]]:
     return cache.held(prompt.tokens, prompt.lora_name, prompt.cache_salt, prompt.extras)
 
 
-def held_by_hand(contents: dict[str, frozenset[Prefix]], prompt: Prompt) -> list[frozenset[str]]:
+def held_by_hand(contents: dict[str, frozenset[Prefix]], prompt: SimulatedPrompt) -> list[frozenset[str]]:
     media: list[frozenset[str]] = []
     for end in range(1, len(prompt.tokens) // BLOCK + 1):
         extras = tuple((prompt.extras or ())[i] if i < len(prompt.extras or ()) else None for i in range(end))
@@ -113,7 +113,7 @@ def held_by_hand(contents: dict[str, frozenset[Prefix]], prompt: Prompt) -> list
     seed=st.integers(0, 5),
 )
 def test_events_with_copies_counted_give_exactly_what_is_held(
-    said: list[Prompt],
+    said: list[SimulatedPrompt],
     sizes: tuple[int, int, int],
     repeat_rate: float,
     is_dense: bool,
@@ -274,7 +274,7 @@ def test_standard_hashes_are_the_rolling_hashes_of_the_tokens() -> None:
 
 
 def test_the_same_seed_tells_the_same_events() -> None:
-    said = [Prompt((n % 3,) * (4 * (n % 5))) for n in range(60)]
+    said = [SimulatedPrompt((n % 3,) * (4 * (n % 5))) for n in range(60)]
     runs = [
         [run(cache, p) for p in said] for cache in (PrefixCache(BLOCK, 6, 4, seed=3, repeat_rate=0.4) for _ in "ab")
     ]

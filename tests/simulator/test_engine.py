@@ -16,7 +16,7 @@ from waymark.errors import InvalidValue
 from waymark.simulator.encode import DIALECTS, WITHOUT_MEDIUM
 from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.faults import Faults
-from waymark.simulator.workload import Prompt, conversations
+from waymark.simulator.workload import SimulatedPrompt, conversations
 
 ANY_PORT = "tcp://127.0.0.1:0"
 
@@ -29,13 +29,13 @@ async def engine_and_peer(**options: Any) -> AsyncIterator[tuple[SimulatedEngine
         yield engine, peer
 
 
-def prompts(count: int, seed: int = 1) -> list[Prompt]:
+def prompts(count: int, seed: int = 1) -> list[SimulatedPrompt]:
     return list(islice(conversations(seed, system_tokens=16, turn_tokens=(3, 9), open_at_once=4), count))
 
 
-def fresh(n: int) -> Prompt:
+def fresh(n: int) -> SimulatedPrompt:
     """A prompt that shares nothing with others."""
-    return Prompt((n,) * 8)
+    return SimulatedPrompt((n,) * 8)
 
 
 def kinds(payload: bytes) -> list[str]:
@@ -135,8 +135,8 @@ async def test_unknown_events_come_with_known_ones() -> None:
 
 async def test_sglang_removes_several_blocks_in_one_event() -> None:
     async with engine_and_peer(dialect="sglang-map", repeat_rate=0.0) as (engine, peer):
-        await engine.prefill(Prompt((1,) * 256))
-        await engine.prefill(Prompt((2,) * 40))
+        await engine.prefill(SimulatedPrompt((1,) * 256))
+        await engine.prefill(SimulatedPrompt((2,) * 40))
         [_, frame] = await peer.frames(2)
         removed, stored = msgpack.unpackb(frame[2])[1]
         assert (removed["type"], len(removed["block_hashes"])) == ("BlockRemoved", 10)

@@ -15,7 +15,7 @@ from tests.conftest import wait_until
 from tests.patience import patient, within
 from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.faults import AnswerFaults
-from waymark.simulator.generation import Pace
+from waymark.simulator.generation import EngineSpeed
 from waymark.simulator.http import EngineHttp
 from waymark.simulator.texts import mark_of, tokens_of_messages, tokens_of_text
 
@@ -26,7 +26,7 @@ LONG = " ".join(f"word{n}" for n in range(64))
 
 @asynccontextmanager
 async def engine(
-    pace: Pace = Pace(),  # noqa: B008
+    pace: EngineSpeed = EngineSpeed(),  # noqa: B008
     ranks: int = 1,
     **faults: int,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, EngineHttp, SimulatedEngine]]:
@@ -185,7 +185,7 @@ async def test_answers_go_wrong_as_often_as_asked() -> None:
 
 @pytest.mark.parametrize("faults", [{"hang_every": 1}, {}])
 async def test_a_client_that_goes_ends_its_request(faults: dict[str, int]) -> None:
-    async with engine(Pace(tokens_per_second=0.001), **faults) as (client, http, _):
+    async with engine(EngineSpeed(tokens_per_second=0.001), **faults) as (client, http, _):
         asked = asyncio.create_task(client.post("/v1/chat/completions", json=chat("a", stream=True)))
         await wait_until(lambda: http.generator.running == 1, "the request has begun", 10)
         assert "vllm:num_requests_running" in (metrics := (await client.get("/metrics")).text)

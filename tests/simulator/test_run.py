@@ -16,7 +16,7 @@ from tests.patience import within
 from waymark.errors import InvalidValue
 from waymark.simulator.options import SimulateOptions
 from waymark.simulator.run import EngineStarted, _due, simulate
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 pytestmark = pytest.mark.outside
 
@@ -116,7 +116,7 @@ async def test_a_trace_is_run_to_its_end(tmp_path: Path) -> None:
     ],
 )
 def test_prompts_without_times_follow_the_rate(options: SimulateOptions, when: list[float]) -> None:
-    assert [_due(options, number, Prompt((1,))) for number in range(2)] == when
+    assert [_due(options, number, SimulatedPrompt((1,))) for number in range(2)] == when
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_prompts_without_times_follow_the_rate(options: SimulateOptions, when: l
 def test_prompts_of_a_trace_come_at_its_times_unless_a_rate_is_given(
     options: SimulateOptions, when: list[float]
 ) -> None:
-    prompts = [Prompt((1,), at_seconds=3.0), Prompt((1,), at_seconds=6.0)]
+    prompts = [SimulatedPrompt((1,), at_seconds=3.0), SimulatedPrompt((1,), at_seconds=6.0)]
     assert [_due(options, number, prompt) for number, prompt in enumerate(prompts)] == when
 
 

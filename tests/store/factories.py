@@ -31,7 +31,7 @@ from waymark.store.leases import Grant
 from waymark.store.places import holders_of
 from waymark.store.read_connection import ReplyReader
 from waymark.store.read_pool import Dialer, ReadPool
-from waymark.store.records import Begin
+from waymark.store.records import NewHolder
 from waymark.store.scripts import Arg, Outcome, Scripts, Verdict
 from waymark.store.store import Store
 from waymark.store.stream_fields import BLOCKS
@@ -360,10 +360,10 @@ async def blocks_of(redis: Redis, group_id: int = 1) -> dict[int, set[int]]:
     return held
 
 
-def begins(claim: Claim, *names: str) -> list[Begin]:
+def begins(claim: Claim, *names: str) -> list[NewHolder]:
     of = claim.registration
     return [
-        Begin(
+        NewHolder(
             name,
             Holder(
                 0, claim.publisher, of.instance_id, name.dp_rank, name.medium, of.block_size, of.instance_id, of.scope

@@ -24,7 +24,7 @@ from waymark.domain.prefixes import Change as Heat
 from waymark.domain.prefixes import PrefixChange, prefix_key
 from waymark.store.directory import GroupEntry
 from waymark.store.leases import Grant
-from waymark.store.responses import Bounds
+from waymark.store.responses import ResponseBounds
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 
@@ -115,7 +115,7 @@ async def live_and_end(store: Store, shards: int) -> None:
     assert (await store.answers.find(b"k" * 32)).value == b"v"
     assert (await store.answers.room()).entries == await store.answers.clear() == 1
 
-    bounds = Bounds(60_000, entries_max=10, bytes_max=10_000, queue_max=10)
+    bounds = ResponseBounds(60_000, entries_max=10, bytes_max=10_000, queue_max=10)
     assert (await store.responses.keep("1" * 32, b"{}", bounds)).is_done
     assert await store.responses.find(["1" * 32, "2" * 32]) == [b"{}", None]
     (entry,) = await store.responses.take("worker-1", 10, idle_ms=0)

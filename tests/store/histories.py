@@ -32,8 +32,8 @@ from waymark.store.reservations import (
     CANDIDATES_MAX,
     Load,
     Offer,
-    Part,
     Reservation,
+    ReservationPart,
     Reservations,
     Reserved,
     Terms,
@@ -123,14 +123,14 @@ class Model:
         self.held[reservation.nonce] = (reservation.publisher, reservation.tokens, reservation.context)
         self._change(reservation.publisher, reservation.tokens, 1, reservation.context)
 
-    def end(self, nonce: str, part: Part) -> bool:
+    def end(self, nonce: str, part: ReservationPart) -> bool:
         if nonce not in self.held:
             return False
         publisher, tokens, context = self.held[nonce]
-        if part is Part.PREFILL:
+        if part is ReservationPart.PREFILL:
             self._change(publisher, -tokens, 0, 0)
             self.held[nonce] = (publisher, 0, context)
-        elif part is not Part.RENEW:
+        elif part is not ReservationPart.RENEW:
             self._change(publisher, -tokens, -1, -context)
             del self.held[nonce]
         return True
@@ -158,7 +158,7 @@ class History:
             found = [list(load[:3]) for load in await self._fleet.loads()]
             assert found == list(self._model.loads.values()), (found, self._model.loads)
         for reservation in self._known:
-            await self._fleet.reservations.release([reservation], Part.OK)
+            await self._fleet.reservations.release([reservation], ReservationPart.OK)
         assert [load[:3] for load in await self._fleet.loads()] == [(0, 0, 0)] * len(self._fleet.publishers)
         assert await self._fleet.redis.zcard(keys.reservations(self._fleet.group_id)) == 0
 
@@ -167,7 +167,7 @@ class History:
         if step < 0.5:
             await self._decide()
         elif step < 0.85 and self._known:
-            reservation, part = self._random.choice(self._known), self._random.choice(list(Part))
+            reservation, part = self._random.choice(self._known), self._random.choice(list(ReservationPart))
             there = self._model.end(reservation.nonce, part)
             ttft_ms = self._random.choice((None, 0.0, 250.5))
             found = await self._fleet.reservations.release([reservation], part, ttft_ms=ttft_ms)
@@ -176,7 +176,10 @@ class History:
             unknown = Reservation(
                 self._fleet.group_id, self._fleet.publishers[0], 5, 5, f"{self._random.getrandbits(64):016x}"
             )
-            assert await self._fleet.reservations.release([unknown], self._random.choice(list(Part))) == (0, 1)
+            assert await self._fleet.reservations.release([unknown], self._random.choice(list(ReservationPart))) == (
+                0,
+                1,
+            )
         elif step < 0.94 and self._model.held:
             await self._run_out()
         elif step < 0.97:
@@ -224,7 +227,7 @@ class History:
         publisher, tokens, context = self._model.held[nonce]
         await self._fleet.overdue(Reservation(self._fleet.group_id, publisher, tokens, context, nonce))
         assert await self._fleet.reservations.end_overdue(self._fleet.group_id) == 1
-        self._model.end(nonce, Part.OK)
+        self._model.end(nonce, ReservationPart.OK)
 
     def _names(self) -> list[str]:
         group = self._fleet.group_id

@@ -12,7 +12,7 @@ from tests.domain.test_row_runs import runs
 from waymark.domain.keys import KEY_BYTES, pack, unpack
 from waymark.domain.row_runs import Runs
 from waymark.domain.rows import PIECE_BLOCKS, Row, format_row, slots_of
-from waymark.store.chain import Asked, Chain, KeySource, Name
+from waymark.store.chain import Chain, KeySource, ValueName, WantedValues
 from waymark.store.directory import GroupEntry
 from waymark.store.hot import HotRows
 
@@ -52,7 +52,7 @@ def source_of(blocks: list[int]) -> KeySource:
     return source
 
 
-def names_of(asked: Asked, shards: int = 1) -> list[Name]:
+def names_of(asked: WantedValues, shards: int = 1) -> list[ValueName]:
     """All that was asked for."""
     return [(head % shards, name(head)) for head in unpack(asked.heads)] + asked.beside
 
@@ -73,7 +73,7 @@ class Followed:
     ) -> None:
         self.runs: Runs = []
         self.requests: list[list[bytes]] = []
-        self.names: list[Name] = []
+        self.names: list[ValueName] = []
         entry = entry or GroupEntry(1, 1)
         self.shards = entry.shards
         self.chain = Chain(source_of(blocks), HotRows(0, 0) if hot is None else hot)

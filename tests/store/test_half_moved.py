@@ -18,7 +18,7 @@ from waymark.domain.names import GroupName
 from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.errors import StoreUnavailable
 from waymark.store import keys
-from waymark.store.address import Endpoint
+from waymark.store.address import HostPort
 from waymark.store.half_moved import read_singly
 from waymark.store.leases import Grant
 from waymark.store.scripts import Verdict
@@ -37,10 +37,10 @@ OLD, NEW = ("old", 1), ("new", 2)
 
 
 async def test_each_node_is_asked_once_and_values_keep_their_places() -> None:
-    asked_of: list[tuple[Endpoint, int]] = []
+    asked_of: list[tuple[HostPort, int]] = []
     there = {"b": b"2", "d": None}
 
-    async def pipeline(node: Endpoint, commands: object) -> list[object]:
+    async def pipeline(node: HostPort, commands: object) -> list[object]:
         assert isinstance(commands, list)
         asked_of.append((node, len(commands)))
         if node == OLD:
@@ -54,7 +54,7 @@ async def test_each_node_is_asked_once_and_values_keep_their_places() -> None:
 
 @pytest.mark.parametrize("error", [MovedError("7 new:2"), ResponseError("no")])
 async def test_an_error_is_raised(error: Exception) -> None:
-    async def pipeline(node: Endpoint, commands: object) -> list[object]:
+    async def pipeline(node: HostPort, commands: object) -> list[object]:
         return [b"1", error]
 
     with pytest.raises(type(error)):

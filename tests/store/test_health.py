@@ -19,7 +19,7 @@ from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.store.client import RedisClient
-from waymark.store.health import HealthWatch, Reason
+from waymark.store.health import HealthReason, HealthWatch
 from waymark.store.store import Store
 
 SOUND = {
@@ -66,7 +66,7 @@ class Clock:
         return self.now
 
 
-async def warnings(told: Told, *, are_shards_set: bool = False) -> dict[Reason, str]:
+async def warnings(told: Told, *, are_shards_set: bool = False) -> dict[HealthReason, str]:
     return dict((await HealthWatch(told, are_shards_set=are_shards_set).poll()).warnings)
 
 
@@ -85,7 +85,7 @@ async def warnings(told: Told, *, are_shards_set: bool = False) -> dict[Reason, 
 async def test_what_is_wrong_is_said_with_the_way_out(info: dict[str, Any], reason: str, words: str) -> None:
     found = await warnings(Told(**info))
     assert list(found) == [reason]
-    assert words in found[Reason(reason)]
+    assert words in found[HealthReason(reason)]
 
 
 @pytest.mark.parametrize(
@@ -209,5 +209,5 @@ async def test_another_hash_seed_than_that_of_the_index_is_said(store: Store, cl
     await store.registry.register(registration())
     assert (await HealthWatch(client).poll()).warnings == {}
     warnings = (await HealthWatch(client, hash_seed=7).poll()).warnings
-    assert list(warnings) == [Reason.HASH_SEED]
-    assert "WAYMARK_HASH_SEED 1337, here it is 7" in warnings[Reason.HASH_SEED]
+    assert list(warnings) == [HealthReason.HASH_SEED]
+    assert "WAYMARK_HASH_SEED 1337, here it is 7" in warnings[HealthReason.HASH_SEED]

@@ -29,8 +29,8 @@ from waymark.store.hashes import Reported
 from waymark.store.leases import Grant
 from waymark.store.lua import SCRIPTS
 from waymark.store.records import Facts
-from waymark.store.reservations import Offer, Part, Terms
-from waymark.store.responses import Bounds
+from waymark.store.reservations import Offer, ReservationPart, Terms
+from waymark.store.responses import ResponseBounds
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 from waymark.store.unclaimed import Unclaimed
@@ -229,7 +229,7 @@ async def decide(store: Store, redis: Redis, grant: Grant) -> None:
         found = await store.reservations.reserve(group_id, offers, terms)
         assert found.reservation is not None
         if is_timed:
-            await store.reservations.release([found.reservation], Part.PREFILL, ttft_ms=2.5)
+            await store.reservations.release([found.reservation], ReservationPart.PREFILL, ttft_ms=2.5)
         member: Any
         (member,) = await redis.zrange(keys.reservations(group_id), 0, -1)
         await redis.zadd(keys.reservations(group_id), {member: 1})
@@ -239,11 +239,11 @@ async def decide(store: Store, redis: Redis, grant: Grant) -> None:
     found = await store.reservations.reserve(group_id, offers, Terms(context=9))
     assert (found.reservation is not None, found.overdue) == (True, 1)
     assert found.reservation is not None
-    await store.reservations.release([found.reservation], Part.PREFILL)
-    await store.reservations.release([found.reservation], Part.OK, ttft_ms=2.5)
+    await store.reservations.release([found.reservation], ReservationPart.PREFILL)
+    await store.reservations.release([found.reservation], ReservationPart.OK, ttft_ms=2.5)
     timed = await store.reservations.reserve(group_id, offers, Terms(context=9))
     assert timed.reservation is not None
-    for part in (Part.PREFILL, Part.OK):
+    for part in (ReservationPart.PREFILL, ReservationPart.OK):
         await store.reservations.release([timed.reservation], part, ttft_ms=2.5)
     for is_timed in (False, True):
         await forgotten(Terms(context=9), is_timed=is_timed)
@@ -271,7 +271,7 @@ async def answers(store: Store) -> None:
 
 async def responses(store: Store) -> None:
     """Responses that clients may go on from: some are copied and make room, one is deleted, and others go at once."""
-    bounds = Bounds(HOUR_SECONDS * 1000, entries_max=3, bytes_max=10_000, queue_max=100)
+    bounds = ResponseBounds(HOUR_SECONDS * 1000, entries_max=3, bytes_max=10_000, queue_max=100)
     for name in ("1" * 32, "2" * 32, "3" * 32):
         await store.responses.keep(name, b"{}", bounds)
     await store.responses.end(await store.responses.take("one", 100, idle_ms=HOUR_SECONDS * 1000))

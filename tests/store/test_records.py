@@ -12,12 +12,12 @@ from waymark.domain.held import HeldBlocks
 from waymark.domain.moves import Moves
 from waymark.domain.names import HolderName
 from waymark.domain.parts import Commit
-from waymark.store.records import Facts, StreamState
+from waymark.store.records import Facts, StreamRecord
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 
 
-async def state_of(stream: Stream) -> StreamState:
+async def state_of(stream: Stream) -> StreamRecord:
     state = await stream.store.records.read(stream.grant)
     assert state is not None
     return state

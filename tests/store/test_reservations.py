@@ -18,8 +18,8 @@ from waymark.store.reservations import (
     CANDIDATES_MAX,
     Load,
     Offer,
-    Part,
     Reservation,
+    ReservationPart,
     Terms,
     parse_reservations,
 )
@@ -101,7 +101,7 @@ async def test_a_target_that_was_unregistered_meanwhile_is_not_taken(store: Stor
     assert (await fleet.loads())[0] == Load()
     assert (await fleet.taken(1, 900, 900, **LEAST_WORK)).publisher != fleet.publishers[0]
     assert (await fleet.reserve(1)).verdict is Verdict.SATURATED
-    assert await fleet.reservations.release([held], Part.OK) == (1, 0)
+    assert await fleet.reservations.release([held], ReservationPart.OK) == (1, 0)
     assert fleet.publishers[0] not in await fleet.reservations.loads(fleet.group_id)
 
 
@@ -144,19 +144,21 @@ async def test_a_cold_pick_is_remembered(fleet: Fleet) -> None:
 async def test_prefill_is_given_back_before_the_rest(fleet: Fleet) -> None:
     found = await fleet.taken(500)
 
-    assert await fleet.reservations.release([found], Part.PREFILL) == (1, 0)
+    assert await fleet.reservations.release([found], ReservationPart.PREFILL) == (1, 0)
     assert (await fleet.loads())[0] == Load(0, 1, 100)
     # The caller still names it as it was written, and so may whoever gave the prefill back.
-    assert await fleet.reservations.release([found], Part.PREFILL) == (1, 0)
-    assert await fleet.reservations.release([found], Part.OK) == (1, 0)
+    assert await fleet.reservations.release([found], ReservationPart.PREFILL) == (1, 0)
+    assert await fleet.reservations.release([found], ReservationPart.OK) == (1, 0)
     load = (await fleet.loads())[0]
     assert load[:5] == (0, 0, 0, 1, 0)
 
 
-@pytest.mark.parametrize("part", [Part.PREFILL, Part.OK, Part.FAILED, Part.RENEW])
-async def test_what_is_gone_changes_nothing(fleet: Fleet, part: Part) -> None:
+@pytest.mark.parametrize(
+    "part", [ReservationPart.PREFILL, ReservationPart.OK, ReservationPart.FAILED, ReservationPart.RENEW]
+)
+async def test_what_is_gone_changes_nothing(fleet: Fleet, part: ReservationPart) -> None:
     found = await fleet.taken(500)
-    await fleet.reservations.release([found], Part.OK)
+    await fleet.reservations.release([found], ReservationPart.OK)
     before = await snapshot(fleet.redis)
 
     assert await fleet.reservations.release([found], part) == (0, 1)
@@ -167,19 +169,19 @@ async def test_after_flushall_an_older_release_changes_nothing(fleet: Fleet) -> 
     found = await fleet.taken(500)
     await fleet.redis.flushall()
 
-    assert await fleet.reservations.release([found], Part.OK) == (0, 1)
+    assert await fleet.reservations.release([found], ReservationPart.OK) == (0, 1)
     assert await snapshot(fleet.redis) == {}
 
 
 async def test_outcomes_are_halved_every_minute(fleet: Fleet) -> None:
-    for part in (Part.OK, Part.OK, Part.OK, Part.FAILED):
+    for part in (ReservationPart.OK, ReservationPart.OK, ReservationPart.OK, ReservationPart.FAILED):
         await fleet.reservations.release([await fleet.taken(1)], part)
     load = (await fleet.loads())[0]
     assert (load.ok, load.failed, load.health) == (3, 1, 0.8)
 
     field, value = str(fleet.publishers[0]), f"0 0 0 8 4 {load.minute - 2} 0"
     await fleet.redis.hset(keys.load(fleet.group_id), field, value)
-    await fleet.reservations.release([await fleet.taken(1)], Part.OK)
+    await fleet.reservations.release([await fleet.taken(1)], ReservationPart.OK)
     assert (await fleet.loads())[0][3:5] == (3, 1)
 
 
@@ -197,7 +199,7 @@ async def test_what_nobody_releases_is_given_back_by_the_next_decision(fleet: Fl
 
 async def test_a_renewed_reservation_stays(fleet: Fleet) -> None:
     found = await fleet.taken(100, milliseconds=50)
-    assert await fleet.reservations.release([found], Part.RENEW, milliseconds=60_000) == (1, 0)
+    assert await fleet.reservations.release([found], ReservationPart.RENEW, milliseconds=60_000) == (1, 0)
     other = await fleet.taken(9, 1, milliseconds=1)
 
     async def other_is_over() -> bool:
@@ -212,7 +214,7 @@ async def test_a_list_is_released_at_once(fleet: Fleet) -> None:
     found = [await fleet.taken(1, 1, 1) for _ in range(70)]
     strangers = [Reservation(fleet.group_id, 1, 1, 1, "f" * 16)]
 
-    assert await fleet.reservations.release([*found, *strangers], Part.OK) == (70, 1)
+    assert await fleet.reservations.release([*found, *strangers], ReservationPart.OK) == (70, 1)
     assert [load.requests for load in await fleet.loads()] == [0, 0, 0]
 
 
@@ -226,7 +228,7 @@ async def first_tokens(store: Store, fleet: Fleet) -> FirstTokens | None:
 async def test_times_to_the_first_token_predict_the_next_one(store: Store, fleet: Fleet) -> None:
     for tokens in (100, 300, 500, 700, 900, 1100):
         taken = await fleet.taken(tokens)
-        await fleet.reservations.release([taken], Part.OK, ttft_ms=10 + tokens / 2)
+        await fleet.reservations.release([taken], ReservationPart.OK, ttft_ms=10 + tokens / 2)
 
     found = await first_tokens(store, fleet)
     assert found is not None
@@ -236,7 +238,7 @@ async def test_times_to_the_first_token_predict_the_next_one(store: Store, fleet
 async def test_what_waited_before_counts_as_work(store: Store, fleet: Fleet) -> None:
     before, behind = await fleet.taken(400), await fleet.taken(100)
     assert (before.waited, behind.waited) == (0, 400)
-    await fleet.reservations.release([behind], Part.PREFILL, ttft_ms=70)
+    await fleet.reservations.release([behind], ReservationPart.PREFILL, ttft_ms=70)
 
     assert await first_tokens(store, fleet) == FirstTokens(1, 500, 70, 250_000, 35_000)
     assert (await fleet.redis.pttl(keys.first_tokens(fleet.group_id, fleet.publishers[0]))) > 0
@@ -245,7 +247,7 @@ async def test_what_waited_before_counts_as_work(store: Store, fleet: Fleet) -> 
 async def test_a_prompt_that_was_cached_tells_how_long_the_target_takes_without_work(
     store: Store, fleet: Fleet
 ) -> None:
-    await fleet.reservations.release([await fleet.taken(0)], Part.PREFILL, ttft_ms=8)
+    await fleet.reservations.release([await fleet.taken(0)], ReservationPart.PREFILL, ttft_ms=8)
 
     assert await first_tokens(store, fleet) == FirstTokens(1, 0, 8, 0, 0)
 
@@ -253,9 +255,15 @@ async def test_a_prompt_that_was_cached_tells_how_long_the_target_takes_without_
 async def test_a_time_to_the_first_token_counts_once(store: Store, fleet: Fleet) -> None:
     taken = await fleet.taken(100, request_id="0" * 16)
     # The index was faster than the caller.
-    await fleet.reservations.release([taken], Part.PREFILL)
+    await fleet.reservations.release([taken], ReservationPart.PREFILL)
     assert await first_tokens(store, fleet) is None
-    for part in (Part.PREFILL, Part.PREFILL, Part.RENEW, Part.OK, Part.OK):
+    for part in (
+        ReservationPart.PREFILL,
+        ReservationPart.PREFILL,
+        ReservationPart.RENEW,
+        ReservationPart.OK,
+        ReservationPart.OK,
+    ):
         await fleet.reservations.release([taken], part, ttft_ms=50)
 
     assert await first_tokens(store, fleet) == FirstTokens(1, 100, 50, 10_000, 5_000)
@@ -266,7 +274,7 @@ async def test_a_time_to_the_first_token_counts_once(store: Store, fleet: Fleet)
 
 async def test_a_timed_reservation_runs_out_as_any_other(fleet: Fleet) -> None:
     taken = await fleet.taken(100)
-    await fleet.reservations.release([taken], Part.PREFILL, ttft_ms=50)
+    await fleet.reservations.release([taken], ReservationPart.PREFILL, ttft_ms=50)
     await fleet.redis.zadd(keys.reservations(fleet.group_id), {f"{taken.publisher} 0 100 {taken.nonce} timed": 1})
 
     assert await fleet.reservations.end_overdue(fleet.group_id) == 1
@@ -274,9 +282,9 @@ async def test_a_timed_reservation_runs_out_as_any_other(fleet: Fleet) -> None:
 
 
 async def test_nobody_learns_from_prefill_that_was_computed_elsewhere(store: Store, fleet: Fleet) -> None:
-    await fleet.reservations.release([(await fleet.taken(0))._replace(waited=None)], Part.OK, ttft_ms=50)
+    await fleet.reservations.release([(await fleet.taken(0))._replace(waited=None)], ReservationPart.OK, ttft_ms=50)
     unknown = Reservation(fleet.group_id, fleet.publishers[0], 5, 5, "0" * 16, 7)
-    await fleet.reservations.release([unknown], Part.OK, ttft_ms=50)
+    await fleet.reservations.release([unknown], ReservationPart.OK, ttft_ms=50)
 
     assert await first_tokens(store, fleet) is None
 

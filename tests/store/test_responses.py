@@ -7,15 +7,15 @@ from redis.asyncio import Redis
 
 from tests.conftest import wait_until
 from waymark.store import keys
-from waymark.store.answers import Room
+from waymark.store.answers import AnswersSize
 from waymark.store.client import RedisClient
-from waymark.store.responses import Bounds, Changed
+from waymark.store.responses import Changed, ResponseBounds
 from waymark.store.store import Store
 
 NAMES = [f"{n}" * 32 for n in range(8)]
 #: Of an entry, beside its value.
 ENTRY = 512
-ALONE = Bounds(600_000, entries_max=3, bytes_max=10_000)
+ALONE = ResponseBounds(600_000, entries_max=3, bytes_max=10_000)
 BEFORE_MONGO = ALONE._replace(queue_max=1000)
 
 
@@ -30,10 +30,10 @@ async def held(store: Store) -> list[int]:
     return [number for number, value in enumerate(found) if value]
 
 
-async def fill(store: Store, bounds: Bounds) -> None:
+async def fill(store: Store, bounds: ResponseBounds) -> None:
     for number in range(3):
         changed = await store.responses.keep(NAMES[number], b"{}", bounds)
-        assert changed == Changed(True, Room(number + 1, (number + 1) * (ENTRY + 2)))
+        assert changed == Changed(True, AnswersSize(number + 1, (number + 1) * (ENTRY + 2)))
 
 
 async def copy(store: Store, count: int) -> None:
@@ -42,33 +42,39 @@ async def copy(store: Store, count: int) -> None:
 
 async def test_the_responses_that_end_first_make_room(store: Store) -> None:
     await fill(store, ALONE)
-    assert await store.responses.keep(NAMES[3], b"{}", ALONE) == Changed(True, Room(3, 3 * (ENTRY + 2), evicted=1))
+    assert await store.responses.keep(NAMES[3], b"{}", ALONE) == Changed(
+        True, AnswersSize(3, 3 * (ENTRY + 2), evicted=1)
+    )
     assert await held(store) == [1, 2, 3]
     large = await store.responses.keep(NAMES[4], b"{%s}" % (b"x" * 8900), ALONE)
-    assert large == Changed(True, Room(2, 2 * ENTRY + 8904, evicted=2))
+    assert large == Changed(True, AnswersSize(2, 2 * ENTRY + 8904, evicted=2))
     assert await held(store) == [3, 4]
-    assert await store.responses.delete(NAMES[4], ALONE) == Changed(True, Room(1, ENTRY + 2))
+    assert await store.responses.delete(NAMES[4], ALONE) == Changed(True, AnswersSize(1, ENTRY + 2))
     assert await held(store) == [3]
 
 
 @pytest.mark.parametrize("bounds", [ALONE, BEFORE_MONGO])
-async def test_what_is_larger_than_all_room_changes_nothing(store: Store, bounds: Bounds) -> None:
+async def test_what_is_larger_than_all_room_changes_nothing(store: Store, bounds: ResponseBounds) -> None:
     await fill(store, bounds)
     for name in (NAMES[0], NAMES[3]):
-        assert await store.responses.keep(name, b"x" * 10_000, bounds) == Changed(False, Room(3, 3 * (ENTRY + 2)))
+        assert await store.responses.keep(name, b"x" * 10_000, bounds) == Changed(
+            False, AnswersSize(3, 3 * (ENTRY + 2))
+        )
     assert await store.responses.find(NAMES[:4]) == [b"{}", b"{}", b"{}", None]
 
 
 async def test_only_what_mongodb_has_makes_room(store: Store, redis: Redis) -> None:
     await fill(store, BEFORE_MONGO)
-    refused = Changed(False, Room(3, 3 * (ENTRY + 2)))
+    refused = Changed(False, AnswersSize(3, 3 * (ENTRY + 2)))
     assert await store.responses.keep(NAMES[3], b"{}", BEFORE_MONGO) == refused
     assert await store.responses.delete(NAMES[3], BEFORE_MONGO) == refused
     assert (await held(store), await redis.xlen(keys.RESPONSES_QUEUE)) == ([0, 1, 2], 3)
     await copy(store, 2)
     # The second one changes after its copy, so only the first one may go.
     assert (await store.responses.keep(NAMES[1], b"{ }", BEFORE_MONGO)).is_done
-    assert await store.responses.keep(NAMES[3], b"{}", BEFORE_MONGO) == Changed(True, Room(3, 3 * (ENTRY + 2) + 1, 1))
+    assert await store.responses.keep(NAMES[3], b"{}", BEFORE_MONGO) == Changed(
+        True, AnswersSize(3, 3 * (ENTRY + 2) + 1, 1)
+    )
     assert not (await store.responses.keep(NAMES[4], b"{}", BEFORE_MONGO)).is_done
     assert await held(store) == [1, 2, 3]
 
@@ -98,7 +104,7 @@ async def test_what_comes_back_from_mongodb_may_go_and_hides_no_deletion(store: 
 
 
 @pytest.mark.parametrize("bounds", [ALONE, BEFORE_MONGO])
-async def test_a_response_ends_with_its_time_whoever_has_it(store: Store, redis: Redis, bounds: Bounds) -> None:
+async def test_a_response_ends_with_its_time_whoever_has_it(store: Store, redis: Redis, bounds: ResponseBounds) -> None:
     await store.responses.keep(NAMES[0], b"{}", bounds)
     await store.responses.keep(NAMES[1], b"{}", bounds._replace(milliseconds=1))
 
@@ -107,7 +113,7 @@ async def test_a_response_ends_with_its_time_whoever_has_it(store: Store, redis:
 
     await wait_until(is_over, "the second response has ended", 20)
     room = (await store.responses.keep(NAMES[2], b"{}", bounds._replace(entries_max=2))).room
-    assert room == Room(2, 2 * (ENTRY + 2)), "one that has ended is none that was evicted"
+    assert room == AnswersSize(2, 2 * (ENTRY + 2)), "one that has ended is none that was evicted"
     assert await redis.hlen(keys.RESPONSES_KEPT) == 2
 
 
@@ -123,4 +129,4 @@ async def test_all_end_together_where_nothing_is_kept_any_more(store: Store, red
         return not await redis.exists(*found)
 
     await wait_until(is_gone, "all keys have ended", 20)
-    assert await store.responses.keep(NAMES[1], b"{}", ALONE) == Changed(True, Room(1, ENTRY + 2))
+    assert await store.responses.keep(NAMES[1], b"{}", ALONE) == Changed(True, AnswersSize(1, ENTRY + 2))

@@ -15,7 +15,7 @@ from tests.e2e.redis_server import redis_server
 from tests.patience import patient
 from tests.ports import unused_port
 from tests.ui.browser import tab
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 expect.set_options(timeout=patient(15_000))
@@ -33,7 +33,7 @@ async def main() -> None:
             for number in range(4):
                 engine = await engines.open(service, f"vllm-{number}", gpu_blocks=60, cpu_blocks=40)
                 chat = tuple(range(2000 + 1000 * number, 2080 + 1000 * number))
-                await engine.prefill(Prompt(SYSTEM[: 40 * (number + 1)] + chat))
+                await engine.prefill(SimulatedPrompt(SYSTEM[: 40 * (number + 1)] + chat))
             await engines.agree([service], SYSTEM)
             await engines.engines["vllm-3"].publisher.close()
             for theme in THEMES:

@@ -19,7 +19,7 @@ from tests.patience import patient
 from tests.ui.browser import tab
 from waymark.api.page import HEADERS
 from waymark.domain.rows import PIECE_BLOCKS
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 from waymark.store.store import Store
 
 __all__ = ["make_client", "memory_store"]
@@ -53,7 +53,7 @@ async def test_an_engine_that_dies_while_it_is_looked_at_is_shown_as_lost(
         await expect(page.locator("#state")).to_have_text("live")
         row = page.locator("#groups tr", has=page.get_by_text("dies", exact=True))
         await expect(row.locator("td.active")).to_have_text("active")
-        await engine.prefill(Prompt(CHAT))
+        await engine.prefill(SimulatedPrompt(CHAT))
         await expect(row).to_contain_text("GPU 6")
         await expect(row.locator("canvas")).to_have_count(2)
         await expect(row.locator("td", has=page.locator("canvas")).last).to_have_text("0/s")
@@ -91,7 +91,7 @@ async def test_a_prompt_over_the_fleet_shows_blocks_reasons_targets_and_a_link(
     service = await start("serve", redis_url, port=free_port)
     for name, tokens in (("whole", CHAT), ("half", CHAT[:12])):
         engine = await engines.open(service, name)
-        await engine.prefill(Prompt(tokens))
+        await engine.prefill(SimulatedPrompt(tokens))
     await engines.agree([service], CHAT)
     url = f"http://127.0.0.1:{free_port}"
     async with tab(url, "#prompt") as looking:

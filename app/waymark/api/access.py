@@ -6,9 +6,10 @@ import hmac
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from waymark.api.bodies import Body, Headers
+from waymark.api.bodies import Body
 from waymark.api.errors import Forbidden, Unauthorized
 from waymark.api.tokens_file import EVERYONE, Caller, TokensFile
+from waymark.asgi import RawHeaders
 from waymark.domain.names import DEFAULT_TENANT
 from waymark.shown import shown
 
@@ -35,7 +36,7 @@ class Gate:
         self._tokens = tokens
         self._protect_reads = protect_reads or tokens is not None
 
-    def check(self, access: Access, headers: Headers) -> Caller:
+    def check(self, access: Access, headers: RawHeaders) -> Caller:
         """Who calls. Raises ``Unauthorized`` without a token that is needed, ``Forbidden`` if it may only read."""
         has_tokens = self._token is not None or self._tokens is not None
         if not has_tokens or access == "open" or (access == "read" and not self._protect_reads):

@@ -22,7 +22,7 @@ from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.shown import shown
-from waymark.store.activity import Activity, Entry, is_entry_id
+from waymark.store.activity import Activity, ActivityEntry, is_entry_id
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _ALIVE: Final = b": alive\n\n"
 _RETRY: Final = b"retry: 2000\n\n"
 
 
-class _Client:
+class _ActivityReader:
     """One connection."""
 
     def __init__(self, caller: Caller, last: str) -> None:
@@ -49,7 +49,7 @@ class _Client:
         """None: the connection ends."""
         self.is_over = False
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: ActivityEntry) -> None:
         """Queue an entry that this client may see and has not got."""
         if _order(entry.id) <= _order(self.last):
             return
@@ -74,7 +74,7 @@ class ActivityFeed:
         self._clients_max = settings.activity_clients
         self._metrics = metrics
         self._stopping = stopping or asyncio.Event()
-        self._clients: set[_Client] = set()
+        self._clients: set[_ActivityReader] = set()
         self._task: asyncio.Task[None] | None = None
 
     async def follow(self, body: Body) -> Answer:
@@ -91,7 +91,7 @@ class ActivityFeed:
                 "(WAYMARK_ACTIVITY_CLIENTS); try again later",
                 retry_after_seconds=5,
             )
-        client = _Client(body.caller, last or "0-0")
+        client = _ActivityReader(body.caller, last or "0-0")
         found = await (self._activity.newest(_FIRST) if last is None else self._activity.after(last, _READ_MAX))
         for entry in found:
             client.take(entry)
@@ -100,7 +100,7 @@ class ActivityFeed:
             media_type=b"text/event-stream", stream=self._events(client),
         )  # fmt: skip
 
-    async def _events(self, client: _Client) -> AsyncGenerator[bytes]:
+    async def _events(self, client: _ActivityReader) -> AsyncGenerator[bytes]:
         if len(self._clients) >= self._clients_max:  # others came while its first entries were read
             return
         self._join(client)
@@ -118,13 +118,13 @@ class ActivityFeed:
         finally:
             self._leave(client)
 
-    def _join(self, client: _Client) -> None:
+    def _join(self, client: _ActivityReader) -> None:
         self._clients.add(client)
         self._metrics.activity_clients.set(len(self._clients))
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._read())
 
-    def _leave(self, client: _Client) -> None:
+    def _leave(self, client: _ActivityReader) -> None:
         self._clients.discard(client)
         self._metrics.activity_clients.set(len(self._clients))
 
@@ -152,14 +152,14 @@ def _order(entry_id: str) -> tuple[int, int]:
     return int(milliseconds), int(number)
 
 
-def _event(entry: Entry) -> bytes:
+def _event(entry: ActivityEntry) -> bytes:
     """One server-sent event; JSON has no line break."""
     milliseconds = int(entry.id.partition("-")[0])
     content: dict[str, Any] = {"at": milliseconds / 1000} | entry.content
     return b"id: %b\nevent: %b\ndata: %b\n\n" % (entry.id.encode(), _kind(entry), orjson.dumps(content))
 
 
-def _kind(entry: Entry) -> bytes:
+def _kind(entry: ActivityEntry) -> bytes:
     """The kind, which another release may have written."""
     kind = entry.content["kind"]
     return kind.encode() if isinstance(kind, str) and kind.isidentifier() and kind.isascii() else b"other"

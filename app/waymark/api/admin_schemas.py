@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from waymark.api.fields import Request
+from waymark.api.fields import RequestBody
 from waymark.api.models import Model
 
 
-class ClearRequest(Request):
+class ClearRequest(RequestBody):
     """What is cleared from the index."""
 
     scope: Literal["prefixes", "all"] = Field(
@@ -19,7 +19,7 @@ class ClearRequest(Request):
     )
 
 
-class InvalidateRequest(Request):
+class InvalidateRequest(RequestBody):
     """What is cleared from the response cache."""
 
     clear_all: Literal[True] = Field(description="true: all answers are cleared")

@@ -26,10 +26,10 @@ _RUNS_MAX = 16
 _ROW_BYTES, _RUN_BYTES, _HOLDER_BYTES = 1200, 100, 300
 
 
-_NONE_KNOWN: dict[tuple[tuple[bytes, int], ...], Counted] = {}
+_NONE_KNOWN: dict[tuple[tuple[bytes, int], ...], MatchRows] = {}
 
 
-class Counted:
+class MatchRows:
     """The rows of what was found; not to be changed."""
 
     __slots__ = ("_instances", "json", "rows")
@@ -46,7 +46,7 @@ class Counted:
         return self._instances
 
 
-NOTHING = Counted({}, b"{}")
+NOTHING = MatchRows({}, b"{}")
 
 
 class AnswerCache:
@@ -54,12 +54,12 @@ class AnswerCache:
 
     def __init__(self, bytes_max: int, metrics: Metrics) -> None:
         self._bytes_max = bytes_max
-        self._known: dict[View, dict[tuple[tuple[bytes, int], ...], Counted]] = {}
+        self._known: dict[View, dict[tuple[tuple[bytes, int], ...], MatchRows]] = {}
         self._hits = metrics.answer_cache_hits
         self.bytes = 0
         metrics.answer_cache_bytes.set_function(lambda: self.bytes)
 
-    def of(self, walk: Walk) -> Counted:
+    def of(self, walk: Walk) -> MatchRows:
         """The rows of what was found."""
         view, found = walk.view, tuple(walk.values)
         counted = self._known.get(view, _NONE_KNOWN).get(found)
@@ -67,7 +67,7 @@ class AnswerCache:
             self._hits.inc()
             return counted
         rows = {name: in_tokens(row, view.block_size) for name, row in conductor_rows(walk).items()}
-        counted = Counted(rows, orjson.dumps(rows))
+        counted = MatchRows(rows, orjson.dumps(rows))
         if len(found) <= _RUNS_MAX:
             self._keep(view, found, counted)
         return counted
@@ -76,7 +76,7 @@ class AnswerCache:
         self._known.clear()
         self.bytes = 0
 
-    def _keep(self, view: View, found: tuple[tuple[bytes, int], ...], counted: Counted) -> None:
+    def _keep(self, view: View, found: tuple[tuple[bytes, int], ...], counted: MatchRows) -> None:
         size = _ROW_BYTES * (1 + len(counted.rows)) + sum(_RUN_BYTES + len(value) for value, _ in found)
         of_view = 0 if view in self._known else _ROW_BYTES + _HOLDER_BYTES * view.size
         if self.bytes + of_view + size > self._bytes_max:

@@ -28,10 +28,10 @@ from waymark.api.decisions import Decisions
 from waymark.api.doc import Doc, Queue
 from waymark.api.dynamo import Dynamo
 from waymark.api.dynamo_inputs import DynamoInputs
-from waymark.api.dynamo_loads import DynamoLoads
+from waymark.api.dynamo_loads import DynamoLoadHandlers
 from waymark.api.dynamo_select import DynamoSelect
 from waymark.api.dynamo_views import DynamoViews
-from waymark.api.dynamo_workers import DynamoWorkers
+from waymark.api.dynamo_workers import DynamoWorkerHandlers
 from waymark.api.engine_addresses import EngineAddresses
 from waymark.api.events import Events
 from waymark.api.explanations import Explanations
@@ -152,8 +152,11 @@ def _operations(
     )
     dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store)
     decisions = Decisions(store, settings, metrics, tokenizer, gate)
-    inputs, workers = DynamoInputs(store, settings, decisions.selector), DynamoWorkers(store, settings)
-    select, loads = DynamoSelect(store, decisions.selector, inputs), DynamoLoads(store, decisions.selector, inputs)
+    inputs, workers = DynamoInputs(store, settings, decisions.selector), DynamoWorkerHandlers(store, settings)
+    select, loads = (
+        DynamoSelect(store, decisions.selector, inputs),
+        DynamoLoadHandlers(store, decisions.selector, inputs),
+    )
     admin = Admin(store, settings)
     page = Page(is_shown=settings.ui)
     queue = InspectionQueue(settings)

@@ -6,7 +6,7 @@ formats. What cannot be read is refused here; whether its fields fit is ``schema
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -20,13 +20,13 @@ from waymark.api.errors import Unfit
 from waymark.api.lists import cut, cut_hashes
 from waymark.api.request_cache import RequestCache, Text
 from waymark.api.tokens_file import EVERYONE, Caller
+from waymark.asgi import RawHeaders
 from waymark.errors import InvalidValue
 from waymark.shown import kind, shown
 
 T = TypeVar("T")
 
 #: Bytes of a body before it has been read, as (name, value) pairs of the ASGI scope.
-Headers = Iterable[tuple[bytes, bytes]]
 
 
 class Format(Enum):
@@ -107,7 +107,7 @@ class Disconnected(Exception):
     """The client went away while its body was read; nobody is left to be answered."""
 
 
-def format_of(headers: Headers) -> Format:
+def format_of(headers: RawHeaders) -> Format:
     """The format that Content-Type names; JSON where there is none."""
     found = Format.JSON
     for name, value in headers:
@@ -127,7 +127,7 @@ def format_of(headers: Headers) -> Format:
     return found
 
 
-async def read_body(headers: Headers, receive: Receive, max_bytes: int) -> bytes:
+async def read_body(headers: RawHeaders, receive: Receive, max_bytes: int) -> bytes:
     """The whole body; ``InvalidValue`` (too_large) as soon as it is known to be longer than ``max_bytes``."""
     for name, value in headers:
         if name == b"content-length" and value.isdigit() and int(value[:20]) > max_bytes:

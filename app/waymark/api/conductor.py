@@ -14,7 +14,7 @@ from waymark.api.bodies import Body, Format
 from waymark.api.by_address import AddressTables
 from waymark.api.errors import Unfit
 from waymark.api.given_prompts import GivenPrompts, text_of
-from waymark.api.lookup import KeysOf, Lookup
+from waymark.api.lookup import KeysOf, QueryReader
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.texts import ModelPrompt, PromptTokenizer
 from waymark.domain.block_size import block_size_of
@@ -42,7 +42,7 @@ class Conductor:
         self._settings = settings
         self._shape = settings.conductor_shape
         self._given = GivenPrompts(settings)
-        self._lookup = Lookup(store.reader, settings, metrics)
+        self._lookup = QueryReader(store.reader, settings, metrics)
         self._addresses = store.incarnation.cache(AddressTables())
         self._rows = store.incarnation.cache(AnswerCache(settings.answer_cache_bytes, metrics))
 
@@ -54,14 +54,14 @@ class Conductor:
             asked, self._given.keys_of(QueryRequest, body, asked.namespace, asked.items), body.format
         )
 
-    async def _answer_text(self, asked: _Asked, body_format: Format, tokens: Tokens) -> Answer:
+    async def _answer_text(self, asked: _QueryFields, body_format: Format, tokens: Tokens) -> Answer:
         return await self._answer(asked, self._given.of_tokens(tokens.ids, asked.namespace, tokens.items), body_format)
 
     def query_by_hash(self, body: Body) -> Awaitable[Answer]:
         asked = body.asked(_by_hash)
         return self._answer(asked, self._given.keys_of(QueryByHashRequest, body, asked.namespace), body.format)
 
-    async def _answer(self, asked: _Asked, keys_of: KeysOf, body_format: Format) -> Answer:
+    async def _answer(self, asked: _QueryFields, keys_of: KeysOf, body_format: Format) -> Answer:
         group, instance_id, block_size = asked.group, asked.instance_id, asked.block_size
         if block_size is None:
             block_size, reading = await self._lookup.read_in_size(group, block_size_of, keys_of)
@@ -110,7 +110,7 @@ class Conductor:
         return "" if block_size in sizes else f"no engine of this model has block_size {block_size}; they have {known}"
 
 
-class _Asked(NamedTuple):
+class _QueryFields(NamedTuple):
     """What a query says beside its prompt."""
 
     group: GroupName
@@ -128,20 +128,20 @@ class _Asked(NamedTuple):
 
 def _validated(
     request: QueryRequest | QueryByHashRequest, text: ModelPrompt | None = None, items: Items = ()
-) -> _Asked:
+) -> _QueryFields:
     ns = namespace(request.adapter, request.salts)
     tenant = orjson.dumps(request.group.tenant_id)
-    return _Asked(
+    return _QueryFields(
         request.group, request.instance_id, request.block_size, ns, tenant, text, items, request.by == "address"
     )
 
 
-def _by_prompt(fields: dict[str, Any]) -> _Asked:
+def _by_prompt(fields: dict[str, Any]) -> _QueryFields:
     request = QueryRequest.of(fields)
     return _validated(request, text_of(request.group, request), request.items)
 
 
-def _by_hash(fields: dict[str, Any]) -> _Asked:
+def _by_hash(fields: dict[str, Any]) -> _QueryFields:
     request = QueryByHashRequest.of(fields)
     other = next((name for name in ("token_ids", "prompt", "messages") if fields.get(name) is not None), None)
     if other is not None:

@@ -22,7 +22,7 @@ from waymark.api.bodies import Body, Format
 from waymark.api.doc import Doc
 from waymark.api.dynamo_schemas import DynamoErrorBody
 from waymark.api.errors import ErrorBody
-from waymark.api.fields import Request
+from waymark.api.fields import RequestBody
 from waymark.api.operations import Operation
 
 _REF = "#/components/schemas/{model}"
@@ -104,7 +104,7 @@ def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
     schemas = definitions["$defs"]
     for model in models:
-        if issubclass(model, Request):
+        if issubclass(model, RequestBody):
             _add_spellings(schemas[model.__name__], model)
             _allow_null(schemas[model.__name__])
     paths: dict[str, Any] = {}
@@ -130,10 +130,10 @@ def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
 
 
 def _is_request(part: Any) -> bool:
-    return isinstance(part, type) and issubclass(part, Request)
+    return isinstance(part, type) and issubclass(part, RequestBody)
 
 
-def _add_spellings(schema: dict[str, Any], model: type[Request]) -> None:
+def _add_spellings(schema: dict[str, Any], model: type[RequestBody]) -> None:
     for name in model.model_fields:
         usual, *others = model.spellings(name)
         if others:

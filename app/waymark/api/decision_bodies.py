@@ -19,14 +19,14 @@ from waymark.domain.multimodal import Items
 from waymark.domain.names import Adapter, GroupName
 from waymark.errors import InvalidValue
 from waymark.routing.presets import preset
-from waymark.selection.asked import Asked, Chosen, Given, Prompt, PromptOf, Taking
+from waymark.selection.asked import Chosen, Given, HashedPrompt, PromptOf, RankingRequest, Taking
 from waymark.selection.served import ServedModel
 from waymark.shown import shown
 
 T = TypeVar("T", ScoreRequest, SelectRequest)
 
 
-class Read(NamedTuple):
+class DecisionBody(NamedTuple):
     """A body without its prompt, validated."""
 
     request: ScoreRequest | SelectRequest
@@ -47,7 +47,7 @@ class Read(NamedTuple):
     """What only ``/select`` asks for."""
 
 
-def read_decision(model: type[T], fields: dict[str, Any], *, prefix_bytes: int) -> Read:
+def read_decision(model: type[T], fields: dict[str, Any], *, prefix_bytes: int) -> DecisionBody:
     request = model.of(fields)
     policy = None
     if request.policy is not None:
@@ -64,7 +64,7 @@ def read_decision(model: type[T], fields: dict[str, Any], *, prefix_bytes: int) 
     if isinstance(request, ScoreRequest) and request.candidates is not None:
         given = _given(request.candidates)
     text = text_of(request.group, request, "prefix_hash")
-    return Read(
+    return DecisionBody(
         request,
         policy,
         request.group,
@@ -133,7 +133,7 @@ def check_known(given: Mapping[tuple[str, int], Given], known: Set[tuple[str, in
             )
 
 
-def as_served(read: Read, served: ServedModel) -> Read:
+def as_served(read: DecisionBody, served: ServedModel) -> DecisionBody:
     adapter = read.adapter if served.adapter is None else served.adapter
     if read.adapter not in (None, adapter):
         raise Unfit(
@@ -150,7 +150,7 @@ def as_served(read: Read, served: ServedModel) -> Read:
     )
 
 
-def select_request(read: Read) -> SelectRequest:
+def select_request(read: DecisionBody) -> SelectRequest:
     assert isinstance(read.request, SelectRequest)
     return read.request
 
@@ -170,9 +170,11 @@ def _taking(request: ScoreRequest | SelectRequest) -> Taking:
     )
 
 
-def asked_of(read: Read, policy: Chosen, prompt: PromptOf, *, needs_source: InvalidValue | None = None) -> Asked:
+def asked_of(
+    read: DecisionBody, policy: Chosen, prompt: PromptOf, *, needs_source: InvalidValue | None = None
+) -> RankingRequest:
     request = read.request
-    return Asked(
+    return RankingRequest(
         group=read.group,
         prompt=prompt,
         policy=policy,
@@ -200,12 +202,12 @@ def _is_multimodal(messages: list[Any] | None) -> bool:
 def keys_of_all(keys_of: KeysOf) -> PromptOf:
     """All keys of a prompt at once: speculative entries need the last ones."""
 
-    def prompt(block_size: int) -> Prompt:
+    def prompt(block_size: int) -> HashedPrompt:
         found = keys_of(block_size)
-        return Prompt(found.tokens, found.keys(found.blocks))
+        return HashedPrompt(found.tokens, found.keys(found.blocks))
 
     return prompt
 
 
-def without_tokens(block_size: int) -> Prompt:
-    return Prompt(0, b"")
+def without_tokens(block_size: int) -> HashedPrompt:
+    return HashedPrompt(0, b"")

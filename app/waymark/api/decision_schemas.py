@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandle
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from waymark.api.answer_schemas import Explanation
-from waymark.api.fields import NAME, OPTIONAL_NAME, RANK, BlockSize, Name, OptionalName, Rank, Request
+from waymark.api.fields import NAME, OPTIONAL_NAME, RANK, BlockSize, NonEmptyName, OptionalName, RankNumber, RequestBody
 from waymark.api.models import Model
 from waymark.api.query_schemas import OPTIONAL_BLOCK_SIZE, Named, PromptFields
 from waymark.routing.policy import Decision
@@ -46,8 +46,8 @@ def _all_named(value: list[str]) -> list[str]:
 
 Hex = Annotated[str, BeforeValidator(_hex), WithJsonSchema({"type": "string", "pattern": "^([0-9A-Fa-f]{2}){8,64}$"})]
 Names = Annotated[list[str], BeforeValidator(_few), AfterValidator(_all_named)]
-Amount = Annotated[int, Field(ge=0, le=_TOKENS_MAX)]
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+TokenCount = Annotated[int, Field(ge=0, le=_TOKENS_MAX)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 By = Literal["instance", "address"]
 
 _AMOUNT = "an integer of 0..2^53-1"
@@ -55,19 +55,19 @@ _SHARE = "a number of 0 to 1"
 _NAMES = f"a list of at most {NAMES_MAX} texts, instances or addresses"
 
 
-class GivenCandidate(Request):
+class GivenCandidate(RequestBody):
     """A target with the values that the caller knows. For an absent field Waymark uses the stored value."""
 
-    instance_id: Name = Field(description=NAME)
-    dp_rank: Rank = Field(default=0, description=RANK)
-    requests: Amount | None = Field(default=None, description=f"{_AMOUNT}: running requests of this target")
-    tokens: Amount | None = Field(
+    instance_id: NonEmptyName = Field(description=NAME)
+    dp_rank: RankNumber = Field(default=0, description=RANK)
+    requests: TokenCount | None = Field(default=None, description=f"{_AMOUNT}: running requests of this target")
+    tokens: TokenCount | None = Field(
         default=None, description=f"{_AMOUNT}: prompt tokens that the engine still has to compute"
     )
-    waiting: Amount | None = Field(default=None, description=f"{_AMOUNT}: requests in the engine's queue")
-    running: Amount | None = Field(default=None, description=f"{_AMOUNT}: requests that the engine is processing")
-    kv_usage: Share | None = Field(default=None, description=f"{_SHARE}: the used share of the engine's KV cache")
-    health: Share | None = Field(default=None, description=f"{_SHARE}: the share of requests that succeeded")
+    waiting: TokenCount | None = Field(default=None, description=f"{_AMOUNT}: requests in the engine's queue")
+    running: TokenCount | None = Field(default=None, description=f"{_AMOUNT}: requests that the engine is processing")
+    kv_usage: Fraction | None = Field(default=None, description=f"{_SHARE}: the used share of the engine's KV cache")
+    health: Fraction | None = Field(default=None, description=f"{_SHARE}: the share of requests that succeeded")
 
 
 class _CandidatesSchema:
@@ -144,7 +144,7 @@ class SelectRequest(DecisionRequest):
     )
 
 
-class ReleaseRequest(Request):
+class ReleaseRequest(RequestBody):
     """The reservations to end or to renew, or those whose prefill is done."""
 
     reservation: str | None = Field(default=None, description="a text, as /select returned it")

@@ -10,7 +10,7 @@ from waymark.api.answers import Answer, Paused
 from waymark.api.bodies import Body
 from waymark.api.decision_answers import best_by_address, score_row, select_answer
 from waymark.api.decision_bodies import (
-    Read,
+    DecisionBody,
     as_served,
     asked_of,
     check_known,
@@ -28,13 +28,13 @@ from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
 from waymark.routing.policy import Decision, Scored
 from waymark.routing.presets import PRESETS
-from waymark.selection.asked import Asked
+from waymark.selection.asked import RankingRequest
 from waymark.selection.options import SelectionOptions
 from waymark.selection.selector import Selector
 from waymark.selection.served import ServedNames
 from waymark.selection.startup import StartupGate
 from waymark.settings import Settings
-from waymark.store.reservations import Part, Reservation, parse_reservations
+from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
 from waymark.store.store import Store
 from waymark.tokenization.prompt import Tokens
 
@@ -61,7 +61,7 @@ class Decisions:
         read = await self._resolved(body.asked(self._score))
         return await self._with_prompt(read, body, partial(self._scored, read))
 
-    async def _scored(self, read: Read, asked: Asked) -> Answer:
+    async def _scored(self, read: DecisionBody, asked: RankingRequest) -> Answer:
         ranked = await self._selector.score(asked)
         if ranked is None:
             known: list[Scored] = []
@@ -96,7 +96,7 @@ class Decisions:
         await self._gate.check()
         read = await self._resolved(read)
 
-        async def selected(asked: Asked) -> Answer:
+        async def selected(asked: RankingRequest) -> Answer:
             return select_answer(await self._selector.select(asked, read.taking), request)
 
         return await self._with_prompt(read, body, selected)
@@ -109,7 +109,7 @@ class Decisions:
         served = self._served.at_hand(read.group)
         read = read if served is None else as_served(read, served)
 
-        async def selected(asked: Asked) -> Answer:
+        async def selected(asked: RankingRequest) -> Answer:
             return select_answer(self._selector.select_without_redis(asked, read.taking), request)
 
         # The prefix alone decides.
@@ -141,7 +141,9 @@ class Decisions:
         for index, text in enumerate(texts):
             field = "reservation" if request.reservation is not None else f"reservations[{index}]"
             found += parse_reservations(text, field)
-        part = {"prefill": Part.PREFILL, "renew": Part.RENEW}.get(request.part) or Part(request.outcome)
+        part = {"prefill": ReservationPart.PREFILL, "renew": ReservationPart.RENEW}.get(
+            request.part
+        ) or ReservationPart(request.outcome)
         own = found if body.caller.tenants is None else await self._own(found, body.caller)
         milliseconds = int(1000 * request.timeout_seconds)
         released, gone = await self._selector.release(own, part, milliseconds=milliseconds, ttft_ms=request.ttft_ms)
@@ -155,13 +157,18 @@ class Decisions:
 
     # ---- from bodies -------------------------------------------------------------------------------
 
-    async def _resolved(self, read: Read) -> Read:
+    async def _resolved(self, read: DecisionBody) -> DecisionBody:
         """The body with the model and the adapter that its ``model`` means."""
         served = await self._served.of(read.group)
         return read if served is None else as_served(read, served)
 
     async def _with_prompt(
-        self, read: Read, body: Body, decide: Callable[[Asked], Awaitable[Answer]], *, is_sticky: bool = False
+        self,
+        read: DecisionBody,
+        body: Body,
+        decide: Callable[[RankingRequest], Awaitable[Answer]],
+        *,
+        is_sticky: bool = False,
     ) -> Answer | Paused:
         """The decision about a prompt, once the prompt has tokens if the policy needs them."""
         policy = read.policy or self._selector.default_policy

@@ -19,7 +19,7 @@ from waymark.api.dynamo_schemas import (
     DynamoUnregisterRequest,
 )
 from waymark.api.errors import short
-from waymark.api.lookup import KeysOf, Lookup, PromptKeys
+from waymark.api.lookup import KeysOf, PromptKeys, QueryReader
 from waymark.api.prompts import LocalHashKeys, TokenKeys, hashes, token_bytes
 from waymark.domain.engines import UNNAMED
 from waymark.domain.hashing import namespace
@@ -41,7 +41,7 @@ class Dynamo:
     def __init__(self, store: Store, settings: Settings, metrics: Metrics) -> None:
         self._store = store
         self._settings = settings
-        self._lookup = Lookup(store.reader, settings, metrics)
+        self._lookup = QueryReader(store.reader, settings, metrics)
         self._allowed = AllowedEndpoints(settings.allowed_endpoints)
 
     async def register(self, body: Body) -> Answer:

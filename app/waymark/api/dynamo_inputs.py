@@ -15,12 +15,12 @@ from waymark.domain.keys import KEY_BYTES
 from waymark.domain.names import GroupName
 from waymark.errors import InvalidValue, NoTarget
 from waymark.routing.presets import PRESETS
-from waymark.selection.asked import Chosen, Prompt, PromptOf
+from waymark.selection.asked import Chosen, HashedPrompt, PromptOf
 from waymark.selection.selector import Selector
 from waymark.settings import Settings
 from waymark.store.store import Store
 
-Prompted: TypeAlias = DynamoSelectRequest | DynamoPromptRequest | DynamoReservationRequest
+PromptRequest: TypeAlias = DynamoSelectRequest | DynamoPromptRequest | DynamoReservationRequest
 _CONSTANTS = {constant.name for constant in PRESETS["dynamo"].constants}
 
 
@@ -48,7 +48,7 @@ class DynamoInputs:
         preset = PRESETS["dynamo"]
         return Chosen(preset, preset.values({name: overrides[name] for name in overrides if name in _CONSTANTS}))
 
-    def prompt(self, request: Prompted, body: Body) -> PromptOf:
+    def prompt(self, request: PromptRequest, body: Body) -> PromptOf:
         """The prompt that a body has as tokens or as hashes; ``InvalidValue`` if it has neither."""
         settings = self._settings
         if body.numbers is not None or request.token_ids is not None:
@@ -74,22 +74,22 @@ class DynamoInputs:
         return partial(_of_keys, packed, request.isl_tokens)
 
 
-def remembered(prompt_of: PromptOf, made: dict[int, Prompt]) -> PromptOf:
+def remembered(prompt_of: PromptOf, made: dict[int, HashedPrompt]) -> PromptOf:
     """``prompt_of``, with each prompt that it makes kept in ``made`` by its block size."""
 
-    def of(block_size: int) -> Prompt:
+    def of(block_size: int) -> HashedPrompt:
         made[block_size] = prompt_of(block_size)
         return made[block_size]
 
     return of
 
 
-def _of_tokens(tokens: bytes, ns: int, seed: int, block_size: int) -> Prompt:
-    return Prompt(len(tokens) // 4, block_keys(None, tokens, block_size, namespace=ns, seed=seed))
+def _of_tokens(tokens: bytes, ns: int, seed: int, block_size: int) -> HashedPrompt:
+    return HashedPrompt(len(tokens) // 4, block_keys(None, tokens, block_size, namespace=ns, seed=seed))
 
 
-def _of_keys(keys: bytes, tokens: int | None, block_size: int) -> Prompt:
-    return Prompt(len(keys) // KEY_BYTES * block_size if tokens is None else tokens, keys)
+def _of_keys(keys: bytes, tokens: int | None, block_size: int) -> HashedPrompt:
+    return HashedPrompt(len(keys) // KEY_BYTES * block_size if tokens is None else tokens, keys)
 
 
 def none_schedulable(group: GroupName) -> NoTarget:

@@ -15,14 +15,14 @@ from waymark.domain.match import DynamoRank, Walk, dynamo_rows
 from waymark.domain.names import GroupName
 from waymark.routing.policy import Scored
 from waymark.routing.target import Candidate
-from waymark.selection.asked import Asked, Prompt
+from waymark.selection.asked import HashedPrompt, RankingRequest
 from waymark.selection.selector import Selector
 from waymark.store.store import Store
 
 NONE_THERE = DynamoRank()
 
 
-class DynamoLoads:
+class DynamoLoadHandlers:
     """Handlers of scores and loads."""
 
     def __init__(self, store: Store, selector: Selector, inputs: DynamoInputs) -> None:
@@ -89,7 +89,7 @@ class DynamoLoads:
         found = []
         for group in groups:
             _, block_size = await self._inputs.workers(group)
-            asked = Asked(group, partial(_nothing, 0), self._inputs.policy(None), block_size)
+            asked = RankingRequest(group, partial(_nothing, 0), self._inputs.policy(None), block_size)
             ranked = await self._selector.score(asked)
             if ranked is None:
                 continue
@@ -105,13 +105,13 @@ class DynamoLoads:
             )
         return Answer(found)
 
-    async def _all(self, body: Body) -> tuple[Sequence[Candidate], Walk | None, Prompt, int]:
+    async def _all(self, body: Body) -> tuple[Sequence[Candidate], Walk | None, HashedPrompt, int]:
         """Every worker for a prompt."""
         request = DynamoPromptRequest.of(body.fields)
         group = GroupName(request.partition, request.model_name)
-        made: dict[int, Prompt] = {}
+        made: dict[int, HashedPrompt] = {}
         _, block_size = await self._inputs.workers(group)
-        asked = Asked(
+        asked = RankingRequest(
             group, remembered(self._inputs.prompt(request, body), made), self._inputs.policy(None), block_size
         )
         ranked = await self._selector.score(asked)
@@ -119,8 +119,8 @@ class DynamoLoads:
         return found, None if ranked is None else ranked.walk, made[block_size], block_size
 
 
-def _nothing(tokens: int, _: int) -> Prompt:
-    return Prompt(tokens, b"")
+def _nothing(tokens: int, _: int) -> HashedPrompt:
+    return HashedPrompt(tokens, b"")
 
 
 def _load(candidate: Candidate, tokens: int, blocks: int) -> dict[str, int]:

@@ -6,7 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, Field
 
-from waymark.api.fields import NAME, OPTIONAL_NAME, Hashes, Name, OptionalName, Rank, Request, TokenIds
+from waymark.api.fields import (
+    NAME,
+    OPTIONAL_NAME,
+    HashList,
+    NonEmptyName,
+    OptionalName,
+    RankNumber,
+    RequestBody,
+    TokenIds,
+)
 from waymark.api.models import Model, Root
 from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U32_MAX, U64_MASK
 
@@ -17,8 +26,8 @@ _ID = "an integer of 0..2^64-1"
 InstanceId = Annotated[int, Field(ge=0, le=U64_MASK)]
 
 
-class _Grouped(Request):
-    model_name: Name = Field(description=NAME)
+class _Grouped(RequestBody):
+    model_name: NonEmptyName = Field(description=NAME)
     routing_group: OptionalName = Field(default=None, description=_GROUP)
     tenant_id: OptionalName = Field(default=None, description=f"{_GROUP}; routing_group takes precedence")
 
@@ -34,7 +43,7 @@ class DynamoRegisterRequest(_Grouped):
     instance_id: InstanceId = Field(description=_ID)
     endpoint: str = Field(description=f"a text, {ENDPOINT}")
     block_size: Annotated[int, Field(ge=0, le=U32_MAX)] = Field(description="an integer of 1..65536, tokens per block")
-    dp_rank: Rank = Field(default=0, description=_RANK)
+    dp_rank: RankNumber = Field(default=0, description=_RANK)
     replay_endpoint: OptionalName = Field(default=None, description=f"a text, {ENDPOINT}")
     additional_salt: OptionalName = Field(
         default=None,
@@ -47,7 +56,7 @@ class DynamoUnregisterRequest(_Grouped):
     """The publishers to remove: in all routing groups if none is named, and all ranks if ``dp_rank`` is absent."""
 
     instance_id: InstanceId = Field(description=_ID)
-    dp_rank: Rank | None = Field(default=None, description=_RANK)
+    dp_rank: RankNumber | None = Field(default=None, description=_RANK)
 
 
 class DynamoQueryRequest(_Grouped):
@@ -61,7 +70,7 @@ class DynamoQueryRequest(_Grouped):
 class DynamoQueryByHashRequest(_Grouped):
     """A prompt, by the local hashes of its blocks."""
 
-    block_hashes: Hashes = Field(
+    block_hashes: HashList = Field(
         description="a list of local hashes, signed or unsigned, or in msgpack a bin of little-endian u64"
     )
 
@@ -103,7 +112,7 @@ class DynamoTieredAnswer(Model):
     tiered: DynamoTiers
 
 
-class PeerRequest(Request):
+class PeerRequest(RequestBody):
     """The base URL of a peer."""
 
     url: Annotated[str, Field(max_length=4096)] = Field(description="a text of at most 4096 characters")

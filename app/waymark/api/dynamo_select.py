@@ -24,9 +24,9 @@ from waymark.domain.match import Walk, dynamo_rows
 from waymark.domain.names import GroupName
 from waymark.errors import Conflict, InvalidValue, NoTarget, NotFound
 from waymark.routing.target import Candidate
-from waymark.selection.asked import Asked, Prompt, Taking
+from waymark.selection.asked import HashedPrompt, RankingRequest, Taking
 from waymark.selection.selector import Selector
-from waymark.store.reservations import Part, Reservation, parse_reservations
+from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
 from waymark.store.store import Store
 
 #: A client of the released selector reports no sign of life but output blocks; there a load stays for 300 s, too.
@@ -122,7 +122,7 @@ class DynamoSelect:
 
     async def prefill_complete(self, body: Body) -> Answer:
         _, reservations = await self._reserved(body)
-        await self._selector.release(reservations, Part.PREFILL)
+        await self._selector.release(reservations, ReservationPart.PREFILL)
         return Answer({"status": "ok"})
 
     async def output_block(self, body: Body) -> Answer:
@@ -130,7 +130,7 @@ class DynamoSelect:
         if request.decay_fraction is not None and not 0 <= request.decay_fraction <= 1:
             raise InvalidValue("decay_fraction must be between 0.0 and 1.0", field="decay_fraction")
         text, reservations = await self._reserved(body)
-        await self._selector.release(reservations, Part.RENEW, milliseconds=_RESERVATION_MS)
+        await self._selector.release(reservations, ReservationPart.RENEW, milliseconds=_RESERVATION_MS)
         await self._store.selections.change(body.path["reservation_id"], text, text, _RESERVATION_MS)
         return Answer({"status": "ok"})
 
@@ -138,7 +138,7 @@ class DynamoSelect:
         text, reservations = await self._reserved(body)
         if not await self._store.selections.change(body.path["reservation_id"], text, ""):
             raise _no_reservation(body)
-        await self._selector.release(reservations, Part.OK)
+        await self._selector.release(reservations, ReservationPart.OK)
         return Answer({"status": "ok"})
 
     async def _reserved(self, body: Body) -> tuple[str, list[Reservation]]:
@@ -151,10 +151,10 @@ class DynamoSelect:
 
     async def _selected(
         self, request: DynamoSelectRequest, body: Body, *, is_reserved: bool
-    ) -> tuple[dict[str, Any], str, Prompt]:
+    ) -> tuple[dict[str, Any], str, HashedPrompt]:
         """The answer of a selection, the text of its reservation as it is or would be, and its prompt."""
         group = GroupName(request.partition, request.model_name)
-        made: dict[int, Prompt] = {}
+        made: dict[int, HashedPrompt] = {}
         prompt_of = remembered(self._inputs.prompt(request, body), made)
         allowed = None if request.allowed_worker_ids is None else set(map(str, request.allowed_worker_ids))
         workers, block_size = await self._inputs.workers(group)
@@ -163,7 +163,7 @@ class DynamoSelect:
         only = frozenset(workers if allowed is None else allowed & workers)
         if not only:
             raise NoTarget("no endpoints available to route work")
-        asked = Asked(group, prompt_of, self._inputs.policy(request.router_config_override), block_size)
+        asked = RankingRequest(group, prompt_of, self._inputs.policy(request.router_config_override), block_size)
         taking = Taking(only=only, profile="single", is_reserved=is_reserved, milliseconds=_RESERVATION_MS)
         try:
             selected = await self._selector.select(asked, taking)
@@ -221,7 +221,7 @@ class DynamoSelect:
 
     async def _keep(self, selection_id: str, reservation: str) -> None:
         if not await self._store.selections.change(selection_id, _BEGUN, f"{_RESERVED}{reservation}", _RESERVATION_MS):
-            await self._selector.release(parse_reservations(reservation), Part.OK)
+            await self._selector.release(parse_reservations(reservation), ReservationPart.OK)
             raise _taken(selection_id)
 
     async def _forget(self, selection_id: str) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, Field, WithJsonSchema
 
 from waymark.api.dynamo_schemas import InstanceId
-from waymark.api.fields import NAME, OPTIONAL_NAME, Hashes, Name, OptionalName, Request, TokenIds
+from waymark.api.fields import NAME, OPTIONAL_NAME, HashList, NonEmptyName, OptionalName, RequestBody, TokenIds
 from waymark.api.models import Model, Root
 from waymark.domain.names import DEFAULT_TENANT, U32_MAX
 
@@ -19,12 +19,12 @@ _ID = "an integer of 0..2^64-1"
 _U32 = f"an integer of 0..{U32_MAX}"
 
 U32 = Annotated[int, Field(ge=0, le=U32_MAX)]
-Amount = Annotated[int, Field(ge=0, le=2**53 - 1)]
+SafeInteger = Annotated[int, Field(ge=0, le=2**53 - 1)]
 Urls = Annotated[dict[str, str], WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}})]
 
 
-class _InGroup(Request):
-    model_name: Name = Field(default=DEFAULT_MODEL, description=NAME)
+class _InGroup(RequestBody):
+    model_name: NonEmptyName = Field(default=DEFAULT_MODEL, description=NAME)
     routing_group: OptionalName = Field(
         default=None, validation_alias=AliasChoices("routing_group", "tenant_id"), description=_GROUP
     )
@@ -34,7 +34,7 @@ class _InGroup(Request):
         return self.routing_group or DEFAULT_TENANT
 
 
-class WorkerPatch(Request):
+class WorkerPatch(RequestBody):
     """The fields to change in a worker's description. Absent fields stay as they are."""
 
     endpoint: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}, the address of its requests")
@@ -46,8 +46,8 @@ class WorkerPatch(Request):
     data_parallel_size: Annotated[int, Field(ge=0, le=_RANKS_MAX)] | None = Field(
         default=None, description=f"an integer of 0..{_RANKS_MAX}"
     )
-    max_num_batched_tokens: Amount | None = Field(default=None, description="an integer; stored, but not used")
-    total_kv_blocks: Amount | None = Field(default=None, description="an integer; stored, but not used")
+    max_num_batched_tokens: SafeInteger | None = Field(default=None, description="an integer; stored, but not used")
+    total_kv_blocks: SafeInteger | None = Field(default=None, description="an integer; stored, but not used")
     stable_routing_id: OptionalName = Field(default=None, description="a text; stored, but not used")
     is_eagle: bool | None = Field(default=None, description="true or false; stored, but not used")
     taints: list[str] | None = Field(default=None, description="a list of texts; stored, but not used")
@@ -60,20 +60,20 @@ class WorkerRequest(WorkerPatch, _InGroup):
     worker_id: InstanceId = Field(description=_ID)
 
 
-class _Prompted(_InGroup):
+class _DynamoPrompt(_InGroup):
     token_ids: TokenIds = Field(
         default=None, description="a list of token ids, or in msgpack a bin of little-endian u32"
     )
-    block_hashes: Hashes = Field(default=None, description="a list of local hashes, signed or unsigned")
-    sequence_hashes: Hashes = Field(default=None, description="a list of rolling hashes; required with block_hashes")
-    isl_tokens: Amount | None = Field(
+    block_hashes: HashList = Field(default=None, description="a list of local hashes, signed or unsigned")
+    sequence_hashes: HashList = Field(default=None, description="a list of rolling hashes; required with block_hashes")
+    isl_tokens: SafeInteger | None = Field(
         default=None, description="an integer: the number of tokens of the prompt, if block_hashes replace token_ids"
     )
     lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
     cache_salt: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means none")
 
 
-class DynamoSelectRequest(_Prompted):
+class DynamoSelectRequest(_DynamoPrompt):
     """A prompt that needs a worker."""
 
     selection_id: OptionalName = Field(default=None, description=OPTIONAL_NAME)
@@ -85,14 +85,14 @@ class DynamoSelectRequest(_Prompted):
     )
 
 
-class DynamoPromptRequest(_Prompted):
+class DynamoPromptRequest(_DynamoPrompt):
     """A prompt, for all workers."""
 
 
-class DynamoReservationRequest(_Prompted):
+class DynamoReservationRequest(_DynamoPrompt):
     """What to reserve: a selection that ``/dynamo/select`` returned, or a worker that the client picked."""
 
-    selection_id: Name = Field(description=NAME)
+    selection_id: NonEmptyName = Field(description=NAME)
     worker_id: InstanceId | None = Field(default=None, description=_ID)
     dp_rank: U32 = Field(default=0, description=_U32)
     track_prefill_tokens: bool = Field(
@@ -100,7 +100,7 @@ class DynamoReservationRequest(_Prompted):
     )
 
 
-class OutputBlockRequest(Request):
+class OutputBlockRequest(RequestBody):
     """Another block of output. It keeps the reservation alive."""
 
     decay_fraction: float | None = Field(default=None, description="a number of 0 to 1; it is not used")

@@ -31,7 +31,7 @@ _FIELDS = tuple(WorkerPatch.model_fields)
 _NEVER = ("kv_transfer_domain", "kv_transfer_enforcement", "kv_transfer_preferred_weight")
 
 
-class DynamoWorkers:
+class DynamoWorkerHandlers:
     """Handlers of the three."""
 
     def __init__(self, store: Store, settings: Settings) -> None:

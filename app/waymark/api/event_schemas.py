@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from waymark.api.fields import BLOCK_SIZE, RANK, BlockSize, Hash, Hashes, Rank, TokenIds
+from waymark.api.fields import BLOCK_SIZE, RANK, BlockSize, Hash, HashList, RankNumber, TokenIds
 from waymark.api.models import Model, Root
 from waymark.domain.media import UNNAMED
 from waymark.domain.names import DEFAULT_TENANT, U64_MASK
@@ -33,19 +33,19 @@ class StandardEvent(Model):
     tenant_id: str | None = Field(None, description=f"empty means '{DEFAULT_TENANT}'")
     model_name: str | None = Field(None, description="the default is the registered name")
     block_size: BlockSize | None = Field(None, description=f"{BLOCK_SIZE}; the default is the registered size")
-    dp_rank: Rank | None = Field(None, description=f"{RANK}; the default is the registered rank")
+    dp_rank: RankNumber | None = Field(None, description=f"{RANK}; the default is the registered rank")
     medium: Annotated[str, Field(pattern="^[A-Za-z0-9_]{0,32}$")] | None = Field(
         None,
         description=f"in upper or lower case, not DP; the default is {UNNAMED}, or for a cleared event every medium",
     )
     lora_name: str | None = Field(None, description="empty means the base model")
     additional_salt: str | None = Field(None, description="empty means none")
-    seq_hashes: Hashes | None = Field(
+    seq_hashes: HashList | None = Field(
         None,
         description="rolling hashes; or, with token_ids, the engine's own hashes. "
         "Stored and removed events need at least one",
     )
-    base_block_idx: Rank | None = Field(
+    base_block_idx: RankNumber | None = Field(
         None,
         description=f"{RANK}: the position of the first block in the prompt; a stored event needs this or parent_hash",
     )

@@ -44,7 +44,7 @@ _EVENT_HASHES_MAX = 65_536
 
 
 @dataclass(slots=True)
-class _Progress:
+class _AppliedEvents:
     applied: int = 0
     stale: int = 0
     expected: int | None = None
@@ -86,7 +86,7 @@ class Events:
             if not claim.is_leaving and body.caller.has(claim.registration.tenant_id)
         ]
         owners = [_owner(claims, event) for event in events]
-        progress = _Progress()
+        progress = _AppliedEvents()
         for _, pairs in groupby(zip(owners, events, strict=True), key=lambda pair: pair[0].publisher):
             owned = list(pairs)
             await self._apply(owned[0][0], [event for _, event in owned], progress)
@@ -100,7 +100,7 @@ class Events:
                 return Answer(error, 409)
         return Answer({"applied": progress.applied, "stale": progress.stale})
 
-    async def _apply(self, claim: Claim, events: Sequence[Event], progress: _Progress) -> None:
+    async def _apply(self, claim: Claim, events: Sequence[Event], progress: _AppliedEvents) -> None:
         grant = await self._granted(claim)
         try:
             await self._apply_under(grant, events, progress)
@@ -128,7 +128,7 @@ class Events:
                 )
             await asyncio.sleep(0.02)
 
-    async def _apply_under(self, grant: Grant, events: Sequence[Event], progress: _Progress) -> None:
+    async def _apply_under(self, grant: Grant, events: Sequence[Event], progress: _AppliedEvents) -> None:
         applier, _ = await resumed(
             grant,
             self._store,
@@ -168,7 +168,7 @@ class Events:
         await applier.bounding.check(at_once=True)
         await self._kept.keep(grant, resolver)
 
-    async def _flush(self, applier: Applier, fold: list[Incoming], progress: _Progress) -> None:
+    async def _flush(self, applier: Applier, fold: list[Incoming], progress: _AppliedEvents) -> None:
         if not fold:
             return
         await applier.apply(fold, None)

@@ -22,8 +22,8 @@ from waymark.domain.block_size import only_block_size
 from waymark.domain.multimodal import check_blocks
 from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.errors import InvalidValue, StoreUnavailable
-from waymark.inspection.asked import Asked
-from waymark.inspection.explanation import Explanation, as_json, explain
+from waymark.inspection.asked import InspectedPrompt
+from waymark.inspection.explanation import PromptExplanation, as_json, explain
 from waymark.inspection.inspector import Inspector
 from waymark.inspection.why import unknown_group
 from waymark.settings import Settings
@@ -94,26 +94,26 @@ class Explanations:
         except (InvalidValue, StoreUnavailable) as exc:
             return {"reasons": [exc.sentence], "instances": []}
 
-    async def _explain(self, request: InspectRequest, body: Body) -> Explanation:
+    async def _explain(self, request: InspectRequest, body: Body) -> PromptExplanation:
         """``StoreUnavailable`` after its deadline, ``InvalidValue`` where the prompt does not fit."""
         asked = await self._asked(request, body)
         return await self._queue.take(
             lambda: self._looked_up(request, asked), name="explanation", remedy="with a shorter prompt"
         )
 
-    async def _looked_up(self, request: InspectRequest, asked: Asked) -> Explanation:
+    async def _looked_up(self, request: InspectRequest, asked: InspectedPrompt) -> PromptExplanation:
         name = request.group
         groups = [group for group in await self._inspector.groups() if group.name.tenant_id == name.tenant_id]
         group = next((group for group in groups if group.name == name), None)
         if group is None:
-            return Explanation(name, asked.count, reasons=[unknown_group(name, groups)])
+            return PromptExplanation(name, asked.count, reasons=[unknown_group(name, groups)])
         claims = await self._inspector.claims(name)
         block_size = request.block_size
         if block_size is None:
             sizes = {claim.registration.block_size for claim in claims if claim.registration.scope == "instance"}
             block_size = only_block_size(sizes)
         if block_size is None:
-            return Explanation(name, asked.count, reasons=["No engine is registered for this model now"])
+            return PromptExplanation(name, asked.count, reasons=["No engine is registered for this model now"])
         if asked.blocks(block_size) > self._blocks_max:
             raise InvalidValue(
                 f"the prompt has {asked.blocks(block_size)} blocks, and at most {self._blocks_max} are explained; "
@@ -124,7 +124,7 @@ class Explanations:
             check_blocks(asked.items, asked.count, block_size)
         return await explain(self._inspector, asked, group, block_size, groups, claims)
 
-    async def _asked(self, request: InspectRequest, body: Body) -> Asked:
+    async def _asked(self, request: InspectRequest, body: Body) -> InspectedPrompt:
         """The prompt of a body, checked to its last element."""
         text = text_of(request.group, request)
         tokens, seq_hashes, items = None, None, request.items
@@ -142,4 +142,4 @@ class Explanations:
                 if body.numbers is None
                 else packed_hashes(body.numbers)
             )
-        return Asked(tokens, seq_hashes, request.adapter, tuple(request.salts), self._seed, items)
+        return InspectedPrompt(tokens, seq_hashes, request.adapter, tuple(request.salts), self._seed, items)

@@ -49,11 +49,11 @@ def _absent_if_empty(value: Any) -> Any:
     return None if value == "" else value
 
 
-Name = Annotated[str, AfterValidator(_not_empty), AfterValidator(_within_bounds)]
+NonEmptyName = Annotated[str, AfterValidator(_not_empty), AfterValidator(_within_bounds)]
 """Any text of 1..4096 bytes."""
 
 OptionalName = Annotated[Annotated[str, AfterValidator(_within_bounds)] | None, BeforeValidator(_absent_if_empty)]
-"""As ``Name``; absent, null and the empty string are all None."""
+"""As ``NonEmptyName``; absent, null and the empty string are all None."""
 
 
 # Long lists are not validated by pydantic but packed, see ``prompts``; this is what they must be.
@@ -68,12 +68,12 @@ _HASH: dict[str, Any] = {
     ]
 }
 Hash = Annotated[Any, WithJsonSchema(_HASH)]
-Hashes = Annotated[Any, WithJsonSchema({"type": "array", "items": _HASH})]
+HashList = Annotated[Any, WithJsonSchema({"type": "array", "items": _HASH})]
 BlockSize = Annotated[int, Field(ge=1, le=65536)]
-Rank = Annotated[int, Field(ge=0, le=U32_MAX)]
+RankNumber = Annotated[int, Field(ge=0, le=U32_MAX)]
 
 
-class Request(Model):
+class RequestBody(Model):
     """A request body. Unknown fields are ignored, null is absent, nothing is converted."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, hide_input_in_errors=True)

@@ -7,7 +7,7 @@ from functools import partial
 
 from waymark.api.bodies import Body
 from waymark.api.errors import Unfit
-from waymark.api.fields import Request
+from waymark.api.fields import RequestBody
 from waymark.api.lookup import KeysOf, PromptKeys
 from waymark.api.prompts import SeqHashKeys, TokenKeys, hashes, packed_hashes, token_bytes
 from waymark.api.query_schemas import PromptFields
@@ -36,7 +36,7 @@ class GivenPrompts:
         self._max_tokens = settings.max_tokens
         self._seed = settings.hash_seed
 
-    def keys_of(self, model: type[Request], body: Body, namespace: int, items: Items = ()) -> KeysOf:
+    def keys_of(self, model: type[RequestBody], body: Body, namespace: int, items: Items = ()) -> KeysOf:
         """The keys of the token ids or hashes of a body. ``Unfit`` names the element that is none.
 
         ``items`` are the images and other items among the tokens.

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from waymark.api.answer_schemas import Discovery, UnreadableRecord
-from waymark.api.fields import OPTIONAL_NAME, OptionalName, Request
+from waymark.api.fields import OPTIONAL_NAME, OptionalName, RequestBody
 from waymark.api.models import Model
 from waymark.domain.engines import EngineKind, Scope
 from waymark.domain.status import StreamStatus
@@ -87,7 +87,7 @@ class StatusAnswer(Model):
     publishers: list[StreamState]
 
 
-class InspectKeysRequest(Request):
+class InspectKeysRequest(RequestBody):
     """The groups that are looked at; all of them where nothing is named."""
 
     group: Annotated[int, Field(ge=1, le=2**53 - 1)] | None = Field(

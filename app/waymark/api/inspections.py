@@ -15,9 +15,9 @@ from waymark.errors import InvalidValue
 from waymark.inspection.blocks import find_block
 from waymark.inspection.commands import every_key
 from waymark.inspection.holders import find_holder
-from waymark.inspection.inspector import Group, Inspector, pick
+from waymark.inspection.inspector import InspectedGroup, Inspector, pick
 from waymark.inspection.redis_cli import RedisCli
-from waymark.inspection.status import Wanted, as_json, gather
+from waymark.inspection.status import PublisherFilter, as_json, gather
 from waymark.settings import Settings
 from waymark.shown import shown
 from waymark.store.store import Store
@@ -69,7 +69,7 @@ class Inspections:
 
         return self._paused(work)
 
-    async def _groups(self, request: InspectKeysRequest) -> list[Group]:
+    async def _groups(self, request: InspectKeysRequest) -> list[InspectedGroup]:
         groups = await self._inspector.groups()
         return pick(groups, group_id=request.group, model=request.model, tenant=request.tenant_id)
 
@@ -83,7 +83,7 @@ class Inspections:
         return Paused(inspected, answer)
 
 
-def _wanted(parameters: Mapping[str, str]) -> Wanted:
+def _wanted(parameters: Mapping[str, str]) -> PublisherFilter:
     """What the request asks for; ``status`` may be several, separated by commas. Raises ``InvalidValue``."""
     statuses = tuple(filter(None, parameters.get("status", "").split(",")))
     known = [status.value for status in StreamStatus]
@@ -92,4 +92,4 @@ def _wanted(parameters: Mapping[str, str]) -> Wanted:
             raise InvalidValue(
                 f"status is {shown(each)}; send one or more of {', '.join(known)}, separated by commas", field="status"
             )
-    return Wanted(parameters.get("tenant_id") or None, parameters.get("model") or None, statuses)
+    return PublisherFilter(parameters.get("tenant_id") or None, parameters.get("model") or None, statuses)

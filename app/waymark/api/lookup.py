@@ -32,7 +32,7 @@ SizeOf = Callable[[HolderTable | None], int | None]
 """Reads the block size of a group from its table; None if it has none."""
 
 
-class Lookup:
+class QueryReader:
     """Reads the store within the query's deadline, and counts what was asked and found."""
 
     def __init__(self, reader: Reader, settings: Settings, metrics: Metrics) -> None:

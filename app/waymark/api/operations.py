@@ -19,14 +19,15 @@ from starlette.types import Receive, Scope, Send
 from waymark.api.access import Access, Gate, check_reach
 from waymark.api.admission import AdmissionQueue
 from waymark.api.answers import Answer, Handler, Paused, send_answer, send_stream
-from waymark.api.bodies import Body, Disconnected, Format, Headers, LongList, decode, format_of, read_body
+from waymark.api.bodies import Body, Disconnected, Format, LongList, decode, format_of, read_body
 from waymark.api.doc import Doc, Queue
 from waymark.api.errors import body_of, headers_of, status_of
-from waymark.api.fields import Request
+from waymark.api.fields import RequestBody
 from waymark.api.query_schemas import PromptFields
 from waymark.api.request_cache import RequestCache
 from waymark.api.request_id import request_id_of
 from waymark.api.tokens_file import EVERYONE, Caller
+from waymark.asgi import RawHeaders
 from waymark.errors import InvalidValue, StoreUnavailable, WaymarkError
 from waymark.logs import failure, fields
 from waymark.metrics import Metrics
@@ -134,7 +135,7 @@ class Operation:
         count()
 
     async def _answer(self, scope: Scope, receive: Receive) -> tuple[Answer, Format]:
-        headers: Headers = scope["headers"]
+        headers: RawHeaders = scope["headers"]
         body_format = Format.JSON
         try:
             if scope["method"] not in self.methods:
@@ -248,7 +249,7 @@ async def _resumed(answer: Answer | Paused) -> Answer:
 
 def _long_list(path: str, model: type[BaseModel] | None, dependencies: Dependencies) -> LongList | None:
     """The list that is nearly all of a body; where a prompt may be tokens or hashes, both, tokens first."""
-    if model is None or not issubclass(model, Request):
+    if model is None or not issubclass(model, RequestBody):
         return None
     names = [name for name in _LONG_LISTS if name in model.model_fields]
     found, cache, count_max = None, dependencies.request_cache, dependencies.settings.max_tokens

@@ -13,7 +13,7 @@ from waymark.api.bodies import Body
 from waymark.api.texts import PromptTokenizer
 from waymark.metrics import Metrics
 from waymark.selection.startup import StartupGate
-from waymark.store.health import Health, Reason
+from waymark.store.health import HealthReason, RedisHealth
 from waymark.store.store import Store
 
 _READY_SECONDS = 0.9
@@ -55,12 +55,12 @@ class Probes:
         text, media_type = self._metrics.render()
         return Answer(text, media_type=media_type.encode())
 
-    async def _health(self) -> Health:
+    async def _health(self) -> RedisHealth:
         """How Redis is, in the metrics too. Of the embedded Redis it is known only that it is up."""
         health, metrics = await self._store.health.poll(), self._metrics
         metrics.redis_up.set(health.is_up)
         if health.primaries:
-            for reason in Reason:
+            for reason in HealthReason:
                 metrics.redis_misconfigured.labels(reason=reason).set(reason in health.warnings)
             for gauge in (metrics.redis_memory_bytes, metrics.redis_memory_max_bytes, metrics.redis_evicted_keys):
                 gauge.clear()  # a Cluster may have fewer primaries than before

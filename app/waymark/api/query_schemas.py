@@ -7,16 +7,26 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field
 
 from waymark.api.errors import Unfit
-from waymark.api.fields import BLOCK_SIZE, NAME, OPTIONAL_NAME, BlockSize, Hashes, Name, OptionalName, Request, TokenIds
+from waymark.api.fields import (
+    BLOCK_SIZE,
+    NAME,
+    OPTIONAL_NAME,
+    BlockSize,
+    HashList,
+    NonEmptyName,
+    OptionalName,
+    RequestBody,
+    TokenIds,
+)
 from waymark.api.text_schemas import TextFields
 from waymark.domain.multimodal import Items, items_of
 from waymark.domain.names import DEFAULT_TENANT, Adapter, GroupName
 
 
-class Named(Request):
+class Named(RequestBody):
     """The model, tenant, adapter and salts of the blocks that a request is about."""
 
-    model: Name = Field(validation_alias=AliasChoices("model", "model_name", "modelname"), description=NAME)
+    model: NonEmptyName = Field(validation_alias=AliasChoices("model", "model_name", "modelname"), description=NAME)
     tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
     lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
     lora_id: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = Field(
@@ -51,7 +61,7 @@ class Named(Request):
 OPTIONAL_BLOCK_SIZE = f"{BLOCK_SIZE}; the default is the block size of the model's engines, if all have the same"
 
 
-class _Asked(Named):
+class _QueryBody(Named):
     block_size: BlockSize | None = Field(default=None, description=OPTIONAL_BLOCK_SIZE)
     instance_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means every instance")
     by: Literal["instance", "address"] = Field(
@@ -71,7 +81,7 @@ class PromptFields(TextFields):
         description="a list of token ids, or in msgpack a bin of little-endian u32; send only one of token_ids, "
         "seq_hashes, prompt and messages",
     )
-    seq_hashes: Hashes = Field(
+    seq_hashes: HashList = Field(
         default=None,
         validation_alias=AliasChoices("seq_hashes", "block_hash", "block_hashes"),
         description="a list of rolling hashes, u64, or in msgpack a bin of little-endian u64",
@@ -88,14 +98,14 @@ class PromptFields(TextFields):
         return () if self.features is None else items_of(self.features)
 
 
-class QueryRequest(_Asked, PromptFields):
+class QueryRequest(_QueryBody, PromptFields):
     """A prompt, given as tokens, hashes, a text or messages."""
 
 
-class QueryByHashRequest(_Asked):
+class QueryByHashRequest(_QueryBody):
     """A prompt, given as the rolling hashes of its blocks."""
 
-    seq_hashes: Hashes = Field(
+    seq_hashes: HashList = Field(
         validation_alias=AliasChoices("seq_hashes", "block_hash", "block_hashes"),
         description="a list of rolling hashes, u64, or in msgpack a bin of little-endian u64",
     )

@@ -11,7 +11,17 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, Field
 
 from waymark.api.errors import Unfit
-from waymark.api.fields import BLOCK_SIZE, NAME, OPTIONAL_NAME, RANK, BlockSize, Name, OptionalName, Rank, Request
+from waymark.api.fields import (
+    BLOCK_SIZE,
+    NAME,
+    OPTIONAL_NAME,
+    RANK,
+    BlockSize,
+    NonEmptyName,
+    OptionalName,
+    RankNumber,
+    RequestBody,
+)
 from waymark.api.models import Root
 from waymark.api.publisher_fields import (
     KINDS,
@@ -47,7 +57,7 @@ _MODEL_NAMES = AliasChoices("modelname", "model_name", "model")
 _OPAQUE = f"of type {kinds_where('is_opaque', True)}"
 
 
-class _PublisherFields(Request):
+class _PublisherFields(RequestBody):
     endpoint: Endpoint = Field(
         default=None,
         description=f"{ENDPOINT}; of type {kinds_where('is_opaque', True)} {SOURCE}; only types "
@@ -126,10 +136,10 @@ class RegisterRequest(_PublisherFields):
     """The publisher of KV events that Waymark subscribes to."""
 
     type: Kind = Field(description=_TYPE)
-    modelname: Name = Field(validation_alias=_MODEL_NAMES, description=f"{NAME}, the name of the model")
-    instance_id: Name = Field(description=f"{NAME}, the name of the engine in answers")
+    modelname: NonEmptyName = Field(validation_alias=_MODEL_NAMES, description=f"{NAME}, the name of the model")
+    instance_id: NonEmptyName = Field(description=f"{NAME}, the name of the engine in answers")
     block_size: BlockSize = Field(description=BLOCK_SIZE)
-    dp_rank: Rank = Field(default=0, description=RANK)
+    dp_rank: RankNumber = Field(default=0, description=RANK)
     topic: OptionalName = Field(
         default=None,
         description=f"{OPTIONAL_NAME}, the topic of this publisher's frames; required if several publishers use one "
@@ -247,7 +257,7 @@ class RegisterByUrlRequest(_PublisherFields):
         description=f"{OPTIONAL_NAME}, the name of the engine in answers; the default is host:port of the URL",
     )
     block_size: BlockSize | None = Field(default=None, description=BLOCK_SIZE)
-    dp_rank: Rank | None = Field(default=None, description=f"{RANK}; the default is every rank of the engine")
+    dp_rank: RankNumber | None = Field(default=None, description=f"{RANK}; the default is every rank of the engine")
 
     def fields(self) -> dict[str, Any]:
         """The fields that the client gave, by their names in ``RegisterRequest``."""
@@ -260,12 +270,12 @@ class AnyRegisterRequest(Root[RegisterRequest | RegisterByUrlRequest]):
     """A publisher with all fields, or the URL of an engine, which Waymark then asks for the other fields."""
 
 
-class UnregisterRequest(Request):
+class UnregisterRequest(RequestBody):
     """The publishers to remove: one rank, or without ``dp_rank`` all ranks of the instance."""
 
-    instance_id: Name = Field(description=NAME)
+    instance_id: NonEmptyName = Field(description=NAME)
     tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
-    dp_rank: Rank | None = Field(default=None, description=RANK)
+    dp_rank: RankNumber | None = Field(default=None, description=RANK)
 
 
 class WeightRequest(UnregisterRequest):

@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 import secrets
 
-from waymark.api.bodies import Headers
+from waymark.asgi import RawHeaders
 
 REQUEST_ID = b"x-request-id"
 
 _IS_SANE = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}").fullmatch
 
 
-def request_id_of(headers: Headers) -> str:
+def request_id_of(headers: RawHeaders) -> str:
     """The client's id, or a new one."""
     for name, value in headers:
         if name == REQUEST_ID and _IS_SANE(value):

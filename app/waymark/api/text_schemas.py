@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from waymark.api.fields import NAME, OPTIONAL_NAME, Name, OptionalName, Request, TokenIds
+from waymark.api.fields import NAME, OPTIONAL_NAME, NonEmptyName, OptionalName, RequestBody, TokenIds
 from waymark.api.models import Model
 from waymark.chat.truncation import Truncation
 from waymark.domain.names import DEFAULT_TENANT, GroupName
@@ -24,7 +24,7 @@ System = Annotated[
 ]
 
 
-class TextFields(Request):
+class TextFields(RequestBody):
     """A text, or the messages of a chat request, in place of token ids."""
 
     prompt: str | None = Field(default=None, description="a text; the model needs a tokenizer")
@@ -66,10 +66,10 @@ class TextFields(Request):
         return None if keep is None else Truncation(keep, self.truncation_side)
 
 
-class OfModel(Request):
+class OfModel(RequestBody):
     """The model whose tokenizer is used."""
 
-    model: Name = Field(validation_alias=AliasChoices("model", "model_name", "modelname"), description=NAME)
+    model: NonEmptyName = Field(validation_alias=AliasChoices("model", "model_name", "modelname"), description=NAME)
     tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
 
     @property

@@ -42,7 +42,7 @@ from waymark.store.activity import ActivityKind, about
 from waymark.store.entries import GroupEntries
 from waymark.store.hashes import Reported
 from waymark.store.leases import Grant, random_nonce
-from waymark.store.records import Begin, Facts
+from waymark.store.records import Facts, NewHolder
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 from waymark.store.stream_fields import MISSING
@@ -250,11 +250,11 @@ class Applier:
 
     async def begin(self, begun: Mapping[HolderName, Holder]) -> None:
         """Begin holders by their names; the resolver knows their ids afterwards. Raises Fenced."""
-        begin = [Begin(name, holder) for name, holder in begun.items()]
+        begin = [NewHolder(name, holder) for name, holder in begun.items()]
         ids = await self._change(unit="", is_restart=False, begin=begin)
         self.resolver.begin(list(begun), ids)
 
-    async def _change(self, *, unit: str, is_restart: bool, begin: Sequence[Begin]) -> list[int]:
+    async def _change(self, *, unit: str, is_restart: bool, begin: Sequence[NewHolder]) -> list[int]:
         """End holders, or begin others, and return the ids of those begun. Redis makes a repeated change only once."""
         above, nonce = await self._above(), random_nonce()
         ids = await self.calls.answered(

@@ -16,17 +16,17 @@ from waymark.domain.resolver import Resolver
 from waymark.metrics import Metrics
 from waymark.store.claims import Claim
 from waymark.store.leases import Grant
-from waymark.store.records import StreamState
+from waymark.store.records import StreamRecord
 from waymark.store.store import Store
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptMemory:
     memory: HeldBlocks = field(repr=False)
     size: int
     claim: Claim
     counter: int
-    state: StreamState = field(repr=False)
+    state: StreamRecord = field(repr=False)
     calls: dict[int, int] = field(repr=False)
 
 
@@ -36,7 +36,7 @@ class KeptMemories:
     def __init__(self, store: Store, bytes_max: int, metrics: Metrics) -> None:
         self._store = store
         self._bytes_max = bytes_max
-        self._kept: OrderedDict[tuple[int, int], _Kept] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], _KeptMemory] = OrderedDict()
         self.bytes = 0
         metrics.event_memory_bytes.set_function(lambda: self.bytes)
 
@@ -47,7 +47,7 @@ class KeptMemories:
         self._kept.clear()
         self.bytes = 0
 
-    def take(self, grant: Grant, state: StreamState) -> HeldBlocks | None:
+    def take(self, grant: Grant, state: StreamRecord) -> HeldBlocks | None:
         """Remove the memory of a publisher, and return it if it agrees with Redis. ``keep`` stores it again."""
         kept = self._pop(grant)
         if kept is None or kept.claim != grant.claim or kept.counter + 1 != grant.counter:
@@ -73,7 +73,7 @@ class KeptMemories:
         if changes != self._store.incarnation.changes:
             return
         self._pop(grant)
-        self._kept[grant.group_id, grant.publisher] = _Kept(
+        self._kept[grant.group_id, grant.publisher] = _KeptMemory(
             resolver.memory, size, grant.claim, grant.counter, state, dict(grant.calls)
         )
         self.bytes += size
@@ -81,14 +81,14 @@ class KeptMemories:
             _, oldest = self._kept.popitem(last=False)
             self.bytes -= oldest.size
 
-    def _pop(self, grant: Grant) -> _Kept | None:
+    def _pop(self, grant: Grant) -> _KeptMemory | None:
         kept = self._kept.pop((grant.group_id, grant.publisher), None)
         if kept is not None:
             self.bytes -= kept.size
         return kept
 
 
-def _is_same(before: StreamState, now: StreamState) -> bool:
+def _is_same(before: StreamRecord, now: StreamRecord) -> bool:
     """Whether the record is as it was when the memory was kept. Else Redis lost writes, or a new life began."""
     if before.is_damaged or now.is_damaged:
         return False

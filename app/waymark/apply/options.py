@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-from waymark.domain.generations import Bounds
+from waymark.domain.generations import BlockBounds
 from waymark.settings import Settings
 
 
@@ -28,8 +28,8 @@ class ApplyOptions:
     hybrid: Literal["boundary", "off"] = "boundary"
 
     @property
-    def bounds(self) -> Bounds:
-        return Bounds.of(self.max_entries, self.entry_ttl_seconds, self.medium_ttl)
+    def bounds(self) -> BlockBounds:
+        return BlockBounds.of(self.max_entries, self.entry_ttl_seconds, self.medium_ttl)
 
     @classmethod
     def of(cls, settings: Settings) -> Self:

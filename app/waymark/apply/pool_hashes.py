@@ -18,7 +18,7 @@ from waymark.domain.parts import Part
 from waymark.domain.resolver import Resolver
 from waymark.domain.rows import Place
 from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
-from waymark.store.hashes import Hashes, Reported
+from waymark.store.hashes import EngineHashes, Reported
 from waymark.store.leases import Grant
 from waymark.store.takeover import Takeover
 
@@ -30,7 +30,7 @@ _PAUSE_SECONDS: Final = (1.0, 8.0)
 """The shortest and the longest pause between two look-ups of waiting objects. It doubles while none is found."""
 
 
-class _Answered(Protocol):
+class _RetriedCall(Protocol):
     async def __call__(self, call: Callable[[], Awaitable[T]]) -> T: ...
 
 
@@ -39,9 +39,9 @@ class PoolHashes:
         self,
         grant: Grant,
         resolver: Resolver,
-        hashes: Hashes,
+        hashes: EngineHashes,
         takeover: Takeover,
-        answered: _Answered,
+        answered: _RetriedCall,
         slices: SliceRunner,
         apply: Callable[[Sequence[Part]], Awaitable[None]],
         keep: Callable[[Sequence[Reported]], Awaitable[None]],

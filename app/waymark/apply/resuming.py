@@ -10,13 +10,13 @@ from waymark.apply.kept import KeptMemories
 from waymark.apply.options import ApplyOptions
 from waymark.apply.pool_hashes import KEPT
 from waymark.apply.redis_calls import Fenced
-from waymark.domain.generations import Bounds
+from waymark.domain.generations import BlockBounds
 from waymark.domain.held import HeldBlocks
 from waymark.domain.resolver import Resolver
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.store.leases import Grant
-from waymark.store.records import StreamState
+from waymark.store.records import StreamRecord
 from waymark.store.store import Store
 from waymark.store.stream_fields import MISSING
 
@@ -32,7 +32,7 @@ async def resumed(
     foreign_ranks: frozenset[int] = frozenset(),
     is_patient: bool = True,
     kept: KeptMemories | None = None,
-) -> tuple[Applier, StreamState]:
+) -> tuple[Applier, StreamRecord]:
     """Return an applier with the state in the stream's record, and that state. Raises Fenced if there is no record.
 
     ``foreign_ranks`` are the ranks of the instance with their own registration. A damaged record begins a new life.
@@ -74,7 +74,7 @@ async def resumed(
 
 def _resolver(
     grant: Grant,
-    state: StreamState,
+    state: StreamRecord,
     options: ApplyOptions,
     foreign_ranks: frozenset[int],
     memory: HeldBlocks | None,
@@ -90,7 +90,7 @@ def _resolver(
         foreign_ranks=foreign_ranks,
         memory=memory,
         # A source of opaque prefixes has no blocks. It has its own bounds.
-        bounds=Bounds() if grant.claim.registration.kind.traits.is_opaque else options.bounds,
+        bounds=BlockBounds() if grant.claim.registration.kind.traits.is_opaque else options.bounds,
         reads_windows=options.hybrid == "boundary",
     )
     main_group = int(state.main_groups) if state.main_groups else None

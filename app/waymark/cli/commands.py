@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from waymark.cli.exits import MEANINGS
 
 
-class Command(NamedTuple):
+class CliCommand(NamedTuple):
     """One word after ``waymark``."""
 
     module: str
@@ -26,42 +26,42 @@ class Command(NamedTuple):
         return importlib.import_module(f"waymark.cli.{self.module}")
 
 
-GROUPS: dict[str, dict[str, Command]] = {
+GROUPS: dict[str, dict[str, CliCommand]] = {
     "run Waymark": {
-        "serve": Command("roles", "run the HTTP API and an ingest worker in one process"),
-        "query": Command("roles", "run a query replica, which serves the HTTP API"),
-        "ingest": Command("roles", "run an ingest worker, which applies the events of publishers"),
-        "gateway": Command(
+        "serve": CliCommand("roles", "run the HTTP API and an ingest worker in one process"),
+        "query": CliCommand("roles", "run a query replica, which serves the HTTP API"),
+        "ingest": CliCommand("roles", "run an ingest worker, which applies the events of publishers"),
+        "gateway": CliCommand(
             "roles", "run a gateway, which sends OpenAI and Anthropic requests to engines", extra="gateway"
         ),
-        "epp": Command("epp", "run an endpoint picker: Envoy asks it for the engine of each request", extra="epp"),
+        "epp": CliCommand("epp", "run an endpoint picker: Envoy asks it for the engine of each request", extra="epp"),
     },
     "engines of a running Waymark": {
-        "register": Command("registrations", "register an engine by its URL, and show its streams"),
-        "unregister": Command("registrations", "unregister an engine by its name or URL"),
-        "publishers": Command("remote", "list the publishers (one per engine rank) with their state"),
-        "drain": Command("remote", "stop new requests to an engine, and wait for those under way"),
+        "register": CliCommand("registrations", "register an engine by its URL, and show its streams"),
+        "unregister": CliCommand("registrations", "unregister an engine by its name or URL"),
+        "publishers": CliCommand("remote", "list the publishers (one per engine rank) with their state"),
+        "drain": CliCommand("remote", "stop new requests to an engine, and wait for those under way"),
     },
     "ask a running Waymark about a prompt": {
-        "ask": Command("remote", "show how much of a prompt each engine has"),
-        "select": Command("remote", "show which engine a prompt would be sent to, and the score of each engine"),
+        "ask": CliCommand("remote", "show how much of a prompt each engine has"),
+        "select": CliCommand("remote", "show which engine a prompt would be sent to, and the score of each engine"),
     },
     "look at a running Waymark": {
-        "top": Command("remote", "show the engines live; keys sort and filter them"),
-        "doctor": Command("remote", "check an installation, and say what to do"),
-        "status": Command("looking", "show publishers, streams, ingest workers and the state of Redis"),
-        "inspect": Command("looking", "show which instances have the blocks of a prompt, and what Redis contains"),
+        "top": CliCommand("remote", "show the engines live; keys sort and filter them"),
+        "doctor": CliCommand("remote", "check an installation, and say what to do"),
+        "status": CliCommand("looking", "show publishers, streams, ingest workers and the state of Redis"),
+        "inspect": CliCommand("looking", "show which instances have the blocks of a prompt, and what Redis contains"),
     },
     "delete data": {
-        "reset": Command("reset", "delete all keys of Waymark in Redis; stop all its processes first"),
+        "reset": CliCommand("reset", "delete all keys of Waymark in Redis; stop all its processes first"),
     },
     "try and measure": {
-        "demo": Command("demo", "run the whole service with simulated engines and show a table", extra="demo"),
-        "simulate": Command("simulate", "run simulated engines that publish events as real ones do"),
-        "bench": Command("bench", "run the benchmarks in a checkout; 'waymark bench --help' lists them"),
+        "demo": CliCommand("demo", "run the whole service with simulated engines and show a table", extra="demo"),
+        "simulate": CliCommand("simulate", "run simulated engines that publish events as real ones do"),
+        "bench": CliCommand("bench", "run the benchmarks in a checkout; 'waymark bench --help' lists them"),
     },
     "your shell": {
-        "completion": Command("completion", "print the completion script for your shell"),
+        "completion": CliCommand("completion", "print the completion script for your shell"),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

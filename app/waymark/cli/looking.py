@@ -10,8 +10,8 @@ from waymark.cli.exits import EXIT_FAILED, EXIT_OK
 from waymark.console.arguments import add_inspect, add_status
 
 if TYPE_CHECKING:
-    from waymark.console.screen import Part, Screen
-    from waymark.remote.service import Service
+    from waymark.console.screen import Screen, ScreenPart
+    from waymark.remote.service import RemoteService
 
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
@@ -35,10 +35,10 @@ def _over_http(arguments: argparse.Namespace) -> int:
     import os
 
     from waymark.console.screen import Screen
-    from waymark.remote.service import Service
+    from waymark.remote.service import RemoteService
 
     screen = Screen()
-    with Service(arguments.url, arguments.api_token or os.environ.get("WAYMARK_API_TOKEN") or None) as service:
+    with RemoteService(arguments.url, arguments.api_token or os.environ.get("WAYMARK_API_TOKEN") or None) as service:
         if arguments.command == "inspect":
             _inspect(service, arguments, screen)
             return EXIT_OK
@@ -50,7 +50,7 @@ def _over_http(arguments: argparse.Namespace) -> int:
             screen.write(json.dumps(status_of(service, arguments), indent=2))
         elif arguments.watch:
 
-            async def draw() -> Sequence[Part]:
+            async def draw() -> Sequence[ScreenPart]:
                 found = await asyncio.to_thread(status_of, service, arguments)
                 return status_view.parts(status.of_json(found), is_plain=screen.is_plain)
 
@@ -60,11 +60,11 @@ def _over_http(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _inspect(service: Service, arguments: argparse.Namespace, screen: Screen) -> None:
+def _inspect(service: RemoteService, arguments: argparse.Namespace, screen: Screen) -> None:
     from waymark.console import lookups
     from waymark.console.run_inspect import drawn
     from waymark.inspection import blocks, explanation, holders
-    from waymark.inspection.commands import Commands
+    from waymark.inspection.commands import ShellCommands
     from waymark.remote import inspections
 
     match arguments.what:
@@ -76,7 +76,7 @@ def _inspect(service: Service, arguments: argparse.Namespace, screen: Screen) ->
         case "holder":
             screen.show(lookups.holder(holders.of_json(inspections.holder_of(service, arguments))))
         case _:
-            screen.write(str(Commands(**inspections.keys_of(service, arguments))))
+            screen.write(str(ShellCommands(**inspections.keys_of(service, arguments))))
 
 
 def _through_redis(arguments: argparse.Namespace) -> int:

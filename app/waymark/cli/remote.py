@@ -13,7 +13,7 @@ from waymark.domain.status import StreamStatus
 
 if TYPE_CHECKING:
     from waymark.console.screen import Screen
-    from waymark.remote.service import Service
+    from waymark.remote.service import RemoteService
 
 _STATUSES = (*map(str, StreamStatus), "draining", "drained")
 
@@ -84,11 +84,11 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from waymark.console.screen import Screen
-    from waymark.remote.service import Service
+    from waymark.remote.service import RemoteService
 
     settle(arguments)
     screen = Screen()
-    with Service(arguments.url, arguments.api_token) as service:
+    with RemoteService(arguments.url, arguments.api_token) as service:
         match arguments.command:
             case "drain":
                 return _drain(service, arguments)
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
                 return _print_answer(service, arguments, screen)
 
 
-def _print_answer(service: Service, arguments: argparse.Namespace, screen: Screen) -> int:
+def _print_answer(service: RemoteService, arguments: argparse.Namespace, screen: Screen) -> int:
     """The commands that print one answer."""
     match arguments.command:
         case "ask":
@@ -120,7 +120,7 @@ def _print_answer(service: Service, arguments: argparse.Namespace, screen: Scree
     return EXIT_OK
 
 
-def _drain(service: Service, arguments: argparse.Namespace) -> int:
+def _drain(service: RemoteService, arguments: argparse.Namespace) -> int:
     from waymark.errors import WaymarkError
     from waymark.remote.drain import NotDrained, drain, left_as
 
@@ -144,7 +144,7 @@ def _drain(service: Service, arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _top(service: Service, arguments: argparse.Namespace, screen: Screen) -> int:
+def _top(service: RemoteService, arguments: argparse.Namespace, screen: Screen) -> int:
     from waymark.remote import top
 
     if arguments.json:
@@ -154,7 +154,7 @@ def _top(service: Service, arguments: argparse.Namespace, screen: Screen) -> int
     return EXIT_OK
 
 
-def _doctor(service: Service, arguments: argparse.Namespace, screen: Screen) -> int:
+def _doctor(service: RemoteService, arguments: argparse.Namespace, screen: Screen) -> int:
     from waymark.remote.doctor import examine, parts
 
     found = examine(service, arguments)

@@ -14,14 +14,14 @@ import httpx
 from waymark.client import calls
 from waymark.client.answers import Matches, Selection
 from waymark.client.errors import Unavailable
-from waymark.client.places import Places
+from waymark.client.places import UrlOrder
 from waymark.client.tries import Came, Tries, Wait, tries, with_token
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _sent(call: Callable[P, calls.Call[T]]) -> Callable[Concatenate[AsyncClient, P], Awaitable[T]]:
+def _sent(call: Callable[P, calls.ClientCall[T]]) -> Callable[Concatenate[AsyncClient, P], Awaitable[T]]:
     """A call as a method, which sends it."""
 
     @wraps(call)
@@ -43,7 +43,7 @@ class AsyncClient:
         retry_seconds: float = 5.0,
         **httpx_: Any,
     ) -> None:
-        self._places = Places(url)
+        self._places = UrlOrder(url)
         self._http = httpx.AsyncClient(timeout=timeout, **with_token(api_token, httpx_))
         self._retry_seconds = retry_seconds
 
@@ -93,7 +93,7 @@ class AsyncClient:
         """As ``select``, with rolling hashes in place of token ids."""
         return AsyncSelecting(self, calls.select_by_hash(model, seq_hashes, **options), fallback)
 
-    async def _send(self, call: calls.Call[T]) -> T:
+    async def _send(self, call: calls.ClientCall[T]) -> T:
         steps = tries(call, self._places, self._retry_seconds)
         try:
             async with asyncio.timeout(call.deadline):
@@ -131,7 +131,7 @@ class AsyncSelecting:
     """The decision; it is there from the beginning of the block on."""
 
     def __init__(
-        self, client: AsyncClient, call: calls.Call[Selection], fallback: Callable[[], str] | None = None
+        self, client: AsyncClient, call: calls.ClientCall[Selection], fallback: Callable[[], str] | None = None
     ) -> None:
         self._client = client
         self._call = call

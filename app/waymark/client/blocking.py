@@ -14,14 +14,14 @@ import httpx
 from waymark.client import calls
 from waymark.client.answers import Matches, Selection
 from waymark.client.errors import Unavailable
-from waymark.client.places import Places
+from waymark.client.places import UrlOrder
 from waymark.client.tries import Came, Wait, tries, with_token
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _sent(call: Callable[P, calls.Call[T]]) -> Callable[Concatenate[Client, P], T]:
+def _sent(call: Callable[P, calls.ClientCall[T]]) -> Callable[Concatenate[Client, P], T]:
     """A call as a method, which sends it."""
 
     @wraps(call)
@@ -51,7 +51,7 @@ class Client:
         retry_seconds: float = 5.0,
         **httpx_: Any,
     ) -> None:
-        self._places = Places(url)
+        self._places = UrlOrder(url)
         self._http = httpx.Client(timeout=timeout, **with_token(api_token, httpx_))
         self._retry_seconds = retry_seconds
 
@@ -108,7 +108,7 @@ class Client:
         """As ``select``, with rolling hashes in place of token ids."""
         return Selecting(self, calls.select_by_hash(model, seq_hashes, **options), fallback)
 
-    def _send(self, call: calls.Call[T]) -> T:
+    def _send(self, call: calls.ClientCall[T]) -> T:
         steps = tries(call, self._places, self._retry_seconds)
         came: Came = None
         while True:
@@ -133,7 +133,9 @@ class Selecting:
     selection: Selection
     """The decision; it is there from the beginning of the block on."""
 
-    def __init__(self, client: Client, call: calls.Call[Selection], fallback: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self, client: Client, call: calls.ClientCall[Selection], fallback: Callable[[], str] | None = None
+    ) -> None:
         self._client = client
         self._call = call
         self._fallback = fallback

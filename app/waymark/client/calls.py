@@ -41,7 +41,7 @@ _RAISED: Final[object] = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[T]):
+class ClientCall(Generic[T]):
     """One request, and the function that reads its answer."""
 
     method: str
@@ -73,29 +73,29 @@ class Call(Generic[T]):
 
 def register(
     instance_id: str, endpoint: str | None, *, model: str, block_size: int, type: str = UNNAMED, **options: Any
-) -> Call[None]:
+) -> ClientCall[None]:
     """Have a publisher's events indexed; the same registration again changes nothing.
 
     ``options`` are further fields of ``POST /register``.
     """
     body = {"instance_id": instance_id, "endpoint": endpoint, "model": model, "block_size": block_size, "type": type}
-    return Call("POST", "/register", lambda _: None, body | options)
+    return ClientCall("POST", "/register", lambda _: None, body | options)
 
 
-def register_url(url: str, **options: Any) -> Call[Registered]:
+def register_url(url: str, **options: Any) -> ClientCall[Registered]:
     """Have every rank of the engine at ``url`` indexed, by what the engine says of itself.
 
     ``options`` are fields of ``POST /register`` that the engine does not know, such as ``tenant_id``. Raises
     Refused with the missing field, and Unavailable if the engine does not answer.
     """
     # A 503 may mean that the engine does not answer, so there is no second try.
-    return Call("POST", "/register", read_registered, {"url": url} | options, is_retried=False)
+    return ClientCall("POST", "/register", read_registered, {"url": url} | options, is_retried=False)
 
 
-def unregister(instance_id: str, *, tenant_id: str | None = None, dp_rank: int | None = None) -> Call[list[str]]:
+def unregister(instance_id: str, *, tenant_id: str | None = None, dp_rank: int | None = None) -> ClientCall[list[str]]:
     """Take a rank out, or all ranks; ``inst|tenant|rank`` of each. ``Refused`` (404) where there is none."""
     body = {"instance_id": instance_id, "tenant_id": tenant_id, "dp_rank": dp_rank}
-    return Call("POST", "/unregister", lambda answer: list(answer.json()["removed_instances"]), body)
+    return ClientCall("POST", "/unregister", lambda answer: list(answer.json()["removed_instances"]), body)
 
 
 def query(
@@ -106,7 +106,7 @@ def query(
     deadline: float | None = None,
     or_empty: bool = False,
     **options: Any,
-) -> Call[Matches]:
+) -> ClientCall[Matches]:
     """How much of a prompt each instance has.
 
     Each URL is asked once, with ``deadline`` for at most so many seconds over all URLs. Where no replica answers, it
@@ -116,7 +116,7 @@ def query(
     out where the model's engines have one. ``features`` names images among ``token_ids``.
     """
     body = {"model": model, "block_size": block_size} | _packed_prompt(token_ids) | options
-    return Call("POST", "/query", read_matches, body, False, deadline, _empty(or_empty))
+    return ClientCall("POST", "/query", read_matches, body, False, deadline, _empty(or_empty))
 
 
 def query_by_hash(
@@ -127,13 +127,13 @@ def query_by_hash(
     deadline: float | None = None,
     or_empty: bool = False,
     **options: Any,
-) -> Call[Matches]:
+) -> ClientCall[Matches]:
     """As ``query``, with rolling hashes in place of token ids."""
     body = {"model": model, "block_size": block_size, "seq_hashes": _packed_hashes(seq_hashes)} | options
-    return Call("POST", "/query_by_hash", read_matches, body, False, deadline, _empty(or_empty))
+    return ClientCall("POST", "/query_by_hash", read_matches, body, False, deadline, _empty(or_empty))
 
 
-def stored(instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Any) -> Call[Applied]:
+def stored(instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Any) -> ClientCall[Applied]:
     """Blocks that an engine of type ``standard`` without a socket now has; ``event_id`` rises by one each time.
 
     ``options`` are fields of a standard event: ``base_block_idx`` or ``parent_hash``, ``medium``, ``dp_rank``,
@@ -142,31 +142,31 @@ def stored(instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **opti
     return _event("stored", instance_id, event_id, {"seq_hashes": list(seq_hashes)} | options)
 
 
-def removed(instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Any) -> Call[Applied]:
+def removed(instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Any) -> ClientCall[Applied]:
     """Blocks that it has no more."""
     return _event("removed", instance_id, event_id, {"seq_hashes": list(seq_hashes)} | options)
 
 
-def score(model: str, token_ids: Iterable[int] | None = None, **options: Any) -> Call[list[Score]]:
+def score(model: str, token_ids: Iterable[int] | None = None, **options: Any) -> ClientCall[list[Score]]:
     """All targets for a prompt, best first; ``options`` are the fields of ``POST /score``, as for ``query``."""
-    return Call("POST", "/score", read_scores, {"model": model} | _prompt(token_ids) | options, is_retried=False)
+    return ClientCall("POST", "/score", read_scores, {"model": model} | _prompt(token_ids) | options, is_retried=False)
 
 
 def select(
     model: str, token_ids: Iterable[int] | None = None, *, deadline: float | None = None, **options: Any
-) -> Call[Selection]:
+) -> ClientCall[Selection]:
     """A target; a request waits for it, so a second try is its caller's. Another replica is asked at once."""
     return _selected(model, _prompt(token_ids), deadline, options)
 
 
 def select_by_hash(
     model: str, seq_hashes: Iterable[int], *, deadline: float | None = None, **options: Any
-) -> Call[Selection]:
+) -> ClientCall[Selection]:
     """As ``select``, with rolling hashes in place of token ids."""
     return _selected(model, {"seq_hashes": list(seq_hashes)}, deadline, options)
 
 
-def release(reservation: str, part: str, outcome: str = "ok", ttft_ms: float | None = None) -> Call[None]:
+def release(reservation: str, part: str, outcome: str = "ok", ttft_ms: float | None = None) -> ClientCall[None]:
     """``part`` is ``all``, ``prefill`` or ``renew``. ``ttft_ms`` is the time to the first token, where it is known.
 
     A reservation that cannot be released runs out.
@@ -174,22 +174,22 @@ def release(reservation: str, part: str, outcome: str = "ok", ttft_ms: float | N
     body = {"reservation": reservation, "part": part, "outcome": outcome} | (
         {} if ttft_ms is None else {"ttft_ms": ttft_ms}
     )
-    return Call("POST", "/release", lambda _: None, body, is_retried=False, otherwise=None)
+    return ClientCall("POST", "/release", lambda _: None, body, is_retried=False, otherwise=None)
 
 
-def services() -> Call[list[Service]]:
+def services() -> ClientCall[list[Service]]:
     """Every registration."""
-    return Call("GET", "/services", read_services)
+    return ClientCall("GET", "/services", read_services)
 
 
-def workers() -> Call[Workers]:
+def workers() -> ClientCall[Workers]:
     """How every publisher's stream does, and who applies them."""
-    return Call("GET", "/workers", read_workers)
+    return ClientCall("GET", "/workers", read_workers)
 
 
-def ready() -> Call[bool]:
+def ready() -> ClientCall[bool]:
     """Whether queries can be answered now; asked once, never raises for a service that is not there."""
-    return Call("GET", "/ready", lambda _: True, is_retried=False, otherwise=False)
+    return ClientCall("GET", "/ready", lambda _: True, is_retried=False, otherwise=False)
 
 
 def _prompt(token_ids: Iterable[int] | None) -> dict[str, Any]:
@@ -219,12 +219,14 @@ def _empty(or_empty: bool) -> Matches | object:
     return Matches({}, True) if or_empty else _RAISED
 
 
-def _event(event_type: str, instance_id: str, event_id: int, options: dict[str, Any]) -> Call[Applied]:
+def _event(event_type: str, instance_id: str, event_id: int, options: dict[str, Any]) -> ClientCall[Applied]:
     """One event of an engine without a socket. Sent again it is stale, so there may be a second try."""
     body = {"event_type": event_type, "backend_id": instance_id, "event_id": event_id} | options
-    return Call("POST", "/events", read_applied, body)
+    return ClientCall("POST", "/events", read_applied, body)
 
 
-def _selected(model: str, given: dict[str, Any], deadline: float | None, options: dict[str, Any]) -> Call[Selection]:
+def _selected(
+    model: str, given: dict[str, Any], deadline: float | None, options: dict[str, Any]
+) -> ClientCall[Selection]:
     body = {"model": model} | given | options
-    return Call("POST", "/select", read_selection, body, is_retried=False, deadline=deadline, is_named=True)
+    return ClientCall("POST", "/select", read_selection, body, is_retried=False, deadline=deadline, is_named=True)

@@ -13,7 +13,7 @@ _AWAY_SECONDS = 5.0
 _ELSEWHERE = frozenset({500, 502, 503, 504})
 
 
-class Places:
+class UrlOrder:
     """URLs, in the order in which they are tried."""
 
     def __init__(self, urls: str | Iterable[str]) -> None:

@@ -14,9 +14,9 @@ from uuid import uuid4
 import httpx
 
 from waymark.client.answers import content_of
-from waymark.client.calls import Call
+from waymark.client.calls import ClientCall
 from waymark.client.errors import Refused, Unavailable
-from waymark.client.places import Places
+from waymark.client.places import UrlOrder
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ Came = httpx.Response | httpx.TransportError | None
 Tries = Generator[Ask | Wait, Came, T]
 
 
-def tries(call: Call[T], places: Places, retry_seconds: float) -> Tries[T]:
+def tries(call: ClientCall[T], places: UrlOrder, retry_seconds: float) -> Tries[T]:
     """Try a call to its end. ``TimeoutError`` is thrown into it when its deadline has passed.
 
     Raises ``Refused`` and ``Unavailable``.
@@ -67,7 +67,7 @@ def tries(call: Call[T], places: Places, retry_seconds: float) -> Tries[T]:
         return call.unanswered(error)
 
 
-def _answered(call: Call[T], places: Places) -> Generator[Ask | Wait, Came, httpx.Response]:
+def _answered(call: ClientCall[T], places: UrlOrder) -> Generator[Ask | Wait, Came, httpx.Response]:
     """The first answer that no other replica would give; the last one, if there is none."""
     request = {"method": call.method} | call.sent
     if call.is_named and places.are_several and request["json"].get("request_id") is None:
@@ -92,7 +92,7 @@ def _answered(call: Call[T], places: Places) -> Generator[Ask | Wait, Came, http
     raise AssertionError("a client has a URL")
 
 
-def _pause(call: Call[Any], answer: httpx.Response, waited: float, retry_seconds: float) -> float | None:
+def _pause(call: ClientCall[Any], answer: httpx.Response, waited: float, retry_seconds: float) -> float | None:
     """How many seconds to wait before another try; None where this answer is the last.
 
     A 503 is asked again after its ``Retry-After``, as long as the waiting adds up to at most ``retry_seconds``.
@@ -104,7 +104,7 @@ def _pause(call: Call[Any], answer: httpx.Response, waited: float, retry_seconds
     return seconds if waited + seconds <= retry_seconds else None
 
 
-def _result(call: Call[T], answer: httpx.Response) -> T:
+def _result(call: ClientCall[T], answer: httpx.Response) -> T:
     """What the answer says; ``Refused`` or ``Unavailable`` where it is no success."""
     if answer.is_success:
         try:

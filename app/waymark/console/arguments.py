@@ -10,7 +10,7 @@ from waymark.domain.names import DEFAULT_TENANT
 from waymark.domain.status import StreamStatus
 from waymark.shown import shown
 
-Commands = Any
+Subcommands = Any
 """What ``add_subparsers`` returns; argparse has no public name for it."""
 
 _STATUS_EXAMPLES = """\
@@ -73,7 +73,7 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
     _add_inspections(parser.add_subparsers(dest="what", required=True, metavar="what"))
 
 
-def _add_inspections(kinds: Commands) -> None:
+def _add_inspections(kinds: Subcommands) -> None:
     prompt = _inspection(
         kinds, "prompt", "show which instance has which block of a prompt, in a line per rank and medium"
     )
@@ -112,7 +112,7 @@ def _add_inspections(kinds: Commands) -> None:
     space.add_argument("--seq-hash", help="the rolling hash of a block; the key of the block is printed, too")
 
 
-def _inspection(kinds: Commands, name: str, sentence: str, *, has_keys: bool = True) -> argparse.ArgumentParser:
+def _inspection(kinds: Subcommands, name: str, sentence: str, *, has_keys: bool = True) -> argparse.ArgumentParser:
     examples = f"examples:\n{_INSPECT_EXAMPLES[name]}"
     parser: argparse.ArgumentParser = kinds.add_parser(name, help=sentence, description=sentence, epilog=examples)
     _add_redis(parser)

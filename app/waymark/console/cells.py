@@ -12,7 +12,7 @@ from itertools import groupby
 
 from rich.text import Text
 
-from waymark.console.screen import Part, joined, text
+from waymark.console.screen import ScreenPart, joined, text
 from waymark.domain.media import MEDIA, order_of
 from waymark.inspection.holding import HolderLine, Holding, InstanceLines
 from waymark.inspection.inspector import group_text
@@ -46,9 +46,9 @@ _WORDS = {
 }
 
 
-def parts(holding: Holding, reasons: Mapping[str, str], *, width: int, is_ascii: bool, top: int) -> list[Part]:
+def parts(holding: Holding, reasons: Mapping[str, str], *, width: int, is_ascii: bool, top: int) -> list[ScreenPart]:
     """The drawing; ``top``: instances at most. ``reasons``: why one has no match, or where it ends."""
-    drawn: list[Part] = [_head(holding)]
+    drawn: list[ScreenPart] = [_head(holding)]
     if not holding.keys:
         return drawn
     label_width = 2 + max((len(_label(line)) for lines in holding.instances[:top] for line in lines.holders), default=0)

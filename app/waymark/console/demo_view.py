@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from waymark.console.screen import Grid, Part, text
+from waymark.console.screen import Grid, ScreenPart, text
 
 _BAR = 20
 
 
-class Counted(Protocol):
+class PromptLine(Protocol):
     """What one engine has of one prompt; numbers are tokens."""
 
     @property
@@ -27,7 +27,7 @@ class Counted(Protocol):
     def cpu(self) -> int: ...
 
 
-def parts(lines: Sequence[Counted]) -> list[Part]:
+def parts(lines: Sequence[PromptLine]) -> list[ScreenPart]:
     """The sentences and the table."""
     rows = [
         (line.label, line.instance, line.matched, line.tokens, line.gpu, line.cpu, "#" * _bar(line)) for line in lines
@@ -45,5 +45,5 @@ def parts(lines: Sequence[Counted]) -> list[Part]:
     ]
 
 
-def _bar(line: Counted) -> int:
+def _bar(line: PromptLine) -> int:
     return round(_BAR * line.matched / line.tokens)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from waymark.console.screen import Grid, Part, joined, text
+from waymark.console.screen import Grid, ScreenPart, joined, text
 from waymark.console.status_styles import STATUS_STYLES
 from waymark.console.units import seconds_text
 from waymark.domain.hashing import namespace
@@ -20,9 +20,9 @@ _BLOCK_HEAD = ("HOLDER", "INSTANCE", "RANK", "MEDIUM", "BLOCK SIZE", "ENGINE HAS
 _SHARD_HEAD = ("KEY", "ROWS", "BRANCH ROWS", "SINGLES", "COPIES", "APPLIED SEQ", "OPS OF IT")
 
 
-def block(listed: Sequence[ListedBlock]) -> list[Part]:
+def block(listed: Sequence[ListedBlock]) -> list[ScreenPart]:
     """The rows that list a block, with its holders."""
-    drawn: list[Part] = []
+    drawn: list[ScreenPart] = []
     for each in listed:
         group = group_text(GroupName(each.tenant_id, each.model_name))
         where = f"slot {each.slot}, depth {each.depth} in its piece"
@@ -52,9 +52,9 @@ def _state(not_counted: str | None) -> Text:
     return text(not_counted or "live", "bold red" if not_counted else "green")
 
 
-def holder(known: Sequence[KnownHolder]) -> list[Part]:
+def holder(known: Sequence[KnownHolder]) -> list[ScreenPart]:
     """A holder's record, its publisher, and what it has, in each group that knows the id."""
-    drawn: list[Part] = []
+    drawn: list[ScreenPart] = []
     for each in known:
         group, record = group_text(GroupName(each.tenant_id, each.model_name)), each.record
         drawn.append(joined(text(f"holder {each.id}", "bold"), f" of {group}, group {each.group}"))
@@ -84,7 +84,7 @@ def _publisher(publisher: HolderPublisher) -> Text:
     )
 
 
-def _holdings(held: Holdings) -> Iterator[Part]:
+def _holdings(held: Holdings) -> Iterator[ScreenPart]:
     lines = [
         (
             text(shard.key),
@@ -112,10 +112,10 @@ def _holdings(held: Holdings) -> Iterator[Part]:
         yield text(f"and {held.more_rows:,} more")
 
 
-def of_namespace(adapter: Adapter, salts: Sequence[str], key: int | None) -> list[Part]:
+def of_namespace(adapter: Adapter, salts: Sequence[str], key: int | None) -> list[ScreenPart]:
     """The number, and what becomes of a block's key by it; ``key``: a seq_hash."""
     ns = namespace(adapter, salts)
-    drawn: list[Part] = [joined("namespace ", text(f"{ns:016x}", "bold"), f", {ns} in decimal")]
+    drawn: list[ScreenPart] = [joined("namespace ", text(f"{ns:016x}", "bold"), f", {ns} in decimal")]
     if not ns:
         drawn.append(text("the base model without salts: a block's key is its seq_hash itself"))
     elif key is None:

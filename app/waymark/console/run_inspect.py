@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 from waymark.console import cells, lookups
 from waymark.console.prompts import read_file, read_hash, read_hashes, read_prompt, read_tokens
-from waymark.console.screen import Part, Screen, joined, text
+from waymark.console.screen import Screen, ScreenPart, joined, text
 from waymark.domain.hashing import pack_tokens
 from waymark.domain.names import Adapter, GroupName
 from waymark.errors import InvalidValue, NotFound
-from waymark.inspection.asked import Asked
+from waymark.inspection.asked import InspectedPrompt
 from waymark.inspection.blocks import find_block
 from waymark.inspection.commands import every_key
-from waymark.inspection.explanation import Explanation, explain
+from waymark.inspection.explanation import PromptExplanation, explain
 from waymark.inspection.holders import find_holder
-from waymark.inspection.inspector import Group, Inspector, open_inspector, pick
+from waymark.inspection.inspector import InspectedGroup, Inspector, open_inspector, pick
 from waymark.inspection.redis_cli import RedisCli
 from waymark.inspection.why import unknown_group
 from waymark.settings import Settings
@@ -55,7 +55,7 @@ async def run_inspect(arguments: argparse.Namespace, settings: Settings, screen:
             screen.write(str(await every_key(inspector, picked, cli)))
 
 
-async def _of_holder(inspector: Inspector, cli: RedisCli, group: Group, holder: int) -> list[str]:
+async def _of_holder(inspector: Inspector, cli: RedisCli, group: InspectedGroup, holder: int) -> list[str]:
     table = await inspector.table(group)
     lines = [*cli.holder(group, holder), *cli.entries(group, holder)]
     if table is not None and holder in table.holders:
@@ -71,7 +71,7 @@ def _adapter(arguments: argparse.Namespace) -> Adapter:
     return arguments.lora if arguments.lora_id is None else int(arguments.lora_id)
 
 
-async def _asked(arguments: argparse.Namespace, settings: Settings) -> Asked:
+async def _asked(arguments: argparse.Namespace, settings: Settings) -> InspectedPrompt:
     tokens, seq_hashes = None, None
     if arguments.hashes is not None:
         seq_hashes = read_hashes(arguments.hashes, option="--hashes")
@@ -92,7 +92,7 @@ async def _asked(arguments: argparse.Namespace, settings: Settings) -> Asked:
             tokens = (await tokenizers.tokens(arguments.model, prompt, arguments.tenant)).ids
         finally:
             await tokenizers.close()
-    return Asked(tokens, seq_hashes, _adapter(arguments), tuple(arguments.salt), settings.hash_seed)
+    return InspectedPrompt(tokens, seq_hashes, _adapter(arguments), tuple(arguments.salt), settings.hash_seed)
 
 
 async def _prompt(
@@ -100,7 +100,7 @@ async def _prompt(
     settings: Settings,
     screen: Screen,
     inspector: Inspector,
-    groups: list[Group],
+    groups: list[InspectedGroup],
     cli: RedisCli,
 ) -> None:
     asked = await _asked(arguments, settings)
@@ -117,7 +117,7 @@ async def _prompt(
     screen.show(drawn(found, screen, top=arguments.top))
 
 
-def drawn(found: Explanation, screen: Screen, *, top: int) -> list[Part]:
+def drawn(found: PromptExplanation, screen: Screen, *, top: int) -> list[ScreenPart]:
     """An explanation as the screen shows it; ``NotFound`` where nothing was looked up."""
     if found.holding is None:
         raise NotFound(" ".join(found.reasons))

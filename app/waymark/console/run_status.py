@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from waymark.console import status_view
-from waymark.console.screen import Part, Screen, text
+from waymark.console.screen import Screen, ScreenPart, text
 from waymark.errors import StoreUnavailable
 from waymark.inspection import status
 from waymark.inspection.inspector import open_inspector
@@ -18,7 +18,7 @@ from waymark.settings import Settings
 
 async def run_status(arguments: argparse.Namespace, settings: Settings, screen: Screen) -> None:
     """Draw it once, or until cancelled."""
-    wanted = status.Wanted(arguments.tenant, arguments.model, tuple(arguments.status))
+    wanted = status.PublisherFilter(arguments.tenant, arguments.model, tuple(arguments.status))
     of_tokenizers = await _tokenizer_warnings(settings)
     async with open_inspector(settings) as inspector:
 
@@ -26,7 +26,7 @@ async def run_status(arguments: argparse.Namespace, settings: Settings, screen: 
             found = await status.gather(inspector, wanted)
             return replace(found, warnings=(*found.warnings, *of_tokenizers))
 
-        async def draw() -> Sequence[Part]:
+        async def draw() -> Sequence[ScreenPart]:
             try:
                 return status_view.parts(await gather(), is_plain=screen.is_plain)
             except StoreUnavailable as exc:

@@ -36,7 +36,7 @@ class Grid:
     """The last column, if a narrow terminal cuts its texts: a row is one line then."""
 
 
-Part: TypeAlias = Text | Grid
+ScreenPart: TypeAlias = Text | Grid
 
 
 class Screen:
@@ -52,7 +52,7 @@ class Screen:
         """Columns there are; in plain text always the same."""
         return _PLAIN_WIDTH if self.is_plain else self.console.width
 
-    def show(self, parts: Sequence[Part]) -> None:
+    def show(self, parts: Sequence[ScreenPart]) -> None:
         """Write them, one below the other."""
         if self.is_plain:
             self.write("\n".join(_plain(part) for part in parts))
@@ -65,7 +65,7 @@ class Screen:
         return self.console.height
 
     @contextmanager
-    def live(self) -> Iterator[Callable[[Sequence[Part]], None]]:
+    def live(self) -> Iterator[Callable[[Sequence[ScreenPart]], None]]:
         """A function that draws in the place of what it has drawn before, on a screen of its own."""
         with Live(console=self.console, auto_refresh=False, screen=True) as live:
             yield lambda parts: live.update(self._rich(parts), refresh=True)
@@ -75,10 +75,10 @@ class Screen:
         self.console.file.write(text + "\n")
         self.console.file.flush()
 
-    def _rich(self, parts: Sequence[Part]) -> Group:
+    def _rich(self, parts: Sequence[ScreenPart]) -> Group:
         return Group(*(_table(part, self.width) if isinstance(part, Grid) else part for part in parts))
 
-    async def watch(self, seconds: float, draw: Callable[[], Awaitable[Sequence[Part]]]) -> None:
+    async def watch(self, seconds: float, draw: Callable[[], Awaitable[Sequence[ScreenPart]]]) -> None:
         """Draw again every ``seconds``, until cancelled: in place on a terminal, else one below the other."""
         if self.is_plain:
             while True:
@@ -135,7 +135,7 @@ def _widths(grid: Grid) -> list[int]:
     return [max(len(name), *lengths, 1) for name, lengths in zip(grid.head, cells, strict=True)]
 
 
-def _plain(part: Part) -> str:
+def _plain(part: ScreenPart) -> str:
     if isinstance(part, Text):
         return part.plain
     # An empty cell as `-`, so that columns can be counted.

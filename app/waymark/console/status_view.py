@@ -7,13 +7,13 @@ from itertools import groupby
 
 from rich.text import Text
 
-from waymark.console.screen import Grid, Part, joined, text
+from waymark.console.screen import Grid, ScreenPart, joined, text
 from waymark.console.status_styles import STATUS_STYLES
 from waymark.console.units import bytes_text, held_text, seconds_text
 from waymark.inspection.inspector import group_text
-from waymark.inspection.status import Server, Status, count, replays
+from waymark.inspection.status import RedisServer, Status, count, replays
 from waymark.store.discovery import DiscoveryState
-from waymark.store.parsing import Unreadable
+from waymark.store.parsing import UnreadableKey
 from waymark.store.publisher_states import PublisherState
 
 _HEAD = (
@@ -31,9 +31,12 @@ _NAMES_MAX = 5
 _UNREADABLE_MAX = 10
 
 
-def parts(status: Status, *, is_plain: bool) -> list[Part]:
+def parts(status: Status, *, is_plain: bool) -> list[ScreenPart]:
     """Everything, in the order of drawing; a plain table is one, so that its columns can be cut."""
-    drawn: list[Part] = [_server(status.server), *(text(f"warning: {line}", "bold red") for line in status.warnings)]
+    drawn: list[ScreenPart] = [
+        _server(status.server),
+        *(text(f"warning: {line}", "bold red") for line in status.warnings),
+    ]
     drawn += [text(line, "bold red") for line in _unreadable(status.unreadable)]
     drawn += [text(line, "yellow") for line in _discovery(status.discovery)]
     drawn += [_streams(status), text("")]
@@ -54,12 +57,12 @@ def parts(status: Status, *, is_plain: bool) -> list[Part]:
     return drawn[:-1]
 
 
-def _group(status: Status, states: Sequence[PublisherState]) -> list[Part]:
+def _group(status: Status, states: Sequence[PublisherState]) -> list[ScreenPart]:
     """A group's table, and below it each error once, with those who have it."""
     columns = [i for i, name in enumerate(_HEAD) if name not in _PLAIN_ONLY]
     rows = [_row(status, state) for state in states]
     head = tuple(_HEAD[i] for i in columns)
-    drawn: list[Part] = [Grid(head, [tuple(row[i] for i in columns) for row in rows], _NUMBERS, _SPARE)]
+    drawn: list[ScreenPart] = [Grid(head, [tuple(row[i] for i in columns) for row in rows], _NUMBERS, _SPARE)]
     errors: dict[str, list[str]] = {}
     for state in states:
         if error := status.complaints.of(state):
@@ -71,7 +74,7 @@ def _group(status: Status, states: Sequence[PublisherState]) -> list[Part]:
     return drawn
 
 
-def _server(server: Server | None) -> Text:
+def _server(server: RedisServer | None) -> Text:
     if server is None:
         return text("an embedded Redis")
     limit = bytes_text(server.memory_max_bytes) if server.memory_max_bytes else "no limit"
@@ -82,7 +85,7 @@ def _server(server: Server | None) -> Text:
     return joined(f"{server.version}{primaries}", memory, policy, evicted, f"{server.keys} keys", by=", ")
 
 
-def _unreadable(records: Sequence[Unreadable]) -> Iterator[str]:
+def _unreadable(records: Sequence[UnreadableKey]) -> Iterator[str]:
     for record in records[:_UNREADABLE_MAX]:
         where = f"{record.key} {record.field}".rstrip()
         yield f"unreadable {record.kind} in {where}: {record.reason}"
@@ -109,7 +112,7 @@ def _streams(status: Status) -> Text:
     return joined(head, ": " if counts else "", joined(*counts, by=", "))
 
 
-def _workers(status: Status) -> Part:
+def _workers(status: Status) -> ScreenPart:
     if not status.workers:
         return text("no ingest worker is alive: no event is applied until one runs", "bold red")
     rows = [

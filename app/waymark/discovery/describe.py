@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from waymark.asker import Asker, Reply
+from waymark.asker import Asker, HttpReply
 from waymark.discovery.sockets import HostNames, UnusableSocket
 from waymark.domain.engines import EngineKind, naming_sockets_at
 from waymark.domain.targets import ADAPTERS_MAX
@@ -88,13 +88,15 @@ class Describer:
     async def close(self) -> None:
         await self._asker.close()
 
-    async def _ask(self, url: str) -> Reply | Unanswered:
+    async def _ask(self, url: str) -> HttpReply | Unanswered:
         try:
             return await self._asker.ask(url, seconds=self._seconds, bytes_max=_ANSWER_BYTES_MAX)
         except Unanswered as error:
             return error
 
-    async def _read(self, base: str, kind: EngineKind | None, replies: Mapping[str, Reply | Unanswered]) -> Description:
+    async def _read(
+        self, base: str, kind: EngineKind | None, replies: Mapping[str, HttpReply | Unanswered]
+    ) -> Description:
         models = _json(replies[_MODELS])
         cards = _cards(models)
         server, sources = _json(replies[_SERVER]), _json(replies[_SOURCES])
@@ -145,7 +147,7 @@ class Describer:
 
 
 def _ranks_of_vllm(
-    sources: Any, silent: dict[str, str], reply: Reply | Unanswered
+    sources: Any, silent: dict[str, str], reply: HttpReply | Unanswered
 ) -> list[tuple[int, str, str | None]]:
     """``{"0": {...}}``, a list, or ``{"sources": [...]}``: rank, endpoint and replay endpoint of each."""
     if isinstance(sources, dict) and isinstance(sources.get("sources"), list | dict):
@@ -176,10 +178,10 @@ def _rank_in(source: Any, position: int) -> Any:
     return position
 
 
-def _block_size(reply: Reply | Unanswered, silent: dict[str, str]) -> int | None:
+def _block_size(reply: HttpReply | Unanswered, silent: dict[str, str]) -> int | None:
     """Tokens per block as resolved at the start of the engine: of full attention where groups of layers differ."""
     sizes: set[int] = set()
-    for line in _CACHE_CONFIG.findall(reply.body if isinstance(reply, Reply) and reply.status == 200 else b""):
+    for line in _CACHE_CONFIG.findall(reply.body if isinstance(reply, HttpReply) and reply.status == 200 else b""):
         labels = {name.decode(): value.decode(errors="replace") for name, value in _LABEL.findall(line)}
         for name in ("effective_attention_block_size", "block_size"):
             if labels.get(name, "").isdecimal():
@@ -198,7 +200,7 @@ def _block_size(reply: Reply | Unanswered, silent: dict[str, str]) -> int | None
 
 
 def _ranks_of_sglang(
-    server: Mapping[str, Any], silent: dict[str, str], reply: Reply | Unanswered
+    server: Mapping[str, Any], silent: dict[str, str], reply: HttpReply | Unanswered
 ) -> tuple[list[tuple[int, str, str | None]], int | None]:
     stated = server.get("kv_events")
     if not isinstance(stated, dict):
@@ -231,7 +233,7 @@ def _ranks_of_sglang(
 # ---- answers ---------------------------------------------------------------------------------------
 
 
-def _json(reply: Reply | Unanswered) -> Any:
+def _json(reply: HttpReply | Unanswered) -> Any:
     if isinstance(reply, Unanswered) or reply.status != 200:
         return None
     try:
@@ -270,7 +272,7 @@ def _names_sockets(kind: EngineKind | None, server: Any, sources: Any) -> bool:
     return isinstance(sources, dict | list)
 
 
-def _because(reply: Reply | Unanswered) -> str:
+def _because(reply: HttpReply | Unanswered) -> str:
     if isinstance(reply, Unanswered):
         return f" ({reply.sentence})"
     if reply.status in (401, 403):
@@ -278,7 +280,7 @@ def _because(reply: Reply | Unanswered) -> str:
     return "" if reply.status == 200 else f" (status {reply.status})"
 
 
-def _no_engine(base: str, reply: Reply | Unanswered) -> InvalidValue | RemoteUnavailable:
+def _no_engine(base: str, reply: HttpReply | Unanswered) -> InvalidValue | RemoteUnavailable:
     if isinstance(reply, Unanswered):
         return _unavailable(base, reply.sentence)
     if reply.status >= 500:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from waymark.discovery.wanted import Wanted
+from waymark.discovery.wanted import WantedEngine
 from waymark.domain.engines import UNNAMED
 from waymark.domain.names import Origin
 from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX, Role
@@ -66,7 +66,7 @@ def pod_of(item: Any) -> Pod | None:
         return None
 
 
-def wanted_of(pod: Pod, ports: PodPorts) -> Wanted:
+def wanted_of(pod: Pod, ports: PodPorts) -> WantedEngine:
     """The engine in a pod that is ready. Raises InvalidValue that names an annotation that does not fit."""
     own = {key.removeprefix(ANNOTATION): text for key, text in pod.annotations.items()}
     fields: dict[str, Any] = {"instance_id": pod.name, "labels": _fitting(pod.labels)}
@@ -86,8 +86,8 @@ def wanted_of(pod: Pod, ports: PodPorts) -> Wanted:
     origin, sockets = Origin("discovery", pod.name), (events, replay, ranks)
     if "modelname" in fields and "block_size" in fields:  # nothing is left to ask
         fields = {"type": UNNAMED, "address": url} | fields
-        return Wanted(origin, fields, None, sockets, since=pod.started)
-    return Wanted(origin, fields, url, sockets, since=pod.started)
+        return WantedEngine(origin, fields, None, sockets, since=pod.started)
+    return WantedEngine(origin, fields, url, sockets, since=pod.started)
 
 
 def role_in(labels: Mapping[str, Any]) -> str | None:

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any
 
 from waymark.discovery.engines import EngineRegistrations, RegistrationOf, fields_of, usual_sockets
-from waymark.discovery.wanted import Key, Wanted
+from waymark.discovery.wanted import Key, WantedEngine
 from waymark.domain.names import Origin, OriginKind, PublisherName, Registration
 from waymark.errors import Conflict, InvalidValue, RecordDamaged, RemoteUnavailable, StoreUnavailable
 from waymark.logs import fields
@@ -32,10 +32,10 @@ CONFIRM_SECONDS = 10.0
 
 
 @dataclass(slots=True)
-class _Known:
+class _KnownEngine:
     """What became of an engine the last time."""
 
-    wanted: Wanted
+    wanted: WantedEngine
     registrations: tuple[Registration, ...] = ()
     again_at: float = 0.0
     """When it is asked again, by the monotonic clock."""
@@ -67,7 +67,7 @@ class Reconciler:
         self._again_seconds = again_seconds
         self._confirm_seconds = confirm_seconds
         self._is_mine = is_mine
-        self._known: dict[Key, _Known] = {}
+        self._known: dict[Key, _KnownEngine] = {}
         self._missing: tuple[float, int] | None = None
         """Since when, and since which reading of the source, most of what is registered is missing there."""
 
@@ -92,7 +92,7 @@ class Reconciler:
         """Most engines are missing, and only another reading of the source can confirm it now."""
         return self._missing is not None and monotonic() - self._missing[0] >= self._confirm_seconds
 
-    async def reconcile(self, wanted: Sequence[Wanted], *, reading: int, gone: Iterable[Origin] = ()) -> None:
+    async def reconcile(self, wanted: Sequence[WantedEngine], *, reading: int, gone: Iterable[Origin] = ()) -> None:
         """Make the registrations those of ``wanted``, which is everything that the source names.
 
         ``reading`` is the number of times that the source was read completely. What the source itself calls gone is
@@ -112,7 +112,7 @@ class Reconciler:
         for each in wanted:
             known = self._known.get(each.key)
             if known is None or known.wanted != each:
-                known = self._known[each.key] = _Known(each)
+                known = self._known[each.key] = _KnownEngine(each)
             if each.key in ghosts:
                 self._failed(known, f"{ghosts[each.key].source} has the same address, {each.address}, and is newer")
             elif now >= known.again_at or any(each.name not in names for each in known.registrations):
@@ -120,7 +120,7 @@ class Reconciler:
         due.sort(key=lambda known: known.again_at)
         places, until = asyncio.Semaphore(_ASKED_MAX), now + _ROUND_SECONDS
 
-        async def one(known: _Known) -> None:
+        async def one(known: _KnownEngine) -> None:
             async with places:
                 if monotonic() < until:  # the others come first in the next round
                     await self._register(known, there)
@@ -130,7 +130,7 @@ class Reconciler:
 
     # ---- registering -------------------------------------------------------------------------------
 
-    async def _register(self, known: _Known, there: Sequence[Registration]) -> None:
+    async def _register(self, known: _KnownEngine, there: Sequence[Registration]) -> None:
         wanted = known.wanted
         try:
             registrations = await self._registrations(wanted)
@@ -154,12 +154,12 @@ class Reconciler:
         known.registrations, known.problem, known.failures = tuple(registrations), "", 0
         known.again_at = monotonic() + self._again_seconds
 
-    def _is_of(self, registration: Registration, wanted: Wanted) -> bool:
+    def _is_of(self, registration: Registration, wanted: WantedEngine) -> bool:
         """Whether it is one of this engine's; a URL may be registered under several names."""
         is_name = self._kind != "url" or wanted.key[1:] == (registration.instance_id, registration.tenant_id)
         return is_name and registration.origin == wanted.origin
 
-    async def _registrations(self, wanted: Wanted) -> list[Registration]:
+    async def _registrations(self, wanted: WantedEngine) -> list[Registration]:
         if wanted.url is None:
             return [replace(self._registration_of(each), origin=wanted.origin) for each in _complete(wanted)]
         return await self._engines.of(
@@ -182,7 +182,7 @@ class Reconciler:
         if is_new:
             log.info("engine is registered", extra=fields(publisher=str(registration.name), source=self._kind))
 
-    def _failed(self, known: _Known, problem: str) -> None:
+    def _failed(self, known: _KnownEngine, problem: str) -> None:
         if problem != known.problem:
             log.warning("engine cannot be registered", extra=fields(engine=str(known.wanted), error=problem))
         known.problem = problem
@@ -224,7 +224,7 @@ class Reconciler:
             log.info("engine is unregistered", extra=fields(publisher=str(name), source=self._kind))
 
 
-def _complete(wanted: Wanted) -> list[dict[str, Any]]:
+def _complete(wanted: WantedEngine) -> list[dict[str, Any]]:
     """The fields of each rank of an engine that need not be asked."""
     fields = dict(wanted.fields)
     if not wanted.ports[0]:
@@ -232,9 +232,9 @@ def _complete(wanted: Wanted) -> list[dict[str, Any]]:
     return [fields | fields_of(each) for each in usual_sockets(str(fields["address"]), wanted.ports)]
 
 
-def _ghosts(wanted: Sequence[Wanted]) -> Mapping[Key, Origin]:
+def _ghosts(wanted: Sequence[WantedEngine]) -> Mapping[Key, Origin]:
     """Engines at an address that a newer one has, and that one: the API server may list a pod that is long gone."""
-    newest: dict[str, Wanted] = {}
+    newest: dict[str, WantedEngine] = {}
     for each in wanted:
         if each.address is not None:
             other = newest.get(each.address)

@@ -15,7 +15,7 @@ from waymark.discovery.engines import EngineRegistrations, RegistrationOf
 from waymark.discovery.kubernetes import ApiServer, PodWatch
 from waymark.discovery.pods import PodPorts, wanted_of
 from waymark.discovery.reconciler import CONFIRM_SECONDS, Reconciler
-from waymark.discovery.wanted import Key, Wanted
+from waymark.discovery.wanted import Key, WantedEngine
 from waymark.domain.names import Origin, OriginKind
 from waymark.domain.status import StreamStatus
 from waymark.errors import InvalidValue, SettingsError, StoreUnavailable
@@ -43,13 +43,13 @@ class DiscoveryOptions:
     ports: PodPorts = field(default_factory=lambda: PodPorts(8000, 5557, 5657))
     file: str = ""
     """The path of the file of publishers."""
-    read_file: Callable[[], Sequence[Wanted]] | None = None
+    read_file: Callable[[], Sequence[WantedEngine]] | None = None
     """Reads the file of publishers; raises SettingsError where it cannot be used. It blocks."""
     round_seconds: float = _ROUND_SECONDS
     confirm_seconds: float = CONFIRM_SECONDS
 
 
-class Discovery:
+class EngineDiscovery:
     def __init__(
         self,
         store: Store,
@@ -170,7 +170,7 @@ class Discovery:
                 log.debug("round of discovery not ended", extra=fields(error=error.sentence))
                 watch.gone |= gone
 
-    async def _follow_file(self, reconciler: Reconciler, read: Callable[[], Sequence[Wanted]]) -> None:
+    async def _follow_file(self, reconciler: Reconciler, read: Callable[[], Sequence[WantedEngine]]) -> None:
         restarts = Restarts(self._store)
         reading = 0
         while True:
@@ -198,9 +198,9 @@ class Discovery:
                 log.debug("round of discovery not ended", extra=fields(error=error.sentence))
             await asyncio.sleep(self._options.round_seconds)
 
-    async def _by_url(self) -> list[Wanted]:
+    async def _by_url(self) -> list[WantedEngine]:
         """The engines that clients have registered by URL, with the fields that an engine does not say."""
-        found: dict[Key, Wanted] = {}
+        found: dict[Key, WantedEngine] = {}
         for each in await self._store.directory.registrations():
             if each.origin.kind == "url":
                 target = each.target
@@ -221,7 +221,7 @@ class Discovery:
                 }
                 given = {name: value for name, value in given.items() if value is not None}
                 known = {"type": each.kind, "modelname": each.model_name, "block_size": each.block_size}
-                wanted = Wanted(each.origin, given, each.origin.source, known=known)
+                wanted = WantedEngine(each.origin, given, each.origin.source, known=known)
                 found.setdefault(wanted.key, wanted)
         return list(found.values())
 

@@ -12,7 +12,7 @@ Key: TypeAlias = tuple[Origin, str | None, str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedEngine:
     """An engine that should be registered."""
 
     origin: Origin

@@ -22,11 +22,11 @@ GENERATIONS_MAX: Final = 20
 SHARES_MAX: Final = 100
 """A generation is no smaller than this part of the most blocks of a group, so that the table changes seldom."""
 
-Reason = Literal["ttl", "max_entries"]
+RemovalReason = Literal["ttl", "max_entries"]
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class BlockBounds:
     """How many blocks a group has, and for how many seconds after its last store a block counts; 0: no bound."""
 
     max_entries: int = 0
@@ -35,7 +35,7 @@ class Bounds:
     """The seconds for single media, by the medium's normal name, in place of ``ttl``."""
 
     @classmethod
-    def of(cls, max_entries: int, ttl: int, medium_ttl: Mapping[str, int]) -> Bounds:
+    def of(cls, max_entries: int, ttl: int, medium_ttl: Mapping[str, int]) -> BlockBounds:
         return cls(max_entries, ttl, {normal_medium(name) or name: n for name, n in medium_ttl.items()})
 
     def __bool__(self) -> bool:
@@ -47,7 +47,7 @@ class Bounds:
     def has(self, medium: str) -> bool:
         return bool(self.max_entries or self.seconds(medium))
 
-    def reason_to_end(self, name: HolderName, holder: int, now: int, cut: int) -> Reason | None:
+    def reason_to_end(self, name: HolderName, holder: int, now: int, cut: int) -> RemovalReason | None:
         """Why a holder is over at ``now`` (in ms); ``cut``: the newest holder of the group that its number ends."""
         seconds = self.seconds(name.medium)
         if name.epoch is None:
@@ -62,7 +62,7 @@ class Bounds:
 class Generations:
     """The generations of one stream. ``now`` and what the group has are set from outside."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: BlockBounds) -> None:
         self.bounds = bounds
         self.now = 0
         """In ms."""
@@ -94,7 +94,7 @@ class Generations:
 
     def over(
         self, holders: Mapping[HolderName, int], blocks_of: Callable[[int], int]
-    ) -> Iterator[tuple[HolderName, Reason | None]]:
+    ) -> Iterator[tuple[HolderName, RemovalReason | None]]:
         """The holders that are over, oldest first, each with the reason; None where it has no block any more."""
         left = Counter(name.lasting for name in holders)
         for name, holder in sorted(holders.items(), key=lambda each: each[1]):

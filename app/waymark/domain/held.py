@@ -17,7 +17,7 @@ from waymark.domain.copies import SEVERAL_BYTES, HolderCopies
 from waymark.domain.events import PlainEvents
 from waymark.domain.full_places import FullPlaces
 from waymark.domain.gone import GONE_MAX, GoneHashes
-from waymark.domain.known import Group, KnownBlocks, Piece, Ran, Spot
+from waymark.domain.known import KnownBlocks, NewBlocks, Ran, Spot, TakenBlocks
 from waymark.domain.new_known import new_known, new_places
 from waymark.domain.parts import NO_COPIES, UNCHANGED, PackedParts
 from waymark.domain.rows import SLOT_CHARS, Place
@@ -40,7 +40,7 @@ class Left(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Held:
+class _HolderBlocks:
     """The blocks of a live holder."""
 
     dp_rank: int
@@ -63,7 +63,7 @@ class HeldBlocks:
     def __init__(self, gone_max: int = GONE_MAX) -> None:
         self.full = FullPlaces()
         self._gone_max = gone_max
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _HolderBlocks] = {}
         self._gone: dict[int, GoneHashes] = {}
         self._ranks: dict[int, list[int]] = {}
         self._places = new_places()
@@ -76,7 +76,7 @@ class HeldBlocks:
         """A holder to remember for."""
         if holder not in self._held:
             known = new_known(self._places, has_keys=True)
-            self._held[holder] = _Held(dp_rank, known, HolderCopies(known))
+            self._held[holder] = _HolderBlocks(dp_rank, known, HolderCopies(known))
             self._ranks.setdefault(dp_rank, []).append(holder)
             if dp_rank not in self._gone:
                 self._gone[dp_rank] = GoneHashes(self._places)
@@ -155,7 +155,7 @@ class HeldBlocks:
         seed: int,
         namespace: int,
         piece_blocks: int,
-    ) -> list[Piece] | None:
+    ) -> list[NewBlocks] | None:
         """Hash and store the blocks of a plain store, which has a token for each place in them; see ``KnownBlocks``."""
         held = self._held[holder]
         pieces = held.known.extend(
@@ -174,7 +174,7 @@ class HeldBlocks:
             self.blocks += start + len(slots) // SLOT_CHARS
         return pieces
 
-    def take(self, holder: int, engine_hashes: Sequence[int]) -> list[Group] | None:
+    def take(self, holder: int, engine_hashes: Sequence[int]) -> list[TakenBlocks] | None:
         """Remove the blocks of a plain removal; see ``KnownBlocks``."""
         held = self._held[holder]
         groups = held.known.take(engine_hashes, self._gone[held.dp_rank].sets, held.copies.several)

@@ -28,7 +28,7 @@ class Spot(NamedTuple):
         return self.key ^ self.namespace
 
 
-Piece: TypeAlias = tuple[Place, bytes, bytes, int, int | None]
+NewBlocks: TypeAlias = tuple[Place, bytes, bytes, int, int | None]
 """New blocks at one place: their slots and engine hashes, packed; the index of the first in its event, and the key of
 the block before it, where that is in the same piece."""
 
@@ -47,7 +47,7 @@ class Ran(NamedTuple):
     """Blocks."""
 
 
-Group: TypeAlias = tuple[Place, int, bytes, bytes]
+TakenBlocks: TypeAlias = tuple[Place, int, bytes, bytes]
 """Blocks at one place that went together: its namespace, their slots and engine hashes, packed."""
 
 
@@ -118,7 +118,7 @@ class KnownBlocks(Protocol):
         piece_blocks: int,
         gone: tuple[KnownBlocks, ...],
         /,
-    ) -> list[Piece] | None:
+    ) -> list[NewBlocks] | None:
         """Hash a plain store, and put its blocks in: all of them are new, and go on from a block that is here, of the
         same namespace, at a place that is not ``full``; or they begin at the root. Their hashes are ``gone`` no more.
 
@@ -127,7 +127,7 @@ class KnownBlocks(Protocol):
 
     def take(
         self, engine_hashes: Sequence[int], gone: tuple[KnownBlocks, ...], several: Mapping[int, object], /
-    ) -> list[Group] | None:
+    ) -> list[TakenBlocks] | None:
         """A plain removal: each of these engine hashes goes to the first of ``gone``, and out of the others. All of
         them are here, none comes twice, and the key of none is among ``several``.
 

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple, TypeAlias
 from waymark.domain import chunks
 from waymark.domain.chunks import CHUNK_BLOCKS_MAX
 from waymark.domain.events import Batch, Cleared, Event, PlainEvents, Removed, Stored
-from waymark.domain.generations import Bounds, Generations, Reason
+from waymark.domain.generations import BlockBounds, Generations, RemovalReason
 from waymark.domain.hashing import extend
 from waymark.domain.held import HeldBlocks
 from waymark.domain.known import Spot
@@ -51,7 +51,7 @@ class _PlainRun(NamedTuple):
     """The stores are of a release whose events have no place for a salt or an image."""
 
 
-_UNBOUNDED = Bounds()
+_UNBOUNDED = BlockBounds()
 _CHUNK_POSITIONS: Final = 2**28
 """From this position of a batch on, a removal removes only the last block of a chunk."""
 
@@ -68,7 +68,7 @@ class Resolver:
         shards: int = 1,
         foreign_ranks: frozenset[int] = frozenset(),
         memory: HeldBlocks | None = None,
-        bounds: Bounds = _UNBOUNDED,
+        bounds: BlockBounds = _UNBOUNDED,
         reads_windows: bool = False,
     ) -> None:
         """``reads_windows``: groups of a hybrid model that are not full attention have holders of their own."""
@@ -175,7 +175,7 @@ class Resolver:
             self.missing = self.waiting.dropped_there = 0
         return self.waiting.clear(ended) + self.objects.end(ended)
 
-    def over(self) -> list[tuple[HolderName, Reason | None]]:
+    def over(self) -> list[tuple[HolderName, RemovalReason | None]]:
         """The generations that are over, oldest first, with the reason; None for one without blocks."""
         return list(self.generations.over(self.holders, self.memory.blocks_of))
 

@@ -103,7 +103,7 @@ def own_slots(keys: bytes) -> bytes:
     return bytes(slots)
 
 
-class _Row(NamedTuple):
+class _OwnBlocks(NamedTuple):
     """A value, as far as it concerns the own blocks of a piece. Bitmaps have bit i for the own block i."""
 
     first: bytes
@@ -115,7 +115,7 @@ class _Row(NamedTuple):
     """The own blocks that each holder has, by holder id."""
 
 
-def _read(value: bytes, own: bytes) -> _Row | None:
+def _read(value: bytes, own: bytes) -> _OwnBlocks | None:
     """Parse a value for the own blocks of a piece, given as slots; None if it cannot be read."""
     end = value.find(b" ")
     slots, holders = (value, b"") if end < 0 else (value[:end], value[end:])
@@ -135,14 +135,14 @@ def _read(value: bytes, own: bytes) -> _Row | None:
     blocks = len(own) // SLOT_CHARS
     if slots.startswith(own):
         every = (1 << blocks) - 1
-        return _Row(first, is_marked, 0, {holder: bitmap & every for holder, bitmap in bitmaps.items()})
+        return _OwnBlocks(first, is_marked, 0, {holder: bitmap & every for holder, bitmap in bitmaps.items()})
     places = _places(slots, own)
     missing = sum(1 << at for at, slot in enumerate(places) if slot is None)
     moved = {
         holder: sum((bitmap >> slot & 1) << at for at, slot in enumerate(places) if slot is not None)
         for holder, bitmap in bitmaps.items()
     }
-    return _Row(first, is_marked, missing, moved)
+    return _OwnBlocks(first, is_marked, missing, moved)
 
 
 def _places(slots: bytes, own: bytes) -> list[int | None]:

@@ -144,7 +144,7 @@ def keys_of(slots: bytes) -> list[int]:
 # ---- entries ---------------------------------------------------------------------------------------
 
 
-class Entry(NamedTuple):
+class HolderEntry(NamedTuple):
     """The engine hashes of a holder's blocks in one row."""
 
     namespace: int
@@ -158,7 +158,7 @@ class Entry(NamedTuple):
         return key ^ self.namespace if found == SAME_HASH else found
 
 
-def parse_entry(value: bytes) -> Entry:
+def parse_entry(value: bytes) -> HolderEntry:
     """Parse an entry: 8 bytes for each engine hash, and before them ``<16 hex>:`` in a namespace.
 
     Raises ``ValueError``.
@@ -171,9 +171,9 @@ def parse_entry(value: bytes) -> Entry:
         namespace = int(digits[:16], 16)
     if len(value) % 8 or len(value) > 8 * ROW_SLOTS:
         raise ValueError(f"it is no list of at most {ROW_SLOTS} engine hashes of 8 bytes")
-    return Entry(namespace, keys.unpack(value))
+    return HolderEntry(namespace, keys.unpack(value))
 
 
-def format_entry(entry: Entry) -> bytes:
+def format_entry(entry: HolderEntry) -> bytes:
     """The value of an entry."""
     return (b"%016x:" % entry.namespace if entry.namespace else b"") + keys.pack(entry.hashes)

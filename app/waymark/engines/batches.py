@@ -114,8 +114,8 @@ class Decoder:
                     events.read_short(event)
         return events.batch(ts, rank)
 
-    def _events(self) -> _Events:
-        return _Events(self._read_event, self._names, self.ceilings)
+    def _events(self) -> _EventReader:
+        return _EventReader(self._read_event, self._names, self.ceilings)
 
     def _plain(self, payload: bytes) -> PlainBatch | None:
         """The batch as far as it is plain; None where its form is not."""
@@ -124,7 +124,7 @@ class Decoder:
         return self._read_plain(payload, self.ceilings.batch_events)
 
 
-class _Events:
+class _EventReader:
     """Reads the events of one batch, one after the other."""
 
     __slots__ = ("_ceilings", "_names", "_read_event", "_rejected", "events", "ignored", "rejected", "samples", "units")

@@ -35,7 +35,7 @@ _ADAPTERS_MAX = 1024
 
 
 @dataclass(slots=True)
-class _Rank:
+class _RankGauges:
     waiting: float = 0.0
     running: float = 0.0
     kv_usage: float = 0.0
@@ -74,12 +74,12 @@ def read_gauges(text: bytes) -> dict[int | None, Gauges]:
     lines = [line for line in text.splitlines() if line.startswith(_STARTS)]
     if len(lines) > _LINES_MAX:
         raise ValueError(f"{len(lines)} lines of gauges; at most {_LINES_MAX} are read")
-    ranks: dict[int | None, _Rank] = {}
+    ranks: dict[int | None, _RankGauges] = {}
     wanted = {*_WAITING, *_RUNNING, *_KV_USAGE, _ADAPTERS}
     for family in text_string_to_metric_families(b"\n".join([*lines, b""]).decode("utf-8", "replace")):
         for sample in family.samples:
             if sample.name in wanted:
-                ranks.setdefault(_rank_of(sample.labels), _Rank()).add(sample)
+                ranks.setdefault(_rank_of(sample.labels), _RankGauges()).add(sample)
     return {number: rank.gauges() for number, rank in ranks.items()}
 
 

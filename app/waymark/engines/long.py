@@ -37,11 +37,11 @@ _OTHER_BYTES_MAX: Final = 2 * 2**20
 _ERRORS: Final = (msgpack.UnpackException, ValueError, TypeError, MemoryError)
 
 
-class Unreadable:
+class UnreadableValue:
     """Stands where msgpack could not make a value of the bytes."""
 
 
-UNREADABLE: Final = Unreadable()
+UNREADABLE: Final = UnreadableValue()
 
 
 class LongPayload:

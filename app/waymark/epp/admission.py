@@ -13,7 +13,7 @@ from contextlib import suppress
 from waymark.metrics import Metrics
 
 
-class Place:
+class StreamPlace:
     """The place of one stream, until ``leave``. It waits for a request until ``settle``."""
 
     def __init__(self, streams: Streams, peer: str) -> None:
@@ -45,14 +45,14 @@ class Streams:
         self._max = streams_max
         self._gauge = metrics.epp_streams
         self._count = 0
-        self._waiting: dict[str, dict[Place, None]] = {}
+        self._waiting: dict[str, dict[StreamPlace, None]] = {}
         """The places that wait for a request, by connection, oldest first."""
 
-    def enter(self, peer: str) -> Place | None:
+    def enter(self, peer: str) -> StreamPlace | None:
         """A place for a stream of a connection; None where there is none."""
         if self._count >= self._max and not self._make_room(peer):
             return None
-        place = Place(self, peer)
+        place = StreamPlace(self, peer)
         self._waiting.setdefault(peer, {})[place] = None
         self._count += 1
         self._gauge.set(self._count)
@@ -67,13 +67,13 @@ class Streams:
         oldest.give_up()
         return True
 
-    def settle(self, place: Place) -> None:
+    def settle(self, place: StreamPlace) -> None:
         waiting = self._waiting.get(place.peer, {})
         waiting.pop(place, None)
         if not waiting:
             self._waiting.pop(place.peer, None)
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: StreamPlace) -> None:
         """The stream has ended. A place that was given up is not counted any more."""
         self.settle(place)
         if not place.is_given_up:

@@ -14,7 +14,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
-class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Alive from the start; the other names are ready or not, all at once.
 
     A watcher that does not read holds up nobody.

@@ -20,10 +20,10 @@ from waymark.chat.requests import Form, InferenceRequest, form_of, read_request
 from waymark.chat.session import SESSION, session_of
 from waymark.domain.targets import host_and_port
 from waymark.epp import messages
-from waymark.epp.admission import Place
+from waymark.epp.admission import StreamPlace
 from waymark.epp.answers import HeldAnswer, is_whole
 from waymark.epp.bodies import BodyBytes
-from waymark.epp.rejections import Rejection, misconfigured, overloaded, rejection_of, too_large
+from waymark.epp.rejections import ImmediateAnswer, misconfigured, overloaded, rejection_of, too_large
 from waymark.errors import InvalidValue, WaymarkError
 from waymark.metrics import Metrics
 from waymark.selection.asked import Taking
@@ -33,9 +33,9 @@ from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay, RequestUn
 #: Targets that the answer names to the proxy: the best, and those to try if it does not answer.
 _TARGETS_MAX = 3
 
-Read = Callable[[], Awaitable[Any]]
+ReadMessage = Callable[[], Awaitable[Any]]
 """The next message of the proxy; None at the end of the stream."""
-Write = Callable[[Any], Awaitable[None]]
+WriteMessage = Callable[[Any], Awaitable[None]]
 
 _MODES = (
     "the endpoint picker reads bodies in the modes FULL_DUPLEX_STREAMED and BUFFERED; set processing_mode of the "
@@ -53,7 +53,7 @@ class Cut(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Picker:
+class CallContext:
     """What all calls of a process have in common."""
 
     selector: RequestSelector
@@ -70,7 +70,7 @@ class Picker:
 class ProcessCall:
     """The messages of one stream, answered in order."""
 
-    def __init__(self, picker: Picker, place: Place, read: Read, write: Write) -> None:
+    def __init__(self, picker: CallContext, place: StreamPlace, read: ReadMessage, write: WriteMessage) -> None:
         self._picker = picker
         self._place = place
         self._read = read
@@ -127,14 +127,14 @@ class ProcessCall:
             if self._request_mode == messages.BUFFERED:
                 await self._write(messages.GO_ON["request_headers"])
             ended = await self._body()
-            if isinstance(ended, Rejection):
+            if isinstance(ended, ImmediateAnswer):
                 return await self._refuse(ended)
             if ended is None:
                 return False
             has_trailers = ended == "trailers"
         self._place.settle()
         picked = await self._pick()
-        if isinstance(picked, Rejection):
+        if isinstance(picked, ImmediateAnswer):
             return await self._refuse(picked)
         if self._request_mode == messages.BUFFERED and not is_whole:
             await self._write(messages.picked_by_body(picked))
@@ -148,7 +148,7 @@ class ProcessCall:
         self._drop_body()
         return True
 
-    async def _body(self) -> Literal["body", "trailers"] | Rejection | None:
+    async def _body(self) -> Literal["body", "trailers"] | ImmediateAnswer | None:
         """Read the body to its end; what ended it, or None where the client went away."""
         while (message := await self._read()) is not None:
             kind = message.WhichOneof("request")
@@ -174,14 +174,14 @@ class ProcessCall:
         self._picker.bodies.release(self._held)
         self._held = 0
 
-    async def _refuse(self, rejection: Rejection) -> bool:
+    async def _refuse(self, rejection: ImmediateAnswer) -> bool:
         self._picker.metrics.epp_requests.labels(outcome=rejection.slug).inc()
         await self._write(messages.immediate(rejection.status, rejection.body, rejection.slug, rejection.headers))
         return False
 
     # ---- the decision ------------------------------------------------------------------------------
 
-    async def _pick(self) -> dict[str, str] | Rejection:
+    async def _pick(self) -> dict[str, str] | ImmediateAnswer:
         """The headers that name the targets."""
         taking = Taking(
             only=self._subset,

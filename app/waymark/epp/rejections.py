@@ -22,7 +22,7 @@ _KINDS: dict[type[WaymarkError], tuple[int, str, str]] = {
 _ANTHROPIC = {400: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 
 
-class Rejection(NamedTuple):
+class ImmediateAnswer(NamedTuple):
     """An HTTP answer."""
 
     status: int
@@ -31,7 +31,7 @@ class Rejection(NamedTuple):
     headers: dict[str, str]
 
 
-def rejection_of(error: WaymarkError, form: Form | None) -> Rejection:
+def rejection_of(error: WaymarkError, form: Form | None) -> ImmediateAnswer:
     """The answer to a request that gets no target. Raises the error itself where it is no rejection."""
     for kind, (status, slug, name) in _KINDS.items():
         if isinstance(error, kind):
@@ -39,22 +39,22 @@ def rejection_of(error: WaymarkError, form: Form | None) -> Rejection:
     raise error
 
 
-def too_large(sentence: str, form: Form | None) -> Rejection:
+def too_large(sentence: str, form: Form | None) -> ImmediateAnswer:
     """The answer to a body that is above a bound."""
     return _rejection(413, "too_large", "invalid_request_error", sentence, form)
 
 
-def overloaded(sentence: str, form: Form | None) -> Rejection:
+def overloaded(sentence: str, form: Form | None) -> ImmediateAnswer:
     """The answer while all bodies together are above their bound."""
     return _rejection(503, "overloaded", "service_unavailable", sentence, form)
 
 
-def misconfigured(sentence: str, form: Form | None) -> Rejection:
+def misconfigured(sentence: str, form: Form | None) -> ImmediateAnswer:
     """The answer where the proxy's configuration does not let a target be picked."""
     return _rejection(500, "misconfigured", "server_error", sentence, form)
 
 
-def _rejection(status: int, slug: str, name: str, sentence: str, form: Form | None) -> Rejection:
+def _rejection(status: int, slug: str, name: str, sentence: str, form: Form | None) -> ImmediateAnswer:
     headers = {"retry-after": _RETRY_SECONDS} if status in (429, 503) else {}
     if form is Form.MESSAGES:
         said: dict[str, object] = {
@@ -63,4 +63,4 @@ def _rejection(status: int, slug: str, name: str, sentence: str, form: Form | No
         }
     else:
         said = {"error": {"message": sentence, "type": name, "param": None, "code": slug}}
-    return Rejection(status, slug, orjson.dumps(said), headers)
+    return ImmediateAnswer(status, slug, orjson.dumps(said), headers)

@@ -13,9 +13,9 @@ from grpc_health.v1 import health_pb2_grpc
 
 from waymark.epp import messages, tls
 from waymark.epp.admission import Streams
-from waymark.epp.health import Health
+from waymark.epp.health import HealthService
 from waymark.epp.options import EppOptions
-from waymark.epp.process_call import Cut, Picker, ProcessCall
+from waymark.epp.process_call import CallContext, Cut, ProcessCall
 from waymark.epp.radix_index import RadixIndex
 from waymark.epp.scores import PodScores
 from waymark.errors import SettingsError
@@ -47,7 +47,7 @@ WaitsFor = Callable[[], Awaitable[str | None]]
 class Processor(ext_proc.ExternalProcessorServicer):  # type: ignore[misc]
     """``ExternalProcessor.Process``: one call for each HTTP request."""
 
-    def __init__(self, picker: Picker, streams_max: int) -> None:
+    def __init__(self, picker: CallContext, streams_max: int) -> None:
         self._picker = picker
         self._streams = Streams(streams_max, picker.metrics)
 
@@ -74,10 +74,10 @@ class Processor(ext_proc.ExternalProcessorServicer):  # type: ignore[misc]
 class EppServer:
     """``async with EppServer(...) as server``, then ``await server.serve(stop)``."""
 
-    def __init__(self, options: EppOptions, picker: Picker, prompts: ReportedPrompts, waits_for: WaitsFor) -> None:
+    def __init__(self, options: EppOptions, picker: CallContext, prompts: ReportedPrompts, waits_for: WaitsFor) -> None:
         self._options = options
         self._waits_for = waits_for
-        self._health = Health(messages.SERVICE)
+        self._health = HealthService(messages.SERVICE)
         self.port = self.health_port = 0
         """What was really bound; 0: no port."""
         self._server = _new_server(_HEADROOM * options.streams_max + options.index_streams_max)

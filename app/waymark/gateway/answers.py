@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from waymark.gateway.bounded import Bounded, Held
-from waymark.gateway.kept import Kept
+from waymark.gateway.bounded import BoundedCache, CacheSize
+from waymark.gateway.kept import KeptAnswer
 from waymark.metrics import Metrics
 
 
-class Lookup(NamedTuple):
+class CacheLookup(NamedTuple):
     """What is kept for a request, and which clearing was the last; an answer is kept if that is so still."""
 
-    kept: Kept | None
+    kept: KeptAnswer | None
     clearing: bytes | int
 
 
-class Answers(Protocol):
+class AnswerStore(Protocol):
     """Where the answers of a response cache are."""
 
     backend: str
@@ -26,13 +26,13 @@ class Answers(Protocol):
     ttl_seconds: int
 
     @property
-    def held(self) -> Held:
+    def held(self) -> CacheSize:
         """How much is kept, as far as this process knows."""
         ...
 
-    async def find(self, key: bytes) -> Lookup: ...
+    async def find(self, key: bytes) -> CacheLookup: ...
 
-    async def keep(self, key: bytes, kept: Kept, clearing: bytes | int) -> None:
+    async def keep(self, key: bytes, kept: KeptAnswer, clearing: bytes | int) -> None:
         """Keep an answer, unless all was cleared since its request was looked up."""
         ...
 
@@ -40,7 +40,7 @@ class Answers(Protocol):
         """Forget all; how many there were. Raises StoreUnavailable where others would keep theirs."""
         ...
 
-    async def count(self) -> Held:
+    async def count(self) -> CacheSize:
         """How much is kept now."""
         ...
 
@@ -64,21 +64,21 @@ class MemoryAnswers:
         self._generation = 0
         """Another one after every ``clear``."""
         evicted = metrics.response_cache_evictions.inc
-        self._answers: Bounded[Kept] = Bounded(
+        self._answers: BoundedCache[KeptAnswer] = BoundedCache(
             entries_max, bytes_max, ttl_seconds, lambda kept: len(kept.body), evicted=evicted, clock=clock
         )
 
     @property
-    def held(self) -> Held:
+    def held(self) -> CacheSize:
         return self._answers.held
 
-    async def count(self) -> Held:
+    async def count(self) -> CacheSize:
         return self.held
 
-    async def find(self, key: bytes) -> Lookup:
-        return Lookup(self._answers.find(key), self._generation)
+    async def find(self, key: bytes) -> CacheLookup:
+        return CacheLookup(self._answers.find(key), self._generation)
 
-    async def keep(self, key: bytes, kept: Kept, clearing: bytes | int) -> None:
+    async def keep(self, key: bytes, kept: KeptAnswer, clearing: bytes | int) -> None:
         if clearing == self._generation:
             self._answers.keep(key, kept)
 

@@ -6,21 +6,21 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Mapping
 from time import perf_counter
-from typing import Any, TypeAlias
 
 import orjson
 
+from waymark.asgi import AsgiApplication, AsgiMessage, AsgiReceive, AsgiScope, AsgiSend, RawHeaders
 from waymark.chat.requests import Form
 from waymark.chat.session import SESSION, session_of
 from waymark.errors import StoreUnavailable, WaymarkError
-from waymark.gateway.bodies import Body, body_of_request, with_cache_control
+from waymark.gateway.bodies import InferenceBody, body_of_request, with_cache_control
 from waymark.gateway.models import served_models
-from waymark.gateway.proxy import Message, ProxiedRequest, Proxy, Send
+from waymark.gateway.proxy import ProxiedRequest, Proxy
 from waymark.gateway.response_cache import ResponseCache
 from waymark.gateway.responses import Responses
-from waymark.gateway.security import Caller, Headers, Keys, Limits
+from waymark.gateway.security import GatewayCaller, Keys, Limits
 from waymark.gateway.shapes import PATHS, RequestRejected, body_of, rejected_by
 from waymark.gateway.upstream import Upstream
 from waymark.metrics import Metrics
@@ -35,9 +35,6 @@ from waymark.tokenization.tokenizers import Tokenizers
 
 log = logging.getLogger(__name__)
 
-Scope: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
-Application: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _MODELS, _RESPONSES = "/v1/models", "/v1/responses/"
 _IS_SANE = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}").fullmatch
@@ -59,7 +56,7 @@ class Gateway:
         settings: Settings,
         metrics: Metrics,
         tokenizers: Tokenizers,
-        others: Application,
+        others: AsgiApplication,
         cache: ResponseCache | None = None,
         responses: Responses | None = None,
     ) -> None:
@@ -86,7 +83,7 @@ class Gateway:
         """Close the connections to engines."""
         await self._upstream.close()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         path: str = scope["path"]
         if scope["type"] != "http" or not (path in PATHS or path.startswith("/v1/")):
             await self._others(scope, receive, send)
@@ -95,7 +92,7 @@ class Gateway:
         given = headers.get(_HEADER, b"")
         request_id = given.decode() if _IS_SANE(given) else secrets.token_hex(8)
         scope["request_id"] = request_id
-        answer = _Answer(send, request_id)
+        answer = _AnswerSender(send, request_id)
         began = perf_counter()
         route = path if path in PATHS or path == _MODELS else "none"
         if path.startswith(_RESPONSES):
@@ -112,7 +109,12 @@ class Gateway:
             self._metrics.http_request_duration_seconds.labels(route=route).observe(perf_counter() - began)
 
     async def _answer(
-        self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, answer: _Answer, request_id: str
+        self,
+        scope: AsgiScope,
+        headers: Mapping[bytes, bytes],
+        receive: AsgiReceive,
+        answer: _AnswerSender,
+        request_id: str,
     ) -> None:
         path, method = scope["path"], scope["method"]
         if path.startswith(_RESPONSES) and self._responses is not None:
@@ -137,7 +139,7 @@ class Gateway:
         await _while_connected(self._pass_on(client, headers, proxied), receive)
 
     async def _stored(
-        self, responses: Responses, method: str, client: Caller, response_id: str, answer: _Answer
+        self, responses: Responses, method: str, client: GatewayCaller, response_id: str, answer: _AnswerSender
     ) -> None:
         """What a client asks of a stored response."""
         asked = {"GET": responses.find, "DELETE": responses.delete}.get(method)
@@ -145,7 +147,7 @@ class Gateway:
             raise RequestRejected(405, f"{_RESPONSES}{{id}} takes GET and DELETE", "method_not_allowed")
         await answer.whole(200, await asked(client, response_id))
 
-    async def _expanded(self, client: Caller, proxied: ProxiedRequest, body: Body) -> Body:
+    async def _expanded(self, client: GatewayCaller, proxied: ProxiedRequest, body: InferenceBody) -> InferenceBody:
         """A request to the Responses API with the conversation that it goes on from; its answer is stored."""
         if self._responses is None or proxied.api is not Form.RESPONSES:
             return body
@@ -157,7 +159,7 @@ class Gateway:
         proxied.body = orjson.dumps(expanded)
         return body_of_request(proxied.path, proxied.body)
 
-    async def _pass_on(self, client: Caller, headers: Mapping[bytes, bytes], proxied: ProxiedRequest) -> None:
+    async def _pass_on(self, client: GatewayCaller, headers: Mapping[bytes, bytes], proxied: ProxiedRequest) -> None:
         body = body_of_request(proxied.path, proxied.body)
         if self._injects_cache_control:
             proxied.body = with_cache_control(body, proxied.body)
@@ -165,7 +167,7 @@ class Gateway:
         with self._limits.request(client) as share:
             self._metrics.gateway_requests.inc()
 
-            async def proceed(extra: Headers) -> None:
+            async def proceed(extra: RawHeaders) -> None:
                 session = session_of(headers.get(_SESSION))
                 prepared = await self._selector.prepare(
                     body.request, tenant_id=client.tenant_id, session=session, counts_tokens=True
@@ -181,7 +183,7 @@ class Gateway:
             finally:
                 self._metrics.gateway_requests.dec()
 
-    async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
+    async def _body(self, headers: Mapping[bytes, bytes], receive: AsgiReceive) -> bytes:
         length = headers.get(b"content-length", b"0")
         too_large = RequestRejected(
             413, f"the body has more than {self._body_bytes_max} bytes; send less, or raise WAYMARK_MAX_BODY_BYTES",
@@ -202,7 +204,7 @@ class Gateway:
             if not message["more_body"]:
                 return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    async def _models(self, client: Caller, name: str, answer: _Answer) -> None:
+    async def _models(self, client: GatewayCaller, name: str, answer: _AnswerSender) -> None:
         try:
             models = await served_models(self._directory, client.tenant_id)
         except StoreUnavailable as error:
@@ -219,16 +221,16 @@ class Gateway:
         await answer.whole(200, orjson.dumps(cards[0] if name else {"object": "list", "data": cards}))
 
 
-class _Answer:
+class _AnswerSender:
     """``send`` of an ASGI application that knows the status, and adds the request's id."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: AsgiSend, request_id: str) -> None:
         self._send = send
         self._request_id = request_id.encode()
         self.status = 0
         """0 while no answer has begun."""
 
-    async def __call__(self, message: Message) -> None:
+    async def __call__(self, message: AsgiMessage) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message["headers"], (_HEADER, self._request_id)]
@@ -245,7 +247,7 @@ class _Answer:
         await self.whole(rejected.status, body_of(rejected, api), headers)
 
 
-async def _while_connected(work: Awaitable[None], receive: Receive) -> None:
+async def _while_connected(work: Awaitable[None], receive: AsgiReceive) -> None:
     """Run ``work`` to its end; cancel it and raise Gone if the client disconnects first."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))
@@ -261,6 +263,6 @@ async def _while_connected(work: Awaitable[None], receive: Receive) -> None:
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _disconnected(receive: AsgiReceive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -10,23 +10,23 @@ from waymark.chat.requests import Form, InferenceRequest, read_request
 from waymark.gateway.shapes import RequestRejected
 
 
-class Body(NamedTuple):
+class InferenceBody(NamedTuple):
     """A body, read."""
 
     fields: dict[str, Any]
     request: InferenceRequest
 
 
-def body_of_request(path: str, body: bytes) -> Body:
+def body_of_request(path: str, body: bytes) -> InferenceBody:
     """Read a body. Raises RequestRejected where it is no JSON, InvalidValue where it is no object with a model."""
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError:
         raise RequestRejected(400, "the body is not valid JSON; send a JSON object", "invalid_json") from None
-    return Body(fields, read_request(path, fields))
+    return InferenceBody(fields, read_request(path, fields))
 
 
-def with_cache_control(body: Body, given: bytes) -> bytes:
+def with_cache_control(body: InferenceBody, given: bytes) -> bytes:
     """The body with a mark behind its system prompt, up to which Anthropic's API caches; as it is where it has one.
 
     The mark is on the last text block: all blocks before it are cached with it, and a request may have four marks.

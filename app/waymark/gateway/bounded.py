@@ -13,14 +13,14 @@ V = TypeVar("V")
 ENTRY_BYTES = 512
 
 
-class Held(NamedTuple):
+class CacheSize(NamedTuple):
     """How much is kept."""
 
     entries: int
     bytes: int
 
 
-class Bounded(Generic[V]):
+class BoundedCache(Generic[V]):
     """Bounded in entries and in bytes; ``size`` measures a value; ``evicted`` is called for each that makes room."""
 
     def __init__(
@@ -43,8 +43,8 @@ class Bounded(Generic[V]):
         self._held: OrderedDict[bytes, tuple[float, V]] = OrderedDict()
 
     @property
-    def held(self) -> Held:
-        return Held(len(self._held), self._bytes)
+    def held(self) -> CacheSize:
+        return CacheSize(len(self._held), self._bytes)
 
     def find(self, key: bytes) -> V | None:
         """The value under a key, unless its time is over."""

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from waymark.asgi import AsgiMessage, AsgiSend
 from waymark.chat.requests import Form
-from waymark.gateway.proxy import Message, Send
 
 #: Ways in which a model itself ends an answer. An aborted one is none of them.
 _FINISHED = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
@@ -23,7 +23,7 @@ _LAST: Mapping[Form, bytes] = {
 _CONTENT_TYPE = b"content-type"
 
 
-class Kept(NamedTuple):
+class KeptAnswer(NamedTuple):
     """A whole answer with status 200."""
 
     content_type: bytes
@@ -35,22 +35,22 @@ class Kept(NamedTuple):
         return self.content_type + b"\n" + self.body
 
     @classmethod
-    def of(cls, packed: bytes) -> Kept:
+    def of(cls, packed: bytes) -> KeptAnswer:
         content_type, _, body = packed.partition(b"\n")
         return cls(content_type, body)
 
 
-async def send_again(kept: Kept, send: Send) -> None:
+async def send_again(kept: KeptAnswer, send: AsgiSend) -> None:
     """Answer a request with what an earlier one got."""
     headers = [(_CONTENT_TYPE, kept.content_type), (b"x-cache", b"HIT")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": kept.body, "more_body": False})
 
 
-class Collector:
+class AnswerCollector:
     """Sends an answer on, and remembers it while it is short enough."""
 
-    def __init__(self, send: Send, api: Form, *, response_bytes: int, stream_bytes: int) -> None:
+    def __init__(self, send: AsgiSend, api: Form, *, response_bytes: int, stream_bytes: int) -> None:
         self._send = send
         self._api = api
         self._response_bytes = response_bytes
@@ -60,7 +60,7 @@ class Collector:
         self._content_type = b""
         self._is_whole = False
 
-    async def __call__(self, message: Message) -> None:
+    async def __call__(self, message: AsgiMessage) -> None:
         if message["type"] == "http.response.start":
             headers = dict(message["headers"])
             self._content_type = headers.get(_CONTENT_TYPE, b"")
@@ -80,13 +80,13 @@ class Collector:
     def _is_stream(self) -> bool:
         return self._content_type.startswith(b"text/event-stream")
 
-    def kept(self) -> Kept | None:
+    def kept(self) -> KeptAnswer | None:
         """The answer; None where it is not whole, failed, is too long, or the model has not finished it."""
         if not self._is_whole or self._left < 0:
             return None
         body = b"".join(self._pieces)
         is_finished = self._is_stream_finished(body) if self._is_stream else _is_finished(self._api, body)
-        return Kept(self._content_type, body) if is_finished else None
+        return KeptAnswer(self._content_type, body) if is_finished else None
 
     def _is_stream_finished(self, body: bytes) -> bool:
         last = body.rstrip().rsplit(b"\n\n", 1)[-1]

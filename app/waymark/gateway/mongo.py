@@ -18,7 +18,7 @@ from waymark.errors import RemoteUnavailable, SettingsError, StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.settings import Settings
-from waymark.store.responses import Entry, Responses
+from waymark.store.responses import QueuedResponse, StoredResponses
 from waymark.store.store import Store
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class MongoArchive:
 
     def __init__(
         self,
-        stored: Responses,
+        stored: StoredResponses,
         collection: Collection[Any],
         metrics: Metrics,
         *,
@@ -134,7 +134,7 @@ class MongoArchive:
     async def _create_index(self) -> None:
         await self._called(lambda: self._collection.create_index("until", expireAfterSeconds=0))
 
-    async def _copy(self, entries: Sequence[Entry]) -> None:
+    async def _copy(self, entries: Sequence[QueuedResponse]) -> None:
         names = list(dict.fromkeys(entry.name for entry in entries))
         values = dict(zip(names, await self._stored.find(names), strict=True))
         await self._called(lambda: self._write(values))

@@ -7,19 +7,20 @@ answer has gone to the client.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import aiohttp
 
+from waymark.asgi import AsgiSend, RawHeaders
 from waymark.chat.requests import Form
 from waymark.chat.session import SESSION, session_token
 from waymark.domain.targets import host_and_port
 from waymark.errors import NoTarget, Saturated
 from waymark.gateway.avoided import Avoided
-from waymark.gateway.security import Headers, to_client, to_engine
+from waymark.gateway.security import to_client, to_engine
 from waymark.gateway.shapes import RequestRejected, event_of
 from waymark.gateway.upstream import Interrupted, Unreachable, Upstream
 from waymark.logs import fields
@@ -30,8 +31,6 @@ from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay, RequestUn
 
 log = logging.getLogger(__name__)
 
-Message: TypeAlias = MutableMapping[str, Any]
-Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 #: Engines that a request is sent to at most.
 ATTEMPTS = 3
@@ -52,16 +51,16 @@ class ProxiedRequest:
     api: Form
     path: str
     query: bytes
-    headers: Headers
+    headers: RawHeaders
     body: bytes
     request_id: str
-    send: Send
+    send: AsgiSend
     began: float = field(default_factory=perf_counter)
     status: int = 0
     """The status of the answer; 0 while it has not begun."""
 
 
-class Answered(NamedTuple):
+class EngineAnswer(NamedTuple):
     """The engine that answers."""
 
     request: RequestUnderWay
@@ -84,7 +83,7 @@ class Proxy:
         self._upstream = upstream
         self._metrics = metrics
 
-    async def pass_on(self, proxied: ProxiedRequest, prepared: Prepared, extra: Headers = ()) -> None:
+    async def pass_on(self, proxied: ProxiedRequest, prepared: Prepared, extra: RawHeaders = ()) -> None:
         """Have a request answered, with ``extra`` headers. Raises WaymarkError where no answer has begun."""
         answered = await self._answered(proxied, prepared)
         is_ok = True
@@ -103,7 +102,7 @@ class Proxy:
             answered.request.end(is_ok=is_ok)
             answered.response.close()
 
-    async def _answered(self, proxied: ProxiedRequest, prepared: Prepared) -> Answered:
+    async def _answered(self, proxied: ProxiedRequest, prepared: Prepared) -> EngineAnswer:
         """The head of an engine's answer."""
         tried: frozenset[str] = frozenset()
         failure = ""
@@ -123,7 +122,7 @@ class Proxy:
                 is_last = attempt == ATTEMPTS
                 if response.status not in _PASSED_ON or is_last:
                     is_kept = True
-                    return Answered(request, response)
+                    return EngineAnswer(request, response)
                 failure = str(response.status)
                 response.close()
             except Unreachable as error:
@@ -165,7 +164,7 @@ class Proxy:
             headers.append(("x-data-parallel-rank", str(selected.target.candidate.dp_rank)))
         return await self._upstream.send(routed.address, proxied.path, proxied.query, proxied.body, headers)
 
-    async def _relay(self, proxied: ProxiedRequest, answered: Answered, extra: Headers) -> bool:
+    async def _relay(self, proxied: ProxiedRequest, answered: EngineAnswer, extra: RawHeaders) -> bool:
         """Send the answer on; whether it is none that counts against the engine."""
         response = answered.response
         proxied.status = response.status
@@ -202,7 +201,7 @@ def _is_events(response: aiohttp.ClientResponse) -> bool:
     return response.headers.get("Content-Type", "").startswith("text/event-stream")
 
 
-def _instance(answered: Answered) -> str:
+def _instance(answered: EngineAnswer) -> str:
     return answered.request.routed.selected.target.candidate.instance_id
 
 

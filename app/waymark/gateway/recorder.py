@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from waymark.gateway.proxy import Message, Send
+from waymark.asgi import AsgiMessage, AsgiSend
 
 Keep = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -23,17 +23,17 @@ class Recorder:
     the last of it is sent; None: nothing is kept. An answer, or an event, of more than ``bytes_max`` goes on as it is.
     """
 
-    def __init__(self, send: Send, told: Mapping[str, Any], keep: Keep | None, *, bytes_max: int) -> None:
+    def __init__(self, send: AsgiSend, told: Mapping[str, Any], keep: Keep | None, *, bytes_max: int) -> None:
         self._send = send
         self._told = told
         self._keep = keep
         self._bytes_max = bytes_max
-        self._start: Message | None = None
+        self._start: AsgiMessage | None = None
         self._is_stream = False
         self._is_passed = False
         self._held = b""
 
-    async def __call__(self, message: Message) -> None:
+    async def __call__(self, message: AsgiMessage) -> None:
         if message["type"] == "http.response.start":
             await self._begin(message)
         elif self._is_passed:
@@ -43,7 +43,7 @@ class Recorder:
         else:
             await self._whole(message)
 
-    async def _begin(self, message: Message) -> None:
+    async def _begin(self, message: AsgiMessage) -> None:
         content_type = dict(message["headers"]).get(b"content-type", b"")
         self._is_stream = content_type.startswith(b"text/event-stream")
         self._is_passed = message["status"] != 200 or not (self._told or self._keep)
@@ -52,7 +52,7 @@ class Recorder:
         else:
             self._start = message  # its length may change
 
-    async def _whole(self, message: Message) -> None:
+    async def _whole(self, message: AsgiMessage) -> None:
         self._held += message["body"]
         is_over = not message["more_body"]
         if not is_over and len(self._held) <= self._bytes_max:
@@ -69,7 +69,7 @@ class Recorder:
         await self._send({**message, "body": self._held})
         self._held, self._is_passed = b"", True
 
-    async def _events(self, message: Message) -> None:
+    async def _events(self, message: AsgiMessage) -> None:
         self._held += message["body"]
         ready: list[bytes] = []
         while (end := _END_OF_EVENT.search(self._held)) is not None:

@@ -10,19 +10,21 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
+from waymark.asgi import RawHeaders
 from waymark.chat.cache_key import cache_key, is_cacheable
 from waymark.chat.requests import Form
-from waymark.gateway.answers import Answers, Lookup, MemoryAnswers
-from waymark.gateway.bodies import Body
-from waymark.gateway.kept import Collector, Kept, send_again
+from waymark.gateway.answers import AnswerStore, CacheLookup, MemoryAnswers
+from waymark.gateway.bodies import InferenceBody
+from waymark.gateway.kept import AnswerCollector, KeptAnswer, send_again
 from waymark.gateway.proxy import ProxiedRequest
-from waymark.gateway.security import Caller, Headers
-from waymark.gateway.shared_answers import ERRORS, Begin, SharedAnswers
+from waymark.gateway.security import GatewayCaller
+from waymark.gateway.shared_answers import ERRORS, SharedAnswers
 from waymark.metrics import Metrics
 from waymark.settings import Settings
+from waymark.store.background import StartTask
 from waymark.store.store import Store
 
-Proceed = Callable[[Headers], Awaitable[None]]
+Proceed = Callable[[RawHeaders], Awaitable[None]]
 """Has an engine answer, with further headers."""
 
 #: Answers of the others carry ids that belong to one request.
@@ -37,15 +39,15 @@ class _Flight(NamedTuple):
     """A request that an engine answers now, for all who ask the same."""
 
     clearing: bytes | int
-    """When it was looked up, as its ``Lookup`` says."""
-    answer: asyncio.Future[Kept | None]
+    """When it was looked up, as its ``CacheLookup`` says."""
+    answer: asyncio.Future[KeptAnswer | None]
 
 
 class ResponseCache:
     """What one gateway answers by itself."""
 
     def __init__(
-        self, answers: Answers, metrics: Metrics, begin: Begin, *, response_bytes: int, stream_bytes: int
+        self, answers: AnswerStore, metrics: Metrics, begin: StartTask, *, response_bytes: int, stream_bytes: int
     ) -> None:
         self._answers = answers
         self._begin = begin
@@ -72,7 +74,9 @@ class ResponseCache:
             stream_bytes=settings.response_cache_stream_bytes,
         )
 
-    async def serve(self, client: Caller, proxied: ProxiedRequest, body: Body, proceed: Proceed) -> None:
+    async def serve(
+        self, client: GatewayCaller, proxied: ProxiedRequest, body: InferenceBody, proceed: Proceed
+    ) -> None:
         """Answer a request: with what is kept, or by ``proceed``, whose answer is kept where it may be."""
         key = self._key(client, proxied, body)
         if key is None:
@@ -88,7 +92,7 @@ class ResponseCache:
         self._results["miss"].inc()
         await self._lead(key, clearing, proxied, proceed)
 
-    async def _find(self, key: bytes) -> Lookup:
+    async def _find(self, key: bytes) -> CacheLookup:
         found = await self._answers.find(key)
         flight = self._under_way.get(key)
         # What was asked for before a clearing answers nothing that is asked after it.
@@ -105,7 +109,7 @@ class ResponseCache:
         flight = None
         if key not in self._under_way:
             flight = self._under_way[key] = _Flight(clearing, asyncio.get_running_loop().create_future())
-        collector = Collector(
+        collector = AnswerCollector(
             proxied.send, proxied.api, response_bytes=self._response_bytes, stream_bytes=self._stream_bytes
         )
         proxied.send = collector
@@ -118,7 +122,7 @@ class ResponseCache:
                 flight.answer.set_result(kept)
             self._begin(self._keep(key, clearing, kept, flight))
 
-    async def _keep(self, key: bytes, clearing: bytes | int, kept: Kept | None, flight: _Flight | None) -> None:
+    async def _keep(self, key: bytes, clearing: bytes | int, kept: KeptAnswer | None, flight: _Flight | None) -> None:
         try:
             if kept is not None:
                 await self._answers.keep(key, kept, clearing)
@@ -126,7 +130,7 @@ class ResponseCache:
             if flight is not None:
                 del self._under_way[key]
 
-    def _key(self, client: Caller, proxied: ProxiedRequest, body: Body) -> bytes | None:
+    def _key(self, client: GatewayCaller, proxied: ProxiedRequest, body: InferenceBody) -> bytes | None:
         headers = dict(proxied.headers)
         asks_anew = headers.get(b"cache-control", b"").lower() in (b"no-cache", b"no-store")
         if body.request.form not in _FORMS or asks_anew or not is_cacheable(body.fields):
@@ -177,7 +181,7 @@ class ResponseCache:
         }
 
 
-def _answers(settings: Settings, metrics: Metrics, store: Store) -> Answers:
+def _answers(settings: Settings, metrics: Metrics, store: Store) -> AnswerStore:
     bounds = (settings.response_cache_entries, settings.response_cache_bytes, settings.response_cache_ttl_seconds)
     if settings.response_cache == "memory":
         return MemoryAnswers(*bounds, metrics)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Protocol
 
 from waymark.errors import StoreUnavailable
-from waymark.gateway.bounded import Bounded, Held
+from waymark.gateway.bounded import BoundedCache, CacheSize
 from waymark.metrics import Metrics
-from waymark.store.responses import Bounds, Changed
-from waymark.store.responses import Responses as StoredResponses
+from waymark.store.responses import Changed, ResponseBounds, StoredResponses
 
 
 class ResponsePlace(Protocol):
     """Values by names of 32 hex digits. All methods raise StoreUnavailable or RemoteUnavailable."""
 
     @property
-    def held(self) -> Held:
+    def held(self) -> CacheSize:
         """How much is stored, as far as this process knows."""
         ...
 
@@ -39,10 +38,10 @@ class MemoryResponses:
 
     def __init__(self, entries_max: int, bytes_max: int, ttl_seconds: int, metrics: Metrics) -> None:
         evicted = metrics.responses_evicted.inc
-        self._held: Bounded[bytes] = Bounded(entries_max, bytes_max, ttl_seconds, len, evicted=evicted)
+        self._held: BoundedCache[bytes] = BoundedCache(entries_max, bytes_max, ttl_seconds, len, evicted=evicted)
 
     @property
-    def held(self) -> Held:
+    def held(self) -> CacheSize:
         return self._held.held
 
     async def find(self, name: str) -> bytes | None:
@@ -62,13 +61,13 @@ class RedisResponses:
     """
 
     def __init__(
-        self, stored: StoredResponses, bounds: Bounds, metrics: Metrics, archive: Archive | None = None
+        self, stored: StoredResponses, bounds: ResponseBounds, metrics: Metrics, archive: Archive | None = None
     ) -> None:
         self._stored = stored
         self._bounds = bounds if archive else bounds._replace(queue_max=0)
         self._metrics = metrics
         self._archive = archive
-        self.held = Held(0, 0)
+        self.held = CacheSize(0, 0)
 
     async def find(self, name: str) -> bytes | None:
         (value,) = await self._stored.find([name])
@@ -90,6 +89,6 @@ class RedisResponses:
 
     def _noted(self, changed: Changed) -> bool:
         """Whether the change was done."""
-        self.held = Held(changed.room.entries, changed.room.bytes)
+        self.held = CacheSize(changed.room.entries, changed.room.bytes)
         self._metrics.responses_evicted.inc(changed.room.evicted)
         return changed.is_done

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any
 
@@ -17,17 +17,17 @@ import orjson
 from waymark.errors import RemoteUnavailable, StoreUnavailable
 from waymark.gateway.recorder import Recorder
 from waymark.gateway.response_places import Archive, MemoryResponses, RedisResponses, ResponsePlace
-from waymark.gateway.security import Caller
+from waymark.gateway.security import GatewayCaller
 from waymark.gateway.shapes import RequestRejected
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.settings import Settings
-from waymark.store.responses import Bounds
+from waymark.store.background import StartTask
+from waymark.store.responses import ResponseBounds
 from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
 
-Begin = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 _PREVIOUS = "previous_response_id"
 #: States in which a response does not change any more, and can be gone on from.
@@ -38,7 +38,7 @@ _ID_CHARACTERS_MAX = 256
 class Responses:
     """The responses of the clients of one gateway. ``entry_bytes`` is the most that one may take."""
 
-    def __init__(self, place: ResponsePlace, metrics: Metrics, begin: Begin, *, entry_bytes: int) -> None:
+    def __init__(self, place: ResponsePlace, metrics: Metrics, begin: StartTask, *, entry_bytes: int) -> None:
         self._place = place
         self._metrics = metrics
         self._begin = begin
@@ -57,11 +57,11 @@ class Responses:
             place = MemoryResponses(entries_max, bytes_max, settings.responses_ttl_seconds, metrics)
         else:
             milliseconds = 1000 * settings.responses_ttl_seconds
-            bounds = Bounds(milliseconds, entries_max, bytes_max, settings.responses_mongo_queue)
+            bounds = ResponseBounds(milliseconds, entries_max, bytes_max, settings.responses_mongo_queue)
             place = RedisResponses(store.responses, bounds, metrics, archive)
         return cls(place, metrics, store.begin, entry_bytes=settings.responses_entry_bytes)
 
-    async def expand(self, client: Caller, request: Mapping[str, Any]) -> dict[str, Any] | None:
+    async def expand(self, client: GatewayCaller, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """The request with the conversation that it goes on from; None where it goes on from none.
 
         Raises RequestRejected for an unknown response, StoreUnavailable, RemoteUnavailable.
@@ -73,7 +73,7 @@ class Responses:
         given = {name: value for name, value in request.items() if name != _PREVIOUS}
         return given | {"input": entry["items"] + _items(request.get("input"))}
 
-    def recorder(self, client: Caller, send: Any, given: Mapping[str, Any], sent: Mapping[str, Any]) -> Recorder:
+    def recorder(self, client: GatewayCaller, send: Any, given: Mapping[str, Any], sent: Mapping[str, Any]) -> Recorder:
         """Sends the answer of an engine on. ``given`` is what the client asked, ``sent`` what the engine was asked."""
 
         async def keep(response: dict[str, Any]) -> None:
@@ -90,17 +90,17 @@ class Responses:
             bytes_max=self._entry_bytes,
         )
 
-    async def find(self, client: Caller, response_id: str) -> bytes:
+    async def find(self, client: GatewayCaller, response_id: str) -> bytes:
         """A response, as JSON. Raises RequestRejected, StoreUnavailable, RemoteUnavailable."""
         return orjson.dumps((await self._entry(client, response_id))["response"])
 
-    async def delete(self, client: Caller, response_id: str) -> bytes:
+    async def delete(self, client: GatewayCaller, response_id: str) -> bytes:
         """Delete a response; what says so, as JSON. Raises as ``find``."""
         await self._entry(client, response_id)
         await self._place.delete(_name(client, response_id))
         return orjson.dumps({"id": response_id, "object": "response", "deleted": True})
 
-    async def _entry(self, client: Caller, response_id: Any, field: str | None = None) -> Any:
+    async def _entry(self, client: GatewayCaller, response_id: Any, field: str | None = None) -> Any:
         value = None
         if isinstance(response_id, str) and 0 < len(response_id) <= _ID_CHARACTERS_MAX:
             value = await self._place.find(_name(client, response_id))
@@ -111,7 +111,7 @@ class Responses:
             )  # fmt: skip
         return orjson.loads(value)
 
-    async def _keep(self, client: Caller, response: dict[str, Any], items: list[Any]) -> None:
+    async def _keep(self, client: GatewayCaller, response: dict[str, Any], items: list[Any]) -> None:
         value = orjson.dumps({"response": response, "items": items})
         outcome = "kept"
         if len(value) > self._entry_bytes:
@@ -134,7 +134,7 @@ def _items(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _name(client: Caller, response_id: str) -> str:
+def _name(client: GatewayCaller, response_id: str) -> str:
     """The name of a response in the store. The client is part of it, so no other client can reach the response."""
     text = orjson.dumps([client.tenant_id, client.name, response_id.encode("utf-8", "replace").decode()])
     return sha256(text).hexdigest()[:32]

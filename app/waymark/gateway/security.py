@@ -5,21 +5,19 @@ from __future__ import annotations
 import hmac
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeAlias
 
+from waymark.asgi import RawHeaders
 from waymark.domain.names import DEFAULT_TENANT
 from waymark.errors import SettingsError
 from waymark.gateway.shapes import RequestRejected
 from waymark.settings import Settings
 from waymark.shown import shown
 from waymark.watched_file import WatchedFile
-
-Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 
 _FILE_BYTES_MAX = 2**20
 _KEY = re.compile(r"(?P<name>[A-Za-z0-9_.-]{1,128}):(?P<digest>[0-9a-f]{64})(?::(?P<tenant>[^\s:,]{1,255}))?")
@@ -45,7 +43,7 @@ _NOT_TO_CLIENTS = frozenset({b"server", b"date", b"set-cookie", b"x-session-toke
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class GatewayCaller:
     """Who calls. Its tenant decides which engines it reaches and whose answers it may share."""
 
     name: str = ""
@@ -67,13 +65,13 @@ class Keys:
     def of(cls, settings: Settings) -> Keys:
         return cls(settings.gateway_keys, settings.gateway_keys_file, settings.tenant_header)
 
-    def client(self, headers: Mapping[bytes, bytes]) -> Caller:
+    def client(self, headers: Mapping[bytes, bytes]) -> GatewayCaller:
         """The caller of a request. Raises RequestRejected without a known key. The time does not depend on the key."""
         if self.is_open:
             if self._tenant_header is None:
-                return Caller()
+                return GatewayCaller()
             tenant = headers.get(self._tenant_header, b"").decode("latin-1")
-            return Caller(tenant_id=tenant or DEFAULT_TENANT)
+            return GatewayCaller(tenant_id=tenant or DEFAULT_TENANT)
         digest = sha256(_key_of(headers)).hexdigest()
         found = None
         for known, client in (*self._own, *(() if self._file is None else self._file.entries)):
@@ -91,7 +89,7 @@ def _key_of(headers: Mapping[bytes, bytes]) -> bytes:
     return given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 
 
-def _read(path: Path) -> list[tuple[str, Caller]]:
+def _read(path: Path) -> list[tuple[str, GatewayCaller]]:
     try:
         with path.open("rb") as file:
             text = file.read(_FILE_BYTES_MAX + 1).decode()
@@ -107,11 +105,11 @@ def _read(path: Path) -> list[tuple[str, Caller]]:
     ]
 
 
-def _parsed(entry: str, where: str) -> tuple[str, Caller]:
+def _parsed(entry: str, where: str) -> tuple[str, GatewayCaller]:
     match = _KEY.fullmatch(entry)
     if match is None:  # what was given may be a key, so it is not shown
         raise SettingsError(f"{where} has an entry that is not {_FORM}; printf %s KEY | sha256sum makes it")
-    return match["digest"], Caller(match["name"], match["tenant"] or DEFAULT_TENANT)
+    return match["digest"], GatewayCaller(match["name"], match["tenant"] or DEFAULT_TENANT)
 
 
 class Limits:
@@ -124,13 +122,13 @@ class Limits:
         self._tokens: Counter[str] = Counter()
 
     @contextmanager
-    def request(self, client: Caller) -> Iterator[Share]:
+    def request(self, client: GatewayCaller) -> Iterator[TokenShare]:
         """Count a request while it is under way. Raises RequestRejected where the key has as many as it may have."""
         name = client.name
         if self._requests_max and self._requests[name] >= self._requests_max:
             raise _too_much(f"{self._requests_max} requests", "WAYMARK_GATEWAY_KEY_REQUESTS")
         self._requests[name] += 1
-        share = Share(self, name)
+        share = TokenShare(self, name)
         try:
             yield share
         finally:
@@ -145,7 +143,7 @@ class Limits:
         self._tokens[name] += tokens
 
 
-class Share:
+class TokenShare:
     """What one request has of its key's tokens."""
 
     def __init__(self, limits: Limits, name: str) -> None:
@@ -166,7 +164,7 @@ def _too_much(what: str, setting: str) -> RequestRejected:
     )  # fmt: skip
 
 
-def to_engine(headers: Headers) -> list[tuple[str, str]]:
+def to_engine(headers: RawHeaders) -> list[tuple[str, str]]:
     """The headers of a request that go on to an engine."""
     named = _named_by_connection(headers)
     return [
@@ -176,7 +174,7 @@ def to_engine(headers: Headers) -> list[tuple[str, str]]:
     ]
 
 
-def to_client(headers: Headers) -> list[tuple[bytes, bytes]]:
+def to_client(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
     """The headers of an answer that go on to a client."""
     lowered = [(name.lower(), value) for name, value in headers]
     named = _named_by_connection(lowered)
@@ -190,6 +188,6 @@ def to_client(headers: Headers) -> list[tuple[bytes, bytes]]:
     ]
 
 
-def _named_by_connection(headers: Headers) -> set[bytes]:
+def _named_by_connection(headers: RawHeaders) -> set[bytes]:
     """The headers that a Connection header makes those of one connection."""
     return {part.strip().lower() for name, value in headers if name == b"connection" for part in value.split(b",")}

@@ -9,24 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable
 from contextlib import suppress
 from time import perf_counter
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from waymark.errors import StoreUnavailable
-from waymark.gateway.answers import Lookup, MemoryAnswers
-from waymark.gateway.bounded import Held
-from waymark.gateway.kept import Kept
+from waymark.gateway.answers import CacheLookup, MemoryAnswers
+from waymark.gateway.bounded import CacheSize
+from waymark.gateway.kept import KeptAnswer
 from waymark.logs import fields
 from waymark.metrics import Metrics
-from waymark.store.answers import Answers as StoredAnswers
-from waymark.store.answers import Room, kind_of_failure
+from waymark.store.answers import AnswersSize, StoredAnswers, kind_of_failure
+from waymark.store.background import StartTask
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Begin = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 _LOOK_SECONDS = 30.0
 #: The words of Continuum Router for kinds of failures.
@@ -47,7 +46,7 @@ class SharedAnswers:
         stored: StoredAnswers,
         beside: MemoryAnswers,
         metrics: Metrics,
-        begin: Begin,
+        begin: StartTask,
         *,
         entries_max: int,
         bytes_max: int,
@@ -66,32 +65,32 @@ class SharedAnswers:
         self._bytes_max = bytes_max
         self._seconds = milliseconds / 1000
         self._look_seconds = look_seconds
-        self._room = Room(0, 0)
+        self._room = AnswersSize(0, 0)
         self.errors: Counter[str] = Counter()
         metrics.cache_fallback_active.set_function(lambda: float(self.is_away))
         metrics.cache_redis_connections_active.set_function(lambda: stored.connections()[0])
         metrics.cache_redis_connections_idle.set_function(lambda: stored.connections()[1])
 
     @property
-    def held(self) -> Held:
-        return self._beside.held if self.is_away else Held(self._room.entries, self._room.bytes)
+    def held(self) -> CacheSize:
+        return self._beside.held if self.is_away else CacheSize(self._room.entries, self._room.bytes)
 
     @property
     def connections(self) -> tuple[int, int]:
         """Connections to Redis that are in use, and that are idle."""
         return self._stored.connections()
 
-    async def find(self, key: bytes) -> Lookup:
+    async def find(self, key: bytes) -> CacheLookup:
         if not self.is_away:
             try:
                 found = await self._timed("get", self._stored.find(key))
             except StoreUnavailable:
                 pass  # counted, and changed over
             else:
-                return Lookup(None if found.value is None else Kept.of(found.value), found.nonce)
+                return CacheLookup(None if found.value is None else KeptAnswer.of(found.value), found.nonce)
         return await self._beside.find(key)
 
-    async def keep(self, key: bytes, kept: Kept, clearing: bytes | int) -> None:
+    async def keep(self, key: bytes, kept: KeptAnswer, clearing: bytes | int) -> None:
         if not isinstance(clearing, bytes):
             await self._beside.keep(key, kept, clearing)
             return
@@ -116,10 +115,10 @@ class SharedAnswers:
     async def clear(self) -> int:
         self._beside.forget()
         count = await self._timed("delete", self._stored.clear())
-        self._room = Room(0, 0)
+        self._room = AnswersSize(0, 0)
         return count
 
-    async def count(self) -> Held:
+    async def count(self) -> CacheSize:
         if not self.is_away:
             with suppress(StoreUnavailable):  # counted, and changed over
                 self._room = await self._timed("get", self._stored.room())

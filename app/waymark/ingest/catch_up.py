@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable
 from enum import StrEnum
 
 from waymark.apply.applier import Incoming
-from waymark.ingest.frames import Reply
+from waymark.ingest.frames import ReplayedBatch
 from waymark.ingest.life import Life
 from waymark.ingest.replay import Replay, ReplayOutcome
-from waymark.ingest.replay_places import Pace, Place, YieldReason
-from waymark.ingest.sockets import Context
+from waymark.ingest.replay_places import ReplayPace, ReplayPlace, YieldReason
+from waymark.ingest.sockets import ZmqContext
 
 _CHUNK_BYTES = 8 * 2**20
 _TRIES = 3
@@ -44,9 +44,9 @@ class CatchUp:
     def __init__(
         self,
         life: Life,
-        context: Context,
+        context: ZmqContext,
         endpoint: str,
-        place: Place,
+        place: ReplayPlace,
         *,
         idle_seconds: float,
         seconds: float,
@@ -58,7 +58,7 @@ class CatchUp:
         self.yielded: YieldReason | None = None
         """Why the place had to be given up before the end."""
         self._place = place
-        self._pace = Pace(bytes_per_second_min, idle_seconds)
+        self._pace = ReplayPace(bytes_per_second_min, idle_seconds)
         self._life = life
         self._context = context
         self._endpoint = endpoint
@@ -82,7 +82,7 @@ class CatchUp:
         has_heard, tries = False, 0
         while tries < _TRIES and time.monotonic() < self._deadline:
             before = order.watermark
-            request = _Request(self._life, self._hole)
+            request = _ReplayRequest(self._life, self._hole)
             outcome = await self._ask(request)
             has_heard = has_heard or not request.is_empty
             self._hole = request.hole
@@ -100,7 +100,7 @@ class CatchUp:
             tries = 0 if order.watermark != before else tries + 1
         return CatchUpResult.INCOMPLETE
 
-    async def _ask(self, request: _Request) -> ReplayOutcome | None:
+    async def _ask(self, request: _ReplayRequest) -> ReplayOutcome | None:
         replay = Replay(
             self._context,
             self._endpoint,
@@ -124,14 +124,14 @@ class CatchUp:
             self._life.count("frames_malformed", replay.malformed)
             return replay.outcome
 
-    async def _chunk(self, replay: Replay) -> list[Reply]:
+    async def _chunk(self, replay: Replay) -> list[ReplayedBatch]:
         began = time.monotonic()
         chunk = await replay.batches(self._fold_batches)
         self._pace.add(sum(len(reply.payload) for reply in chunk), time.monotonic() - began)
         return chunk
 
 
-class _Request:
+class _ReplayRequest:
     """Applies the replies to one request."""
 
     def __init__(self, life: Life, known_hole: tuple[int, int] | None) -> None:
@@ -143,7 +143,7 @@ class _Request:
         self.is_over = False
         """The other replies to this request are ignored. The next request begins at the present watermark."""
 
-    async def read(self, chunk: list[Reply]) -> None:
+    async def read(self, chunk: list[ReplayedBatch]) -> None:
         for seq, payload, topic in chunk:
             life, watermark = self._life, self._life.order.watermark
             is_known = life.opened_at is None and watermark is not None and seq <= watermark

@@ -27,7 +27,7 @@ OTHER_FILES = 24
 _FREE_PER_REPLAY = 16
 
 
-class Room(NamedTuple):
+class WorkerCapacity(NamedTuple):
     """What a worker may take at most."""
 
     streams: int
@@ -38,7 +38,7 @@ class Room(NamedTuple):
     """The worker takes less than the settings ask for."""
 
 
-def room_for(streams_max: int, replays_max: int, *, part: float = 1.0) -> Room:
+def room_for(streams_max: int, replays_max: int, *, part: float = 1.0) -> WorkerCapacity:
     """The room in the share ``part`` of the free descriptors. Raises the soft limit of open files if that helps."""
     wanted = _files(streams_max, replays_max)
     already = _open_files()
@@ -50,11 +50,11 @@ def room_for(streams_max: int, replays_max: int, *, part: float = 1.0) -> Room:
     return room
 
 
-def fit(streams_max: int, replays_max: int, files: int) -> Room:
+def fit(streams_max: int, replays_max: int, files: int) -> WorkerCapacity:
     """How many streams and replays fit into ``files`` descriptors; at least one of each, however few there are."""
     wanted = _files(streams_max, replays_max)
     if wanted <= files:
-        return Room(streams_max, replays_max, wanted, is_limited=False)
+        return WorkerCapacity(streams_max, replays_max, wanted, is_limited=False)
     free = files - OTHER_FILES
     replays = max(1, min(replays_max, free // _FREE_PER_REPLAY))
     free -= FILES_PER_REPLAY * replays
@@ -63,7 +63,7 @@ def fit(streams_max: int, replays_max: int, files: int) -> Room:
     if streams > CONNECTIONS:
         streams = (free - CONNECTIONS) // FILES_PER_STREAM
     streams = max(1, min(streams_max, streams))
-    return Room(streams, replays, _files(streams, replays), is_limited=True)
+    return WorkerCapacity(streams, replays, _files(streams, replays), is_limited=True)
 
 
 def _files(streams: int, replays: int) -> int:

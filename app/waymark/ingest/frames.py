@@ -48,7 +48,7 @@ def parse_live(parts: Sequence[bytes], connection: int, received: float) -> Fram
     return Frame(int.from_bytes(seq, "big"), payload, topic, connection, received)
 
 
-class Reply(NamedTuple):
+class ReplayedBatch(NamedTuple):
     """One batch of a replay."""
 
     seq: int
@@ -56,7 +56,7 @@ class Reply(NamedTuple):
     topic: bytes = b""
 
 
-def parse_replay(parts: Sequence[bytes]) -> Reply | None:
+def parse_replay(parts: Sequence[bytes]) -> ReplayedBatch | None:
     """A reply, read from its end; None for anything else.
 
     Engines answer ``["", seq, payload]`` or ``["", topic, seq, payload]``; either may come without the empty frame.
@@ -66,7 +66,7 @@ def parse_replay(parts: Sequence[bytes]) -> Reply | None:
     seq, payload = parts[-2:]
     if len(seq) != SEQ_BYTES:
         return None
-    return Reply(int.from_bytes(seq, "big"), payload, parts[-3] if len(parts) > 2 else b"")
+    return ReplayedBatch(int.from_bytes(seq, "big"), payload, parts[-3] if len(parts) > 2 else b"")
 
 
 def is_end_marker(payload: bytes) -> bool:

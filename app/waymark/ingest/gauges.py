@@ -33,16 +33,16 @@ class ServedStream(Protocol):
         """Run until cancelled, or until another worker has the stream."""
 
 
-Served = tuple[ServedStream, Resolver]
+ServedPair = tuple[ServedStream, Resolver]
 
 
-class Gauges:
+class WorkerGauges:
     """``streams`` returns the streams that this worker applies now."""
 
     def __init__(
         self,
         metrics: Metrics,
-        streams: Callable[[], Iterable[Served]],
+        streams: Callable[[], Iterable[ServedPair]],
         places: ReplayPlaces,
         pacer: Pacer,
         *,

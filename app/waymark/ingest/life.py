@@ -1,7 +1,7 @@
 """The state of one stream, and its changes: the next batch in order, a loss, and a new life.
 
 Live frames and replays both change this state, so it has a module of its own. The open fold contains the batches that
-are in order and not applied yet; ``Order`` includes them. ``flush`` applies the fold; it comes before every change
+are in order and not applied yet; ``FrameOrder`` includes them. ``flush`` applies the fold; it comes before every change
 except the next batch in order.
 """
 
@@ -18,7 +18,7 @@ from waymark.domain.resolver import UNTRUSTED
 from waymark.domain.status import StreamStatus
 from waymark.engines import Decoder
 from waymark.ingest.batch_decoder import BatchDecoder
-from waymark.ingest.order import Order
+from waymark.ingest.order import FrameOrder
 from waymark.ingest.reasons import (
     BATCHES_LOST,
     BUFFER_FULL,
@@ -32,7 +32,7 @@ from waymark.ingest.reasons import (
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.store.activity import ActivityKind
-from waymark.store.records import StreamState
+from waymark.store.records import StreamRecord
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Life:
         applier: Applier,
         decode: Decoder,
         metrics: Metrics,
-        state: StreamState,
+        state: StreamRecord,
         *,
         on_gap: Literal["keep", "reset"],
     ) -> None:
@@ -57,7 +57,7 @@ class Life:
         self.name = str(registration.name)
         self.decoder = BatchDecoder(self.name, registration.topic, decode, applier.slices, self.count, metrics)
         is_shared = registration.topic is not None
-        self.order = Order(state.watermark, state.digest, state.newest_ts, is_shared=is_shared)
+        self.order = FrameOrder(state.watermark, state.digest, state.newest_ts, is_shared=is_shared)
         self.counters: Counter[str] = applier.counters
         self.first_seq = registration.kind.traits.first_seq
         self.reasons: set[str] = {BATCHES_LOST} if UNTRUSTED in state.flags else set()

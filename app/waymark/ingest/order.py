@@ -23,7 +23,7 @@ class Judgement(StrEnum):
     """A lower seq under another topic or rank than the last frame's: several counters share this socket."""
 
 
-class Order:
+class FrameOrder:
     """The state of one counter. ``watermark`` includes batches that are being applied to Redis."""
 
     def __init__(self, watermark: int | None, digest: str, newest_ts: float | None, *, is_shared: bool = False) -> None:

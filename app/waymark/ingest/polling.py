@@ -15,7 +15,7 @@ from typing import Any
 from waymark.domain.names import PublisherName
 from waymark.domain.status import StreamStatus
 from waymark.errors import RecordDamaged, StoreUnavailable
-from waymark.ingest.gauges import Gauges, Served
+from waymark.ingest.gauges import ServedPair, WorkerGauges
 from waymark.ingest.keeper import RegistrationKeeper
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.overdue import Overdue
@@ -58,7 +58,7 @@ class Poller:
         self._keeper = RegistrationKeeper(store, metrics, options.publishers)
         self._shares = Shares(options.worker_id)
         self._unclaimed = UnclaimedWatch(store, metrics, options.stream.lease_seconds)
-        self._gauges = Gauges(
+        self._gauges = WorkerGauges(
             metrics,
             self._served,
             runner.places,
@@ -259,7 +259,7 @@ class Poller:
             else:
                 log.info("every stream has an ingest worker again")
 
-    def _served(self) -> list[Served]:
+    def _served(self) -> list[ServedPair]:
         """The streams that run, each with its resolver."""
         running = [each for each in self.running.values() if not each.is_done]
         return [(each.stream, each.resolver) for each in running if each.stream and each.resolver]

@@ -23,7 +23,7 @@ from waymark.ingest.event_source import PAUSE_SECONDS, EventSource
 from waymark.logs import fields
 from waymark.metrics import OTHER_MODELS, Metrics
 from waymark.store.prefixes import CHANGES_MAX
-from waymark.store.records import Facts, StreamState
+from waymark.store.records import Facts, StreamRecord
 from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class PrefixStream:
         store: Store,
         asker: Asker,
         metrics: Metrics,
-        state: StreamState,
+        state: StreamRecord,
         *,
         lease_seconds: float,
         publisher_timeout: float,

@@ -10,7 +10,7 @@ from typing import Literal
 from waymark.apply.applier import Incoming
 from waymark.ingest.frames import Frame
 from waymark.ingest.life import Life
-from waymark.ingest.order import Judgement, Order
+from waymark.ingest.order import FrameOrder, Judgement
 from waymark.ingest.reasons import BATCHES_LOST
 from waymark.store.activity import ActivityKind
 
@@ -22,7 +22,7 @@ class RankStreams:
     def __init__(self, life: Life, *, on_gap: Literal["keep", "reset"]) -> None:
         self._life = life
         self._on_gap = on_gap
-        self._orders: dict[int, Order] = {}
+        self._orders: dict[int, FrameOrder] = {}
 
     def connected(self) -> None:
         for order in self._orders.values():
@@ -39,7 +39,7 @@ class RankStreams:
             await life.applier.apply([incoming], None)
             life.count_passed()
             return
-        order = self._orders.setdefault(dp_rank, Order(None, "", None))
+        order = self._orders.setdefault(dp_rank, FrameOrder(None, "", None))
         if len(self._orders) > _RANKS_MAX:
             del self._orders[next(iter(self._orders))]
         judgement = order.judge(frame, incoming.digest, incoming.batch.ts, dp_rank)
@@ -65,7 +65,7 @@ class RankStreams:
         await life.applier.apply([incoming], None)
         await life.found()
 
-    async def _lose(self, order: Order, seq: int) -> bool:
+    async def _lose(self, order: FrameOrder, seq: int) -> bool:
         """Count the missing batches. Return whether the loss ends the life of the rank."""
         life = self._life
         assert order.watermark is not None

@@ -17,8 +17,8 @@ from typing import Self
 import zmq
 
 from waymark.errors import InvalidValue
-from waymark.ingest.frames import SEQ_BYTES, Reply, is_end_marker, parse_replay
-from waymark.ingest.sockets import MESSAGE_BYTES_MAX, Context, connect, open_socket
+from waymark.ingest.frames import SEQ_BYTES, ReplayedBatch, is_end_marker, parse_replay
+from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ZmqContext, connect, open_socket
 
 
 class ReplayOutcome(StrEnum):
@@ -42,7 +42,7 @@ class Replay:
 
     def __init__(
         self,
-        context: Context,
+        context: ZmqContext,
         endpoint: str,
         start: int,
         *,
@@ -84,7 +84,7 @@ class Replay:
     ) -> None:
         self._socket.close(0)
 
-    async def batches(self, limit: int) -> list[Reply]:
+    async def batches(self, limit: int) -> list[ReplayedBatch]:
         """The next replies, in order of arrival: at least one, and at most ``limit``.
 
         An empty list means that the replay has ended; ``outcome`` shows how. Only replies that can be parsed put off
@@ -110,9 +110,9 @@ class Replay:
         self.outcome = ReplayOutcome.DEADLINE if self._clock() >= self._deadline else ReplayOutcome.IDLE
         return []
 
-    def _read(self, limit: int) -> tuple[list[Reply], bool]:
+    def _read(self, limit: int) -> tuple[list[ReplayedBatch], bool]:
         """At most ``limit`` replies, and whether there is nothing left to read."""
-        found: list[Reply] = []
+        found: list[ReplayedBatch] = []
         room = self._chunk_bytes
         try:
             for _ in range(limit):

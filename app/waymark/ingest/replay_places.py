@@ -24,7 +24,7 @@ class YieldReason(StrEnum):
     """Another stream has waited longer than its patience."""
 
 
-class Place:
+class ReplayPlace:
     """One stream's place: first the stream waits for it, then holds it, and then releases it."""
 
     def __init__(self, places: ReplayPlaces, instance: Hashable, is_slow: bool, on_held: Callable[[], None]) -> None:
@@ -76,12 +76,12 @@ class ReplayPlaces:
         self.now = clock
         self.patience_seconds = patience_seconds
         self.size = size
-        self._held: set[Place] = set()
-        self._waiting: dict[Place, None] = {}
+        self._held: set[ReplayPlace] = set()
+        self._waiting: dict[ReplayPlace, None] = {}
         """The places that streams wait for, in order of arrival."""
         # The key is whether the last replay was too slow. Each value has the instances in rotation, and for each
         # instance its waiting places in order of arrival.
-        self._queues: dict[bool, OrderedDict[Hashable, dict[Place, None]]] = {
+        self._queues: dict[bool, OrderedDict[Hashable, dict[ReplayPlace, None]]] = {
             False: OrderedDict(),
             True: OrderedDict(),
         }
@@ -94,15 +94,15 @@ class ReplayPlaces:
     def running(self) -> int:
         return len(self._held)
 
-    def request(self, instance: Hashable, *, is_slow: bool, on_held: Callable[[], None]) -> Place:
+    def request(self, instance: Hashable, *, is_slow: bool, on_held: Callable[[], None]) -> ReplayPlace:
         """Ask for a place, which may be held at once. ``on_held`` is called when it is held. Release it in any case."""
-        place = Place(self, instance, is_slow, on_held)
+        place = ReplayPlace(self, instance, is_slow, on_held)
         self._waiting[place] = None
         self._queues[is_slow].setdefault(instance, {})[place] = None
         self._hand_out()
         return place
 
-    def release(self, place: Place) -> None:
+    def release(self, place: ReplayPlace) -> None:
         place.is_held = False
         if place in self._held:
             self._held.remove(place)
@@ -110,7 +110,7 @@ class ReplayPlaces:
         elif place in self._waiting:
             self._dequeue(place)
 
-    def yield_reason(self, place: Place, *, is_slow: bool) -> YieldReason | None:
+    def yield_reason(self, place: ReplayPlace, *, is_slow: bool) -> YieldReason | None:
         if is_slow and self._queues[False]:
             return YieldReason.SLOW
         if place.seconds < self.patience_seconds:
@@ -146,7 +146,7 @@ class ReplayPlaces:
             self._held.add(place)
             place.hold()
 
-    def _dequeue(self, place: Place) -> None:
+    def _dequeue(self, place: ReplayPlace) -> None:
         del self._waiting[place]
         queue = self._queues[place.is_slow]
         del queue[place.instance][place]
@@ -154,7 +154,7 @@ class ReplayPlaces:
             del queue[place.instance]
 
 
-class Pace:
+class ReplayPace:
     """Whether the replies of a replay come fast enough, measured in windows of the time spent waiting for them.
 
     The time that this process takes to apply replies does not count, so a busy worker makes no publisher seem slow.

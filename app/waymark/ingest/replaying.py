@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 
 from waymark.ingest.catch_up import CatchUp, CatchUpResult
 from waymark.ingest.life import Life
-from waymark.ingest.replay_places import Place, ReplayPlaces
-from waymark.ingest.sockets import Context
+from waymark.ingest.replay_places import ReplayPlace, ReplayPlaces
+from waymark.ingest.sockets import ZmqContext
 from waymark.logs import fields
 from waymark.metrics import Metrics
 
@@ -28,7 +28,7 @@ class Replaying:
     def __init__(
         self,
         life: Life,
-        context: Context,
+        context: ZmqContext,
         places: ReplayPlaces,
         metrics: Metrics,
         *,
@@ -55,7 +55,7 @@ class Replaying:
         self._wake = wake
         registration = life.applier.grant.claim.registration
         self._instance = (registration.tenant_id, registration.instance_id)
-        self._place: Place | None = None
+        self._place: ReplayPlace | None = None
         self._seconds_left = seconds
         self._is_slow = False
 

@@ -23,14 +23,14 @@ from waymark.ingest.options import WorkerOptions
 from waymark.ingest.prefix_stream import PrefixStream
 from waymark.ingest.reasons import opened_at
 from waymark.ingest.replay_places import ReplayPlaces
-from waymark.ingest.sockets import Context
+from waymark.ingest.sockets import ZmqContext
 from waymark.ingest.stream import Stream
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.store.activity import ActivityKind, about
 from waymark.store.claims import Claim
 from waymark.store.leases import Grant
-from waymark.store.records import StreamState
+from waymark.store.records import StreamRecord
 from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Running:
 class StreamRunner:
     """Runs streams; each call of ``run`` is one of them."""
 
-    context: Context
+    context: ZmqContext
     """Set before the first stream runs."""
 
     def __init__(
@@ -168,7 +168,7 @@ class StreamRunner:
 
     async def _resumed(
         self, grant: Grant, foreign_ranks: frozenset[int], *, is_patient: bool = True
-    ) -> tuple[Applier, StreamState]:
+    ) -> tuple[Applier, StreamRecord]:
         return await resumed(
             grant,
             self._store,

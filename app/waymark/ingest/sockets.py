@@ -14,7 +14,7 @@ from waymark.errors import InvalidValue
 from waymark.ingest.connection_failure import Attempt
 from waymark.shown import shown
 
-Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
+ZmqContext: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
 CONNECT_MILLISECONDS = 10_000
 """The time limit of a TCP connect, and again of the handshake after it."""
@@ -39,7 +39,7 @@ _monitor_numbers = itertools.count(1)
 
 
 def open_socket(
-    context: Context, kind: int, endpoint: str, message_bytes_max: int = MESSAGE_BYTES_MAX
+    context: ZmqContext, kind: int, endpoint: str, message_bytes_max: int = MESSAGE_BYTES_MAX
 ) -> zmq.Socket[bytes]:
     """A socket with the options of both transports, not connected yet. Raises OSError if no socket is available."""
     try:
@@ -75,7 +75,7 @@ class LiveConnection:
 
     __slots__ = ("attempt", "descriptors", "is_over", "is_retried", "is_up", "monitor", "socket")
 
-    def __init__(self, context: Context, endpoint: str, message_bytes_max: int) -> None:
+    def __init__(self, context: ZmqContext, endpoint: str, message_bytes_max: int) -> None:
         self.is_up = False
         """The handshake succeeded. It stays true when the connection is over: there may be frames to read."""
         self.is_over = False

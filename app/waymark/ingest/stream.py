@@ -26,7 +26,7 @@ from waymark.ingest.reasons import REPLAY_INCOMPLETE, REPLAY_SILENT, REPLAY_WAIT
 from waymark.ingest.replay_pauses import ReplayPauses
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.replaying import Replaying
-from waymark.ingest.sockets import MESSAGE_BYTES_MAX, Context
+from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ZmqContext
 from waymark.ingest.status_reporter import StatusReporter
 from waymark.ingest.subscriber import Subscriber
 from waymark.logs import fields
@@ -59,7 +59,7 @@ class Stream:
     """Applies one publisher's stream until it is cancelled or fenced."""
 
     def __init__(
-        self, life: Life, context: Context, places: ReplayPlaces, metrics: Metrics, options: StreamOptions
+        self, life: Life, context: ZmqContext, places: ReplayPlaces, metrics: Metrics, options: StreamOptions
     ) -> None:
         registration = life.applier.grant.claim.registration
         assert registration.endpoint is not None

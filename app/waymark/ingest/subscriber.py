@@ -28,7 +28,7 @@ import zmq
 from waymark.ingest.connection_failure import ConnectionFailure
 from waymark.ingest.frame_buffer import FrameBuffer
 from waymark.ingest.frames import Frame, parse_live
-from waymark.ingest.sockets import MESSAGE_BYTES_MAX, Context, LiveConnection
+from waymark.ingest.sockets import MESSAGE_BYTES_MAX, LiveConnection, ZmqContext
 
 FRAMES_PER_READ = 500
 """Frames read in one callback of the event loop: some 2 ms."""
@@ -51,7 +51,7 @@ class Subscriber:
 
     def __init__(
         self,
-        context: Context,
+        context: ZmqContext,
         endpoint: str,
         *,
         buffer_bytes: int,

@@ -29,7 +29,7 @@ _BEHIND_SECONDS = 1.0
 _STEPS = 4
 
 
-class Pace:
+class SweepPace:
     """Pauses between steps, so that ``blocks_per_second`` are swept. Times are monotonic seconds.
 
     A sweep keeps the pace on average: after a step or a pause that was too long, the next pauses are shorter. At least
@@ -54,7 +54,7 @@ class Pace:
 
 async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: int, pause_seconds: float) -> None:
     """Sweep until cancelled."""
-    pace = Pace(blocks_per_second)
+    pace = SweepPace(blocks_per_second)
     while True:
         left = swept = 0
         try:
@@ -72,7 +72,7 @@ async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: in
             await asyncio.sleep(pause_seconds)
 
 
-async def _sweep_one(store: Store, group: GroupName, entry: GroupEntry, pace: Pace) -> bool:
+async def _sweep_one(store: Store, group: GroupName, entry: GroupEntry, pace: SweepPace) -> bool:
     """Sweep one dead holder of a group, if there is one. A group that cannot be swept delays no other."""
     try:
         holder = await store.sweeper.pick(entry)

@@ -16,7 +16,7 @@ from waymark.ingest.polling import Poller
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.running import StreamRunner
 from waymark.ingest.scraping import Scraper
-from waymark.ingest.sockets import Context
+from waymark.ingest.sockets import ZmqContext
 from waymark.ingest.sweeping import keep_sweeping
 from waymark.logs import fields
 from waymark.metrics import Metrics
@@ -46,7 +46,7 @@ class Worker:
 
     async def run(self) -> None:
         """Run until cancelled; then leases are released at once."""
-        context: Context = zmq.Context(io_threads=2)
+        context: ZmqContext = zmq.Context(io_threads=2)
         # A subscriber needs one socket, and two for the ends of its monitor. A replay needs one more.
         context.set(zmq.MAX_SOCKETS, _SOCKETS_PER_STREAM * self._options.streams_max + _CLOSING_SOCKETS)
         self._runner.context = context

@@ -12,7 +12,7 @@ from waymark.domain.names import Adapter
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class InspectedPrompt:
     """Tokens, or the rolling hashes of blocks."""
 
     tokens: bytes | None
@@ -50,5 +50,5 @@ class Asked:
             )
         return unpack(block_keys(None, tokens, block_size, namespace=self.namespace, seed=self.seed))
 
-    def without_first_token(self) -> Asked:
+    def without_first_token(self) -> InspectedPrompt:
         return replace(self, tokens=None if self.tokens is None else self.tokens[4:])

@@ -10,8 +10,8 @@ from waymark.domain.engines import Scope
 from waymark.domain.table import HolderTable
 from waymark.errors import NotFound
 from waymark.inspection.holding import not_counted
-from waymark.inspection.inspector import Group, Inspector, group_text
-from waymark.inspection.search import ROWS_MAX, Found, Search
+from waymark.inspection.inspector import InspectedGroup, Inspector, group_text
+from waymark.inspection.search import ROWS_MAX, FoundValue, Search
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ListedBlock:
     holders: tuple[BlockHolder, ...]
 
 
-async def find_block(inspector: Inspector, groups: Sequence[Group], key: int) -> list[ListedBlock]:
+async def find_block(inspector: Inspector, groups: Sequence[InspectedGroup], key: int) -> list[ListedBlock]:
     """The rows of ``groups`` that list the block with this key; ``NotFound`` where none does."""
     search = Search(inspector, key)
     listed: list[ListedBlock] = []
@@ -67,7 +67,9 @@ async def find_block(inspector: Inspector, groups: Sequence[Group], key: int) ->
     raise NotFound(f"no holder has a block {key:016x} (key seq_hash XOR namespace) in {names}{bound}")
 
 
-async def _listed(inspector: Inspector, group: Group, table: HolderTable, key: int, found: Found) -> ListedBlock:
+async def _listed(
+    inspector: Inspector, group: InspectedGroup, table: HolderTable, key: int, found: FoundValue
+) -> ListedBlock:
     slot = found.row.keys.index(key)
     ids = [holder for holder, bitmap in sorted(found.row.holders.items()) if bitmap >> slot & 1]
     entries = await inspector.entries(group, found.place, ids)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from waymark.inspection.explanation import nobody
-from waymark.inspection.inspector import Group, Inspector, group_text
+from waymark.inspection.inspector import InspectedGroup, Inspector, group_text
 from waymark.inspection.redis_cli import RedisCli
 
 #: Lines that are printed.
@@ -14,7 +14,7 @@ LINES_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Commands:
+class ShellCommands:
     """Lines for a shell."""
 
     notes: list[str]
@@ -26,7 +26,7 @@ class Commands:
         return "\n".join([*self.notes, *self.lines])
 
 
-async def every_key(inspector: Inspector, groups: Sequence[Group], cli: RedisCli) -> Commands:
+async def every_key(inspector: Inspector, groups: Sequence[InspectedGroup], cli: RedisCli) -> ShellCommands:
     """The commands for ``groups``, up to a bound that the last line names."""
     lines = cli.base()
     for group in groups:
@@ -36,4 +36,4 @@ async def every_key(inspector: Inspector, groups: Sequence[Group], cli: RedisCli
         lines += [f"# {group_text(group.name)}", *cli.group(group, table or nobody(group))]
     if len(lines) > LINES_MAX:
         lines = [*lines[:LINES_MAX], f"# these are the first {LINES_MAX:,} lines; --group or --model asks for less"]
-    return Commands(cli.notes, lines)
+    return ShellCommands(cli.notes, lines)

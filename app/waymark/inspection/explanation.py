@@ -12,9 +12,9 @@ from typing import Any
 from waymark.domain.names import GroupName, Holder
 from waymark.domain.table import HolderTable
 from waymark.inspection import why
-from waymark.inspection.asked import Asked
+from waymark.inspection.asked import InspectedPrompt
 from waymark.inspection.holding import HolderLine, Holding, InstanceLines, hold, runs
-from waymark.inspection.inspector import Group, Inspector
+from waymark.inspection.inspector import InspectedGroup, Inspector
 from waymark.store.claims import Claim
 from waymark.store.directory import GroupEntry
 
@@ -23,7 +23,7 @@ RUNS_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class PromptExplanation:
     """What is known of a prompt."""
 
     name: GroupName
@@ -37,23 +37,28 @@ class Explanation:
 
 
 async def explain(
-    inspector: Inspector, asked: Asked, group: Group, block_size: int, groups: Sequence[Group], claims: Sequence[Claim]
-) -> Explanation:
+    inspector: Inspector,
+    asked: InspectedPrompt,
+    group: InspectedGroup,
+    block_size: int,
+    groups: Sequence[InspectedGroup],
+    claims: Sequence[Claim],
+) -> PromptExplanation:
     """Look up a prompt. ``claims`` are the group's claims; a reason may name any group of ``groups``."""
     table = await inspector.table(group) or nobody(group)
     holding = await hold(inspector, group, table, asked, block_size)
     states = await inspector.states(claims)
     of_instances = why.of_instances(holding, states) | why.ends(holding)
     reasons = [] if holding.best else await why.of_prompt(inspector, asked, holding, table, groups, states)
-    return Explanation(group.name, asked.count, holding, of_instances, reasons)
+    return PromptExplanation(group.name, asked.count, holding, of_instances, reasons)
 
 
-def nobody(group: Group) -> HolderTable:
+def nobody(group: InspectedGroup) -> HolderTable:
     """The table of a group whose own has gone."""
     return HolderTable(b"", group.name, {}, {})
 
 
-def as_json(explanation: Explanation, *, top: int, instance_id: str | None = None) -> dict[str, Any]:
+def as_json(explanation: PromptExplanation, *, top: int, instance_id: str | None = None) -> dict[str, Any]:
     """At most ``top`` instances, or one, and ``RUNS_MAX`` runs."""
     holding = explanation.holding
     lines = [] if holding is None else [each for each in holding.instances if instance_id in (None, each.instance_id)]
@@ -98,20 +103,20 @@ def _instance(lines: InstanceLines, note: str, block_size: int) -> dict[str, Any
     }
 
 
-def of_json(answer: Mapping[str, Any]) -> Explanation:
+def of_json(answer: Mapping[str, Any]) -> PromptExplanation:
     """What ``as_json`` wrote, with the keys of the blocks added."""
     name, size = GroupName(answer["tenant_id"], answer["model"]), answer["block_size"]
     if size is None:
-        return Explanation(name, answer["total_tokens"], reasons=answer["reasons"])
+        return PromptExplanation(name, answer["total_tokens"], reasons=answer["reasons"])
     holding = Holding(
-        Group(name, GroupEntry(0, 1)),
+        InspectedGroup(name, GroupEntry(0, 1)),
         size,
         [int(key, 16) for key in answer["keys"]],
         tuple(_lines(row, size) for row in answer["instances"]),
         0,
     )
     notes = {row["instance_id"]: row["note"] or "" for row in answer["instances"]}
-    return Explanation(name, answer["total_tokens"], holding, notes, answer["reasons"])
+    return PromptExplanation(name, answer["total_tokens"], holding, notes, answer["reasons"])
 
 
 def _lines(row: Mapping[str, Any], block_size: int) -> InstanceLines:

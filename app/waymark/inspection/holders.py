@@ -13,7 +13,7 @@ from waymark.domain.table import HolderTable
 from waymark.errors import NotFound
 from waymark.inspection.holding import not_counted
 from waymark.inspection.holdings import HeldRow, Holdings, ShardHoldings, holdings
-from waymark.inspection.inspector import Group, Inspector, group_text
+from waymark.inspection.inspector import InspectedGroup, Inspector, group_text
 from waymark.store import keys
 
 
@@ -60,7 +60,7 @@ class KnownHolder:
     holdings: Holdings
 
 
-async def find_holder(inspector: Inspector, groups: Sequence[Group], holder_id: int) -> list[KnownHolder]:
+async def find_holder(inspector: Inspector, groups: Sequence[InspectedGroup], holder_id: int) -> list[KnownHolder]:
     """The holder in each of ``groups`` that knows the id; ``NotFound`` where none does."""
     known = []
     for group in groups:
@@ -78,7 +78,7 @@ async def find_holder(inspector: Inspector, groups: Sequence[Group], holder_id: 
     raise NotFound(f"holder {holder_id} is unknown in {names}: its life has ended and was swept, or it never existed")
 
 
-async def _record(inspector: Inspector, group: Group, table: HolderTable, holder: Holder) -> HolderRecord:
+async def _record(inspector: Inspector, group: InspectedGroup, table: HolderTable, holder: Holder) -> HolderRecord:
     claims = [claim for claim in await inspector.claims(group.name) if claim.publisher == holder.publisher]
     return HolderRecord(
         instance_id=holder.instance_id,

@@ -14,8 +14,8 @@ from waymark.domain.match import Walk, conductor_rows
 from waymark.domain.media import order_of
 from waymark.domain.names import Holder
 from waymark.domain.table import HolderTable
-from waymark.inspection.asked import Asked
-from waymark.inspection.inspector import Group, Inspector
+from waymark.inspection.asked import InspectedPrompt
+from waymark.inspection.inspector import InspectedGroup, Inspector
 
 #: Blocks that are looked up in one step; other requests are served between two of them. A multiple of a piece.
 _STEP_BLOCKS = 512
@@ -61,7 +61,7 @@ class InstanceLines:
 class Holding:
     """The whole answer."""
 
-    group: Group
+    group: InspectedGroup
     block_size: int
     keys: Sequence[int]
     instances: tuple[InstanceLines, ...]
@@ -84,7 +84,9 @@ def _union(lines: Iterable[HolderLine]) -> frozenset[int]:
     return frozenset[int]().union(*(line.has for line in lines))
 
 
-async def hold(inspector: Inspector, group: Group, table: HolderTable, asked: Asked, block_size: int) -> Holding:
+async def hold(
+    inspector: Inspector, group: InspectedGroup, table: HolderTable, asked: InspectedPrompt, block_size: int
+) -> Holding:
     """Look up every block of the prompt."""
     block_keys = asked.block_keys(block_size)
     holders: list[set[int]] = []

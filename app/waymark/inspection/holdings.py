@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from waymark.domain.rows import Place, parse_field
-from waymark.inspection.inspector import Group, Inspector
+from waymark.inspection.inspector import InspectedGroup, Inspector
 from waymark.store import keys
 from waymark.store.parsing import lenient_text
 from waymark.store.places import read_row
@@ -64,7 +64,7 @@ class Holdings:
     """How many are not among ``rows``."""
 
 
-async def holdings(inspector: Inspector, group: Group, holder_id: int) -> Holdings:
+async def holdings(inspector: Inspector, group: InspectedGroup, holder_id: int) -> Holdings:
     """Count what a holder has, and look at its first rows."""
     engines = [keys.engine(group.id, shard, holder_id) for shard in range(group.entry.shards)]
     marks = await inspector.several(("HGET", engine, "applied") for engine in engines)
@@ -105,7 +105,7 @@ async def _fields(inspector: Inspector, engine: str) -> list[bytes]:
     return list(fields)
 
 
-async def _rows(inspector: Inspector, group: Group, holder_id: int, places: Sequence[Place]) -> list[HeldRow]:
+async def _rows(inspector: Inspector, group: InspectedGroup, holder_id: int, places: Sequence[Place]) -> list[HeldRow]:
     rows = []
     for place, value in zip(places, await inspector.values(group, places), strict=True):
         name, row = group.key_of(place), read_row(value)

@@ -10,7 +10,7 @@ from typing import Any
 from waymark.domain.keys import pack
 from waymark.domain.names import GroupName
 from waymark.domain.row_runs import pieces_of
-from waymark.domain.rows import Entry, Place, parse_entry
+from waymark.domain.rows import HolderEntry, Place, parse_entry
 from waymark.domain.table import HolderTable
 from waymark.errors import NotFound, SettingsError
 from waymark.settings import Settings
@@ -29,7 +29,7 @@ _PIECE_COMMANDS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class InspectedGroup:
     """A group with its ids."""
 
     name: GroupName
@@ -51,9 +51,9 @@ class Inspector:
         self.client = store.client
         self.store = store
 
-    async def groups(self) -> list[Group]:
+    async def groups(self) -> list[InspectedGroup]:
         """Every group that ever was, in order of registration."""
-        found = [Group(name, entry) for name, entry in (await self.store.directory.groups()).items()]
+        found = [InspectedGroup(name, entry) for name, entry in (await self.store.directory.groups()).items()]
         return sorted(found, key=lambda group: group.id)
 
     async def claims(self, group: GroupName | None = None) -> list[Claim]:
@@ -72,16 +72,16 @@ class Inspector:
             states += await self.store.publisher_states.of(claims[start : start + size])
         return states
 
-    async def holders(self, group: Group, block_keys: Sequence[int], *, has_singles: bool) -> list[set[int]]:
+    async def holders(self, group: InspectedGroup, block_keys: Sequence[int], *, has_singles: bool) -> list[set[int]]:
         """The holder ids of each block of a chain, from its root on."""
         found = await holders_of(self.client, group.entry, pieces_of(pack(block_keys)), has_singles=has_singles)
         return [ids for piece in found for ids in piece]
 
-    async def values(self, group: Group, places: Sequence[Place]) -> list[bytes | None]:
+    async def values(self, group: InspectedGroup, places: Sequence[Place]) -> list[bytes | None]:
         """The values at ``places``, in order."""
         return await values_of(self.client, group.entry, places)
 
-    async def entries(self, group: Group, place: Place, holders: Sequence[int]) -> list[Entry | None]:
+    async def entries(self, group: InspectedGroup, place: Place, holders: Sequence[int]) -> list[HolderEntry | None]:
         """The entry of each holder for the row at ``place``; None where there is none, or it cannot be read."""
         shard = place.shard(group.entry.shards)
         values = await self.client.several(
@@ -89,7 +89,7 @@ class Inspector:
         )
         return [None if value is None else _entry(value) for value in values]
 
-    async def table(self, group: Group) -> HolderTable | None:
+    async def table(self, group: InspectedGroup) -> HolderTable | None:
         """Who is who among the holder ids of a group; None where nobody was registered yet."""
         key = keys.holders(group.id)
         return decode_table(await self.client.hgetall(key), self.store.parser, key)
@@ -103,7 +103,7 @@ def places_that_begin_with(key: int) -> list[Place]:
     return [Place(key), Place(key, is_single=True)]
 
 
-def _entry(value: bytes) -> Entry | None:
+def _entry(value: bytes) -> HolderEntry | None:
     try:
         return parse_entry(value)
     except ValueError:
@@ -131,7 +131,9 @@ async def open_inspector(settings: Settings) -> AsyncIterator[Inspector]:
         await store.close()
 
 
-def pick(groups: Sequence[Group], *, group_id: int | None, model: str | None, tenant: str | None) -> list[Group]:
+def pick(
+    groups: Sequence[InspectedGroup], *, group_id: int | None, model: str | None, tenant: str | None
+) -> list[InspectedGroup]:
     """The groups that are meant; all of them where nothing is named. ``NotFound`` where there are none."""
     picked = [
         group

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.domain.table import HolderTable
-from waymark.inspection.inspector import Group, places_that_begin_with
+from waymark.inspection.inspector import InspectedGroup, places_that_begin_with
 from waymark.settings import Settings
 from waymark.store import keys
 from waymark.store.address import Address, parse
@@ -56,11 +56,11 @@ class RedisCli:
             self.line("XREVRANGE", keys.ACTIVITY, "+", "-", "COUNT", 20),
         ]
 
-    def table(self, group: Group) -> list[str]:
+    def table(self, group: InspectedGroup) -> list[str]:
         """Who is who among a group's holder ids."""
         return [self.line("HGETALL", keys.holders(group.id))]
 
-    def group(self, group: Group, table: HolderTable) -> list[str]:
+    def group(self, group: InspectedGroup, table: HolderTable) -> list[str]:
         """Everything of a group but its blocks."""
         lines = [*self.table(group), self.line("SMEMBERS", keys.dead(group.id))]
         for publisher in sorted(table.publishers):
@@ -70,7 +70,7 @@ class RedisCli:
             lines += self.entries(group, holder)
         return lines + self.opaque_prefixes(group, table)
 
-    def opaque_prefixes(self, group: Group, table: HolderTable) -> list[str]:
+    def opaque_prefixes(self, group: InspectedGroup, table: HolderTable) -> list[str]:
         """The opaque prefixes of a group, and of each holder of a source that names them."""
         if not table.opaque:
             return []
@@ -78,24 +78,24 @@ class RedisCli:
         names = [keys.opaque_prefixes(group.id, holder) for holder in (None, *holders)]
         return [self.line("ZRANGE", name, 0, -1, "WITHSCORES") for name in names]
 
-    def publisher(self, group: Group, publisher: int) -> list[str]:
+    def publisher(self, group: InspectedGroup, publisher: int) -> list[str]:
         return [
             self.line("HGETALL", keys.record(group.id, publisher)),
             self.line("GET", keys.lease(group.id, publisher)),
         ]
 
-    def rows(self, group: Group, block_keys: Sequence[int]) -> list[str]:
+    def rows(self, group: InspectedGroup, block_keys: Sequence[int]) -> list[str]:
         """The rows of a chain, from its root on."""
         return [self.line("GET", group.key_of(Place(key))) for key in block_keys[::PIECE_BLOCKS]]
 
-    def block(self, group: Group, key: int) -> list[str]:
+    def block(self, group: InspectedGroup, key: int) -> list[str]:
         """The row that begins with a block, and the block by itself, as one of unknown depth."""
         return [self.line("GET", group.key_of(place)) for place in places_that_begin_with(key)]
 
-    def holder(self, group: Group, holder: int) -> list[str]:
+    def holder(self, group: InspectedGroup, holder: int) -> list[str]:
         return [self.line("HGET", keys.holders(group.id), holder), self.line("SISMEMBER", keys.dead(group.id), holder)]
 
-    def entries(self, group: Group, holder: int) -> list[str]:
+    def entries(self, group: InspectedGroup, holder: int) -> list[str]:
         """How many entries a holder has, and how far it is applied, shard by shard."""
         lines: list[str] = []
         for shard in range(group.entry.shards):

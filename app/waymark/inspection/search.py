@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from waymark.domain.rows import Place, Row, parse_field
 from waymark.domain.table import HolderTable
-from waymark.inspection.inspector import Group, Inspector, places_that_begin_with
+from waymark.inspection.inspector import InspectedGroup, Inspector, places_that_begin_with
 from waymark.store import keys
 from waymark.store.places import read_row
 
@@ -15,7 +15,7 @@ ROWS_MAX = 65_536
 _STEP_ROWS = 256
 
 
-class Found(NamedTuple):
+class FoundValue(NamedTuple):
     """A value that lists the block."""
 
     place: Place
@@ -32,7 +32,7 @@ class Search:
         self.is_complete = True
         """No row was left out."""
 
-    async def run(self, group: Group, table: HolderTable) -> list[Found]:
+    async def run(self, group: InspectedGroup, table: HolderTable) -> list[FoundValue]:
         """The values that list the block: those that begin with it, or else the first one that a live holder has."""
         found = await self._listing(group, places_that_begin_with(self._key))
         if found:
@@ -44,7 +44,7 @@ class Search:
                     return found
         return []
 
-    async def _of_holder(self, group: Group, engine: str) -> list[Found]:
+    async def _of_holder(self, group: InspectedGroup, engine: str) -> list[FoundValue]:
         cursor = None
         while cursor != 0:
             if self._left <= 0:
@@ -57,11 +57,11 @@ class Search:
                 return found
         return []
 
-    async def _listing(self, group: Group, places: list[Place]) -> list[Found]:
+    async def _listing(self, group: InspectedGroup, places: list[Place]) -> list[FoundValue]:
         """The places whose row lists the block, each with its row."""
         rows = map(read_row, await self._inspector.values(group, places))
         return [
-            Found(place, row)
+            FoundValue(place, row)
             for place, row in zip(places, rows, strict=True)
             if row is not None and self._key in row.keys and row.holders
         ]

@@ -21,7 +21,7 @@ from waymark.inspection.inspector import Inspector
 from waymark.store import keys
 from waymark.store.discovery import DiscoveryState
 from waymark.store.heartbeats import Heartbeat
-from waymark.store.parsing import Unreadable, lenient_text
+from waymark.store.parsing import UnreadableKey, lenient_text
 from waymark.store.publisher_states import PublisherState
 
 #: A worker that has been silent for longer is taken for dead, as ``/workers`` does.
@@ -29,7 +29,7 @@ WORKER_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PublisherFilter:
     """Which publishers are shown; None: all."""
 
     tenant: str | None = None
@@ -38,7 +38,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class RedisServer:
     """What INFO says, over all primaries."""
 
     version: str
@@ -88,7 +88,7 @@ class Told:
 class Status:
     """All of it, at one moment."""
 
-    server: Server | None
+    server: RedisServer | None
     """What Redis reports; None where it has no INFO."""
     warnings: tuple[str, ...]
     workers: tuple[WorkerState, ...]
@@ -96,7 +96,7 @@ class Status:
     """The wanted ones, by group, instance and rank."""
     registered: int
     """All publishers that can be read, wanted or not."""
-    unreadable: tuple[Unreadable, ...]
+    unreadable: tuple[UnreadableKey, ...]
     """Records that this release cannot read, of all publishers and groups."""
     complaints: Complaints | Told
     discovery: DiscoveryState | None
@@ -111,7 +111,7 @@ class Status:
         return {status: count[status] for status in StreamStatus if status in count}
 
 
-async def gather(inspector: Inspector, wanted: Wanted) -> Status:
+async def gather(inspector: Inspector, wanted: PublisherFilter) -> Status:
     """Read it. Raises ``StoreUnavailable``."""
     infos, warnings = await _about_redis(inspector)
     await inspector.groups()  # for those that cannot be read
@@ -157,11 +157,11 @@ async def _about_redis(inspector: Inspector) -> tuple[Sequence[Mapping[str, Any]
     return infos, tuple((await inspector.store.health.poll()).warnings.values())
 
 
-def server_of(infos: Sequence[Mapping[str, Any]]) -> Server | None:
+def server_of(infos: Sequence[Mapping[str, Any]]) -> RedisServer | None:
     """Several primaries as one: sums, and the tightest of the rest."""
     if not infos:
         return None
-    return Server(
+    return RedisServer(
         version=", ".join(sorted({_version(info) for info in infos})),
         primaries=len(infos),
         memory_bytes=sum(int(info.get("used_memory", 0)) for info in infos),
@@ -250,14 +250,14 @@ def of_json(answer: Mapping[str, Any]) -> Status:
     """What ``as_json`` wrote, as far as it is drawn."""
     rows = answer["publishers"]
     return Status(
-        server=None if answer["redis"] is None else Server(**answer["redis"]),
+        server=None if answer["redis"] is None else RedisServer(**answer["redis"]),
         warnings=tuple(answer["warnings"]),
         workers=tuple(
             WorkerState(**{name: each[name] for name in WorkerState.__slots__}) for each in answer["workers"]
         ),
         publishers=tuple(map(_state, rows)),
         registered=answer["registered"],
-        unreadable=tuple(Unreadable(**each) for each in answer["unreadable"]),
+        unreadable=tuple(UnreadableKey(**each) for each in answer["unreadable"]),
         complaints=Told(
             {(each["group"], each["publisher"]): each["complaint"] or "" for each in rows},
             frozenset((each["group"], each["publisher"]) for each in rows if not each["has_live_worker"]),

@@ -17,10 +17,10 @@ from waymark.domain.names import GroupName, Registration
 from waymark.domain.rows import parse_entry, parse_field
 from waymark.domain.status import StreamStatus
 from waymark.domain.table import HolderTable
-from waymark.inspection.asked import Asked
+from waymark.inspection.asked import InspectedPrompt
 from waymark.inspection.complaint import complaint
 from waymark.inspection.holding import Holding, not_counted
-from waymark.inspection.inspector import Group, Inspector
+from waymark.inspection.inspector import InspectedGroup, Inspector
 from waymark.shown import shown
 from waymark.store import keys
 from waymark.store.publisher_states import PublisherState
@@ -33,7 +33,7 @@ _STEPS_MAX = 64
 _STEP_ENTRIES = 1000
 
 
-def unknown_group(wanted: GroupName, groups: Sequence[Group]) -> str:
+def unknown_group(wanted: GroupName, groups: Sequence[InspectedGroup]) -> str:
     """The sentence for a tenant and model that were never registered, with what may have been meant."""
     tenants = [group.name.tenant_id for group in groups if group.name.model_name == wanted.model_name]
     if tenants:
@@ -109,9 +109,13 @@ def _of_stream(state: PublisherState, block_size: int) -> str:
 
 
 async def of_prompt(
-    inspector: Inspector, asked: Asked, holding: Holding, table: HolderTable, groups: Sequence[Group],
+    inspector: Inspector,
+    asked: InspectedPrompt,
+    holding: Holding,
+    table: HolderTable,
+    groups: Sequence[InspectedGroup],
     states: Sequence[PublisherState],
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Why no instance has a match, only the surest reasons; ``states`` are of the group's publishers."""
     if not holding.keys:
         size = holding.block_size
@@ -126,7 +130,9 @@ async def of_prompt(
     return found or [elsewhere or last_resort(asked, states)]
 
 
-async def of_other_readings(inspector: Inspector, asked: Asked, holding: Holding, groups: Sequence[Group]) -> list[str]:
+async def of_other_readings(
+    inspector: Inspector, asked: InspectedPrompt, holding: Holding, groups: Sequence[InspectedGroup]
+) -> list[str]:
     """The readings of the prompt under which its first block is held."""
     registered = [claim.registration for claim in await inspector.claims(holding.group.name)]
     found: list[str] = []
@@ -143,8 +149,8 @@ async def of_other_readings(inspector: Inspector, asked: Asked, holding: Holding
 
 
 def _readings(
-    asked: Asked, holding: Holding, groups: Sequence[Group], registered: Sequence[Registration]
-) -> Iterator[tuple[str, Group, Asked, int]]:
+    asked: InspectedPrompt, holding: Holding, groups: Sequence[InspectedGroup], registered: Sequence[Registration]
+) -> Iterator[tuple[str, InspectedGroup, InspectedPrompt, int]]:
     """(how it is meant, where, what, by which block size), the likely ones first."""
     group, size = holding.group, holding.block_size
     is_plain = asked.tokens is not None and not asked.items
@@ -176,7 +182,9 @@ def _readings(
             yield f"For tenant {shown(other_group.name.tenant_id)}", other_group, asked, size
 
 
-async def of_other_namespaces(inspector: Inspector, asked: Asked, holding: Holding, table: HolderTable) -> str:
+async def of_other_namespaces(
+    inspector: Inspector, asked: InspectedPrompt, holding: Holding, table: HolderTable
+) -> str:
     """Whether the first block is held in a namespace that is not the prompt's; '' where it is not seen.
 
     Entries name the namespace of their row, and their field its head; a bounded number of them is read.
@@ -206,7 +214,7 @@ async def of_other_namespaces(inspector: Inspector, asked: Asked, holding: Holdi
     return ""
 
 
-def last_resort(asked: Asked, states: Sequence[PublisherState]) -> str:
+def last_resort(asked: InspectedPrompt, states: Sequence[PublisherState]) -> str:
     """What is left to say where nobody has the first block."""
     held = sum(sum(state.blocks.values()) for state in states)
     if not held:

@@ -6,12 +6,12 @@ import argparse
 from itertools import groupby
 from typing import Any
 
-from waymark.console.screen import Grid, Part, Text, joined, text
+from waymark.console.screen import Grid, ScreenPart, Text, joined, text
 from waymark.domain.media import IN_EVERY_ANSWER, order_of
 from waymark.domain.names import DEFAULT_TENANT
 from waymark.errors import NotFound
 from waymark.remote.prompts import fields_of, group_of, token_ids
-from waymark.remote.service import Service
+from waymark.remote.service import RemoteService
 from waymark.shown import shown
 
 #: How wide a picture is at most.
@@ -24,7 +24,7 @@ _STYLES = dict(zip(_LETTERS.values(), ("green", "yellow", "blue"), strict=True))
 _STYLES |= {_OTHER: "magenta", _POOL: "cyan", _IN_PART: "green", _NOWHERE: "dim"}
 
 
-def ask(service: Service, arguments: argparse.Namespace) -> dict[str, Any]:
+def ask(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:
     """The answer of ``/query`` for this tenant, with the prompt's length, and where its blocks are.
 
     ``blocks`` of an instance has a character for each block: the letter of its fastest medium, P for a pool, or a dot.
@@ -78,10 +78,10 @@ def _put(signs: list[str], holder: dict[str, Any], sign: str) -> None:
         signs[first : first + length] = sign * length
 
 
-def parts(found: dict[str, Any]) -> list[Part]:
+def parts(found: dict[str, Any]) -> list[ScreenPart]:
     """How it looks."""
     total, rows = found["tokens"], found["instances"]
-    drawn: list[Part] = [joined(text(found["model"], "bold"), f": a prompt of {total} tokens")]
+    drawn: list[ScreenPart] = [joined(text(found["model"], "bold"), f": a prompt of {total} tokens")]
     drawn += [text(reason, "yellow") for reason in found["reasons"]]
     media = [name for row in rows.values() for name in row if name not in ("longest_matched", "DP", "blocks", "note")]
     media = list(dict.fromkeys(media))

@@ -13,17 +13,17 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from waymark import __version__
-from waymark.console.screen import Part, joined, text
+from waymark.console.screen import ScreenPart, joined, text
 from waymark.domain.status import StreamStatus
 from waymark.errors import SettingsError
 from waymark.remote.publishers import UNUSABLE, complaint, drains
-from waymark.remote.service import Service
+from waymark.remote.service import RemoteService
 from waymark.settings import Settings
 from waymark.shown import shown
 
-Verdict: TypeAlias = Literal["ok", "warning", "failed"]
+FindingLevel: TypeAlias = Literal["ok", "warning", "failed"]
 
-_STYLES: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+_STYLES: dict[FindingLevel, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 #: The clock of a replica has whole seconds, and an answer takes a moment.
 _CLOCK_SECONDS = 5.0
 _CONNECT_SECONDS = 1.0
@@ -35,12 +35,12 @@ _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\[\]]+):(\d{1,5})")
 class Finding(NamedTuple):
     """One thing that was checked."""
 
-    verdict: Verdict
+    verdict: FindingLevel
     what: str
     sentence: str
 
 
-def examine(service: Service, arguments: argparse.Namespace) -> list[Finding]:
+def examine(service: RemoteService, arguments: argparse.Namespace) -> list[Finding]:
     """Everything that was checked. Raises ``ServiceUnreachable`` where no Waymark answers."""
     found = [_settings(), *_clock_and_health(service), *_readiness(service), _version(service)]
     view = service.get("/workers")
@@ -51,7 +51,7 @@ def examine(service: Service, arguments: argparse.Namespace) -> list[Finding]:
     return found
 
 
-def parts(found: list[Finding]) -> list[Part]:
+def parts(found: list[Finding]) -> list[ScreenPart]:
     """How it looks."""
     return [joined(text(f"{each.verdict:8}", _STYLES[each.verdict]), f"{each.what}: {each.sentence}") for each in found]
 
@@ -64,7 +64,7 @@ def _settings() -> Finding:
     return Finding("ok", "settings of this shell", "all are known, and their values fit")
 
 
-def _clock_and_health(service: Service) -> Iterator[Finding]:
+def _clock_and_health(service: RemoteService) -> Iterator[Finding]:
     answer = service.answer("GET", "/health")
     here = time.time()
     if not answer.is_success:
@@ -83,7 +83,7 @@ def _clock_and_health(service: Service) -> Iterator[Finding]:
         yield Finding("ok", "clocks", "this machine and Waymark agree within seconds")
 
 
-def _readiness(service: Service) -> Iterator[Finding]:
+def _readiness(service: RemoteService) -> Iterator[Finding]:
     answer = service.answer("GET", "/ready")
     content: dict[str, Any] = answer.json()
     if not answer.is_success:
@@ -96,7 +96,7 @@ def _readiness(service: Service) -> Iterator[Finding]:
         yield Finding("warning", "Redis and readiness", warning)
 
 
-def _version(service: Service) -> Finding:
+def _version(service: RemoteService) -> Finding:
     theirs = service.get("/openapi.json")["info"]["version"]
     if theirs != __version__:
         return Finding("warning", "versions", f"Waymark is {theirs}, this command {__version__}; install the same one")
@@ -121,7 +121,7 @@ def _publishers(view: dict[str, Any]) -> Iterator[Finding]:
         return
     unwell = [each for each in view["publishers"] if each["status"] != StreamStatus.ACTIVE or complaint(each)]
     for each in unwell:
-        verdict: Verdict = "failed" if each["status"] in UNUSABLE else "warning"
+        verdict: FindingLevel = "failed" if each["status"] in UNUSABLE else "warning"
         said = complaint(each) or "docs/troubleshooting.md says what the status means"
         yield Finding(verdict, f"engine {_name(each)}", f"{each['status']}: {said}")
     for each, drain in zip(view["publishers"], drains(view["publishers"]), strict=True):

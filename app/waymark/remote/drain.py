@@ -10,7 +10,7 @@ from typing import Any
 
 from waymark.errors import NotFound, WaymarkError
 from waymark.remote.publishers import drains
-from waymark.remote.service import Service
+from waymark.remote.service import RemoteService
 from waymark.shown import several, shown
 
 _PAUSE_SECONDS = 0.5
@@ -20,7 +20,7 @@ class NotDrained(WaymarkError):
     """Requests are still under way."""
 
 
-def drain(service: Service, arguments: argparse.Namespace) -> Iterator[str]:
+def drain(service: RemoteService, arguments: argparse.Namespace) -> Iterator[str]:
     """Lines to print. Raises ``NotFound``, ``ServiceRefused`` and ``NotDrained``; then nothing is unregistered."""
     name, tenant = arguments.engine, arguments.tenant_id or "default"
     if not _ranks(service, name, tenant):
@@ -52,7 +52,7 @@ def drain(service: Service, arguments: argparse.Namespace) -> Iterator[str]:
         yield from (f"unregistered {each}" for each in removed)
 
 
-def left_as(service: Service, arguments: argparse.Namespace) -> str:
+def left_as(service: RemoteService, arguments: argparse.Namespace) -> str:
     """In which state an engine is whose drain was interrupted; empty where it gets requests."""
     ranks = _ranks(service, arguments.engine, arguments.tenant_id or "default")
     if not any(drains(ranks)):
@@ -71,7 +71,7 @@ def _requests(ranks: list[dict[str, Any]]) -> int:
     return sum(each["load"]["requests"] for each in ranks)
 
 
-def _ranks(service: Service, name: str, tenant: str) -> list[dict[str, Any]]:
+def _ranks(service: RemoteService, name: str, tenant: str) -> list[dict[str, Any]]:
     return [
         each
         for each in service.get("/workers")["publishers"]

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 from waymark.console.prompts import read_file, read_hash, read_hashes, read_prompt, read_tokens
 from waymark.errors import InvalidValue
 from waymark.remote.publishers import warnings
-from waymark.remote.service import Service
+from waymark.remote.service import RemoteService
 from waymark.tokenization.prompt import TextPrompt
 
 #: A request has an additional salt and a cache salt.
@@ -18,7 +18,7 @@ _SALTS_MAX = 2
 _TOP = 1000
 
 
-def inspected(service: Service, arguments: argparse.Namespace) -> Any:
+def inspected(service: RemoteService, arguments: argparse.Namespace) -> Any:
     """The answer of ``/inspect/prompt`` for the prompt of the flags. ``InvalidValue`` where they name none."""
     _refuse_keys(arguments)
     if len(arguments.salt) > _SALTS_MAX:
@@ -35,20 +35,20 @@ def inspected(service: Service, arguments: argparse.Namespace) -> Any:
     return service.post("/inspect/prompt", body | salts | _prompt(arguments))
 
 
-def block_of(service: Service, arguments: argparse.Namespace) -> Any:
+def block_of(service: RemoteService, arguments: argparse.Namespace) -> Any:
     """The rows of ``/inspect/block`` for the key of the arguments."""
     _refuse_keys(arguments)
     key = f"{read_hash(arguments.key, option='block'):016x}"
     return service.post("/inspect/block", {"key": key} | _groups(arguments))["rows"]
 
 
-def holder_of(service: Service, arguments: argparse.Namespace) -> Any:
+def holder_of(service: RemoteService, arguments: argparse.Namespace) -> Any:
     """The holders of ``/inspect/holder`` with the id of the arguments."""
     _refuse_keys(arguments)
     return service.post("/inspect/holder", {"holder": arguments.id} | _groups(arguments))["holders"]
 
 
-def keys_of(service: Service, arguments: argparse.Namespace) -> Any:
+def keys_of(service: RemoteService, arguments: argparse.Namespace) -> Any:
     """The answer of ``/inspect/keys`` for the wanted groups."""
     return service.post("/inspect/keys", _groups(arguments))
 
@@ -62,7 +62,7 @@ def _refuse_keys(arguments: argparse.Namespace) -> None:
         raise InvalidValue("--keys prints commands for Redis; leave it out, or leave out --url", field="--keys")
 
 
-def status_of(service: Service, arguments: argparse.Namespace) -> Any:
+def status_of(service: RemoteService, arguments: argparse.Namespace) -> Any:
     """The answer of ``/inspect/status`` for the wanted publishers, with the warnings of the replica."""
     wanted = {"tenant_id": arguments.tenant, "model": arguments.model, "status": ",".join(arguments.status)}
     found = service.get(f"/inspect/status?{urlencode({name: each for name, each in wanted.items() if each})}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from waymark.domain.names import U32_MAX
 from waymark.errors import InvalidValue, NotFound
-from waymark.remote.service import Service
+from waymark.remote.service import RemoteService
 from waymark.shown import shown
 
 _FROM_INPUT = "-"
@@ -19,7 +19,7 @@ _RANGE_MAX = 1 << 21
 _IDS_MAX = 1 << 22
 
 
-def group_of(service: Service, arguments: argparse.Namespace) -> dict[str, Any]:
+def group_of(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:
     """The model and the tenant that are meant: those of the flags, or the only model that is registered."""
     tenant: str | None = arguments.tenant_id
     if arguments.model is not None:
@@ -35,7 +35,7 @@ def group_of(service: Service, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"model": models[0], "tenant_id": tenant}
 
 
-def token_ids(service: Service, arguments: argparse.Namespace, group: dict[str, Any]) -> list[int]:
+def token_ids(service: RemoteService, arguments: argparse.Namespace, group: dict[str, Any]) -> list[int]:
     """The token ids of a prompt. The service makes them of a text and of messages."""
     if arguments.tokens is not None:
         return _ids(sys.stdin.read() if arguments.tokens == _FROM_INPUT else arguments.tokens)

@@ -6,17 +6,17 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from waymark.console.screen import Grid, Part, Text, joined, text
+from waymark.console.screen import Grid, ScreenPart, Text, joined, text
 from waymark.console.status_styles import STATUS_STYLES
 from waymark.console.units import held_text, seconds_text
 from waymark.domain.status import StreamStatus
-from waymark.remote.service import Service
+from waymark.remote.service import RemoteService
 
 #: An engine of these gets no requests.
 UNUSABLE = (StreamStatus.LOST, StreamStatus.FAILED)
 
 
-def publishers(service: Service, arguments: argparse.Namespace) -> dict[str, Any]:
+def publishers(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:
     """The answer of ``/workers``, with the wanted publishers only, and with the warnings of ``/ready``."""
     answer = service.get("/workers")
     drained = dict(zip(map(id, answer["publishers"]), drains(answer["publishers"]), strict=True))
@@ -30,7 +30,7 @@ def publishers(service: Service, arguments: argparse.Namespace) -> dict[str, Any
     return dict(answer) | {"publishers": wanted, "warnings": warnings(service)}
 
 
-def warnings(service: Service) -> list[str]:
+def warnings(service: RemoteService) -> list[str]:
     """What a replica warns of: settings of its Redis, and tokenizers that cost more than they could."""
     answer = service.answer("GET", "/ready")
     try:
@@ -65,9 +65,9 @@ def complaint(publisher: Mapping[str, Any]) -> str:
     return publisher["complaint"] or ""
 
 
-def parts(found: dict[str, Any]) -> list[Part]:
+def parts(found: dict[str, Any]) -> list[ScreenPart]:
     """How it looks."""
-    drawn: list[Part] = [text(f"warning: {line}", "bold red") for line in found["warnings"]]
+    drawn: list[ScreenPart] = [text(f"warning: {line}", "bold red") for line in found["warnings"]]
     if not found["workers"]:
         drawn.append(text("no ingest worker is alive: no event is applied until one runs", "bold red"))
     if not found["publishers"]:

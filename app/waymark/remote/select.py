@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from waymark.console.screen import Grid, Part, joined, text
+from waymark.console.screen import Grid, ScreenPart, joined, text
 from waymark.remote.prompts import fields_of, group_of, token_ids
 from waymark.remote.publishers import UNUSABLE, drains
-from waymark.remote.service import Service
+from waymark.remote.service import RemoteService
 
 
-def select(service: Service, arguments: argparse.Namespace) -> dict[str, Any]:
+def select(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:
     """The answers of ``/select`` and ``/score``; without ``--reserve`` nothing is reserved."""
     group = group_of(service, arguments)
     prompt = {"token_ids": token_ids(service, arguments, group), "policy": arguments.policy}
@@ -23,7 +23,7 @@ def select(service: Service, arguments: argparse.Namespace) -> dict[str, Any]:
     return found | {"not_considered": others}
 
 
-def _others(service: Service, group: dict[str, Any], scores: list[dict[str, Any]]) -> dict[str, str]:
+def _others(service: RemoteService, group: dict[str, Any], scores: list[dict[str, Any]]) -> dict[str, str]:
     """The engines of the model that are no target now, and why as far as ``/workers`` shows it."""
     publishers = service.get("/workers")["publishers"]
     scored = {row["instance_id"] for row in scores}
@@ -37,10 +37,10 @@ def _others(service: Service, group: dict[str, Any], scores: list[dict[str, Any]
     }
 
 
-def parts(found: dict[str, Any]) -> list[Part]:
+def parts(found: dict[str, Any]) -> list[ScreenPart]:
     """How it looks."""
     selected, target = found["selected"], found["selected"]["target"]
-    drawn: list[Part] = [
+    drawn: list[ScreenPart] = [
         joined(
             text(f"{target['instance_id']} rank {target['dp_rank']}", "bold"),
             f" at {target['address']}" if target["address"] else " (registered without an address)",

@@ -19,7 +19,7 @@ _URL = re.compile(r"https?://([^/@:\[\]]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/.*)?")
 _WHY = {ConnectionRefusedError: "the connection was refused", TimeoutError: "there was no answer in time"}
 
 
-class Service:
+class RemoteService:
     """One Waymark; used with ``with``."""
 
     def __init__(self, url: str, api_token: str | None = None, *, seconds: float = SECONDS) -> None:

@@ -1,6 +1,6 @@
 """``waymark top``: the engines of a running Waymark, drawn again every few seconds, sorted and filtered by keys.
 
-``View`` is what the keys change and what is drawn, without a terminal; ``run`` has the terminal.
+``TopView`` is what the keys change and what is drawn, without a terminal; ``run`` has the terminal.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from waymark.console.screen import Grid, Part, Screen, text
+from waymark.console.screen import Grid, Screen, ScreenPart, text
 from waymark.console.status_styles import STATUS_STYLES
 from waymark.console.units import seconds_text
 from waymark.domain.media import IN_EVERY_ANSWER
 from waymark.errors import ServiceUnreachable
 from waymark.remote.publishers import complaint, drains, state
-from waymark.remote.service import Service
+from waymark.remote.service import RemoteService
 from waymark.shown import several
 
-Publisher: TypeAlias = Mapping[str, Any]
+PublisherAnswer: TypeAlias = Mapping[str, Any]
 
 #: The media that have a column.
 _MEDIA = IN_EVERY_ANSWER
@@ -35,12 +35,12 @@ _WORST = tuple(reversed(STATUS_STYLES))
 _OTHER_LINES = 5
 
 
-def _blocks(publisher: Publisher) -> int:
+def _blocks(publisher: PublisherAnswer) -> int:
     return sum(publisher["blocks"].values())
 
 
 #: What rows can be sorted by; the greatest first.
-SORTS: dict[str, Callable[[Publisher, float], Any]] = {
+SORTS: dict[str, Callable[[PublisherAnswer, float], Any]] = {
     "stored/s": lambda each, rate: rate,
     "requests": lambda each, rate: each["load"]["requests"],
     "blocks": lambda each, rate: _blocks(each),
@@ -50,7 +50,7 @@ SORTS: dict[str, Callable[[Publisher, float], Any]] = {
 
 
 @dataclass
-class View:
+class TopView:
     """What is shown of the answers of ``/workers``."""
 
     sort: str = "stored/s"
@@ -66,7 +66,7 @@ class View:
     _stored: dict[tuple[str, str, int], tuple[float, int]] = field(default_factory=dict)
     _rates: dict[tuple[str, str, int], float] = field(default_factory=dict)
 
-    def saw(self, publishers: Sequence[Publisher], now: float) -> None:
+    def saw(self, publishers: Sequence[PublisherAnswer], now: float) -> None:
         """Take a new answer: the rates are the blocks stored since the one before."""
         stored, rates = {}, {}
         for each in publishers:
@@ -104,7 +104,7 @@ class View:
             case "k":
                 self.first = max(0, self.first - 1)
 
-    def rows(self, publishers: Sequence[Publisher]) -> list[Publisher]:
+    def rows(self, publishers: Sequence[PublisherAnswer]) -> list[PublisherAnswer]:
         """The publishers that pass the filter, in order."""
         wanted = [
             each for each in publishers if self.filter in f"{each['instance_id']} {each['model_name']} {each['status']}"
@@ -114,7 +114,7 @@ class View:
         ordered.sort(key=lambda each: by(each, self._rates.get(_name(each), 0.0)), reverse=not self.is_reversed)
         return ordered
 
-    def parts(self, answer: Mapping[str, Any], lines: int) -> list[Part]:
+    def parts(self, answer: Mapping[str, Any], lines: int) -> list[ScreenPart]:
         """The screen, in so many lines."""
         rows = [each for each in self.rows(answer["publishers"]) if complaint(each) or not self.is_complaints]
         room = max(1, lines - _OTHER_LINES)
@@ -138,7 +138,7 @@ class View:
             return [head, below, *(sentences[self.first :] or [text("no engine has a complaint", "green")])]
         return [head, Grid(columns, shown, frozenset(columns[3:-1]) | {"RANK"}, _SPARE, columns[-1]), below]
 
-    def _row(self, each: Publisher, drain: str) -> tuple[Any, ...]:
+    def _row(self, each: PublisherAnswer, drain: str) -> tuple[Any, ...]:
         blocks = each["blocks"]
         return (
             text(each["instance_id"]),
@@ -152,13 +152,13 @@ class View:
         )
 
 
-def _name(publisher: Publisher) -> tuple[str, str, int]:
+def _name(publisher: PublisherAnswer) -> tuple[str, str, int]:
     return publisher["instance_id"], publisher["tenant_id"], publisher["dp_rank"]
 
 
-def run(service: Service, seconds: float, screen: Screen) -> None:
+def run(service: RemoteService, seconds: float, screen: Screen) -> None:
     """Draw until ``q``; into a file or a pipe once, after a second look: a rate is of two."""
-    view = View()
+    view = TopView()
     answer = service.get("/workers")
     view.saw(answer["publishers"], time.monotonic())
     if screen.is_plain or not sys.stdin.isatty():

@@ -9,9 +9,9 @@ from typing import TypeAlias
 from waymark.domain.targets import Role
 from waymark.errors import InvalidValue
 from waymark.routing.scorers import context_ranges
-from waymark.routing.target import Candidate, Request
+from waymark.routing.target import Candidate, RoutingRequest
 
-Filter: TypeAlias = Callable[[Request, Sequence[Candidate]], list[Candidate]]
+Filter: TypeAlias = Callable[[RoutingRequest, Sequence[Candidate]], list[Candidate]]
 
 #: Labels that name a role; a registration's own ``role`` comes first.
 ROLE_LABELS = ("mif.moreh.io/role", "llm-d.ai/role")
@@ -25,17 +25,17 @@ def role_of(candidate: Candidate) -> str | None:
     return next((candidate.labels[label] for label in ROLE_LABELS if label in candidate.labels), None)
 
 
-def prefill_filter(request: Request, candidates: Sequence[Candidate]) -> list[Candidate]:
+def prefill_filter(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Targets for prefill."""
     return [each for each in candidates if role_of(each) == Role.PREFILL]
 
 
-def decode_filter(request: Request, candidates: Sequence[Candidate]) -> list[Candidate]:
+def decode_filter(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Targets for decode, for both, and without a role."""
     return [each for each in candidates if role_of(each) in (None, Role.DECODE, Role.BOTH)]
 
 
-def encode_filter(request: Request, candidates: Sequence[Candidate]) -> list[Candidate]:
+def encode_filter(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Targets that encode images."""
     return [each for each in candidates if role_of(each) in _ENCODE]
 
@@ -43,7 +43,7 @@ def encode_filter(request: Request, candidates: Sequence[Candidate]) -> list[Can
 def by_label(label: str, valid: frozenset[str], allows_no_label: bool) -> Filter:
     """Targets whose label has one of the values, or that have no such label where that is allowed."""
 
-    def keep(request: Request, candidates: Sequence[Candidate]) -> list[Candidate]:
+    def keep(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
         return [
             each for each in candidates if (each.labels[label] in valid if label in each.labels else allows_no_label)
         ]
@@ -78,7 +78,7 @@ OPERATORS = ("In", "NotIn", "Exists", "DoesNotExist")
 def by_selector(labels: Mapping[str, str], requirements: Sequence[Requirement]) -> Filter:
     """Targets that have all the labels and meet all the requirements."""
 
-    def keep(request: Request, candidates: Sequence[Candidate]) -> list[Candidate]:
+    def keep(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
         return [
             each
             for each in candidates
@@ -92,7 +92,7 @@ def by_selector(labels: Mapping[str, str], requirements: Sequence[Requirement]) 
 def by_context_length(label: str) -> Filter:
     """Targets whose range of lengths has the prompt's, or that name none."""
 
-    def keep(request: Request, candidates: Sequence[Candidate]) -> list[Candidate]:
+    def keep(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
         return [each for each in candidates if label not in each.labels or _covers(each.labels[label], request.tokens)]
 
     return keep

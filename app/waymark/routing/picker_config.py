@@ -36,7 +36,7 @@ _ROLES: Mapping[str, Filter] = {
 }
 
 
-class Declared:
+class DeclaredPlugin:
     """One entry of ``plugins``: its type's row, its name and its parameters, checked."""
 
     def __init__(self, entry: Any, at: int) -> None:
@@ -66,9 +66,9 @@ def read_picker_config(text: str) -> PickerConfig:
     _only(top, _FIELDS, "the file")
     if top.get("kind", KIND) != KIND:
         raise InvalidValue(f"kind is {shown(top['kind'])}; it must be {KIND}", field="kind")
-    declared: dict[str, Declared] = {}
+    declared: dict[str, DeclaredPlugin] = {}
     for at, entry in enumerate(_list(top.get("plugins"), "plugins")):
-        plugin = Declared(entry, at)
+        plugin = DeclaredPlugin(entry, at)
         if plugin.name in declared:
             raise InvalidValue(f"plugins[{at}].name {shown(plugin.name)} is used twice; give each plugin another name")
         declared[plugin.name] = plugin
@@ -90,7 +90,7 @@ def read_picker_config(text: str) -> PickerConfig:
 # ---- profiles --------------------------------------------------------------------------------------
 
 
-def _profile(entry: Any, where: str, declared: Mapping[str, Declared]) -> Profile:
+def _profile(entry: Any, where: str, declared: Mapping[str, DeclaredPlugin]) -> Profile:
     fields = _mapping(entry, where)
     _only(fields, ("name", "plugins"), where)
     kept: list[Filter] = []
@@ -118,7 +118,7 @@ def _profile(entry: Any, where: str, declared: Mapping[str, Declared]) -> Profil
     return Profile(_text(fields.get("name"), f"{where}.name"), tuple(kept), tuple(scorers), picker, endpoints)
 
 
-def _filter(plugin: Declared) -> list[Filter]:
+def _filter(plugin: DeclaredPlugin) -> list[Filter]:
     given = plugin.parameters
     if plugin.type in _ROLES:
         return [_ROLES[plugin.type]]
@@ -139,7 +139,7 @@ def _filter(plugin: Declared) -> list[Filter]:
     return [filters.by_selector(given.get("matchLabels", {}), requirements)]
 
 
-def _scorer(plugin: Declared, weight: float) -> WeightedScorer:
+def _scorer(plugin: DeclaredPlugin, weight: float) -> WeightedScorer:
     if plugin.type == "context-length-aware":
         label = str(plugin.parameters.get("label", CONTEXT_LABEL))
         return WeightedScorer(plugin.name, weight, partial(scored_by_label, label=label))
@@ -159,7 +159,7 @@ def _scorer(plugin: Declared, weight: float) -> WeightedScorer:
     )
 
 
-def _picker(plugin: Declared) -> tuple[Picker, int]:
+def _picker(plugin: DeclaredPlugin) -> tuple[Picker, int]:
     endpoints = plugin.parameters.get("maxNumOfEndpoints", 1)
     if not (isinstance(endpoints, int) and endpoints >= 1):
         raise InvalidValue(f"{plugin.where}.maxNumOfEndpoints is {shown(endpoints)}; it must be a number of at least 1")
@@ -175,7 +175,9 @@ def _weight(value: Any, where: str) -> float:
 # ---- handlers and deciders -------------------------------------------------------------------------
 
 
-def _handled(declared: Mapping[str, Declared], profiles: Mapping[str, Profile], notes: tuple[str, ...]) -> PickerConfig:
+def _handled(
+    declared: Mapping[str, DeclaredPlugin], profiles: Mapping[str, Profile], notes: tuple[str, ...]
+) -> PickerConfig:
     handlers = [each for each in declared.values() if each.row.kind is PluginKind.HANDLER]
     if len(handlers) > 1:
         names = ", ".join(each.name for each in handlers)
@@ -227,7 +229,7 @@ def _primary_port(port: Any, where: str) -> str:
     return "primaryPort: requests go to the port in the address of each registration"
 
 
-def _decider(declared: Mapping[str, Declared], name: Any, where: str) -> Decider | None:
+def _decider(declared: Mapping[str, DeclaredPlugin], name: Any, where: str) -> Decider | None:
     if name is None:
         return None
     plugin = declared.get(name)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from waymark.routing.constants import Constant, Values, read_constants
 from waymark.routing.ring import Ring
-from waymark.routing.target import Candidate, Request
+from waymark.routing.target import Candidate, RoutingRequest
 
 
 class Decision(StrEnum):
@@ -54,7 +54,7 @@ class Linear(NamedTuple):
 class Inputs(NamedTuple):
     """All that a policy goes by; at least one candidate."""
 
-    request: Request
+    request: RoutingRequest
     candidates: Sequence[Candidate]
     values: Values
     random: Random
@@ -62,7 +62,7 @@ class Inputs(NamedTuple):
     """A ring of the targets' names; without one it is built for the call."""
 
 
-Rank: TypeAlias = Callable[[Inputs], Ranking]
+RankFunction: TypeAlias = Callable[[Inputs], Ranking]
 
 # ---- what all of them share -----------------------------------------------------------------------
 
@@ -84,12 +84,12 @@ def credited(candidate: Candidate, values: Values) -> float:
     )
 
 
-def least_new(request: Request) -> int:
+def least_new(request: RoutingRequest) -> int:
     """The tokens that every target computes: those behind the last block boundary before the prompt's end."""
     return request.tokens - max(0, request.tokens - 1) // request.block_size * request.block_size
 
 
-def count_new(request: Request, values: Values) -> Callable[[Candidate], float]:
+def count_new(request: RoutingRequest, values: Values) -> Callable[[Candidate], float]:
     """Counts the tokens that a candidate would have to compute: for one request, and many candidates."""
     device_credit, host_credit = values.number("overlap_score_credit"), values.number("host_credit")
     disk_credit, shared_credit = values.number("disk_credit"), values.number("shared_cache_multiplier")
@@ -103,7 +103,7 @@ def count_new(request: Request, values: Values) -> Callable[[Candidate], float]:
     return new
 
 
-def new_tokens(request: Request, candidate: Candidate, values: Values) -> float:
+def new_tokens(request: RoutingRequest, candidate: Candidate, values: Values) -> float:
     """The tokens that the candidate would have to compute."""
     return count_new(request, values)(candidate)
 
@@ -132,13 +132,13 @@ class Preset:
     source: str
     order: str
     """The order in a line, for the docs."""
-    rank: Rank
+    rank: RankFunction
     is_cost: bool
     constants: tuple[Constant, ...] = ()
     check: Callable[[Values], None] = field(default=_accept)
     linear: Callable[[Values], Linear] | None = None
     """Where Redis can rank the best few again on the loads of that moment, in the step that reserves."""
-    sum_of: Callable[[Request, Values], Callable[[Candidate], Scored]] | None = None
+    sum_of: Callable[[RoutingRequest, Values], Callable[[Candidate], Scored]] | None = None
     """Makes the cost of a candidate for one request, where that is exactly such a sum and needs no other candidate."""
     needs_gauges: bool = False
 

@@ -26,13 +26,13 @@ from waymark.routing.policy import (
     ranked,
 )
 from waymark.routing.ring import EPSILON, POINTS, Ring, bound
-from waymark.routing.target import Candidate, Request
+from waymark.routing.target import Candidate, RoutingRequest
 from waymark.shown import shown
 
 # ---- ours -----------------------------------------------------------------------------------------
 
 
-def _work(request: Request, values: Values) -> Callable[[Candidate], Scored]:
+def _work(request: RoutingRequest, values: Values) -> Callable[[Candidate], Scored]:
     new_of = count_new(request, values)
     new_weight, active_weight = values.number("new_weight"), values.number("active_weight")
 

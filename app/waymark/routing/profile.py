@@ -11,7 +11,7 @@ from waymark.routing.filters import Filter
 from waymark.routing.pickers import Picker, max_score
 from waymark.routing.policy import Scored
 from waymark.routing.scorers import Scores
-from waymark.routing.target import Candidate, Request
+from waymark.routing.target import Candidate, RoutingRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class WeightedScorer:
 
     name: str
     weight: float
-    score: Callable[[Request, Sequence[Candidate]], Scores]
+    score: Callable[[RoutingRequest, Sequence[Candidate]], Scores]
     needs_gauges: bool = False
     needs_first_tokens: bool = False
 
@@ -36,7 +36,7 @@ class Profile:
     endpoints_max: int = 1
     """How many targets the picker gives to its caller."""
 
-    def run(self, request: Request, candidates: Sequence[Candidate], random: Random) -> Sequence[Scored]:
+    def run(self, request: RoutingRequest, candidates: Sequence[Candidate], random: Random) -> Sequence[Scored]:
         """The candidates that pass the filters, in the picker's order; none where none pass."""
         kept = list(candidates)
         for keep in self.filters:
@@ -56,7 +56,7 @@ def _weighted(weight: float, score: float | None) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
+class ProfileStages:
     """What a request was given: a target for decode, and for the stages before it that its deciders asked for."""
 
     decode: Sequence[Scored]
@@ -88,11 +88,11 @@ class PickerConfig:
     def needs_first_tokens(self) -> bool:
         return any(scorer.needs_first_tokens for profile in self.profiles.values() for scorer in profile.scorers)
 
-    def run(self, request: Request, candidates: Sequence[Candidate], random: Random) -> Stages:
+    def run(self, request: RoutingRequest, candidates: Sequence[Candidate], random: Random) -> ProfileStages:
         """Decode first; then encode and prefill, each where its decider wants it and a target for it is there."""
         decode = self.profiles[self.decode].run(request, candidates, random)
         if not decode:
-            return Stages(())
+            return ProfileStages(())
         target = decode[0].candidate
 
         def stage(name: str | None, decider: Decider | None) -> Sequence[Scored]:
@@ -100,4 +100,4 @@ class PickerConfig:
                 return ()
             return self.profiles[name].run(request, candidates, random)
 
-        return Stages(decode, stage(self.prefill, self.prefill_decider), stage(self.encode, self.encode_decider))
+        return ProfileStages(decode, stage(self.prefill, self.prefill_decider), stage(self.encode, self.encode_decider))

@@ -14,12 +14,12 @@ from waymark.domain.gauges import Gauges
 from waymark.errors import InvalidValue
 from waymark.routing.constants import Constant, Values
 from waymark.routing.policy import least_new
-from waymark.routing.target import Candidate, Request
+from waymark.routing.target import Candidate, RoutingRequest
 from waymark.shown import shown
 
 Scores: TypeAlias = list[float | None]
 """One for each candidate, in their order."""
-Score: TypeAlias = Callable[[Request, Sequence[Candidate], Values], Scores]
+ScoreFunction: TypeAlias = Callable[[RoutingRequest, Sequence[Candidate], Values], Scores]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Scorer:
 
     name: str
     sentence: str
-    score: Score
+    score: ScoreFunction
     parameters: tuple[Constant, ...] = ()
     needs_gauges: bool = False
     needs_first_tokens: bool = False
@@ -37,21 +37,21 @@ class Scorer:
 # ---- what is cached --------------------------------------------------------------------------------
 
 
-def _precise_prefix(request: Request, candidates: Sequence[Candidate], values: Values) -> Scores:
+def _precise_prefix(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     whole = request.blocks * request.block_size
     if whole == 0:
         return [0.0 for _ in candidates]
     return [(each.device + 0.8 * (each.matched - each.device)) / whole for each in candidates]
 
 
-def _expected_prefix(request: Request, candidates: Sequence[Candidate], values: Values) -> Scores:
+def _expected_prefix(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     whole = min(request.blocks, int(values.number("maxPrefixBlocksToMatch"))) * request.block_size
     if whole == 0:
         return [0.0 for _ in candidates]
     return [min(each.expected, whole) / whole for each in candidates]
 
 
-def _no_hit_lru(request: Request, candidates: Sequence[Candidate], values: Values) -> Scores:
+def _no_hit_lru(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     if any(each.matched or each.expected for each in candidates):
         return [0.5 for _ in candidates]
     if len(candidates) == 1:
@@ -64,30 +64,30 @@ def _no_hit_lru(request: Request, candidates: Sequence[Candidate], values: Value
     return scores
 
 
-def _session(request: Request, candidates: Sequence[Candidate], values: Values) -> Scores:
+def _session(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     return [1.0 if each.instance_id == request.session else 0.0 for each in candidates]
 
 
 # ---- load ------------------------------------------------------------------------------------------
 
 
-def _active_requests(request: Request, candidates: Sequence[Candidate], values: Values) -> Scores:
+def _active_requests(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     most = max(each.requests for each in candidates)
     idle, best_busy = values.number("idleThreshold"), values.number("maxBusyScore")
     return [1.0 if each.active <= idle else (most - each.requests) / most * best_busy for each in candidates]
 
 
-def _lmetric(request: Request, candidates: Sequence[Candidate], values: Values) -> Scores:
+def _lmetric(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     size = request.block_size
     costs = [(request.blocks - each.matched // size) * size * (each.requests + 1) for each in candidates]
     return _least_is_one(costs)
 
 
-def _predicted_latency(request: Request, candidates: Sequence[Candidate], values: Values) -> Scores:
+def _predicted_latency(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     return _where_known([_first_token_ms(request, each) for each in candidates])
 
 
-def _first_token_ms(request: Request, candidate: Candidate) -> float | None:
+def _first_token_ms(request: RoutingRequest, candidate: Candidate) -> float | None:
     if candidate.first_tokens is None:
         return None
     new = max(request.tokens - max(candidate.matched, candidate.expected), least_new(request))
@@ -97,19 +97,19 @@ def _first_token_ms(request: Request, candidate: Candidate) -> float | None:
 # ---- what engines report ---------------------------------------------------------------------------
 
 
-def _kv_cache(request: Request, candidates: Sequence[Candidate], values: Values) -> Scores:
+def _kv_cache(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     return [None if each.gauges is None else 1.0 - each.gauges.kv_usage for each in candidates]
 
 
-def _queue(request: Request, candidates: Sequence[Candidate], values: Values) -> Scores:
+def _queue(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     return _by_gauge(candidates, lambda gauges: gauges.waiting)
 
 
-def _running(request: Request, candidates: Sequence[Candidate], values: Values) -> Scores:
+def _running(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     return _by_gauge(candidates, lambda gauges: gauges.running)
 
 
-def _load_aware(request: Request, candidates: Sequence[Candidate], values: Values) -> Scores:
+def _load_aware(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     threshold = values.number("threshold")
     return [
         None if each.gauges is None else 0.5 * (1.0 - min(each.gauges.waiting, threshold) / threshold)
@@ -117,7 +117,7 @@ def _load_aware(request: Request, candidates: Sequence[Candidate], values: Value
     ]
 
 
-def _adapter(request: Request, candidates: Sequence[Candidate], values: Values) -> Scores:
+def _adapter(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     return [None if each.gauges is None else _of_adapter(request.lora_name, each.gauges) for each in candidates]
 
 
@@ -245,6 +245,6 @@ _SCORERS = (
 SCORERS: Mapping[str, Scorer] = {scorer.name: scorer for scorer in _SCORERS}
 
 
-def scored_by_label(request: Request, candidates: Sequence[Candidate], label: str) -> Scores:
+def scored_by_label(request: RoutingRequest, candidates: Sequence[Candidate], label: str) -> Scores:
     """``context-length-aware``: by the range of lengths in each candidate's label."""
     return [context_score(request.tokens, each.labels.get(label)) for each in candidates]

@@ -17,7 +17,7 @@ from waymark.domain.targets import Role
 _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
-class Request(NamedTuple):
+class RoutingRequest(NamedTuple):
     """What is asked for, beside the targets."""
 
     tokens: int

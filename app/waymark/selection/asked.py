@@ -18,10 +18,10 @@ from waymark.routing.policy import Decision, Preset, Scored
 from waymark.routing.target import Candidate
 from waymark.store.reservations import Reservation
 
-Profile = Literal["single", "disagg"]
+ProfileName = Literal["single", "disagg"]
 
 
-class Prompt(NamedTuple):
+class HashedPrompt(NamedTuple):
     """A prompt, once the size of a block is known."""
 
     tokens: int
@@ -41,7 +41,7 @@ class PackedKeys:
         return self._keys[start : self._at]
 
 
-PromptOf = Callable[[int], Prompt]
+PromptOf = Callable[[int], HashedPrompt]
 """Makes the prompt of a block size."""
 
 
@@ -77,7 +77,7 @@ class Chosen:
         return "endpoint-picker-config" if self.preset is None else self.preset.name
 
 
-class Asked(NamedTuple):
+class RankingRequest(NamedTuple):
     """Which targets could take a prompt, and how they are ranked."""
 
     group: GroupName
@@ -106,7 +106,7 @@ class Taking:
     only: frozenset[str] | None = None
     """Instances or addresses; None: all."""
     exclude: frozenset[str] = frozenset()
-    profile: Profile | None = None
+    profile: ProfileName | None = None
     """None: the profile of the configuration."""
     count: int = 1
     """How many targets to name, the one that is taken among them."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from waymark.domain.names import GroupName
 from waymark.selection.fleet import Fleet, Seen
 from waymark.store.directory import GroupEntry
-from waymark.store.reservations import Load, Part, Reservation
+from waymark.store.reservations import Load, Reservation, ReservationPart
 
 _GROUPS_MAX = 1024
 #: Reservations that are remembered; beyond it the oldest is forgotten.
@@ -26,7 +26,7 @@ _ENDS_SPARE = 1_000
 
 
 @dataclass(slots=True)
-class Known:
+class KnownGroup:
     """The last table of a group."""
 
     entry: GroupEntry
@@ -44,7 +44,7 @@ class Degraded:
     """What a replica knows without Redis."""
 
     def __init__(self) -> None:
-        self.groups: dict[GroupName, Known] = {}
+        self.groups: dict[GroupName, KnownGroup] = {}
         self._own: dict[str, _Own] = {}
         self._ends: list[tuple[float, str]] = []
         """A heap of when they may be over; who was renewed has two entries, and who has ended may have one still."""
@@ -56,7 +56,7 @@ class Degraded:
             return
         if known is None and len(self.groups) >= _GROUPS_MAX:
             self.groups.pop(next(iter(self.groups)))
-        self.groups[group] = Known(entry, fleet)
+        self.groups[group] = KnownGroup(entry, fleet)
 
     def seen(self, group: GroupName) -> Seen:
         """Nothing of any block, and the requests that this replica has sent meanwhile."""
@@ -73,17 +73,19 @@ class Degraded:
         self._requests.setdefault(group, Counter())[publisher] += 1
         return reservation
 
-    def release(self, reservations: Sequence[Reservation], part: Part, milliseconds: int) -> list[Reservation]:
+    def release(
+        self, reservations: Sequence[Reservation], part: ReservationPart, milliseconds: int
+    ) -> list[Reservation]:
         """End those that were made here; the others."""
         others = []
         for reservation in reservations:
             own = self._own.get(reservation.nonce)
             if own is None:
                 others.append(reservation)
-            elif part is Part.RENEW:
+            elif part is ReservationPart.RENEW:
                 own.ends_at = _in(milliseconds)
                 self._ends_at(own)
-            elif part is not Part.PREFILL:
+            elif part is not ReservationPart.PREFILL:
                 self._end(reservation.nonce)
         return others
 

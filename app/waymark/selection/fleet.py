@@ -18,7 +18,7 @@ from waymark.routing.policy import Linear
 from waymark.routing.ring import Ring
 from waymark.routing.target import Candidate
 from waymark.selection.asked import Given
-from waymark.selection.order import Order
+from waymark.selection.order import LoadOrder
 from waymark.store.reservations import Load
 
 _NOTHING = TargetRow()
@@ -115,7 +115,7 @@ class Fleet:
         self._of_instance: dict[str | None, list[tuple[str, int]]] = {}
         for member in self.members:
             self._of_instance.setdefault(member.name[0], []).append(member.name)
-        self._orders: dict[float, Order] = {}
+        self._orders: dict[float, LoadOrder] = {}
 
     def serving(self, name: str | None) -> Sequence[Member]:
         """The members that serve the model under a further name; all, where none of them says so, or without a name."""
@@ -190,13 +190,13 @@ class Fleet:
                 short.append(publisher)
         return [self.by_publisher[publisher] for publisher in short]
 
-    def _order(self, active: float, random: Random) -> Order:
+    def _order(self, active: float, random: Random) -> LoadOrder:
         """The members for whole requests by what they have to do."""
         order = self._orders.get(active)
         if order is None:
             if len(self._orders) >= _ORDERS_MAX:
                 self._orders.clear()
-            order = self._orders[active] = Order(self._whole, active, random)
+            order = self._orders[active] = LoadOrder(self._whole, active, random)
         return order
 
     def candidates(

@@ -15,7 +15,7 @@ from waymark.errors import StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.selection.group_loads import GroupLoads
-from waymark.store.background import Begin
+from waymark.store.background import StartTask
 from waymark.store.reservations import OVERDUE_MAX, Load, Reservations
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _GROUPS_MAX = 1024
 
 
 @dataclass(slots=True)
-class _Group:
+class _GroupState:
     loads: GroupLoads = field(default_factory=GroupLoads)
     read_at: float = float("-inf")
     asked_at: float = float("-inf")
@@ -41,12 +41,12 @@ class _Group:
 class Loads:
     """What every target has to do, by group; ``seconds`` old at most, 0: read for each decision."""
 
-    def __init__(self, reservations: Reservations, begin: Begin, seconds: float, metrics: Metrics) -> None:
+    def __init__(self, reservations: Reservations, begin: StartTask, seconds: float, metrics: Metrics) -> None:
         self._begin_work = begin
         self._reservations = reservations
         self._seconds = seconds
         self._metrics = metrics
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, _GroupState] = {}
         metrics.reservations.set_function(self._under_way)
 
     def at_hand(self, group_id: int) -> Mapping[int, Load] | None:
@@ -91,19 +91,19 @@ class Loads:
                 group.keeping.cancel()
         self._groups.clear()
 
-    def _begin(self, group_id: int) -> _Group:
+    def _begin(self, group_id: int) -> _GroupState:
         if len(self._groups) >= _GROUPS_MAX:
             oldest = min(self._groups, key=lambda each: self._groups[each].asked_at)
             keeping = self._groups.pop(oldest).keeping
             if keeping is not None:
                 keeping.cancel()
-        group = self._groups[group_id] = _Group()
+        group = self._groups[group_id] = _GroupState()
         return group
 
     def _under_way(self) -> float:
         return sum(load.requests for group in self._groups.values() for load in group.loads.values())
 
-    async def _read(self, group_id: int, group: _Group) -> None:
+    async def _read(self, group_id: int, group: _GroupState) -> None:
         now = asyncio.get_running_loop().time()
         if now - group.swept_at >= _OVERDUE_SECONDS:
             ended = OVERDUE_MAX
@@ -116,7 +116,7 @@ class Loads:
         group.loads.read(await self._reservations.values(group_id))
         group.read_at = now
 
-    async def _keep(self, group_id: int, group: _Group) -> None:
+    async def _keep(self, group_id: int, group: _GroupState) -> None:
         """Read again and again, until nobody asks and nothing is under way."""
         loop = asyncio.get_running_loop()
         while True:

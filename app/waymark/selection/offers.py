@@ -14,7 +14,7 @@ from typing import Protocol
 from waymark.domain.match import TargetRow
 from waymark.routing.constants import read_constants
 from waymark.routing.policy import CREDITS, Linear, Scored, count_new, least_new
-from waymark.routing.target import Candidate, Request
+from waymark.routing.target import Candidate, RoutingRequest
 from waymark.selection.asked import Chosen
 from waymark.selection.fleet import Member, Seen, candidate_of
 from waymark.store.reservations import CANDIDATES_MAX, Load, Offer
@@ -53,7 +53,7 @@ class ScoredOffers:
         self,
         scored: Sequence[Scored],
         policy: Chosen,
-        request: Request,
+        request: RoutingRequest,
         blocks: int,
         *,
         is_by_place: bool = False,
@@ -112,7 +112,7 @@ class SumOffers:
         members: Sequence[Member],
         seen: Seen,
         policy: Chosen,
-        request: Request,
+        request: RoutingRequest,
         blocks: int,
         random: Random,
     ) -> None:

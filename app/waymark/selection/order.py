@@ -14,7 +14,7 @@ _IDLE = Load()
 _SHARE = 8
 
 
-class Order:
+class LoadOrder:
     """Targets by ``(tokens + active * requests) / weight``."""
 
     def __init__(self, weights: Mapping[int, float], active: float, random: Random) -> None:

@@ -18,10 +18,10 @@ from waymark.domain.table import HolderTable
 from waymark.errors import StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
-from waymark.store.background import Begin
+from waymark.store.background import StartTask
 from waymark.store.directory import GroupEntry
 from waymark.store.reader import Reader
-from waymark.store.reservations import Part, Reservation, Reservations
+from waymark.store.reservations import Reservation, ReservationPart, Reservations
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class _Watch:
 class PrefillProgress:
     """Watches reservations while there are any."""
 
-    def __init__(self, reader: Reader, reservations: Reservations, begin: Begin, metrics: Metrics) -> None:
+    def __init__(self, reader: Reader, reservations: Reservations, begin: StartTask, metrics: Metrics) -> None:
         self._begin = begin
         self._reader = reader
         self._reservations = reservations
@@ -84,10 +84,10 @@ class PrefillProgress:
         if self._task is None or self._task.done():
             self._task = self._begin(self._keep_polling())
 
-    def told(self, reservations: Sequence[Reservation], part: Part) -> None:
+    def told(self, reservations: Sequence[Reservation], part: ReservationPart) -> None:
         """A caller has said that prefill, or all, of these is over."""
-        if part is not Part.RENEW:
-            by = "caller" if part is Part.PREFILL else "end"
+        if part is not ReservationPart.RENEW:
+            by = "caller" if part is ReservationPart.PREFILL else "end"
             for reservation in reservations:
                 if self._watched.pop(reservation.nonce, None) is not None:
                     self._released.labels(by=by).inc()
@@ -147,7 +147,7 @@ class PrefillProgress:
         # A prefill that was reported meanwhile is counted where it was reported.
         left = [each for each in several if self._watched.pop(each.reservation.nonce, None) is not None]
         if left:
-            await self._reservations.release([each.reservation for each in left], Part.PREFILL)
+            await self._reservations.release([each.reservation for each in left], ReservationPart.PREFILL)
             self._released.labels(by=by).inc(len(left))
 
 

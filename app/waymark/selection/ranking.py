@@ -10,13 +10,13 @@ from waymark.routing.filters import decode_filter, prefill_filter
 from waymark.routing.policy import Decision, Inputs, Ranking, Scored
 from waymark.routing.profile import PickerConfig
 from waymark.routing.ring import POINTS
-from waymark.routing.target import Candidate, Request
-from waymark.selection.asked import Chosen, Profile
+from waymark.routing.target import Candidate, RoutingRequest
+from waymark.selection.asked import Chosen, ProfileName
 from waymark.selection.fleet import Fleet
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
+class RankedStages:
     """The candidates of each stage, best first."""
 
     decode: Sequence[Scored]
@@ -28,7 +28,7 @@ class Stages:
 def rank(
     policy: Chosen,
     picker: PickerConfig | None,
-    request: Request,
+    request: RoutingRequest,
     candidates: Sequence[Candidate],
     fleet: Fleet,
     random: Random,
@@ -60,12 +60,12 @@ def _session_first(found: Ranking, session: str | None) -> Ranking:
 def stages(
     policy: Chosen,
     picker: PickerConfig | None,
-    profile: Profile | None,
-    request: Request,
+    profile: ProfileName | None,
+    request: RoutingRequest,
     candidates: Sequence[Candidate],
     fleet: Fleet,
     random: Random,
-) -> Stages | None:
+) -> RankedStages | None:
     """Who could take the request, and its stages before decode; None where nobody could.
 
     In a single stage all candidates are for whole requests.
@@ -75,14 +75,14 @@ def stages(
         of = picker.run(request, candidates, random)
         prefill = of.prefill[: picker.profiles[picker.prefill].endpoints_max] if picker.prefill else ()
         encode = of.encode[: picker.profiles[picker.encode].endpoints_max] if picker.encode else ()
-        return Stages(of.decode, prefill, encode) if of.decode else None
+        return RankedStages(of.decode, prefill, encode) if of.decode else None
     is_split = profile == "disagg"
     able = decode_filter(request, candidates) if is_split else candidates
     decode = rank(policy, picker, request, able, fleet, random)
     if not decode.scored:
         return None
     if not is_split:
-        return Stages(decode.scored, decision=decode.decision)
+        return RankedStages(decode.scored, decision=decode.decision)
     before = prefill_filter(request, candidates)
     prefill_first = rank(policy, picker, request._replace(session=None), before, fleet, random)
-    return Stages(decode.scored, prefill_first.scored, decision=decode.decision)
+    return RankedStages(decode.scored, prefill_first.scored, decision=decode.decision)

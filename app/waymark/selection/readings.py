@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from waymark.errors import StoreUnavailable
-from waymark.store.background import Begin
+from waymark.store.background import StartTask
 
 #: Readings that are older are read again, behind the decision; beyond the second the decision waits for it.
 _FRESH_SECONDS = 0.25
@@ -16,12 +16,12 @@ _OLD_SECONDS = 1.0
 _GROUPS_MAX = 1024
 
 T = TypeVar("T")
-Read = Callable[[int, Sequence[int]], Awaitable[Mapping[int, T]]]
+ReadGroup = Callable[[int, Sequence[int]], Awaitable[Mapping[int, T]]]
 """Reads what Redis has of the publishers of a group."""
 
 
 @dataclass(slots=True)
-class _Group(Generic[T]):
+class _GroupReadings(Generic[T]):
     found: Mapping[int, T] = field(default_factory=dict)
     read_at: float = float("-inf")
     reading: asyncio.Task[None] | None = None
@@ -30,10 +30,10 @@ class _Group(Generic[T]):
 class Readings(Generic[T]):
     """The latest readings by group and publisher. A reading that Redis does not have any more does not count."""
 
-    def __init__(self, read: Read[T], begin: Begin) -> None:
+    def __init__(self, read: ReadGroup[T], begin: StartTask) -> None:
         self._read_from_redis = read
         self._begin = begin
-        self._groups: dict[int, _Group[T]] = {}
+        self._groups: dict[int, _GroupReadings[T]] = {}
 
     async def of(self, group_id: int, publishers: Sequence[int]) -> Mapping[int, T]:
         """The readings of these publishers; none if Redis has none."""
@@ -42,7 +42,7 @@ class Readings(Generic[T]):
         if group is None:
             if len(self._groups) >= _GROUPS_MAX:
                 self._groups.pop(next(iter(self._groups)))
-            group = self._groups[group_id] = _Group()
+            group = self._groups[group_id] = _GroupReadings()
         if now - group.read_at > _FRESH_SECONDS and (group.reading is None or group.reading.done()):
             group.reading = self._begin(self._read(group, group_id, publishers))
         if now - group.read_at > _OLD_SECONDS and group.reading is not None:
@@ -53,7 +53,7 @@ class Readings(Generic[T]):
         """Redis came back empty: ids stand for something else."""
         self._groups.clear()
 
-    async def _read(self, group: _Group[T], group_id: int, publishers: Sequence[int]) -> None:
+    async def _read(self, group: _GroupReadings[T], group_id: int, publishers: Sequence[int]) -> None:
         now = asyncio.get_running_loop().time()
         try:
             group.found = await self._read_from_redis(group_id, publishers)

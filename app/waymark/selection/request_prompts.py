@@ -9,7 +9,7 @@ from waymark.chat.requests import Form, InferenceRequest
 from waymark.domain.hashing import block_keys, namespace, pack_tokens
 from waymark.domain.multimodal import Items, block_keys_with, check_blocks
 from waymark.errors import InvalidValue
-from waymark.selection.asked import Prompt, PromptOf
+from waymark.selection.asked import HashedPrompt, PromptOf
 from waymark.selection.sequences import SEQUENCES_MAX
 from waymark.selection.served import ServedModel
 from waymark.settings import Settings
@@ -18,9 +18,9 @@ from waymark.tokenization.prompt import Prompt as TextOrChat
 from waymark.tokenization.tokenizers import Tokenizers
 
 
-def no_prompt(block_size: int) -> Prompt:
+def no_prompt(block_size: int) -> HashedPrompt:
     """What is known of a prompt without tokens, in any block size."""
-    return Prompt(0, b"")
+    return HashedPrompt(0, b"")
 
 
 class RequestPrompts:
@@ -76,12 +76,12 @@ def _said(request: InferenceRequest) -> Iterator[TextOrChat | Tokens]:
             yield Tokens(ids if request.truncation is None else request.truncation.cut(ids, b"", b""), "request")
 
 
-def _keyed(ids: bytes, items: Items, space: int, seed: int, block_size: int) -> Prompt:
+def _keyed(ids: bytes, items: Items, space: int, seed: int, block_size: int) -> HashedPrompt:
     count = len(ids) // 4
     if not items:
-        return Prompt(count, block_keys(None, ids, block_size, namespace=space, seed=seed))
+        return HashedPrompt(count, block_keys(None, ids, block_size, namespace=space, seed=seed))
     try:
         check_blocks(items, count, block_size)
     except InvalidValue:
-        return Prompt(count, b"")  # decided without a match, as whatever cannot be looked up
-    return Prompt(count, block_keys_with(items, None, ids, block_size, first=0, namespace=space, seed=seed))
+        return HashedPrompt(count, b"")  # decided without a match, as whatever cannot be looked up
+    return HashedPrompt(count, block_keys_with(items, None, ids, block_size, first=0, namespace=space, seed=seed))

@@ -20,7 +20,7 @@ from waymark.errors import InvalidValue, NoTarget, RemoteUnavailable, StoreUnava
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.routing.presets import PRESETS
-from waymark.selection.asked import Asked, Chosen, Profile, PromptOf, Ranked, Selected, Taking
+from waymark.selection.asked import Chosen, ProfileName, PromptOf, Ranked, RankingRequest, Selected, Taking
 from waymark.selection.request_prompts import RequestPrompts, no_prompt
 from waymark.selection.selector import Selector
 from waymark.selection.sequences import SequenceLoad, further_sequences, reserve_sequences
@@ -47,7 +47,7 @@ _DECIDED_MAX = 1024
 class Prepared(NamedTuple):
     """A request that can be decided, any number of times."""
 
-    asked: Asked
+    asked: RankingRequest
     served: ServedModel
     tokens: tuple[int, ...]
     """How many each prompt has; empty where that is not known."""
@@ -93,7 +93,7 @@ class RequestSelector:
         self._gate = gate
         self._metrics = metrics
         self._observe_tokens = metrics.decision_duration_seconds.labels(part="tokens").observe
-        self._profile: Profile | None = None if settings.profile == "auto" else settings.profile
+        self._profile: ProfileName | None = None if settings.profile == "auto" else settings.profile
         self._prefix_bytes = settings.prefix_bytes
         self._decided: dict[GroupName, float] = {}
         """When a model was last decided with Redis, by the monotonic clock."""
@@ -137,7 +137,7 @@ class RequestSelector:
                 needs_source = refused
             else:
                 policy = _STICKY
-        asked = Asked(
+        asked = RankingRequest(
             served.group,
             prompt,
             policy,
@@ -208,7 +208,7 @@ class RequestSelector:
             return None
         several = await self._prompts.tokens(request, served)
         prompt = self._prompts.keyed(several[0], request, served) if several else no_prompt
-        return await self.selector.score(Asked(served.group, prompt, _LEAST_WORK))
+        return await self.selector.score(RankingRequest(served.group, prompt, _LEAST_WORK))
 
     async def select_any(self, taking: Taking, *, tenant_id: str = DEFAULT_TENANT) -> Routed:
         """Take a target of any model, for a request that names none; raises as ``select``."""
@@ -220,7 +220,7 @@ class RequestSelector:
                 continue
         raise NoTarget(f"no target is left for tenant {shown(tenant_id)}; register one with an address")
 
-    async def _is_forgotten(self, asked: Asked) -> bool:
+    async def _is_forgotten(self, asked: RankingRequest) -> bool:
         """Whether Redis has forgotten a model that was served a moment ago, as one does that came back empty.
 
         Raises UnknownModel where nothing serves the model; StoreUnavailable is as good as a Redis that has forgotten.

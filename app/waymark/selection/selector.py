@@ -19,7 +19,7 @@ from waymark.metrics import Metrics
 from waymark.routing.policy import Decision
 from waymark.routing.presets import PRESETS
 from waymark.routing.target import Candidate
-from waymark.selection.asked import Asked, Chosen, Ranked, Selected, Taking
+from waymark.selection.asked import Chosen, Ranked, RankingRequest, Selected, Taking
 from waymark.selection.degraded import Degraded
 from waymark.selection.fleet import Fleet, Member
 from waymark.selection.fleets import Fleets
@@ -27,11 +27,11 @@ from waymark.selection.loads import Loads
 from waymark.selection.offers import SumOffers
 from waymark.selection.options import SelectionOptions
 from waymark.selection.prefill_progress import PrefillProgress
-from waymark.selection.ranking import Stages, rank, stages
+from waymark.selection.ranking import RankedStages, rank, stages
 from waymark.selection.taking import Taker, headers_of
-from waymark.selection.target_reader import Lookup, TargetReader, request_of
+from waymark.selection.target_reader import TargetLookup, TargetReader, request_of
 from waymark.shown import shown
-from waymark.store.reservations import CANDIDATES_MAX, Offer, Part, Reservation, Terms
+from waymark.store.reservations import CANDIDATES_MAX, Offer, Reservation, ReservationPart, Terms
 from waymark.store.store import Store
 
 #: How often a decision starts over because its group's table has changed meanwhile.
@@ -69,7 +69,7 @@ class Selector:
 
     # ---- without a reservation ---------------------------------------------------------------------
 
-    async def score(self, asked: Asked) -> Ranked | None:
+    async def score(self, asked: RankingRequest) -> Ranked | None:
         """All candidates, best first; None where nothing is registered for the group.
 
         Raises StoreUnavailable.
@@ -97,7 +97,7 @@ class Selector:
 
     # ---- with one ----------------------------------------------------------------------------------
 
-    async def select(self, asked: Asked, taking: Taking) -> Selected:
+    async def select(self, asked: RankingRequest, taking: Taking) -> Selected:
         """Take a target. Raises NoTarget, Saturated, StoreUnavailable; then nothing is taken."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._away_until:
@@ -119,7 +119,7 @@ class Selector:
             self._metrics.prefix_routing_requests.labels(strategy=selected.decision).inc()
         return selected
 
-    async def _select(self, asked: Asked, taking: Taking) -> Selected:
+    async def _select(self, asked: RankingRequest, taking: Taking) -> Selected:
         for _ in range(_LOOKUPS_MAX):
             lookup = await self._targets.read(asked, expects=taking.expects)
             if lookup is None:
@@ -136,7 +136,7 @@ class Selector:
             await self._store.reader.table(asked.group, deadline_seconds=self._options.deadline_seconds)
         raise NoTarget(nothing_registered(asked.group.model_name, asked.group.tenant_id))
 
-    def _sums(self, asked: Asked, taking: Taking, lookup: Lookup) -> SumOffers | None:
+    def _sums(self, asked: RankingRequest, taking: Taking, lookup: TargetLookup) -> SumOffers | None:
         """The targets by sums alone, where the policy is one and nothing else decides; None: by ``_stages``."""
         preset, seen = asked.policy.preset, lookup.seen
         if preset is None or preset.sum_of is None or asked.session is not None or taking.profile == "disagg":
@@ -149,14 +149,14 @@ class Selector:
         blocks = len(lookup.keys) // KEY_BYTES
         return SumOffers(members, seen, asked.policy, lookup.request, blocks, self._random)
 
-    def _stages(self, asked: Asked, taking: Taking, lookup: Lookup) -> Stages | None:
+    def _stages(self, asked: RankingRequest, taking: Taking, lookup: TargetLookup) -> RankedStages | None:
         members = self._members(asked, taking, lookup)
         candidates = lookup.fleet.candidates(lookup.seen, lookup.request.block_size, members=members)
         return stages(
             asked.policy, self._options.picker, taking.profile, lookup.request, candidates, lookup.fleet, self._random
         )
 
-    def _members(self, asked: Asked, taking: Taking, lookup: Lookup) -> Sequence[Member]:
+    def _members(self, asked: RankingRequest, taking: Taking, lookup: TargetLookup) -> Sequence[Member]:
         """The targets that a decision has to rank."""
         policy = asked.policy
         members = lookup.fleet.serving(asked.served_as)
@@ -178,7 +178,7 @@ class Selector:
             session=asked.session,
         )
 
-    def select_without_redis(self, asked: Asked, taking: Taking) -> Selected:
+    def select_without_redis(self, asked: RankingRequest, taking: Taking) -> Selected:
         """Take a target by what is known; StoreUnavailable where nothing of the group is."""
         known = self._degraded.groups.get(asked.group)
         if known is None:
@@ -189,7 +189,7 @@ class Selector:
         prompt = asked.prompt(asked.block_size or max(sizes, default=1))
         request = request_of(asked, prompt, asked.block_size or max(sizes, default=1), 0)
         seen = self._degraded.seen(asked.group)
-        lookup = Lookup(known.entry, request, known.fleet, seen, prompt.keys)
+        lookup = TargetLookup(known.entry, request, known.fleet, seen, prompt.keys)
         sticky = PRESETS["sticky"]
         degraded = asked._replace(policy=Chosen.of(sticky))
         of = self._stages(degraded, taking, lookup)
@@ -243,7 +243,7 @@ class Selector:
     async def release(
         self,
         reservations: Sequence[Reservation],
-        part: Part,
+        part: ReservationPart,
         *,
         milliseconds: int = 120_000,
         ttft_ms: float | None = None,
@@ -269,7 +269,7 @@ class Selector:
                 yield member.name[0], 0.0 if load is None else load.requests
 
 
-def _none_allowed(asked: Asked, taking: Taking, fleet: Fleet) -> str:
+def _none_allowed(asked: RankingRequest, taking: Taking, fleet: Fleet) -> str:
     homeless = sum(each.target.address is None for each in fleet.members) if taking.needs_address else 0
     return (
         f"no target is left for model {shown(asked.group.model_name)}: of {len(fleet.members)} registered ones "

@@ -15,7 +15,7 @@ from waymark.domain.names import Adapter, GroupName, Registration
 from waymark.errors import InvalidValue, StoreUnavailable
 from waymark.logs import fields
 from waymark.shown import shown
-from waymark.store.background import Begin
+from waymark.store.background import StartTask
 from waymark.store.directory import Directory
 from waymark.store.reader import Reader
 
@@ -36,7 +36,7 @@ class ServedModel(NamedTuple):
 class ServedNames:
     """What the names mean that no model is registered by."""
 
-    def __init__(self, directory: Directory, reader: Reader, begin: Begin, deadline_seconds: float) -> None:
+    def __init__(self, directory: Directory, reader: Reader, begin: StartTask, deadline_seconds: float) -> None:
         self._directory = directory
         self._reader = reader
         self._begin = begin

@@ -17,16 +17,16 @@ from waymark.errors import Saturated
 from waymark.metrics import Metrics
 from waymark.routing.policy import Decision, Scored
 from waymark.routing.target import Candidate
-from waymark.selection.asked import Asked, Selected, Taking
+from waymark.selection.asked import RankingRequest, Selected, Taking
 from waymark.selection.loads import Loads
 from waymark.selection.offers import Offers, ScoredOffers, SumOffers
 from waymark.selection.options import SelectionOptions
 from waymark.selection.prefill_progress import PrefillProgress, Watched
-from waymark.selection.ranking import Stages
-from waymark.selection.target_reader import Lookup
+from waymark.selection.ranking import RankedStages
+from waymark.selection.target_reader import TargetLookup
 from waymark.shown import shown
 from waymark.store import keys
-from waymark.store.reservations import NO_LOAD, Offer, Part, Reservation, Reservations, Reserved, Terms
+from waymark.store.reservations import NO_LOAD, Offer, Reservation, ReservationPart, Reservations, Reserved, Terms
 from waymark.store.scripts import Verdict
 from waymark.store.speculative import depths
 
@@ -35,8 +35,8 @@ class _Stage(NamedTuple):
     """One stage of a request, and who could take it."""
 
     offers: Offers
-    lookup: Lookup
-    asked: Asked
+    lookup: TargetLookup
+    asked: RankingRequest
     taking: Taking
     is_prefill_elsewhere: bool = False
 
@@ -59,7 +59,9 @@ class Taker:
         self._metrics = metrics
         self._observe = metrics.decision_duration_seconds.labels(part="reserve").observe
 
-    async def take(self, of: Stages | SumOffers, lookup: Lookup, asked: Asked, taking: Taking) -> Selected | None:
+    async def take(
+        self, of: RankedStages | SumOffers, lookup: TargetLookup, asked: RankingRequest, taking: Taking
+    ) -> Selected | None:
         """Reserve the best, of each stage that the request goes through; None where all of them are gone.
 
         Raises Saturated; nothing stays reserved then.
@@ -115,7 +117,7 @@ class Taker:
             headers=headers,
         )
 
-    def _count(self, taken: Candidate, lookup: Lookup) -> None:
+    def _count(self, taken: Candidate, lookup: TargetLookup) -> None:
         """What the target has of the prompt, what it lacks of what others have, and what a pool has."""
         request, metrics, matched = lookup.request, self._metrics, taken.matched
         if taken.expected > matched:
@@ -132,7 +134,7 @@ class Taker:
             metrics.router_shared_cache_beyond_blocks.observe(request.pool_blocks_beyond(taken.device // size))
 
     async def _second(
-        self, offers: Offers, lookup: Lookup, asked: Asked, taking: Taking, made: list[Reservation]
+        self, offers: Offers, lookup: TargetLookup, asked: RankingRequest, taking: Taking, made: list[Reservation]
     ) -> int | None:
         """The prefill stage's target, too, or neither."""
         other = taking
@@ -141,10 +143,10 @@ class Taker:
         try:
             second = await self._one(_Stage(offers, lookup, asked, other))
         except BaseException:
-            await asyncio.shield(self._reservations.release(made, Part.OK))
+            await asyncio.shield(self._reservations.release(made, ReservationPart.OK))
             raise
         if second is None:
-            await self._reservations.release(made, Part.OK)
+            await self._reservations.release(made, ReservationPart.OK)
             return None
         made.append(second[1])
         return second[0]
@@ -183,7 +185,7 @@ class Taker:
         assert at is not None
         return at, reservation
 
-    def _with_entries(self, of: Offers, lookup: Lookup, taking: Taking) -> tuple[list[Offer], Sequence[str]]:
+    def _with_entries(self, of: Offers, lookup: TargetLookup, taking: Taking) -> tuple[list[Offer], Sequence[str]]:
         """The offers with the speculative entries that each would get, and the keys of all of these."""
         offers = of.offers()
         is_expected = self._options.is_speculative if taking.expects is None else taking.expects
@@ -203,13 +205,13 @@ class Taker:
             return offers, ()
         return offers, [keys.spec(lookup.entry.group_id, key_at(lookup.keys, depth)) for depth in at]
 
-    def _spec_milliseconds(self, publisher: int, lookup: Lookup, is_expected: bool, taking: Taking) -> int:
+    def _spec_milliseconds(self, publisher: int, lookup: TargetLookup, is_expected: bool, taking: Taking) -> int:
         if lookup.fleet.by_publisher[publisher].tells_events:
             return self._options.speculative_milliseconds if is_expected else 0
         # Its entries are all that is known of it.
         return 0 if taking.expects is False else self._options.approximate_milliseconds
 
-    def _refuse(self, found: Reserved, asked: Asked) -> None:
+    def _refuse(self, found: Reserved, asked: RankingRequest) -> None:
         """Raise Saturated, unless all that were offered are gone."""
         model = shown(asked.group.model_name)
         if found.verdict is Verdict.FULL:
@@ -223,7 +225,9 @@ class Taker:
                 "under way; try again in a moment, or raise WAYMARK_TARGET_REQUESTS_MAX"
             )
 
-    def _follow(self, found: Reserved, reservation: Reservation, lookup: Lookup, asked: Asked, taking: Taking) -> None:
+    def _follow(
+        self, found: Reserved, reservation: Reservation, lookup: TargetLookup, asked: RankingRequest, taking: Taking
+    ) -> None:
         """Remember what the decision has changed, and watch for the end of its prefill."""
         tokens, publisher = reservation.tokens, reservation.publisher
         before = lookup.seen.loads.get(publisher, NO_LOAD)

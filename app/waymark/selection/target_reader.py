@@ -21,8 +21,8 @@ from waymark.domain.prefixes import prefix_key
 from waymark.domain.table import HolderTable
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
-from waymark.routing.target import Request
-from waymark.selection.asked import Asked, Chosen, PackedKeys, Prompt
+from waymark.routing.target import RoutingRequest
+from waymark.selection.asked import Chosen, HashedPrompt, PackedKeys, RankingRequest
 from waymark.selection.fleet import Fleet, OpaquePrefix, Seen
 from waymark.selection.fleets import Fleets
 from waymark.selection.loads import Loads
@@ -40,11 +40,11 @@ _TOKENS_MAX = 2**53
 _STICKY_TOKENS = 512
 
 
-class Lookup(NamedTuple):
+class TargetLookup(NamedTuple):
     """What was found for a group and a prompt."""
 
     entry: GroupEntry
-    request: Request
+    request: RoutingRequest
     fleet: Fleet
     seen: Seen
     keys: bytes
@@ -82,7 +82,7 @@ class TargetReader:
         self._first_tokens = store.incarnation.cache(Readings(store.first_tokens.read, store.begin))
         self._observe = metrics.decision_duration_seconds.labels(part="walk").observe
 
-    async def read(self, asked: Asked, *, expects: bool | None) -> Lookup | None:
+    async def read(self, asked: RankingRequest, *, expects: bool | None) -> TargetLookup | None:
         """The group's targets, and what is known of each; None where nothing is registered for the group."""
         began = perf_counter()
         table = self._store.reader.table_at_hand(asked.group)
@@ -103,8 +103,8 @@ class TargetReader:
         raise StoreUnavailable("the registrations of this model change all the time; try again in a moment")
 
     async def _read_with(
-        self, asked: Asked, fleet: Fleet | None, prompt: Prompt, block_size: int, *, expects: bool | None
-    ) -> tuple[Lookup | None, HolderTable | None]:
+        self, asked: RankingRequest, fleet: Fleet | None, prompt: HashedPrompt, block_size: int, *, expects: bool | None
+    ) -> tuple[TargetLookup | None, HolderTable | None]:
         """What was found, and the table of that moment; no lookup where it asks for another block size."""
         reader = self._store.reader
         entry = reader.entry_at_hand(asked.group)
@@ -144,10 +144,10 @@ class TargetReader:
             # The longest that anybody has of it is all that is known of its length.
             prompt = prompt._replace(tokens=max(each.tokens for each in seen.prefixes.values()))
         request = request_of(asked, prompt, block_size, pool_bitmap(walk))
-        return Lookup(now, request, fleet, seen, prompt.keys, walk, reading.is_partial), table
+        return TargetLookup(now, request, fleet, seen, prompt.keys, walk, reading.is_partial), table
 
     def _aside_at_hand(
-        self, asked: Asked, entry: GroupEntry, fleet: Fleet, prompt: Prompt, *, expects: bool | None
+        self, asked: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, *, expects: bool | None
     ) -> _Aside | None:
         """What is asked beside the blocks, if it is the loads alone, and these are known."""
         if asked.given is not None or self._needs_gauges(asked.policy) or self._needs_first_tokens(asked.policy):
@@ -162,7 +162,7 @@ class TargetReader:
         return fleet.has_silent or (self._options.is_speculative if expects is None else expects)
 
     async def _aside(
-        self, asked: Asked, entry: GroupEntry, fleet: Fleet, prompt: Prompt, *, expects: bool | None
+        self, asked: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, *, expects: bool | None
     ) -> _Aside:
         """What is asked beside the blocks: loads, gauges and speculative entries."""
         given = None if asked.given is None else asked.given.values()
@@ -190,7 +190,7 @@ class TargetReader:
         return _Aside(loads, expected, gauges, prefixes, first_tokens)
 
     async def _prefixes(
-        self, asked: Asked, entry: GroupEntry, fleet: Fleet, prompt: Prompt, until: float
+        self, asked: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, until: float
     ) -> Mapping[tuple[str, int], OpaquePrefix]:
         """What sources of opaque prefixes have of the prompt; nothing where there are none, or the time is over."""
         if asked.prefix_key is None or not fleet.has_sources:
@@ -214,13 +214,13 @@ class TargetReader:
         return policy.preset is None and self._options.picker is not None and self._options.picker.needs_first_tokens
 
 
-def request_of(asked: Asked, prompt: Prompt, block_size: int, pool: int) -> Request:
+def request_of(asked: RankingRequest, prompt: HashedPrompt, block_size: int, pool: int) -> RoutingRequest:
     """The request as policies see it; ``pool`` are the blocks that shared pools have."""
     prefix_key = asked.prefix_key
     blocks = min(_STICKY_TOKENS // block_size, len(prompt.keys) // KEY_BYTES)
     if prefix_key is None and blocks:
         prefix_key = prompt.keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES]
-    return Request(
+    return RoutingRequest(
         prompt.tokens,
         block_size,
         pool,

@@ -16,8 +16,8 @@ from waymark.logs import fields
 from waymark.selection.requests import Routed
 from waymark.selection.selector import Selector
 from waymark.selection.sequences import SequenceLoad, reserve_sequences
-from waymark.store.background import Begin
-from waymark.store.reservations import Part, Reservation
+from waymark.store.background import StartTask
+from waymark.store.reservations import Reservation, ReservationPart
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ RENEW_SECONDS = 10.0
 class RequestsUnderWay:
     """All of them, with one task that renews them."""
 
-    def __init__(self, selector: Selector, begin: Begin, *, renew_seconds: float = RENEW_SECONDS) -> None:
+    def __init__(self, selector: Selector, begin: StartTask, *, renew_seconds: float = RENEW_SECONDS) -> None:
         """``begin`` starts work that ends with the process at the latest."""
         self._selector = selector
         self._begin = begin
@@ -54,9 +54,11 @@ class RequestsUnderWay:
             await asyncio.sleep(self._renew_seconds)
             now = asyncio.get_running_loop().time()
             due = [each for each in self._running if now - each.since >= self._renew_seconds]
-            await self.release([one for each in due for one in each.reservations], Part.RENEW)
+            await self.release([one for each in due for one in each.reservations], ReservationPart.RENEW)
 
-    async def release(self, reservations: Sequence[Reservation], part: Part, ttft_ms: float | None = None) -> None:
+    async def release(
+        self, reservations: Sequence[Reservation], part: ReservationPart, ttft_ms: float | None = None
+    ) -> None:
         if not reservations:
             return
         try:
@@ -64,7 +66,9 @@ class RequestsUnderWay:
         except StoreUnavailable as exc:
             log.debug("reservations not released", extra=fields(part=part.value, error=exc.sentence))
 
-    def begin_release(self, reservations: Sequence[Reservation], part: Part, ttft_ms: float | None = None) -> None:
+    def begin_release(
+        self, reservations: Sequence[Reservation], part: ReservationPart, ttft_ms: float | None = None
+    ) -> None:
         if reservations:
             task = self._begin(self.release(reservations, part, ttft_ms))
             self._releasing.add(task)
@@ -109,7 +113,7 @@ class RequestUnderWay:
         if not self._has_prefilled and not self._has_ended:
             self._has_prefilled = True
             ttft_ms = None if self._was_moved else 1e3 * (asyncio.get_running_loop().time() - self.since)
-            self._of.begin_release(self.reservations, Part.PREFILL, ttft_ms)
+            self._of.begin_release(self.reservations, ReservationPart.PREFILL, ttft_ms)
 
     async def move(self, address: str) -> bool:
         """The target at ``address`` has it now, and the first one counts as failed.
@@ -126,7 +130,7 @@ class RequestUnderWay:
         self._was_moved = True
         if self._has_ended:
             left = (*left, *found)
-        self._of.begin_release(left, Part.FAILED)
+        self._of.begin_release(left, ReservationPart.FAILED)
         return True
 
     def end(self, *, is_ok: bool) -> None:
@@ -134,4 +138,4 @@ class RequestUnderWay:
         if not self._has_ended:
             self._has_ended = True
             self._of.ended(self)
-            self._of.begin_release(self.reservations, Part.OK if is_ok else Part.FAILED)
+            self._of.begin_release(self.reservations, ReservationPart.OK if is_ok else ReservationPart.FAILED)

@@ -14,7 +14,8 @@ import httptools
 import uvicorn
 from uvicorn.server import ServerState
 
-from waymark.serving.cycle import WHOLE, Application, RequestCycle, Scope
+from waymark.asgi import AsgiApplication
+from waymark.serving.cycle import WHOLE, RequestCycle
 from waymark.serving.heads import HeadCheck, target_of
 from waymark.serving.limits import (
     AHEAD,
@@ -54,7 +55,7 @@ class HttpConnection(asyncio.Protocol):
         self.loop: asyncio.AbstractEventLoop = _loop or asyncio.get_running_loop()
         self.is_full = False
         """The client takes what is written more slowly than it comes."""
-        self._app: Application = config.loaded_app
+        self._app: AsgiApplication = config.loaded_app
         self._server = server_state
         self.all.keep_alive_seconds = config.timeout_keep_alive
         self._cycles: deque[RequestCycle] = deque()
@@ -67,7 +68,7 @@ class HttpConnection(asyncio.Protocol):
         """The last word, once all requests before it are answered."""
         self._is_paused = False
         self._drained: asyncio.Event | None = None
-        self._scope: Scope = {}  # what all requests of the connection share
+        self._scope: dict[str, Any] = {}  # what all requests of the connection share
         self._head_check = HeadCheck()
         self._unplaced = 0  # bytes since a piece of a body or the end of a request
         self._parser = httptools.HttpRequestParser(self)

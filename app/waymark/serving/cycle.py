@@ -9,20 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from http import HTTPStatus
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol
 
+from waymark.asgi import AsgiApplication, AsgiMessage, AsgiScope
 from waymark.logs import failure, fields
 from waymark.serving.limits import FAULT, Connections
 
 log = logging.getLogger(__name__)
 
-Scope: TypeAlias = dict[str, Any]
-Message: TypeAlias = dict[str, Any]
-Application: TypeAlias = Callable[
-    [Scope, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
-]
 
 #: Bytes of a body that wait for the application before the client is no longer read.
 _BODY_BYTES_MAX = 65536
@@ -93,7 +89,9 @@ class RequestCycle:
         "task",
     )
 
-    def __init__(self, connection: Carrier, scope: Scope, *, keep_alive: bool, expects_continue: bool = False) -> None:
+    def __init__(
+        self, connection: Carrier, scope: AsgiScope, *, keep_alive: bool, expects_continue: bool = False
+    ) -> None:
         self.scope = scope
         self.keep_alive = keep_alive
         self.is_whole = False
@@ -146,7 +144,7 @@ class RequestCycle:
         if self._changed is not None:
             self._changed.set()
 
-    async def receive(self) -> Message:
+    async def receive(self) -> AsgiMessage:
         if self._expects_continue and not self.is_on_wire:
             self._expects_continue = False
             if not self._is_due:  # else the client has not waited for it
@@ -165,7 +163,7 @@ class RequestCycle:
 
     # ---- the answer ------------------------------------------------------------------------------------
 
-    async def run(self, app: Application) -> None:
+    async def run(self, app: AsgiApplication) -> None:
         """Have the request answered, whatever the application does."""
         try:
             await app(self.scope, self.receive, self.send)
@@ -191,7 +189,7 @@ class RequestCycle:
         self._write(FAULT.answer(self._connection.default_lines, body, has_body=self.scope["method"] != "HEAD"))
         self._end()
 
-    async def send(self, message: Message) -> None:
+    async def send(self, message: AsgiMessage) -> None:
         """Take a message of the answer; ``RuntimeError`` where it breaks the rules of ASGI or HTTP."""
         if self._connection.is_full:
             await self._connection.drain()
@@ -214,7 +212,7 @@ class RequestCycle:
         self._write(_WHOLE % (self._connection.default_lines, content_type, len(body), end, content))
         self._end()
 
-    def _start(self, message: Message) -> None:
+    def _start(self, message: AsgiMessage) -> None:
         if message["type"] != "http.response.start":
             raise RuntimeError(f"an answer begins with http.response.start, not with {message['type']}")
         headers: Iterable[tuple[bytes, bytes]] = message.get("headers", ())
@@ -237,7 +235,7 @@ class RequestCycle:
         status_line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
         self._head = b"".join((status_line, self._connection.default_lines, head))
 
-    def _go_on(self, message: Message) -> None:
+    def _go_on(self, message: AsgiMessage) -> None:
         if self.is_answered or message["type"] != "http.response.body":
             raise RuntimeError(f"{message['type']} cannot follow what has been sent of the answer")
         body: bytes = message.get("body", b"")

@@ -37,7 +37,7 @@ _LINGER_SECONDS = 2.0
 _OTHER_FILES = 256
 
 
-class Bounds(NamedTuple):
+class ServerBounds(NamedTuple):
     """What a server holds at most."""
 
     request_seconds: float
@@ -139,7 +139,7 @@ class Connection(Protocol):
 class Connections:
     """All connections of one server, by what each is waiting for. The dictionaries are in order of time."""
 
-    def __init__(self, bounds: Bounds, metrics: Metrics, shape: Shape = lambda path, rejection: None) -> None:
+    def __init__(self, bounds: ServerBounds, metrics: Metrics, shape: Shape = lambda path, rejection: None) -> None:
         self.bounds = bounds
         self.shape = shape
         self.keep_alive_seconds = math.inf

@@ -201,7 +201,7 @@ def _sglang_map(event: WireEvent) -> dict[str, Any]:
 
 # ---- the KV Events envelope ------------------------------------------------------------------------
 
-_Stream: TypeAlias = tuple[int | None, str | None, str | None, str]
+_StreamName: TypeAlias = tuple[int | None, str | None, str | None, str]
 """dp_rank, lora_name, additional_salt, medium: what can differ within one publisher."""
 
 
@@ -214,7 +214,7 @@ class _Standard:
         self.reset()
 
     def reset(self) -> None:
-        self._last_ids: dict[_Stream, int] = {}
+        self._last_ids: dict[_StreamName, int] = {}
 
     def maps(self, event: WireEvent, ts: float, rank: int | None) -> list[dict[str, Any]]:
         if isinstance(event, BlockStored):
@@ -233,7 +233,7 @@ class _Standard:
             return [self._envelope("cleared", stream, ts) for stream in list(self._last_ids) if stream[0] == rank]
         return [{"event_type": "moved"}]
 
-    def _envelope(self, kind: str, stream: _Stream, ts: float) -> dict[str, Any]:
+    def _envelope(self, kind: str, stream: _StreamName, ts: float) -> dict[str, Any]:
         self._last_ids[stream] = event_id = self._last_ids.get(stream, 0) + 1
         rank, lora_name, salt, medium = stream
         return {

@@ -11,7 +11,7 @@ from waymark.simulator.encode import WITHOUT_MEDIUM, Dimensions, Encoder, Replay
 from waymark.simulator.faults import Faults, is_due
 from waymark.simulator.publisher import SimulatedPublisher
 from waymark.simulator.wire import UnknownEvent, WireEvent
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 
 class SimulatedEngine:
@@ -40,7 +40,7 @@ class SimulatedEngine:
             for rank, cache in enumerate(self.caches):
                 self.publisher.publish(cache.clear(), ts=self._clock(), rank=rank)
 
-    async def prefill(self, prompt: Prompt, rank: int = 0) -> int | None:
+    async def prefill(self, prompt: SimulatedPrompt, rank: int = 0) -> int | None:
         """Run one prompt; the seq of its batch, None where nothing changed and so nothing was sent."""
         self.prompts += 1
         cache = self.caches[rank]

@@ -15,11 +15,11 @@ from waymark.errors import InvalidValue
 from waymark.simulator.engine import SimulatedEngine
 from waymark.simulator.faults import AnswerFaults, is_due
 from waymark.simulator.wire import GPU
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class EngineSpeed:
     """How fast an engine works; 0 is at once."""
 
     prefill_tokens_per_second: float = 0.0
@@ -27,7 +27,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Completion:
     """An answer that is about to be made."""
 
     mark: str
@@ -48,7 +48,7 @@ class Answer:
 class Generator:
     """The requests of one engine. ``faults`` may be replaced at any time."""
 
-    def __init__(self, engine: SimulatedEngine, block_size: int, pace: Pace, faults: AnswerFaults) -> None:
+    def __init__(self, engine: SimulatedEngine, block_size: int, pace: EngineSpeed, faults: AnswerFaults) -> None:
         self.faults = faults
         self.running = 0
         self.requests = 0
@@ -67,7 +67,7 @@ class Generator:
         due = {"error": faults.error_every, "hang": faults.hang_every, "cut": faults.cut_every}
         return next((name for name, every in due.items() if is_due(every, self.requests)), None)
 
-    async def prefill(self, prompt: Prompt, mark: str, tokens: int, rank: int | None = None) -> Answer:
+    async def prefill(self, prompt: SimulatedPrompt, mark: str, tokens: int, rank: int | None = None) -> Completion:
         """Compute a prompt, and publish what is stored for it. Prompts are computed one after the other."""
         chosen = next(self._ranks) if rank is None else rank
         if chosen >= len(self._engine.caches):
@@ -79,9 +79,9 @@ class Generator:
             if self._pace.prefill_tokens_per_second:
                 await asyncio.sleep((len(prompt.tokens) - cached) / self._pace.prefill_tokens_per_second)
             await self._engine.prefill(prompt, chosen)
-        return Answer(mark, len(prompt.tokens), cached, tokens)
+        return Completion(mark, len(prompt.tokens), cached, tokens)
 
-    async def pieces(self, answer: Answer) -> AsyncIterator[str]:
+    async def pieces(self, answer: Completion) -> AsyncIterator[str]:
         """The tokens of an answer, as they are made."""
         rate = self._pace.tokens_per_second
         for number in range(answer.tokens):
@@ -89,6 +89,6 @@ class Generator:
                 await asyncio.sleep(1 / rate)
             yield answer.piece(number)
 
-    async def whole(self, answer: Answer) -> str:
+    async def whole(self, answer: Completion) -> str:
         """All tokens of an answer."""
         return "".join([piece async for piece in self.pieces(answer)])

@@ -19,9 +19,9 @@ from aiohttp import web
 from waymark.errors import InvalidValue
 from waymark.simulator.engine import SimulatedEngine
 from waymark.simulator.faults import AnswerFaults
-from waymark.simulator.generation import Generator, Pace
+from waymark.simulator.generation import EngineSpeed, Generator
 from waymark.simulator.messages import Messages
-from waymark.simulator.openai import OpenAi, Refused, Served
+from waymark.simulator.openai import BadRequest, EngineModels, OpenAi
 from waymark.simulator.wire import GPU
 
 _BODY_BYTES_MAX = 64 * 2**20
@@ -45,7 +45,7 @@ class EngineHttp:
         adapters: Sequence[str] = (),
         has_sources: bool = True,
         answer_tokens: int = 16,
-        pace: Pace = Pace(),  # noqa: B008
+        pace: EngineSpeed = EngineSpeed(),  # noqa: B008
         faults: AnswerFaults | None = None,
     ) -> None:
         self.url = ""
@@ -59,7 +59,7 @@ class EngineHttp:
         self._is_sglang = engine.publisher.encoder.dialect.startswith("sglang")
         self.generator = Generator(engine, block_size, pace, faults or AnswerFaults())
         """Its counts, and the faults of its answers."""
-        openai = OpenAi(self.generator, Served(model_name, self._adapters, answer_tokens))
+        openai = OpenAi(self.generator, EngineModels(model_name, self._adapters, answer_tokens))
         messages = Messages(self.generator, openai)
         application = web.Application(client_max_size=_BODY_BYTES_MAX, middlewares=[_refusing])
         application.router.add_post("/v1/chat/completions", openai.chat)
@@ -164,8 +164,8 @@ async def _refusing(request: web.Request, handler: Any) -> web.StreamResponse:
     try:
         found: web.StreamResponse = await handler(request)
         return found
-    except (Refused, InvalidValue) as error:
-        status, kind = (error.status, error.kind) if isinstance(error, Refused) else (400, "BadRequestError")
+    except (BadRequest, InvalidValue) as error:
+        status, kind = (error.status, error.kind) if isinstance(error, BadRequest) else (400, "BadRequestError")
         if request.path == "/v1/messages":
             body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": str(error)}}
         else:

@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from waymark.simulator.generation import Answer, Generator
+from waymark.simulator.generation import Completion, Generator
 from waymark.simulator.openai import OpenAi, answering, body_of, event, list_of, rank_of, send_events
 from waymark.simulator.texts import mark_of, said, tokens_of_messages
 
@@ -38,7 +38,7 @@ class Messages:
                 {**head, "content": content, "stop_reason": "end_turn", "stop_sequence": None, "usage": _usage(answer)}
             )
 
-    async def _message_events(self, head: Mapping[str, Any], answer: Answer) -> AsyncIterator[bytes]:
+    async def _message_events(self, head: Mapping[str, Any], answer: Completion) -> AsyncIterator[bytes]:
         started = {**head, "content": [], "stop_reason": None, "stop_sequence": None}
         started["usage"] = _usage(answer) | {"output_tokens": 0}
         block = {"type": "text", "text": ""}
@@ -68,7 +68,7 @@ class Messages:
             text = await self._generator.whole(answer)
             return web.json_response(_response(body, answer, "completed", [_message(answer, text)]))
 
-    async def _response_events(self, body: Mapping[str, Any], answer: Answer) -> AsyncIterator[bytes]:
+    async def _response_events(self, body: Mapping[str, Any], answer: Completion) -> AsyncIterator[bytes]:
         place = {"item_id": f"msg_{answer.mark}", "output_index": 0, "content_index": 0}
         number = 0
 
@@ -97,7 +97,7 @@ def _typed(document: Mapping[str, Any]) -> bytes:
     return event(document, document["type"])
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
+def _usage(answer: Completion) -> dict[str, Any]:
     return {
         "input_tokens": answer.prompt_tokens - answer.cached_tokens,
         "cache_read_input_tokens": answer.cached_tokens,
@@ -105,7 +105,7 @@ def _usage(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _message(answer: Answer, text: str) -> dict[str, Any]:
+def _message(answer: Completion, text: str) -> dict[str, Any]:
     content = [{"type": "output_text", "text": text, "annotations": []}]
     return {
         "id": f"msg_{answer.mark}",
@@ -117,7 +117,7 @@ def _message(answer: Answer, text: str) -> dict[str, Any]:
 
 
 def _response(
-    body: Mapping[str, Any], answer: Answer, status: str, output: Sequence[Mapping[str, Any]]
+    body: Mapping[str, Any], answer: Completion, status: str, output: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     used = {
         "input_tokens": answer.prompt_tokens,

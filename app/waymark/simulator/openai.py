@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from waymark.simulator.generation import Answer, Generator
+from waymark.simulator.generation import Completion, Generator
 from waymark.simulator.texts import VOCABULARY, mark_of, said, tokens_of_messages, tokens_of_text
-from waymark.simulator.workload import Prompt
+from waymark.simulator.workload import SimulatedPrompt
 
 _CREATED = 1_700_000_000
 _EMBEDDING_NUMBERS = 8
 
 
-class Served(NamedTuple):
+class EngineModels(NamedTuple):
     """What an engine serves."""
 
     model_name: str
@@ -31,7 +31,7 @@ class Served(NamedTuple):
     answer_tokens: int
 
 
-class Refused(Exception):
+class BadRequest(Exception):
     """A body that cannot be answered."""
 
     def __init__(self, status: int, sentence: str, kind: str = "BadRequestError") -> None:
@@ -42,7 +42,7 @@ class Refused(Exception):
 class OpenAi:
     """The handlers."""
 
-    def __init__(self, generator: Generator, served: Served) -> None:
+    def __init__(self, generator: Generator, served: EngineModels) -> None:
         self._generator = generator
         self._served = served
 
@@ -75,7 +75,7 @@ class OpenAi:
     async def _chat_chunks(
         self,
         head: Mapping[str, Any],
-        answer: Answer,
+        answer: Completion,
         choices: int,
         call: dict[str, Any] | None,
         body: Mapping[str, Any],
@@ -119,7 +119,7 @@ class OpenAi:
             return web.json_response({**head, "choices": rows, "usage": _sum(answers)})
 
     async def _completion_chunks(
-        self, head: Mapping[str, Any], answers: Sequence[Answer], body: Mapping[str, Any]
+        self, head: Mapping[str, Any], answers: Sequence[Completion], body: Mapping[str, Any]
     ) -> AsyncIterator[bytes]:
         for n, answer in enumerate(answers):
             async for piece in self._generator.pieces(answer):
@@ -162,20 +162,20 @@ class OpenAi:
 
     # ---- what bodies share -----------------------------------------------------------------------------
 
-    def prompt(self, body: Mapping[str, Any], tokens: tuple[int, ...]) -> Prompt:
+    def prompt(self, body: Mapping[str, Any], tokens: tuple[int, ...]) -> SimulatedPrompt:
         """The prompt of a body. Raises Refused where its model is not served."""
         model = body.get("model")
         if model is None or model == self._served.model_name:
-            return Prompt(tokens, cache_salt=body.get("cache_salt"))
+            return SimulatedPrompt(tokens, cache_salt=body.get("cache_salt"))
         if model not in self._served.adapters:
-            raise Refused(404, f"The model `{model}` does not exist.", "NotFoundError")
-        return Prompt(tokens, model, body.get("cache_salt"))
+            raise BadRequest(404, f"The model `{model}` does not exist.", "NotFoundError")
+        return SimulatedPrompt(tokens, model, body.get("cache_salt"))
 
     def answer_tokens(self, body: Mapping[str, Any], *names: str) -> int:
         """How long the answer is."""
         limit = next((body[name] for name in names if body.get(name) is not None), self._served.answer_tokens)
         if not isinstance(limit, int) or limit < 1:
-            raise Refused(400, f"{names[-1]} must be at least 1, got {limit}.")
+            raise BadRequest(400, f"{names[-1]} must be at least 1, got {limit}.")
         return min(limit, self._served.answer_tokens)
 
 
@@ -206,7 +206,7 @@ async def answering(generator: Generator, request: web.Request) -> AsyncIterator
     """Count the request while it runs, and have it go wrong where it is to; a fault that concerns the answer."""
     fault = generator.fault()
     if fault == "error":
-        raise Refused(generator.faults.error_status, "this error was asked for", "InternalServerError")
+        raise BadRequest(generator.faults.error_status, "this error was asked for", "InternalServerError")
     generator.running += 1
     try:
         if fault == "hang":
@@ -221,7 +221,7 @@ async def answering(generator: Generator, request: web.Request) -> AsyncIterator
         generator.running -= 1
 
 
-def usage(answer: Answer, choices: int = 1) -> dict[str, Any]:
+def usage(answer: Completion, choices: int = 1) -> dict[str, Any]:
     """The usage of an answer, in OpenAI's form."""
     made = answer.tokens * choices
     return {
@@ -232,7 +232,7 @@ def usage(answer: Answer, choices: int = 1) -> dict[str, Any]:
     }
 
 
-def _sum(answers: Sequence[Answer]) -> dict[str, Any]:
+def _sum(answers: Sequence[Completion]) -> dict[str, Any]:
     first, *others = map(usage, answers)
     for other in others:
         for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
@@ -245,9 +245,9 @@ async def body_of(request: web.Request) -> dict[str, Any]:
     try:
         body = await request.json()
     except ValueError:
-        raise Refused(400, "the body is no JSON") from None
+        raise BadRequest(400, "the body is no JSON") from None
     if not isinstance(body, dict):
-        raise Refused(400, "the body is no object")
+        raise BadRequest(400, "the body is no object")
     body.setdefault("model", None)
     return body
 
@@ -256,7 +256,7 @@ def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
     """A list that must have an element. Raises Refused."""
     found = body.get(name)
     if not isinstance(found, list) or not found:
-        raise Refused(400, f"{name} must be a list with an element")
+        raise BadRequest(400, f"{name} must be a list with an element")
     return found
 
 
@@ -277,7 +277,7 @@ def _prompts(body: Mapping[str, Any]) -> list[tuple[tuple[int, ...], str]]:
         elif isinstance(each, list) and each and all(isinstance(token, int) for token in each):
             found.append((tuple(each), mark_of(json.dumps(each))))
         else:
-            raise Refused(400, "prompt must be a text, a list of token ids, or a list of these")
+            raise BadRequest(400, "prompt must be a text, a list of token ids, or a list of these")
     return found
 
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from waymark.domain.engines import TRAITS
 from waymark.simulator.encode import Dimensions
 from waymark.simulator.engine import SimulatedEngine, build_engine
-from waymark.simulator.generation import Pace
+from waymark.simulator.generation import EngineSpeed
 from waymark.simulator.http import EngineHttp
 from waymark.simulator.options import SimulateOptions
 from waymark.simulator.register import register
-from waymark.simulator.workload import Prompt, conversations, read_trace
+from waymark.simulator.workload import SimulatedPrompt, conversations, read_trace
 
 LINGER_SECONDS = 1.0
 """How long the last frames get to leave."""
@@ -153,7 +153,7 @@ async def _feed(
             due += len(prompt.tokens) // options.block_size / options.blocks_per_second
 
 
-def _due(options: SimulateOptions, number: int, prompt: Prompt) -> float:
+def _due(options: SimulateOptions, number: int, prompt: SimulatedPrompt) -> float:
     """When to run a prompt, in seconds since the first; 0: at once."""
     if options.prompts_per_second is None and prompt.at_seconds is not None:
         return prompt.at_seconds / options.trace_speed if options.trace_speed else 0.0
@@ -173,7 +173,7 @@ async def _stopped_within(stop: asyncio.Event, seconds: float) -> bool:
         return stop.is_set()
 
 
-def _prompts(options: SimulateOptions) -> Iterator[Prompt]:
+def _prompts(options: SimulateOptions) -> Iterator[SimulatedPrompt]:
     if options.trace is not None:
         return read_trace(options.trace)
     return conversations(options.seed, lora_names=options.lora_names, cache_salts=options.cache_salts)
@@ -216,7 +216,7 @@ def _http(options: SimulateOptions, port: int, i: int, engine: SimulatedEngine) 
         gpu_blocks=options.gpu_blocks,
         adapters=options.lora_names,
         answer_tokens=options.answer_tokens,
-        pace=Pace(options.prefill_tokens_per_second, options.tokens_per_second),
+        pace=EngineSpeed(options.prefill_tokens_per_second, options.tokens_per_second),
         faults=options.answer_faults,
     )
 

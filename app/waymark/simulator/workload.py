@@ -25,7 +25,7 @@ TRACE_BLOCK_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class SimulatedPrompt:
     """One request, as far as a prefix cache distinguishes requests."""
 
     tokens: tuple[int, ...]
@@ -48,7 +48,7 @@ def conversations(
     vocabulary: int = 32_000,
     lora_names: Sequence[str] = (),
     cache_salts: Sequence[str] = (),
-) -> Iterator[Prompt]:
+) -> Iterator[SimulatedPrompt]:
     """Prompts without end, the same ones for the same arguments.
 
     Each is the next turn of one of ``open_at_once`` conversations, so it repeats what that conversation said
@@ -61,8 +61,8 @@ def conversations(
 
     systems = [some_tokens(system_tokens) for _ in range(system_prompts)]
 
-    def begin() -> tuple[Prompt, int]:
-        prompt = Prompt(rng.choice(systems), rng.choice((None, *lora_names)), rng.choice((None, *cache_salts)))
+    def begin() -> tuple[SimulatedPrompt, int]:
+        prompt = SimulatedPrompt(rng.choice(systems), rng.choice((None, *lora_names)), rng.choice((None, *cache_salts)))
         return prompt, rng.randint(1, turns_max)
 
     running = [begin() for _ in range(open_at_once)]
@@ -70,12 +70,12 @@ def conversations(
         i = rng.randrange(open_at_once)
         prompt, turns_left = running[i]
         said = prompt.tokens + some_tokens(rng.randint(*turn_tokens))
-        prompt = Prompt(said, prompt.lora_name, prompt.cache_salt)
+        prompt = SimulatedPrompt(said, prompt.lora_name, prompt.cache_salt)
         running[i] = (prompt, turns_left - 1) if turns_left > 1 else begin()
         yield prompt
 
 
-def read_trace(path: Path) -> Iterator[Prompt]:
+def read_trace(path: Path) -> Iterator[SimulatedPrompt]:
     """The requests of a Mooncake trace (JSON lines), in their order.
 
     An id stands for 512 tokens, always the same ones, so prompts share what their ids share. ``input_length``
@@ -87,12 +87,12 @@ def read_trace(path: Path) -> Iterator[Prompt]:
                 yield _request(line, f"{path.name}, line {number}")
 
 
-def _request(line: str, where: str) -> Prompt:
+def _request(line: str, where: str) -> SimulatedPrompt:
     try:
         fields: Any = json.loads(line)
         milliseconds, length, ids = fields["timestamp"], fields["input_length"], fields["hash_ids"]
         tokens = tuple(token for each in ids for token in trace_tokens(each))[: int(length)]
-        return Prompt(tokens, at_seconds=float(milliseconds) / 1000)
+        return SimulatedPrompt(tokens, at_seconds=float(milliseconds) / 1000)
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidValue(
             f"{where} is no request with timestamp, input_length and hash_ids: {shown(str(error))}", field="trace"

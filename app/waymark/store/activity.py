@@ -21,7 +21,7 @@ from waymark.errors import StoreUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.store import keys
-from waymark.store.background import Begin
+from waymark.store.background import StartTask
 from waymark.store.client import RedisClient
 from waymark.store.scripts import Scripts
 
@@ -51,7 +51,7 @@ class ActivityKind(StrEnum):
     SWEEP = "sweep"
 
 
-class Entry(NamedTuple):
+class ActivityEntry(NamedTuple):
     """One thing that has happened."""
 
     id: str
@@ -63,7 +63,7 @@ class Entry(NamedTuple):
 class Activity:
     """The activity list: ``note`` adds to it, ``after`` and ``newest`` read it. ``begin`` runs the writes."""
 
-    def __init__(self, client: RedisClient, scripts: Scripts, metrics: Metrics, begin: Begin) -> None:
+    def __init__(self, client: RedisClient, scripts: Scripts, metrics: Metrics, begin: StartTask) -> None:
         self._client = client
         self._scripts = scripts
         self._metrics = metrics
@@ -92,18 +92,18 @@ class Activity:
                 for _ in entries:
                     self._waiting.popleft()
 
-    async def after(self, entry_id: str, count: int) -> list[Entry]:
+    async def after(self, entry_id: str, count: int) -> list[ActivityEntry]:
         """At most ``count`` entries after ``entry_id``, oldest first.
 
         After an id that was trimmed, the oldest entries.
         """
         return await self._read("XRANGE", f"({entry_id}", "+", count)
 
-    async def newest(self, count: int) -> list[Entry]:
+    async def newest(self, count: int) -> list[ActivityEntry]:
         """At most ``count`` entries, oldest first."""
         return (await self._read("XREVRANGE", "+", "-", count))[::-1]
 
-    async def _read(self, command: str, start: str, end: str, count: int) -> list[Entry]:
+    async def _read(self, command: str, start: str, end: str, count: int) -> list[ActivityEntry]:
         (found,) = await self._client.several([(command, keys.ACTIVITY, start, end, "COUNT", count)])
         return [entry for each in found if (entry := _entry(each)) is not None]
 
@@ -123,7 +123,7 @@ def is_entry_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None
 
 
-def _entry(found: Any) -> Entry | None:
+def _entry(found: Any) -> ActivityEntry | None:
     """An entry of a reply; None if another release wrote an entry that this release cannot read."""
     entry_id, parts = found
     pairs = parts.items() if isinstance(parts, dict) else zip(parts[::2], parts[1::2], strict=False)
@@ -131,4 +131,4 @@ def _entry(found: Any) -> Entry | None:
         content = orjson.loads(dict(pairs)[b"entry"])
     except (KeyError, ValueError):
         return None
-    return Entry(entry_id.decode(), content) if isinstance(content, dict) and "kind" in content else None
+    return ActivityEntry(entry_id.decode(), content) if isinstance(content, dict) and "kind" in content else None

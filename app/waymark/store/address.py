@@ -19,7 +19,7 @@ from waymark.errors import SettingsError
 from waymark.settings import hide_password
 from waymark.shown import shown
 
-Endpoint: TypeAlias = tuple[str, int]
+HostPort: TypeAlias = tuple[str, int]
 """Host and port."""
 AddressKind: TypeAlias = Literal["server", "socket", "sentinel", "cluster"]
 
@@ -38,7 +38,7 @@ class Address:
     """The parts of a URL."""
 
     kind: AddressKind
-    endpoints: tuple[Endpoint, ...]
+    endpoints: tuple[HostPort, ...]
     """The server, the Sentinels, or some nodes of the Cluster."""
     is_tls: bool = False
     name: str = ""
@@ -116,8 +116,8 @@ def _parameters(query: str) -> dict[str, str]:
     return given
 
 
-def _endpoints(hosts: str, kind: str) -> tuple[Endpoint, ...]:
-    found: list[Endpoint] = []
+def _endpoints(hosts: str, kind: str) -> tuple[HostPort, ...]:
+    found: list[HostPort] = []
     for text in hosts.split(","):
         match = _HOST.fullmatch(text)
         port = int(match["port"] or (26379 if kind == "sentinel" else 6379)) if match else 0

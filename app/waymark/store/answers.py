@@ -19,13 +19,13 @@ from waymark.store.scripts import Scripts, Verdict
 _KEYS = (keys.ANSWERS, keys.ANSWERS_KEPT, keys.ANSWERS_DUE)
 
 
-class Found(NamedTuple):
+class FoundAnswer(NamedTuple):
     nonce: bytes
     """The nonce of the last clearing."""
     value: bytes | None
 
 
-class Room(NamedTuple):
+class AnswersSize(NamedTuple):
     """How much is kept, and how many answers were dropped early to make room for the last one."""
 
     entries: int
@@ -33,34 +33,34 @@ class Room(NamedTuple):
     evicted: int = 0
 
 
-class Answers:
+class StoredAnswers:
     """All methods raise StoreUnavailable."""
 
     def __init__(self, client: RedisClient, scripts: Scripts) -> None:
         self._client = client
         self._scripts = scripts
 
-    async def find(self, key: bytes) -> Found:
+    async def find(self, key: bytes) -> FoundAnswer:
         """The answer to a request, by the request's key."""
         verdict, nonce, value = await self._scripts.find_answer(*_KEYS, key.hex())
-        return Found(nonce, value if verdict is Verdict.APPLIED else None)
+        return FoundAnswer(nonce, value if verdict is Verdict.APPLIED else None)
 
     async def keep(
         self, key: bytes, value: bytes, nonce: bytes, *, milliseconds: int, entries_max: int, bytes_max: int
-    ) -> Room | None:
+    ) -> AnswersSize | None:
         """Keep an answer to a request that began under ``nonce``; None if all answers were cleared since then."""
         outcome = await self._scripts.keep_answer(*_KEYS, nonce, key.hex(), milliseconds, entries_max, bytes_max, value)
         if outcome.verdict is Verdict.STALE:
             return None
         evicted, entries, bytes_ = outcome.numbers
-        return Room(entries, bytes_, evicted)
+        return AnswersSize(entries, bytes_, evicted)
 
     async def clear(self) -> int:
         """Remove every answer, and return how many there were."""
         outcome = await self._scripts.clear_answers(*_KEYS, secrets.token_hex(8))
         return outcome.numbers[0]
 
-    async def room(self) -> Room:
+    async def room(self) -> AnswersSize:
         """How much is kept now, by this machine's clock."""
         bytes_, due, entries = await self._client.several(
             [
@@ -69,7 +69,7 @@ class Answers:
                 ("ZCOUNT", keys.ANSWERS_DUE, f"({time() * 1000:.0f}", "+inf"),
             ]
         )
-        return Room(entries, int(bytes_ or 0) if due else 0)
+        return AnswersSize(entries, int(bytes_ or 0) if due else 0)
 
     def connections(self) -> tuple[int, int]:
         """Connections to Redis that are in use, and that are idle."""

@@ -6,5 +6,5 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-Begin = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+StartTask = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 """Starts a background task. Closing the store cancels the task."""

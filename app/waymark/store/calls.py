@@ -18,7 +18,7 @@ CALL_BLOCKS = 2048
 _HEADER = struct.Struct(">cHHIHHBB")
 
 
-class Call(NamedTuple):
+class ApplyCall(NamedTuple):
     """The arguments of one call that come from its parts."""
 
     blocks: int
@@ -36,7 +36,7 @@ class Call(NamedTuple):
     """The packed parts."""
 
 
-class Calls:
+class ApplyCalls:
     """The calls for parts of one shard, one after the other; a refusal changes those that follow."""
 
     def __init__(self, parts: Sequence[Part], moves: Moves, prefix: bytes) -> None:
@@ -56,13 +56,13 @@ class Calls:
         """Whether parts follow after the present call."""
         return bool(self._waiting) if self._packed is None else self._end < len(self._packed)
 
-    def next(self) -> Call:
+    def next(self) -> ApplyCall:
         """The next call, which may have no parts. Call ``done`` after each call."""
         if self._packed is not None:
             start, end = self._done, self._packed.end(self._done, CALL_PARTS, CALL_BLOCKS)
             self._moves.send(self._packed, start, end)
             self._end = end
-            return Call(*self._packed.pack(start, end, self._prefix))
+            return ApplyCall(*self._packed.pack(start, end, self._prefix))
         self._under_way, self._waiting = _next_parts(self._waiting, self._moves)
         return pack(self._under_way, self._prefix)
 
@@ -82,7 +82,7 @@ class Calls:
         self._waiting = [*self._moves.refused(is_row, first, offset), *rest]
 
 
-def pack(parts: Sequence[Part], prefix: bytes) -> Call:
+def pack(parts: Sequence[Part], prefix: bytes) -> ApplyCall:
     """A call with these parts; ``prefix`` is the prefix of the keys of its shard."""
     holders = {holder: i for i, holder in enumerate(dict.fromkeys(part.holder for part in parts), 1)}
     seqs = {seq: i for i, seq in enumerate(dict.fromkeys(part.seq for part in parts), 1)}
@@ -90,7 +90,7 @@ def pack(parts: Sequence[Part], prefix: bytes) -> Call:
     for place in [place for place in rows if place.branch is not None]:
         rows.setdefault(Place(place.head), len(rows) + 1)
     words = [_packed(part, holders[part.holder], seqs[part.seq], rows) for part in parts]
-    return Call(blocks_of(parts), list(holders), [prefix + place.name for place in rows], list(seqs), words)
+    return ApplyCall(blocks_of(parts), list(holders), [prefix + place.name for place in rows], list(seqs), words)
 
 
 def _next_parts(waiting: list[Part], moves: Moves) -> tuple[list[Part], list[Part]]:

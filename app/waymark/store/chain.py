@@ -20,23 +20,23 @@ from waymark.store.hot import HotRows, is_crowd
 KeySource: TypeAlias = Callable[[int], bytes]
 """Returns the next n block keys of a prompt (seq_hash XOR namespace), packed; fewer at the end of the prompt."""
 
-Name: TypeAlias = tuple[int, bytes]
+ValueName: TypeAlias = tuple[int, bytes]
 """A value to read: its shard, and the part of its key after the prefix of group and shard."""
 
 
-class Asked(NamedTuple):
+class WantedValues(NamedTuple):
     """The values that a chain needs next."""
 
     heads: bytes
     """Packed keys of the heads whose rows are wanted."""
-    beside: list[Name]
+    beside: list[ValueName]
     """Branch rows and singles."""
 
 
 _PIECE_BYTES = KEY_BYTES * PIECE_BLOCKS
 
 
-class _Piece:
+class _PieceValues:
     """What was read for a piece in addition to its row. Bit i of a bitmap stands for block i of the piece."""
 
     __slots__ = ("branches", "has_singles", "values")
@@ -44,7 +44,7 @@ class _Piece:
     def __init__(self) -> None:
         self.branches = 0
         self.has_singles = False
-        self.values: list[tuple[Name, bytes]] = []
+        self.values: list[tuple[ValueName, bytes]] = []
 
 
 class Chain:
@@ -63,15 +63,15 @@ class Chain:
         """The group has blocks of unknown depth: every block is also looked for among them."""
         self.found = 0
         """The number of blocks, from the start of the chain, that certainly have a holder."""
-        self.unreadable: set[Name] = set()
+        self.unreadable: set[ValueName] = set()
         """The values that cannot be read."""
         self._entry = entry
         self._rows: list[bytes | None] = []
         """The row of each piece that has been asked for."""
-        self._beside: dict[int, _Piece] = {}
+        self._beside: dict[int, _PieceValues] = {}
         self._rows_asked: Sequence[int] = ()
         """The pieces whose rows were asked for last."""
-        self._beside_asked: list[tuple[int, int, Name]] = []
+        self._beside_asked: list[tuple[int, int, ValueName]] = []
         """The values besides rows that were asked for last, as (piece, block, name).
 
         For a single, the number of the block is increased by ``PIECE_BLOCKS``.
@@ -88,7 +88,7 @@ class Chain:
         """How many blocks have been looked up."""
         return min(PIECE_BLOCKS * len(self._rows), len(self._keys) // KEY_BYTES)
 
-    def ask(self, pieces: int, now: float) -> Asked:
+    def ask(self, pieces: int, now: float) -> WantedValues:
         """What to read next: the branch rows of open blocks, and the rows of the next ``pieces`` pieces.
 
         Rows that the cache of hot rows has are left out.
@@ -102,7 +102,7 @@ class Chain:
         has_hot = self._hot.expire(now)
         if has_hot or self.has_singles:
             self._rows_asked = [piece for piece in following if self._ask_piece(piece)]
-        return Asked(self._heads(self._rows_asked), [name for _, _, name in self._beside_asked])
+        return WantedValues(self._heads(self._rows_asked), [name for _, _, name in self._beside_asked])
 
     def take(self, values: Sequence[bytes | None]) -> None:
         """Store the values that ``ask`` named: first the rows, then the others."""
@@ -173,7 +173,7 @@ class Chain:
     def _shard(self, key: bytes) -> int:
         return 0 if self._entry.shards == 1 else int.from_bytes(key, "big") % self._entry.shards
 
-    def _name(self, piece: int) -> Name:
+    def _name(self, piece: int) -> ValueName:
         head = self._head(piece)
         return self._shard(head), head.hex().encode()
 
@@ -192,7 +192,7 @@ class Chain:
 
     def _ask_beside(self, piece: int, blocks: int) -> None:
         """Ask for the branch rows that may begin with ``blocks``. In a group with singles, also ask for all singles."""
-        of = self._beside.setdefault(piece, _Piece())
+        of = self._beside.setdefault(piece, _PieceValues())
         keys = self._keys_of(piece)
         shard = self._shard(keys[:KEY_BYTES])
         for at in range(len(keys) // KEY_BYTES):
@@ -211,7 +211,7 @@ class Chain:
         """Find the runs of a piece whose blocks may be in its row, in branch rows or in singles."""
         self._may_be_hot = True
         keys = self._keys_of(piece)
-        of = self._beside.get(piece) or _Piece()
+        of = self._beside.get(piece) or _PieceValues()
         runs, missing, unreadable = piece_runs(keys, [self._rows[piece], *(value for _, value in of.values)])
         if unreadable:
             self._note(piece, of, unreadable)
@@ -241,7 +241,7 @@ class Chain:
                 certain.append((value, more))
                 self.found += more
 
-    def _note(self, piece: int, of: _Piece, unreadable: int) -> None:
+    def _note(self, piece: int, of: _PieceValues, unreadable: int) -> None:
         names = [self._name(piece), *(name for name, _ in of.values)]
         self.unreadable |= {name for at, name in enumerate(names) if unreadable >> at & 1}
 

@@ -21,7 +21,7 @@ from waymark.metrics import Metrics
 from waymark.settings import hide_password
 from waymark.store.address import parse
 from waymark.store.cluster import Cluster
-from waymark.store.connect import Pool
+from waymark.store.connect import WaitingPool
 from waymark.store.credentials import Credentials
 from waymark.store.drivers import connected, embedded
 from waymark.store.failures import is_damage, kind_of, unavailable
@@ -122,7 +122,7 @@ class RedisClient:
         """How many connections of the pools are in use, and how many are idle; 0 for the embedded Redis."""
         nodes = self._redis.nodes() if isinstance(self._redis, Cluster) else [self._redis]
         pools = [node.connection_pool for node in nodes]
-        counts = [pool.counts() for pool in pools if isinstance(pool, Pool)]
+        counts = [pool.counts() for pool in pools if isinstance(pool, WaitingPool)]
         return sum(used for used, _ in counts), sum(idle for _, idle in counts)
 
     async def _primaries(self) -> list[Redis]:

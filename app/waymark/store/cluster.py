@@ -25,7 +25,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from waymark.store.address import Endpoint
+from waymark.store.address import HostPort
 from waymark.store.connect import first
 from waymark.store.half_moved import read_singly
 from waymark.store.read_connection import ReplyReader
@@ -49,9 +49,9 @@ class Cluster:
 
     def __init__(
         self,
-        seeds: Sequence[Endpoint],
-        connect: Callable[[Endpoint], Redis],
-        read: Callable[[Endpoint], ReadPool],
+        seeds: Sequence[HostPort],
+        connect: Callable[[HostPort], Redis],
+        read: Callable[[HostPort], ReadPool],
         *,
         timeout_seconds: float,
         is_replica: bool = False,
@@ -60,8 +60,8 @@ class Cluster:
         self._connect = connect
         self._read = read
         self._bound_seconds = _BOUND_TIMEOUTS * timeout_seconds
-        self._nodes: dict[Endpoint, Redis] = {}
-        self._reads: dict[Endpoint, ReadPool] = {}
+        self._nodes: dict[HostPort, Redis] = {}
+        self._reads: dict[HostPort, ReadPool] = {}
         self._map = SlotMap(is_replica=is_replica)
         self._reading = asyncio.Lock()
 
@@ -83,12 +83,12 @@ class Cluster:
         listed = list(commands)
         async with asyncio.timeout(self._bound_seconds):
             await self._read_map()
-            by_node: dict[Endpoint, list[int]] = {}
+            by_node: dict[HostPort, list[int]] = {}
             for i, command in enumerate(listed):
                 by_node.setdefault(self._map.pick(_slot(command)), []).append(i)
             replies: list[Any] = [None] * len(listed)
 
-            async def ask(endpoint: Endpoint, indexes: list[int]) -> None:
+            async def ask(endpoint: HostPort, indexes: list[int]) -> None:
                 try:
                     answers = await _pipelined(self._node(endpoint), [listed[i] for i in indexes])
                 except RedisError as exc:
@@ -154,7 +154,7 @@ class Cluster:
 
     async def _follow(self, command: Sequence[Any]) -> Any:
         slot = _slot(command)
-        asked: Endpoint | None = None
+        asked: HostPort | None = None
         for hop in range(1, _HOPS + 1):
             await self._read_map()
             endpoint = asked or self._map.pick(slot)
@@ -197,10 +197,10 @@ class Cluster:
                 raise
         raise AssertionError("the last hop returns or raises")
 
-    async def _pipelined(self, endpoint: Endpoint, commands: Sequence[Sequence[Any]]) -> list[Any]:
+    async def _pipelined(self, endpoint: HostPort, commands: Sequence[Sequence[Any]]) -> list[Any]:
         return await _pipelined(self._node(endpoint), commands)
 
-    async def _ping(self, endpoint: Endpoint) -> None:
+    async def _ping(self, endpoint: HostPort) -> None:
         try:
             await _asked(self._node(endpoint), "PING")
         except (RedisConnectionError, RedisTimeoutError):
@@ -209,7 +209,7 @@ class Cluster:
 
     # ---- the map ----
 
-    def _node(self, endpoint: Endpoint) -> Redis:
+    def _node(self, endpoint: HostPort) -> Redis:
         node = self._nodes.get(endpoint)
         if node is None:
             node = self._nodes[endpoint] = self._connect(endpoint)
@@ -245,7 +245,7 @@ class Cluster:
         except TimeoutError:
             raise RedisTimeoutError(f"no map of the Cluster's slots within {self._bound_seconds:g} s") from None
 
-    async def _ask(self, endpoint: Endpoint) -> Slots:
+    async def _ask(self, endpoint: HostPort) -> Slots:
         return self._map.parse(await _asked(self._node(endpoint), "CLUSTER", "SLOTS"), endpoint)
 
 

@@ -24,7 +24,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
-from waymark.store.address import Address, Endpoint
+from waymark.store.address import Address, HostPort
 from waymark.store.credentials import Credentials
 
 A = TypeVar("A")
@@ -58,7 +58,7 @@ class _Socket(Packing, UnixDomainSocketConnection):
     pass
 
 
-class Pool(BlockingConnectionPool):
+class WaitingPool(BlockingConnectionPool):
     """A pool in which a caller waits for a free connection, and a cancelled caller still returns its connection."""
 
     def counts(self) -> tuple[int, int]:
@@ -94,7 +94,7 @@ def common_options(timeout_seconds: float, *, retries: int = 1) -> dict[str, Any
 def server(
     address: Address,
     credentials: Credentials,
-    endpoint: Endpoint | None = None,
+    endpoint: HostPort | None = None,
     *,
     timeout_seconds: float,
     connections: int,
@@ -109,7 +109,7 @@ def server(
         options |= {"connection_class": kind, "host": host, "port": port, "socket_keepalive": True}
     if address.kind == "cluster" and address.is_replica:
         options["redis_connect_func"] = _read_only
-    pool = Pool(max_connections=connections, timeout=timeout_seconds, db=address.db, **options)
+    pool = WaitingPool(max_connections=connections, timeout=timeout_seconds, db=address.db, **options)
     return Redis.from_pool(pool)
 
 

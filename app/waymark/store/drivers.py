@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from redis.asyncio import Redis
 
-from waymark.store.address import Address, Endpoint
+from waymark.store.address import Address, HostPort
 from waymark.store.cluster import Cluster
 from waymark.store.connect import server
 from waymark.store.credentials import Credentials
@@ -19,14 +19,14 @@ def connected(
 ) -> tuple[Redis | Cluster, ReadPool | None]:
     """The driver, and the read connections to a server; a Cluster has its own."""
 
-    def node(endpoint: Endpoint | None) -> Redis:
+    def node(endpoint: HostPort | None) -> Redis:
         return server(address, credentials, endpoint, timeout_seconds=timeout_seconds, connections=connections)
 
     def reads(find: Find | None) -> ReadPool:
         return ReadPool(Dialer(address, credentials, timeout_seconds, find))
 
-    def reads_of(endpoint: Endpoint) -> ReadPool:
-        async def find() -> Sequence[Endpoint]:
+    def reads_of(endpoint: HostPort) -> ReadPool:
+        async def find() -> Sequence[HostPort]:
             return [endpoint]
 
         return reads(find)

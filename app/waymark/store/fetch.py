@@ -19,7 +19,7 @@ from waymark.domain.keys import KEY_BYTES, unpack
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.store import keys
-from waymark.store.chain import Asked, Name
+from waymark.store.chain import ValueName, WantedValues
 from waymark.store.client import RedisClient
 from waymark.store.directory import GroupEntry
 from waymark.store.read_connection import Replies
@@ -34,7 +34,7 @@ class Fetched(NamedTuple):
     """The rows of the heads, and then the other values that were asked for."""
 
 
-class _Command(NamedTuple):
+class _ReadCommand(NamedTuple):
     """The MGET of one shard, or the HGET of the version."""
 
     prefix: bytes
@@ -44,7 +44,7 @@ class _Command(NamedTuple):
     """The position of each value among all values; none for the version."""
 
 
-class _Replies(Replies):
+class _CheckedReplies(Replies):
     """Reads the replies to commands. Raises InvalidResponse if a reply does not have the form of its command.
 
     ``sizes`` has the number of values of each command, and 0 for the command that reads the version.
@@ -87,7 +87,7 @@ class Fetcher:
         self._client = client
         self._duration = metrics.fetch_duration_seconds
 
-    async def fetch(self, entry: GroupEntry, asked: Asked, *, with_version: bool, until: float) -> Fetched:
+    async def fetch(self, entry: GroupEntry, asked: WantedValues, *, with_version: bool, until: float) -> Fetched:
         """Read the values that ``asked`` names, with one request to each server.
 
         Raises TimeoutError at ``until``, a time of the event loop's clock, and StoreUnavailable.
@@ -110,7 +110,7 @@ class Fetcher:
         self._duration.observe(time.monotonic() - began)
         return fetched
 
-    async def _ask(self, commands: Sequence[_Command], until: float) -> list[Any]:
+    async def _ask(self, commands: Sequence[_ReadCommand], until: float) -> list[Any]:
         """The replies to commands for any servers. Raises StoreUnavailable if one of them is an error."""
         by_server: dict[object, list[int]] = {}
         for i, command in enumerate(commands):
@@ -126,9 +126,9 @@ class Fetcher:
                 replies[i] = reply
         return replies
 
-    async def _ask_server(self, commands: Sequence[_Command], until: float) -> list[Any]:
+    async def _ask_server(self, commands: Sequence[_ReadCommand], until: float) -> list[Any]:
         packed = b"".join([hiredis.pack_command(cast("Any", command.words)) for command in commands])
-        reader = _Replies([len(command.indexes) for command in commands])
+        reader = _CheckedReplies([len(command.indexes) for command in commands])
         return await self._client.ask(commands[0].prefix, packed, reader, until)
 
 
@@ -147,9 +147,9 @@ def _mget(prefix: bytes, heads: bytes) -> bytes:
     return b"*%d\r\n$4\r\nMGET%b%b\r\n" % (len(heads) // KEY_BYTES + 1, between, digits)
 
 
-def _commands(entry: GroupEntry, asked: Asked, *, with_version: bool) -> list[_Command]:
+def _commands(entry: GroupEntry, asked: WantedValues, *, with_version: bool) -> list[_ReadCommand]:
     """One MGET for each shard that has a value to read; the command for the version comes last."""
-    names: list[Name] = [(head % entry.shards, b"%016x" % head) for head in unpack(asked.heads)]
+    names: list[ValueName] = [(head % entry.shards, b"%016x" % head) for head in unpack(asked.heads)]
     picked: dict[int, list[int]] = {}
     names += asked.beside
     for i, (shard, _) in enumerate(names):
@@ -157,14 +157,14 @@ def _commands(entry: GroupEntry, asked: Asked, *, with_version: bool) -> list[_C
     commands = []
     for shard, indexes in picked.items():
         prefix = keys.block_prefix(entry.group_id, shard)
-        commands.append(_Command(prefix, ("MGET", *[prefix + names[i][1] for i in indexes]), indexes))
+        commands.append(_ReadCommand(prefix, ("MGET", *[prefix + names[i][1] for i in indexes]), indexes))
     if with_version:
         words = "HGET", keys.holders(entry.group_id), "version"
-        commands.append(_Command(keys.block_prefix(entry.group_id, 0), words, ()))
+        commands.append(_ReadCommand(keys.block_prefix(entry.group_id, 0), words, ()))
     return commands
 
 
-def _together(commands: Sequence[_Command], replies: list[Any], *, with_version: bool) -> Fetched:
+def _together(commands: Sequence[_ReadCommand], replies: list[Any], *, with_version: bool) -> Fetched:
     """The values of all replies, in the order in which ``asked`` names them."""
     values: list[bytes | None] = [None] * sum(len(command.indexes) for command in commands)
     for command, reply in zip(commands, replies, strict=True):

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from waymark.errors import StoreUnavailable
 from waymark.logs import fields
 from waymark.store import keys
-from waymark.store.background import Begin
+from waymark.store.background import StartTask
 from waymark.store.client import RedisClient
 from waymark.store.parsing import lenient_text
 from waymark.store.scripts import Scripts
@@ -30,7 +30,7 @@ _PREFIXES_PER_CALL = 1_000
 class FleetCounts:
     """The counts of this process that are not in Redis yet, and the counts of all. ``begin`` runs the flush."""
 
-    def __init__(self, client: RedisClient, scripts: Scripts, begin: Begin) -> None:
+    def __init__(self, client: RedisClient, scripts: Scripts, begin: StartTask) -> None:
         self._client = client
         self._scripts = scripts
         self._begin = begin

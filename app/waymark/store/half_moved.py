@@ -12,16 +12,16 @@ from typing import Any
 
 from redis.exceptions import AskError
 
-from waymark.store.address import Endpoint
+from waymark.store.address import HostPort
 
-Pipeline = Callable[[Endpoint, Sequence[Sequence[Any]]], Awaitable[list[Any]]]
+Pipeline = Callable[[HostPort, Sequence[Sequence[Any]]], Awaitable[list[Any]]]
 """The replies of a node to commands in one pipeline, errors among them."""
 
 
-async def read_singly(pipeline: Pipeline, owner: Endpoint, keys: Sequence[Any]) -> list[bytes | None]:
+async def read_singly(pipeline: Pipeline, owner: HostPort, keys: Sequence[Any]) -> list[bytes | None]:
     """Do what MGET does, by one pipeline to ``owner`` and one to each node that ASK names. Raises the first error."""
     values = await pipeline(owner, [("GET", key) for key in keys])
-    asked: dict[Endpoint, list[int]] = {}
+    asked: dict[HostPort, list[int]] = {}
     for i, value in enumerate(values):
         if isinstance(value, AskError):
             asked.setdefault((value.host or owner[0], value.port), []).append(i)

@@ -33,7 +33,7 @@ class Reported(NamedTuple):
     spot: Spot
 
 
-class Hashes:
+class EngineHashes:
     """The index by engine hash of all groups."""
 
     def __init__(self, client: RedisClient, scripts: Scripts) -> None:

@@ -35,7 +35,7 @@ _ANSWER_SECONDS = 0.5
 _OLDEST = (6, 2)
 
 
-class Reason(StrEnum):
+class HealthReason(StrEnum):
     """The kinds of warnings about a Redis that answers."""
 
     EVICTION = "eviction"
@@ -58,13 +58,13 @@ class Primary:
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
+class RedisHealth:
     """The health of Redis, as INFO showed it last."""
 
     is_up: bool = False
     """Redis answered when it was last asked, and was not loading its data."""
     primaries: tuple[Primary, ...] = ()
-    warnings: Mapping[Reason, str] = field(default_factory=dict)
+    warnings: Mapping[HealthReason, str] = field(default_factory=dict)
     """A sentence with the consequence and the remedy, by reason."""
 
 
@@ -85,11 +85,11 @@ class HealthWatch:
         self._are_shards_set = are_shards_set
         self._hash_seed = hash_seed
         self._clock = clock
-        self._health = Health()
+        self._health = RedisHealth()
         self._fresh_until = float("-inf")
         self._is_polling = False
 
-    async def poll(self) -> Health:
+    async def poll(self) -> RedisHealth:
         """The health of Redis, a few seconds old at most. While Redis is being asked, it is the previous health."""
         if self._clock() < self._fresh_until or self._is_polling:
             return self._health
@@ -107,7 +107,7 @@ class HealthWatch:
         self._health = health
         return health
 
-    async def _ask(self) -> Health:
+    async def _ask(self) -> RedisHealth:
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
                 seed = await self._client.hget(keys.GROUPS, "hash_seed")
@@ -116,28 +116,28 @@ class HealthWatch:
             return replace(self._health, is_up=False)
         except StoreUnavailable:
             return replace(self._health, is_up=False)
-        warnings: dict[Reason, str] = {}
+        warnings: dict[HealthReason, str] = {}
         for info in infos:
             for reason, sentence in self._complaints(info):
                 warnings.setdefault(reason, sentence)
         warnings |= self._seed_warning(seed)
         is_loading = any(_number(info, "loading") for info in infos)
-        return Health(not is_loading, tuple(map(_primary, infos)), warnings)
+        return RedisHealth(not is_loading, tuple(map(_primary, infos)), warnings)
 
-    def _seed_warning(self, raw: bytes | None) -> dict[Reason, str]:
+    def _seed_warning(self, raw: bytes | None) -> dict[HealthReason, str]:
         if raw is None:
             return {}
         seed = self._parser.parse(RecordKind.HASH_SEED, keys.GROUPS, "hash_seed", seed_of, raw)
         if seed is None:
             return {
-                Reason.HASH_SEED: f"{keys.GROUPS} has a hash_seed that cannot be read, so it is unknown whether blocks "
-                f"in this Redis are hashed with WAYMARK_HASH_SEED {self._hash_seed}; set the field to "
+                HealthReason.HASH_SEED: f"{keys.GROUPS} has a hash_seed that cannot be read, so it is unknown whether "
+                f"blocks in this Redis are hashed with WAYMARK_HASH_SEED {self._hash_seed}; set the field to "
                 "the seed of the blocks"
             }
         if seed == self._hash_seed:
             return {}
         return {
-            Reason.HASH_SEED: f"blocks in this Redis are hashed with WAYMARK_HASH_SEED {seed}, here it is "
+            HealthReason.HASH_SEED: f"blocks in this Redis are hashed with WAYMARK_HASH_SEED {seed}, here it is "
             f"{self._hash_seed}: queries cannot find blocks of the other seed; give all processes the same seed"
         }
 
@@ -149,48 +149,48 @@ class HealthWatch:
                 return []  # an error is an answer, too: an ACL may deny INFO to this user
             raise
 
-    def _complaints(self, info: Mapping[str, Any]) -> Iterable[tuple[Reason, str]]:
+    def _complaints(self, info: Mapping[str, Any]) -> Iterable[tuple[HealthReason, str]]:
         policy = str(info.get("maxmemory_policy", "noeviction"))
         if policy.startswith("volatile-"):
             yield (
-                Reason.EVICTION,
+                HealthReason.EVICTION,
                 f"Redis has maxmemory-policy {policy}, which evicts keys with a time to live, such as leases: "
                 "streams would move between workers again and again; set maxmemory-policy to noeviction",
             )
         elif policy != "noeviction":
             yield (
-                Reason.EVICTION,
+                HealthReason.EVICTION,
                 f"Redis has maxmemory-policy {policy}, which evicts any key: blocks, registrations and the order of "
                 "events would be lost without a trace; set maxmemory-policy to noeviction",
             )
         version = str(info.get("redis_version", ""))
         if (number := _version(version)) is not None and number < _OLDEST:
             yield (
-                Reason.OLD_VERSION,
+                HealthReason.OLD_VERSION,
                 f"Redis is version {version}; use {_OLDEST[0]}.{_OLDEST[1]} or later, or Valkey",
             )
         if self._client.is_cluster and not self._are_shards_set:
             yield (
-                Reason.SHARDS_NOT_SET,
+                HealthReason.SHARDS_NOT_SET,
                 "Redis is a Cluster and WAYMARK_SHARDS is not set, so all blocks of a model are on one primary; set "
                 "it to a few times the number of primaries, or to 1 if one primary is intended",
             )
         if _number(info, "cluster_enabled") and not self._client.is_cluster:
             yield (
-                Reason.CLUSTER_URL,
+                HealthReason.CLUSTER_URL,
                 "Redis is a node of a Cluster, which answers for its own keys only; give WAYMARK_REDIS_URL as "
                 "redis+cluster://host:port",
             )
         if info.get("role") == "slave" and _number(info, "slave_read_only"):
             yield (
-                Reason.READ_ONLY,
+                HealthReason.READ_ONLY,
                 "Redis is a replica and refuses writes: queries are answered, nothing is indexed or registered; point "
                 "WAYMARK_REDIS_URL at the primary",
             )
         used, most = _number(info, "used_memory"), _number(info, "maxmemory")
         if policy == "noeviction" and 0 < most <= used:
             yield (
-                Reason.OUT_OF_MEMORY,
+                HealthReason.OUT_OF_MEMORY,
                 f"Redis uses {used} of {most} bytes and refuses writes: queries are answered, nothing is indexed or "
                 "registered; raise maxmemory, or spread the blocks over a Cluster",
             )

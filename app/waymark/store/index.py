@@ -15,7 +15,7 @@ from waymark.domain.parts import Commit, Part
 from waymark.domain.rows import ROW_SLOTS
 from waymark.domain.waves import waves_of
 from waymark.store import keys
-from waymark.store.calls import Call, Calls
+from waymark.store.calls import ApplyCall, ApplyCalls
 from waymark.store.client import RedisClient
 from waymark.store.leases import Grant
 from waymark.store.pacing import Pacer
@@ -124,7 +124,7 @@ class Index:
         events: Sequence[Arg] = (),
         hold: Hold | None = None,
     ) -> Verdict:
-        calls = Calls(parts, moves, keys.block_prefix(grant.group_id, shard))
+        calls = ApplyCalls(parts, moves, keys.block_prefix(grant.group_id, shard))
         while True:
             call = calls.next()
             is_last = not calls.are_left
@@ -146,7 +146,7 @@ class Index:
         self,
         grant: Grant,
         shard: int,
-        sent: Call,
+        sent: ApplyCall,
         commit: Commit | None,
         events: Sequence[Arg],
         hold: Hold | None,

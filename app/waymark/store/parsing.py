@@ -58,7 +58,7 @@ class Malformed(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
+class UnreadableKey:
     """A place in Redis that holds what this release cannot read."""
 
     kind: RecordKind
@@ -72,13 +72,13 @@ class RecordParser:
     """Parses records, and remembers the places of those that could not be read the last time."""
 
     def __init__(self, metrics: Metrics | None = None) -> None:
-        self._places: dict[tuple[str, str], Unreadable] = {}
+        self._places: dict[tuple[str, str], UnreadableKey] = {}
         gauge = (metrics or Metrics()).records_unreadable
         for kind in RecordKind:
             gauge.labels(record=kind).set_function(lambda kind=kind: self.counts[kind])  # type: ignore[misc]
 
     @property
-    def unreadable(self) -> list[Unreadable]:
+    def unreadable(self) -> list[UnreadableKey]:
         return list(self._places.values())
 
     @property
@@ -107,7 +107,7 @@ class RecordParser:
                 "unreadable record skipped",
                 extra=fields(kind=str(kind), key=key, field=name, reason=reason),
             )
-        self._places[key, name] = Unreadable(kind, key, name, reason)
+        self._places[key, name] = UnreadableKey(kind, key, name, reason)
 
     def clear(self) -> None:
         """Forget every place, because Redis has come back empty."""

@@ -47,7 +47,7 @@ class Replies:
         return replies
 
 
-class _Question(Generic[T]):
+class _PendingRead(Generic[T]):
     __slots__ = ("answer", "reader", "replies", "until")
 
     def __init__(self, reader: ReplyReader[T], answer: asyncio.Future[T], until: float) -> None:
@@ -69,7 +69,7 @@ class ReadConnection(asyncio.Protocol):
         self._lost = lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._questions: deque[_Question[Any]] = deque()
+        self._questions: deque[_PendingRead[Any]] = deque()
         self._parser = hiredis.Reader(
             protocolError=InvalidResponse, replyError=BaseParser.parse_error, notEnoughData=_NOT_YET
         )
@@ -95,7 +95,7 @@ class ReadConnection(asyncio.Protocol):
         else:
             if not self._questions:
                 self._heard = now
-            question = _Question(reader, answer, math.inf if until is None else until)
+            question = _PendingRead(reader, answer, math.inf if until is None else until)
             self._questions.append(question)
             self._check_by(min(question.until, self._heard + self._silent_seconds))
             try:
@@ -155,7 +155,7 @@ class ReadConnection(asyncio.Protocol):
         if self._parser.has_data():
             raise InvalidResponse("more replies than commands")
 
-    def _answer_parsed(self, question: _Question[Any]) -> None:
+    def _answer_parsed(self, question: _PendingRead[Any]) -> None:
         answer, error = _parsed(question.reader, question.replies)
         self._end(question, answer, error)
         if isinstance(error, InvalidResponse):
@@ -195,7 +195,7 @@ class ReadConnection(asyncio.Protocol):
                 is_lost = is_lost or not is_waited_for
         return is_lost
 
-    def _end(self, question: _Question[Any], answer: Any = None, error: Exception | None = None) -> None:
+    def _end(self, question: _PendingRead[Any], answer: Any = None, error: Exception | None = None) -> None:
         if question.answer.done():  # the caller was cancelled, or waits no longer
             return
         if error is None:

@@ -14,14 +14,14 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from waymark.store.address import Address, Endpoint
+from waymark.store.address import Address, HostPort
 from waymark.store.credentials import Credentials
 from waymark.store.read_connection import ReadConnection, Replies, ReplyReader
 
 T = TypeVar("T")
 
 Lost = Callable[[ReadConnection], None]
-Find = Callable[[], Awaitable[Sequence[Endpoint]]]
+Find = Callable[[], Awaitable[Sequence[HostPort]]]
 """Returns the servers that may be asked, the best first."""
 
 
@@ -46,7 +46,7 @@ class Dialer:
                 failure = exc
         raise failure
 
-    async def _dial(self, endpoint: Endpoint | None, lost: Lost) -> ReadConnection:
+    async def _dial(self, endpoint: HostPort | None, lost: Lost) -> ReadConnection:
         connection: ReadConnection | None = None
         try:
             async with asyncio.timeout(self.timeout_seconds):
@@ -62,7 +62,7 @@ class Dialer:
             raise
         return connection
 
-    async def _connect(self, endpoint: Endpoint | None, lost: Lost) -> ReadConnection:
+    async def _connect(self, endpoint: HostPort | None, lost: Lost) -> ReadConnection:
         loop = asyncio.get_running_loop()
 
         def make() -> ReadConnection:
@@ -169,5 +169,5 @@ class ReadPool:
             self.connection = None
 
 
-def _shown(endpoint: Endpoint | None, address: Address) -> str:
+def _shown(endpoint: HostPort | None, address: Address) -> str:
     return str(address.path) if endpoint is None else f"{endpoint[0]}:{endpoint[1]}"

@@ -24,7 +24,7 @@ from waymark.store.stream_fields import COUNTER, EVENT, HOLDER, SHARD, StreamFie
 
 
 @dataclass(frozen=True, slots=True)
-class StreamState:
+class StreamRecord:
     """The record of a stream, as the worker that takes its lease reads it."""
 
     life: str
@@ -71,7 +71,7 @@ class Facts(TypedDict, total=False):
 
 
 @dataclass(slots=True)
-class Begin:
+class NewHolder:
     """A holder to begin, under the name by which its stream knows it."""
 
     name: HolderName
@@ -87,7 +87,7 @@ class Records:
         self._scripts = scripts
         self._incarnation = incarnation or Incarnation()
 
-    async def read(self, grant: Grant) -> StreamState | None:
+    async def read(self, grant: Grant) -> StreamRecord | None:
         """The record; None if it is gone, or contains another token.
 
         Raises RecordDamaged if the record has a format that this release does not read.
@@ -106,7 +106,7 @@ class Records:
         event_ids = fields.integers(EVENT, holder_id)
         shard_calls = fields.integers(SHARD, int)
         watermark, main_group = fields.integer("watermark"), fields.integer("main_groups")
-        return StreamState(
+        return StreamRecord(
             life=fields.text("life"),
             watermark=watermark,
             ts=fields.number("ts"),
@@ -124,7 +124,7 @@ class Records:
             is_damaged=fields.is_damaged(("watermark", "main_groups", HOLDER, EVENT, SHARD)),
         )
 
-    async def adopt(self, grant: Grant, state: StreamState) -> None:
+    async def adopt(self, grant: Grant, state: StreamRecord) -> None:
         """Add to a damaged record the live holders of its publisher that it does not name: ``new_life`` ends them."""
         key = keys.holders(grant.group_id)
         table = decode_table(await self._client.hgetall(key), self._parser, key)
@@ -144,7 +144,7 @@ class Records:
         *,
         unit: str,
         is_restart: bool,
-        begin: Sequence[Begin],
+        begin: Sequence[NewHolder],
         above: int,
         nonce: str | None = None,
     ) -> list[int] | None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from waymark.errors import InvalidValue, StoreUnavailable
 from waymark.store import keys
-from waymark.store.background import Begin
+from waymark.store.background import StartTask
 from waymark.store.client import RedisClient
 from waymark.store.scripts import Scripts, Verdict
 
@@ -34,7 +34,7 @@ _RELEASES_AT_ONCE = 32
 _TEXT = re.compile(r"([1-9]\d{0,15})\.([1-9]\d{0,15})\.(\d{1,15})\.(\d{1,15})\.([0-9a-f]{16})(?:\.(\d{1,15}))?")
 
 
-class Part(StrEnum):
+class ReservationPart(StrEnum):
     """The part of a reservation that ends."""
 
     PREFILL = "prefill"
@@ -166,7 +166,7 @@ class Reserved(NamedTuple):
 class Reservations:
     """The loads and reservations of all groups. They are read and written on the primary Redis, never on a replica."""
 
-    def __init__(self, client: RedisClient, scripts: Scripts, begin: Begin | None = None) -> None:
+    def __init__(self, client: RedisClient, scripts: Scripts, begin: StartTask | None = None) -> None:
         """``begin`` starts a task in the background, which ends reservations that no caller waits for."""
         self._client = client
         self._scripts = scripts
@@ -194,7 +194,7 @@ class Reservations:
         until = time.monotonic() + terms.milliseconds / 1000
         while time.monotonic() < until:
             try:
-                await self.release(made, Part.OK)
+                await self.release(made, ReservationPart.OK)
                 return
             except StoreUnavailable:
                 await asyncio.sleep(_TAKE_BACK_SECONDS)
@@ -236,7 +236,7 @@ class Reservations:
     async def release(
         self,
         reservations: Sequence[Reservation],
-        part: Part,
+        part: ReservationPart,
         *,
         milliseconds: int = 120_000,
         ttft_ms: float | None = None,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from waymark.store import keys
-from waymark.store.answers import Room
+from waymark.store.answers import AnswersSize
 from waymark.store.client import RedisClient
 from waymark.store.scripts import Scripts, Verdict
 
@@ -17,14 +17,14 @@ _GROUP = "mongo-sync"
 _KEYS = (keys.RESPONSES, keys.RESPONSES_KEPT, keys.RESPONSES_DUE, keys.RESPONSES_COPIED, keys.RESPONSES_QUEUE)
 
 
-class Entry(NamedTuple):
+class QueuedResponse(NamedTuple):
     """A response to be copied: its place in the queue, and its name."""
 
     id: str
     name: str
 
 
-class Bounds(NamedTuple):
+class ResponseBounds(NamedTuple):
     """How long responses are stored, how many, and in how many bytes. ``queue_max`` is 0 without MongoDB."""
 
     milliseconds: int
@@ -37,10 +37,10 @@ class Changed(NamedTuple):
     """Whether a change was made, and how much is stored. A change is not made if the response does not fit."""
 
     is_done: bool
-    room: Room
+    room: AnswersSize
 
 
-class Responses:
+class StoredResponses:
     """Names are 32 hex digits. All methods raise StoreUnavailable."""
 
     def __init__(self, client: RedisClient, scripts: Scripts) -> None:
@@ -51,32 +51,32 @@ class Responses:
         """The responses by name: an empty value if it was deleted, None if Redis does not have it."""
         return await self._scripts.find_responses(keys.RESPONSES_KEPT, keys.RESPONSES_DUE, names)
 
-    async def keep(self, name: str, value: bytes, bounds: Bounds) -> Changed:
+    async def keep(self, name: str, value: bytes, bounds: ResponseBounds) -> Changed:
         """Keep a response. Old responses are removed to make room; with MongoDB, only those that MongoDB has."""
         return await self._change(name, value, bounds, bounds.queue_max)
 
-    async def put_back(self, name: str, value: bytes, bounds: Bounds) -> Changed:
+    async def put_back(self, name: str, value: bytes, bounds: ResponseBounds) -> Changed:
         """Keep a response that MongoDB has, unless it was changed or deleted meanwhile."""
         return await self._change(name, value, bounds, 0)
 
-    async def delete(self, name: str, bounds: Bounds) -> Changed:
+    async def delete(self, name: str, bounds: ResponseBounds) -> Changed:
         """Delete a response. With MongoDB, a mark of the deletion stays in Redis for a time."""
         return await self._change(name, b"", bounds, bounds.queue_max)
 
-    async def _change(self, name: str, value: bytes, bounds: Bounds, length: int) -> Changed:
+    async def _change(self, name: str, value: bytes, bounds: ResponseBounds, length: int) -> Changed:
         group = _GROUP if bounds.queue_max else ""
         outcome = await self._scripts.keep_response(
             *_KEYS, name, bounds.milliseconds, value, group, length, bounds.entries_max, bounds.bytes_max
         )
         evicted, entries, bytes_ = outcome.numbers
-        return Changed(outcome.verdict is not Verdict.FULL, Room(entries, bytes_, evicted))
+        return Changed(outcome.verdict is not Verdict.FULL, AnswersSize(entries, bytes_, evicted))
 
-    async def take(self, consumer: str, count: int, *, idle_ms: int) -> list[Entry]:
+    async def take(self, consumer: str, count: int, *, idle_ms: int) -> list[QueuedResponse]:
         """Entries for a consumer: those that another one has not ended for ``idle_ms``, or else new ones."""
         taken = await self._scripts.take_responses(keys.RESPONSES_QUEUE, _GROUP, consumer, count, idle_ms)
-        return [Entry(*each) for each in taken]
+        return [QueuedResponse(*each) for each in taken]
 
-    async def end(self, entries: Sequence[Entry]) -> None:
+    async def end(self, entries: Sequence[QueuedResponse]) -> None:
         """Take entries out of the queue, since MongoDB has their responses."""
         texts = [text for entry in entries for text in entry]
         await self._scripts.end_responses(

@@ -17,13 +17,13 @@ from redis.asyncio.sentinel import (
 )
 
 from waymark.shown import shown
-from waymark.store.address import Address, Endpoint
-from waymark.store.connect import Packing, Pool, common_options, first
+from waymark.store.address import Address, HostPort
+from waymark.store.connect import Packing, WaitingPool, common_options, first
 from waymark.store.credentials import Credentials
 from waymark.store.read_pool import Find
 
 
-class _Found:
+class _BoundedConnect:
     """A connection that bounds the time to find and reach a server, however many Sentinels are silent."""
 
     async def connect(self) -> None:
@@ -35,23 +35,23 @@ class _Found:
             raise MasterNotFoundError(f"the Sentinels named no server that answers within {bound:g} s") from None
 
 
-class _Tcp(_Found, Packing, SentinelManagedConnection):
+class _SentinelTcp(_BoundedConnect, Packing, SentinelManagedConnection):
     pass
 
 
-class _Tls(_Found, Packing, SentinelManagedSSLConnection):
+class _SentinelTls(_BoundedConnect, Packing, SentinelManagedSSLConnection):
     pass
 
 
-class _Pool(SentinelConnectionPool, Pool):
+class _SentinelPool(SentinelConnectionPool, WaitingPool):
     """Connections to the server that Sentinels name. A caller without a free connection waits."""
 
 
 class _Sentinels(Sentinel):
     """Asks all Sentinels at once, so that a silent one delays nothing."""
 
-    async def discover_master(self, service_name: str) -> Endpoint:
-        async def ask(sentinel: Redis) -> Endpoint:
+    async def discover_master(self, service_name: str) -> HostPort:
+        async def ask(sentinel: Redis) -> HostPort:
             state = cast("dict[str, Any]", await sentinel.sentinel_master(service_name))
             if not self.check_master_state(state, service_name):
                 raise MasterNotFoundError("it is down")
@@ -64,9 +64,9 @@ class _Sentinels(Sentinel):
             ) from found
         return found
 
-    async def discover_slaves(self, service_name: str) -> list[Endpoint]:
-        async def ask(sentinel: Redis) -> list[Endpoint]:
-            return cast("list[Endpoint]", self.filter_slaves(await sentinel.sentinel_slaves(service_name)))
+    async def discover_slaves(self, service_name: str) -> list[HostPort]:
+        async def ask(sentinel: Redis) -> list[HostPort]:
+            return cast("list[HostPort]", self.filter_slaves(await sentinel.sentinel_slaves(service_name)))
 
         found = await first(ask, self.sentinels)
         # Without a replica the library goes on to the primary.
@@ -78,14 +78,14 @@ class _BehindSentinels(Redis):
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         await super().aclose(close_connection_pool=True)
-        await cast("_Pool", self.connection_pool).sentinel_manager.aclose()
+        await cast("_SentinelPool", self.connection_pool).sentinel_manager.aclose()
 
 
 def found_by(redis: Redis, address: Address) -> Find:
     """A function that asks the Sentinels of ``redis`` for the servers; ``behind_sentinels`` made ``redis``."""
-    sentinels = cast("_Sentinels", cast("_Pool", redis.connection_pool).sentinel_manager)
+    sentinels = cast("_Sentinels", cast("_SentinelPool", redis.connection_pool).sentinel_manager)
 
-    async def find() -> Sequence[Endpoint]:
+    async def find() -> Sequence[HostPort]:
         replicas = await sentinels.discover_slaves(address.name) if address.is_replica else []
         random.shuffle(replicas)
         try:
@@ -106,11 +106,11 @@ def behind_sentinels(address: Address, credentials: Credentials, *, timeout_seco
         | {"ssl": address.is_tls}
         | credentials.sentinel_options(address),
     )
-    pool = _Pool(  # type: ignore[no-untyped-call]
+    pool = _SentinelPool(  # type: ignore[no-untyped-call]
         address.name,
         sentinels,
         is_master=not address.is_replica,
-        connection_class=_Tls if address.is_tls else _Tcp,
+        connection_class=_SentinelTls if address.is_tls else _SentinelTcp,
         max_connections=connections,
         timeout=timeout_seconds,
         db=address.db,

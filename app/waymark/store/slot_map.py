@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS
 from redis.exceptions import ClusterDownError, MovedError
 
-from waymark.store.address import Endpoint
+from waymark.store.address import HostPort
 
 #: For how long a node that failed is passed over, in seconds.
 _PASSED_OVER_SECONDS = 5.0
@@ -25,8 +25,8 @@ _MAP_SECONDS_MIN = 0.1
 class Shard(NamedTuple):
     """The nodes that have a range of slots."""
 
-    primary: Endpoint
-    choices: tuple[Endpoint, ...]
+    primary: HostPort
+    choices: tuple[HostPort, ...]
     """The nodes that may answer, the best first; the last one is the primary."""
 
 
@@ -35,7 +35,7 @@ class Slots(NamedTuple):
 
     shards: list[Shard | None]
     """The nodes of each slot, by slot; None for a slot that no node has."""
-    endpoints: set[Endpoint]
+    endpoints: set[HostPort]
     """Every node of the reply."""
 
 
@@ -46,7 +46,7 @@ class SlotMap:
         """``is_replica``: replicas may answer, in random order, before the primary."""
         self._is_replica = is_replica
         self._shards: list[Shard | None] = []
-        self._failed_until: dict[Endpoint, float] = {}
+        self._failed_until: dict[HostPort, float] = {}
         """For each node that failed, the time until which other nodes are asked in its place, if there are any."""
         self._is_doubtful = True
         self._read_after = 0.0
@@ -60,14 +60,14 @@ class SlotMap:
         """Whether a node is known that has the slot."""
         return bool(self._shards) and self._shards[slot] is not None
 
-    def primaries(self) -> set[Endpoint]:
+    def primaries(self) -> set[HostPort]:
         return {shard.primary for shard in self._known()}
 
-    def picked(self) -> Iterable[Endpoint]:
+    def picked(self) -> Iterable[HostPort]:
         """Every node that ``pick`` returns for at least one slot, without repetition."""
         return dict.fromkeys(map(self._choice, self._known()))
 
-    def pick(self, slot: int) -> Endpoint:
+    def pick(self, slot: int) -> HostPort:
         """The node to ask for a slot. Raises ClusterDownError if no node has it."""
         shard = self._shards[slot]
         if shard is None:
@@ -75,12 +75,12 @@ class SlotMap:
             raise ClusterDownError(f"no node has slot {slot}")
         return self._choice(shard)
 
-    def pass_over(self, endpoint: Endpoint) -> None:
+    def pass_over(self, endpoint: HostPort) -> None:
         """The node failed: others that may answer are asked for some seconds, and the map is read again."""
         self._failed_until[endpoint] = asyncio.get_running_loop().time() + _PASSED_OVER_SECONDS
         self._is_doubtful = True
 
-    def learn(self, moved: MovedError, endpoint: Endpoint) -> None:
+    def learn(self, moved: MovedError, endpoint: HostPort) -> None:
         """``endpoint`` has answered MOVED; a reply without a host means the host of ``endpoint``."""
         owner = (moved.host or endpoint[0], moved.port)
         if self._shards:
@@ -91,7 +91,7 @@ class SlotMap:
         """Mark the map as doubtful, so that it is read again before the next command."""
         self._is_doubtful = True
 
-    def forget(self, endpoint: Endpoint) -> None:
+    def forget(self, endpoint: HostPort) -> None:
         """The node has left the Cluster."""
         self._failed_until.pop(endpoint, None)
 
@@ -101,10 +101,10 @@ class SlotMap:
         self._is_doubtful = False
         self._read_after = asyncio.get_running_loop().time() + _MAP_SECONDS_MIN
 
-    def parse(self, reply: Iterable[Any], endpoint: Endpoint) -> Slots:
+    def parse(self, reply: Iterable[Any], endpoint: HostPort) -> Slots:
         """The reply of ``endpoint`` to CLUSTER SLOTS. Raises ClusterDownError if it names no node."""
         shards: list[Shard | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
-        endpoints: set[Endpoint] = set()
+        endpoints: set[HostPort] = set()
         for start, end, *nodes in reply:
             primary, *replicas = [((node[0] or b"").decode() or endpoint[0], int(node[1])) for node in nodes]
             others = random.sample(replicas, len(replicas)) if self._is_replica else []
@@ -117,6 +117,6 @@ class SlotMap:
     def _known(self) -> Iterable[Shard]:
         return filter(None, dict.fromkeys(self._shards))
 
-    def _choice(self, shard: Shard) -> Endpoint:
+    def _choice(self, shard: Shard) -> HostPort:
         now = asyncio.get_running_loop().time()
         return next((each for each in shard.choices if self._failed_until.get(each, 0.0) <= now), shard.primary)

@@ -12,7 +12,7 @@ from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.store import index_format, keys
 from waymark.store.activity import Activity
-from waymark.store.answers import Answers
+from waymark.store.answers import StoredAnswers
 from waymark.store.claim_writer import ClaimWriter
 from waymark.store.client import RedisClient, Subscription
 from waymark.store.credentials import Credentials
@@ -22,7 +22,7 @@ from waymark.store.entries import Entries
 from waymark.store.first_tokens import FirstTokenTimes
 from waymark.store.fleet_counts import FleetCounts
 from waymark.store.gauges import EngineGauges
-from waymark.store.hashes import Hashes
+from waymark.store.hashes import EngineHashes
 from waymark.store.health import HealthWatch
 from waymark.store.heartbeats import Heartbeats
 from waymark.store.hot import HotRows
@@ -38,7 +38,7 @@ from waymark.store.reader import Reader
 from waymark.store.records import Records
 from waymark.store.registry import Registry
 from waymark.store.reservations import Reservations
-from waymark.store.responses import Responses
+from waymark.store.responses import StoredResponses
 from waymark.store.scripts import Scripts
 from waymark.store.selections import Selections
 from waymark.store.speculative import Speculative
@@ -101,13 +101,13 @@ class Store:
         self.entries = Entries(client, self.scripts)
         self.gauges = EngineGauges(client, self.scripts)
         self.first_tokens = FirstTokenTimes(client)
-        self.hashes = Hashes(client, self.scripts)
+        self.hashes = EngineHashes(client, self.scripts)
         self.selections = Selections(client, self.scripts)
         self.speculative = Speculative(client)
         self.prefixes = Prefixes(client, self.scripts)
-        self.answers = Answers(client, self.scripts)
+        self.answers = StoredAnswers(client, self.scripts)
         self.placements = Placements(client, self.scripts)
-        self.responses = Responses(client, self.scripts)
+        self.responses = StoredResponses(client, self.scripts)
         self.counts = FleetCounts(client, self.scripts, self.begin)
         self.sweeper = Sweeper(client, self.scripts, self.parser, metrics)
         reading = read_client or client

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from waymark.domain.held import HeldBlocks
 from waymark.domain.known import Spot
-from waymark.domain.rows import SAME_HASH, Entry, Place, Row, parse, parse_entry, parse_field
+from waymark.domain.rows import SAME_HASH, HolderEntry, Place, Row, parse, parse_entry, parse_field
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.hashes import Reported
@@ -23,10 +23,10 @@ _COPIES = re.compile(rb"([1-9][0-9]{0,15})((?: [0-9a-f]{16})*)")
 _COPIES_FIELD = re.compile(rb"\*[0-9a-f]{16}")
 _APPLIED = re.compile(rb"([0-9]{1,16}) ([0-9]{1,16})")
 
-_Block = tuple[Place, int, int, int, int]
+_StoredBlock = tuple[Place, int, int, int, int]
 """Place, namespace, key, depth, engine hash."""
 
-Counted = dict[tuple[int, int], tuple[int, int]]
+BlockCounts = dict[tuple[int, int], tuple[int, int]]
 """The seq and position up to which a shard has counted a holder, by holder and shard."""
 
 
@@ -35,12 +35,12 @@ class Takeover:
         self._client = client
         self._parser = parser or RecordParser()
 
-    async def fill(self, grant: Grant, holders: dict[int, int], memory: HeldBlocks) -> Counted:
+    async def fill(self, grant: Grant, holders: dict[int, int], memory: HeldBlocks) -> BlockCounts:
         """Fill an empty memory with the blocks of ``holders`` (id to rank). Raises StoreUnavailable.
 
         A value that cannot be parsed counts for no holder; the parser counts and logs it.
         """
-        counted: Counted = {}
+        counted: BlockCounts = {}
         for holder, dp_rank in holders.items():
             memory.begin(holder, dp_rank)
             for shard in range(grant.shards):
@@ -73,12 +73,12 @@ class Takeover:
         engine = keys.engine(grant.group_id, shard, holder)
         mark: tuple[int, int] | None = None
         several: dict[int, tuple[int, list[int]]] = {}
-        late: list[_Block] = []
+        late: list[_StoredBlock] = []
         seen: set[Place] = set()
         cursor = 0
         while True:
             cursor, fields = await self._client.hscan(engine, cursor, _FIELDS)
-            entries: list[tuple[Place, Entry]] = []
+            entries: list[tuple[Place, HolderEntry]] = []
             for name, value in fields.items():
                 if name == b"applied":
                     mark = self._parser.parse(RecordKind.ENTRY, engine, name, _applied, value)
@@ -109,14 +109,14 @@ class Takeover:
         return mark
 
     async def _fill_rows(
-        self, grant: Grant, shard: int, holder: int, entries: list[tuple[Place, Entry]], memory: HeldBlocks
-    ) -> list[_Block]:
+        self, grant: Grant, shard: int, holder: int, entries: list[tuple[Place, HolderEntry]], memory: HeldBlocks
+    ) -> list[_StoredBlock]:
         """Remember the blocks of these entries; return those whose engine hash another block has already.
 
         If an entry names no engine hash for a block, the seq_hash is used, until the field with the block's copies
         names another one.
         """
-        late: list[_Block] = []
+        late: list[_StoredBlock] = []
         rows = await self._rows(grant, shard, entries)
         for row, (place, entry) in zip(rows, entries, strict=True):
             if row is not None and row.is_marked:
@@ -133,10 +133,10 @@ class Takeover:
                 memory.store(holder, place, entry.namespace, found_keys, found_depths, list(new))
         return late
 
-    def _entry_of(self, engine: str, name: bytes, value: bytes) -> tuple[Place, Entry] | None:
+    def _entry_of(self, engine: str, name: bytes, value: bytes) -> tuple[Place, HolderEntry] | None:
         return self._parser.parse(RecordKind.ENTRY, engine, name, _entry, name, value)
 
-    async def _rows(self, grant: Grant, shard: int, entries: Sequence[tuple[Place, Entry]]) -> list[Row | None]:
+    async def _rows(self, grant: Grant, shard: int, entries: Sequence[tuple[Place, HolderEntry]]) -> list[Row | None]:
         """The row of each entry; None if there is none, or if it cannot be read."""
         if not entries:
             return []
@@ -154,7 +154,7 @@ def _is_place(field: bytes) -> bool:
     return field != b"applied" and not field.startswith(b"*")
 
 
-def _blocks(row: Row | None, place: Place, entry: Entry, holder: int) -> Iterator[_Block]:
+def _blocks(row: Row | None, place: Place, entry: HolderEntry, holder: int) -> Iterator[_StoredBlock]:
     """The blocks that the holder has in a row."""
     if row is not None:
         bitmap, block_keys, depths = row.holders.get(holder, 0), row.keys, row.depths
@@ -178,7 +178,7 @@ def parse_row(value: bytes) -> Row:
         raise Malformed(str(exc)) from None
 
 
-def _entry(field: bytes, value: bytes) -> tuple[Place, Entry]:
+def _entry(field: bytes, value: bytes) -> tuple[Place, HolderEntry]:
     try:
         return parse_field(field), parse_entry(value)
     except ValueError as exc:

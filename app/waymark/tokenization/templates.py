@@ -32,7 +32,7 @@ RESERVED = frozenset(
 )
 
 
-class _Refused(Exception):
+class _TemplateRefused(Exception):
     """The template called ``raise_exception``."""
 
 
@@ -44,7 +44,7 @@ class _TooSlow(Exception):
     """The rendering takes longer than it may."""
 
 
-class _OverCeiling(InvalidValue):
+class _RenderingOverCeiling(InvalidValue):
     """A refusal by a ceiling: a second rendering would take as long as the first."""
 
 
@@ -130,7 +130,7 @@ class ChatTemplate:
         try:
             return self._rendered(prompt, shown, tools, begins_answer=begins_answer)
         except InvalidValue as refusal:
-            if tools is None or isinstance(refusal, _OverCeiling):
+            if tools is None or isinstance(refusal, _RenderingOverCeiling):
                 raise
             # As SGLang does: some templates take functions alone.
             functions = sglang.functions_for_template(tools)
@@ -153,7 +153,7 @@ class ChatTemplate:
         }
         try:
             text = self._compiled().render(context, self._bytes_max)
-        except _Refused as refused:
+        except _TemplateRefused as refused:
             raise InvalidValue(f"the chat template refuses the messages: {refused}", field="messages") from None
         except _TooLarge:
             raise self._too_large() from None
@@ -179,7 +179,7 @@ class ChatTemplate:
         return found
 
     def _too_large(self) -> InvalidValue:
-        return _OverCeiling(
+        return _RenderingOverCeiling(
             f"the chat template makes more than {self._bytes_max} bytes of the messages; send less, or raise "
             "WAYMARK_TEXT_BYTES_MAX",
             reason="too_large",
@@ -262,7 +262,7 @@ def _trim(value: Any, characters: str | None = None) -> str:
 
 
 def _raise_exception(message: str = "no reason") -> str:
-    raise _Refused(str(message)[:200])
+    raise _TemplateRefused(str(message)[:200])
 
 
 def _strftime_now(form: str) -> str:
@@ -279,7 +279,7 @@ def _lacking(error: TemplateError) -> InvalidValue:
 
 
 def _too_long() -> InvalidValue:
-    return _OverCeiling(
+    return _RenderingOverCeiling(
         f"the chat template takes more than {STEPS_MAX} steps or {SECONDS_MAX:g} s of CPU for these messages; "
         "send fewer",
         field="messages",
