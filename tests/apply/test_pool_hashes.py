@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import pytest
 
+from tests.factories import registration
+from waymark.apply.options import ApplyOptions
 from waymark.apply.pool_hashes import PoolHashes
 from waymark.apply.slices import SliceRunner
+from waymark.domain.engines import EngineKind
+from waymark.domain.events import Batch, Removed, Stored
 from waymark.domain.keys import pack
 from waymark.domain.known import Spot
 from waymark.domain.parts import Part
+from waymark.domain.resolver import Resolver
 from waymark.domain.rows import Place
-from waymark.domain.slices import SLICE_UNITS
-from waymark.store.hashes import Reported
+from waymark.domain.slices import SLICE_UNITS, finish
+from waymark.engines.parts import PART_HASHES
+from waymark.store.hashes import FIND_HASHES, Reported
+
+T = TypeVar("T")
 
 BLOCKS = 32
 
@@ -65,6 +74,86 @@ class Kept:
 @pytest.fixture
 def kept() -> Kept:
     return Kept()
+
+
+class Looked:
+    """A pool's stream whose hashes are looked up, and how often other tasks ran in between."""
+
+    def __init__(self) -> None:
+        self.resolver = Resolver(
+            registration(EngineKind.MOONCAKE, scope="shared"), 1, seed=1, blocks_max=10**6, waiting_blocks=10**6
+        )
+        self.asked: list[int] = []
+        """How many hashes each call looked up."""
+        self.turns = 0
+        self.kept_lease = 0
+        unused = cast("Any", None)
+        runner = SliceRunner(between=self._keep_lease)
+        self.pool = PoolHashes(
+            cast("Any", SimpleNamespace(group_id=1)),
+            self.resolver,
+            cast("Any", self),
+            unused,
+            self._answered,
+            runner,
+            unused,
+            unused,
+            unused,
+        )
+
+    async def find(self, group_id: int, engine_hashes: Sequence[int]) -> dict[int, Spot]:
+        """Stands for ``EngineHashes.find``: every third hash has been reported."""
+        self.asked.append(len(engine_hashes))
+        return {each: Spot(Place(each), 0, 0, each) for each in engine_hashes if each % 3 == 0}
+
+    async def _answered(self, call: Callable[[], Awaitable[T]]) -> T:
+        return await call()
+
+    async def _keep_lease(self) -> None:
+        self.kept_lease += 1
+
+    async def look_up(self, batches: Sequence[Batch]) -> None:
+        others = asyncio.create_task(self._others())
+        await self.pool.find(batches)
+        others.cancel()
+
+    async def _others(self) -> None:
+        while True:
+            self.turns += 1
+            await asyncio.sleep(0)
+
+
+def placeholders(start: int, count: int) -> Stored:
+    return Stored(tuple(range(start, start + count)), None, b"", 4, "CPU")
+
+
+async def test_many_hashes_of_a_pool_are_looked_up_in_small_calls() -> None:
+    """As many as an event may have: the loop runs and the lease is kept after each call."""
+    looked, most = Looked(), ApplyOptions().event_hashes_max
+    events = tuple(placeholders(start, PART_HASHES) for start in range(0, most, PART_HASHES))
+    await looked.look_up([Batch(None, events), Batch(None, events[:3])])
+    assert looked.asked == [FIND_HASHES] * (most // FIND_HASHES)
+    assert looked.turns >= len(looked.asked)
+    assert looked.kept_lease >= len(looked.asked)
+    assert looked.resolver.reported.keys() == set(range(0, most, 3))
+
+
+async def test_a_fold_without_hashes_to_look_up_asks_nothing() -> None:
+    looked = Looked()
+    await looked.look_up([Batch(None, (Removed((1,), "CPU"),))])
+    assert (looked.asked, looked.resolver.reported) == ([], {})
+
+
+def test_hashes_are_collected_and_found_in_slices() -> None:
+    looked = Looked()
+    resolver, count = looked.resolver, 100 * PART_HASHES
+    events = tuple(placeholders(start, PART_HASHES) for start in range(0, count, PART_HASHES))
+    collected = list(resolver.hashes_to_find([Batch(None, events)]))
+    assert len(collected) == 100
+    resolver.objects.put(7, 5, "")
+    found = resolver.objects.found((7, 8), dict.fromkeys(range(count)))
+    assert len([*found]) == 2 * count // SLICE_UNITS
+    assert finish(resolver.objects.found((7, 8), dict.fromkeys(range(count)))) == [(7, 5)]
 
 
 async def test_other_tasks_run_after_each_slice_of_a_long_fold(kept: Kept) -> None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 from redis.asyncio import Redis
 
-from tests.store.factories import Stream, blocks_of, hgetall, stream_of
+from tests.store.factories import Stream, blocks_of, found_hashes, hgetall, stream_of
 from waymark.apply.applier import Applier, Incoming
 from waymark.apply.options import ApplyOptions
 from waymark.apply.pool_hashes import KEPT
@@ -149,7 +149,7 @@ async def kept_of(redis: Redis, stream: Stream) -> Kept:
         Counter(
             (names[holder], key) for key, ids in (await blocks_of(redis)).items() for holder in ids if holder in names
         ),
-        set(await store.hashes.find(grant.group_id, told)),
+        set(await found_hashes(store, grant.group_id, told)),
         b"singles" in table,
         state.flags,
         state.status,

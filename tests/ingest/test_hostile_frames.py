@@ -56,7 +56,7 @@ class Lag:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.turns = self.most = self.measured = 0
         self._arrived: dict[int, tuple[bytes, int]] = {}
-        put, decode, pause = FrameBuffer.put, BatchDecoder.decode, SliceRunner._pause
+        put, decode, pause = FrameBuffer.put, BatchDecoder.decode, SliceRunner.pause
 
         def putting(buffer: FrameBuffer, frame: Any) -> None:
             if len(frame.payload) < HOSTILE_BYTES:
@@ -75,7 +75,7 @@ class Lag:
 
         monkeypatch.setattr(FrameBuffer, "put", putting)
         monkeypatch.setattr(BatchDecoder, "decode", beginning)
-        monkeypatch.setattr(SliceRunner, "_pause", counting)
+        monkeypatch.setattr(SliceRunner, "pause", counting)
         # A turn after every slice: turns count work, whatever the machine's clock says.
         monkeypatch.setattr("waymark.apply.slices.SLICE_SECONDS", 0.0)
 

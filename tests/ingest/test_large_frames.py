@@ -153,14 +153,14 @@ async def test_a_large_batch_gives_the_loop_back_all_the_way(
     pod = await bench.pod()
     await pod.caught_up()
     turns = 0
-    give_back = SliceRunner._pause
+    give_back = SliceRunner.pause
 
     async def counting(runner: SliceRunner) -> None:
         nonlocal turns
         turns += 1
         await give_back(runner)
 
-    monkeypatch.setattr(SliceRunner, "_pause", counting)
+    monkeypatch.setattr(SliceRunner, "pause", counting)
     before = turns
     events = LARGE[name]()
     await pod.at_watermark(pod.publisher.publish_payload(msgpack.packb([1.0, events, 0])))

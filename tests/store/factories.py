@@ -26,6 +26,7 @@ from waymark.store.claims import Claim
 from waymark.store.client import RedisClient, Reply
 from waymark.store.credentials import Credentials
 from waymark.store.directory import GroupEntry
+from waymark.store.hashes import FIND_HASHES
 from waymark.store.index import Index
 from waymark.store.leases import Grant
 from waymark.store.places import holders_of
@@ -57,6 +58,14 @@ _POD = Registration(
     copies="count",
     sequence="publisher",
 )
+
+
+async def found_hashes(store: Store, group_id: int, engine_hashes: Sequence[int]) -> dict[int, Spot]:
+    """As ``EngineHashes.find``, for any number of hashes."""
+    found: dict[int, Spot] = {}
+    for start in range(0, len(engine_hashes), FIND_HASHES):
+        found |= await store.hashes.find(group_id, engine_hashes[start : start + FIND_HASHES])
+    return found
 
 
 def client_of(redis: Redis) -> RedisClient:

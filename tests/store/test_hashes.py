@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from redis.asyncio import Redis
 
-from tests.store.factories import Stream
+from tests.store.factories import Stream, found_hashes
 from waymark.domain.known import Spot
 from waymark.domain.rows import Place
 from waymark.store import keys
-from waymark.store.hashes import GENERATIONS, Reported
+from waymark.store.hashes import FIND_HASHES, GENERATIONS, Reported
 from waymark.store.store import Store
 
 
@@ -22,7 +23,7 @@ async def test_what_was_kept_is_found(store: Store, stream: Stream) -> None:
     blocks = [block(i) for i in range(1, 1500)] + [block(2**64 - 1 - i, namespace=5) for i in range(3)]
     blocks = [each for each in blocks if each.spot.key < 2**64 and each.spot.place.head < 2**64]
     await store.hashes.keep(stream.grant, blocks, 1_000_000)
-    found = await store.hashes.find(1, [each.engine_hash for each in blocks] + [99_999])
+    found = await found_hashes(store, 1, [each.engine_hash for each in blocks] + [99_999])
     assert found == {each.engine_hash: each.spot for each in blocks}
     assert await store.hashes.find(2, [1]) == {}
 
@@ -33,7 +34,7 @@ async def test_the_oldest_go_when_there_are_too_many(redis: Redis, store: Store,
     names = await redis.keys("wm:{1}:hash:*")
     assert sum([await redis.hlen(name) for name in names]) <= 1000
     assert len(names) <= GENERATIONS
-    found = await store.hashes.find(1, list(range(1, 4001)))
+    found = await found_hashes(store, 1, list(range(1, 4001)))
     assert min(found) >= 3001
     assert set(range(3201, 4001)) <= set(found)
 
@@ -49,13 +50,20 @@ async def test_writers_at_once_agree_on_the_newest_generation(store: Store, stre
     await asyncio.gather(
         *(store.hashes.keep(stream.grant, [block(20 * i + j + 1) for j in range(20)], 1000) for i in range(30))
     )
-    assert len(await store.hashes.find(1, list(range(1, 601)))) == 600
+    assert len(await found_hashes(store, 1, list(range(1, 601)))) == 600
 
 
 async def test_everything_ends_by_its_time(redis: Redis, store: Store, stream: Stream) -> None:
     await store.hashes.keep(stream.grant, [block(i) for i in range(1, 250)], 1000)
     for name in await redis.keys("wm:{1}:hash*"):
         assert 0 < await redis.pttl(name) <= 7 * 86_400_000
+
+
+async def test_more_hashes_than_one_call_takes_are_refused(store: Store, stream: Stream) -> None:
+    await store.hashes.keep(stream.grant, [block(1)], 1000)
+    assert set(await store.hashes.find(1, range(1, FIND_HASHES + 1))) == {1}
+    with pytest.raises(ValueError, match=rf"^engine_hashes has {FIND_HASHES + 1} elements"):
+        await store.hashes.find(1, range(1, FIND_HASHES + 2))
 
 
 async def test_a_value_that_nobody_wrote_is_no_block(redis: Redis, store: Store, stream: Stream) -> None:

@@ -8,7 +8,8 @@ the object is stored later, when the block is known.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from waymark.apply.slices import SliceRunner
@@ -18,7 +19,7 @@ from waymark.domain.parts import Part
 from waymark.domain.resolver import Resolver
 from waymark.domain.rows import Place
 from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
-from waymark.store.hashes import EngineHashes, Reported
+from waymark.store.hashes import FIND_HASHES, EngineHashes, Reported
 from waymark.store.leases import Grant
 from waymark.store.takeover import Takeover
 
@@ -65,7 +66,7 @@ class PoolHashes:
 
     async def find(self, batches: Sequence[Batch]) -> None:
         """Look up which blocks the events of a pool name."""
-        await self._look_up(self._resolver.hashes_to_find(batches))
+        await self._look_up(await self._slices.run(self._resolver.hashes_to_find(batches)))
 
     async def keep(self, parts: Sequence[Part]) -> None:
         """Keep the engine hashes of new blocks, before the blocks are applied.
@@ -94,9 +95,9 @@ class PoolHashes:
             self._pause = _PAUSE_SECONDS[0]
         if now < self._due:
             return
-        await self._look_up(self._resolver.hashes_to_find([]))
+        await self._look_up(await self._slices.run(self._resolver.hashes_to_find([])))
         self._resolver.placer.begin_fold()
-        parts = self._resolver.resolve_waiting(watermark + 1)
+        parts = await self._slices.run(self._resolver.resolve_waiting(watermark + 1))
         if parts:
             await self._apply(parts)
         self._waited = len(self._resolver.objects)
@@ -104,9 +105,11 @@ class PoolHashes:
         self._due = time.monotonic() + self._pause
 
     async def _look_up(self, engine_hashes: Sequence[int]) -> None:
-        found: Mapping[int, Spot] = {}
-        if engine_hashes:
-            found = await self._answered(lambda: self._hashes.find(self._grant.group_id, engine_hashes))
+        found: dict[int, Spot] = {}
+        for start in range(0, len(engine_hashes), FIND_HASHES):
+            some = engine_hashes[start : start + FIND_HASHES]
+            found |= await self._answered(partial(self._hashes.find, self._grant.group_id, some))
+            await self._slices.pause()
         self._resolver.reported = found
 
     async def _keep_older(self) -> None:

@@ -38,13 +38,13 @@ class SliceRunner:
             except StopIteration as end:
                 result: T = end.value
                 if self._clock() >= self._until:
-                    await self._pause()
+                    await self.pause()
                 return result
             if self._clock() >= self._until:
-                await self._pause()
+                await self.pause()
 
-    async def _pause(self) -> None:
-        """Let the event loop run other callbacks."""
+    async def pause(self) -> None:
+        """Let the event loop run other callbacks, and renew the lease if that is due."""
         await asyncio.sleep(0)
         if self._between is not None:
             await self._between()

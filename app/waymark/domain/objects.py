@@ -6,8 +6,10 @@ the keys of that pool so far.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from itertools import islice
+
+from waymark.domain.slices import SLICE_UNITS, Slices
 
 SHARD = "shard:"
 """Flags of this life that begin so name the shards that stood in its keys."""
@@ -73,10 +75,16 @@ class WaitingObjects:
                 self._shards[name] = self._shards.pop(name)
         return [engine_hash for _, engine_hash in names]
 
-    def found(self, holders: Iterable[int], reported: Mapping[int, object]) -> list[tuple[int, int]]:
+    def found(self, holders: Collection[int], reported: Mapping[int, object]) -> Slices[list[tuple[int, int]]]:
         """The waiting objects whose hashes have been reported meanwhile, as holder and engine hash."""
-        names = [(holder, engine_hash) for holder in holders for engine_hash in reported]
-        return [name for name in names if name in self._shards]
+        names: list[tuple[int, int]] = []
+        for holder in holders if self._shards else ():
+            for i, engine_hash in enumerate(reported, 1):
+                if (holder, engine_hash) in self._shards:
+                    names.append((holder, engine_hash))
+                if i % SLICE_UNITS == 0:
+                    yield
+        return names
 
     def end(self, holders: Collection[int]) -> int:
         """Forget what waits for these holders; how many."""

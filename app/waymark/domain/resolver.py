@@ -219,17 +219,25 @@ class Resolver:
         self.placer.begin_fold()
         return (yield from self._planner.plan(batches, self.holders, self.event_ids, self.memory.blocks_of))
 
-    def hashes_to_find(self, batches: Sequence[Batch]) -> list[int]:
-        """The hashes of a pool that other engines may have reported, in a fold and of what waits."""
+    def hashes_to_find(self, batches: Sequence[Batch]) -> Slices[list[int]]:
+        """The hashes of a pool that other engines may have reported, in a fold and of what waits, each once."""
         if self.registration.scope != "shared":
             return []
-        hashes = dict.fromkeys(self.objects.some())
+        hashes = self.objects.some()
+        seen = set(hashes)
         for batch in batches:
             # Plain stores have their tokens.
             for event in () if type(batch.events) is PlainEvents else batch.events:
+                self._units += EVENT_UNITS
                 if isinstance(event, Stored) and _is_reported_elsewhere(event):
-                    hashes.update(dict.fromkeys(event.engine_hashes))
-        return list(hashes)
+                    self._units += len(event.engine_hashes)
+                    new = [each for each in event.engine_hashes if each not in seen]
+                    seen.update(new)
+                    hashes += new
+                if self._units > SLICE_UNITS:
+                    self._units = 0
+                    yield
+        return hashes
 
     def name_of(self, batch: Batch, event: Event) -> HolderName:
         """The lasting name of the event's holder in this stream."""
@@ -282,9 +290,14 @@ class Resolver:
         if placed:
             position = yield from self._children(parts, position, placed)
         # Objects that waited in a fold before come after the events of this one's first batch.
-        for holder, engine_hash in [] if index else self.objects.found(self.holders.values(), self.reported):
-            self._find_object(parts, position, holder, engine_hash)
-            position += 1
+        if not index:
+            for holder, engine_hash in (yield from self._found()):
+                self._find_object(parts, position, holder, engine_hash)
+                position += 1
+                self._units += EVENT_UNITS
+                if self._units > SLICE_UNITS:
+                    self._units = 0
+                    yield
         if self.placer.aliased or self.placer.crowded:
             self._count_placed()
         return parts.parts
@@ -426,17 +439,21 @@ class Resolver:
         self._early = max(positions, default=0)
         return bool(positions)
 
-    def resolve_waiting(self, seq: int) -> Parts:
+    def resolve_waiting(self, seq: int) -> Slices[Parts]:
         """The parts of objects that have waited, and whose blocks an engine has reported meanwhile.
 
         ``seq`` is the number of the batch that has not come yet, of which they are the beginning.
         """
         parts = self.placer.begin_batch(seq)
-        for holder, engine_hash in self.objects.found(self.holders.values(), self.reported):
+        for holder, engine_hash in (yield from self._found()):
             if self._early < EARLY_MAX:
                 self._early += 1
                 self._find_object(parts, self._early, holder, engine_hash)
         return parts.parts
+
+    def _found(self) -> Slices[list[tuple[int, int]]]:
+        """The waiting objects whose blocks engines have reported, as holder and engine hash."""
+        return (yield from self.objects.found(tuple(self.holders.values()), self.reported))
 
     def _ignore(self, reason: str, event: Event) -> None:
         """Count an event that comes to nothing, once whatever its parts."""

@@ -21,6 +21,8 @@ from waymark.store.scripts import Arg, Scripts, Verdict
 GENERATIONS: Final = 10
 #: Entries in one call. Redis needs less than 1 ms for them.
 _CALL_ENTRIES: Final = 512
+#: The most hashes that one call looks up, in up to ten Redis hashes. The event loop needs about 3 ms for them.
+FIND_HASHES: Final = 256
 #: Each of the ten Redis hashes expires a week after its last write, for example if the group has no pool any more.
 _KEEP_MS: Final = 7 * 86_400_000
 _BLOCK: Final = re.compile(rb"([0-9a-f]{16})([0-9a-v])([0-9a-f]{16})([0-9a-f]{16})?")
@@ -71,7 +73,9 @@ class EngineHashes:
         return True
 
     async def find(self, group_id: int, engine_hashes: Sequence[int]) -> dict[int, Spot]:
-        """The blocks of those hashes that have been reported."""
+        """The blocks of those hashes that have been reported. Raises ValueError for more than ``FIND_HASHES``."""
+        if len(engine_hashes) > FIND_HASHES:
+            raise ValueError(f"engine_hashes has {len(engine_hashes)} elements and one call takes {FIND_HASHES}")
         if not engine_hashes:
             return {}
         newest = await self._newest(group_id)
