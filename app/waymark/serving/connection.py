@@ -1,7 +1,7 @@
-"""One HTTP connection: it turns bytes into requests, within the bounds of ``Connections``, and runs the application.
+"""One HTTP connection: it has its requests answered in order, within the bounds of ``Connections``.
 
-``httptools`` parses. ``heads`` rejects what httptools lets pass and RFC 9112 forbids. Before a connection sends the
-answer of a rejection, it sends the answers to all complete requests that came before, in order.
+``request_reader`` makes the requests of bytes. Before a connection sends the answer of a rejection, it sends the
+answers to all complete requests that came before.
 """
 
 from __future__ import annotations
@@ -10,25 +10,13 @@ import asyncio
 from collections import deque
 from typing import Any, ClassVar
 
-import httptools
 import uvicorn
 from uvicorn.server import ServerState
 
 from waymark.asgi import AsgiApplication
 from waymark.serving.cycle import WHOLE, RequestCycle
-from waymark.serving.heads import HeadCheck, target_of
-from waymark.serving.limits import (
-    AHEAD,
-    AHEAD_MAX,
-    CONNECTIONS,
-    HEAD,
-    HEAD_BYTES_MAX,
-    HEAD_FIELDS_MAX,
-    NOT_HTTP,
-    SLOW,
-    Connections,
-    Rejection,
-)
+from waymark.serving.limits import AHEAD, AHEAD_MAX, CONNECTIONS, SLOW, Connections, Rejection
+from waymark.serving.request_reader import RequestReader, Stop
 
 
 def protocol(connections: Connections) -> type[asyncio.Protocol]:
@@ -38,10 +26,6 @@ def protocol(connections: Connections) -> type[asyncio.Protocol]:
         all = connections
 
     return Bounded
-
-
-class _Stop(Exception):
-    """Raised out of the parser's callbacks: nothing more is read."""
 
 
 class HttpConnection(asyncio.Protocol):
@@ -69,18 +53,7 @@ class HttpConnection(asyncio.Protocol):
         self._is_paused = False
         self._drained: asyncio.Event | None = None
         self._scope: dict[str, Any] = {}  # what all requests of the connection share
-        self._head_check = HeadCheck()
-        self._unplaced = 0  # bytes since a piece of a body or the end of a request
-        self._parser = httptools.HttpRequestParser(self)
-        self._begin_head(is_open=False)
-
-    def _begin_head(self, *, is_open: bool) -> None:
-        self._is_open = is_open
-        """A request has begun and has not come to its end."""
-        self._url = b""
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._head_bytes = self._head_fields = 0
-        self._without_upgrade: bytes | None = None
+        self._reader = RequestReader(self)
 
     # ---- the transport's callbacks ---------------------------------------------------------------------
 
@@ -104,32 +77,11 @@ class HttpConnection(asyncio.Protocol):
         self._drop_requests()
         self.all.closed(self)
         self.resume_writing()
-        del self._parser  # it refers to this object
+        self._reader.close()
 
     def data_received(self, data: bytes) -> None:
-        if self._is_done:
-            return
-        self._unplaced += len(data)
-        try:
-            self._feed(data)
-        except httptools.HttpParserError:
-            if not self._is_done:
-                self.reject(NOT_HTTP)
-        else:
-            if self._unplaced > HEAD_BYTES_MAX and not self._is_done:
-                self.reject(HEAD)
-
-    def _feed(self, data: bytes) -> None:
-        while data:
-            try:
-                self._parser.feed_data(data)
-            except httptools.HttpParserUpgrade as stopped:
-                # The parser takes what follows for another protocol. RFC 9110, 7.8: a server may ignore an Upgrade.
-                assert self._without_upgrade is not None
-                data = self._without_upgrade + data[stopped.args[0] :]
-                self._parser = httptools.HttpRequestParser(self)
-            else:
-                return
+        if not self._is_done:
+            self._reader.feed(data)
 
     def pause_writing(self) -> None:
         self.is_full = True
@@ -142,53 +94,18 @@ class HttpConnection(asyncio.Protocol):
         if self._drained is not None:
             self._drained.set()
 
-    # ---- the parser's callbacks ------------------------------------------------------------------------
+    # ---- what the reader has read ----------------------------------------------------------------------
 
-    def on_message_begin(self) -> None:
+    def request_begins(self) -> None:
         if self._is_done:
-            raise _Stop  # the request before was the last one
-        self._begin_head(is_open=True)
+            raise Stop  # the request before was the last one
         self.all.idle.pop(self, None)
         if not self._cycles:
             self.all.arriving.setdefault(self, self.loop.time())
 
-    def on_url(self, url: bytes) -> None:
-        self._head_bytes += len(url)
-        if self._head_bytes > HEAD_BYTES_MAX:
-            self._stop(HEAD)
-        self._url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_fields += 1
-        self._head_bytes += len(name) + len(value)
-        if self._head_fields > HEAD_FIELDS_MAX or self._head_bytes > HEAD_BYTES_MAX:
-            self._stop(HEAD)
-        if self._reading is None:
-            self._headers.append((name.lower(), value))
-        else:  # behind the body: nobody has asked for it, and it must not pass for a part of the head
-            self.all.count_trailer_field()
-
-    def on_headers_complete(self) -> None:
-        parser, url, headers = self._parser, self._url, self._headers
-        method, version = parser.get_method().decode("ascii"), parser.get_http_version()
-        named = dict(headers)
-        rejection = self._head_check.rejection(method, version, headers, named)
-        if rejection is not None:
-            self._stop(rejection)
-        if parser.should_upgrade():
-            lines = [b"%b: %b\r\n" % header for header in headers if header[0] != b"upgrade"]
-            start = b"%b %b HTTP/%b\r\n" % (method.encode(), url, version.encode())
-            self._without_upgrade = b"".join((start, *lines, b"\r\n"))
-            return
-        scope = self._scope.copy()
-        scope["method"], scope["http_version"], scope["headers"] = method, version, headers
-        scope["path"], scope["raw_path"], scope["query_string"] = target_of(url)
-        is_new = version == "1.1"
+    def take_head(self, scope: dict[str, Any], *, keep_alive: bool, expects_continue: bool) -> None:
         self._reading = cycle = RequestCycle(
-            self,
-            scope,
-            keep_alive=is_new and parser.should_keep_alive(),
-            expects_continue=is_new and named.get(b"expect", b"").lower() == b"100-continue",
+            self, self._scope | scope, keep_alive=keep_alive, expects_continue=expects_continue
         )
         self._cycles.append(cycle)
         if len(self._cycles) == 1:
@@ -196,35 +113,27 @@ class HttpConnection(asyncio.Protocol):
             return
         self.pause_reading()
         if len(self._cycles) > AHEAD_MAX + 1:
-            self._stop(AHEAD)
+            self.reject(AHEAD)
+            raise Stop
 
-    def on_body(self, body: bytes) -> None:
-        self._unplaced = 0
+    def take_body(self, piece: bytes) -> None:
         cycle = self._reading
         if cycle is None:
-            raise _Stop  # rejected within these bytes
+            raise Stop  # rejected within these bytes
         if not cycle.is_answered:
-            cycle.take(body)
-            self.all.take_body(self, len(body))
+            cycle.take(piece)
+            self.all.take_body(self, len(piece))
 
-    def on_message_complete(self) -> None:
-        if self._without_upgrade is not None:
-            return  # its body is still to be read
+    def request_ends(self) -> None:
         cycle, self._reading = self._reading, None
         if cycle is None:
-            raise _Stop
-        self._unplaced = 0
-        self._is_open = False
+            raise Stop
         self._is_done = not cycle.keep_alive
         self.all.arriving.pop(self, None)
         if not cycle.is_answered:
             cycle.end_body()
         elif not self._transport.is_closing():
             self.all.idle[self] = self.loop.time()
-
-    def _stop(self, rejection: Rejection) -> None:
-        self.reject(rejection)
-        raise _Stop
 
     # ---- requests and answers --------------------------------------------------------------------------
 
@@ -247,7 +156,7 @@ class HttpConnection(asyncio.Protocol):
             return
         else:
             self.resume_reading()
-        if self._is_open:
+        if self._reader.is_open:
             if len(self._cycles) <= (self._reading is not None):
                 self.all.arriving.setdefault(self, self.loop.time())
         elif not self._cycles:
@@ -294,7 +203,7 @@ class HttpConnection(asyncio.Protocol):
         reading, self._reading = self._reading, None
         if reading is None:
             # Without a request there is nothing to answer, but a client that is turned away gets an answer.
-            is_owed = self._is_open or self._unplaced > 0 or rejection is not SLOW
+            is_owed = self._reader.is_open or self._reader.unplaced > 0 or rejection is not SLOW
         else:
             is_owed = not (reading.is_answered or reading.is_on_wire)
             if not reading.is_answered:
@@ -310,10 +219,10 @@ class HttpConnection(asyncio.Protocol):
         """Say the last word, if there is one, and close."""
         self._is_done = True
         if self._rejection is not None:
-            path = self._url.partition(b"?")[0].decode("latin-1")
-            self.write(self._rejection.answer(self.default_lines, self.all.shape(path, self._rejection)))
+            body = self.all.shape(self._reader.path, self._rejection)
+            self.write(self._rejection.answer(self.default_lines, body))
         # A connection that makes room is closed at once, whatever its client is sending.
-        may_be_sending = self._rejection is not CONNECTIONS and (self._is_open or self._rejection is not None)
+        may_be_sending = self._rejection is not CONNECTIONS and (self._reader.is_open or self._rejection is not None)
         if may_be_sending and self._transport.can_write_eof() and not self._transport.is_closing():
             self.resume_reading()
             self._transport.write_eof()

@@ -1,0 +1,152 @@
+"""Makes requests of the bytes of one connection, within the bounds of heads.
+
+``httptools`` parses. ``heads`` rejects what httptools lets pass and RFC 9112 forbids.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, Protocol
+
+import httptools
+
+from waymark.serving.heads import HeadCheck, target_of
+from waymark.serving.limits import HEAD, HEAD_BYTES_MAX, HEAD_FIELDS_MAX, NOT_HTTP, Connections, Rejection
+
+
+class Stop(Exception):
+    """Raised out of the parser's callbacks: nothing more is read."""
+
+
+class Receiver(Protocol):
+    """A connection, as its reader uses it. All but ``reject`` raise ``Stop`` if nothing more is to be read."""
+
+    @property
+    def all(self) -> Connections: ...
+
+    def request_begins(self) -> None: ...
+
+    def take_head(self, scope: dict[str, Any], *, keep_alive: bool, expects_continue: bool) -> None:
+        """``scope`` has what the request says of itself."""
+
+    def take_body(self, piece: bytes) -> None: ...
+
+    def request_ends(self) -> None: ...
+
+    def reject(self, rejection: Rejection) -> None:
+        """Say why no more is read, and close; nothing if that has been said."""
+
+
+class RequestReader:
+    """The request that is arriving. The methods ``on_`` are the parser's callbacks."""
+
+    def __init__(self, connection: Receiver) -> None:
+        self.unplaced = 0
+        """Bytes since a piece of a body or the end of a request."""
+        self._connection = connection
+        self._head_check = HeadCheck()
+        self._parser = httptools.HttpRequestParser(self)
+        self._begin_head(is_open=False)
+
+    def _begin_head(self, *, is_open: bool) -> None:
+        self.is_open = is_open
+        """A request has begun and has not come to its end."""
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._head_bytes = self._head_fields = 0
+        self._is_after_head = False
+        self._without_upgrade: bytes | None = None
+
+    @property
+    def path(self) -> str:
+        """The path of the request, as far as it has arrived."""
+        return self._url.partition(b"?")[0].decode("latin-1")
+
+    def feed(self, data: bytes) -> None:
+        """Read on: call the methods of the connection for each request, and reject what is no request."""
+        self.unplaced += len(data)
+        try:
+            while data:
+                try:
+                    self._parser.feed_data(data)
+                except httptools.HttpParserUpgrade as stopped:
+                    # The parser takes what follows for another protocol. RFC 9110, 7.8: a server may ignore an Upgrade.
+                    assert self._without_upgrade is not None
+                    data = self._without_upgrade + data[stopped.args[0] :]
+                    self._parser = httptools.HttpRequestParser(self)
+                else:
+                    break
+        except httptools.HttpParserError:  # also of a ``Stop``, whose reason the connection knows
+            self._connection.reject(NOT_HTTP)
+        else:
+            if self.unplaced > HEAD_BYTES_MAX:
+                self._connection.reject(HEAD)
+
+    def close(self) -> None:
+        """Let go of the connection and of the parser, which refer to this object."""
+        del self._parser, self._connection
+
+    # ---- the parser's callbacks ------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._connection.request_begins()
+        self._begin_head(is_open=True)
+
+    def on_url(self, url: bytes) -> None:
+        self._head_bytes += len(url)
+        if self._head_bytes > HEAD_BYTES_MAX:
+            self._stop(HEAD)
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_fields += 1
+        self._head_bytes += len(name) + len(value)
+        if self._head_fields > HEAD_FIELDS_MAX or self._head_bytes > HEAD_BYTES_MAX:
+            self._stop(HEAD)
+        if self._is_after_head:  # behind the body: nobody has asked for it, and it must not pass for a part of the head
+            self._connection.all.count_trailer_field()
+        else:
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        parser, url, headers = self._parser, self._url, self._headers
+        method, version = parser.get_method().decode("ascii"), parser.get_http_version()
+        named = dict(headers)
+        rejection = self._head_check.rejection(method, version, headers, named)
+        if rejection is not None:
+            self._stop(rejection)
+        if parser.should_upgrade():
+            lines = [b"%b: %b\r\n" % header for header in headers if header[0] != b"upgrade"]
+            start = b"%b %b HTTP/%b\r\n" % (method.encode(), url, version.encode())
+            self._without_upgrade = b"".join((start, *lines, b"\r\n"))
+            return
+        self._is_after_head = True
+        path, raw_path, query_string = target_of(url)
+        scope: dict[str, Any] = {
+            "method": method,
+            "http_version": version,
+            "headers": headers,
+            "path": path,
+            "raw_path": raw_path,
+            "query_string": query_string,
+        }
+        is_new = version == "1.1"
+        self._connection.take_head(
+            scope,
+            keep_alive=is_new and parser.should_keep_alive(),
+            expects_continue=is_new and b"expect" in named and named[b"expect"].lower() == b"100-continue",
+        )
+
+    def on_body(self, body: bytes) -> None:
+        self.unplaced = 0
+        self._connection.take_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._without_upgrade is not None:
+            return  # its body is still to be read
+        self._connection.request_ends()
+        self.unplaced = 0
+        self.is_open = False
+
+    def _stop(self, rejection: Rejection) -> NoReturn:
+        self._connection.reject(rejection)
+        raise Stop
