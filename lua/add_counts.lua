@@ -7,7 +7,7 @@
 -- ARGV  count*   how many, then name and increase of each
 --       prefix*  prefix keys, in hex
 --
--- {'applied', prefixes}  added; about so many different prefix keys there have been
+-- {'applied', prefixes}  added; `prefixes` is about how many different prefix keys there have been
 
 local last = 1 + 2 * tonumber(ARGV[1])
 for i = 2, last, 2 do redis.call('HINCRBY', KEYS[1], ARGV[i], ARGV[i + 1]) end

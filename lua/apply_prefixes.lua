@@ -1,27 +1,28 @@
 -- apply_prefixes(record, fence, prefixes, hot, warm, prefix*; publisher, token, calls, milliseconds, hot_holder, warm_holder, change*) -> {verdict, hot_entries, warm_entries, calls}
 --
 -- Apply what a source of opaque prefixes has reported, in order. An entry is a prefix at one of the source's two
--- holders, hot (on the device) or warm (in storage), with a count of tokens; it ends by its time. Applied again, the
--- same changes leave the same entries.
+-- holders, hot (on the device) or warm (in storage), with a count of tokens and the time at which it ends. If the same
+-- changes are applied again, the entries stay the same.
 --
 -- KEYS  record    hash  the publisher's record
---       fence     hash  of its shard, shard 0; `calls:<publisher>`: how many calls of its stream were made here
---       prefixes  zset  the group's prefixes, by the Redis ms of their end
---       hot       zset  prefixes of the hot holder, by the Redis ms of their end
---       warm      zset  prefixes of the warm holder
+--       fence     hash  the fence of shard 0; `calls:<publisher>`: how many calls of its stream were made here
+--       prefixes  zset  the group's prefixes, by the Redis ms at which each ends
+--       hot       zset  prefixes of the hot holder, by the Redis ms at which each ends
+--       warm      zset  prefixes of the warm holder, likewise
 --       prefix*   hash  one for each change: a holder's tokens and the end of the entry; `until`: the latest end
 -- ARGV  publisher     its integer id
 --       token         the lease token the caller believes is the highest
 --       calls         the number of calls that this shard has acknowledged; a shard that has fewer has lost writes
---       milliseconds  how long an entry stays
+--       milliseconds  how long an entry lasts
 --       hot_holder    holder id
 --       warm_holder   holder id
---       change*       what, tokens: 'hot', 'warm' the prefix is there and nowhere else; 'demote' what was hot is warm;
---                     'remove' it is nowhere; 'forget_hot', 'forget_warm' that entry goes. Tokens '' are those the
---                     source had, or 1 where it had none
+--       change*       the kind of change, and the tokens. The kinds: 'hot' or 'warm': only that holder has the prefix;
+--                     'demote': if the hot holder has it, only the warm one has it from now on; 'remove': no holder has
+--                     it; 'forget_hot' or 'forget_warm': that holder does not have it. If tokens is '', the count is
+--                     that of the source's entry, or 1 if there was none
 --
--- {'applied', hot_entries, warm_entries, calls}  so many entries each holder has now; `calls` counts this call
--- {'fenced', 0, 0, 0}  somebody else has the stream, it is gone, or has lost writes; nothing written
+-- {'applied', hot_entries, warm_entries, calls}  how many entries each holder has now; `calls` counts this call
+-- {'fenced', 0, 0, 0}  another worker has the stream, the publisher is gone, or writes are lost; nothing written
 
 local TRIMMED_MAX = 256
 
@@ -37,7 +38,7 @@ local till = now + ARGV[4]
 local ends = string.format('%.0f', till)
 local hot, warm = {zset = KEYS[4], id = ARGV[5]}, {zset = KEYS[5], id = ARGV[6]}
 
--- Keys of the group are shared with other sources, whose entries may stay for longer.
+-- Other sources share this key of the group, and their entries may last longer.
 local function keep(key)
   if redis.call('PTTL', key) < tonumber(ARGV[4]) then redis.call('PEXPIREAT', key, ends) end
 end
@@ -47,7 +48,7 @@ local function tokens_of(prefix, holder)
   return over and tonumber(over) > now and tokens or nil
 end
 
--- Holders that have ended leave fields behind in a prefix that others keep: these go now and then.
+-- Removes fields of ended holders from a prefix that other holders keep, once in a while.
 local function trim(prefix)
   if redis.call('HLEN', prefix) % 64 ~= 0 then return end
   local fields = redis.call('HGETALL', prefix)
@@ -72,7 +73,7 @@ end
 
 local function drop(prefix, name, holder)
   redis.call('ZREM', holder.zset, name)
-  if redis.call('HDEL', prefix, holder.id) == 1 and redis.call('HLEN', prefix) == 1 then -- `until` alone is left
+  if redis.call('HDEL', prefix, holder.id) == 1 and redis.call('HLEN', prefix) == 1 then -- only `until` remains
     redis.call('DEL', prefix)
     redis.call('ZREM', KEYS[3], name)
   end

@@ -5,57 +5,61 @@
 --
 -- KEYS  fence      hash    `<publisher>`: the highest lease token seen here; `holder`: the highest holder id;
 --                          `calls:<publisher>`: how many calls of its stream were made here
---       engine*    hash    one per holder in the call: an entry for each row that the holder is in, `*<key>`, `applied`
---       row*       string  rows, branch rows and singles, in the order in which the parts need them; after them the
---                          rows that are only the row of a branch row
+--       engine*    hash    one for each holder in the call. Its fields: an entry for each row that has the holder;
+--                          `*<key>`, the copies of a block; `applied`, see below
+--       row*       string  rows, branch rows and singles, in the order in which the parts need them; then the rows that
+--                          are needed only because a branch row belongs to them
 --       branches   hash    head to number of branch rows
 --       record     hash    the publisher's record; only on the shard that has it (shard 0), else absent
 -- ARGV  publisher  its integer id
 --       token      the lease token the caller believes is the highest
---       watermark  seq to move the watermark to when all is done; '' where another call does that
---       ts, newest_ts, digest   of that batch, kept beside the watermark
+--       watermark  the seq to move the watermark to when all parts are done; '' if another call does that
+--       ts, newest_ts, digest   the values of that batch, written with the watermark
 --       calls      the number of calls that this shard has acknowledged; a shard that has fewer has lost writes
 --       slots_max  how many slots a row has at most
 --       bytes_max  how many bytes of rows a call may read; it stops before the part that needs more
---       holders    how many there are in the call; then the id of each
---       events     how many event_ids move with this call; then for each: holder id, event_id. They are written when
---                  all is done, and only into a record
---       seqs       how many batches the parts are of; then the seq of each
---       part*      one string each. The blocks of a part are consecutive blocks of one batch, for one holder, with one
---                  place, and none is there twice. Numbers are binary, big-endian
---                    1 byte   + store, - remove, * only write copies
+--       holders    how many holders are in the call; then the id of each
+--       events     how many event_ids are written with this call; then for each: holder id, event_id. They are written
+--                  when all parts are done, and only into a record
+--       seqs       how many batches the parts belong to; then the seq of each
+--       part*      one string each. The blocks of a part are consecutive blocks of one batch, for one holder, in one
+--                  place, and no block is in it twice. Numbers are binary, big-endian
+--                    1 byte   '+' stores the blocks, '-' removes them, '*' writes their copies only
 --                    2 bytes  its holder, 1..holders
 --                    2 bytes  its batch, 1..seqs
 --                    4 bytes  position of the last block in its batch; positions go up by two
---                    2 bytes  number of its row in row*; of a part in a branch row, the row of its piece
+--                    2 bytes  number of its row in row*; for a part in a branch row, the row of its piece
 --                    2 bytes  number of its branch row; 0 for none
---                    1 byte   how many blocks
+--                    1 byte   number of blocks
 --                    1 byte   1 with engine hashes, plus 2 with a namespace
 --                    16 hex   the namespace, if there is one
 --                    slots    17 characters each: 16 hex of the block's key, its depth in the piece
---                    engine hashes  8 bytes each; none where they are the seq_hashes
---                    copies   nothing or, for each block, what `*<key>` says from now on ('' as before, 0 nothing),
---                             joined by semicolons
+--                    engine hashes  8 bytes each; absent if they equal the seq_hashes
+--                    copies   absent, or the new value of `*<key>` for each block, joined by semicolons; '' leaves the
+--                             value, 0 deletes it
 --
--- {'applied', parts, 0, calls}      so many parts are done, from the first; fewer than all where `bytes_max` were read: call again
---                            with the rest
--- {'branch', parts, offset, calls}  these parts are done, and `offset` blocks of the next one. The block after them has no slot
---                            at its place: send it and what follows it with a branch row that begins with it
--- {'row', parts, 0, calls}          these parts are done. The branch row of the next one does not exist, and the row of its
---                            piece has its first block, or room: send it with the row
--- {'stale', watermark, calls}       the watermark is there already; nothing written
--- {'fenced', 0}                     somebody else has the stream, it is gone, or has lost writes; nothing written
--- {'lost', 0}                       this shard, which has no record, has lost writes, or cannot tell how far a holder
---                                   is counted; nothing written
+-- {'applied', parts, 0, calls}      the first `parts` parts are done. If these are not all, `bytes_max` were read: call
+--                                   again with the others
+-- {'branch', parts, offset, calls}  these parts are done, and `offset` blocks of the next part. The block after these has
+--                                   no slot in its place: send it, and the blocks after it, with a branch row that
+--                                   begins with it
+-- {'row', parts, 0, calls}          these parts are done. The branch row of the next part does not exist, and the row of
+--                                   its piece has its first block, or has room: send the part with the row
+-- {'stale', watermark, calls}       the watermark is as high already; nothing written
+-- {'fenced', 0}                     another worker has the stream, the publisher is gone, or writes are lost; nothing
+--                                   written
+-- {'lost', 0}                       this shard, which has no record, has lost writes, or its `applied` of a holder
+--                                   cannot be read; nothing written
 --
 -- `calls` is the number that this shard has afterwards, this call included.
 --
--- What a part says is absolute: a block is there or not, `*<key>` has this value. `applied` in an engine hash is
--- `<seq> <position>`: everything of this holder on this shard up to there is written. It is written in this same call,
--- so that a call that comes late, after later ones, changes nothing, and that who takes over knows what is counted.
+-- A part states a result and not a difference: after it, the block is in the index or not, and `*<key>` has the value.
+-- `applied` in an engine hash is `<seq> <position>`: all changes of this holder on this shard up to there are written.
+-- The call that writes the changes also writes `applied`. So a call that arrives after later ones changes nothing, and
+-- the worker that takes over knows which changes were counted.
 
-local LONG = 4096 -- bytes of a row from which on a holder is appended, and looked for in its entry
-local DEAD = 2048 -- bytes of holders up to which slots that nobody has are looked for
+local LONG = 4096 -- in a longer row a new holder is appended, and only the entry shows whether the row has the holder
+local DEAD = 2048 -- with more bytes of holders, no slot without a holder is searched for
 -- A local is cheaper than a global.
 local KEYS, ARGV, byte, sub, find, match, format =
   KEYS, ARGV, string.byte, string.sub, string.find, string.match, string.format
@@ -75,7 +79,7 @@ local calls = tonumber(seen[3] or 0) or 0
 -- `branches` and the record are the last two keys, or the record is absent.
 local record = sub(KEYS[#KEYS], -9) ~= ':branches' and KEYS[#KEYS] or nil
 local branches = record and KEYS[#KEYS - 1] or KEYS[#KEYS]
-local prefix = #branches - 7 -- a key's name begins there
+local prefix = #branches - 7 -- where the name in a key begins
 
 local watermark = nil
 if record then
@@ -112,14 +116,14 @@ end
 
 -- ---- read --------------------------------------------------------------------------------------------
 
--- A row as far as byte `last`; false where there is none. What is no string is not ours; the next write takes its place.
+-- A row up to byte `last`; false if there is none. No script of ours wrote a value of another type: a write replaces it.
 local function beginning(i, last)
   local key = KEYS[first_row + i]
   return redis.call('TYPE', key).ok == 'string' and redis.call('GETRANGE', key, 0, last)
 end
 
--- Rows in growing portions: where they are long, the call stops after few of them. If the first one is long, the others
--- mostly are, and of those only the beginning is read, which has the slots.
+-- Rows are read in growing portions, so that the call stops after few rows if they are long. If the first one is long,
+-- the others mostly are. Then only the beginning of the others is read, which has the slots.
 local values, bytes_read, rows_read, portion = {}, 0, 0, 1
 local is_cut_off = {}
 while rows_read < last_row and bytes_read <= bytes_max do
@@ -132,7 +136,7 @@ while rows_read < last_row and bytes_read <= bytes_max do
   else
     for i, value in ipairs(redis.call('MGET', unpack(KEYS, first_row + rows_read + 1, first_row + to))) do
       values[rows_read + i] = value
-      -- A long first row counts as its beginning, as the others do: else a call would end after its part.
+      -- Of a long first row only the beginning counts, as of the others. Otherwise the call would end after its part.
       bytes_read = bytes_read + (value and (rows_read == 0 and math.min(#value, LONG) or #value) or 0)
     end
     portion = bytes_read < 1024 * to and 4 * portion or 4
@@ -140,12 +144,12 @@ while rows_read < last_row and bytes_read <= bytes_max do
   rows_read = to
 end
 
-local fields, asked = {}, {} -- of each engine hash: name to value, false where there is none
+local fields, asked = {}, {} -- for each engine hash: its values by name (false if there is none); the names to read
 for h = 1, holders do fields[h], asked[h] = {}, {'applied'} end
 
 for _, part in ipairs(parts) do
   if part.kind ~= WRITE_COPIES then
-    -- The field of an entry: the row's name, and before that of a branch row the head.
+    -- The field of an entry is the name of the row; for a branch row, the head and a colon come first.
     local name, known = sub(KEYS[first_row + part.place], prefix), fields[part.holder]
     if part.branch > 0 then name = sub(KEYS[first_row + part.row], prefix) .. ':' .. sub(name, 1, 16) end
     part.field = name
@@ -164,7 +168,7 @@ for h = 1, holders do
   local seq, position = match(found[1] or '-1 0', '^(-?%d+) (%d+)$')
   if not seq then return {'lost', 0} end
   marks[h] = {seq = tonumber(seq), position = tonumber(position)}
-  if not found[1] then -- maybe the highest that this shard has seen
+  if not found[1] then -- the shard may not have seen a holder id as high as this one
     local id = tonumber(ARGV[10 + h])
     if id > (highest or tonumber(seen[2] or 0) or 0) then highest = id end
   end
@@ -172,13 +176,14 @@ end
 
 -- ---- the short way -----------------------------------------------------------------------------------
 
--- Most parts are slots in a run: new ones at the end of a row, or such as the row has in this order. What changes for
--- a holder is noted beside the row's value, and the new value is made once. For other parts the row is cut up.
+-- Most parts are consecutive slots: new ones at the end of a row, or slots that the row has in this order. The changes
+-- for one holder are noted apart from the row's value, and the new value is made once. For other parts the row is cut
+-- up (see `cut`).
 
-local notes, written, appended = {}, {}, {} -- what is noted; which values are new; the holders that a long row gets
-local rows = {} -- those that are cut up
+local notes, written, appended = {}, {}, {} -- by row: its note; whether its value is new; the holders to append
+local rows = {} -- the rows that are cut up
 
-local changed = {} -- of each engine hash: the fields that are written
+local changed = {} -- for each engine hash: the fields to write
 for h = 1, holders do changed[h] = {} end
 
 local function set_field(h, name, value)
@@ -199,27 +204,27 @@ local function words_of(hex)
   return tonumber(sub(hex, -8), 16) or 0, tonumber(sub(hex, -16, -9), 16) or 0
 end
 
--- What a bitmap has in the slots before `to`, from `from` on.
+-- The bits of a bitmap from slot `from` to the slot before `to`.
 local function slice(low, high, from, to)
   if to <= 32 then return low % 2 ^ to - low % 2 ^ from, 0 end
   if from >= 32 then return 0, high % 2 ^ (to - 32) - high % 2 ^ (from - 32) end
   return low - low % 2 ^ from, high % 2 ^ (to - 32)
 end
 
-local counts = {} -- head to number of branch rows, where it changes
+local counts = {} -- the changed numbers of branch rows, by head
 local function count_branches(head, change)
   counts[head] = math.max(0, (counts[head] or tonumber(redis.call('HGET', branches, head) or 0) or 0) + change)
   return counts[head]
 end
 
--- The slots of a row that is only the row of a branch row, and its mark.
+-- The slots and the mark of a row that is needed only because a branch row belongs to it.
 local heads = {}
 local function head_of(i)
   if heads[i] == nil then heads[i] = beginning(i, 17 * slots_max) end
   return heads[i]
 end
 
--- Whether a part may begin a row: its head's, or a branch row where the row is marked and does not have the block.
+-- Whether a part may begin a new row: its first block is the head, or begins a branch row of a marked row without it.
 local function begins_row(part, key)
   local name = part.field
   if part.branch == 0 then return sub(name, 1, 16) == key end
@@ -231,7 +236,7 @@ local function begins_row(part, key)
   return true
 end
 
--- What is noted for the holder of a part, at first nothing; nil where the value is not that simple.
+-- A new note for the holder of a part; nil if the value does not have the simple form.
 local function new_note(part)
   local i, h = part.place, part.holder
   local value, entry = values[i] or '', fields[h][part.field]
@@ -260,7 +265,7 @@ local function new_note(part)
   return notes[i]
 end
 
--- What was noted goes into the value and the entry.
+-- Writes the note into the value and the entry.
 local function finish(i)
   local noted, value = notes[i], values[i] or ''
   notes[i] = nil
@@ -276,7 +281,7 @@ local function finish(i)
   values[i], written[i] = #value >= noted.space and value, true
 end
 
--- Whether a part is noted; else nothing has changed.
+-- Notes a part. Returns false, and changes nothing, if it cannot be noted.
 local function note(part)
   local i, n, slots, hashes = part.place, part.n, part.slots, part.hashes
   local noted = notes[i]
@@ -328,7 +333,7 @@ end
 
 -- ---- any row -----------------------------------------------------------------------------------------
 
--- To make a function costs something in each call, so those of this section are made when a part needs them.
+-- Each call has to make its functions again, which takes time. So those of this section are made when a part needs them.
 local store, remove
 local whole_read = 0 -- bytes of long rows that were read whole
 local function prepare()
@@ -337,8 +342,8 @@ local function prepare()
   for i = 0, 32 do POWER[i] = 2 ^ i end
   local function has_bit(word, at) return word % POWER[at + 1] >= POWER[at] end
 
-  -- A row while the parts are decided: its slots, its mark, the holders in `text` from `at` on, those that came in
-  -- `tail`. A value that nothing of ours can have written is no row.
+  -- Cuts a row up: its slots, its mark, its holders in `text` from `at` on, and the new holders in `tail`. A value that
+  -- does not have the form of a row counts as missing.
   local function cut(value)
     local row = {slots = '', mark = '', text = '', at = 1, tail = '', is_there = false}
     if not value then return row end
@@ -351,7 +356,7 @@ local function prepare()
     return row
   end
 
-  -- A row that is cut up. What is left of a long one is read now.
+  -- A row, cut up. If only the beginning of a long row was read, the whole row is read now.
   local function open(i)
     if notes[i] then finish(i) end
     if rows[i] then return rows[i] end
@@ -383,7 +388,7 @@ local function prepare()
     row.is_there, row.is_changed, row.has_new_head = false, true, true
   end
 
-  -- The slot of a block, from 0. Keys are compared where slots begin: digits across two slots may be the same.
+  -- The slot of a block, from 0. A match counts only where a slot begins: digits across two slots may equal a key.
   local function slot_of(row, key)
     if row.index then return row.index[key] end
     local at = find(row.slots, key, 1, true)
@@ -426,8 +431,8 @@ local function prepare()
     row.is_changed = true
   end
 
-  -- Slots that no holder has and that are not among those `taken`, the lowest last. The first slot names the value, and
-  -- is never given away.
+  -- The slots that no holder has and that are not in `taken`, the lowest last. The first slot is never among them: it
+  -- is the block whose key is the name of the value.
   local function dead_slots(row, taken)
     local dead, used, count = {}, {}, #row.slots / 17
     if #row.text - row.at + #row.tail > DEAD then return dead end
@@ -450,8 +455,8 @@ local function prepare()
 
   local function key_at(part, i) return sub(part.slots, 17 * i - 16, 17 * i - 1) end
 
-  -- The next blocks of a part, from the i-th on, get slots at the end of the row: those of them that have none, as far as
-  -- there is room. Returns how many.
+  -- Appends slots for the blocks of a part from the i-th on, up to the first that has a slot, as far as there is room.
+  -- Returns how many.
   local function append(row, part, i, found)
     local from = #row.slots / 17
     local n = math.min(part.n - i + 1, slots_max - from)
@@ -460,7 +465,7 @@ local function prepare()
       while to < n and not slot_of(row, key_at(part, i + to)) do to = to + 1 end
       n = math.min(n, to)
     elseif key_at(part, i) ~= sub(KEYS[first_row + part.place], prefix, prefix + 15) then
-      row.slots = sub(KEYS[first_row + part.place], prefix, prefix + 15) .. '0' -- its head, also where nobody has that
+      row.slots = sub(KEYS[first_row + part.place], prefix, prefix + 15) .. '0' -- its head, even if no holder has that block
       return append(row, part, i, found)
     end
     row.slots = row.slots .. sub(part.slots, 17 * i - 16, 17 * (i + n - 1))
@@ -472,7 +477,7 @@ local function prepare()
     return n
   end
 
-  -- A dead slot is given to the i-th block of a part. False where there is none.
+  -- Gives a dead slot to the i-th block of a part. Returns false if there is none.
   local function give_dead_slot(row, part, i, found)
     local slot = table.remove(dead_slots(row, found))
     if not slot then return false end
@@ -486,12 +491,12 @@ local function prepare()
     return true
   end
 
-  -- The slots of a part's blocks. To store, a block that has none gets one, and the list ends at the first that gets
-  -- none; else it is false.
+  -- The slots of a part's blocks. With `is_store` a block without a slot gets one, and the list ends before the first
+  -- block for which there is none. Without it, the slot of such a block is false.
   local function slots_of(row, part, is_store)
     local found, i = {}, 1
     local at = row.slots ~= '' and find(row.slots, part.slots, 1, true)
-    if at and at % 17 == 1 then -- mostly a row has its blocks in their order
+    if at and at % 17 == 1 then -- most rows have the blocks in this order
       for block = 1, part.n do found[block] = (at - 1) / 17 + block - 1 end
       return found
     end
@@ -514,7 +519,7 @@ local function prepare()
     return found
   end
 
-  -- The entry with the engine hashes of the first n blocks of a part in their slots.
+  -- The entry, with the engine hashes of the first n blocks of a part put at their slots.
   local function merged(entry, part, found, n)
     local body = entry or ''
     if #body % 8 == 1 then body = sub(body, 18) elseif #body % 8 > 1 then body = '' end
@@ -541,7 +546,7 @@ local function prepare()
     if mark == '' and is_empty(piece) then delete(piece) end
   end
 
-  -- nil where the branch row of the part is there or may be made; else the verdict.
+  -- nil if the branch row of the part exists or may be made, or if the part needs none; else the verdict.
   local function refused(part)
     if part.branch == 0 or open(part.branch).is_there then return nil end
     local key, piece = part.slots:sub(1, 16), open_piece(part.row)
@@ -553,7 +558,7 @@ local function prepare()
     return nil
   end
 
-  -- Verdict, and how many blocks of the part are stored.
+  -- Stores a part. Returns the verdict, and how many blocks are stored.
   store = function(part)
     local verdict = refused(part)
     if verdict then return verdict, 0 end
@@ -617,7 +622,7 @@ end
 
 local verdict, done, offset = 'applied', 0, 0
 local is_news = commit ~= '' or first_event < first_seq - 1
-local moved, moved_to = {}, {} -- of each engine hash: the seq and the position of its last block
+local moved, moved_to = {}, {} -- for each engine hash: the seq and the position of its last block
 for _, part in ipairs(parts) do
   local seq, mark, n = part.seq, marks[part.holder], part.n
   local is_done = watermark and seq <= watermark or seq < mark.seq or seq == mark.seq and part.last <= mark.position
@@ -638,18 +643,18 @@ for _, part in ipairs(parts) do
   end
   done = done + 1
 end
-if not is_news then return {'applied', done, 0, calls} end -- the call came late, after others
+if not is_news then return {'applied', done, 0, calls} end -- later calls have done all of this already
 
 -- ---- write -------------------------------------------------------------------------------------------
 
--- First a write that changes next to nothing: where Redis refuses writes (out of memory, read-only), it refuses this
--- one, and nothing has been done by halves.
+-- The first write is small. If Redis refuses writes (out of memory, read-only), it refuses this one, so no call is left
+-- half done.
 calls = calls + 1
 local counted = {'calls:' .. publisher, format('%.0f', calls)}
 if highest then counted[3], counted[4] = 'holder', format('%.0f', highest) end
 redis.call('HSET', fence, unpack(counted))
 
--- Lists for commands that take many names; a long one goes in several calls.
+-- Calls a command that takes many names; a long list is split over several calls.
 local function call_all(command, key, list)
   for from = 1, #list, 4000 do
     local to = math.min(from + 3999, #list)

@@ -4,14 +4,14 @@
 --
 -- KEYS  workers       zset  worker id, scored by the Redis time of its last heartbeat, in seconds
 -- ARGV  worker        the worker that is alive, and after a slash how many streams it takes; '' only asks
---       keep_seconds  workers silent for longer are forgotten
---       leaving       '1': this one is forgotten now
+--       keep_seconds  workers without a heartbeat for longer are removed
+--       leaving       '1': this worker is removed now
 --
--- {'applied', worker*}  who is alive
+-- {'applied', worker*}  the workers that are alive
 
 local now = tonumber(redis.call('TIME')[1])
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - tonumber(ARGV[2]))
--- A score in the future comes from a clock that was ahead. Its worker would count as alive for ever, and nobody would
+-- A score in the future comes from a clock that was ahead. Its worker would count as alive forever, and no worker would
 -- run its share of the streams.
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '(' .. (now + tonumber(ARGV[2])), '+inf')
 if ARGV[3] == '1' then

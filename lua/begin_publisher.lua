@@ -5,22 +5,24 @@
 -- KEYS  holders    hash  the group's holder table; `incarnation` is the version it began with, and never changes
 --       record     hash  the publisher's record
 -- ARGV  publisher  its integer id
---       name       `["instance","tenant",rank]`, to know the record by
+--       name       `["instance","tenant",rank]`, which identifies the record
 --       row        the publisher's row, JSON
---       group      `["tenant","model"]`, to know the table by
+--       group      `["tenant","model"]`, which identifies the table
 --       version    a random nonce
 --       life       a random nonce
---       target     its target, JSON; empty where every field has its default
+--       target     its target, JSON; empty if every field has its default
 --
--- {'applied', 0}  it has them
--- {'other', 0}    the table is of another group; nothing written
--- {'other', 1}    the record is another publisher's; nothing written
--- {'gone', 0}     it has a row and no record, as a Redis that evicts keys leaves it: end it first; nothing written
+-- {'applied', 0}  the publisher has a record, a row and this target
+-- {'other', 0}    the table belongs to another group; nothing written
+-- {'other', 1}    the record belongs to another publisher; nothing written
+-- {'gone', 0}     the publisher has a row and no record, for example because Redis evicts keys: end the publisher
+--                 first; nothing written
 --
--- The claim was written before. So whoever has found the publisher without a claim must look again (end_publisher).
+-- The claim was written before this call. Therefore this script removes the mark `unclaimed`: a worker that found the
+-- publisher without a claim must look again (end_publisher).
 --
--- Ids are assigned on another slot, where a failover may have forgotten the last ones. A caller that finds an id in use
--- asks for another one.
+-- Ids are assigned in another slot, which may lose the last ones in a failover. A caller that finds an id in use asks
+-- for another one.
 
 local group = redis.call('HGET', KEYS[1], 'group')
 if group and group ~= ARGV[4] then return {'other', 0} end

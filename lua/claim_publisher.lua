@@ -5,15 +5,15 @@
 -- KEYS  publishers    hash  `["instance","tenant",rank]`: the registration, JSON
 --       unregistered  zset  the publishers that were unregistered last, by Redis time; in the slot of publishers
 -- ARGV  publisher     the field
---       expected      what the caller has seen there; '' nothing
---       registration  what shall stand there; '' nothing: it is unregistered
---       restores      '1' where the caller puts back what Redis has lost, '0' else
+--       expected      the value that the caller has read; '' for no value
+--       registration  the new value; '' unregisters the publisher
+--       restores      '1' if the caller puts back a registration that Redis has lost, else '0'
 --
--- {'applied', 0}  it does
--- {'stale', 0}    something else stood there; nothing written
--- {'gone', 0}     what is to be put back was unregistered in this Redis; nothing written
+-- {'applied', 0}  written
+-- {'stale', 0}    the field has another value; nothing written
+-- {'gone', 0}     with `restores`: the publisher was unregistered in this Redis; nothing written
 
--- Beyond this many the oldest is forgotten.
+-- Above this number the oldest unregistered name is dropped.
 local MOST = 10000
 
 if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return {'stale', 0} end

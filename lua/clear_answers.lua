@@ -1,14 +1,14 @@
 -- clear_answers(answers, kept, due; nonce) -> {verdict, count}
 --
--- Remove every answer, and those that are being made now as soon as they would be kept.
+-- Remove every answer. An answer whose request began before this call is not kept afterwards.
 --
 -- KEYS  answers  hash      `nonce`: that of the last clearing; `cleared`: how many answers it removed; `bytes`
 --       kept     hash, PX  the answers
 --       due      zset, PX  their names, by the Redis ms at which each ends
 -- ARGV  nonce    64 random bits of this clearing, 16 hex digits
 --
--- {'applied', count}   so many answers are removed
--- {'repeated', count}  this very clearing had removed them before
+-- {'applied', count}   `count` answers were removed
+-- {'repeated', count}  the same call removed them before
 
 if redis.call('HGET', KEYS[1], 'nonce') == ARGV[1] then
   return {'repeated', tonumber(redis.call('HGET', KEYS[1], 'cleared') or '0')}

@@ -4,19 +4,19 @@
 -- before, and every shard has acknowledged them.
 --
 -- KEYS  record     hash  the publisher's record
---       fence      hash  of its shard, shard 0; `calls:<publisher>`: how many calls of its stream were made here
+--       fence      hash  the fence of shard 0; `calls:<publisher>`: how many calls of its stream were made here
 -- ARGV  publisher  its integer id
 --       token      the lease token the caller believes is the highest
 --       calls      the number of calls that this shard has acknowledged; a shard that has fewer has lost writes
---       watermark  seq of the batch; '' where the stream keeps none, and only event_ids move
---       ts, newest_ts, digest   kept beside it
+--       watermark  seq of the batch; '' if the stream has no watermark, so that only event_ids are written
+--       ts, newest_ts, digest   the values of the batch, written with the watermark
 --       shards     how many shards have got blocks since the last commit; then for each: its number, and how many
---                  calls it has acknowledged. A takeover finds a shard that has lost writes by it
+--                  calls it has acknowledged. From that the next worker sees whether a shard has lost writes
 --       event*     holder id, event_id
 --
--- {'applied', watermark, calls}  it is there now; 0 where none was given. `calls` counts this one
--- {'stale', watermark, calls}    it was there, or further, already; nothing written
--- {'fenced', 0}                  somebody else has the stream, it is gone, or has lost writes; nothing written
+-- {'applied', watermark, calls}  the new watermark; 0 if none was given. `calls` counts this call
+-- {'stale', watermark, calls}    the watermark is as high already; nothing written
+-- {'fenced', 0}                  another worker has the stream, the publisher is gone, or writes are lost; nothing written
 
 local state = redis.call('HMGET', KEYS[1], 'token', 'watermark')
 if state[1] ~= ARGV[2] then return {'fenced', 0} end

@@ -7,8 +7,8 @@
 -- ARGV  publisher  its integer id
 --       token      the token under which it was ended; '' for any, if its record is known to be gone
 --
--- {'applied', 0}  nothing of the publisher is left in the fence
--- {'fenced', 0}   another token stands there; nothing written
+-- {'applied', 0}  the fence has nothing of the publisher any more
+-- {'fenced', 0}   the fence has another token; nothing written
 
 local seen = redis.call('HGET', KEYS[1], ARGV[1])
 if seen and ARGV[2] ~= '' and seen ~= ARGV[2] then return {'fenced', 0} end

@@ -1,12 +1,12 @@
 -- drop_placements(placements, placement*; before) -> {verdict, dropped}
 --
--- Drop notes of `place` from a group that has too many, unless they were renewed meanwhile.
+-- Drop placements of a group that has too many, unless they were renewed meanwhile.
 --
--- KEYS  placements  zset  blocks of the group with a note, by the Redis ms of their end
+-- KEYS  placements  zset  blocks of the group that have placements, by the Redis ms at which the last one ends
 --       placement*  hash  one for each block
--- ARGV  before  the Redis ms up to which a note may end
+-- ARGV  before  blocks whose last placement ends after this Redis ms are kept
 --
--- {'applied', dropped}  so many blocks have no note any more
+-- {'applied', dropped}  the placements of `dropped` blocks were dropped
 
 local dropped = 0
 for i = 2, #KEYS do

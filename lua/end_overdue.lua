@@ -6,7 +6,7 @@
 --       reservations  zset  decisions under way, by the Redis ms at which each is over
 -- ARGV  most          the most reservations that one call ends
 --
--- {'applied', ended}  so many were over; `most` of them: there may be more
+-- {'applied', ended}  `ended` reservations were overdue; if it equals `most`, there may be more
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)

@@ -7,17 +7,17 @@
 --       lease      string, PX  the token of the worker that applies its stream
 --       dead       set         holder ids whose blocks are still to be swept
 --       load       hash        the load of each target
---       entries    hash        how many blocks each publisher has, and all together; with the last one it goes
+--       entries    hash        how many blocks each publisher has, and their sum; deleted with the last publisher
 -- ARGV  publisher  its integer id
 --       token      the token under which the fence was raised
 --       version    a random nonce
---       only       'unclaimed' ends it only if no begin_publisher came since it was marked so; 'gone' only if it has no
---                  record, and then no token counts; '' ends it in any case
---       holder*    with 'gone' the holders that the table has of it, which no record names
+--       only       'unclaimed' ends it only if begin_publisher has not removed its mark `unclaimed`; 'gone' ends it
+--                  only if it has no record, and ignores the token; '' ends it in any case
+--       holder*    with 'gone', the publisher's holders in the table, since no record names them
 --
--- {'applied', ended}  so many holders ended
--- {'fenced', 0}       somebody else ended it, or is about to; nothing written
--- {'stale', 0}        it may have a claim now, or has a record; nothing written
+-- {'applied', ended}  `ended` holders ended
+-- {'fenced', 0}       another process ended the publisher, or is about to; nothing written
+-- {'stale', 0}        with `only`: it may have a claim now, or has a record; nothing written
 
 local fields = redis.call('HGETALL', KEYS[2])
 local ids, token, unclaimed, life = {}, nil, false, nil
@@ -35,7 +35,7 @@ else
   if ARGV[4] == 'unclaimed' and not unclaimed then return {'stale', 0} end
 end
 
-for _, id in ipairs(ids) do -- one by one: a standard publisher may have more than one `unpack` can hold
+for _, id in ipairs(ids) do -- one by one: a standard publisher may have more holders than `unpack` can return
   redis.call('SADD', KEYS[4], id)
   redis.call('HDEL', KEYS[1], id)
 end

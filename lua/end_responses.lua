@@ -1,15 +1,16 @@
 -- end_responses(responses, due, copied, queue; group, entry*) -> {verdict, 0}
 --
--- Take entries out of the queue whose responses are copied. A response whose last change is among them may make room.
+-- Remove entries from the queue after their responses were copied to MongoDB. If the last change of a response is among
+-- them, the response may be removed later to make room.
 --
--- KEYS  responses  hash, PX  under a name: its last change that MongoDB has not
+-- KEYS  responses  hash, PX  under the name of a response: its last change, if MongoDB does not have it yet
 --       due        zset, PX  the names of all responses, by the Redis ms at which each ends
---       copied     zset, PX  of these the names that MongoDB has
+--       copied     zset, PX  the names of those that MongoDB has, likewise
 --       queue      stream    names of responses
 -- ARGV  group      the consumer group
 --       entry*     id of the entry, name of the response; at most 1,000 entries
 --
--- {'applied', 0}  they are gone
+-- {'applied', 0}  removed
 
 for i = 2, #ARGV, 2 do
   local id, name = ARGV[i], ARGV[i + 1]

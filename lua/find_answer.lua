@@ -8,7 +8,7 @@
 -- ARGV  name     64 hex digits that identify the request
 --
 -- {'applied', nonce, value}  the answer
--- {'gone', nonce, ''}        there is none; one that is made from now on is kept under this nonce
+-- {'gone', nonce, ''}        there is none; pass this nonce to keep_answer when the engine has answered
 
 local nonce = redis.call('HGET', KEYS[1], 'nonce') or ''
 local ends = tonumber(redis.call('ZSCORE', KEYS[3], ARGV[1]) or '0') or 0

@@ -2,11 +2,11 @@
 --
 -- Find responses that gateways have stored.
 --
--- KEYS  kept   hash, PX  the responses; empty: it is deleted, and MongoDB may not know it yet
+-- KEYS  kept   hash, PX  the responses; an empty value marks a deletion that MongoDB may not have yet
 --       due    zset, PX  their names, by the Redis ms at which each ends
 -- ARGV  name*  32 hex digits of each response, at most 1,000
 --
--- {'applied', value, ...}  for each name the response; nil: there is none
+-- {'applied', value, ...}  for each name its response; nil if there is none
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)

@@ -5,6 +5,6 @@
 -- KEYS  dead    set  holder ids still to be swept
 -- ARGV  holder  its id
 --
--- {'applied', was_there}  1, or 0 where somebody else has taken it out before
+-- {'applied', was_there}  1, or 0 if another worker has removed it before
 
 return {'applied', redis.call('SREM', KEYS[1], ARGV[1])}

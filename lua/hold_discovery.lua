@@ -1,13 +1,13 @@
 -- hold_discovery(discovery; worker, milliseconds, state) -> {verdict, 0}
 --
--- Take, keep or give up the lease of the one ingest worker that discovers engines.
+-- Take, renew or release the lease of the one ingest worker that discovers engines.
 --
 -- KEYS  discovery     string, PX  `<worker> <state>` of the worker that discovers
 -- ARGV  worker        the caller's name, without blanks
---       milliseconds  how long the lease holds from now; 0 gives it up
+--       milliseconds  how long the lease lasts from now; 0 releases it
 --       state         what the caller has found so far, as JSON, for people
 --
--- {'applied', 0}  it holds, or is given up
+-- {'applied', 0}  the caller has the lease, or has released it
 -- {'fenced', 0}   another worker discovers; nothing written
 
 local held = redis.call('GET', KEYS[1])

@@ -1,20 +1,20 @@
 -- keep_answer(answers, kept, due; nonce, name, milliseconds, entries_max, bytes_max, value) -> {verdict, evicted, entries, bytes}
 --
--- Keep the answer to a request for all gateways. Where there is no room, the answers that end first make it.
+-- Keep the answer to a request for all gateways. If there is no room, the answers that end first are removed.
 --
 -- KEYS  answers       hash      `nonce`: that of the last clearing; `bytes`: those of all answers
 --       kept          hash, PX  the answers
 --       due           zset, PX  their names, by the Redis ms at which each ends
--- ARGV  nonce         the one when the request began
+-- ARGV  nonce         the nonce at the time when the request began
 --       name          64 hex digits that identify the request
 --       milliseconds  how long the answer is kept
 --       entries_max   how many answers there may be
 --       bytes_max     how many bytes they may take
 --       value         the answer
 --
--- {'applied', evicted, entries, bytes}  kept; so many others went before their time, and so much there is now
--- {'full', evicted, entries, bytes}     not kept: it is larger than all room, or too many others would have to go
--- {'stale', 0, 0, 0}                    all was cleared since the request began; nothing written
+-- {'applied', evicted, entries, bytes}  kept; how many others were removed early, and how much is kept now
+-- {'full', evicted, entries, bytes}     not kept: it exceeds `bytes_max`, or too many others would have to be removed
+-- {'stale', 0, 0, 0}                    all answers were cleared since the request began; nothing written
 
 local ENTRY_BYTES, REMOVED_MAX = 512, 256
 
@@ -24,7 +24,7 @@ if (redis.call('HGET', KEYS[1], 'nonce') or '') ~= nonce then return {'stale', 0
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local entries = redis.call('ZCARD', KEYS[3])
--- Both keys have ended together where the last answer was kept long ago.
+-- If the last answer was kept long ago, `kept` and `due` have expired, and `bytes` is too high.
 local bytes = entries > 0 and tonumber(redis.call('HGET', KEYS[1], 'bytes') or '0') or 0
 
 local function remove(names)
@@ -51,7 +51,7 @@ end
 redis.call('HSET', KEYS[2], name, value)
 redis.call('ZADD', KEYS[3], string.format('%.0f', now + milliseconds), name)
 redis.call('HSET', KEYS[1], 'bytes', string.format('%.0f', bytes + size))
--- Another gateway may keep its answers for longer.
+-- The keys last as long as any gateway keeps its answers.
 if redis.call('PTTL', KEYS[2]) < milliseconds then
   local ends = string.format('%.0f', now + milliseconds)
   redis.call('PEXPIREAT', KEYS[2], ends)

@@ -1,12 +1,12 @@
 -- keep_catalog(catalog; worker, before, value, workers_max) -> {verdict}
 --
--- Change what a worker has been described as, if nobody else has changed it meanwhile.
+-- Change the description of a worker, if no other client has changed it meanwhile.
 --
 -- KEYS  catalog      hash  workers as clients describe them
 -- ARGV  worker       the worker's id
---       before       the description that the caller knows; empty: none
---       value        the new description, as JSON; empty: the worker is removed
---       workers_max  with so many workers no other is added
+--       before       the description that the caller knows; empty for none
+--       value        the new description, as JSON; empty removes the worker
+--       workers_max  the most workers
 --
 -- {'applied'}  written
 -- {'other'}    the worker has another description; nothing written

@@ -1,24 +1,24 @@
 -- keep_hashes(record, fence, hashes, newest, oldest; publisher, token, calls, number, most, milliseconds, entry*) -> {verdict, number, calls}
 --
--- Keep which blocks the engine hashes of a group stand for, in the newest of several generations.
+-- Keep which block each engine hash of a group names, in the newest of several generations.
 --
 -- KEYS  record        hash        the record of the publisher that has reported them
---       fence         hash        shard 0's; `calls:<publisher>`: how many calls of its stream were made here
---       hashes        string, PX  the number of the newest generation; none is 0
---       newest        hash, PX    the generation of that number: engine hash to block
---       oldest        hash, PX    the generation that ends when the next one begins
+--       fence         hash        the fence of shard 0; `calls:<publisher>`: how many calls of its stream were made here
+--       hashes        string, PX  the number of the newest generation; a missing key means 0
+--       newest        hash, PX    the generation with that number: engine hash to block
+--       oldest        hash, PX    the generation that is deleted when the next one begins
 -- ARGV  publisher     its integer id
 --       token         the lease token the caller believes is the highest
 --       calls         the number of calls that this shard has acknowledged; a shard that has fewer has lost writes
---       number        of `newest`, as the caller believes
---       most          how many hashes a generation has; with more, the next one begins
---       milliseconds  how long what is kept stays if nothing is written
+--       number        the number of `newest`, as the caller knows it
+--       most          a generation with this many hashes is full, and the next one begins
+--       milliseconds  how long a generation lasts if nothing is written into it
 --       entry*        engine hash (8 bytes), block: 16 hex of its key, its depth in the piece, 16 hex of its head, and
 --                     in a namespace 16 hex of that
 --
--- {'applied', number, calls}  written; the newest generation is now this one. `calls` counts this call
--- {'other', number, calls}    the newest generation is this one; nothing written
--- {'fenced', 0, 0}            somebody else has the stream, it is gone, or has lost writes; nothing written
+-- {'applied', number, calls}  written; `number` is the newest generation now. `calls` counts this call
+-- {'other', number, calls}    `number` is the newest generation, and not the caller's; nothing written
+-- {'fenced', 0, 0}            another worker has the stream, the publisher is gone, or writes are lost; nothing written
 
 if redis.call('HGET', KEYS[1], 'token') ~= ARGV[2] then return {'fenced', 0, 0} end
 local name = 'calls:' .. ARGV[1]

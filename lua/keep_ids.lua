@@ -1,6 +1,6 @@
 -- keep_ids(groups; group, id, shards, publisher, format) -> {verdict, id}
 --
--- Write again which ids a registration has, after a failover that has forgotten them.
+-- Write the ids of a registration again, after a failover that has lost them.
 --
 -- KEYS  groups     hash  `["tenant","model"]`: `<group id> <shards>`; `last_group`, `last_publisher`: the last ids
 -- ARGV  group      the field
@@ -8,9 +8,9 @@
 --       publisher  the publisher's id
 --       format     the caller's layout of the index
 --
--- {'applied', id}  they are known
--- {'other', id}    the group has been given this other id meanwhile; nothing written. 0: its entry is of a form that
---                  this release does not know
+-- {'applied', id}  Redis has the ids
+-- {'other', id}    the group has got this other id meanwhile; 0 if this release cannot read the group's entry. Nothing
+--                  written
 
 local known = redis.call('HGET', KEYS[1], ARGV[1])
 if known and not known:match('^%d+ %d+$') then return {'other', 0} end
@@ -23,7 +23,7 @@ redis.call('HSETNX', KEYS[1], 'format', ARGV[5])
 for i, field in ipairs({'last_group', 'last_publisher'}) do
   local given = ARGV[2 * i]
   local known_last = last[i] or '0'
-  -- One that cannot be read is left: the next new ids begin far above.
+  -- A last id that cannot be read is not changed: the next new ids begin far above it.
   if known_last:match('^%d+$') and tonumber(known_last) < tonumber(given) then
     redis.call('HSET', KEYS[1], field, given)
   end

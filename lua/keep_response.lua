@@ -1,24 +1,26 @@
 -- keep_response(responses, kept, due, copied, queue; name, milliseconds, value, group, length, entries_max, bytes_max) -> {verdict, evicted, entries, bytes}
 --
--- Keep the answer to a request of the Responses API, or delete one. With a group, what was done is queued for MongoDB.
--- Where there is no room, the responses that end first make it; with a group, only those that MongoDB has.
+-- Keep the answer to a request of the Responses API, or delete one. With `group` the change is also queued for MongoDB.
+-- If there is no room, the responses that end first are removed; with `group`, only those that MongoDB has.
 --
--- KEYS  responses     hash, PX    `bytes`: those of all responses; under a name: its last change that MongoDB has not
---       kept          hash, PX    the responses; empty: it is deleted, and MongoDB may not know it yet
+-- KEYS  responses     hash, PX    `bytes`: the size of all responses; under the name of a response: its last change, if
+--                                 MongoDB does not have it yet
+--       kept          hash, PX    the responses; an empty value marks a deletion that MongoDB may not have yet
 --       due           zset, PX    their names, by the Redis ms at which each ends
---       copied        zset, PX    of these the names that MongoDB has
+--       copied        zset, PX    the names of those that MongoDB has, likewise
 --       queue         stream      names of responses to be copied, each once for every change
 -- ARGV  name          32 hex digits of the response
 --       milliseconds  how long it is kept
---       value         the response; empty: it is deleted
---       group         the consumer group of the queue; empty: there is no MongoDB
---       length        how many names are queued at most, about; 0: MongoDB has the response already
+--       value         the response; empty deletes it
+--       group         the consumer group of the queue; empty without MongoDB
+--       length        about how many names are queued at most; 0 if the response comes from MongoDB
 --       entries_max   how many responses there may be
 --       bytes_max     how many bytes they may take
 --
--- {'applied', evicted, entries, bytes}  done; so many others went before their time, and so much there is now
--- {'full', evicted, entries, bytes}     not done: too large, MongoDB lacks the others, or too many would have to go
--- {'stale', 0, entries, bytes}          MongoDB has one, and Redis has it too, a newer one, or its deletion
+-- {'applied', evicted, entries, bytes}  done; how many others were removed early, and how much is kept now
+-- {'full', evicted, entries, bytes}     not done: it is too large, MongoDB lacks the others, or too many others would
+--                                       have to be removed
+-- {'stale', 0, entries, bytes}          the response comes from MongoDB, but Redis has one or its deletion; not written
 
 local ENTRY_BYTES, REMOVED_MAX = 512, 256
 
@@ -26,7 +28,7 @@ local name, milliseconds, value, group, length = ARGV[1], tonumber(ARGV[2]), ARG
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local entries = redis.call('ZCARD', KEYS[3])
--- All keys have ended together where the last response was kept long ago.
+-- If the last response was kept long ago, all keys have expired.
 local bytes = entries > 0 and tonumber(redis.call('HGET', KEYS[1], 'bytes') or '0') or 0
 
 local function remove(names)
@@ -53,7 +55,7 @@ if value == '' and group == '' then
   return {'applied', 0, entries, bytes}
 end
 
--- One that is refused leaves what was there before it.
+-- If the new response is refused, the response of the same name stays as it was.
 local free_entries, free_bytes, was_copied = 0, 0, false
 if before then
   free_entries, free_bytes = 1, #before + ENTRY_BYTES
@@ -89,7 +91,7 @@ elseif group ~= '' then
   redis.call('HSET', KEYS[1], name, change)
 end
 note_bytes()
--- Another gateway may keep its responses for longer.
+-- The keys last as long as any gateway keeps its responses.
 local all_end = string.format('%.0f', now + math.max(redis.call('PTTL', KEYS[3]), milliseconds))
 redis.call('PEXPIREAT', KEYS[1], all_end)
 redis.call('PEXPIREAT', KEYS[2], all_end)

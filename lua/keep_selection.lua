@@ -1,10 +1,10 @@
 -- keep_selection(selection; before, value, milliseconds) -> {verdict}
 --
--- Change what one selection of a client has come to, if nobody else has changed it meanwhile.
+-- Change the state of one selection of a client, if no other client has changed it meanwhile.
 --
 -- KEYS  selection     string, PX  the state of the selection
--- ARGV  before        the value that the caller knows; empty: none
---       value         the new value; empty: the key is removed
+-- ARGV  before        the value that the caller knows; empty for none
+--       value         the new value; empty removes the key
 --       milliseconds  how long the value is kept
 --
 -- {'applied'}  written

@@ -1,18 +1,18 @@
 -- keep_singles(holders, record, fence; publisher, token, calls, version) -> {verdict, calls}
 --
--- Tell readers that a group has blocks of unknown depth, before there is the first.
+-- Mark a group as one that has blocks of unknown depth, before the first such block is written.
 --
 -- KEYS  holders  hash  the group's holder table
 --       record   hash  the publisher's record
---       fence    hash  shard 0's; `calls:<publisher>`: how many calls of its stream were made here
+--       fence    hash  the fence of shard 0; `calls:<publisher>`: how many calls of its stream were made here
 -- ARGV  publisher  its integer id
 --       token      the lease token the caller believes is the highest
 --       calls      the number of calls that this shard has acknowledged; a shard that has fewer has lost writes
 --       version    a random nonce
 --
--- {'applied', calls}  they know, or did already. `calls` counts this call in both cases: when Redis loses that they know,
---                     it also loses this count
--- {'fenced', 0}       somebody else has the stream, it is gone, or has lost writes; nothing written
+-- {'applied', calls}  the group is marked now. `calls` also counts this call if the group was marked before: a Redis that
+--                     loses the mark also loses this count
+-- {'fenced', 0}       another worker has the stream, the publisher is gone, or writes are lost; nothing written
 
 if redis.call('HGET', KEYS[2], 'token') ~= ARGV[2] then return {'fenced', 0} end
 local name = 'calls:' .. ARGV[1]

@@ -1,18 +1,18 @@
 -- mark_publisher(holders, record, fence; publisher, token, calls, row, version) -> {verdict, calls}
 --
--- Replace the row of a publisher in the table: it is lost, or it is back.
+-- Replace the row of a publisher in the table, because the publisher is lost or found.
 --
 -- KEYS  holders    hash  the group's holder table
 --       record     hash  the publisher's record
---       fence      hash  shard 0's; `calls:<publisher>`: how many calls of its stream were made here
+--       fence      hash  the fence of shard 0; `calls:<publisher>`: how many calls of its stream were made here
 -- ARGV  publisher  its integer id
 --       token      the lease token the caller believes is the highest
 --       calls      the number of calls that this shard has acknowledged; a shard that has fewer has lost writes
---       row        what readers need to know of it, JSON
+--       row        the new row, JSON
 --       version    a random nonce
 --
--- {'applied', calls}  readers see it; `calls` counts this call
--- {'fenced', 0}       somebody else has the stream, it is gone, or has lost writes; nothing written
+-- {'applied', calls}  written; `calls` counts this call
+-- {'fenced', 0}       another worker has the stream, the publisher is gone, or writes are lost; nothing written
 
 if redis.call('HGET', KEYS[2], 'token') ~= ARGV[2] then return {'fenced', 0} end
 local name = 'calls:' .. ARGV[1]

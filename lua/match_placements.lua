@@ -1,13 +1,13 @@
 -- match_placements(placement*; fields_max, holder*) -> {verdict, count, matches}
 --
--- Who was sent the beginning of a prompt: the walk over its blocks' notes. It only reads.
+-- Find which holders were sent the beginning of a prompt, from the placements of its blocks. It only reads.
 --
--- KEYS  placement*  hash  one for each block of the prompt, in order: until which Redis ms a holder counts as having it
--- ARGV  fields_max  the walk stops after so many fields, so that no call is a long one
---       holder*     the holders that have all blocks before these; none where the first block is the prompt's first
+-- KEYS  placement*  hash  one for each block of the prompt, in order: until which Redis ms each holder counts as having it
+-- ARGV  fields_max  the script stops after reading this many fields, so that no call takes long
+--       holder*     the holders that have all blocks before these; none if these begin with the prompt's first block
 --
--- {'applied', count, {holder, blocks, ...}}  so many blocks were looked at, and so many each holder has, from the first
---                                            of them on. Who has all of these may have further ones.
+-- {'applied', count, {holder, blocks, ...}}  `count` blocks were read. Of these, each holder has the first `blocks`. A
+--                                            holder that has all of them may have further ones.
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -22,7 +22,7 @@ local function tell(holder, blocks)
   end
 end
 
--- The ends of so many holders of a block. A key that is no hash is of somebody else: it has no holders.
+-- The ends of the placements of a block at `holders`. A key that is no hash is not ours, and has no holders.
 local function ends_of(block, holders)
   if redis.call('TYPE', block).ok ~= 'hash' then return {} end
   return redis.call('HMGET', block, unpack(holders, 1, math.min(#holders, most)))

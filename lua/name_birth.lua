@@ -1,6 +1,6 @@
 -- name_birth(incarnation; nonce) -> {verdict, nonce}
 --
--- Name the incarnation of this Redis. Another nonce later means another Redis, or one that came back empty.
+-- Return the nonce of this Redis's incarnation. Another nonce later means another Redis, or one that came back empty.
 --
 -- KEYS  incarnation  string  a random nonce
 -- ARGV  nonce        the value, if the key does not exist

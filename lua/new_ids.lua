@@ -1,29 +1,29 @@
 -- new_ids(groups; group, shards, above, publisher_above, hash_seed, format) -> {verdict, group, shards, publisher}
 --
--- Return the group id of a (tenant, model), which its first registration assigns, and a new publisher id.
+-- Return the id of a group and a new publisher id. The first registration of the group assigns the group id.
 --
 -- KEYS  groups  hash  `["tenant","model"]`: `<group id> <shards>`; `last_group`, `last_publisher`: the last ids;
---               `hash_seed`: what all blocks here are hashed with; `format`: how they are laid out
+--               `hash_seed`: the seed of all block hashes in this Redis; `format`: the layout of its index
 -- ARGV  group   the field
---       shards  into how many shards a new group is cut; a known one keeps what it has
---       above   0; else the group gets a new id, larger than this, because its former id belongs to another group
---       publisher_above   the publisher's id is larger than this (one at or below turned out to be another's)
+--       shards  the number of shards of a new group; a known group keeps its number
+--       above   0; or an id that belongs to another group: if the group has it or a lower one, it gets a higher one
+--       publisher_above   the new publisher id is larger than this, an id that belongs to another publisher; or 0
 --       hash_seed  the caller's seed; the first one is kept
 --       format     the caller's layout of the index; the first one is kept
 --
--- {'applied', group id, shards, publisher id}  no id is ever given twice
--- {'other', 0}  the group's entry is of a form that this release does not know; nothing written
+-- {'applied', group id, shards, publisher id}  no id is ever assigned twice
+-- {'other', 0}  this release cannot read the group's entry; nothing written
 
--- A count as a script has written it, nil for anything else.
+-- A count as a script has written it; nil for any other text.
 local function integer(text) return text and #text < 17 and text:match('^%d+$') and tonumber(text) or nil end
 
--- What no Redis with this clock has come to, one id a microsecond (new_life).
+-- An id that no Redis with this clock has reached: one id per microsecond (see new_life).
 local function first_id()
   local now = redis.call('TIME')
   return math.max(0, (tonumber(now[1]) - 1767225600) * 1000000 + tonumber(now[2]))
 end
 
--- The last id given out. Where that cannot be read it may be any.
+-- The last id that was assigned. If it cannot be read, it may have been any id below `first_id`.
 local function last(field)
   local text = redis.call('HGET', KEYS[1], field)
   return text and (integer(text) or first_id()) or 0

@@ -1,41 +1,42 @@
 -- new_life(holders, record, fence, dead; publisher, token, calls, before, version, above, unit, life, begin*) -> {verdict, calls, holder*}
 --
--- End holders of a publisher and begin others, in one step for readers, however many blocks the ended holders had. With
--- nothing to end, the script only begins holders, for a new medium or rank. The same call may arrive twice, and late: the
+-- End holders of a publisher and begin others. Readers see one step, however many blocks the ended holders had. With
+-- `unit` '' the script only begins holders, for a new medium or rank. The same call may arrive twice, and late: the
 -- script makes the change once, and never after a later change.
 --
 -- KEYS  holders  hash  the group's holder table; `version` is a new nonce after every change
 --       record   hash  the publisher's record; `holder:<name>` is the id of its live holder of that name,
---                      `event:<id>` the last event_id of a holder, `shard:<number>` the calls on a shard, `turn` the token and version of the last call
---       fence    hash  shard 0's; `holder`: the highest holder id handed out or seen. Where it has none, this Redis is
---                      empty, and ids begin at the microseconds since 2026-01-01 UTC by its TIME.
+--                      `event:<id>` the last event_id of a holder, `shard:<number>` the calls on a shard, `turn` the
+--                      token and version of the last call
+--       fence    hash  the fence of shard 0; `holder`: the highest holder id that was assigned or seen. Without it this
+--                      Redis has come back empty, and ids begin at the microseconds since 2026-01-01 UTC by its TIME.
 --                      `calls:<publisher>`: how many calls of its stream were made here
 --       dead     set   holder ids whose blocks are still to be swept
 -- ARGV  publisher  its integer id
 --       token    the lease token the caller believes is the highest
 --       calls    the number of calls that this shard has acknowledged; a shard that has fewer has lost writes
---       before   the version of the last call under this token whose reply the caller has seen; '' none
---       version  a random nonce; the same call again bears the same
---       above    the highest holder id seen on the other shards; 0 where there are none
---       unit     which holders end: '*' all; else the one of this name, and those whose name begins with it
---                and a space (names are `<rank> <medium> ...`, so '0' is all of rank 0); '' none
---       life     '' goes on with this life of the stream; else a random nonce: a new life, and what the record
---                knows of the old one (watermark, flags, ...) is forgotten
+--       before   the version of the last call under this token whose reply the caller has seen; '' for none
+--       version  a random nonce; a repeated call has the same nonce
+--       above    the highest holder id seen on the other shards; 0 if there are none
+--       unit     which holders end: '*' all; '' none; else the holder of this name, and those whose names begin with it
+--                and a space (names are `<rank> <medium> ...`, so '0' ends all holders of rank 0)
+--       life     '' continues the life of the stream; a random nonce begins a new one, and deletes the fields of the old
+--                one (watermark, flags, ...) from the record
 --       begin*   name, holder record (JSON without the id); a name that is still live keeps its id
 --
--- {'applied', calls, holder*}  the ids of begin*, in order; nothing written where this very call was the last one.
---                       `calls` counts this one
--- {'fenced'}            somebody else has the stream, it is gone, or the last call was another than `before`: this one
---                       is late, or Redis has lost writes; nothing written
+-- {'applied', calls, holder*}  the ids of begin*, in order. `calls` counts this call. If the last call was this one,
+--                       nothing is written again
+-- {'fenced'}            another worker has the stream, the publisher is gone, or the last call was not `before`: this
+--                       call is late, or Redis has lost writes; nothing written
 
--- The first id of a Redis that came back empty: none that was handed out before can be as large, since a Redis hands out
--- far fewer than one in a microsecond. 14 digits, below 2^53 for 285 years.
+-- The first id of a Redis that came back empty. No id that was assigned before is as large, because a Redis assigns far
+-- fewer than one per microsecond. It has at least 14 digits, and is below 2^53 for 285 years.
 local function first_id()
   local now = redis.call('TIME')
   return math.max(0, (tonumber(now[1]) - 1767225600) * 1000000 + tonumber(now[2]))
 end
 
--- A count as a script has written it, nil for anything else.
+-- A count as a script has written it; nil for any other text.
 local function integer(text) return text and #text < 17 and text:match('^%d+$') and tonumber(text) or nil end
 
 local holders, record, fence, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4]

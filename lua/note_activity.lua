@@ -1,9 +1,9 @@
 -- note_activity(activity; length, entry*) -> {verdict, 0}
 --
--- Add what has happened to the stream that GET /activity shows.
+-- Add entries to the activity list, which GET /activity shows.
 --
 -- KEYS  activity  stream  entries, the oldest of which are trimmed
--- ARGV  length    how many entries are kept, about
+-- ARGV  length    about how many entries are kept
 --       entry*    JSON objects, at most 100
 --
 -- {'applied', 0}  added

@@ -1,26 +1,26 @@
 -- note_entries(entries, record; publisher, token, max, milliseconds, cut, value) -> {verdict, total, publishers, cut, turn}
 --
--- Write how many blocks the holders of a publisher have, and learn how many the group has and which of its holders end.
+-- Write how many blocks the holders of a publisher have. Return how many the group has, and which of its holders end.
 --
 -- KEYS  entries       hash  `<publisher>`: its blocks, then `<holder>:<blocks>` for each of its holders; `total`: the
 --                           blocks of all publishers; `cut`: holders of the group up to this id end; `turn`: the Redis
---                           ms until which somebody is choosing what ends
+--                           ms until which one worker may choose a higher cut
 --       record        hash  the publisher's record
 -- ARGV  publisher     its integer id
 --       token         the lease token the caller believes is the highest
 --       max           the most blocks that the group may have
 --       milliseconds  how long a turn lasts
---       cut           what the caller has chosen in its turn; '' nothing. It never goes back
+--       cut           the cut that the caller has chosen; '' for none. The cut of the group never becomes lower
 --       value         the publisher's field
 --
--- {'applied', total, publishers, cut, turn}  written; so many publishers have blocks. `turn` is 1 where there are too
---                                            many blocks and it is the caller's turn to choose
--- {'fenced', 0, 0, 0, 0}                     somebody else has the stream, or it is gone; nothing written
+-- {'applied', total, publishers, cut, turn}  written; `publishers` have blocks. `turn` is 1 if there are too many blocks
+--                                            and the caller is the worker that may choose a cut
+-- {'fenced', 0, 0, 0, 0}                     another worker has the stream, or the publisher is gone; nothing written
 
 local entries, publisher = KEYS[1], ARGV[1]
 if redis.call('HGET', KEYS[2], 'token') ~= ARGV[2] then return {'fenced', 0, 0, 0, 0} end
 
--- The number with which a value of this script begins, 0 for anything else.
+-- The number with which a value of this script begins; 0 for any other text.
 local function integer(text)
   local digits = (text or ''):match('^%d+') or '0'
   return #digits < 17 and tonumber(digits) or 0

@@ -1,10 +1,10 @@
 -- note_gauges(record, gauges; milliseconds, value) -> {verdict}
 --
--- Write what an engine reports of itself. Redis removes the value if no newer one replaces it in time.
+-- Write the gauges of an engine. Redis removes them if no newer ones replace them in time.
 --
 -- KEYS  record        hash        the publisher's record
---       gauges        string, PX  what its engine reported last
--- ARGV  milliseconds  how long the value counts
+--       gauges        string, PX  the last gauges of its engine
+-- ARGV  milliseconds  how long the value is valid
 --       value         the gauges, as JSON
 --
 -- {'applied'}  written

@@ -1,14 +1,15 @@
 -- place(placements, placement*; holder, milliseconds, holders_max) -> {verdict, count}
 --
--- Note that a holder was sent a prompt and has its blocks, as a router outside reports it. Each note ends by its time.
+-- Write a placement: an external router has reported that it sent a prompt to a holder. For a time the holder counts as
+-- having the blocks of the prompt.
 --
--- KEYS  placements  zset  blocks of the group with a note, by the Redis ms of their end
---       placement*  hash  one for each block: until which Redis ms a holder counts as having it
+-- KEYS  placements  zset  blocks of the group that have placements, by the Redis ms at which the last one ends
+--       placement*  hash  one for each block: until which Redis ms each holder counts as having it
 -- ARGV  holder        the URL of the holder
---       milliseconds  how long it counts
---       holders_max   how many holders a block has; a further one is left out
+--       milliseconds  how long the placement lasts
+--       holders_max   the most holders of a block; further ones are left out
 --
--- {'applied', count}  so many blocks of the group have a note now
+-- {'applied', count}  `count` blocks of the group have placements now
 
 local TRIMMED_MAX = 256
 
@@ -17,12 +18,12 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local ends = string.format('%.0f', now + ARGV[2])
 local most = tonumber(ARGV[3])
 
--- A key ends with the last of what it has: another caller's may stay for longer.
+-- A key lasts as long as the last placement in it; the placements of other callers may last longer than this one.
 local function keep(key)
   if redis.call('PTTL', key) < tonumber(ARGV[2]) then redis.call('PEXPIREAT', key, ends) end
 end
 
--- Holders whose time is over go. Whether one more has room then.
+-- Removes expired holders if a block has too many. Returns whether there is room for one more.
 local function has_room(block)
   if redis.call('HLEN', block) < most then return true end
   local fields = redis.call('HGETALL', block)

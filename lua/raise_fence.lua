@@ -4,23 +4,24 @@
 --
 -- KEYS  fence      hash  the fence of the shard; `calls:<publisher>`: how many calls of its stream were made here
 -- ARGV  publisher  its integer id
---       token      `<counter>.<random>`: the larger counter wins, the same one with another random part loses
+--       token      `<counter>.<random>`. It is accepted if its counter is larger than the counter of the fence's token,
+--                  or if it is the same token again
 --
--- A mark of the highest holder id that cannot be read may stand for any id: a larger one takes its place.
+-- If the highest holder id in the fence cannot be read, it may have been any id. An id above all of them replaces it.
 --
--- {'applied', counter, holder, calls}  the fence stands at this token; `holder` is the highest holder id seen here
--- {'fenced', counter, holder, calls}   a token with this counter was here before; nothing written
+-- {'applied', counter, holder, calls}  the fence has this token; `holder` is the highest holder id seen here
+-- {'fenced', counter, holder, calls}   the fence has another token, with this counter; nothing written
 
--- A count as a script has written it, nil for anything else.
+-- A count as a script has written it; nil for any other text.
 local function integer(text) return text and #text < 17 and text:match('^%d+$') and tonumber(text) or nil end
 
--- What no Redis with this clock has come to, one id a microsecond (new_life).
+-- An id that no Redis with this clock has reached: one id per microsecond (see new_life).
 local function first_id()
   local now = redis.call('TIME')
   return math.max(0, (tonumber(now[1]) - 1767225600) * 1000000 + tonumber(now[2]))
 end
 
--- A token that cannot be read lets nobody in, so it need not be kept out.
+-- A token that cannot be read counts as 0: no worker can have such a token, so it need not be rejected.
 local function counter_of(token)
   local digits = token:match('^(%d+)%.')
   return digits and #digits < 16 and tonumber(digits) or 0

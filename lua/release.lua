@@ -5,24 +5,25 @@
 -- KEYS  load          hash        the load of each target
 --       reservations  zset        decisions under way, by the Redis ms at which each is over
 --       first_tokens  string, PX  sums over the requests of this target whose time to the first token is known
--- ARGV  reservation   the member as `reserve` wrote it; found after 'prefill', too, when its tokens are 0
---       part          'prefill' its tokens are computed; 'ok', 'failed' it is over; 'renew' it goes on
---       minute        the caller's clock in minutes, by which outcomes are halved
---       milliseconds  for how long from now, where it goes on
---       ttft          ms from the request to its first token; '' where that is not known. It counts once
+-- ARGV  reservation   the member as `reserve` wrote it. The script also finds it after 'prefill', which sets its tokens
+--                     to 0
+--       part          'prefill': its tokens are computed; 'ok' or 'failed': the request has ended; 'renew': extend it
+--       minute        the caller's clock in minutes; the counts of outcomes are halved every minute
+--       milliseconds  with 'renew', how long it lasts from now
+--       ttft          ms from the request to its first token; '' if that is not known. Only the first one counts
 --       work          prefill tokens that the target had to compute in this time
 --
 -- {'applied'}  done
--- {'gone'}     there is no such reservation, or not any more; nothing written
+-- {'gone'}     the reservation does not exist, or has ended; nothing written
 
 local member = ARGV[1]
 local due = redis.call('ZSCORE', KEYS[2], member)
-if not due then -- its prefill was given back before, by the index or by another caller
+if not due then -- its prefill was released before
   member = ARGV[1]:gsub('^(%d+) %d+ ', '%1 0 ', 1)
   due = redis.call('ZSCORE', KEYS[2], member)
 end
 local is_timed = false
-if not due then -- and its time to the first token was told
+if not due then -- and its time to the first token was counted
   member, is_timed = member .. ' timed', true
   due = redis.call('ZSCORE', KEYS[2], member)
 end
@@ -53,12 +54,12 @@ else
   local outcome = part == 'ok' and 4 or 5
   load[outcome] = load[outcome] + 1
 end
--- A target that was unregistered meanwhile has no load any more, and gets none.
+-- A target that was unregistered meanwhile has no load, and none is written for it.
 if value then
   redis.call('HSET', KEYS[1], publisher, string.format('%.0f %.0f %.0f %.0f %.0f %.0f %.0f', unpack(load)))
 end
 if value and ARGV[5] ~= '' and not is_timed then
-  -- Count, work, ms, work squared, work times ms. What is older counts for less, so the sums follow the engine.
+  -- Sums of 1, work, ms, work squared, and work times ms. Older values count for less, so the sums follow the engine.
   local work, ms, sums = tonumber(ARGV[6]), tonumber(ARGV[5]), {}
   for number in (redis.call('GET', KEYS[3]) or ''):gmatch('%S+') do sums[#sums + 1] = tonumber(number) end
   for i, more in ipairs({1, work, ms, work * work, work * ms}) do

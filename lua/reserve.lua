@@ -1,30 +1,32 @@
 -- reserve(load, reservations, holders, request, spec*; milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold, repeatable, candidates) -> {verdict, which, tokens, requests, overdue}
 --
--- Choose the best of some targets for a prompt, by their loads at this moment, and add the reservation to its load. The
--- same call again, because its reply was lost, finds the reservation by its nonce and adds nothing.
+-- Choose the best of some targets for a prompt, by their present loads, and add the reservation to the load of this
+-- target. If the same call is repeated because its reply was lost, it finds the reservation by its nonce and adds
+-- nothing.
 --
 -- KEYS  load              hash        the load of each target
 --       reservations      zset        decisions under way, by the Redis ms at which each is over
 --       holders           hash        the group's holder table; a target that is not in it is passed over
---       request           string, PX  the reservation that this request got before; there only where `repeatable`
---       spec*             string, PX  block keys of the prompt at growing depths: who will have them
--- ARGV  milliseconds      for how long from now, unless it is released before
---       nonce             random, of this call: two equal reservations are two, and the call again is one
+--       request           string, PX  the reservation that this request got before; the key is given only if `repeatable`
+--       spec*             string, PX  speculative entries of the prompt at growing depths: the target that gets the prompt
+-- ARGV  milliseconds      how long the reservation lasts from now, unless it is released before
+--       nonce             random, and the same in a repeated call. It distinguishes equal reservations
 --       context           tokens of the prompt
 --       weight_new, weight_active  cost = (tokens + weight_active * requests) / weight + weight_new * new + handicap
---       limit             a target with so many requests is passed over; 0: none is
---       reservations_max  with so many under way in the group nothing more is reserved
---       cold              '1' where nobody has anything of the prompt
---       repeatable        '1': the same request again gets the same reservation
---       candidates        of each, at most 8, with blanks between all: publisher, new, handicap, weight, first,
---                         spec_milliseconds. `new` is its prefill tokens, an integer; its speculative entries are those
---                         behind the `first` of them, for so long; 0: none
+--       limit             a target with this many requests is passed over; 0 means no limit
+--       reservations_max  if the group has this many reservations, no more are made
+--       cold              '1' if no target has a block of the prompt
+--       repeatable        '1': the same request gets the same reservation again
+--       candidates        at most 8, all fields separated by blanks. For each: publisher, new, handicap, weight, first,
+--                         spec_milliseconds. `new` is its prefill tokens, an integer. Its speculative entries are spec*
+--                         without the first `first`, and last for `spec_milliseconds`; with 0 none is written
 --
--- {'applied', which, tokens, requests, overdue}  the which-th was reserved; its load without the reservation
--- {'repeated', publisher, tokens, context, nonce, waited}  the request has a reservation already: this one, as it was
---                                  written; its target had so many tokens to compute before it
--- {'full', 0, 0, 0, overdue}       the group has too many reservations; nothing written but what was overdue
--- {'saturated', 0, 0, 0, overdue}  every candidate is at the limit, or gone; the same
+-- {'applied', which, tokens, requests, overdue}  the `which`-th candidate has the reservation; `tokens` and `requests` are
+--                                  its load without the reservation, and `overdue` reservations were ended
+-- {'repeated', publisher, tokens, context, nonce, waited}  the request has this reservation already; its target had
+--                                  `waited` tokens to compute before it
+-- {'full', 0, 0, 0, overdue}       the group has too many reservations; only overdue ones were ended
+-- {'saturated', 0, 0, 0, overdue}  every candidate is at the limit, or gone; only overdue reservations were ended
 
 local names, news, handicaps, weights, firsts, lasting, members = {}, {}, {}, {}, {}, {}, {}
 local rest = ' ' .. ARGV[3] .. ' ' .. ARGV[2]
@@ -56,14 +58,14 @@ end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
--- A load with so much more; less where the amounts are negative, but never below zero.
+-- A load with these amounts added. They may be negative, but no number falls below zero.
 local function changed(load, tokens, requests, context)
   local had_tokens, had_requests, had_context, others = load:match('^(%d+) (%d+) (%d+) (.+)$')
   return string.format('%.0f %.0f %.0f %s', math.max(0, had_tokens + tokens), math.max(0, had_requests + requests),
     math.max(0, had_context + context), others)
 end
 
--- What nobody released: a replica that ended, a caller that forgot. Of all targets, so that none stays loaded.
+-- Ends overdue reservations of all targets: a replica stopped or a client failed before it released them.
 local overdue = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 8)
 for _, reservation in ipairs(overdue) do
   local publisher, tokens, context = reservation:match('^(%d+) (%d+) (%d+)')
@@ -83,7 +85,7 @@ for i = 1, #names do
     costs[i] = (wait + weight_active * active) / weights[i] + weight_new * news[i] + handicaps[i]
   end
 end
--- The best that is still registered: mostly the first that is looked at.
+-- Finds the best candidate that is still registered, which is mostly the first one.
 local which
 repeat
   which = nil

@@ -3,17 +3,17 @@
 -- Remove a dead holder from a bounded number of rows on one shard.
 --
 -- KEYS  engine    hash    the dead holder's engine hashes on this shard
---       row*      string  rows, branch rows and singles that its fields name; none: all are done, what is left of
---                         `engine` goes
+--       row*      string  rows, branch rows and singles that its fields name; without any, all are swept, and the script
+--                         deletes `engine`
 --       piece*    string  for each of the branch rows, the row of its piece
 --       branches  hash    head to number of branch rows
 --       dead      set     holder ids still to be swept; only on the shard that has it (shard 0), else absent
 -- ARGV  holder    its id
---       rows      how many row* there are
---       field*    the field of each row*; that of a branch row is `<head>:<key>`
+--       rows      the number of row*
+--       field*    the field of each row*; the field of a branch row is `<head>:<key>`
 --
--- {'applied', rows, blocks}  so many of the rows are done, from the first, and the holder had so many blocks there;
---                            fewer than all rows where 32 KiB of values were read: call again with the rest
+-- {'applied', rows, blocks}  the first `rows` rows are done, and the holder had `blocks` blocks there. If these are not
+--                            all rows, 32 KiB of values were read: call again with the others
 -- {'gone', 0, 0}             the holder is not in `dead`: it was swept, or this Redis came back empty; nothing written
 
 local BYTES = 32768
@@ -28,13 +28,13 @@ if count == 0 then
   return {'applied', 0, 0}
 end
 
-local kept, gone, left = {}, {}, {} -- pairs of key and value; keys; head to {key of its row, branch rows that went}
+local kept, gone, left = {}, {}, {} -- keys and values to write; keys to delete; by head: its row, and deleted branch rows
 local done, bytes_read, piece, portion, blocks = 0, 0, 1 + count, 4, 0
 
 local BITS = {} -- how many bits a hex digit has
 for i, bits in ipairs({0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4}) do BITS[string.format('%x', i - 1)] = bits end
 
--- The value without the holder; '' where no holder is left and it is not marked, false where the holder is not in it.
+-- The value without the holder; '' if it then has no holder and no mark, false if the holder is not in it.
 local function without(value)
   local first = value:find(' ' .. id .. ':', 1, true)
   if not first then return false end
@@ -71,7 +71,7 @@ for head, each in pairs(left) do
   if number > 0 then
     redis.call('HSET', branches, head, string.format('%.0f', number))
   else
-    -- The last branch row has gone, and the mark with it.
+    -- The last branch row was deleted, so the row loses its mark.
     redis.call('HDEL', branches, head)
     local row = redis.call('MGET', each[1])[1]
     local at = row and (row:find(' ', 1, true) or #row + 1) - 1

@@ -4,16 +4,16 @@
 --
 -- KEYS  lease         string, PX  the token of the worker that has the lease
 --       record        hash        the publisher's record; `token` is the highest token so far, `worker` is its owner
--- ARGV  own           a token the caller has already, to take a larger one; '' where it has none
+-- ARGV  own           a token that the caller has already, if it takes a larger one; else ''
 --       random        the random part of the new token, `<counter>.<random>`
 --       worker        the worker that asks
---       milliseconds  how long the lease holds
+--       milliseconds  how long the lease lasts
 --       above         the new counter is larger than this
 --       force         '1' takes it from the worker that has it (for an unregister or a move)
 --
 -- {'applied', counter}  the token is `<counter>.<random>`
--- {'held', 0}           somebody else has it; nothing written
--- {'gone', 0}           there is no such publisher; nothing written
+-- {'held', 0}           another worker has it; nothing written
+-- {'gone', 0}           the publisher does not exist; nothing written
 
 local state = redis.call('HMGET', KEYS[2], 'life', 'token')
 if not state[1] then return {'gone', 0} end
@@ -21,7 +21,7 @@ local holding = redis.call('GET', KEYS[1])
 if holding and holding ~= ARGV[1] and ARGV[6] ~= '1' then return {'held', 0} end
 
 local digits = state[2] and state[2]:match('^(%d+)%.') or '0'
-local last = #digits < 16 and tonumber(digits) or 0 -- the fences know more than a token that cannot be read
+local last = #digits < 16 and tonumber(digits) or 0 -- if the token cannot be read, raising the fences finds a larger one
 local counter = math.max(last, tonumber(ARGV[5])) + 1
 local token = string.format('%.0f.%s', counter, ARGV[2])
 redis.call('SET', KEYS[1], token, 'PX', ARGV[4])

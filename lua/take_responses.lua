@@ -1,12 +1,12 @@
 -- take_responses(queue; group, consumer, count, milliseconds) -> {verdict, entry*}
 --
--- Take names of responses that are to be copied: first those that another consumer has not finished in time.
+-- Return names of responses to copy to MongoDB: first those that another consumer has taken and not copied in time.
 --
 -- KEYS  queue         stream  names of responses
 -- ARGV  group         the consumer group
---       consumer      who takes them
+--       consumer      the caller's name
 --       count         how many at most
---       milliseconds  after how long without an end an entry is taken from its consumer
+--       milliseconds  how long an entry stays with its consumer before another one may take it
 --
 -- {'applied', id, name, ...}  two texts for each entry
 -- {'gone'}                    there is no queue

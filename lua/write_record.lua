@@ -3,14 +3,14 @@
 -- Write the state of a stream into its publisher's record: status, counters, flags.
 --
 -- KEYS  record     hash  the publisher's record
---       fence      hash  of its shard, shard 0; `calls:<publisher>`: how many calls of its stream were made here
+--       fence      hash  the fence of shard 0; `calls:<publisher>`: how many calls of its stream were made here
 -- ARGV  publisher  its integer id
 --       token      the lease token the caller believes is the highest
 --       calls      the number of calls that this shard has acknowledged; a shard that has fewer has lost writes
---       field*     name, value; an empty value takes the field out
+--       field*     name, value; an empty value deletes the field
 --
 -- {'applied', calls}  written; `calls` counts this call
--- {'fenced', 0}       somebody else has the stream, it is gone, or has lost writes; nothing written
+-- {'fenced', 0}       another worker has the stream, the publisher is gone, or writes are lost; nothing written
 
 if redis.call('HGET', KEYS[1], 'token') ~= ARGV[2] then return {'fenced', 0} end
 local name = 'calls:' .. ARGV[1]
