@@ -12,6 +12,7 @@ import pytest
 import trustme
 from aiohttp import web
 
+from tests.listening import listening, port_of
 from waymark.asker import Asker, HttpReply
 from waymark.endpoints import AllowedEndpoints
 from waymark.errors import InvalidValue, Unanswered
@@ -148,9 +149,9 @@ async def test_who_is_not_there_or_speaks_otherwise_is_unanswered(asker: Asker, 
         writer.write(b"SSH-2.0\r\n\r\n")
         writer.close()
 
-    async with await asyncio.start_server(speak, "127.0.0.1", 0) as server:
+    async with listening(speak) as server:
         with pytest.raises(Unanswered):
-            await asker.ask(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", seconds=60, bytes_max=100)
+            await asker.ask(f"http://127.0.0.1:{port_of(server)}/", seconds=60, bytes_max=100)
 
 
 async def test_a_place_that_is_not_allowed_is_not_asked(serve: Serve) -> None:

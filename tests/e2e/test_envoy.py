@@ -18,6 +18,7 @@ from tests.conftest import wait_until
 from tests.e2e.conftest import EXIT_SECONDS, READY_SECONDS, spawn
 from tests.e2e.envoy import Envoy, binary, envoy
 from tests.forked import Process
+from tests.listening import listening
 from tests.patience import patient
 from tests.ports import unused_port
 from tests.store.factories import registration
@@ -271,7 +272,7 @@ async def test_an_engine_that_dies_in_an_answer_ends_it_and_leaves_nothing(fleet
     await fleet.store.registry.register(
         registration("broken", kind=EngineKind.NONE, model_name=model, endpoint=None, target=target)
     )
-    async with await asyncio.start_server(dies, "127.0.0.1", int(engine.url.rpartition(":")[2])):
+    async with listening(dies, int(engine.url.rpartition(":")[2])):
         with pytest.raises(httpx.RemoteProtocolError):
             await ask()
 
@@ -306,7 +307,7 @@ async def test_a_whole_answer_that_breaks_off_is_asked_for_again(fleet: Fleet, w
     await fleet.store.registry.register(
         registration("broken", kind=EngineKind.NONE, model_name=model, endpoint=None, target=Target(address=engine.url))
     )
-    async with await asyncio.start_server(answers, "127.0.0.1", int(engine.url.rpartition(":")[2])):
+    async with listening(answers, int(engine.url.rpartition(":")[2])):
         request = asyncio.create_task(fleet.chat("hello", model=model))
         await asyncio.wait([request, asyncio.create_task(begun.wait())], return_when=asyncio.FIRST_COMPLETED)
         (picker,) = [picker for picker in fleet.pickers if await picker.picked()]

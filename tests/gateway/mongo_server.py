@@ -14,6 +14,8 @@ from typing import Any
 
 from bson import decode, decode_all, encode
 
+from tests.listening import listening, port_of
+
 _QUERY, _REPLY, _MESSAGE = 2004, 1, 2013
 _HEAD = struct.Struct("<iiii")
 _GREETING = {
@@ -43,19 +45,14 @@ class MongoServer:
         self.port = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                length, request, _, code = _HEAD.unpack(await reader.readexactly(_HEAD.size))
-                body = await reader.readexactly(length - _HEAD.size)
-                if code == _QUERY:
-                    answer = struct.pack("<iqii", 8, 0, 0, 1) + encode(_GREETING)
-                    self._write(writer, request, _REPLY, answer)
-                elif (reply := self._answer(_command(body))) is not None:
-                    self._write(writer, request, _MESSAGE, b"\0\0\0\0\0" + encode(reply))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the client has gone away
-        finally:
-            writer.close()
+        while True:
+            length, request, _, code = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+            body = await reader.readexactly(length - _HEAD.size)
+            if code == _QUERY:
+                answer = struct.pack("<iqii", 8, 0, 0, 1) + encode(_GREETING)
+                self._write(writer, request, _REPLY, answer)
+            elif (reply := self._answer(_command(body))) is not None:
+                self._write(writer, request, _MESSAGE, b"\0\0\0\0\0" + encode(reply))
 
     @staticmethod
     def _write(writer: asyncio.StreamWriter, request: int, code: int, body: bytes) -> None:
@@ -104,9 +101,6 @@ def _command(body: bytes) -> dict[str, Any]:
 @asynccontextmanager
 async def mongo_server(running: MongoServer) -> AsyncIterator[str]:
     """Its URL; on the same port as before where it ran before."""
-    server = await asyncio.start_server(running.serve, "127.0.0.1", running.port)
-    running.port = server.sockets[0].getsockname()[1]
-    try:
+    async with listening(running.serve, running.port) as server:
+        running.port = port_of(server)
         yield f"mongodb://127.0.0.1:{running.port}/?directConnection=true"
-    finally:
-        server.close()

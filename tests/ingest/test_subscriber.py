@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from tests.conftest import wait_until
+from tests.listening import listening, port_of
 from tests.patience import within
 from waymark.errors import InvalidValue
 from waymark.ingest import sockets
@@ -289,11 +290,15 @@ async def test_a_host_that_falls_silent_is_a_lost_connection(
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(pump(reader, back), pump(there, writer))
+        try:
+            await asyncio.gather(pump(reader, back), pump(there, writer))
+        finally:
+            back.close()
 
-    relaying = await asyncio.start_server(relay, "127.0.0.1", 0)
-    relay_port = relaying.sockets[0].getsockname()[1]
-    async with subscriber_of(context, f"tcp://127.0.0.1:{relay_port}") as subscriber:
+    async with (
+        listening(relay) as relaying,
+        subscriber_of(context, f"tcp://127.0.0.1:{port_of(relaying)}") as subscriber,
+    ):
         await wait_until(publisher.has_subscriber, "subscribed")
         await wait_until(lambda: subscriber.is_connected, "connected")
         is_silent = True

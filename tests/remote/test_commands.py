@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -15,6 +14,7 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
+from tests.listening import listening, port_of
 from tests.live import Live, start
 from tests.patience import within
 from tests.ports import unused_port
@@ -265,9 +265,8 @@ async def test_what_is_no_waymark_is_named() -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0, family=socket.AF_INET)
-    async with server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with listening(answer) as server:
+        url = f"http://127.0.0.1:{port_of(server)}"
         code, _, error = await run(None, "publishers", "--url", url)
     assert code == cli.EXIT_NO_SERVICE
     assert f"what answers at {url} is no Waymark" in error

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from redis.asyncio import Redis
 
+from tests.listening import listening, port_of
 from tests.patience import within
 from tests.proxy import proxy_to
 from tests.store.factories import GROUP, registration
@@ -27,15 +28,12 @@ from waymark.store.store import Store
 @pytest.fixture
 async def silent_port() -> AsyncIterator[int]:
     """Something that accepts connections and never says a word."""
-    gone = asyncio.Event()
 
-    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await gone.wait()
-        writer.close()
+    async def accept(_: asyncio.StreamReader, __: asyncio.StreamWriter) -> None:
+        await asyncio.Event().wait()
 
-    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
-        yield server.sockets[0].getsockname()[1]
-        gone.set()
+    async with listening(accept) as server:
+        yield port_of(server)
 
 
 async def check_unavailable(store: Store) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import uvloop
 
+from tests.listening import listening, port_of
 from waymark.errors import StoreUnavailable
 from waymark.store.client import RedisClient
 
@@ -17,13 +18,12 @@ async def _ask_what_closes_at_once() -> set[type]:
     async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()
 
-    server = await asyncio.start_server(close, "127.0.0.1", 0)
-    client = RedisClient.open(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0", timeout_seconds=2)
-    try:
-        outcomes = await asyncio.gather(*(client.ping() for _ in range(200)), return_exceptions=True)
-    finally:
-        await client.close()
-        server.close()
+    async with listening(close) as server:
+        client = RedisClient.open(f"redis://127.0.0.1:{port_of(server)}/0", timeout_seconds=2)
+        try:
+            outcomes = await asyncio.gather(*(client.ping() for _ in range(200)), return_exceptions=True)
+        finally:
+            await client.close()
     return {type(outcome) for outcome in outcomes}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import hiredis
 import pytest
 
+from tests.listening import listening, port_of
 from tests.patience import patient
 from tests.topologies import farm
 from waymark.errors import StoreUnavailable
@@ -34,21 +35,16 @@ async def fake(answer: Answer) -> AsyncIterator[int]:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         parser = hiredis.Reader()
-        try:
-            while data := await reader.read(65536):
-                parser.feed(data)
-                while (command := parser.gets()) is not False:
-                    said = answer(command)
-                    if said is None:
-                        return
-                    writer.write(said)
-        except ConnectionError:
-            return  # the client has heard enough
-        finally:
-            writer.close()
+        while data := await reader.read(65536):
+            parser.feed(data)
+            while (command := parser.gets()) is not False:
+                said = answer(command)
+                if said is None:
+                    return
+                writer.write(said)
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        yield server.sockets[0].getsockname()[1]
+    async with listening(serve) as server:
+        yield port_of(server)
 
 
 WAYS: dict[str, Callable[[RedisClient], Awaitable[Any]]] = {

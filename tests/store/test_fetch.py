@@ -10,6 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.conftest import wait_until
+from tests.listening import listening, port_of
 from tests.store.factories import GROUP, Stream, registration, stored, stream_of
 from waymark.domain.keys import KEY_BYTES, pack
 from waymark.domain.match import conductor_rows
@@ -78,9 +79,8 @@ def proxy(redis_url: str) -> Proxy:
 @pytest.fixture
 async def store(proxy: Proxy) -> AsyncIterator[Store]:
     """A store that reads through the proxy."""
-    async with await asyncio.start_server(proxy.serve, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        store = Store.open(f"redis://127.0.0.1:{port}", timeout_seconds=5.0)
+    async with listening(proxy.serve) as server:
+        store = Store.open(f"redis://127.0.0.1:{port_of(server)}", timeout_seconds=5.0)
         yield store
         await store.close()
         await wait_until(lambda: proxy.open == 0, "every connection through the proxy is closed")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from tests.listening import listening, port_of
 from tests.store.factories import Stream, begins, hgetall
 from waymark.store import keys
 from waymark.store.client import RedisClient
@@ -38,11 +39,10 @@ async def breaking(redis_socket: Path, script: str) -> AsyncIterator[tuple[str, 
                         return
                 writer.write(answered)
         finally:
-            writer.close()
             redis_writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0", calls
+    async with listening(serve) as server:
+        yield f"redis://127.0.0.1:{port_of(server)}/0", calls
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
