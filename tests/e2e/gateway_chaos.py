@@ -120,21 +120,24 @@ async def run(running: Fleet, requests: int, seed: int = 0) -> Counter[str]:
                 url = running.gateways[number % len(running.gateways)]
                 ends[await _ask(client, url, f"{seed}/{number}", is_stream=number % 3 != 0)] += 1
 
+        is_answered = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            breaking = tasks.create_task(_break(running, random.Random(seed), client))
+            tasks.create_task(_break(running, random.Random(seed), client, is_answered))
             workers = [tasks.create_task(work()) for _ in range(CLIENTS)]
             await asyncio.wait(workers)
-            breaking.cancel()
+            is_answered.set()
     return ends
 
 
-async def _break(running: Fleet, rng: random.Random, client: httpx.AsyncClient) -> None:
-    """Faults, one after the other, until it is cancelled; each is over before the next.
+async def _break(running: Fleet, rng: random.Random, client: httpx.AsyncClient, is_answered: asyncio.Event) -> None:
+    """Faults, one after the other, until every request has its answer; each is over before the next, and at the end.
 
     An engine takes seconds to start on a busy machine. Without the wait for it, all engines would be gone in the end.
     """
     for fault in itertools.cycle(("engine", "redis", "engine", "freeze")):
         await asyncio.sleep(PAUSE_SECONDS)
+        if is_answered.is_set():
+            return
         if fault == "engine":
             number = rng.randrange(ENGINES)
             await running.kill_engine(number)
