@@ -46,6 +46,8 @@ RETIRED_NAMES = {
     **{"Texts": "RequestCache, PromptTokenizer", "Rows": "AnswerCache", "Lanes": "RankStreams"},
     **{"Surroundings": "Dependencies", "is_news": "facts_changed", "why_never": "skip_reason"},
     **{"look": "poll, or what is read", "Look": "Inspector"},
+    **{"Seat": "PublisherIds", "seat": "ids, or publisher", "Told": "StreamComplaints", "Came": "TryResult"},
+    **{"Judgement": "FramePosition", "Lookup": "TargetLookup, CacheLookup", "Pace": "SweepPace, ReplayPace"},
     **{"birth": "incarnation", "beat": "heartbeat"},
 }
 #: Names of scripts, which stay, are names of the functions that call them.

@@ -24,12 +24,14 @@ ROOT = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.usefixtures("implementation_kept")
 
-DECLARED = {name: each for name, each in vars(native.Loops).items() if inspect.isfunction(each) and name[0] != "_"}
-TYPES = frozenset(vars(native.Loops)["__annotations__"])
+DECLARED = {
+    name: each for name, each in vars(native.NativeFunctions).items() if inspect.isfunction(each) and name[0] != "_"
+}
+TYPES = frozenset(vars(native.NativeFunctions)["__annotations__"])
 
 
 @pytest.fixture
-def loops() -> native.Loops:
+def loops() -> native.NativeFunctions:
     if native.select(True) == "pure" or native.selected is None:
         pytest.skip("built without the C part")
     return native.selected
@@ -56,16 +58,16 @@ def test_a_module_of_other_sources_is_refused(tmp_path: Path) -> None:
             native.check_built_from(tmp_path, built)
 
 
-def test_the_module_is_that_of_its_sources(loops: native.Loops) -> None:
+def test_the_module_is_that_of_its_sources(loops: native.NativeFunctions) -> None:
     assert loops.sources == native.digest_of(ROOT / "native")
 
 
-def test_the_module_has_the_functions_that_are_declared(loops: native.Loops) -> None:
+def test_the_module_has_the_functions_that_are_declared(loops: native.NativeFunctions) -> None:
     assert {name for name in dir(loops) if not name.startswith("__")} == {*DECLARED, *TYPES}
 
 
 @pytest.mark.parametrize("name", DECLARED)
-def test_a_function_takes_the_arguments_that_are_declared(loops: native.Loops, name: str) -> None:
+def test_a_function_takes_the_arguments_that_are_declared(loops: native.NativeFunctions, name: str) -> None:
     built = inspect.signature(getattr(loops, name)).parameters.values()
     declared = list(inspect.signature(DECLARED[name]).parameters.values())[1:]
     assert [each.name for each in built] == [each.name for each in declared]
@@ -151,7 +153,7 @@ def test_every_function_is_called_below() -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_function_keeps_nothing_of_what_it_was_given_or_made(loops: native.Loops, name: str) -> None:
+def test_a_function_keeps_nothing_of_what_it_was_given_or_made(loops: native.NativeFunctions, name: str) -> None:
     """Neither a block of memory nor a reference, whether it answers or refuses."""
     function: Callable[..., object] = getattr(loops, name)
 

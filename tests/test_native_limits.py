@@ -40,7 +40,7 @@ EVENTS: list[Any] = [
 
 
 @pytest.fixture
-def loops() -> native.Loops:
+def loops() -> native.NativeFunctions:
     if native.select(True) == "pure" or native.selected is None:
         pytest.skip("built without the C part")
     return native.selected
@@ -49,7 +49,7 @@ def loops() -> native.Loops:
 class Tables:
     """The tables of a stream, and its parts."""
 
-    def __init__(self, loops: native.Loops) -> None:
+    def __init__(self, loops: native.NativeFunctions) -> None:
         self.loops = loops
         self.places = loops.Places(Place, Spot)
         self.known, self.gone = loops.KnownBlocks(self.places, True), loops.KnownBlocks(self.places, False)
@@ -82,11 +82,13 @@ class Tables:
 
 
 @pytest.fixture
-def tables(loops: native.Loops) -> Tables:
+def tables(loops: native.NativeFunctions) -> Tables:
     return Tables(loops)
 
 
-def read(loops: native.Loops, events: Sequence[Any], medium: Callable[[str | None], Any] = lambda _: "GPU") -> Any:
+def read(
+    loops: native.NativeFunctions, events: Sequence[Any], medium: Callable[[str | None], Any] = lambda _: "GPU"
+) -> Any:
     found = loops.read_batch(msgpack.packb([1.5, events, 0]), 99, Stored, Removed, Cleared(), medium)
     assert found is not None
     return found[1]
@@ -111,7 +113,7 @@ def test_a_length_that_overflows_is_no_memory(tables: Tables, size: int) -> None
 
 
 @pytest.mark.parametrize("piece_blocks", [-1, 0, 33, 2**32 + 4, -(2**32) + 4, 2**62])
-def test_a_piece_of_another_size_is_refused(loops: native.Loops, tables: Tables, piece_blocks: int) -> None:
+def test_a_piece_of_another_size_is_refused(loops: native.NativeFunctions, tables: Tables, piece_blocks: int) -> None:
     events = read(loops, EVENTS)
     with pytest.raises(ValueError, match="32 blocks"):
         tables.run(events, piece_blocks=piece_blocks)
@@ -119,7 +121,9 @@ def test_a_piece_of_another_size_is_refused(loops: native.Loops, tables: Tables,
 
 
 @pytest.mark.parametrize("position", [-(2**63), -(2**61), -1, 2**32, 2**61, 2**62, 2**63 - 1])
-def test_a_position_beyond_those_of_a_batch_is_refused(loops: native.Loops, tables: Tables, position: int) -> None:
+def test_a_position_beyond_those_of_a_batch_is_refused(
+    loops: native.NativeFunctions, tables: Tables, position: int
+) -> None:
     events = read(loops, EVENTS)
     for call in (tables.add, lambda position: tables.run(events, position=position)):
         with pytest.raises(ValueError, match=rf"^position is {position}, "):
@@ -140,7 +144,7 @@ def test_the_last_block_of_a_part_has_a_position_too(tables: Tables) -> None:
         tables.add(2**32 + 1)  # where the part ends
 
 
-def test_a_run_ends_before_the_event_that_has_no_positions(loops: native.Loops, tables: Tables) -> None:
+def test_a_run_ends_before_the_event_that_has_no_positions(loops: native.NativeFunctions, tables: Tables) -> None:
     """What it says of the events before is true, and the next call refuses the event before it changes anything."""
     events, last = read(loops, EVENTS), 2**31 - 1
     assert tables.run(events, position=last - 3)[:2] == (1, last)
@@ -153,7 +157,9 @@ def test_a_run_ends_before_the_event_that_has_no_positions(loops: native.Loops, 
 
 
 @pytest.mark.parametrize("at", [4, 5, 2**32, 2**63, 2**64 - 1])
-def test_a_run_from_an_event_that_is_not_there_is_refused(loops: native.Loops, tables: Tables, at: int) -> None:
+def test_a_run_from_an_event_that_is_not_there_is_refused(
+    loops: native.NativeFunctions, tables: Tables, at: int
+) -> None:
     events = read(loops, EVENTS)
     with pytest.raises(ValueError, match=rf"^at is {at}, and there are 3 events"):
         tables.run(events, at=at)
@@ -161,7 +167,7 @@ def test_a_run_from_an_event_that_is_not_there_is_refused(loops: native.Loops, t
     assert tables.state == (0, 0, 0, 0, 0)
 
 
-def test_no_type_takes_an_argument_by_its_name(loops: native.Loops, tables: Tables) -> None:
+def test_no_type_takes_an_argument_by_its_name(loops: native.NativeFunctions, tables: Tables) -> None:
     for make, arguments in (
         (loops.Places, (Place, Spot)),
         (loops.KnownBlocks, (tables.places, True)),
@@ -174,7 +180,7 @@ def test_no_type_takes_an_argument_by_its_name(loops: native.Loops, tables: Tabl
         loops.KnownBlocks(5, True)
 
 
-def test_a_module_that_is_loaded_twice_has_the_same_types(loops: native.Loops, tables: Tables) -> None:
+def test_a_module_that_is_loaded_twice_has_the_same_types(loops: native.NativeFunctions, tables: Tables) -> None:
     """Tables of one know those of the other; the tests with sanitizers load it twice."""
     path = vars(loops)["__file__"]
     loader = importlib.machinery.ExtensionFileLoader("waymark._native", path)
@@ -200,7 +206,7 @@ class Odd:
         return 1
 
 
-def test_an_exception_of_a_comparison_is_that_of_the_call(loops: native.Loops) -> None:
+def test_an_exception_of_a_comparison_is_that_of_the_call(loops: native.NativeFunctions) -> None:
     events = [EVENTS[0], {**EVENTS[0], "medium": "CPU"}]
     with pytest.raises(ArithmeticError, match="no comparison"):
         read(loops, events, lambda _: Odd())
@@ -209,7 +215,7 @@ def test_an_exception_of_a_comparison_is_that_of_the_call(loops: native.Loops) -
 # ---- bounds ----------------------------------------------------------------------------------------
 
 
-def test_an_event_has_2048_hashes_at_most_to_be_plain(loops: native.Loops) -> None:
+def test_an_event_has_2048_hashes_at_most_to_be_plain(loops: native.NativeFunctions) -> None:
     for count in (2047, 2048, 2049, 2050, 4096, 4097):
         payload = msgpack.packb([1.5, [["BlockRemoved", list(range(1, count + 1)), "GPU"]], 0])
         found = loops.read_batch(payload, 99, Stored, Removed, Cleared(), lambda _: "GPU")
@@ -217,7 +223,7 @@ def test_an_event_has_2048_hashes_at_most_to_be_plain(loops: native.Loops) -> No
         assert found[3] == (count > 2048)
 
 
-def test_a_batch_has_as_many_events_as_it_may(loops: native.Loops) -> None:
+def test_a_batch_has_as_many_events_as_it_may(loops: native.NativeFunctions) -> None:
     payload = msgpack.packb([1.5, EVENTS, 0])
     for most in range(6):
         found = loops.read_batch(payload, most, Stored, Removed, Cleared(), lambda _: "GPU")
@@ -226,7 +232,7 @@ def test_a_batch_has_as_many_events_as_it_may(loops: native.Loops) -> None:
 
 @pytest.mark.parametrize("count", [*range(509, 516), 574, 575, 576, 577, 640])
 @pytest.mark.parametrize("comma", [b",", b", "])
-def test_a_list_of_short_numbers_is_whole(loops: native.Loops, count: int, comma: bytes) -> None:
+def test_a_list_of_short_numbers_is_whole(loops: native.NativeFunctions, count: int, comma: bytes) -> None:
     """So many numbers as their ends are collected, and some more."""
     body = b'{"token_ids":[' + comma.join([b"7"] * count) + b"]}"
     start, end, numbers = loops.cut(body, b'"token_ids"', count) or (0, 0, b"")
@@ -242,7 +248,7 @@ def test_a_block_without_its_last_bytes_is_not_stored(tables: Tables, short: int
     assert tables.loops.hash_blocks(tokens, 4, 7, None, 0) == bytes.fromhex(piece[1][:16].decode())
 
 
-def test_a_range_beyond_the_last_is_refused(loops: native.Loops, tables: Tables) -> None:
+def test_a_range_beyond_the_last_is_refused(loops: native.NativeFunctions, tables: Tables) -> None:
     tables.add(1)
     events, parts = read(loops, EVENTS), tables.parts
     for more in range(1, 5):
@@ -273,7 +279,7 @@ def test_a_call_has_128_parts_at_most(tables: Tables) -> None:
             assert (blocks, holders, len(rows), len(words)) == (count, list(range(count)), 2 * count, count)
 
 
-def test_blocks_of_a_piece_are_32_at_most(loops: native.Loops) -> None:
+def test_blocks_of_a_piece_are_32_at_most(loops: native.NativeFunctions) -> None:
     for blocks in range(40):
         if 1 <= blocks <= 32:
             assert loops.piece_runs(bytes(8 * blocks), []) == ([], 0, 0)
@@ -283,7 +289,7 @@ def test_blocks_of_a_piece_are_32_at_most(loops: native.Loops) -> None:
 
 
 @pytest.mark.parametrize("count", [63, 64, 65, 66, 128, 129, 130])
-def test_64_blocks_at_one_place_are_taken_together(loops: native.Loops, tables: Tables, count: int) -> None:
+def test_64_blocks_at_one_place_are_taken_together(loops: native.NativeFunctions, tables: Tables, count: int) -> None:
     hashes = tuple(range(1, count + 1))
 
     def store() -> None:
@@ -323,7 +329,7 @@ def failing(at: int, function: Callable[..., object], *arguments: Any) -> bool:
     return False
 
 
-def test_without_memory_no_block_is_lost(loops: native.Loops) -> None:
+def test_without_memory_no_block_is_lost(loops: native.NativeFunctions) -> None:
     """An engine hash that comes to mean another block, another name of a block, a block at another place."""
     failed = 0
     for at in range(6):
@@ -344,7 +350,7 @@ def test_without_memory_no_block_is_lost(loops: native.Loops) -> None:
     assert failed > 20
 
 
-def test_without_memory_a_call_fails_and_the_next_one_is_right(loops: native.Loops) -> None:
+def test_without_memory_a_call_fails_and_the_next_one_is_right(loops: native.NativeFunctions) -> None:
     tokens, payload = struct.pack("<100I", *range(100)), msgpack.packb([1.5, EVENTS, 0])
     hashes = tuple(range(1, 101))
 

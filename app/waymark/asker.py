@@ -39,7 +39,7 @@ class HttpReply(NamedTuple):
     body: bytes
 
 
-class Streamed(NamedTuple):
+class StreamBeginning(NamedTuple):
     """The beginning of an answer without an end."""
 
     status: int
@@ -110,7 +110,7 @@ class Asker:
             raise _unanswered(error) from None
 
     @asynccontextmanager
-    async def follow(self, url: str, headers: Mapping[str, str], *, seconds: float) -> AsyncIterator[Streamed]:
+    async def follow(self, url: str, headers: Mapping[str, str], *, seconds: float) -> AsyncIterator[StreamBeginning]:
         """GET a URL whose answer has no end, with at most ``seconds`` until it begins. Raises as ``ask``.
 
         It has a connection of its own, beside the bounded number of the other calls.
@@ -128,7 +128,7 @@ class Asker:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise _unanswered(error) from None
         try:
-            yield Streamed(response.status, response.headers.get("Content-Type", ""), _pieces(response))
+            yield StreamBeginning(response.status, response.headers.get("Content-Type", ""), _pieces(response))
         finally:
             response.close()
 

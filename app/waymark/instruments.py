@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, Self, TypeVar, cast, overload
 PREFIX = "waymark_"
 _ROWS = "__rows__"
 
-Over = Literal["sum", "max", "min"]
+Aggregation = Literal["sum", "max", "min"]
 """How the numbers of several processes make one."""
 
 
@@ -144,7 +144,7 @@ class MetricRow(Generic[T_co]):
         kind: Literal["counter", "gauge", "histogram"],
         help: str,
         labels: Sequence[str],
-        over: Over = "sum",
+        over: Aggregation = "sum",
         buckets: Sequence[float] = (),
     ) -> None:
         self.kind = kind
@@ -186,10 +186,10 @@ def counter(help: str, /, *labels: str) -> MetricRow[Any]:
 
 
 @overload
-def gauge(help: str, /, *, over: Over = "sum") -> MetricRow[Gauge]: ...
+def gauge(help: str, /, *, over: Aggregation = "sum") -> MetricRow[Gauge]: ...
 @overload
-def gauge(help: str, /, *labels: str, over: Over = "sum") -> MetricRow[Labelled[Gauge]]: ...
-def gauge(help: str, /, *labels: str, over: Over = "sum") -> MetricRow[Any]:
+def gauge(help: str, /, *labels: str, over: Aggregation = "sum") -> MetricRow[Labelled[Gauge]]: ...
+def gauge(help: str, /, *labels: str, over: Aggregation = "sum") -> MetricRow[Any]:
     """A line of the table for a gauge; ``over`` says how those of several processes make one number."""
     return MetricRow("gauge", help, labels, over)
 

@@ -23,7 +23,7 @@ Implementation: TypeAlias = Literal["native", "pure"]
 Number: TypeAlias = float | int | None
 
 
-class Loops(Protocol):
+class NativeFunctions(Protocol):
     """The functions and types of the C module. The files of ``native/`` describe them."""
 
     sources: str
@@ -75,9 +75,9 @@ def check_built_from(sources: Path, module: object) -> None:
         )
 
 
-_built: Loops | None
+_built: NativeFunctions | None
 try:
-    from waymark import _native as _built  # type: ignore[attr-defined, no-redef]  # a stub would repeat ``Loops``
+    from waymark import _native as _built  # type: ignore[attr-defined, no-redef]  # a stub would repeat ``NativeFunctions``
 except ImportError:
     _built = None
 else:
@@ -85,7 +85,7 @@ else:
 
 is_built = _built is not None
 
-selected: Loops | None = _built
+selected: NativeFunctions | None = _built
 """The C module; None where it was not built, or the pure implementation was selected."""
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.unit import examples
 from waymark.api.bodies import Format, decode
-from waymark.api.errors import Unfit
+from waymark.api.errors import InvalidBody
 from waymark.api.prompts import hashes, token_bytes
 from waymark.errors import InvalidValue
 
@@ -275,7 +275,7 @@ WIRE_INTEGERS = st.integers(min_value=-(2**63), max_value=2**64 - 1)
 def test_a_list_is_taken_whole_or_refused_at_its_first_bad_element(elements: list[Any]) -> None:
     bad = [i for i, e in enumerate(elements) if type(e) is not int or not 0 <= e < 2**32]
     if bad:
-        with pytest.raises(Unfit) as caught:
+        with pytest.raises(InvalidBody) as caught:
             token_bytes(elements, field="token_ids", max_tokens=9)
         assert caught.value.index == bad[0]
     else:

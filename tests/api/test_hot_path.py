@@ -17,7 +17,7 @@ from tests.api.test_lists import NOT_BELIEVED, PIECES, PLAIN, UNUSUAL
 from tests.unit import examples
 from waymark import native
 from waymark.api.bodies import CONTAINERS_MAX, Format, LongList, decode
-from waymark.api.errors import Unfit
+from waymark.api.errors import InvalidBody
 from waymark.api.prompts import hashes, token_bytes
 from waymark.api.query_schemas import QueryByHashRequest
 from waymark.api.request_cache import RequestCache
@@ -279,4 +279,4 @@ def test_a_refusal_is_of_the_body_as_it_was_sent() -> None:
     body = b'{"token_ids":[' + b"1," * 500 + b'1],"model":m}'
     with pytest.raises(InvalidValue, match="column 10") as caught:
         decode(body, Format.JSON, long_list=TOKENS)
-    assert not isinstance(caught.value, Unfit)
+    assert not isinstance(caught.value, InvalidBody)

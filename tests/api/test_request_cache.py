@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from waymark.api.bodies import Body, Format, LongList, decode
-from waymark.api.errors import Unfit
+from waymark.api.errors import InvalidBody
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.request_cache import RequestCache
 from waymark.errors import InvalidValue
@@ -55,7 +55,7 @@ def test_a_text_is_read_once_and_its_prompt_each_time(implementation: str) -> No
 def test_a_refusal_is_not_remembered(implementation: str) -> None:
     of = lists(RequestCache(2**20, Metrics()))
     for _ in range(2):
-        with pytest.raises(Unfit) as refused:
+        with pytest.raises(InvalidBody) as refused:
             read(body([1], block_size="16"), of).asked(QueryRequest.of)
         assert refused.value.field == "block_size"
 

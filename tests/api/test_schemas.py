@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from waymark.api.errors import Unfit
+from waymark.api.errors import InvalidBody
 from waymark.api.fields import NAME_BYTES_MAX
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.registration_schemas import RegisterRequest, UnregisterRequest
@@ -144,7 +144,7 @@ def test_what_it_is_as_a_target() -> None:
     ],
 )
 def test_a_target_that_does_not_fit_is_named(field: str, value: Any, reason: str) -> None:
-    with pytest.raises(Unfit) as caught:
+    with pytest.raises(InvalidBody) as caught:
         registration(**{field: value})
     assert (caught.value.field, caught.value.reason) == (field, reason)
     assert caught.value.sentence.startswith(f"{field} is ")
@@ -188,14 +188,14 @@ def test_a_source_of_opaque_prefixes_is_a_url_with_options(kind: str) -> None:
     ],
 )
 def test_a_source_that_does_not_fit_is_named(fields: dict[str, Any], field: str) -> None:
-    with pytest.raises(Unfit) as caught:
+    with pytest.raises(InvalidBody) as caught:
         registration(**({"type": "continuum", "endpoint": SOURCE} | fields))
     assert caught.value.field == field
 
 
 def test_type_none_has_no_endpoint() -> None:
     assert registration(type="none", endpoint=None).kind is EngineKind.NONE
-    with pytest.raises(Unfit) as caught:
+    with pytest.raises(InvalidBody) as caught:
         registration(type="none")
     assert caught.value.field == "endpoint"
 
@@ -203,10 +203,10 @@ def test_type_none_has_no_endpoint() -> None:
 def test_only_a_standard_publisher_needs_no_endpoint() -> None:
     assert registration(type="standard", endpoint=None).endpoint is None
     for nothing in (None, ""):
-        with pytest.raises(Unfit) as caught:
+        with pytest.raises(InvalidBody) as caught:
             registration(endpoint=nothing)
         assert (caught.value.field, caught.value.reason) == ("endpoint", "missing")
-    with pytest.raises(Unfit) as caught:
+    with pytest.raises(InvalidBody) as caught:
         registration(type="standard", endpoint=None, replay_endpoint="tcp://a:1")
     assert caught.value.field == "replay_endpoint"
 
@@ -214,7 +214,7 @@ def test_only_a_standard_publisher_needs_no_endpoint() -> None:
 @pytest.mark.parametrize("field", ["endpoint", "type", "modelname", "instance_id", "block_size"])
 def test_required_fields_are_named_when_missing_or_null(field: str) -> None:
     for fields in ({name: value for name, value in REGISTER.items() if name != field}, REGISTER | {field: None}):
-        with pytest.raises(Unfit) as caught:
+        with pytest.raises(InvalidBody) as caught:
             RegisterRequest.of(fields).registration()
         assert (caught.value.field, caught.value.reason) == (field, "missing")
         assert caught.value.sentence.startswith(f"{field} is missing; ")
@@ -258,7 +258,7 @@ def test_required_fields_are_named_when_missing_or_null(field: str) -> None:
     ],
 )
 def test_what_does_not_fit_is_named(fields: dict[str, Any], field: str, reason: str) -> None:
-    with pytest.raises(Unfit) as caught:
+    with pytest.raises(InvalidBody) as caught:
         registration(**fields)
     assert (caught.value.field, caught.value.reason) == (field, reason)
     assert "it must be" in caught.value.sentence
@@ -280,14 +280,14 @@ def test_what_does_not_fit_is_named(fields: dict[str, Any], field: str, reason: 
     ],
 )
 def test_what_does_not_fit_in_a_query_is_named(fields: dict[str, Any], field: str, reason: str) -> None:
-    with pytest.raises(Unfit) as caught:
+    with pytest.raises(InvalidBody) as caught:
         QueryRequest.of(QUERY | fields)
     assert (caught.value.field, caught.value.reason) == (field, reason)
     assert "12345678" not in caught.value.sentence
 
 
 def test_hashes_missing_under_every_name() -> None:
-    with pytest.raises(Unfit) as caught:
+    with pytest.raises(InvalidBody) as caught:
         QueryByHashRequest.of({"model": "m", "block_size": 2})
     assert (caught.value.field, caught.value.reason) == ("seq_hashes", "missing")
 
@@ -301,7 +301,7 @@ def test_names_are_any_text_of_bounded_length(name: str) -> None:
 @pytest.mark.parametrize("name", ["x" * 2**20, "x" * (NAME_BYTES_MAX + 1), "é" * 2049])
 @pytest.mark.parametrize("field", ["instance_id", "modelname", "tenant_id", "lora_name", "additionalsalt"])
 def test_longer_names_are_refused_and_shown_short(name: str, field: str) -> None:
-    with pytest.raises(Unfit) as caught:
+    with pytest.raises(InvalidBody) as caught:
         registration(**{field: name})
     assert (caught.value.field, caught.value.reason) == (field, "out_of_range")
     assert len(caught.value.sentence) < 250

@@ -20,14 +20,14 @@ from tests.tokenization import small
 from waymark.api.application import create_app
 from waymark.api.engine_addresses import EngineAddresses
 from waymark.domain.hashing import extend, pack_tokens, token_bytes
-from waymark.domain.multimodal import Item, seq_hashes_with
+from waymark.domain.multimodal import PromptItem, seq_hashes_with
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.selection.selector import Selector
 from waymark.settings import Settings
 from waymark.store.store import Store
 from waymark.tokenization import tokenizers as face
-from waymark.tokenization.prompt import Made, Prompt
+from waymark.tokenization.prompt import Prompt, TokenizedPrompt
 from waymark.tokenization.tokenizers import Tokenizers
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the weather in Paris?"}]
@@ -292,11 +292,11 @@ async def test_texts_under_way_hold_up_no_query_of_tokens(
         def key(self, _: Prompt) -> bytes | None:
             return None
 
-        async def tokens(self, _: Prompt, key: bytes | None = None) -> Made:
+        async def tokens(self, _: Prompt, key: bytes | None = None) -> TokenizedPrompt:
             nonlocal asked
             asked += 1
             await may_answer.wait()
-            return Made(b"")
+            return TokenizedPrompt(b"")
 
     monkeypatch.setattr(Tokenizers, "_opened", lambda *_: Slow())
     monkeypatch.setattr(face, "SECONDS", 600.0)
@@ -331,7 +331,7 @@ async def test_features_find_the_blocks_of_their_images_and_no_others(
     """Events of a prompt with an image, as an engine publishes them, and queries of it."""
     tokens = [1, 2, 3, 4, 5, 9, 9, 9, 6, 7]
     await register("one", type="standard", endpoint=None)
-    found = seq_hashes_with((Item(5, 3, "cat"),), None, token_bytes(tokens), 2)
+    found = seq_hashes_with((PromptItem(5, 3, "cat"),), None, token_bytes(tokens), 2)
     event = {"event_id": 1, "event_type": "stored", "backend_id": "one", "base_block_idx": 0, "seq_hashes": found}
     assert (await client.post("/events", json=event)).status_code == 200
 

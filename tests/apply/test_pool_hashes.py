@@ -22,7 +22,7 @@ from waymark.domain.resolver import Resolver
 from waymark.domain.rows import Place
 from waymark.domain.slices import SLICE_UNITS, finish
 from waymark.engines.parts import PART_HASHES
-from waymark.store.hashes import FIND_HASHES, Reported
+from waymark.store.hashes import FIND_HASHES, ReportedBlock
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class Kept:
     """What is written, and how often other tasks ran until then."""
 
     def __init__(self) -> None:
-        self.blocks: list[Reported] = []
+        self.blocks: list[ReportedBlock] = []
         self.turns = 0
         self.turns_before = 0
         self._ticks = 0
@@ -66,7 +66,7 @@ class Kept:
             self.turns += 1
             await asyncio.sleep(0)
 
-    async def _write(self, blocks: Sequence[Reported]) -> None:
+    async def _write(self, blocks: Sequence[ReportedBlock]) -> None:
         self.turns_before = self.turns
         self.blocks += blocks
 
@@ -178,5 +178,5 @@ async def test_only_new_blocks_of_known_depth_with_a_name_of_their_own_are_kept(
     assert kept.blocks == []
     await kept.keep([part(1, place=Place(BLOCKS, 5))])
     assert kept.blocks == [
-        Reported(-key % 2**64, Spot(Place(BLOCKS), 3, key - BLOCKS, key)) for key in range(BLOCKS, 2 * BLOCKS)
+        ReportedBlock(-key % 2**64, Spot(Place(BLOCKS), 3, key - BLOCKS, key)) for key in range(BLOCKS, 2 * BLOCKS)
     ]

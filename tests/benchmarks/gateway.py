@@ -31,7 +31,7 @@ from tests.patience import patient
 from tests.ports import unused_port
 from waymark.gateway.bodies import body_of_request
 from waymark.metrics import Metrics
-from waymark.selection.asked import Taking
+from waymark.selection.asked import SelectParameters
 from waymark.selection.options import SelectionOptions
 from waymark.selection.requests import RequestSelector
 from waymark.selection.selector import Selector
@@ -206,7 +206,7 @@ async def selection(redis_url: str, requests: int) -> None:
             for body in given:
                 asked = body_of_request("/v1/completions", body).request
                 prepared = await decider.prepare(asked, tenant_id="default", session=None, counts_tokens=True)
-                taking = Taking(milliseconds=RESERVED_MS, needs_address=True)
+                taking = SelectParameters(milliseconds=RESERVED_MS, needs_address=True)
                 request = under_way.add(await decider.take(prepared, taking))
                 request.prefilled()
                 request.end(is_ok=True)

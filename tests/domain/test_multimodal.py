@@ -17,8 +17,8 @@ from waymark.domain.hashing import block_keys, extend, pack_tokens
 from waymark.domain.multimodal import (
     BLOCKS_MAX,
     ITEMS_MAX,
-    Item,
-    Items,
+    PromptItem,
+    PromptItems,
     block_keys_with,
     check_blocks,
     extra_keys,
@@ -50,7 +50,7 @@ def test_the_extra_keys_are_those_that_vllm_published() -> None:
     assert [each or None for each in found] == published
 
 
-def plain_extra_keys(items: Items, start: int, end: int) -> list[list[Any]]:
+def plain_extra_keys(items: PromptItems, start: int, end: int) -> list[list[Any]]:
     return [
         [item.identifier, item.offset - start]
         for item in items
@@ -59,19 +59,19 @@ def plain_extra_keys(items: Items, start: int, end: int) -> list[list[Any]]:
 
 
 @st.composite
-def prompts(draw: st.DrawFn) -> tuple[bytes, Items]:
+def prompts(draw: st.DrawFn) -> tuple[bytes, PromptItems]:
     tokens, items = [], []
     for identifier in draw(st.lists(st.sampled_from("abc"), max_size=5)):
         tokens += draw(st.lists(st.integers(0, 3), max_size=5))
         length = draw(st.integers(1, 12))
-        items.append(Item(len(tokens), length, identifier))
+        items.append(PromptItem(len(tokens), length, identifier))
         tokens += [9] * length
     return pack_tokens(tokens + [1] * draw(st.integers(0, 5))), tuple(items)
 
 
 @given(prompts(), st.integers(1, 6), st.integers(0, 2**64 - 1), st.lists(st.integers(0, 5), max_size=6))
 def test_keys_in_pieces_are_those_of_the_whole(
-    prompt: tuple[bytes, Items], block_size: int, namespace: int, pieces: list[int]
+    prompt: tuple[bytes, PromptItems], block_size: int, namespace: int, pieces: list[int]
 ) -> None:
     tokens, items = prompt
     whole = seq_hashes_with(items, None, tokens, block_size)
@@ -95,8 +95,11 @@ def test_keys_in_pieces_are_those_of_the_whole(
 
 def test_two_images_of_one_size_and_one_image_elsewhere_are_different_blocks() -> None:
     tokens = pack_tokens([1, 9, 9, 2])
-    chains = {tuple(seq_hashes_with(items, None, tokens, 2)) for items in ((), (Item(1, 2, "a"),), (Item(1, 2, "b"),))}
-    chains.add(tuple(seq_hashes_with((Item(0, 2, "a"),), None, tokens, 2)))
+    chains = {
+        tuple(seq_hashes_with(items, None, tokens, 2))
+        for items in ((), (PromptItem(1, 2, "a"),), (PromptItem(1, 2, "b"),))
+    }
+    chains.add(tuple(seq_hashes_with((PromptItem(0, 2, "a"),), None, tokens, 2)))
     assert len({chain[0] for chain in chains}) == len({chain[1] for chain in chains}) == 4
 
 
@@ -143,16 +146,16 @@ def test_no_features_are_no_items() -> None:
 
 
 def test_items_in_too_many_blocks_are_refused() -> None:
-    check_blocks((Item(0, 2**31, "a"),), BLOCKS_MAX, 1)
+    check_blocks((PromptItem(0, 2**31, "a"),), BLOCKS_MAX, 1)
     with pytest.raises(InvalidValue, match="blocks of 1 tokens"):
-        check_blocks((Item(0, 2**31, "a"),), BLOCKS_MAX + 1, 1)
+        check_blocks((PromptItem(0, 2**31, "a"),), BLOCKS_MAX + 1, 1)
 
 
 def test_the_client_hashes_images_as_the_service_does() -> None:
     features = {"mm_hashes": {"image": ["a"]}, "mm_placeholders": {"image": [{"offset": 1, "length": 2}]}}
     tokens = [1, 9, 9, 2, 5, 6]
     found = block_hashes(tokens, 2, features=features)
-    assert found == seq_hashes_with((Item(1, 2, "a"),), None, pack_tokens(tokens), 2)
+    assert found == seq_hashes_with((PromptItem(1, 2, "a"),), None, pack_tokens(tokens), 2)
     assert not set(found) & set(block_hashes(tokens, 2))
     with pytest.raises(ValueError, match="features"):
         block_hashes(tokens, 2, features={"mm_hashes": 1})

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import pytest
 
 from tests.factories import stored
-from waymark.domain.waiting import Waiting, WaitingRoom
+from waymark.domain.waiting import WaitingRoom, WaitingStore
 
 HOLDER, OTHER = 1, 2
 
 
-def waiting(hashes: Sequence[int], parent: int, *, rank: int = 0, holder: int = HOLDER) -> Waiting:
-    return Waiting(stored(hashes, "A" * len(hashes), parent=parent), rank, holder)
+def waiting(hashes: Sequence[int], parent: int, *, rank: int = 0, holder: int = HOLDER) -> WaitingStore:
+    return WaitingStore(stored(hashes, "A" * len(hashes), parent=parent), rank, holder)
 
 
 @pytest.fixture

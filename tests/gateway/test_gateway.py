@@ -20,7 +20,7 @@ from tests.gateway.conftest import Start, chat, events, registration
 from waymark.chat.session import session_token
 from waymark.domain.targets import Role, Target
 from waymark.errors import SettingsError
-from waymark.gateway.security import Keys
+from waymark.gateway.security import ApiKeys
 from waymark.gateway.upstream import Upstream
 from waymark.serving.limits import SLOW
 from waymark.settings import Settings
@@ -73,11 +73,11 @@ async def test_keys_of_a_file_change_without_a_restart(start: Start, tmp_path: P
 @pytest.mark.parametrize("entry", ["secret", "a:one", f"a b:{'0' * 64}", f"a:{'0' * 63}", f"a:{'0' * 64}:t:x"])
 def test_an_entry_that_is_no_key_ends_the_start_and_is_not_shown(entry: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="WAYMARK_GATEWAY_KEYS has an entry") as error:
-        Keys([entry])
+        ApiKeys([entry])
     assert entry not in str(error.value)
     (tmp_path / "keys").write_text(f"\n{entry}\n")
     with pytest.raises(SettingsError, match="line 2"):
-        Keys([], tmp_path / "keys")
+        ApiKeys([], tmp_path / "keys")
 
 
 async def test_no_body_and_no_key_is_logged(start: Start, caplog: pytest.LogCaptureFixture) -> None:

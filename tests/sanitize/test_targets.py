@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def loops(implementation_kept: None) -> native.Loops:
+def loops(implementation_kept: None) -> native.NativeFunctions:
     if native.select(True) == "pure" or native.selected is None:
         pytest.skip("built without the C part")
     return native.selected
@@ -28,7 +28,9 @@ def test_every_function_of_the_module_is_fuzzed() -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_first_inputs_and_changed_ones_are_answered_as_the_reference_does(loops: native.Loops, name: str) -> None:
+def test_first_inputs_and_changed_ones_are_answered_as_the_reference_does(
+    loops: native.NativeFunctions, name: str
+) -> None:
     target, function, draw = TARGETS[name], TARGETS[name].function(name), random.Random(name)
     for arguments in target.seeds:
         check(function, target, arguments)
@@ -39,7 +41,7 @@ def test_first_inputs_and_changed_ones_are_answered_as_the_reference_does(loops:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_function_that_answers_something_else_is_found(loops: native.Loops, name: str) -> None:
+def test_a_function_that_answers_something_else_is_found(loops: native.NativeFunctions, name: str) -> None:
     function: Callable[..., Any] = TARGETS[name].function(name)
 
     def wrong(*arguments: Any) -> object:

@@ -14,7 +14,7 @@ from waymark.domain.targets import Role, Target
 from waymark.routing.policy import Inputs
 from waymark.routing.presets import PRESETS
 from waymark.routing.target import RoutingRequest
-from waymark.selection.fleet import Fleet, Seen
+from waymark.selection.fleet import Fleet, PromptState
 from waymark.selection.group_loads import GroupLoads
 from waymark.store.reservations import Load
 
@@ -41,14 +41,14 @@ def test_the_short_list_has_the_best_of_all(policy: str, seed: int) -> None:
         if random.random() < 0.5
     }
     expected = {member.publisher: random.randint(1, 40) for member in fleet.members if random.random() < 0.1}
-    seen, preset = Seen(rows, loads, expected, {}), PRESETS[policy]
+    seen, preset = PromptState(rows, loads, expected, {}), PRESETS[policy]
     values = preset.values({})
     assert preset.linear is not None
     whole = [member for member in fleet.members if member.is_whole]
     if not whole:
         return
     if random.random() < 0.5:
-        seen = Seen(rows, GroupLoads(loads), expected, {})
+        seen = PromptState(rows, GroupLoads(loads), expected, {})
     short = fleet.shortlist(seen, preset.linear(values), 8, random)
 
     def costs(members: list[object]) -> list[float]:
@@ -70,8 +70,8 @@ def test_a_candidate_is_the_same_whatever_else_is_known_of_others(seed: int) -> 
     expected = {each.publisher: random.randint(1, 40) for each in fleet.members[::5]}
     of_another = {10_000: Gauges(1, 1, 0.5)}
     for known in (expected, {}):
-        found = fleet.candidates(Seen(rows, loads, known, {}), 16)
-        assert found == fleet.candidates(Seen(rows, loads, known, of_another), 16)
+        found = fleet.candidates(PromptState(rows, loads, known, {}), 16)
+        assert found == fleet.candidates(PromptState(rows, loads, known, of_another), 16)
         assert len(found) == len(fleet.members)
 
 
@@ -81,7 +81,7 @@ def test_equal_targets_are_on_the_list_by_chance() -> None:
     assert preset.linear is not None
     linear = preset.linear(preset.values({}))
     found = set()
-    nothing = Seen({}, {}, {}, {})
+    nothing = PromptState({}, {}, {}, {})
     for seed in range(60):
         found |= {each.publisher for each in fleet.shortlist(nothing, linear, 8, Random(seed))}
     assert len(found) > 90

@@ -12,8 +12,8 @@ from waymark.domain.targets import Target
 from waymark.routing.policy import Inputs
 from waymark.routing.presets import PRESETS
 from waymark.routing.target import RoutingRequest
-from waymark.selection.asked import Chosen
-from waymark.selection.fleet import Fleet, Seen
+from waymark.selection.asked import PolicyChoice
+from waymark.selection.fleet import Fleet, PromptState
 from waymark.selection.offers import BY_PLACE, ScoredOffers, SumOffers
 from waymark.store.reservations import CANDIDATES_MAX, Load, Offer
 
@@ -24,7 +24,7 @@ def prompt(random: Random) -> RoutingRequest:
     return RoutingRequest(SIZE * BLOCKS + random.randrange(SIZE), SIZE)
 
 
-def seen_of(random: Random, fleet: Fleet) -> Seen:
+def seen_of(random: Random, fleet: Fleet) -> PromptState:
     rows = {}
     for member in fleet.members:
         if random.random() < 0.4:
@@ -38,7 +38,7 @@ def seen_of(random: Random, fleet: Fleet) -> Seen:
         if is_each_different or random.random() < 0.5
     }
     expected = {member.publisher: random.randint(1, BLOCKS) for member in fleet.members if random.random() < 0.2}
-    return Seen(rows, loads, expected if random.random() < 0.5 else {}, {})
+    return PromptState(rows, loads, expected if random.random() < 0.5 else {}, {})
 
 
 def rounded(offer: Offer) -> tuple[float, ...]:
@@ -51,7 +51,7 @@ def test_sums_offer_what_ranked_candidates_offer(seed: int) -> None:
     fleet, request = fleet_of(random, random.choice((1, 5, 30))), prompt(random)
     seen, members = seen_of(random, fleet), [each for each in fleet.members if each.is_whole]
     overrides = {"host_credit": random.choice((0, 0.75)), "active_weight": random.choice((0, 512))}
-    policy = Chosen(PRESETS["least-work"], PRESETS["least-work"].values(overrides))
+    policy = PolicyChoice(PRESETS["least-work"], PRESETS["least-work"].values(overrides))
     if not members:
         return
     assert policy.preset is not None
@@ -77,9 +77,9 @@ def test_sums_offer_what_ranked_candidates_offer(seed: int) -> None:
 
 
 def test_the_answer_tells_the_load_of_before() -> None:
-    random, request, policy = Random(1), prompt(Random(1)), Chosen.of(PRESETS["least-work"])
+    random, request, policy = Random(1), prompt(Random(1)), PolicyChoice.of(PRESETS["least-work"])
     members, loads = fleet_of(Random(3), 30).members[:1], dict[int, Load]()
-    sums = SumOffers(members, Seen({}, loads, {}, {}), policy, request, BLOCKS, random)
+    sums = SumOffers(members, PromptState({}, loads, {}, {}), policy, request, BLOCKS, random)
     loads[members[0].publisher] = Load(500, 1, 500)
     told = sums.scored(0).candidate
     assert (told.wait, told.active, told.context) == (0, 0, 0)
@@ -89,10 +89,10 @@ def test_equal_targets_are_offered_in_an_order_by_chance() -> None:
     random, request = Random(1), prompt(Random(1))
     fleet = fleet_of(Random(3), 30)
     members = [each._replace(target=Target()) for each in fleet.members][:4]
-    policy = Chosen.of(PRESETS["least-work"])
+    policy = PolicyChoice.of(PRESETS["least-work"])
     first = set()
     for _ in range(100):
-        sums = SumOffers(members, Seen({}, {}, {}, {}), policy, request, BLOCKS, random)
+        sums = SumOffers(members, PromptState({}, {}, {}, {}), policy, request, BLOCKS, random)
         first.add(sums.offers()[0].publisher)
     assert first == {each.publisher for each in members}
 
@@ -100,10 +100,10 @@ def test_equal_targets_are_offered_in_an_order_by_chance() -> None:
 @pytest.mark.parametrize("policy", ["least-work", "longest", "lmetric"])
 def test_what_is_computed_elsewhere_counts_in_the_cost_alone(policy: str) -> None:
     random = Random(5)
-    fleet, request, chosen = fleet_of(random, 5), prompt(random), Chosen.of(PRESETS[policy])
+    fleet, request, chosen = fleet_of(random, 5), prompt(random), PolicyChoice.of(PRESETS[policy])
     assert chosen.preset is not None
     assert chosen.values is not None
-    candidates = fleet.candidates(Seen({}, {}, {}, {}), SIZE)
+    candidates = fleet.candidates(PromptState({}, {}, {}, {}), SIZE)
     ranked = chosen.preset.rank(Inputs(request, candidates, chosen.values, random)).scored
     here, elsewhere = (
         ScoredOffers(ranked, chosen, request, BLOCKS, is_prefill_elsewhere=is_elsewhere)

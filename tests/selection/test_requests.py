@@ -18,14 +18,14 @@ from waymark.domain.names import GroupName
 from waymark.domain.targets import Target
 from waymark.errors import NoTarget, Saturated, Starting, StoreUnavailable, UnknownModel
 from waymark.metrics import Metrics
-from waymark.selection.asked import Taking
-from waymark.selection.requests import RequestSelector, Routed
+from waymark.selection.asked import SelectParameters
+from waymark.selection.requests import RequestSelector, RoutedRequest
 from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay
 from waymark.store.reservations import Load, ReservationPart
 from waymark.store.store import Store
 
 ADDRESSES = {f"pod-{n}": f"http://10.0.0.{n}:8000" for n in (1, 2, 3)}
-TAKING = Taking(count=3, milliseconds=30_000, needs_address=True)
+TAKING = SelectParameters(count=3, milliseconds=30_000, needs_address=True)
 
 
 def chat(text: str, **fields: Any) -> InferenceRequest:
@@ -57,11 +57,11 @@ async def loads(store: Store) -> dict[str, Load]:
     return {table.publishers[publisher].instance_id: load for publisher, load in found.items() if load.requests}
 
 
-def taken(routed: Routed) -> str:
+def taken(routed: RoutedRequest) -> str:
     return routed.selected.target.candidate.instance_id
 
 
-async def served(selector: RequestSelector, request: InferenceRequest) -> Routed:
+async def served(selector: RequestSelector, request: InferenceRequest) -> RoutedRequest:
     """A request that is over."""
     routed = await selector.select(request, TAKING)
     await selector.selector.release(routed.selected.reservations, ReservationPart.OK)
@@ -110,7 +110,9 @@ async def test_without_tokens_the_prefix_decides_and_it_is_counted(
     reason: str,
 ) -> None:
     replicas = [make_selector(store) for _ in range(2)]
-    found = [await replica.select(request_, Taking(is_reserved=False)) for replica in replicas for _ in range(3)]
+    found = [
+        await replica.select(request_, SelectParameters(is_reserved=False)) for replica in replicas for _ in range(3)
+    ]
     assert {each.selected.policy.name for each in found} == {"sticky"}
     if reason == "no_tokenizer":
         assert len({taken(each) for each in found}) == 1, "every replica finds the same target"
@@ -170,7 +172,7 @@ async def test_every_sequence_of_a_request_is_reserved_and_released(
     under_way.add(routed).end(is_ok=True)
     await under_way.settle()
     assert await loads(store) == {}
-    await selector.select(request, Taking(is_reserved=False))
+    await selector.select(request, SelectParameters(is_reserved=False))
     assert await loads(store) == {}
 
 
@@ -201,12 +203,12 @@ async def test_a_target_without_an_address_is_none_where_one_is_needed(
     await register(store, "hidden")
     selector = make_selector(store, loads_ms=0)
     assert {taken(await selector.select(chat("hello"), TAKING)) for _ in range(4)} == {"pod-1"}
-    only = Taking(only=frozenset({"10.0.0.1:8000"}), needs_address=True)
+    only = SelectParameters(only=frozenset({"10.0.0.1:8000"}), needs_address=True)
     assert taken(await selector.select(chat("hello"), only)) == "pod-1"
     with pytest.raises(NoTarget):
-        await selector.select(chat("hello"), Taking(only=frozenset({"10.0.0.9:8000"})))
+        await selector.select(chat("hello"), SelectParameters(only=frozenset({"10.0.0.9:8000"})))
     with pytest.raises(NoTarget, match="1 without an address"):
-        await selector.select(chat("hello"), Taking(only=frozenset({"hidden"}), needs_address=True))
+        await selector.select(chat("hello"), SelectParameters(only=frozenset({"hidden"}), needs_address=True))
 
 
 async def test_the_gate_and_the_limit_refuse(store: Store, pods: list[str], make_selector: MakeSelector) -> None:
@@ -238,7 +240,9 @@ async def test_without_redis_the_targets_known_last_take_requests(
 # ---- until the end -----------------------------------------------------------------------------------
 
 
-async def dispatched(store: Store, selector: RequestSelector, copies: int = 1) -> tuple[RequestsUnderWay, Routed]:
+async def dispatched(
+    store: Store, selector: RequestSelector, copies: int = 1
+) -> tuple[RequestsUnderWay, RoutedRequest]:
     under_way = RequestsUnderWay(selector.selector, store.begin)
     prompt = read_request("/v1/completions", {"model": "llama", "prompt": list(range(64)), "n": copies})
     return under_way, await selector.select(prompt, TAKING)
@@ -267,7 +271,9 @@ async def test_prefill_ends_with_the_first_byte_and_all_with_the_end(
 
     await wait_until(is_over, "all of it is over")
     assert len(under_way) == 0
-    candidate = (await make_selector(store, loads_ms=0).select(chat("x"), Taking(only=frozenset({name})))).selected
+    candidate = (
+        await make_selector(store, loads_ms=0).select(chat("x"), SelectParameters(only=frozenset({name})))
+    ).selected
     assert candidate.target.candidate.health == (1.0 if is_ok else 0.5)
 
 
@@ -312,7 +318,7 @@ async def test_a_long_request_keeps_its_reservation(store: Store, pods: list[str
     selector = make_selector(store)
     under_way = RequestsUnderWay(selector.selector, store.begin, renew_seconds=0.05)
     prompt = read_request("/v1/completions", {"model": "llama", "prompt": list(range(64))})
-    routed = await selector.select(prompt, Taking(milliseconds=1_000))
+    routed = await selector.select(prompt, SelectParameters(milliseconds=1_000))
     until = await ends_at(store)
     request = under_way.add(routed)
 

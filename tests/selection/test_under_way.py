@@ -10,7 +10,7 @@ from unittest.mock import AsyncMock
 
 from tests.conftest import wait_until
 from waymark.errors import StoreUnavailable
-from waymark.selection.requests import Routed
+from waymark.selection.requests import RoutedRequest
 from waymark.selection.selector import Selector
 from waymark.selection.under_way import RequestsUnderWay, RequestUnderWay
 from waymark.store.reservations import Reservation, ReservationPart
@@ -41,7 +41,7 @@ def all_of(recorded: Recorded, renew_seconds: float = 1000.0) -> RequestsUnderWa
 def begun(of: RequestsUnderWay, reservations: Sequence[Reservation]) -> RequestUnderWay:
     target = SimpleNamespace(candidate=SimpleNamespace(address=None))
     routed = SimpleNamespace(reservations=reservations, selected=SimpleNamespace(target=target))
-    return of.add(cast(Routed, routed))
+    return of.add(cast(RoutedRequest, routed))
 
 
 RESERVATIONS = [Reservation(1, 2, 3, 4, "0" * 16), Reservation(1, 3, 3, 4, "1" * 16)]

@@ -35,8 +35,8 @@ from waymark.store.reservations import (
     Reservation,
     ReservationPart,
     Reservations,
+    ReservationTerms,
     Reserved,
-    Terms,
 )
 from waymark.store.scripts import Scripts, Verdict
 
@@ -61,7 +61,7 @@ class Fleet:
 
     async def reserve(self, *new: int, **terms: object) -> Reserved:
         offers = [Offer(publisher, tokens) for publisher, tokens in zip(self.publishers, new, strict=False)]
-        return await self.reservations.reserve(self.group_id, offers, Terms(**({"context": 100} | terms)))  # type: ignore[arg-type]
+        return await self.reservations.reserve(self.group_id, offers, ReservationTerms(**({"context": 100} | terms)))  # type: ignore[arg-type]
 
     async def taken(self, *new: int, **terms: object) -> Reservation:
         found = await self.reserve(*new, **terms)
@@ -108,12 +108,12 @@ class Model:
         other.held, other.requests = dict(self.held), dict(self.requests)
         return other
 
-    def cost(self, offer: Offer, terms: Terms) -> float:
+    def cost(self, offer: Offer, terms: ReservationTerms) -> float:
         tokens, requests, _ = self.loads[offer.publisher]
         load = (tokens + terms.weight_active * requests) / offer.weight
         return load + terms.weight_new * offer.new + offer.handicap
 
-    def reserve(self, offers: list[Offer], terms: Terms) -> Offer | None:
+    def reserve(self, offers: list[Offer], terms: ReservationTerms) -> Offer | None:
         if len(self.held) >= terms.reservations_max:
             return None
         free = [each for each in offers if not terms.limit or self.loads[each.publisher][1] < terms.limit]
@@ -194,7 +194,7 @@ class History:
             for each in random.sample(fleet.publishers, random.randint(1, len(fleet.publishers)))
         ]
         request_id = f"{random.randrange(6):016x}" if random.random() < 0.3 else None
-        terms = Terms(
+        terms = ReservationTerms(
             context=random.randint(0, 9000),
             weight_new=random.choice((0.0, 1.0, 3.0)),
             weight_active=random.choice((0.0, 512.0)),

@@ -20,7 +20,7 @@ from waymark.store.client import RedisClient
 from waymark.store.connect import server
 from waymark.store.credentials import Credentials
 from waymark.store.lua import REPEATABLE, SCRIPTS
-from waymark.store.reservations import Offer, Reservations, Terms
+from waymark.store.reservations import Offer, Reservations, ReservationTerms
 from waymark.store.scripts import Scripts, Verdict
 from waymark.store.store import Store
 
@@ -170,7 +170,7 @@ async def _lose_replies(redis: Server, *, is_shared: bool) -> None:
         # The nodes of a Cluster are asked through the library alone.
         client = RedisClient.open(proxy.url) if is_shared else RedisClient(_library(proxy.url), proxy.url)
         reservations = Reservations(client, Scripts(client))
-        decisions = [Terms(context=100, weight_active=1.0, request_id=each) for each in (None, "0" * 16)]
+        decisions = [ReservationTerms(context=100, weight_active=1.0, request_id=each) for each in (None, "0" * 16)]
         try:
             await client.load_scripts()
             await other.hset(keys.holders(1), mapping={"publisher:7": "{}", "publisher:8": "{}"})

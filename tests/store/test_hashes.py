@@ -11,12 +11,12 @@ from tests.store.factories import Stream, found_hashes
 from waymark.domain.known import Spot
 from waymark.domain.rows import Place
 from waymark.store import keys
-from waymark.store.hashes import FIND_HASHES, GENERATIONS, Reported
+from waymark.store.hashes import FIND_HASHES, GENERATIONS, ReportedBlock
 from waymark.store.store import Store
 
 
-def block(engine_hash: int, namespace: int = 0) -> Reported:
-    return Reported(engine_hash, Spot(Place(7 * engine_hash), namespace, engine_hash % 32, 11 * engine_hash))
+def block(engine_hash: int, namespace: int = 0) -> ReportedBlock:
+    return ReportedBlock(engine_hash, Spot(Place(7 * engine_hash), namespace, engine_hash % 32, 11 * engine_hash))
 
 
 async def test_what_was_kept_is_found(store: Store, stream: Stream) -> None:
@@ -41,7 +41,7 @@ async def test_the_oldest_go_when_there_are_too_many(redis: Redis, store: Store,
 
 async def test_a_hash_that_was_kept_again_is_found_in_its_newest_generation(store: Store, stream: Stream) -> None:
     await store.hashes.keep(stream.grant, [block(i) for i in range(1, 101)], 1000)
-    newer = Reported(5, Spot(Place(1), 0, 0, 1))
+    newer = ReportedBlock(5, Spot(Place(1), 0, 0, 1))
     await store.hashes.keep(stream.grant, [newer], 1000)
     assert await store.hashes.find(1, [5]) == {5: newer.spot}
 

@@ -34,8 +34,8 @@ SOUND = {
 }
 
 
-class Told(RedisClient):
-    """A Redis that says of itself what it is told to; None hangs."""
+class RedisWithInfo(RedisClient):
+    """A Redis with the INFO that a test gives it; None hangs."""
 
     def __init__(self, *, is_cluster: bool = False, **info: Any) -> None:
         super().__init__(Redis(), "redis://test")
@@ -66,7 +66,7 @@ class Clock:
         return self.now
 
 
-async def warnings(told: Told, *, are_shards_set: bool = False) -> dict[HealthReason, str]:
+async def warnings(told: RedisWithInfo, *, are_shards_set: bool = False) -> dict[HealthReason, str]:
     return dict((await HealthWatch(told, are_shards_set=are_shards_set).poll()).warnings)
 
 
@@ -83,7 +83,7 @@ async def warnings(told: Told, *, are_shards_set: bool = False) -> dict[HealthRe
     ],
 )
 async def test_what_is_wrong_is_said_with_the_way_out(info: dict[str, Any], reason: str, words: str) -> None:
-    found = await warnings(Told(**info))
+    found = await warnings(RedisWithInfo(**info))
     assert list(found) == [reason]
     assert words in found[HealthReason(reason)]
 
@@ -101,17 +101,17 @@ async def test_what_is_wrong_is_said_with_the_way_out(info: dict[str, Any], reas
     ],
 )
 async def test_what_is_right_is_not_complained_about(info: dict[str, Any]) -> None:
-    assert await warnings(Told(**info)) == {}
+    assert await warnings(RedisWithInfo(**info)) == {}
 
 
 async def test_a_cluster_whose_shards_nobody_has_thought_of_is_warned_of() -> None:
-    told = Told(is_cluster=True, cluster_enabled=1)
+    told = RedisWithInfo(is_cluster=True, cluster_enabled=1)
     assert list(await warnings(told)) == ["shards_not_set"]
     assert await warnings(told, are_shards_set=True) == {}
 
 
 async def test_every_primary_is_known_and_one_that_is_wrong_is_enough() -> None:
-    told = Told(is_cluster=True)
+    told = RedisWithInfo(is_cluster=True)
     told.answers = [SOUND, SOUND | {"used_memory": 7, "maxmemory": 8, "evicted_keys": 9, "maxmemory_policy": "x-lfu"}]
     health = await HealthWatch(told).poll()
     assert [(p.memory_bytes, p.memory_max_bytes, p.evicted_keys) for p in health.primaries] == [(1000, 0, 0), (7, 8, 9)]
@@ -120,7 +120,7 @@ async def test_every_primary_is_known_and_one_that_is_wrong_is_enough() -> None:
 
 async def test_a_change_is_said_once_and_seen_after_some_seconds(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    told, clock = Told(maxmemory_policy="allkeys-lru"), Clock()
+    told, clock = RedisWithInfo(maxmemory_policy="allkeys-lru"), Clock()
     watch = HealthWatch(told, clock=clock)
     for _ in range(3):
         assert (await watch.poll()).warnings
@@ -136,7 +136,7 @@ async def test_a_change_is_said_once_and_seen_after_some_seconds(caplog: pytest.
 
 
 async def test_a_redis_that_hangs_is_waited_for_by_one_and_not_for_long() -> None:
-    told, clock = Told(maxmemory_policy="allkeys-lru"), Clock()
+    told, clock = RedisWithInfo(maxmemory_policy="allkeys-lru"), Clock()
     watch = HealthWatch(told, clock=clock)
     assert (await watch.poll()).is_up
     told.answers = None
@@ -150,7 +150,7 @@ async def test_a_redis_that_hangs_is_waited_for_by_one_and_not_for_long() -> Non
 
 
 async def test_a_redis_that_loads_its_data_is_not_up() -> None:
-    assert not (await HealthWatch(Told(loading=1)).poll()).is_up
+    assert not (await HealthWatch(RedisWithInfo(loading=1)).poll()).is_up
 
 
 async def test_a_redis_that_is_not_there_is_not_up(free_port: int) -> None:

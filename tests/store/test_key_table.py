@@ -25,15 +25,15 @@ from waymark.domain.targets import Role, Target
 from waymark.store import keys
 from waymark.store.client import RedisClient, Reply
 from waymark.store.discovery import DiscoveryState
-from waymark.store.hashes import Reported
+from waymark.store.hashes import ReportedBlock
 from waymark.store.leases import Grant
 from waymark.store.lua import SCRIPTS
 from waymark.store.records import Facts
-from waymark.store.reservations import Offer, ReservationPart, Terms
+from waymark.store.reservations import Offer, ReservationPart, ReservationTerms
 from waymark.store.responses import ResponseBounds
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
-from waymark.store.unclaimed import Unclaimed
+from waymark.store.unclaimed import UnclaimedPublisher
 
 #: Longer than the test may take: what runs out in the middle of a script would be taken for that script's doing.
 HOUR_SECONDS = 3600
@@ -119,7 +119,7 @@ async def live(client: RedisClient, redis: Redis) -> None:
         await write(one, lost, "unclaimed", "1")
         await claim_comes
     await redis.hdel(keys.PUBLISHERS, keys.publisher_field(lost.claim.registration.name).decode())
-    assert await one.unclaimed.end(Unclaimed(lost.publisher, lost.group_id, lost.shards))
+    assert await one.unclaimed.end(UnclaimedPublisher(lost.publisher, lost.group_id, lost.shards))
     await one.heartbeats.alive("worker-1", keep_seconds=HOUR_SECONDS, is_leaving=True)
 
 
@@ -147,7 +147,7 @@ async def publish_and_unregister(stream: Stream) -> None:
     await stream.apply(removed(gpu, BLOCKS[8:], seq=6))
     await select(store, redis)
     await store.gauges.note(grant.group_id, grant.publisher, Gauges(3, 1, 0.5), HOUR_SECONDS * 1000)
-    blocks = [Reported(hash_, Spot(Place(HEAD), ns, 3, hash_)) for hash_ in range(1, 120) for ns in (0, NS)]
+    blocks = [ReportedBlock(hash_, Spot(Place(HEAD), ns, 3, hash_)) for hash_ in range(1, 120) for ns in (0, NS)]
     for _ in range(12):
         await store.hashes.keep(grant, blocks, 1000)
     await store.entries.note(grant, {gpu: 3, disk: 2}, 4)
@@ -223,9 +223,9 @@ async def place(store: Store, redis: Redis, group_id: int) -> None:
 async def decide(store: Store, redis: Redis, grant: Grant) -> None:
     """Reservations that are made, given back, and forgotten."""
     group_id, offers = grant.group_id, [Offer(grant.publisher, 5, spec_milliseconds=HOUR_SECONDS * 1000)]
-    terms = Terms(context=9, spec_keys=[keys.spec(group_id, 0xA8)], request_id="0" * 16)
+    terms = ReservationTerms(context=9, spec_keys=[keys.spec(group_id, 0xA8)], request_id="0" * 16)
 
-    async def forgotten(terms: Terms, *, is_timed: bool) -> None:
+    async def forgotten(terms: ReservationTerms, *, is_timed: bool) -> None:
         found = await store.reservations.reserve(group_id, offers, terms)
         assert found.reservation is not None
         if is_timed:
@@ -235,18 +235,18 @@ async def decide(store: Store, redis: Redis, grant: Grant) -> None:
         await redis.zadd(keys.reservations(group_id), {member: 1})
 
     await forgotten(terms, is_timed=False)
-    await forgotten(Terms(context=9), is_timed=True)
-    found = await store.reservations.reserve(group_id, offers, Terms(context=9))
+    await forgotten(ReservationTerms(context=9), is_timed=True)
+    found = await store.reservations.reserve(group_id, offers, ReservationTerms(context=9))
     assert (found.reservation is not None, found.overdue) == (True, 1)
     assert found.reservation is not None
     await store.reservations.release([found.reservation], ReservationPart.PREFILL)
     await store.reservations.release([found.reservation], ReservationPart.OK, ttft_ms=2.5)
-    timed = await store.reservations.reserve(group_id, offers, Terms(context=9))
+    timed = await store.reservations.reserve(group_id, offers, ReservationTerms(context=9))
     assert timed.reservation is not None
     for part in (ReservationPart.PREFILL, ReservationPart.OK):
         await store.reservations.release([timed.reservation], part, ttft_ms=2.5)
     for is_timed in (False, True):
-        await forgotten(Terms(context=9), is_timed=is_timed)
+        await forgotten(ReservationTerms(context=9), is_timed=is_timed)
         assert await store.reservations.end_overdue(group_id) == 1
 
 
@@ -346,7 +346,7 @@ async def test_every_command_of_the_tour_answers_something(redis_url: str) -> No
         await stream.apply(stored(gpu, [0xCB39AC69B63E3C9C]))
         await stream.end("0 CPU")
         assert cpu == gpu + 1
-        await store.reservations.reserve(1, [Offer(stream.grant.publisher, 5)], Terms(context=9))
+        await store.reservations.reserve(1, [Offer(stream.grant.publisher, 5)], ReservationTerms(context=9))
         change = PrefixChange(prefix_key("9f2c9f2c9f2c9f2c"), Change.HOT, 2048)
         await store.prefixes.apply(stream.grant, gpu, cpu, [change], ttl_seconds=600)
         await answers(store)

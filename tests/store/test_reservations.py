@@ -20,7 +20,7 @@ from waymark.store.reservations import (
     Offer,
     Reservation,
     ReservationPart,
-    Terms,
+    ReservationTerms,
     parse_reservations,
 )
 from waymark.store.scripts import Verdict
@@ -68,7 +68,7 @@ async def test_decisions_at_one_instant_are_ordered_by_redis(fleet: Fleet) -> No
 async def test_a_target_of_twice_the_weight_takes_twice_as_much(fleet: Fleet) -> None:
     offers = [Offer(publisher, 100, weight=weight) for publisher, weight in zip(fleet.publishers, (2.0, 1.0, 1.0))]  # noqa: B905
     for _ in range(40):
-        await fleet.reservations.reserve(fleet.group_id, offers, Terms(context=1, weight_active=1.0))
+        await fleet.reservations.reserve(fleet.group_id, offers, ReservationTerms(context=1, weight_active=1.0))
 
     assert [load.requests for load in await fleet.loads()] == [20, 10, 10]
 
@@ -119,13 +119,15 @@ async def test_speculative_entries_name_the_target_beyond_what_it_has_and_end_by
     names = [keys.spec(fleet.group_id, block) for block in (0xA8, 0xAC, 0xB0)]
     first, second, _ = fleet.publishers
     offers = [Offer(first, 9), Offer(second, 1, spec_from=1, spec_milliseconds=60_000)]
-    await fleet.reservations.reserve(fleet.group_id, offers, Terms(context=9, weight_new=1.0, spec_keys=names))
+    await fleet.reservations.reserve(
+        fleet.group_id, offers, ReservationTerms(context=9, weight_new=1.0, spec_keys=names)
+    )
 
     assert await fleet.redis.mget(names) == [None, b"%d" % second, b"%d" % second]
     assert 0 < await fleet.redis.pttl(names[1]) <= 60_000
 
     offers = [Offer(first, 0), Offer(second, 1, spec_from=1, spec_milliseconds=60_000)]
-    terms = Terms(context=9, weight_new=100.0, spec_keys=names, request_id="0" * 16)
+    terms = ReservationTerms(context=9, weight_new=100.0, spec_keys=names, request_id="0" * 16)
     found = await fleet.reservations.reserve(fleet.group_id, offers, terms)
     assert found.reservation is not None
     assert found.reservation.publisher == first
@@ -327,7 +329,7 @@ async def test_a_load_that_cannot_be_read_counts_as_none(fleet: Fleet, value: by
 
 async def test_too_many_candidates_are_the_callers_mistake(fleet: Fleet) -> None:
     with pytest.raises(ValueError, match="9 candidates"):
-        await fleet.reservations.reserve(1, [Offer(1, 1)] * (CANDIDATES_MAX + 1), Terms(context=1))
+        await fleet.reservations.reserve(1, [Offer(1, 1)] * (CANDIDATES_MAX + 1), ReservationTerms(context=1))
 
 
 # ---- against a model -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from tests.conftest import wait_until
 from waymark.store import keys
 from waymark.store.answers import AnswersSize
 from waymark.store.client import RedisClient
-from waymark.store.responses import Changed, ResponseBounds
+from waymark.store.responses import ResponseBounds, ResponseChange
 from waymark.store.store import Store
 
 NAMES = [f"{n}" * 32 for n in range(8)]
@@ -33,7 +33,7 @@ async def held(store: Store) -> list[int]:
 async def fill(store: Store, bounds: ResponseBounds) -> None:
     for number in range(3):
         changed = await store.responses.keep(NAMES[number], b"{}", bounds)
-        assert changed == Changed(True, AnswersSize(number + 1, (number + 1) * (ENTRY + 2)))
+        assert changed == ResponseChange(True, AnswersSize(number + 1, (number + 1) * (ENTRY + 2)))
 
 
 async def copy(store: Store, count: int) -> None:
@@ -42,14 +42,14 @@ async def copy(store: Store, count: int) -> None:
 
 async def test_the_responses_that_end_first_make_room(store: Store) -> None:
     await fill(store, ALONE)
-    assert await store.responses.keep(NAMES[3], b"{}", ALONE) == Changed(
+    assert await store.responses.keep(NAMES[3], b"{}", ALONE) == ResponseChange(
         True, AnswersSize(3, 3 * (ENTRY + 2), evicted=1)
     )
     assert await held(store) == [1, 2, 3]
     large = await store.responses.keep(NAMES[4], b"{%s}" % (b"x" * 8900), ALONE)
-    assert large == Changed(True, AnswersSize(2, 2 * ENTRY + 8904, evicted=2))
+    assert large == ResponseChange(True, AnswersSize(2, 2 * ENTRY + 8904, evicted=2))
     assert await held(store) == [3, 4]
-    assert await store.responses.delete(NAMES[4], ALONE) == Changed(True, AnswersSize(1, ENTRY + 2))
+    assert await store.responses.delete(NAMES[4], ALONE) == ResponseChange(True, AnswersSize(1, ENTRY + 2))
     assert await held(store) == [3]
 
 
@@ -57,7 +57,7 @@ async def test_the_responses_that_end_first_make_room(store: Store) -> None:
 async def test_what_is_larger_than_all_room_changes_nothing(store: Store, bounds: ResponseBounds) -> None:
     await fill(store, bounds)
     for name in (NAMES[0], NAMES[3]):
-        assert await store.responses.keep(name, b"x" * 10_000, bounds) == Changed(
+        assert await store.responses.keep(name, b"x" * 10_000, bounds) == ResponseChange(
             False, AnswersSize(3, 3 * (ENTRY + 2))
         )
     assert await store.responses.find(NAMES[:4]) == [b"{}", b"{}", b"{}", None]
@@ -65,14 +65,14 @@ async def test_what_is_larger_than_all_room_changes_nothing(store: Store, bounds
 
 async def test_only_what_mongodb_has_makes_room(store: Store, redis: Redis) -> None:
     await fill(store, BEFORE_MONGO)
-    refused = Changed(False, AnswersSize(3, 3 * (ENTRY + 2)))
+    refused = ResponseChange(False, AnswersSize(3, 3 * (ENTRY + 2)))
     assert await store.responses.keep(NAMES[3], b"{}", BEFORE_MONGO) == refused
     assert await store.responses.delete(NAMES[3], BEFORE_MONGO) == refused
     assert (await held(store), await redis.xlen(keys.RESPONSES_QUEUE)) == ([0, 1, 2], 3)
     await copy(store, 2)
     # The second one changes after its copy, so only the first one may go.
     assert (await store.responses.keep(NAMES[1], b"{ }", BEFORE_MONGO)).is_done
-    assert await store.responses.keep(NAMES[3], b"{}", BEFORE_MONGO) == Changed(
+    assert await store.responses.keep(NAMES[3], b"{}", BEFORE_MONGO) == ResponseChange(
         True, AnswersSize(3, 3 * (ENTRY + 2) + 1, 1)
     )
     assert not (await store.responses.keep(NAMES[4], b"{}", BEFORE_MONGO)).is_done
@@ -129,4 +129,4 @@ async def test_all_end_together_where_nothing_is_kept_any_more(store: Store, red
         return not await redis.exists(*found)
 
     await wait_until(is_gone, "all keys have ended", 20)
-    assert await store.responses.keep(NAMES[1], b"{}", ALONE) == Changed(True, AnswersSize(1, ENTRY + 2))
+    assert await store.responses.keep(NAMES[1], b"{}", ALONE) == ResponseChange(True, AnswersSize(1, ENTRY + 2))

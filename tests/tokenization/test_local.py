@@ -24,7 +24,7 @@ from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
 from waymark.tokenization import templates
 from waymark.tokenization.local import LocalTokenizer
-from waymark.tokenization.prompt import ChatPrompt, Made, Prompt, TextPrompt
+from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt
 from waymark.tokenization.segments import SegmentMemo, Splitter
 from waymark.tokenization.templates import ChatTemplate
 
@@ -37,7 +37,7 @@ PECULIAR = (
 Open = Callable[..., LocalTokenizer]
 
 
-def known(local: LocalTokenizer, prompt: Prompt) -> Made | None:
+def known(local: LocalTokenizer, prompt: Prompt) -> TokenizedPrompt | None:
     """What is had at once."""
     key = local.key(prompt)
     return None if key is None else local.known(key)
@@ -95,10 +95,10 @@ def test_ids_are_those_of_the_whole_text_with_the_memo_and_without(kind: small.K
     async def check(prompt: TextPrompt) -> None:
         nonlocal remembered
         expected = whole(reference, prompt)
-        assert await local.tokens(prompt) == Made(expected)
+        assert await local.tokens(prompt) == TokenizedPrompt(expected)
         at_once = known(local, prompt)
         remembered += at_once is not None
-        assert at_once in (None, Made(expected))
+        assert at_once in (None, TokenizedPrompt(expected))
 
     with asyncio.Runner() as runner:
 
@@ -301,7 +301,7 @@ async def test_a_tokenizer_that_cuts_and_fills_texts_by_itself_does_not(opened: 
             "file:///m", path.parent, SegmentMemo(0), pool, Metrics(), prompts=SegmentMemo(MAX), bytes_max=MAX
         )
         prompt = TextPrompt("The quick brown fox jumps over the lazy dog")
-        assert await local.tokens(prompt) == Made(whole(small.tokenizer(), prompt))
+        assert await local.tokens(prompt) == TokenizedPrompt(whole(small.tokenizer(), prompt))
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace-first"])
@@ -312,11 +312,13 @@ async def test_ids_are_cut_as_the_tokenizer_itself_cuts_them(kind: small.Kind, o
         for keep in range(1, 20):
             reference.enable_truncation(keep, direction="left")
             prompt = TextPrompt(text, adds, Truncation(keep))
-            assert await local.tokens(prompt) == Made(whole(reference, TextPrompt(text, adds)))
+            assert await local.tokens(prompt) == TokenizedPrompt(whole(reference, TextPrompt(text, adds)))
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     chat = ChatPrompt([{"role": "user", "content": "Hi"}, picture])
     assert bool((await local.tokens(chat)).ids) is local.splits
-    assert await local.tokens(replace(chat, truncation=Truncation(3))) == Made(b""), "what is cut off is not known"
+    assert await local.tokens(replace(chat, truncation=Truncation(3))) == TokenizedPrompt(b""), (
+        "what is cut off is not known"
+    )
 
 
 def test_fewer_ids_than_are_added_are_refused() -> None:

@@ -12,13 +12,13 @@ from aiohttp import web
 
 from waymark.asker import Asker
 from waymark.chat.truncation import Truncation
-from waymark.domain.multimodal import Item
+from waymark.domain.multimodal import PromptItem
 from waymark.domain.names import GroupName
 from waymark.endpoints import AllowedEndpoints
 from waymark.errors import InvalidValue, TokenizerUnavailable
 from waymark.metrics import Metrics
 from waymark.tokenization.engines import EngineTokenizer
-from waymark.tokenization.prompt import ChatPrompt, Made, Prompt, TextPrompt
+from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt
 from waymark.tokenization.remote import RemoteTokenizer
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -74,7 +74,7 @@ async def remote(engine: Engine) -> AsyncIterator[RemoteTokenizer]:
 
 
 async def test_an_engine_is_asked_in_its_own_form(engine: Engine, remote: RemoteTokenizer) -> None:
-    assert await remote.tokens(HI) == Made(b"\1\0\0\0\2\0\0\0\xff\xff\xff\xff")
+    assert await remote.tokens(HI) == TokenizedPrompt(b"\1\0\0\0\2\0\0\0\xff\xff\xff\xff")
     messages = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
     tools = [{"type": "function", "function": {"name": "f"}}]
     await remote.tokens(ChatPrompt(messages, tools, {"enable_thinking": False}, False, True))
@@ -183,7 +183,7 @@ FEATURES = {"mm_hashes": {"image": ["abc"]}, "mm_placeholders": {"image": [{"off
 async def test_images_are_named_by_the_render_endpoint(engine: Engine, remote: RemoteTokenizer) -> None:
     engine.says(200, json.dumps({"token_ids": [5, 9, 9, 6], "features": FEATURES, "sampling_params": {}}))
     made = await remote.tokens(ChatPrompt(IMAGE))
-    assert made == Made(b"\5\0\0\0\t\0\0\0\t\0\0\0\6\0\0\0", (Item(1, 2, "abc"),))
+    assert made == TokenizedPrompt(b"\5\0\0\0\t\0\0\0\t\0\0\0\6\0\0\0", (PromptItem(1, 2, "abc"),))
     ((path, body),) = engine.asked
     assert (path, body["messages"]) == ("/v1/chat/completions/render", IMAGE)
 
@@ -197,8 +197,8 @@ async def test_a_server_with_render_endpoints_alone_is_asked_there(engine: Engin
         return web.json_response({"detail": "Not Found"}, status=404)
 
     engine.answer = answer
-    assert await remote.tokens(HI) == Made(b"\1\0\0\0")
-    assert await remote.tokens(ChatPrompt([])) == Made(b"\2\0\0\0")
+    assert await remote.tokens(HI) == TokenizedPrompt(b"\1\0\0\0")
+    assert await remote.tokens(ChatPrompt([])) == TokenizedPrompt(b"\2\0\0\0")
 
 
 async def test_a_prompt_that_is_cut_is_asked_of_the_render_endpoints(engine: Engine, remote: RemoteTokenizer) -> None:
@@ -207,7 +207,7 @@ async def test_a_prompt_that_is_cut_is_asked_of_the_render_endpoints(engine: Eng
         TextPrompt("Hello", truncation=Truncation(1, "left")),
         ChatPrompt([], truncation=Truncation(1, "left")),
     ):
-        assert await remote.tokens(each) == Made(b"\5\0\0\0")
+        assert await remote.tokens(each) == TokenizedPrompt(b"\5\0\0\0")
     assert [path for path, _ in engine.asked] == ["/v1/completions/render", "/v1/chat/completions/render"]
     assert all((body["truncate_prompt_tokens"], body["truncation_side"]) == (1, "left") for _, body in engine.asked)
     engine.says(404, "{}")
@@ -244,7 +244,7 @@ async def test_the_next_engine_is_asked_where_one_fails(engine: Engine, free_por
     gone = f"http://127.0.0.1:{free_port}"
     for _ in range(8):  # whichever is asked first
         tokenizer = of_any([gone, engine.url])
-        assert await tokenizer.tokens(HI) == Made(b"\1\0\0\0\2\0\0\0\xff\xff\xff\xff")
+        assert await tokenizer.tokens(HI) == TokenizedPrompt(b"\1\0\0\0\2\0\0\0\xff\xff\xff\xff")
         assert await tokenizer.text([1]) == "Hello"
         await tokenizer._asker.close()
 

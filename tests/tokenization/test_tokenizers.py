@@ -15,7 +15,7 @@ from tests.tokenization import small
 from waymark.errors import InvalidValue, TokenizerUnavailable
 from waymark.metrics import Metrics
 from waymark.tokenization import tokenizers as face
-from waymark.tokenization.prompt import ChatPrompt, Made, Prompt, TextPrompt, Tokens
+from waymark.tokenization.prompt import ChatPrompt, Prompt, SourcedTokens, TextPrompt, TokenizedPrompt
 from waymark.tokenization.sources import directory_of, found_in
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -160,13 +160,13 @@ class Slow:
     def key(self, prompt: Prompt) -> bytes | None:
         return None
 
-    def known(self, key: bytes) -> Made | None:
+    def known(self, key: bytes) -> TokenizedPrompt | None:
         return None
 
-    async def tokens(self, prompt: Prompt, key: bytes | None = None) -> Made:
+    async def tokens(self, prompt: Prompt, key: bytes | None = None) -> TokenizedPrompt:
         self.calls += 1
         await self.may_answer.wait()
-        return Made(b"\1\0\0\0")
+        return TokenizedPrompt(b"\1\0\0\0")
 
     async def text(self, ids: Any) -> str:
         return ""
@@ -190,7 +190,7 @@ async def test_a_text_that_many_ask_for_is_worked_on_once(make: Make, slow: Slow
     tasks[0].cancel()  # whoever goes away takes nothing from the others
     slow.may_answer.set()
     answers = await asyncio.gather(*tasks, return_exceptions=True)
-    assert set(answers[1:]) == {Tokens(b"\1\0\0\0", "local")}
+    assert set(answers[1:]) == {SourcedTokens(b"\1\0\0\0", "local")}
     assert slow.calls == 2
     assert tokenizers._under_way == {}
 

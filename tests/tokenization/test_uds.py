@@ -13,10 +13,10 @@ import pytest
 
 from tests.grpc_loops import events_of_this_loop as events_of_this_loop
 from waymark.chat.truncation import Truncation
-from waymark.domain.multimodal import Item
+from waymark.domain.multimodal import PromptItem
 from waymark.errors import InvalidValue, TokenizerUnavailable
 from waymark.metrics import Metrics
-from waymark.tokenization.prompt import ChatPrompt, Made, TextPrompt
+from waymark.tokenization.prompt import ChatPrompt, TextPrompt, TokenizedPrompt
 from waymark.tokenization.tokenizers import Tokenizers
 from waymark.tokenization.uds import CLASSES, METHODS, SERVICE, UdsTokenizer
 
@@ -95,7 +95,7 @@ async def remote(service: Service) -> AsyncIterator[UdsTokenizer]:
 
 async def test_a_text_is_made_into_tokens(service: Service, remote: UdsTokenizer) -> None:
     for adds in (True, False):
-        assert await remote.tokens(TextPrompt("Hello", adds)) == Made(b"\1\0\0\0\xff\xff\xff\xff")
+        assert await remote.tokens(TextPrompt("Hello", adds)) == TokenizedPrompt(b"\1\0\0\0\xff\xff\xff\xff")
     first, *texts = service.asked
     assert first.model_name == "m"
     assert [(each.input, each.model_name, each.add_special_tokens) for each in texts] == [
@@ -108,7 +108,7 @@ async def test_messages_go_with_all_that_the_interface_has_fields_for(service: S
     tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
     user = [{"role": "user", "content": "Hi"}, {"role": "user", "content": PARTS}]
     made = await remote.tokens(ChatPrompt(user, tools, {"enable_thinking": False}, system="Be brief."))
-    assert made == Made(b"\7\0\0\0" * 4, (Item(1, 2, "abc"),))
+    assert made == TokenizedPrompt(b"\7\0\0\0" * 4, (PromptItem(1, 2, "abc"),))
     _, request = service.asked
     assert [message.role for message in request.messages] == ["system", "user", "user"]
     assert [message.content for message in request.messages] == ["Be brief.", "Hi", ""]
@@ -154,7 +154,7 @@ async def test_a_service_that_was_started_again_is_told_the_model_again(service:
     service.known.clear()
     with pytest.raises(TokenizerUnavailable, match="no such tokenizer"):
         await remote.tokens(HI)
-    assert await remote.tokens(HI) == Made(b"\1\0\0\0\xff\xff\xff\xff")
+    assert await remote.tokens(HI) == TokenizedPrompt(b"\1\0\0\0\xff\xff\xff\xff")
 
 
 async def test_a_service_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ import msgpack
 import orjson
 from starlette.types import Receive
 
-from waymark.api.errors import Unfit
+from waymark.api.errors import InvalidBody
 from waymark.api.lists import cut, cut_hashes
-from waymark.api.request_cache import RequestCache, Text
+from waymark.api.request_cache import ParsedFields, RequestCache
 from waymark.api.tokens_file import EVERYONE, Caller
 from waymark.asgi import RawHeaders
 from waymark.errors import InvalidValue
@@ -62,7 +62,7 @@ class Body(NamedTuple):
     """Where a list may stand for several bodies: the one or the many."""
     numbers: bytes | None = None
     """Where a long list was read without the parser: its elements, as msgpack's ``bin`` would have them."""
-    text: Text | None = None
+    text: ParsedFields | None = None
     """The rest of the body, where a long list was read without the parser."""
     format: Format = Format.JSON
     path: Mapping[str, str] = _NOWHERE
@@ -154,7 +154,7 @@ def _too_large(max_bytes: int) -> InvalidValue:
 
 
 def decode(body: bytes, body_format: Format, *, may_be_list: bool = False, long_list: LongList | None = None) -> Body:
-    """The fields of a body; ``InvalidValue`` where it cannot be read, ``Unfit`` where it is no object.
+    """The fields of a body; ``InvalidValue`` where it cannot be read, ``InvalidBody`` where it is no object.
 
     A ``long_list`` that is plain may come back as ``numbers``; what stands in ``fields`` for it is then empty.
     """
@@ -183,7 +183,7 @@ def decode(body: bytes, body_format: Format, *, may_be_list: bool = False, long_
     if may_be_list:
         return Body({}, may_hold_booleans, value if isinstance(value, list) else [value])
     if not isinstance(value, dict):
-        raise Unfit(f"the body is {kind(value)}; send an object with the fields by name", reason="invalid_type")
+        raise InvalidBody(f"the body is {kind(value)}; send an object with the fields by name", reason="invalid_type")
     return Body(value, may_hold_booleans, format=body_format)
 
 
@@ -202,7 +202,7 @@ def _without_parser(body: bytes, of: LongList) -> Body | None:
     return None if of.otherwise is None else _without_parser(body, of.otherwise)
 
 
-def _text(rest: bytes, name: str, key: bytes, of: LongList) -> Text | None:
+def _text(rest: bytes, name: str, key: bytes, of: LongList) -> ParsedFields | None:
     """What is left of a body, if it says that an empty list was ``name`` and nothing else was the same."""
     if len(rest) > CONTAINERS_MAX:
         return None
@@ -215,7 +215,7 @@ def _text(rest: bytes, name: str, key: bytes, of: LongList) -> Text | None:
     # Whether two spellings say the same can be seen of two lists only.
     if len(of.spellings) > 1 and any(fields.get(other) is not None for other in of.spellings if other != name):
         return None
-    text = Text(fields)
+    text = ParsedFields(fields)
     of.cache.keep(key + rest, text)
     return text
 

@@ -12,7 +12,7 @@ from waymark.api.answer_cache import NOTHING, AnswerCache, in_tokens
 from waymark.api.answers import Answer, Paused
 from waymark.api.bodies import Body, Format
 from waymark.api.by_address import AddressTables
-from waymark.api.errors import Unfit
+from waymark.api.errors import InvalidBody
 from waymark.api.given_prompts import GivenPrompts, text_of
 from waymark.api.lookup import KeysOf, QueryReader
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
@@ -20,12 +20,12 @@ from waymark.api.texts import ModelPrompt, PromptTokenizer
 from waymark.domain.block_size import block_size_of
 from waymark.domain.hashing import namespace
 from waymark.domain.match import ConductorRow
-from waymark.domain.multimodal import Items
+from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import GroupName
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.store.store import Store
-from waymark.tokenization.prompt import Tokens
+from waymark.tokenization.prompt import SourcedTokens
 
 PARTIAL = {"X-Waymark-Partial": "true"}
 _JSON = Format.JSON.value
@@ -54,7 +54,7 @@ class Conductor:
             asked, self._given.keys_of(QueryRequest, body, asked.namespace, asked.items), body.format
         )
 
-    async def _answer_text(self, asked: _QueryFields, body_format: Format, tokens: Tokens) -> Answer:
+    async def _answer_text(self, asked: _QueryFields, body_format: Format, tokens: SourcedTokens) -> Answer:
         return await self._answer(asked, self._given.of_tokens(tokens.ids, asked.namespace, tokens.items), body_format)
 
     def query_by_hash(self, body: Body) -> Awaitable[Answer]:
@@ -121,13 +121,13 @@ class _QueryFields(NamedTuple):
     """The tenant's name as JSON."""
     text: ModelPrompt | None = None
     """The prompt, if it has no tokens yet."""
-    items: Items = ()
+    items: PromptItems = ()
     """The images and other items among its tokens."""
     is_by_address: bool = False
 
 
 def _validated(
-    request: QueryRequest | QueryByHashRequest, text: ModelPrompt | None = None, items: Items = ()
+    request: QueryRequest | QueryByHashRequest, text: ModelPrompt | None = None, items: PromptItems = ()
 ) -> _QueryFields:
     ns = namespace(request.adapter, request.salts)
     tenant = orjson.dumps(request.group.tenant_id)
@@ -145,7 +145,7 @@ def _by_hash(fields: dict[str, Any]) -> _QueryFields:
     request = QueryByHashRequest.of(fields)
     other = next((name for name in ("token_ids", "prompt", "messages") if fields.get(name) is not None), None)
     if other is not None:
-        raise Unfit(
+        raise InvalidBody(
             f"a request has one prompt, and this has seq_hashes and {other}; send {other} to /query, or leave it out",
             field=other,
         )

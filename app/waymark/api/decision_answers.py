@@ -8,7 +8,7 @@ from waymark.api.answers import Answer
 from waymark.api.decision_schemas import SelectRequest
 from waymark.routing.policy import Scored
 from waymark.routing.target import Candidate
-from waymark.selection.asked import Selected
+from waymark.selection.asked import SelectedTarget
 
 
 def best_by_address(scored: list[Scored]) -> list[Scored]:
@@ -49,7 +49,7 @@ def score_row(scored: Scored, tokens: int, block_size: int, *, is_cost: bool, ex
     return row
 
 
-def select_answer(selected: Selected, request: SelectRequest) -> Answer:
+def select_answer(selected: SelectedTarget, request: SelectRequest) -> Answer:
     prompt_tokens = selected.tokens
     is_cost = selected.policy.preset is not None and selected.policy.preset.is_cost
 

@@ -8,18 +8,18 @@ from collections.abc import Mapping, Set
 from typing import Any, NamedTuple, TypeVar
 
 from waymark.api.decision_schemas import NAMES_MAX, DecisionRequest, GivenCandidate, ScoreRequest, SelectRequest
-from waymark.api.errors import Unfit
+from waymark.api.errors import InvalidBody
 from waymark.api.given_prompts import text_of
 from waymark.api.lookup import KeysOf
 from waymark.api.texts import ModelPrompt
 from waymark.chat.prefix_key import prefix_key
 from waymark.domain.gauges import Gauges
 from waymark.domain.hashing import namespace, text_hash
-from waymark.domain.multimodal import Items
+from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import Adapter, GroupName
 from waymark.errors import InvalidValue
 from waymark.routing.presets import preset
-from waymark.selection.asked import Chosen, Given, HashedPrompt, PromptOf, RankingRequest, Taking
+from waymark.selection.asked import GivenValues, HashedPrompt, PolicyChoice, PromptOf, RankingRequest, SelectParameters
 from waymark.selection.served import ServedModel
 from waymark.shown import shown
 
@@ -30,7 +30,7 @@ class DecisionBody(NamedTuple):
     """A body without its prompt, validated."""
 
     request: ScoreRequest | SelectRequest
-    policy: Chosen | None
+    policy: PolicyChoice | None
     group: GroupName
     """The model itself, where the request names it by an alias or by an adapter."""
     adapter: Adapter
@@ -40,10 +40,10 @@ class DecisionBody(NamedTuple):
     prefix_key: bytes | None
     text: ModelPrompt | None
     """The prompt, if it has no tokens yet."""
-    items: Items
+    items: PromptItems
     """The images and other items among its tokens."""
-    given: Mapping[tuple[str, int], Given] | None
-    taking: Taking
+    given: Mapping[tuple[str, int], GivenValues] | None
+    taking: SelectParameters
     """What only ``/select`` asks for."""
 
 
@@ -52,9 +52,9 @@ def read_decision(model: type[T], fields: dict[str, Any], *, prefix_bytes: int) 
     policy = None
     if request.policy is not None:
         chosen = preset(request.policy)
-        policy = Chosen(chosen, chosen.values(request.overrides))
+        policy = PolicyChoice(chosen, chosen.values(request.overrides))
     elif request.overrides:
-        raise Unfit("overrides are parameters of one policy; name it in the field policy", field="overrides")
+        raise InvalidBody("overrides are parameters of one policy; name it in the field policy", field="overrides")
     key = None
     if request.prefix_hash is not None:
         key = bytes.fromhex(request.prefix_hash)
@@ -86,30 +86,30 @@ def _session(request: DecisionRequest) -> str | None:
     try:
         return base64.b64decode(request.session_token, validate=True).decode()
     except (binascii.Error, ValueError):
-        raise Unfit(
+        raise InvalidBody(
             f"session_token is {shown(request.session_token)}; it must be an instance_id in base64",
             field="session_token",
         ) from None
 
 
-def _given(candidates: list[dict[str, Any]]) -> dict[tuple[str, int], Given]:
+def _given(candidates: list[dict[str, Any]]) -> dict[tuple[str, int], GivenValues]:
     if len(candidates) > NAMES_MAX:
-        raise Unfit(
+        raise InvalidBody(
             f"candidates has {len(candidates)} elements, and at most {NAMES_MAX} are ranked; send fewer",
             reason="out_of_range",
             field="candidates",
         )
-    found: dict[tuple[str, int], Given] = {}
+    found: dict[tuple[str, int], GivenValues] = {}
     for index, fields in enumerate(candidates):
         try:
             said = GivenCandidate.of(fields)
         except InvalidValue as exc:
-            raise Unfit(
+            raise InvalidBody(
                 f"candidates[{index}]: {exc.sentence}", reason=exc.reason, field="candidates", index=index
             ) from None
         name = said.instance_id, said.dp_rank
         if name in found:
-            raise Unfit(
+            raise InvalidBody(
                 f"candidates[{index}] is {shown(said.instance_id)}, rank {said.dp_rank}, which is listed before; "
                 "name each once",
                 field="candidates",
@@ -117,15 +117,15 @@ def _given(candidates: list[dict[str, Any]]) -> dict[tuple[str, int], Given]:
             )
         has_gauges = said.waiting is not None or said.running is not None or said.kv_usage is not None
         gauges = Gauges(said.waiting or 0, said.running or 0, said.kv_usage or 0.0) if has_gauges else None
-        found[name] = Given(said.tokens, said.requests, said.health, gauges)
+        found[name] = GivenValues(said.tokens, said.requests, said.health, gauges)
     return found
 
 
-def check_known(given: Mapping[tuple[str, int], Given], known: Set[tuple[str, int]]) -> None:
-    """Raise ``Unfit`` unless every candidate that was named is a target."""
+def check_known(given: Mapping[tuple[str, int], GivenValues], known: Set[tuple[str, int]]) -> None:
+    """Raise ``InvalidBody`` unless every candidate that was named is a target."""
     for index, (instance_id, dp_rank) in enumerate(given):
         if (instance_id, dp_rank) not in known:
-            raise Unfit(
+            raise InvalidBody(
                 f"candidates[{index}] is {shown(instance_id)}, rank {dp_rank}, which is no target of this model; "
                 "register it, or leave it out",
                 field="candidates",
@@ -136,7 +136,7 @@ def check_known(given: Mapping[tuple[str, int], Given], known: Set[tuple[str, in
 def as_served(read: DecisionBody, served: ServedModel) -> DecisionBody:
     adapter = read.adapter if served.adapter is None else served.adapter
     if read.adapter not in (None, adapter):
-        raise Unfit(
+        raise InvalidBody(
             f"model {shown(read.group.model_name)} is an adapter of {shown(served.group.model_name)}, and the request "
             f"names the adapter {shown(read.adapter)}, too; send one of them",
             field="model",
@@ -155,10 +155,10 @@ def select_request(read: DecisionBody) -> SelectRequest:
     return read.request
 
 
-def _taking(request: ScoreRequest | SelectRequest) -> Taking:
+def _taking(request: ScoreRequest | SelectRequest) -> SelectParameters:
     if not isinstance(request, SelectRequest):
-        return Taking()
-    return Taking(
+        return SelectParameters()
+    return SelectParameters(
         only=None if request.only is None else frozenset(request.only),
         exclude=frozenset(request.exclude),
         profile=request.profile,
@@ -171,7 +171,7 @@ def _taking(request: ScoreRequest | SelectRequest) -> Taking:
 
 
 def asked_of(
-    read: DecisionBody, policy: Chosen, prompt: PromptOf, *, needs_source: InvalidValue | None = None
+    read: DecisionBody, policy: PolicyChoice, prompt: PromptOf, *, needs_source: InvalidValue | None = None
 ) -> RankingRequest:
     request = read.request
     return RankingRequest(

@@ -48,7 +48,7 @@ Hex = Annotated[str, BeforeValidator(_hex), WithJsonSchema({"type": "string", "p
 Names = Annotated[list[str], BeforeValidator(_few), AfterValidator(_all_named)]
 TokenCount = Annotated[int, Field(ge=0, le=_TOKENS_MAX)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-By = Literal["instance", "address"]
+TargetKey = Literal["instance", "address"]
 
 _AMOUNT = "an integer of 0..2^53-1"
 _SHARE = "a number of 0 to 1"
@@ -98,7 +98,7 @@ class DecisionRequest(Named, PromptFields):
     explain: bool = Field(
         default=False, description="true or false: whether the answer contains the parts of each score"
     )
-    by: By = Field(default="instance", description="instance or address")
+    by: TargetKey = Field(default="instance", description="instance or address")
     session_token: OptionalName = Field(
         default=None,
         description=f"{OPTIONAL_NAME}: an instance_id in base64, as in the header x-session-token; that instance "

@@ -20,7 +20,7 @@ from waymark.api.decision_bodies import (
     without_tokens,
 )
 from waymark.api.decision_schemas import RELEASES_MAX, ReleaseRequest, ScoreRequest, SelectRequest
-from waymark.api.errors import Unfit
+from waymark.api.errors import InvalidBody
 from waymark.api.given_prompts import GivenPrompts
 from waymark.api.texts import ModelPrompt, PromptTokenizer
 from waymark.api.tokens_file import Caller
@@ -36,7 +36,7 @@ from waymark.selection.startup import StartupGate
 from waymark.settings import Settings
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
 from waymark.store.store import Store
-from waymark.tokenization.prompt import Tokens
+from waymark.tokenization.prompt import SourcedTokens
 
 
 class Decisions:
@@ -118,20 +118,20 @@ class Decisions:
     async def release(self, body: Body) -> Answer:
         request = ReleaseRequest.of(body.fields)
         if (request.reservation is None) == (request.reservations is None):
-            raise Unfit(
+            raise InvalidBody(
                 "send either reservation or reservations, as /select returned them",
                 reason="missing" if request.reservation is None else "invalid_value",
                 field="reservation",
             )
         if request.ttft_ms is not None and (request.reservations is not None or request.part == "renew"):
-            raise Unfit(
+            raise InvalidBody(
                 "ttft_ms needs exactly one reservation; send it with reservation, and with part prefill or all",
                 reason="invalid_value",
                 field="ttft_ms",
             )
         texts = [request.reservation] if request.reservation is not None else request.reservations or []
         if len(texts) > RELEASES_MAX:
-            raise Unfit(
+            raise InvalidBody(
                 f"reservations has {len(texts)} elements, but the maximum of one request is {RELEASES_MAX}; send "
                 "several requests",
                 reason="out_of_range",
@@ -175,7 +175,7 @@ class Decisions:
         request, text = read.request, read.text
         if text is not None and (text.field == "prompt" or not (is_sticky or policy.preset is PRESETS["sticky"])):
 
-            async def resumed(tokens: Tokens | InvalidValue) -> Answer:
+            async def resumed(tokens: SourcedTokens | InvalidValue) -> Answer:
                 if isinstance(tokens, InvalidValue):
                     return await decide(asked_of(read, policy, without_tokens, needs_source=tokens))
                 keys_of = self._given.of_tokens(tokens.ids, read.namespace, tokens.items)
@@ -185,7 +185,7 @@ class Decisions:
         if text is not None or request.prefix_hash is not None:
             needs_source = None
             if policy.preset is not PRESETS["sticky"] and not is_sticky:
-                needs_source = Unfit(
+                needs_source = InvalidBody(
                     "prefix_hash names no blocks, and no engine of this model reports opaque prefixes; send it with "
                     "policy sticky, or send token_ids",
                     reason="no_tokenizer",
@@ -195,7 +195,7 @@ class Decisions:
         given = self._given.keys_of(type(request), body, read.namespace, read.items)
         return await decide(asked_of(read, policy, keys_of_all(given)))
 
-    async def _tokens(self, text: ModelPrompt, *, has_key: bool) -> Tokens | InvalidValue:
+    async def _tokens(self, text: ModelPrompt, *, has_key: bool) -> SourcedTokens | InvalidValue:
         """The tokens of a text; the error of a model without a tokenizer, where a prefix key can decide instead."""
         began = perf_counter()
         try:

@@ -15,7 +15,7 @@ from waymark.domain.keys import KEY_BYTES
 from waymark.domain.names import GroupName
 from waymark.errors import InvalidValue, NoTarget
 from waymark.routing.presets import PRESETS
-from waymark.selection.asked import Chosen, HashedPrompt, PromptOf
+from waymark.selection.asked import HashedPrompt, PolicyChoice, PromptOf
 from waymark.selection.selector import Selector
 from waymark.settings import Settings
 from waymark.store.store import Store
@@ -41,12 +41,12 @@ class DynamoInputs:
             raise none_schedulable(group)
         return workers, ranks[0].block_size
 
-    def policy(self, overrides: Mapping[str, Any] | None) -> Chosen:
+    def policy(self, overrides: Mapping[str, Any] | None) -> PolicyChoice:
         """The policy of the configuration, or Dynamo's with the constants that a request sets."""
         if not overrides:
             return self._selector.default_policy
         preset = PRESETS["dynamo"]
-        return Chosen(preset, preset.values({name: overrides[name] for name in overrides if name in _CONSTANTS}))
+        return PolicyChoice(preset, preset.values({name: overrides[name] for name in overrides if name in _CONSTANTS}))
 
     def prompt(self, request: PromptRequest, body: Body) -> PromptOf:
         """The prompt that a body has as tokens or as hashes; ``InvalidValue`` if it has neither."""

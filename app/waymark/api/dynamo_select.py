@@ -24,7 +24,7 @@ from waymark.domain.match import Walk, dynamo_rows
 from waymark.domain.names import GroupName
 from waymark.errors import Conflict, InvalidValue, NoTarget, NotFound
 from waymark.routing.target import Candidate
-from waymark.selection.asked import HashedPrompt, RankingRequest, Taking
+from waymark.selection.asked import HashedPrompt, RankingRequest, SelectParameters
 from waymark.selection.selector import Selector
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
 from waymark.store.store import Store
@@ -164,7 +164,7 @@ class DynamoSelect:
         if not only:
             raise NoTarget("no endpoints available to route work")
         asked = RankingRequest(group, prompt_of, self._inputs.policy(request.router_config_override), block_size)
-        taking = Taking(only=only, profile="single", is_reserved=is_reserved, milliseconds=_RESERVATION_MS)
+        taking = SelectParameters(only=only, profile="single", is_reserved=is_reserved, milliseconds=_RESERVATION_MS)
         try:
             selected = await self._selector.select(asked, taking)
         except NoTarget:

@@ -50,7 +50,7 @@ class ErrorBody(Model):
     expected: int | None = Field(default=None, description="the event_id to continue from after a gap")
 
 
-class Unfit(InvalidValue):
+class InvalidBody(InvalidValue):
     """The body can be read but its fields do not fit: 400 in the root dialect, 422 in Dynamo's."""
 
 
@@ -77,7 +77,7 @@ def is_beyond_64_bits(value: object) -> bool:
     return isinstance(value, float) and value.is_integer() and (value >= 2**64 or value <= -(2**63))
 
 
-def unfit(error: ValidationError, model: type[BaseModel], spelled: Mapping[str, str]) -> Unfit:
+def unfit(error: ValidationError, model: type[BaseModel], spelled: Mapping[str, str]) -> InvalidBody:
     """The first of pydantic's complaints, in our words. ``spelled``: field name to the client's spelling."""
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0])
@@ -85,9 +85,9 @@ def unfit(error: ValidationError, model: type[BaseModel], spelled: Mapping[str, 
     field = spelled.get(name) or described.alias or name
     wanted = described.description or "as documented"
     if first["type"] == "missing":
-        return Unfit(f"{field} is missing; it must be {wanted}", reason="missing", field=field)
+        return InvalidBody(f"{field} is missing; it must be {wanted}", reason="missing", field=field)
     value = first["input"]
-    return Unfit(
+    return InvalidBody(
         f"{field} is {kind(value) if name in _SECRET else shown(value)}; it must be {wanted}",
         reason=_slug(first["type"], value),
         field=field,
@@ -107,7 +107,7 @@ def status_of(error: WaymarkError, *, unfit_status: int = 400) -> int:
     match error:
         case InvalidValue(reason=reason) if reason in _STATUS_OF_REASON:
             return _STATUS_OF_REASON[reason]
-        case Unfit():
+        case InvalidBody():
             return unfit_status
         case InvalidValue():
             return 400

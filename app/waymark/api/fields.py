@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from waymark.api.errors import Unfit, unfit
+from waymark.api.errors import InvalidBody, unfit
 from waymark.api.models import Model
 from waymark.domain.names import U32_MAX, U64_MASK
 
@@ -86,7 +86,7 @@ class RequestBody(Model):
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Self:
-        """The body, validated; ``Unfit`` names the first field that does not fit, as the client spelled it."""
+        """The body, validated; ``InvalidBody`` names the first field that does not fit, as the client spelled it."""
         values: dict[str, Any] = {}
         spelled: dict[str, str] = {}
         for name, spellings in cls._spellings.items():
@@ -95,7 +95,7 @@ class RequestBody(Model):
                 if value is None:
                     continue
                 if name in values and values[name] != value:
-                    raise Unfit(
+                    raise InvalidBody(
                         f"{spelled[name]} and {spelling} name the same thing and differ; send one of them",
                         field=spelling,
                     )

@@ -6,13 +6,13 @@ from array import array
 from functools import partial
 
 from waymark.api.bodies import Body
-from waymark.api.errors import Unfit
+from waymark.api.errors import InvalidBody
 from waymark.api.fields import RequestBody
 from waymark.api.lookup import KeysOf, PromptKeys
 from waymark.api.prompts import SeqHashKeys, TokenKeys, hashes, packed_hashes, token_bytes
 from waymark.api.query_schemas import PromptFields
 from waymark.api.texts import ModelPrompt, prompt_of
-from waymark.domain.multimodal import Items, check_blocks
+from waymark.domain.multimodal import PromptItems, check_blocks
 from waymark.domain.names import GroupName
 from waymark.settings import Settings
 
@@ -20,12 +20,12 @@ from waymark.settings import Settings
 def text_of(group: GroupName, request: PromptFields, *others: str) -> ModelPrompt | None:
     """The text or the messages of a body; None if its prompt is of another kind, one of ``others`` too.
 
-    ``Unfit`` if it does not have exactly one prompt, or has ``features`` beside another than ``token_ids``.
+    ``InvalidBody`` if it does not have exactly one prompt, or has ``features`` beside another than ``token_ids``.
     """
     kinds = ("token_ids", "seq_hashes")
     given = [name for name in (*kinds, *others) if getattr(request, name) is not None]
     if request.features is not None and request.token_ids is None:
-        raise Unfit("features need token_ids; send both", field="features")
+        raise InvalidBody("features need token_ids; send both", field="features")
     return prompt_of(group, request, given, missing=", ".join((*kinds, "messages", *others)) + " or prompt")
 
 
@@ -36,8 +36,8 @@ class GivenPrompts:
         self._max_tokens = settings.max_tokens
         self._seed = settings.hash_seed
 
-    def keys_of(self, model: type[RequestBody], body: Body, namespace: int, items: Items = ()) -> KeysOf:
-        """The keys of the token ids or hashes of a body. ``Unfit`` names the element that is none.
+    def keys_of(self, model: type[RequestBody], body: Body, namespace: int, items: PromptItems = ()) -> KeysOf:
+        """The keys of the token ids or hashes of a body. ``InvalidBody`` names the element that is none.
 
         ``items`` are the images and other items among the tokens.
         """
@@ -60,12 +60,12 @@ class GivenPrompts:
         )
         return partial(_of_hashes, found, namespace)
 
-    def of_tokens(self, tokens: bytes, namespace: int, items: Items = ()) -> KeysOf:
+    def of_tokens(self, tokens: bytes, namespace: int, items: PromptItems = ()) -> KeysOf:
         """The keys of token ids as little-endian u32."""
         return partial(_of_tokens, tokens, namespace, self._seed, items)
 
 
-def _of_tokens(tokens: bytes, namespace: int, seed: int, items: Items, block_size: int) -> PromptKeys:
+def _of_tokens(tokens: bytes, namespace: int, seed: int, items: PromptItems, block_size: int) -> PromptKeys:
     count = len(tokens) // 4
     if items:
         check_blocks(items, count, block_size)

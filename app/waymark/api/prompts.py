@@ -11,10 +11,10 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from waymark.api.errors import Unfit, is_beyond_64_bits
+from waymark.api.errors import InvalidBody, is_beyond_64_bits
 from waymark.domain.hashing import block_keys, local_keys, pack_tokens
 from waymark.domain.keys import KEY_BYTES, pack
-from waymark.domain.multimodal import Items, block_keys_with
+from waymark.domain.multimodal import PromptItems, block_keys_with
 from waymark.domain.names import U32_MAX, U64_MASK
 from waymark.errors import InvalidValue
 from waymark.shown import kind, shown
@@ -28,7 +28,7 @@ _HASHES = "a hash is an integer of 64 bits, or its decimal digits as a string"
 def token_bytes(value: Any, *, field: str, max_tokens: int, may_hold_booleans: bool = True) -> bytes:
     """Token ids as little-endian u32, from a list or a ``bin`` that is just that.
 
-    Raises ``Unfit`` with field and index, or ``InvalidValue`` (too_large) above ``max_tokens``.
+    Raises ``InvalidBody`` with field and index, or ``InvalidValue`` (too_large) above ``max_tokens``.
     """
     if isinstance(value, bytes):
         _check_binary(value, 4, field)
@@ -87,7 +87,7 @@ def _hash(element: Any, field: str, index: int) -> int:
 
 def _check_binary(value: bytes, width: int, field: str) -> None:
     if len(value) % width:
-        raise Unfit(
+        raise InvalidBody(
             f"{field} is binary of {len(value)} bytes; send little-endian integers of {width} bytes each",
             reason="invalid_value",
             field=field,
@@ -96,7 +96,7 @@ def _check_binary(value: bytes, width: int, field: str) -> None:
 
 def _check_list(value: Any, field: str, max_tokens: int, wanted: str) -> None:
     if not isinstance(value, list):
-        raise Unfit(f"{field} is {kind(value)}; it must be {wanted}", reason="invalid_type", field=field)
+        raise InvalidBody(f"{field} is {kind(value)}; it must be {wanted}", reason="invalid_type", field=field)
     check_count(len(value), field, max_tokens)
 
 
@@ -110,8 +110,8 @@ def check_count(count: int, field: str, max_tokens: int) -> None:
         )
 
 
-def _element(element: Any, wanted: str, field: str, index: int, reason: str) -> Unfit:
-    return Unfit(
+def _element(element: Any, wanted: str, field: str, index: int, reason: str) -> InvalidBody:
+    return InvalidBody(
         f"{field}[{index}] is {shown(element)}; {wanted}",
         reason="out_of_range" if is_beyond_64_bits(element) else reason,
         field=field,
@@ -122,7 +122,7 @@ def _element(element: Any, wanted: str, field: str, index: int, reason: str) -> 
 class TokenKeys:
     """The packed block keys of a prompt, hashed as far as they are asked for."""
 
-    def __init__(self, tokens: bytes, block_size: int, namespace: int, seed: int, items: Items = ()) -> None:
+    def __init__(self, tokens: bytes, block_size: int, namespace: int, seed: int, items: PromptItems = ()) -> None:
         self._tokens = memoryview(tokens)
         self._items = items
         self._block_size = block_size

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field
 
-from waymark.api.errors import Unfit
+from waymark.api.errors import InvalidBody
 from waymark.api.fields import (
     BLOCK_SIZE,
     NAME,
@@ -19,7 +19,7 @@ from waymark.api.fields import (
     TokenIds,
 )
 from waymark.api.text_schemas import TextFields
-from waymark.domain.multimodal import Items, items_of
+from waymark.domain.multimodal import PromptItems, items_of
 from waymark.domain.names import DEFAULT_TENANT, Adapter, GroupName
 
 
@@ -46,11 +46,11 @@ class Named(RequestBody):
 
     @property
     def adapter(self) -> Adapter:
-        """The adapter's name or its id; ``Unfit`` where both are given."""
+        """The adapter's name or its id; ``InvalidBody`` where both are given."""
         if self.lora_name is None:
             return self.lora_id
         if self.lora_id is not None:
-            raise Unfit("lora_id and lora_name are both given; send lora_name alone", field="lora_id")
+            raise InvalidBody("lora_id and lora_name are both given; send lora_name alone", field="lora_id")
         return self.lora_name
 
     @property
@@ -93,7 +93,7 @@ class PromptFields(TextFields):
     )
 
     @property
-    def items(self) -> Items:
+    def items(self) -> PromptItems:
         """The images and other items among the tokens; ``InvalidValue`` if ``features`` does not fit."""
         return () if self.features is None else items_of(self.features)
 

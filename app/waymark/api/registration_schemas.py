@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, Field
 
-from waymark.api.errors import Unfit
+from waymark.api.errors import InvalidBody
 from waymark.api.fields import (
     BLOCK_SIZE,
     NAME,
@@ -147,18 +147,18 @@ class RegisterRequest(_PublisherFields):
     )
 
     def registrations(self) -> list[Registration]:
-        """One for each socket of the rank, the one that is picked first; ``Unfit`` as ``registration``."""
+        """One for each socket of the rank, the one that is picked first; ``InvalidBody`` as ``registration``."""
         sockets = sorted((self.medium_endpoints or {}).items(), key=lambda item: order_of(normal_medium(item[0]) or ""))
         endpoints = list(dict.fromkeys(endpoint for _, endpoint in sockets))
         if not endpoints:
             return [self.registration()]
         if self.topic is not None:
-            raise Unfit(
+            raise InvalidBody(
                 f"topic is {shown(self.topic)} beside medium_endpoints; register the socket with a topic by itself",
                 field="topic",
             )
         if self.endpoint is not None and self.endpoint not in endpoints:
-            raise Unfit(
+            raise InvalidBody(
                 f"endpoint is {shown(self.endpoint)}, but medium_endpoints does not contain it; send only "
                 "medium_endpoints",
                 field="endpoint",
@@ -170,7 +170,7 @@ class RegisterRequest(_PublisherFields):
         return [first, *(replace(further, endpoint=endpoint) for endpoint in endpoints[1:])]
 
     def registration(self) -> Registration:
-        """The registration with its defaults filled in; ``Unfit`` where fields contradict each other."""
+        """The registration with its defaults filled in; ``InvalidBody`` where fields contradict each other."""
         if self.store_backend is not None and self.endpoint is not None:
             pool = KINDS.get(self.store_backend.lower(), self.type)
             kind = pool if pool.traits.scope == "shared" else self.type
@@ -203,32 +203,32 @@ class RegisterRequest(_PublisherFields):
         )
 
     def _check_endpoints(self) -> None:
-        """``Unfit`` where the endpoints fit neither each other, nor the type and the topic."""
+        """``InvalidBody`` where the endpoints fit neither each other, nor the type and the topic."""
         traits = self.type.traits
         if not traits.tells_events and self.endpoint is not None:
-            raise Unfit(
+            raise InvalidBody(
                 f"endpoint is {shown(self.endpoint)}; an engine of type {self.type} sends no events: "
                 "leave the endpoint out, or choose a type that sends events",
                 field="endpoint",
             )
         if self.endpoint is None and traits.needs_endpoint:
-            raise Unfit(
+            raise InvalidBody(
                 f"endpoint is missing; for type {self.type} it must be {ENDPOINT}", reason="missing", field="endpoint"
             )
         if self.endpoint is not None and is_source(self.endpoint) != traits.is_opaque:
-            raise Unfit(
+            raise InvalidBody(
                 f"endpoint is {shown(self.endpoint)}; for type {self.type} it must be "
                 f"{SOURCE if traits.is_opaque else ENDPOINT}",
                 field="endpoint",
             )
         if traits.is_opaque and self.replay_endpoint is not None:
-            raise Unfit(
+            raise InvalidBody(
                 f"an event source of type {self.type} has no replay_endpoint; leave it out", field="replay_endpoint"
             )
         if self.replay_endpoint is not None and self.endpoint is None:
-            raise Unfit("replay_endpoint is given without an endpoint; send both", field="replay_endpoint")
+            raise InvalidBody("replay_endpoint is given without an endpoint; send both", field="replay_endpoint")
         if self.topic is not None and (self.endpoint is None or traits.is_opaque or self.sequence == "rank"):
-            raise Unfit(
+            raise InvalidBody(
                 f"topic is {shown(self.topic)}, but a topic needs a ZMQ endpoint whose topics share one counter; "
                 'remove topic, or send such an endpoint without "sequence": "rank"',
                 field="topic",

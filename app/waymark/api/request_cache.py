@@ -18,7 +18,7 @@ _ENTRY_BYTES = 3000
 _VALUE_BYTES = 80
 
 
-class Text:
+class ParsedFields:
     """``fields`` of a body, with an empty list for the long one; ``asked`` is what its operation made of them."""
 
     __slots__ = ("asked", "fields")
@@ -33,18 +33,18 @@ class RequestCache:
 
     def __init__(self, bytes_max: int, metrics: Metrics) -> None:
         self._bytes_max = bytes_max
-        self._known: dict[bytes, Text] = {}
+        self._known: dict[bytes, ParsedFields] = {}
         self._hits = metrics.text_cache_hits
         self.bytes = 0
         metrics.text_cache_bytes.set_function(lambda: self.bytes)
 
-    def find(self, key: bytes) -> Text | None:
+    def find(self, key: bytes) -> ParsedFields | None:
         text = self._known.get(key)
         if text is not None:
             self._hits.inc()
         return text
 
-    def keep(self, key: bytes, text: Text) -> None:
+    def keep(self, key: bytes, text: ParsedFields) -> None:
         """``key`` is new; it names operation and list, too, since each makes something else of a text."""
         values = sum(map(key.count, (b",", b"[", b"{")))
         size = len(key) + _ENTRY_BYTES + _VALUE_BYTES * values

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from waymark.api.answers import Answer
 from waymark.api.bodies import Body
-from waymark.api.errors import Unfit
+from waymark.api.errors import InvalidBody
 from waymark.api.prompts import check_count, token_bytes
 from waymark.api.text_schemas import DetokenizeRequest, TextFields, TokenizeRequest
 from waymark.domain.hashing import unpack_tokens
 from waymark.domain.names import GroupName
 from waymark.settings import Settings
-from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, Tokens
+from waymark.tokenization.prompt import ChatPrompt, Prompt, SourcedTokens, TextPrompt
 from waymark.tokenization.tokenizers import Tokenizers
 
 
@@ -29,13 +29,17 @@ def prompt_of(group: GroupName, request: TextFields, others: Sequence[str] = (),
     """The text or the messages of a body; None if it has a prompt of another kind.
 
     ``others`` are the prompts of other kinds that the body has, and ``missing`` is what it lacks if it has none.
-    ``Unfit`` if it does not have exactly one prompt.
+    ``InvalidBody`` if it does not have exactly one prompt.
     """
     named = [*others, *(name for name in ("prompt", "messages") if getattr(request, name) is not None)]
     if len(named) > 1:
-        raise Unfit(f"a request has one prompt, and this has {' and '.join(named)}; send one of them", field=named[1])
+        raise InvalidBody(
+            f"a request has one prompt, and this has {' and '.join(named)}; send one of them", field=named[1]
+        )
     if not named:
-        raise Unfit(f"there is no prompt; send {missing}", reason="missing", field=missing.split(" ")[0].strip(","))
+        raise InvalidBody(
+            f"there is no prompt; send {missing}", reason="missing", field=missing.split(" ")[0].strip(",")
+        )
     if request.messages is not None:
         prompt: Prompt = ChatPrompt(
             request.messages,
@@ -62,7 +66,7 @@ class PromptTokenizer:
         self._tokenizers = tokenizers
         self._max_tokens = settings.max_tokens
 
-    async def tokens(self, asked: ModelPrompt) -> Tokens:
+    async def tokens(self, asked: ModelPrompt) -> SourcedTokens:
         """The token ids of a prompt; raises as ``Tokenizers.tokens``, and ``too_large`` above ``max_tokens``."""
         tokens = await self._tokenizers.tokens(asked.group.model_name, asked.prompt, asked.group.tenant_id)
         check_count(len(tokens.ids) // 4, asked.field, self._max_tokens)

@@ -40,7 +40,7 @@ from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.store.activity import ActivityKind, about
 from waymark.store.entries import GroupEntries
-from waymark.store.hashes import Reported
+from waymark.store.hashes import ReportedBlock
 from waymark.store.leases import Grant, random_nonce
 from waymark.store.records import Facts, NewHolder
 from waymark.store.scripts import Verdict
@@ -158,7 +158,7 @@ class Applier:
             await self.calls.accepted(lambda: self._store.records.keep_singles(self.grant))
             self._has_singles = True
 
-    async def _keep_hashes(self, blocks: Sequence[Reported]) -> None:
+    async def _keep_hashes(self, blocks: Sequence[ReportedBlock]) -> None:
         hashes_max = self._pool_hashes_max
         await self.calls.accepted(lambda: self._store.hashes.keep(self.grant, blocks, hashes_max))
 

@@ -19,7 +19,7 @@ from waymark.domain.parts import Part
 from waymark.domain.resolver import Resolver
 from waymark.domain.rows import Place
 from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
-from waymark.store.hashes import FIND_HASHES, EngineHashes, Reported
+from waymark.store.hashes import FIND_HASHES, EngineHashes, ReportedBlock
 from waymark.store.leases import Grant
 from waymark.store.takeover import Takeover
 
@@ -45,7 +45,7 @@ class PoolHashes:
         answered: _RetriedCall,
         slices: SliceRunner,
         apply: Callable[[Sequence[Part]], Awaitable[None]],
-        keep: Callable[[Sequence[Reported]], Awaitable[None]],
+        keep: Callable[[Sequence[ReportedBlock]], Awaitable[None]],
         keep_facts: Callable[[], Awaitable[None]],
     ) -> None:
         """``apply`` applies parts that come before the next batch. ``keep`` writes hashes to Redis."""
@@ -60,7 +60,7 @@ class PoolHashes:
         self._apply = apply
         self._write = keep
         self._keep_facts = keep_facts
-        self._blocks: AsyncIterator[list[Reported]] | None = None
+        self._blocks: AsyncIterator[list[ReportedBlock]] | None = None
         """The blocks from before the pool was registered whose hashes are not kept yet; None if none is being kept."""
         self._pause, self._due, self._waited = _PAUSE_SECONDS[0], 0.0, 0
 
@@ -133,20 +133,22 @@ class PoolHashes:
         flags.add(KEPT)
         await self._keep_facts()
 
-    async def _keep(self, blocks: Sequence[Reported]) -> None:
+    async def _keep(self, blocks: Sequence[ReportedBlock]) -> None:
         if blocks:
             await self._write(blocks)
 
 
-def _reported(parts: Sequence[Part]) -> Slices[list[Reported]]:
+def _reported(parts: Sequence[Part]) -> Slices[list[ReportedBlock]]:
     """The new blocks with a known depth, under the engine hashes that name them."""
-    blocks: list[Reported] = []
+    blocks: list[ReportedBlock] = []
     units = 0
     for part in parts:
         if part.kind == "+" and not part.is_known and not part.is_identity and not part.place.is_single:
             place, namespace = Place(part.place.head), part.namespace
             named = zip(part.keys, part.depths, part.hashes, strict=True)
-            blocks += [Reported(engine_hash, Spot(place, namespace, depth, key)) for key, depth, engine_hash in named]
+            blocks += [
+                ReportedBlock(engine_hash, Spot(place, namespace, depth, key)) for key, depth, engine_hash in named
+            ]
         units += EVENT_UNITS + part.count
         if units > SLICE_UNITS:
             units = 0

@@ -15,7 +15,7 @@ from waymark.client import calls
 from waymark.client.answers import Matches, Selection
 from waymark.client.errors import Unavailable
 from waymark.client.places import UrlOrder
-from waymark.client.tries import Came, Tries, Wait, tries, with_token
+from waymark.client.tries import Pause, Tries, TryResult, tries, with_token
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -107,14 +107,14 @@ class AsyncClient:
             raise
 
     async def _driven(self, steps: Tries[T]) -> T:
-        came: Came = None
+        came: TryResult = None
         while True:
             try:
                 step = steps.send(came)
             except StopIteration as end:
                 result: T = end.value
                 return result
-            if isinstance(step, Wait):
+            if isinstance(step, Pause):
                 came = None
                 await asyncio.sleep(step.seconds)
                 continue

@@ -15,7 +15,7 @@ from waymark.client import calls
 from waymark.client.answers import Matches, Selection
 from waymark.client.errors import Unavailable
 from waymark.client.places import UrlOrder
-from waymark.client.tries import Came, Wait, tries, with_token
+from waymark.client.tries import Pause, TryResult, tries, with_token
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -110,14 +110,14 @@ class Client:
 
     def _send(self, call: calls.ClientCall[T]) -> T:
         steps = tries(call, self._places, self._retry_seconds)
-        came: Came = None
+        came: TryResult = None
         while True:
             try:
                 step = steps.send(came)
             except StopIteration as end:
                 result: T = end.value
                 return result
-            if isinstance(step, Wait):
+            if isinstance(step, Pause):
                 came = None
                 time.sleep(step.seconds)
                 continue

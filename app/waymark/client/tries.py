@@ -30,21 +30,21 @@ _PAUSE_SECONDS = 1.0
 _LEFT_SECONDS_MIN = 0.001
 
 
-class Ask(NamedTuple):
+class SendRequest(NamedTuple):
     """Send a request; return the answer or httpx's error."""
 
     request: dict[str, Any]
     """The arguments of httpx's ``request``."""
 
 
-class Wait(NamedTuple):
+class Pause(NamedTuple):
     """Let some time pass."""
 
     seconds: float
 
 
-Came = httpx.Response | httpx.TransportError | None
-Tries = Generator[Ask | Wait, Came, T]
+TryResult = httpx.Response | httpx.TransportError | None
+Tries = Generator[SendRequest | Pause, TryResult, T]
 
 
 def tries(call: ClientCall[T], places: UrlOrder, retry_seconds: float) -> Tries[T]:
@@ -59,7 +59,7 @@ def tries(call: ClientCall[T], places: UrlOrder, retry_seconds: float) -> Tries[
             pause = _pause(call, answer, waited, retry_seconds)
             if pause is None:
                 return _result(call, answer)
-            yield Wait(pause)
+            yield Pause(pause)
             waited += pause
     except TimeoutError:
         return call.unanswered(Unavailable(f"{call.path} was not answered within {call.deadline or 0:g} s"))
@@ -67,7 +67,7 @@ def tries(call: ClientCall[T], places: UrlOrder, retry_seconds: float) -> Tries[
         return call.unanswered(error)
 
 
-def _answered(call: ClientCall[T], places: UrlOrder) -> Generator[Ask | Wait, Came, httpx.Response]:
+def _answered(call: ClientCall[T], places: UrlOrder) -> Generator[SendRequest | Pause, TryResult, httpx.Response]:
     """The first answer that no other replica would give; the last one, if there is none."""
     request = {"method": call.method} | call.sent
     if call.is_named and places.are_several and request["json"].get("request_id") is None:
@@ -78,7 +78,7 @@ def _answered(call: ClientCall[T], places: UrlOrder) -> Generator[Ask | Wait, Ca
         if until is not None:
             request["timeout"] = max(_LEFT_SECONDS_MIN, until - time.monotonic())
         try:
-            came = yield Ask(request | {"url": url.rstrip("/") + call.path})
+            came = yield SendRequest(request | {"url": url.rstrip("/") + call.path})
         except TimeoutError:
             places.failed(url)
             raise

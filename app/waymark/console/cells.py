@@ -14,7 +14,7 @@ from rich.text import Text
 
 from waymark.console.screen import ScreenPart, joined, text
 from waymark.domain.media import MEDIA, order_of
-from waymark.inspection.holding import HolderLine, Holding, InstanceLines
+from waymark.inspection.holding import HolderLine, InstanceLines, PromptHoldings
 from waymark.inspection.inspector import group_text
 
 #: Of the media in their order; then of all others.
@@ -46,7 +46,9 @@ _WORDS = {
 }
 
 
-def parts(holding: Holding, reasons: Mapping[str, str], *, width: int, is_ascii: bool, top: int) -> list[ScreenPart]:
+def parts(
+    holding: PromptHoldings, reasons: Mapping[str, str], *, width: int, is_ascii: bool, top: int
+) -> list[ScreenPart]:
     """The drawing; ``top``: instances at most. ``reasons``: why one has no match, or where it ends."""
     drawn: list[ScreenPart] = [_head(holding)]
     if not holding.keys:
@@ -82,7 +84,7 @@ def scaled(has: frozenset[int], blocks: int, match: int, scale: int) -> list[Cel
     return cells
 
 
-def _head(holding: Holding) -> Text:
+def _head(holding: PromptHoldings) -> Text:
     blocks, size = len(holding.keys), holding.block_size
     group = f", group {holding.group.id}" if holding.group.id else ""  # over HTTP it has no id
     return joined(
@@ -92,7 +94,7 @@ def _head(holding: Holding) -> Text:
     )
 
 
-def _legend(holding: Holding, scale: int, *, is_ascii: bool) -> Text:
+def _legend(holding: PromptHoldings, scale: int, *, is_ascii: bool) -> Text:
     tokens = scale * holding.block_size
     unit = f"a cell is {scale} {'block' if scale == 1 else 'blocks'} ({tokens} tokens)"
     used = [cell for cell in _WORDS if cell is not Cell.SOME or scale > 1]
@@ -104,7 +106,7 @@ def _legend(holding: Holding, scale: int, *, is_ascii: bool) -> Text:
     return joined(f"{unit}: {signs}; colours: ", joined(*colours, by=" "))
 
 
-def _title(holding: Holding, lines: InstanceLines, reason: str) -> Text:
+def _title(holding: PromptHoldings, lines: InstanceLines, reason: str) -> Text:
     name = text(lines.instance_id, "bold")
     if lines.is_pool:
         return joined(name, f": a pool, its {lines.blocks} blocks count for every instance")
@@ -115,7 +117,7 @@ def _title(holding: Holding, lines: InstanceLines, reason: str) -> Text:
     return joined(name, f": {tokens} of {of} tokens, {lines.match} of {len(holding.keys)} blocks{ends}")
 
 
-def _line(holding: Holding, lines: InstanceLines, line: HolderLine, scale: int, *, is_ascii: bool) -> Text:
+def _line(holding: PromptHoldings, lines: InstanceLines, line: HolderLine, scale: int, *, is_ascii: bool) -> Text:
     style = "dim" if line.not_counted else _medium_style(line.holder.medium)
     match = holding.best if lines.is_pool else lines.match
     cells = scaled(line.has, len(holding.keys), 0 if line.not_counted else match, scale)

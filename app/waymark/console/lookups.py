@@ -13,7 +13,7 @@ from waymark.domain.hashing import namespace
 from waymark.domain.names import Adapter, GroupName
 from waymark.inspection.blocks import BlockHolder, ListedBlock
 from waymark.inspection.holders import HolderPublisher, KnownHolder
-from waymark.inspection.holdings import FIELDS_MAX, Holdings
+from waymark.inspection.holdings import FIELDS_MAX, HolderContents
 from waymark.inspection.inspector import group_text
 
 _BLOCK_HEAD = ("HOLDER", "INSTANCE", "RANK", "MEDIUM", "BLOCK SIZE", "ENGINE HASH", "STATE")
@@ -84,7 +84,7 @@ def _publisher(publisher: HolderPublisher) -> Text:
     )
 
 
-def _holdings(held: Holdings) -> Iterator[ScreenPart]:
+def _holdings(held: HolderContents) -> Iterator[ScreenPart]:
     lines = [
         (
             text(shard.key),

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any
 
 from waymark.discovery.engines import EngineRegistrations, RegistrationOf, fields_of, usual_sockets
-from waymark.discovery.wanted import Key, WantedEngine
+from waymark.discovery.wanted import WantedEngine, WantedKey
 from waymark.domain.names import Origin, OriginKind, PublisherName, Registration
 from waymark.errors import Conflict, InvalidValue, RecordDamaged, RemoteUnavailable, StoreUnavailable
 from waymark.logs import fields
@@ -67,7 +67,7 @@ class Reconciler:
         self._again_seconds = again_seconds
         self._confirm_seconds = confirm_seconds
         self._is_mine = is_mine
-        self._known: dict[Key, _KnownEngine] = {}
+        self._known: dict[WantedKey, _KnownEngine] = {}
         self._missing: tuple[float, int] | None = None
         """Since when, and since which reading of the source, most of what is registered is missing there."""
 
@@ -232,7 +232,7 @@ def _complete(wanted: WantedEngine) -> list[dict[str, Any]]:
     return [fields | fields_of(each) for each in usual_sockets(str(fields["address"]), wanted.ports)]
 
 
-def _ghosts(wanted: Sequence[WantedEngine]) -> Mapping[Key, Origin]:
+def _ghosts(wanted: Sequence[WantedEngine]) -> Mapping[WantedKey, Origin]:
     """Engines at an address that a newer one has, and that one: the API server may list a pod that is long gone."""
     newest: dict[str, WantedEngine] = {}
     for each in wanted:

@@ -15,7 +15,7 @@ from waymark.discovery.engines import EngineRegistrations, RegistrationOf
 from waymark.discovery.kubernetes import ApiServer, PodWatch
 from waymark.discovery.pods import PodPorts, wanted_of
 from waymark.discovery.reconciler import CONFIRM_SECONDS, Reconciler
-from waymark.discovery.wanted import Key, WantedEngine
+from waymark.discovery.wanted import WantedEngine, WantedKey
 from waymark.domain.names import Origin, OriginKind
 from waymark.domain.status import StreamStatus
 from waymark.errors import InvalidValue, SettingsError, StoreUnavailable
@@ -200,7 +200,7 @@ class EngineDiscovery:
 
     async def _by_url(self) -> list[WantedEngine]:
         """The engines that clients have registered by URL, with the fields that an engine does not say."""
-        found: dict[Key, WantedEngine] = {}
+        found: dict[WantedKey, WantedEngine] = {}
         for each in await self._store.directory.registrations():
             if each.origin.kind == "url":
                 target = each.target

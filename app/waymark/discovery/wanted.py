@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from waymark.domain.names import Origin
 
-Key: TypeAlias = tuple[Origin, str | None, str | None]
+WantedKey: TypeAlias = tuple[Origin, str | None, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class WantedEngine:
         return f"{self.origin.kind} {self.origin.source}"
 
     @property
-    def key(self) -> Key:
+    def key(self) -> WantedKey:
         """One URL may be registered several times, under other names."""
         return self.origin, self.fields.get("instance_id"), self.fields.get("tenant_id")
 

@@ -19,7 +19,7 @@ SEVERAL_BYTES = 300
 
 
 @dataclass(slots=True)
-class Several:
+class BlockCopies:
     """A block with copies, or with further engine hashes."""
 
     copies: int
@@ -41,7 +41,7 @@ class HolderCopies:
     def __init__(self, known: KnownBlocks) -> None:
         """``known`` are all blocks of the holder."""
         self._known = known
-        self.several: dict[int, Several] = {}
+        self.several: dict[int, BlockCopies] = {}
         """The blocks that have any, by block key."""
 
     def is_crowded(self, engine_hash: int, key: int) -> bool:
@@ -53,7 +53,7 @@ class HolderCopies:
         """A block that the holder has, once more: the hash in its entry, and what ``*<key>`` says if it changes."""
         first = self._known.first(key)
         assert first is not None
-        several = self.several.get(key) or Several(1, [first])
+        several = self.several.get(key) or BlockCopies(1, [first])
         before = several.text
         several.copies += counts
         if engine_hash not in several.hashes:
@@ -70,7 +70,7 @@ class HolderCopies:
         spot = self._known.get_block(key)
         if first != SAME_HASH or spot is None or spot.seq_hash == SAME_HASH:
             return UNCHANGED
-        several = self.several[key] = Several(1, [first])
+        several = self.several[key] = BlockCopies(1, [first])
         return several.text
 
     def restore(self, key: int, copies: int, told: Sequence[int]) -> None:
@@ -91,7 +91,7 @@ class HolderCopies:
             self._known.lead(hashes[0])
         if hashes and first not in hashes:  # the entry was read as the seq_hash
             self._known.pop(first)
-        self.several[key] = Several(copies, hashes or [first])
+        self.several[key] = BlockCopies(copies, hashes or [first])
 
     def of(self, key: int) -> tuple[int, list[int]] | None:
         """How many copies the holder has of a block, and the block's engine hashes; None where it has none."""
@@ -105,7 +105,7 @@ class HolderCopies:
         """Add to a block what another holder had of it; what ``*<key>`` says then."""
         first = self._known.first(key)
         assert first is not None
-        several = self.several.get(key) or Several(1, [first])
+        several = self.several.get(key) or BlockCopies(1, [first])
         several.copies += copies if counts else 0
         for each in hashes:
             if each not in several.hashes and len(several.hashes) < HASHES_MAX and self._known.get(each) is None:

@@ -17,7 +17,7 @@ from waymark.domain.copies import SEVERAL_BYTES, HolderCopies
 from waymark.domain.events import PlainEvents
 from waymark.domain.full_places import FullPlaces
 from waymark.domain.gone import GONE_MAX, GoneHashes
-from waymark.domain.known import KnownBlocks, NewBlocks, Ran, Spot, TakenBlocks
+from waymark.domain.known import EventRun, KnownBlocks, NewBlocks, Spot, TakenBlocks
 from waymark.domain.new_known import new_known, new_places
 from waymark.domain.parts import NO_COPIES, UNCHANGED, PackedParts
 from waymark.domain.rows import SLOT_CHARS, Place
@@ -27,7 +27,7 @@ _RUN_HASHES: Final = 2048
 """A run ends with the event that reaches this number of hashes, after a millisecond or two."""
 
 
-class Left(NamedTuple):
+class RemovedCopy(NamedTuple):
     """What becomes of a block of which a hash was removed."""
 
     spot: Spot
@@ -195,7 +195,7 @@ class HeldBlocks:
         piece_blocks: int,
         may_store: bool,
         may_remove: bool,
-    ) -> Ran | None:
+    ) -> EventRun | None:
         """Store and remove the blocks of plain events, one after the other; see ``KnownBlocks``."""
         held = self._held[holder]
         found = held.known.run(
@@ -216,11 +216,11 @@ class HeldBlocks:
         )
         if found is None:
             return None
-        ran = Ran(*found)
+        ran = EventRun(*found)
         self.blocks += ran.stored - ran.removed
         return ran
 
-    def remove(self, holder: int, engine_hash: int, *, counts: bool) -> Left | None:
+    def remove(self, holder: int, engine_hash: int, *, counts: bool) -> RemovedCopy | None:
         """Take a copy, where ``counts``, else the block; None where the holder has none under this hash."""
         held = self._held[holder]
         spot = held.known.get(engine_hash)
@@ -232,7 +232,7 @@ class HeldBlocks:
             text = several.text
             if text == NO_COPIES:
                 del held.copies.several[spot.key]
-            return Left(spot, text, True, several.hashes[0])
+            return RemovedCopy(spot, text, True, several.hashes[0])
         gone = self._gone[held.dp_rank]
         hashes = [engine_hash] if several is None else several.hashes
         for each in hashes:
@@ -240,9 +240,9 @@ class HeldBlocks:
             gone.add(each, spot)
         held.copies.several.pop(spot.key, None)
         self.blocks -= 1
-        return Left(spot, UNCHANGED if several is None else NO_COPIES, False, hashes[0])
+        return RemovedCopy(spot, UNCHANGED if several is None else NO_COPIES, False, hashes[0])
 
-    def leave(self, holder: int, engine_hash: int, *, counts: bool) -> Left:
+    def leave(self, holder: int, engine_hash: int, *, counts: bool) -> RemovedCopy:
         """The hash comes to mean another block: the one that it meant stays only where it has another hash."""
         held = self._held[holder]
         spot = held.known.pop(engine_hash)
@@ -251,14 +251,14 @@ class HeldBlocks:
         if several is None or len(several.hashes) == 1:
             held.copies.several.pop(spot.key, None)
             self.blocks -= 1
-            return Left(spot, UNCHANGED if several is None else NO_COPIES, False, engine_hash)
+            return RemovedCopy(spot, UNCHANGED if several is None else NO_COPIES, False, engine_hash)
         several.hashes.remove(engine_hash)
         several.copies = max(1, several.copies - counts)
         held.known.lead(several.hashes[0])
         text = several.text
         if text == NO_COPIES:
             del held.copies.several[spot.key]
-        return Left(spot, text, True, several.hashes[0])
+        return RemovedCopy(spot, text, True, several.hashes[0])
 
     def mark_gone(self, holder: int, engine_hash: int, spot: Spot) -> None:
         """A hash whose block was stored and removed elsewhere, or before: a child may name it."""

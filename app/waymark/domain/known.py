@@ -33,7 +33,7 @@ NewBlocks: TypeAlias = tuple[Place, bytes, bytes, int, int | None]
 the block before it, where that is in the same piece."""
 
 
-class Ran(NamedTuple):
+class EventRun(NamedTuple):
     """How far a run of plain events went."""
 
     at: int
@@ -154,5 +154,5 @@ class KnownBlocks(Protocol):
     ) -> tuple[int, int, int, int, int] | None:
         """``extend`` and ``take`` with ``events`` from the one with number ``at`` on, whose parts join ``parts``; both
         are the C module's. It ends before the first event that is not plain, or that it may not take, and after some
-        ``hashes_max`` hashes. Returns what ``Ran`` has, None as of ``extend``.
+        ``hashes_max`` hashes. Returns what ``EventRun`` has, None as of ``extend``.
         """

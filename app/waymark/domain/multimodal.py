@@ -23,7 +23,7 @@ _IDENTIFIER_CHARACTERS_MAX = 4096
 _TOKENS_MAX = 2**32 - 1
 
 
-class Item(NamedTuple):
+class PromptItem(NamedTuple):
     """One image, video or sound of a prompt."""
 
     offset: int
@@ -34,11 +34,11 @@ class Item(NamedTuple):
     """What the engine calls it: a hash of its content."""
 
 
-Items = tuple[Item, ...]
+PromptItems = tuple[PromptItem, ...]
 """In order of their offsets; none overlaps another."""
 
 
-def items_of(features: Any) -> Items:
+def items_of(features: Any) -> PromptItems:
     """The items that ``features`` names, in the form of vLLM's render endpoints: ``mm_hashes``, ``mm_placeholders``.
 
     Raises ``InvalidValue`` on ``features``.
@@ -52,7 +52,7 @@ def items_of(features: Any) -> Items:
         raise _unfit("has no mm_hashes or no mm_placeholders by modality; send both")
     if hashes.keys() != placeholders.keys():
         raise _unfit("has not the same modalities in mm_hashes and mm_placeholders; send both of each")
-    items: list[Item] = []
+    items: list[PromptItem] = []
     for modality, identifiers in hashes.items():
         ranges = placeholders[modality]
         if not isinstance(identifiers, list) or not isinstance(ranges, list) or len(identifiers) != len(ranges):
@@ -66,7 +66,7 @@ def items_of(features: Any) -> Items:
     return tuple(items)
 
 
-def _item(identifier: Any, range_: Any) -> Item:
+def _item(identifier: Any, range_: Any) -> PromptItem:
     if not isinstance(identifier, str) or not 0 < len(identifier) <= _IDENTIFIER_CHARACTERS_MAX:
         raise _unfit(f"has a hash that is no text of 1 to {_IDENTIFIER_CHARACTERS_MAX} characters; send one")
     try:
@@ -78,14 +78,14 @@ def _item(identifier: Any, range_: Any) -> Item:
         raise _unfit("has a placeholder without offset and length; send integers of tokens")
     if not 0 < length <= _TOKENS_MAX:
         raise _unfit("has a placeholder whose length is not within 1..2^32-1; send tokens", "out_of_range")
-    return Item(offset, length, identifier)
+    return PromptItem(offset, length, identifier)
 
 
 def _unfit(what: str, reason: str = "invalid_value") -> InvalidValue:
     return InvalidValue(f"features {what}", reason=reason, field="features")
 
 
-def check_blocks(items: Items, tokens: int, block_size: int) -> None:
+def check_blocks(items: PromptItems, tokens: int, block_size: int) -> None:
     """Raise ``InvalidValue`` if the items stand in more than ``BLOCKS_MAX`` blocks of a prompt of so many tokens."""
     blocks = sum(
         (min(item.offset + item.length, tokens) - 1) // block_size - item.offset // block_size + 1
@@ -96,7 +96,7 @@ def check_blocks(items: Items, tokens: int, block_size: int) -> None:
         raise _unfit(f"stands in {blocks} blocks of {block_size} tokens, and at most {BLOCKS_MAX} are read; send less")
 
 
-def extra_keys(items: Items, block_size: int, blocks: range) -> Iterator[list[list[Any]]]:
+def extra_keys(items: PromptItems, block_size: int, blocks: range) -> Iterator[list[list[Any]]]:
     """For each of some consecutive blocks what the items add to its key; an empty list where none stands in it."""
     at = 0
     for block in blocks:
@@ -111,7 +111,7 @@ def extra_keys(items: Items, block_size: int, blocks: range) -> Iterator[list[li
 
 
 def seq_hashes_with(
-    items: Items,
+    items: PromptItems,
     parent: int | None,
     tokens: bytes | memoryview,
     block_size: int,
@@ -126,7 +126,7 @@ def seq_hashes_with(
 
 
 def block_keys_with(
-    items: Items,
+    items: PromptItems,
     parent: int | None,
     tokens: bytes | memoryview,
     block_size: int,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from waymark.domain.events import PlainEvents
-from waymark.domain.held import HeldBlocks, Left
-from waymark.domain.known import Ran, Spot
+from waymark.domain.held import HeldBlocks, RemovedCopy
+from waymark.domain.known import EventRun, Spot
 from waymark.domain.parts import STEP, Mode, PartKind, PartList, new_part_list, packed
 from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, SLOT_CHARS, Place, keys_of
 from waymark.domain.waves import Waves
@@ -248,7 +248,7 @@ class Placer:
         namespace: int,
         may_store: bool,
         may_remove: bool,
-    ) -> Ran | None:
+    ) -> EventRun | None:
         """Store and remove the blocks of plain events, from the one with number ``at`` on; how far that went.
 
         None where it is not possible. See ``KnownBlocks.run``.
@@ -337,7 +337,7 @@ def _single(namespace: int, key: int) -> Spot:
     return Spot(Place(key, is_single=True), namespace, 0, key)
 
 
-def _add_left(parts: PartList, kind: PartKind, holder: int, at: int, left: Left, *, waits: bool) -> None:
+def _add_left(parts: PartList, kind: PartKind, holder: int, at: int, left: RemovedCopy, *, waits: bool) -> None:
     """What becomes of a block of which a hash, or a copy, was taken."""
     spot = left.spot
     parts.add(

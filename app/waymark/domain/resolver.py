@@ -30,7 +30,7 @@ from waymark.domain.placing import Placer
 from waymark.domain.plan import EXTRA_KEYS, UNTRUSTED, Plan, Planner
 from waymark.domain.rows import Place
 from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
-from waymark.domain.waiting import Waiting, WaitingRoom
+from waymark.domain.waiting import WaitingRoom, WaitingStore
 
 __all__ = ["EXTRA_KEYS", "UNTRUSTED", "Plan", "Resolver"]
 
@@ -497,7 +497,7 @@ class Resolver:
             if self.waiting.blocks:
                 placed.append((self._planner.rank(batch, event), event.engine_hashes))
             return
-        waiting = Waiting(event, self._planner.rank(batch, event), holder)
+        waiting = WaitingStore(event, self._planner.rank(batch, event), holder)
         if event.is_identity:
             self._identity(parts, position, holder, event)
         elif self.registration.scope == "shared" and _is_reported_elsewhere(event):
@@ -569,7 +569,9 @@ class Resolver:
             return None
         return Spot(Place(spot.place.head ^ spot.namespace ^ ns), ns, spot.depth, seq_hash ^ ns)
 
-    def _place(self, parts: PartList, position: int, waiting: Waiting, parent: Spot | None, placed: _Placed) -> None:
+    def _place(
+        self, parts: PartList, position: int, waiting: WaitingStore, parent: Spot | None, placed: _Placed
+    ) -> None:
         """Blocks of a store that goes on from ``parent``, or begins at the root."""
         event = waiting.event
         if parent is None:
@@ -608,7 +610,7 @@ class Resolver:
         if new < len(hashes):
             self._find(new)
 
-    def _unsalted(self, parts: PartList, position: int, waiting: Waiting, ns: int, parent: Spot | None) -> None:
+    def _unsalted(self, parts: PartList, position: int, waiting: WaitingStore, ns: int, parent: Spot | None) -> None:
         """A store off the GPU: it has tokens, but not the salt or image that went into its hashes.
 
         What is known by its hash is that block. The rest goes on from the block before it, unless this life has
@@ -630,7 +632,7 @@ class Resolver:
             ns = ns if above is None else above.namespace
         self._remove_waited(parts, position, waiting, count)
 
-    def _placeholder(self, parts: PartList, position: int, waiting: Waiting) -> None:
+    def _placeholder(self, parts: PartList, position: int, waiting: WaitingStore) -> None:
         """A store without tokens: says that blocks known by their hash are on its medium, too."""
         above: Spot | None = None
         for i, h in enumerate(waiting.event.engine_hashes):
@@ -661,7 +663,13 @@ class Resolver:
             self.placer.block(parts, holder, position, engine_hash, spot, mode=self.mode(holder))
 
     def _known(
-        self, parts: PartList, position: int, waiting: Waiting, engine_hash: int, spot: Spot | None, above: Spot | None
+        self,
+        parts: PartList,
+        position: int,
+        waiting: WaitingStore,
+        engine_hash: int,
+        spot: Spot | None,
+        above: Spot | None,
     ) -> Spot | None:
         """Store a block that was looked up; one without a spot is nobody's."""
         if spot is None:
@@ -674,7 +682,7 @@ class Resolver:
             parts, waiting.holder, position, engine_hash, spot, above, mode=self.mode(waiting.holder)
         )
 
-    def _remove_waited(self, parts: PartList, position: int, waiting: Waiting, count: int) -> None:
+    def _remove_waited(self, parts: PartList, position: int, waiting: WaitingStore, count: int) -> None:
         """Remove what an event removed while it waited: it is gone, but a child may name it."""
         if not waiting.removed:
             return

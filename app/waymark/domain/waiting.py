@@ -13,7 +13,7 @@ from waymark.domain.events import Stored
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class WaitingStore:
     """One store that waits."""
 
     event: Stored
@@ -26,8 +26,8 @@ class Waiting:
 class WaitingRoom:
     def __init__(self, blocks_max: int) -> None:
         self._blocks_max = blocks_max
-        self._by_parent: dict[tuple[int, int], list[Waiting]] = {}
-        self._by_hash: dict[tuple[int, int], list[Waiting]] = {}  # of those that wait for a holder
+        self._by_parent: dict[tuple[int, int], list[WaitingStore]] = {}
+        self._by_hash: dict[tuple[int, int], list[WaitingStore]] = {}  # of those that wait for a holder
         self.blocks = 0
         self.dropped = 0
         """Blocks that were dropped for lack of room, in all."""
@@ -37,7 +37,7 @@ class WaitingRoom:
         self.removed = 0
         """How many of the blocks that wait were removed while they waited."""
 
-    def add(self, waiting: Waiting) -> None:
+    def add(self, waiting: WaitingStore) -> None:
         """Let it wait; where there is no room, those that have waited longest are dropped."""
         parent, hashes = waiting.event.parent, waiting.event.engine_hashes
         assert parent is not None
@@ -55,9 +55,9 @@ class WaitingRoom:
             self.dropped += self._leave(group)
             self.dropped_there += sum(len(each.event.engine_hashes) - len(each.removed) for each in group)
 
-    def take_children(self, dp_rank: int, parents: Iterable[int]) -> list[Waiting]:
+    def take_children(self, dp_rank: int, parents: Iterable[int]) -> list[WaitingStore]:
         """The stores that waited for one of ``parents``. They leave the room."""
-        taken: list[Waiting] = []
+        taken: list[WaitingStore] = []
         if self._by_parent:
             for parent in parents:
                 waiting = self._by_parent.pop((dp_rank, parent), None)
@@ -87,7 +87,7 @@ class WaitingRoom:
                 del self._by_parent[key]
         return forgotten
 
-    def _leave(self, group: list[Waiting]) -> int:
+    def _leave(self, group: list[WaitingStore]) -> int:
         """They are out of the room; how many blocks."""
         blocks = 0
         for waiting in group:

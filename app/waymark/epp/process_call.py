@@ -26,8 +26,8 @@ from waymark.epp.bodies import BodyBytes
 from waymark.epp.rejections import ImmediateAnswer, misconfigured, overloaded, rejection_of, too_large
 from waymark.errors import InvalidValue, WaymarkError
 from waymark.metrics import Metrics
-from waymark.selection.asked import Taking
-from waymark.selection.requests import RequestSelector, Routed
+from waymark.selection.asked import SelectParameters
+from waymark.selection.requests import RequestSelector, RoutedRequest
 from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay, RequestUnderWay
 
 #: Targets that the answer names to the proxy: the best, and those to try if it does not answer.
@@ -43,7 +43,7 @@ _MODES = (
 )
 
 
-class Cut(Exception):
+class StreamCut(Exception):
     """The stream ends because of its peer. ``reason`` is a word for the counter."""
 
     def __init__(self, reason: Literal["late", "idle", "unexpected", "crowded"], sentence: str) -> None:
@@ -95,8 +95,8 @@ class ProcessCall:
                     goes_on = await self._request()
             except TimeoutError:
                 if self._place.is_given_up:
-                    raise Cut("crowded", "too many streams of this connection wait for a request") from None
-                raise Cut("late", f"no whole request within {self._picker.request_seconds:g} s") from None
+                    raise StreamCut("crowded", "too many streams of this connection wait for a request") from None
+                raise StreamCut("late", f"no whole request within {self._picker.request_seconds:g} s") from None
             if goes_on:
                 await self._response()
         finally:
@@ -112,7 +112,7 @@ class ProcessCall:
         if first is None:
             return False
         if first.WhichOneof("request") != "request_headers":
-            raise Cut("unexpected", "a stream begins with the headers of a request")
+            raise StreamCut("unexpected", "a stream begins with the headers of a request")
         self._headers = messages.headers_of(first.request_headers)
         self._form = form_of(self._headers.get(":path", ""))
         self._subset = messages.subset_of(first)
@@ -155,7 +155,7 @@ class ProcessCall:
             if kind == "request_trailers":
                 return "trailers"
             if kind != "request_body":
-                raise Cut("unexpected", f"{kind} is no part of a request's body")
+                raise StreamCut("unexpected", f"{kind} is no part of a request's body")
             part = message.request_body.body
             bound = self._picker.bodies.exceeded(self._held, len(part))
             if bound == "one":
@@ -183,7 +183,7 @@ class ProcessCall:
 
     async def _pick(self) -> dict[str, str] | ImmediateAnswer:
         """The headers that name the targets."""
-        taking = Taking(
+        taking = SelectParameters(
             only=self._subset,
             count=_TARGETS_MAX,
             milliseconds=RESERVED_MS,
@@ -201,7 +201,7 @@ class ProcessCall:
         places = dict.fromkeys(host_and_port(address) for address in addresses if address is not None)
         return {**selected.headers, messages.DESTINATION: ",".join(places)}
 
-    async def _routed(self, request: InferenceRequest | None, taking: Taking) -> Routed:
+    async def _routed(self, request: InferenceRequest | None, taking: SelectParameters) -> RoutedRequest:
         selector, tenant_id = self._picker.selector, self._picker.tenant_id
         if request is None:
             return await selector.select_any(taking, tenant_id=tenant_id)
@@ -248,7 +248,7 @@ class ProcessCall:
             await held.send(replies, size=len(body.body), is_end=body.end_of_stream)
             return bool(body.end_of_stream)
         if kind not in messages.GO_ON:
-            raise Cut("unexpected", f"{kind} is no part of an answer")
+            raise StreamCut("unexpected", f"{kind} is no part of an answer")
         is_end: bool = kind == "response_trailers"
         if kind == "response_headers":
             headers = messages.headers_of(message.response_headers)
@@ -264,7 +264,7 @@ class ProcessCall:
             async with asyncio.timeout(self._picker.idle_seconds):
                 return await self._read()
         except TimeoutError:
-            raise Cut("idle", f"no message within {self._picker.idle_seconds:g} s") from None
+            raise StreamCut("idle", f"no message within {self._picker.idle_seconds:g} s") from None
 
     async def _answered(self, message: Any, headers: dict[str, str]) -> None:
         place = messages.served_of(message, headers)

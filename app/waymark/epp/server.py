@@ -15,7 +15,7 @@ from waymark.epp import messages, tls
 from waymark.epp.admission import Streams
 from waymark.epp.health import HealthService
 from waymark.epp.options import EppOptions
-from waymark.epp.process_call import CallContext, Cut, ProcessCall
+from waymark.epp.process_call import CallContext, ProcessCall, StreamCut
 from waymark.epp.radix_index import RadixIndex
 from waymark.epp.scores import PodScores
 from waymark.errors import SettingsError
@@ -64,7 +64,7 @@ class Processor(ext_proc.ExternalProcessorServicer):  # type: ignore[misc]
             return
         try:
             await ProcessCall(self._picker, place, read, context.write).run()
-        except Cut as cut:
+        except StreamCut as cut:
             metrics.epp_streams_cut.labels(reason=cut.reason).inc()
             await context.abort(_STATUS_OF[cut.reason], cut.sentence)
         finally:

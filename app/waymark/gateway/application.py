@@ -20,7 +20,7 @@ from waymark.gateway.models import served_models
 from waymark.gateway.proxy import ProxiedRequest, Proxy
 from waymark.gateway.response_cache import ResponseCache
 from waymark.gateway.responses import Responses
-from waymark.gateway.security import GatewayCaller, Keys, Limits
+from waymark.gateway.security import ApiKeys, GatewayCaller, KeyLimits
 from waymark.gateway.shapes import PATHS, RequestRejected, body_of, rejected_by
 from waymark.gateway.upstream import Upstream
 from waymark.metrics import Metrics
@@ -43,7 +43,7 @@ _HEADER = b"x-request-id"
 _SESSION = SESSION.encode()
 
 
-class Gone(Exception):
+class ClientGone(Exception):
     """The client does not wait any more."""
 
 
@@ -67,8 +67,8 @@ class Gateway:
         self._injects_cache_control = settings.cache_control_injection
         self._cache = cache
         self._responses = responses
-        self._keys = Keys.of(settings)
-        self._limits = Limits(settings.gateway_key_requests, settings.gateway_key_tokens)
+        self._keys = ApiKeys.of(settings)
+        self._limits = KeyLimits(settings.gateway_key_requests, settings.gateway_key_tokens)
         selector = Selector(store, SelectionOptions.of(settings), metrics)
         gate = StartupGate(store.directory, settings.min_initial_workers)
         self._selector = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
@@ -99,7 +99,7 @@ class Gateway:
             route = _RESPONSES + "{id}"
         try:
             await self._answer(scope, headers, receive, answer, request_id)
-        except Gone:
+        except ClientGone:
             answer.status = 499
         except WaymarkError as error:
             await answer.refuse(rejected_by(error), PATHS.get(path))
@@ -196,7 +196,7 @@ class Gateway:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise Gone
+                raise ClientGone
             pieces.append(message["body"])
             size += len(message["body"])
             if size > self._body_bytes_max:
@@ -254,7 +254,7 @@ async def _while_connected(work: Awaitable[None], receive: AsgiReceive) -> None:
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Gone
+            raise ClientGone
         await working
     finally:
         for task in (working, watching):

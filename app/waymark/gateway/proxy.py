@@ -25,8 +25,8 @@ from waymark.gateway.shapes import RequestRejected, event_of
 from waymark.gateway.upstream import Interrupted, Unreachable, Upstream
 from waymark.logs import fields
 from waymark.metrics import Metrics
-from waymark.selection.asked import Taking
-from waymark.selection.requests import Prepared, RequestSelector, Routed
+from waymark.selection.asked import SelectParameters
+from waymark.selection.requests import PreparedRequest, RequestSelector, RoutedRequest
 from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay, RequestUnderWay
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _PASSED_ON = frozenset({502, 503})
 _CONTENT: Mapping[Form, bytes] = {Form.MESSAGES: b"content_block_delta", Form.RESPONSES: b"response.output_"}
 
 
-class Broken(Exception):
+class BrokenAnswer(Exception):
     """An answer without an end, which only the end of the connection can say."""
 
 
@@ -83,7 +83,7 @@ class Proxy:
         self._upstream = upstream
         self._metrics = metrics
 
-    async def pass_on(self, proxied: ProxiedRequest, prepared: Prepared, extra: RawHeaders = ()) -> None:
+    async def pass_on(self, proxied: ProxiedRequest, prepared: PreparedRequest, extra: RawHeaders = ()) -> None:
         """Have a request answered, with ``extra`` headers. Raises WaymarkError where no answer has begun."""
         answered = await self._answered(proxied, prepared)
         is_ok = True
@@ -102,7 +102,7 @@ class Proxy:
             answered.request.end(is_ok=is_ok)
             answered.response.close()
 
-    async def _answered(self, proxied: ProxiedRequest, prepared: Prepared) -> EngineAnswer:
+    async def _answered(self, proxied: ProxiedRequest, prepared: PreparedRequest) -> EngineAnswer:
         """The head of an engine's answer."""
         tried: frozenset[str] = frozenset()
         failure = ""
@@ -143,19 +143,19 @@ class Proxy:
             "no_answer", retry_after_seconds=1,
         )  # fmt: skip
 
-    async def _take(self, prepared: Prepared, tried: frozenset[str]) -> Routed:
+    async def _take(self, prepared: PreparedRequest, tried: frozenset[str]) -> RoutedRequest:
         """A target that was not tried; one that is avoided only where there is no other. Raises NoTarget."""
         avoided = self._avoided.now() - tried
         if avoided:
             try:
-                taking = Taking(exclude=tried | avoided, milliseconds=RESERVED_MS, needs_address=True)
+                taking = SelectParameters(exclude=tried | avoided, milliseconds=RESERVED_MS, needs_address=True)
                 return await self._selector.take(prepared, taking)
             except (NoTarget, Saturated):
                 pass  # one that is avoided may be there again
-        taking = Taking(exclude=tried, milliseconds=RESERVED_MS, needs_address=True)
+        taking = SelectParameters(exclude=tried, milliseconds=RESERVED_MS, needs_address=True)
         return await self._selector.take(prepared, taking)
 
-    async def _send(self, proxied: ProxiedRequest, routed: Routed) -> aiohttp.ClientResponse:
+    async def _send(self, proxied: ProxiedRequest, routed: RoutedRequest) -> aiohttp.ClientResponse:
         selected = routed.selected
         headers = to_engine(proxied.headers)
         headers += [(name, value) for name, value in selected.headers.items() if not name.startswith("x-gateway-")]
@@ -190,7 +190,7 @@ class Proxy:
     async def _say_broken(self, proxied: ProxiedRequest, response: aiohttp.ClientResponse) -> None:
         """Report to the client that the answer is incomplete, if its form allows it."""
         if not _is_events(response) or response.content_length is not None:
-            raise Broken("the engine's answer broke off")
+            raise BrokenAnswer("the engine's answer broke off")
         rejected = RequestRejected(502, "the engine has broken off its answer; send the request again", "interrupted")
         # An event of its own, even if the last one is incomplete.
         body = b"\n\n" + event_of(rejected, proxied.api)
@@ -205,7 +205,7 @@ def _instance(answered: EngineAnswer) -> str:
     return answered.request.routed.selected.target.candidate.instance_id
 
 
-def _own_headers(routed: Routed) -> list[tuple[bytes, bytes]]:
+def _own_headers(routed: RoutedRequest) -> list[tuple[bytes, bytes]]:
     selected = routed.selected
     headers = [
         (SESSION.encode(), session_token(selected.target.candidate.instance_id).encode()),

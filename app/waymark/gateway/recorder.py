@@ -10,7 +10,7 @@ import orjson
 
 from waymark.asgi import AsgiMessage, AsgiSend
 
-Keep = Callable[[dict[str, Any]], Awaitable[None]]
+KeepResponse = Callable[[dict[str, Any]], Awaitable[None]]
 
 _END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
 _DATA = re.compile(rb"(?m)^data: ?(.*?)\r?$")
@@ -23,7 +23,7 @@ class Recorder:
     the last of it is sent; None: nothing is kept. An answer, or an event, of more than ``bytes_max`` goes on as it is.
     """
 
-    def __init__(self, send: AsgiSend, told: Mapping[str, Any], keep: Keep | None, *, bytes_max: int) -> None:
+    def __init__(self, send: AsgiSend, told: Mapping[str, Any], keep: KeepResponse | None, *, bytes_max: int) -> None:
         self._send = send
         self._told = told
         self._keep = keep

@@ -35,7 +35,7 @@ _VERSIONS = (b"anthropic-version", b"anthropic-beta")
 _FLIGHT_SECONDS = 60.0
 
 
-class _Flight(NamedTuple):
+class _SharedRequest(NamedTuple):
     """A request that an engine answers now, for all who ask the same."""
 
     clearing: bytes | int
@@ -54,7 +54,7 @@ class ResponseCache:
         self._metrics = metrics
         self._response_bytes = response_bytes
         self._stream_bytes = stream_bytes
-        self._under_way: dict[bytes, _Flight] = {}
+        self._under_way: dict[bytes, _SharedRequest] = {}
         self._results = {name: metrics.response_cache_requests.labels(result=name) for name in ("hit", "miss", "skip")}
         metrics.response_cache_hit_rate.set_function(lambda: self.hit_rate)
         metrics.response_cache_entries.set_function(lambda: answers.held.entries)
@@ -108,7 +108,7 @@ class ResponseCache:
         """Let an engine answer; equal requests wait meanwhile. Without effect if another request leads already."""
         flight = None
         if key not in self._under_way:
-            flight = self._under_way[key] = _Flight(clearing, asyncio.get_running_loop().create_future())
+            flight = self._under_way[key] = _SharedRequest(clearing, asyncio.get_running_loop().create_future())
         collector = AnswerCollector(
             proxied.send, proxied.api, response_bytes=self._response_bytes, stream_bytes=self._stream_bytes
         )
@@ -122,7 +122,9 @@ class ResponseCache:
                 flight.answer.set_result(kept)
             self._begin(self._keep(key, clearing, kept, flight))
 
-    async def _keep(self, key: bytes, clearing: bytes | int, kept: KeptAnswer | None, flight: _Flight | None) -> None:
+    async def _keep(
+        self, key: bytes, clearing: bytes | int, kept: KeptAnswer | None, flight: _SharedRequest | None
+    ) -> None:
         try:
             if kept is not None:
                 await self._answers.keep(key, kept, clearing)

@@ -7,7 +7,7 @@ from typing import Protocol
 from waymark.errors import StoreUnavailable
 from waymark.gateway.bounded import BoundedCache, CacheSize
 from waymark.metrics import Metrics
-from waymark.store.responses import Changed, ResponseBounds, StoredResponses
+from waymark.store.responses import ResponseBounds, ResponseChange, StoredResponses
 
 
 class ResponsePlace(Protocol):
@@ -87,7 +87,7 @@ class RedisResponses:
                 "WAYMARK_RESPONSES_ENTRIES and WAYMARK_RESPONSES_BYTES"
             )
 
-    def _noted(self, changed: Changed) -> bool:
+    def _noted(self, changed: ResponseChange) -> bool:
         """Whether the change was done."""
         self.held = CacheSize(changed.room.entries, changed.room.bytes)
         self._metrics.responses_evicted.inc(changed.room.evicted)

@@ -50,7 +50,7 @@ class GatewayCaller:
     tenant_id: str = DEFAULT_TENANT
 
 
-class Keys:
+class ApiKeys:
     """The keys of clients, from a setting and from a file that is read again where it changes."""
 
     def __init__(self, entries: Iterable[str], path: Path | None = None, tenant_header: str | None = None) -> None:
@@ -62,7 +62,7 @@ class Keys:
         """Every client may call."""
 
     @classmethod
-    def of(cls, settings: Settings) -> Keys:
+    def of(cls, settings: Settings) -> ApiKeys:
         return cls(settings.gateway_keys, settings.gateway_keys_file, settings.tenant_header)
 
     def client(self, headers: Mapping[bytes, bytes]) -> GatewayCaller:
@@ -112,7 +112,7 @@ def _parsed(entry: str, where: str) -> tuple[str, GatewayCaller]:
     return match["digest"], GatewayCaller(match["name"], match["tenant"] or DEFAULT_TENANT)
 
 
-class Limits:
+class KeyLimits:
     """What the requests of one key may have under way; 0 is no limit."""
 
     def __init__(self, requests_max: int, tokens_max: int) -> None:
@@ -146,7 +146,7 @@ class Limits:
 class TokenShare:
     """What one request has of its key's tokens."""
 
-    def __init__(self, limits: Limits, name: str) -> None:
+    def __init__(self, limits: KeyLimits, name: str) -> None:
         self._limits = limits
         self._name = name
         self.tokens = 0

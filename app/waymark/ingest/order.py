@@ -12,7 +12,7 @@ from enum import StrEnum
 from waymark.ingest.frames import Frame
 
 
-class Judgement(StrEnum):
+class FramePosition(StrEnum):
     IN_ORDER = "in_order"
     BEGINNING = "beginning"
     """There is no watermark, so this batch is the first one that the stream has of its life."""
@@ -43,7 +43,7 @@ class FrameOrder:
         self.last_live = None
         self._last_rank = None
 
-    def judge(self, frame: Frame, digest: str, ts: float | None, dp_rank: int | None) -> Judgement:
+    def judge(self, frame: Frame, digest: str, ts: float | None, dp_rank: int | None) -> FramePosition:
         """What a live frame means; its seq is the last live one from now on.
 
         ``dp_rank`` is None for a payload that cannot be decoded: its rank is unknown.
@@ -54,23 +54,23 @@ class FrameOrder:
             self._last_rank = dp_rank
         if last is not None and frame.seq <= last:
             if self._is_shared:
-                return Judgement.RESTART
+                return FramePosition.RESTART
             is_other_rank = dp_rank is not None and rank is not None and dp_rank != rank
-            return Judgement.MIXED if is_other_rank or frame.topic != topic else Judgement.RESTART
+            return FramePosition.MIXED if is_other_rank or frame.topic != topic else FramePosition.RESTART
         return self.place(frame.seq, digest, ts)
 
-    def place(self, seq: int, digest: str, ts: float | None) -> Judgement:
+    def place(self, seq: int, digest: str, ts: float | None) -> FramePosition:
         """What a batch means by its seq, digest and ts, without the seqs of earlier live frames."""
         if self.watermark is None:
-            return Judgement.BEGINNING
+            return FramePosition.BEGINNING
         if seq == self.watermark + 1:
-            return Judgement.IN_ORDER
+            return FramePosition.IN_ORDER
         if seq > self.watermark:
-            return Judgement.GAP
+            return FramePosition.GAP
         is_old = ts is None or self.newest_ts is None or ts <= self.newest_ts
         if is_old or (seq == self.watermark and digest == self.digest):
-            return Judgement.STALE
-        return Judgement.RESTART
+            return FramePosition.STALE
+        return FramePosition.RESTART
 
     def is_behind(self, seq: int) -> bool:
         """Whether a replay has already brought the batch of the next live frame, which has this seq.

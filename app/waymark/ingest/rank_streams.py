@@ -10,7 +10,7 @@ from typing import Literal
 from waymark.apply.applier import Incoming
 from waymark.ingest.frames import Frame
 from waymark.ingest.life import Life
-from waymark.ingest.order import FrameOrder, Judgement
+from waymark.ingest.order import FrameOrder, FramePosition
 from waymark.ingest.reasons import BATCHES_LOST
 from waymark.store.activity import ActivityKind
 
@@ -43,15 +43,15 @@ class RankStreams:
         if len(self._orders) > _RANKS_MAX:
             del self._orders[next(iter(self._orders))]
         judgement = order.judge(frame, incoming.digest, incoming.batch.ts, dp_rank)
-        if judgement is Judgement.STALE:
+        if judgement is FramePosition.STALE:
             life.count("stale_batches")
             return
-        is_end = judgement in (Judgement.RESTART, Judgement.MIXED)
-        is_late = judgement is Judgement.BEGINNING
+        is_end = judgement in (FramePosition.RESTART, FramePosition.MIXED)
+        is_late = judgement is FramePosition.BEGINNING
         if is_late:
             # After a takeover nothing proves that the rank is still in the life of its holders.
             is_end = life.has_holders_of(dp_rank)
-        elif judgement is Judgement.GAP:
+        elif judgement is FramePosition.GAP:
             is_end = is_late = await self._lose(order, incoming.seq)
         if is_end:
             await life.applier.new_life(dp_rank)

@@ -20,7 +20,7 @@ from waymark.errors import InvalidValue
 from waymark.ingest.catch_up import CatchUpResult
 from waymark.ingest.frames import Frame
 from waymark.ingest.life import Life
-from waymark.ingest.order import Judgement
+from waymark.ingest.order import FramePosition
 from waymark.ingest.rank_streams import RankStreams
 from waymark.ingest.reasons import REPLAY_INCOMPLETE, REPLAY_SILENT, REPLAY_WAITING
 from waymark.ingest.replay_pauses import ReplayPauses
@@ -198,13 +198,13 @@ class Stream:
                 continue
             dp_rank = life.rank_of(incoming.batch)
             judgement = life.order.judge(frame, incoming.digest, incoming.batch.ts, dp_rank)
-            if judgement is not Judgement.IN_ORDER:
+            if judgement is not FramePosition.IN_ORDER:
                 await life.flush()
                 judgement = await self._settle(judgement, incoming)
                 life.order.last_live = frame.seq
-            if judgement is Judgement.MIXED:
+            if judgement is FramePosition.MIXED:
                 self._reporter.fail()
-            elif judgement is Judgement.STALE:
+            elif judgement is FramePosition.STALE:
                 life.count("stale_batches")
             else:
                 life.append(incoming)
@@ -212,29 +212,29 @@ class Stream:
                     await life.flush()
         await life.flush()
 
-    async def _settle(self, judgement: Judgement, incoming: Incoming) -> Judgement:
+    async def _settle(self, judgement: FramePosition, incoming: Incoming) -> FramePosition:
         """Settle a frame that is not simply the next. The result is IN_ORDER, BEGINNING, STALE or MIXED."""
         life = self._life
-        if judgement in (Judgement.STALE, Judgement.MIXED):
+        if judgement in (FramePosition.STALE, FramePosition.MIXED):
             return judgement
-        if judgement is Judgement.GAP:
+        if judgement is FramePosition.GAP:
             life.count("gaps")
         for _ in range(_SETTLE_TRIES):
-            if judgement is Judgement.RESTART:
+            if judgement is FramePosition.RESTART:
                 await life.begin_anew("a lower seq")
                 self._pauses.reset()
-            if judgement is not Judgement.BEGINNING or incoming.seq > life.first_seq:
+            if judgement is not FramePosition.BEGINNING or incoming.seq > life.first_seq:
                 await self._catch_up(needed_by=incoming.seq)
             judgement = self._place(incoming)
-            if judgement is not Judgement.RESTART:
+            if judgement is not FramePosition.RESTART:
                 break
-        if judgement is Judgement.RESTART or self._over == self._connection:
+        if judgement is FramePosition.RESTART or self._over == self._connection:
             # The replay was requested after this frame had arrived, and shows that the frame's life has ended.
-            return Judgement.STALE
-        if judgement is Judgement.GAP:
+            return FramePosition.STALE
+        if judgement is FramePosition.GAP:
             await life.lose(incoming.seq)
             judgement = self._place(incoming)
-        if judgement is Judgement.BEGINNING and incoming.seq > life.first_seq:
+        if judgement is FramePosition.BEGINNING and incoming.seq > life.first_seq:
             # Only an answer shows that the publisher does not have the beginning.
             is_open = self._registration.can_replay and self._answered != life.begun
             await (life.open_at(incoming.seq) if is_open else life.join_late())
@@ -246,7 +246,7 @@ class Stream:
                 life.reasons.add(REPLAY_WAITING)
         return judgement
 
-    def _place(self, incoming: Incoming) -> Judgement:
+    def _place(self, incoming: Incoming) -> FramePosition:
         return self._life.order.place(incoming.seq, incoming.digest, incoming.batch.ts)
 
     # ---- connections and replays -------------------------------------------------------------------

@@ -16,7 +16,7 @@ from waymark.metrics import Metrics
 from waymark.store.claims import Claim
 from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
-from waymark.store.unclaimed import Unclaimed
+from waymark.store.unclaimed import UnclaimedPublisher
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class UnclaimedWatch:
         self._patience_seconds = patience_seconds
         self._last = 0
         """The group that was checked last."""
-        self._since: dict[Unclaimed, float] = store.incarnation.cache({})
+        self._since: dict[UnclaimedPublisher, float] = store.incarnation.cache({})
         """Publishers without a claim, with the monotonic second at which each was found."""
 
     async def check_next(self, share: Sequence[GroupEntry], claims: Sequence[Claim]) -> None:
@@ -51,18 +51,18 @@ class UnclaimedWatch:
     async def _check(self, entry: GroupEntry, claims: Sequence[Claim], mine: set[int]) -> None:
         claimed = {claim.publisher for claim in claims}
         rows = await self._store.unclaimed.publishers(entry.group_id) - claimed
-        found = {Unclaimed(publisher, entry.group_id, entry.shards) for publisher in rows}
+        found = {UnclaimedPublisher(publisher, entry.group_id, entry.shards) for publisher in rows}
         now = time.monotonic()
-        for seat in list(self._since):
-            if seat.group_id not in mine or (seat.group_id == entry.group_id and seat not in found):
-                del self._since[seat]
-        for seat in found:
-            since = self._since.setdefault(seat, now)
+        for ids in list(self._since):
+            if ids.group_id not in mine or (ids.group_id == entry.group_id and ids not in found):
+                del self._since[ids]
+        for ids in found:
+            since = self._since.setdefault(ids, now)
             if since < now and now - since >= self._patience_seconds:
-                del self._since[seat]
-                if await self._store.unclaimed.end(seat):
+                del self._since[ids]
+                if await self._store.unclaimed.end(ids):
                     self._metrics.publishers_unclaimed.inc()
-                    about = fields(group=entry.group_id, publisher=seat.publisher)
+                    about = fields(group=entry.group_id, publisher=ids.publisher)
                     log.warning("removed a publisher that has no registration", extra=about)
 
     def _next(self, share: Sequence[GroupEntry]) -> GroupEntry | None:

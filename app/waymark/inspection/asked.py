@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from waymark.domain.hashing import block_keys, namespace
 from waymark.domain.keys import pack, unpack
-from waymark.domain.multimodal import Items, block_keys_with
+from waymark.domain.multimodal import PromptItems, block_keys_with
 from waymark.domain.names import Adapter
 
 
@@ -21,7 +21,7 @@ class InspectedPrompt:
     adapter: Adapter
     salts: tuple[str, ...]
     seed: int
-    items: Items = ()
+    items: PromptItems = ()
     """The images and other items among the tokens."""
 
     @property

@@ -13,7 +13,7 @@ from waymark.domain.names import GroupName, Holder
 from waymark.domain.table import HolderTable
 from waymark.inspection import why
 from waymark.inspection.asked import InspectedPrompt
-from waymark.inspection.holding import HolderLine, Holding, InstanceLines, hold, runs
+from waymark.inspection.holding import HolderLine, InstanceLines, PromptHoldings, hold, runs
 from waymark.inspection.inspector import InspectedGroup, Inspector
 from waymark.store.claims import Claim
 from waymark.store.directory import GroupEntry
@@ -28,7 +28,7 @@ class PromptExplanation:
 
     name: GroupName
     tokens: int
-    holding: Holding | None = None
+    holding: PromptHoldings | None = None
     """Who holds the prompt; None where it was not looked up, for a reason that ``reasons`` has."""
     of_instances: Mapping[str, str] = field(default_factory=dict)
     """For each instance: why it has no match, or where its match ends."""
@@ -108,7 +108,7 @@ def of_json(answer: Mapping[str, Any]) -> PromptExplanation:
     name, size = GroupName(answer["tenant_id"], answer["model"]), answer["block_size"]
     if size is None:
         return PromptExplanation(name, answer["total_tokens"], reasons=answer["reasons"])
-    holding = Holding(
+    holding = PromptHoldings(
         InspectedGroup(name, GroupEntry(0, 1)),
         size,
         [int(key, 16) for key in answer["keys"]],

@@ -12,7 +12,7 @@ from waymark.domain.status import StreamStatus
 from waymark.domain.table import HolderTable
 from waymark.errors import NotFound
 from waymark.inspection.holding import not_counted
-from waymark.inspection.holdings import HeldRow, Holdings, ShardHoldings, holdings
+from waymark.inspection.holdings import HeldRow, HolderContents, ShardHoldings, holdings
 from waymark.inspection.inspector import InspectedGroup, Inspector, group_text
 from waymark.store import keys
 
@@ -57,7 +57,7 @@ class KnownHolder:
     group: int
     record: HolderRecord | None
     """The holder's record; None where its life has ended, and its entries are being swept."""
-    holdings: Holdings
+    holdings: HolderContents
 
 
 async def find_holder(inspector: Inspector, groups: Sequence[InspectedGroup], holder_id: int) -> list[KnownHolder]:
@@ -122,6 +122,6 @@ def _record_of(record: Mapping[str, Any] | None) -> HolderRecord | None:
     return HolderRecord(**{**record, "publishers": publishers})
 
 
-def _holdings_of(held: Mapping[str, Any]) -> Holdings:
+def _holdings_of(held: Mapping[str, Any]) -> HolderContents:
     shards = tuple(ShardHoldings(**each) for each in held["shards"])
-    return Holdings(**{**held, "shards": shards, "rows": tuple(HeldRow(**each) for each in held["rows"])})
+    return HolderContents(**{**held, "shards": shards, "rows": tuple(HeldRow(**each) for each in held["rows"])})

@@ -58,7 +58,7 @@ class InstanceLines:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class PromptHoldings:
     """The whole answer."""
 
     group: InspectedGroup
@@ -86,7 +86,7 @@ def _union(lines: Iterable[HolderLine]) -> frozenset[int]:
 
 async def hold(
     inspector: Inspector, group: InspectedGroup, table: HolderTable, asked: InspectedPrompt, block_size: int
-) -> Holding:
+) -> PromptHoldings:
     """Look up every block of the prompt."""
     block_keys = asked.block_keys(block_size)
     holders: list[set[int]] = []
@@ -114,7 +114,7 @@ async def hold(
     ]
     instances.sort(key=lambda each: (each.is_pool, -each.match, -each.blocks, each.instance_id))
     ended = positions.keys() - table.holders.keys()
-    return Holding(group, block_size, block_keys, tuple(instances), len(ended))
+    return PromptHoldings(group, block_size, block_keys, tuple(instances), len(ended))
 
 
 def _runs(holders: Iterable[set[int]]) -> Iterator[tuple[bytes, int]]:

@@ -53,7 +53,7 @@ class HeldRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class HolderContents:
     """All of it."""
 
     shards: tuple[ShardHoldings, ...]
@@ -64,7 +64,7 @@ class Holdings:
     """How many are not among ``rows``."""
 
 
-async def holdings(inspector: Inspector, group: InspectedGroup, holder_id: int) -> Holdings:
+async def holdings(inspector: Inspector, group: InspectedGroup, holder_id: int) -> HolderContents:
     """Count what a holder has, and look at its first rows."""
     engines = [keys.engine(group.id, shard, holder_id) for shard in range(group.entry.shards)]
     marks = await inspector.several(("HGET", engine, "applied") for engine in engines)
@@ -81,7 +81,7 @@ async def holdings(inspector: Inspector, group: InspectedGroup, holder_id: int) 
         places += [parse_field(field) for field in fields if kind_of(field) in _KINDS[:3]]
     some = sorted(places, key=lambda place: place.field)[:SHOWN_MAX]
     held = await _rows(inspector, group, holder_id, some)
-    return Holdings(tuple(shards), is_whole, tuple(held), len(places) - len(some))
+    return HolderContents(tuple(shards), is_whole, tuple(held), len(places) - len(some))
 
 
 def kind_of(field: bytes) -> str:

@@ -71,7 +71,7 @@ class WorkerState:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StreamComplaints:
     """What was said of each stream, by the ids of its group and its publisher."""
 
     sentences: Mapping[tuple[int, int], str]
@@ -98,7 +98,7 @@ class Status:
     """All publishers that can be read, wanted or not."""
     unreadable: tuple[UnreadableKey, ...]
     """Records that this release cannot read, of all publishers and groups."""
-    complaints: Complaints | Told
+    complaints: Complaints | StreamComplaints
     discovery: DiscoveryState | None
     """The state of discovery; None where no worker looks for engines."""
     is_whole: bool
@@ -258,7 +258,7 @@ def of_json(answer: Mapping[str, Any]) -> Status:
         publishers=tuple(map(_state, rows)),
         registered=answer["registered"],
         unreadable=tuple(UnreadableKey(**each) for each in answer["unreadable"]),
-        complaints=Told(
+        complaints=StreamComplaints(
             {(each["group"], each["publisher"]): each["complaint"] or "" for each in rows},
             frozenset((each["group"], each["publisher"]) for each in rows if not each["has_live_worker"]),
         ),

@@ -19,7 +19,7 @@ from waymark.domain.status import StreamStatus
 from waymark.domain.table import HolderTable
 from waymark.inspection.asked import InspectedPrompt
 from waymark.inspection.complaint import complaint
-from waymark.inspection.holding import Holding, not_counted
+from waymark.inspection.holding import PromptHoldings, not_counted
 from waymark.inspection.inspector import InspectedGroup, Inspector
 from waymark.shown import shown
 from waymark.store import keys
@@ -49,7 +49,7 @@ def unknown_group(wanted: GroupName, groups: Sequence[InspectedGroup]) -> str:
     return f"model {shown(wanted.model_name)} is not registered; {known}"
 
 
-def of_instances(holding: Holding, states: Sequence[PublisherState]) -> dict[str, str]:
+def of_instances(holding: PromptHoldings, states: Sequence[PublisherState]) -> dict[str, str]:
     """For each instance without a match: what its own streams say about that, if anything."""
     reasons: dict[str, str] = {}
     if not holding.keys:  # which is the reason, for every instance
@@ -70,7 +70,7 @@ def of_instances(holding: Holding, states: Sequence[PublisherState]) -> dict[str
     return reasons
 
 
-def ends(holding: Holding) -> dict[str, str]:
+def ends(holding: PromptHoldings) -> dict[str, str]:
     """For each instance whose match ends before the prompt does: which block is next, and who has it."""
     said: dict[str, str] = {}
     known: dict[int, str] = {}  # by block: many instances may end at the same
@@ -86,7 +86,7 @@ def ends(holding: Holding) -> dict[str, str]:
     return said
 
 
-def _who_has(holding: Holding, block: int) -> str:
+def _who_has(holding: PromptHoldings, block: int) -> str:
     if others := [other.instance_id for other in holding.instances if other.counts(block)]:
         return f"{_names(others)} {'has' if len(others) == 1 else 'have'} it"
     uncounted = [each.instance_id for each in holding.instances if any(block in line.has for line in each.holders)]
@@ -111,7 +111,7 @@ def _of_stream(state: PublisherState, block_size: int) -> str:
 async def of_prompt(
     inspector: Inspector,
     asked: InspectedPrompt,
-    holding: Holding,
+    holding: PromptHoldings,
     table: HolderTable,
     groups: Sequence[InspectedGroup],
     states: Sequence[PublisherState],
@@ -131,7 +131,7 @@ async def of_prompt(
 
 
 async def of_other_readings(
-    inspector: Inspector, asked: InspectedPrompt, holding: Holding, groups: Sequence[InspectedGroup]
+    inspector: Inspector, asked: InspectedPrompt, holding: PromptHoldings, groups: Sequence[InspectedGroup]
 ) -> list[str]:
     """The readings of the prompt under which its first block is held."""
     registered = [claim.registration for claim in await inspector.claims(holding.group.name)]
@@ -149,7 +149,10 @@ async def of_other_readings(
 
 
 def _readings(
-    asked: InspectedPrompt, holding: Holding, groups: Sequence[InspectedGroup], registered: Sequence[Registration]
+    asked: InspectedPrompt,
+    holding: PromptHoldings,
+    groups: Sequence[InspectedGroup],
+    registered: Sequence[Registration],
 ) -> Iterator[tuple[str, InspectedGroup, InspectedPrompt, int]]:
     """(how it is meant, where, what, by which block size), the likely ones first."""
     group, size = holding.group, holding.block_size
@@ -183,7 +186,7 @@ def _readings(
 
 
 async def of_other_namespaces(
-    inspector: Inspector, asked: InspectedPrompt, holding: Holding, table: HolderTable
+    inspector: Inspector, asked: InspectedPrompt, holding: PromptHoldings, table: HolderTable
 ) -> str:
     """Whether the first block is held in a namespace that is not the prompt's; '' where it is not seen.
 

@@ -45,7 +45,7 @@ PromptOf = Callable[[int], HashedPrompt]
 """Makes the prompt of a block size."""
 
 
-class Given(NamedTuple):
+class GivenValues(NamedTuple):
     """The values of a target that a caller of ``/score`` knows; None for a value that it does not know."""
 
     tokens: int | None = None
@@ -60,7 +60,7 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class PolicyChoice:
     """The policy of a decision; of a file's profiles where ``preset`` is None."""
 
     preset: Preset | None
@@ -82,7 +82,7 @@ class RankingRequest(NamedTuple):
 
     group: GroupName
     prompt: PromptOf
-    policy: Chosen
+    policy: PolicyChoice
     block_size: int | None = None
     """None: the group's block size."""
     prefix_key: bytes | None = None
@@ -93,14 +93,14 @@ class RankingRequest(NamedTuple):
     session: str | None = None
     """The instance that the session token names."""
     is_multimodal: bool = False
-    given: Mapping[tuple[str, int], Given] | None = None
+    given: Mapping[tuple[str, int], GivenValues] | None = None
     """The targets to rank, by instance and rank; None: all."""
     needs_source: InvalidValue | None = None
     """The error where no target reports opaque prefixes: the prompt has no tokens, and the policy needs a match."""
 
 
 @dataclass(frozen=True, slots=True)
-class Taking:
+class SelectParameters:
     """What ``/select`` asks for beside that."""
 
     only: frozenset[str] | None = None
@@ -131,11 +131,11 @@ class Taking:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranked:
+class RankedTargets:
     """All candidates, best first."""
 
     scored: Sequence[Scored]
-    policy: Chosen
+    policy: PolicyChoice
     decision: Decision
     tokens: int
     block_size: int
@@ -151,12 +151,12 @@ class Ranked:
         return self.policy.preset is not None and self.policy.preset.is_cost
 
 
-class Selected(NamedTuple):
+class SelectedTarget(NamedTuple):
     """Where a request goes."""
 
     target: Scored
     others: Sequence[Candidate]
-    policy: Chosen
+    policy: PolicyChoice
     decision: Decision
     tokens: int
     """The number of tokens in the prompt."""

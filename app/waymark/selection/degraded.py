@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from waymark.domain.names import GroupName
-from waymark.selection.fleet import Fleet, Seen
+from waymark.selection.fleet import Fleet, PromptState
 from waymark.store.directory import GroupEntry
 from waymark.store.reservations import Load, Reservation, ReservationPart
 
@@ -34,7 +34,7 @@ class KnownGroup:
 
 
 @dataclass(slots=True)
-class _Own:
+class _OwnReservation:
     reservation: Reservation
     group: GroupName
     ends_at: float
@@ -45,7 +45,7 @@ class Degraded:
 
     def __init__(self) -> None:
         self.groups: dict[GroupName, KnownGroup] = {}
-        self._own: dict[str, _Own] = {}
+        self._own: dict[str, _OwnReservation] = {}
         self._ends: list[tuple[float, str]] = []
         """A heap of when they may be over; who was renewed has two entries, and who has ended may have one still."""
         self._requests: dict[GroupName, Counter[int]] = {}
@@ -58,17 +58,17 @@ class Degraded:
             self.groups.pop(next(iter(self.groups)))
         self.groups[group] = KnownGroup(entry, fleet)
 
-    def seen(self, group: GroupName) -> Seen:
+    def seen(self, group: GroupName) -> PromptState:
         """Nothing of any block, and the requests that this replica has sent meanwhile."""
         self._end_overdue()
         loads = {publisher: Load(requests=count) for publisher, count in self._requests.get(group, {}).items()}
-        return Seen({}, loads, {}, {})
+        return PromptState({}, loads, {}, {})
 
     def reserve(self, group: GroupName, publisher: int, context: int, milliseconds: int) -> Reservation:
         if len(self._own) >= _RESERVATIONS_MAX:
             self._end(next(iter(self._own)))
         reservation = Reservation(self.groups[group].entry.group_id, publisher, 0, context, secrets.token_hex(8))
-        self._own[reservation.nonce] = own = _Own(reservation, group, _in(milliseconds))
+        self._own[reservation.nonce] = own = _OwnReservation(reservation, group, _in(milliseconds))
         self._ends_at(own)
         self._requests.setdefault(group, Counter())[publisher] += 1
         return reservation
@@ -89,7 +89,7 @@ class Degraded:
                 self._end(reservation.nonce)
         return others
 
-    def _ends_at(self, own: _Own) -> None:
+    def _ends_at(self, own: _OwnReservation) -> None:
         if len(self._ends) > 2 * len(self._own) + _ENDS_SPARE:
             # Most are of reservations that were released or renewed since.
             self._ends = [(each.ends_at, nonce) for nonce, each in self._own.items()]

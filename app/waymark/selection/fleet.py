@@ -17,13 +17,13 @@ from waymark.routing.filters import role_of
 from waymark.routing.policy import Linear
 from waymark.routing.ring import Ring
 from waymark.routing.target import Candidate
-from waymark.selection.asked import Given
+from waymark.selection.asked import GivenValues
 from waymark.selection.order import LoadOrder
 from waymark.store.reservations import Load
 
 _NOTHING = TargetRow()
 _IDLE = Load()
-_UNKNOWN = Given()
+_UNKNOWN = GivenValues()
 #: The fields of a candidate that say who it is, which come first.
 _UNCHANGING = Candidate._fields.index("device")
 #: Roles that cannot take a whole request.
@@ -36,7 +36,7 @@ _ORDERS_MAX = 4
 _NAMES_MAX = 1024
 
 
-class Member(NamedTuple):
+class FleetMember(NamedTuple):
     """One target."""
 
     publisher: int
@@ -64,7 +64,7 @@ class OpaquePrefix(NamedTuple):
 _NO_PREFIX = OpaquePrefix()
 
 
-class Seen(NamedTuple):
+class PromptState(NamedTuple):
     """What is known of one prompt and all targets at a moment."""
 
     rows: Mapping[tuple[str, int], TargetRow]
@@ -87,7 +87,7 @@ class Fleet:
         rows = [(publisher, row) for publisher, row in sorted(table.publishers.items()) if row.scope == "instance"]
         self.block_sizes = frozenset(row.block_size for _, row in rows)
         """The block sizes of all registered publishers that can be targets, lost ones too."""
-        self.members: list[Member] = []
+        self.members: list[FleetMember] = []
         """The targets that may be picked: not lost, not drained."""
         for publisher, row in rows:
             target = table.targets.get(publisher, PLAIN)
@@ -95,7 +95,7 @@ class Fleet:
                 name = row.instance_id, row.dp_rank
                 idle = Candidate(publisher, *name, target.address, target.role, target.weight, target.labels)
                 is_whole = role_of(idle) not in _PARTS
-                self.members.append(Member(publisher, name, target, publisher not in table.silent, is_whole, idle))
+                self.members.append(FleetMember(publisher, name, target, publisher not in table.silent, is_whole, idle))
         self.have_addresses = all(member.target.address is not None for member in self.members)
         self.has_pools = any(row.scope == "shared" for row in table.publishers.values())
         self.has_silent = any(not member.tells_events for member in self.members)
@@ -108,7 +108,7 @@ class Fleet:
         self.newest = table.newest
         self.names = {member.name for member in self.members}
         self._rings: dict[int, Ring] = {}
-        self._serving: dict[str, Sequence[Member]] = {}
+        self._serving: dict[str, Sequence[FleetMember]] = {}
         self._whole = {member.publisher: member.target.weight for member in self.members if member.is_whole}
         """Weights of the members that can take a request with all its stages."""
         self._publisher_of = {member.name: member.publisher for member in self.members if member.is_whole}
@@ -117,7 +117,7 @@ class Fleet:
             self._of_instance.setdefault(member.name[0], []).append(member.name)
         self._orders: dict[float, LoadOrder] = {}
 
-    def serving(self, name: str | None) -> Sequence[Member]:
+    def serving(self, name: str | None) -> Sequence[FleetMember]:
         """The members that serve the model under a further name; all, where none of them says so, or without a name."""
         if name is None:
             return self.members
@@ -159,14 +159,14 @@ class Fleet:
 
     def shortlist(
         self,
-        seen: Seen,
+        seen: PromptState,
         linear: Linear,
         most: int,
         random: Random,
         *,
-        allowed: Sequence[Member] | None = None,
+        allowed: Sequence[FleetMember] | None = None,
         session: str | None = None,
-    ) -> list[Member]:
+    ) -> list[FleetMember]:
         """The members that can be among the ``most`` best by a linear cost; those for parts of a request are left out.
 
         All targets that have nothing of the prompt have the same to compute: of these, the first
@@ -201,10 +201,10 @@ class Fleet:
 
     def candidates(
         self,
-        seen: Seen,
+        seen: PromptState,
         block_size: int,
-        given: Mapping[tuple[str, int], Given] | None = None,
-        members: Sequence[Member] | None = None,
+        given: Mapping[tuple[str, int], GivenValues] | None = None,
+        members: Sequence[FleetMember] | None = None,
     ) -> list[Candidate]:
         """A candidate for each of the members, or for those of ``given``; what is given wins over what is stored."""
         if members is None:
@@ -254,7 +254,9 @@ class Fleet:
         return found
 
 
-def candidate_of(member: Member, row: TargetRow | None, load: Load | None, expected: int, block_size: int) -> Candidate:
+def candidate_of(
+    member: FleetMember, row: TargetRow | None, load: Load | None, expected: int, block_size: int
+) -> Candidate:
     """A candidate of which nothing is known but its row, its load and the blocks that it will have soon."""
     if row is None:
         if load is None and not expected:

@@ -15,8 +15,8 @@ from waymark.domain.match import TargetRow
 from waymark.routing.constants import read_constants
 from waymark.routing.policy import CREDITS, Linear, Scored, count_new, least_new
 from waymark.routing.target import Candidate, RoutingRequest
-from waymark.selection.asked import Chosen
-from waymark.selection.fleet import Member, Seen, candidate_of
+from waymark.selection.asked import PolicyChoice
+from waymark.selection.fleet import FleetMember, PromptState, candidate_of
 from waymark.store.reservations import CANDIDATES_MAX, Load, Offer
 
 #: Where Redis cannot compute an order again, a place in it outweighs any load.
@@ -52,7 +52,7 @@ class ScoredOffers:
     def __init__(
         self,
         scored: Sequence[Scored],
-        policy: Chosen,
+        policy: PolicyChoice,
         request: RoutingRequest,
         blocks: int,
         *,
@@ -98,7 +98,7 @@ class ScoredOffers:
         return [each.candidate for place, each in enumerate(self._all) if place != at][:count]
 
 
-_Sum = tuple[float, float, int, Member, float, TargetRow | None, Load | None, int]
+_Sum = tuple[float, float, int, FleetMember, float, TargetRow | None, Load | None, int]
 """The cost of a target, a number by chance, so that many callers do not all take the same one of equal targets, its
 publisher, itself, its new tokens, and what was seen of it: its row, its load, the blocks that it will have soon. Loads
 change while Redis decides; the answer shows those of before."""
@@ -109,9 +109,9 @@ class SumOffers:
 
     def __init__(
         self,
-        members: Sequence[Member],
-        seen: Seen,
-        policy: Chosen,
+        members: Sequence[FleetMember],
+        seen: PromptState,
+        policy: PolicyChoice,
         request: RoutingRequest,
         blocks: int,
         random: Random,
@@ -186,7 +186,7 @@ def _offer(publisher: int, new: float, beside: float, weight: float, linear: Lin
     return Offer(publisher, tokens, beside + linear.new * (new - tokens), weight, 0, 0)
 
 
-def _linear(policy: Chosen) -> Linear:
+def _linear(policy: PolicyChoice) -> Linear:
     if policy.preset is None or policy.preset.linear is None or policy.values is None:
         return BY_PLACE
     return policy.preset.linear(policy.values)

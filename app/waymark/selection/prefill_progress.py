@@ -35,7 +35,7 @@ _WATCHED_MAX = 65_536
 _LOOKED_UP_MAX = 2_048
 
 
-class Watched(NamedTuple):
+class WatchedReservation(NamedTuple):
     """A reservation whose prefill is not known to be done."""
 
     reservation: Reservation
@@ -51,10 +51,10 @@ class Watched(NamedTuple):
     """What says ``done_at``."""
 
 
-class _Watch:
+class _WatchedPrefill:
     __slots__ = ("began_at", "next_at", "of")
 
-    def __init__(self, of: Watched, now: float) -> None:
+    def __init__(self, of: WatchedReservation, now: float) -> None:
         self.of = of
         self.began_at = now
         self.next_at = now
@@ -68,19 +68,19 @@ class PrefillProgress:
         self._reader = reader
         self._reservations = reservations
         self._released = metrics.prefill_released
-        self._watched: dict[str, _Watch] = {}
+        self._watched: dict[str, _WatchedPrefill] = {}
         """The watched reservations by nonce, in the order in which they are looked at."""
         self._task: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
         return len(self._watched)
 
-    def watch(self, watched: Watched) -> None:
+    def watch(self, watched: WatchedReservation) -> None:
         if watched.piece is None and watched.done_at is None:
             return
         if len(self._watched) >= _WATCHED_MAX:
             self._watched.pop(next(iter(self._watched)))
-        self._watched[watched.reservation.nonce] = _Watch(watched, asyncio.get_running_loop().time())
+        self._watched[watched.reservation.nonce] = _WatchedPrefill(watched, asyncio.get_running_loop().time())
         if self._task is None or self._task.done():
             self._task = self._begin(self._keep_polling())
 
@@ -107,8 +107,8 @@ class PrefillProgress:
 
     async def _poll(self) -> None:
         now = asyncio.get_running_loop().time()
-        done: dict[str, list[Watched]] = {}
-        by_group: dict[GroupName, list[Watched]] = {}
+        done: dict[str, list[WatchedReservation]] = {}
+        by_group: dict[GroupName, list[WatchedReservation]] = {}
         looked_up = 0
         for watch in list(self._watched.values()):
             watched = watch.of
@@ -127,7 +127,7 @@ class PrefillProgress:
         for group, several in by_group.items():
             await self._give_back(await self._computed(group, several), "index")
 
-    async def _computed(self, group: GroupName, several: list[Watched]) -> list[Watched]:
+    async def _computed(self, group: GroupName, several: list[WatchedReservation]) -> list[WatchedReservation]:
         """The reservations whose last block is held by their target."""
         entry = several[0].entry
         ids = await self._reader.last_holders(entry, [each.piece for each in several if each.piece is not None])
@@ -143,7 +143,7 @@ class PrefillProgress:
             if any(of(number) == watched.reservation.publisher for number in numbers)
         ]
 
-    async def _give_back(self, several: list[Watched], by: str) -> None:
+    async def _give_back(self, several: list[WatchedReservation], by: str) -> None:
         # A prefill that was reported meanwhile is counted where it was reported.
         left = [each for each in several if self._watched.pop(each.reservation.nonce, None) is not None]
         if left:

@@ -11,7 +11,7 @@ from waymark.routing.policy import Decision, Inputs, Ranking, Scored
 from waymark.routing.profile import PickerConfig
 from waymark.routing.ring import POINTS
 from waymark.routing.target import Candidate, RoutingRequest
-from waymark.selection.asked import Chosen, ProfileName
+from waymark.selection.asked import PolicyChoice, ProfileName
 from waymark.selection.fleet import Fleet
 
 
@@ -26,7 +26,7 @@ class RankedStages:
 
 
 def rank(
-    policy: Chosen,
+    policy: PolicyChoice,
     picker: PickerConfig | None,
     request: RoutingRequest,
     candidates: Sequence[Candidate],
@@ -58,7 +58,7 @@ def _session_first(found: Ranking, session: str | None) -> Ranking:
 
 
 def stages(
-    policy: Chosen,
+    policy: PolicyChoice,
     picker: PickerConfig | None,
     profile: ProfileName | None,
     request: RoutingRequest,

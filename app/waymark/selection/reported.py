@@ -18,7 +18,7 @@ from waymark.domain.names import GroupName
 from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
 from waymark.selection.asked import PackedKeys
-from waymark.selection.fleet import Fleet, Member
+from waymark.selection.fleet import Fleet, FleetMember
 from waymark.selection.requests import RequestSelector
 from waymark.selection.served import ServedModel
 from waymark.settings import Settings
@@ -151,7 +151,7 @@ class ReportedPrompts:
 
 def _with_events(fleet: Fleet | None) -> frozenset[str]:
     """The addresses of engines whose events say what they have."""
-    members: Sequence[Member] = () if fleet is None else fleet.members
+    members: Sequence[FleetMember] = () if fleet is None else fleet.members
     return frozenset(each.target.address for each in members if each.tells_events and each.target.address is not None)
 
 

@@ -7,13 +7,13 @@ from functools import partial
 
 from waymark.chat.requests import Form, InferenceRequest
 from waymark.domain.hashing import block_keys, namespace, pack_tokens
-from waymark.domain.multimodal import Items, block_keys_with, check_blocks
+from waymark.domain.multimodal import PromptItems, block_keys_with, check_blocks
 from waymark.errors import InvalidValue
 from waymark.selection.asked import HashedPrompt, PromptOf
 from waymark.selection.sequences import SEQUENCES_MAX
 from waymark.selection.served import ServedModel
 from waymark.settings import Settings
-from waymark.tokenization.prompt import ChatPrompt, TextPrompt, Tokens
+from waymark.tokenization.prompt import ChatPrompt, SourcedTokens, TextPrompt
 from waymark.tokenization.prompt import Prompt as TextOrChat
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -31,7 +31,7 @@ class RequestPrompts:
         self._seed = settings.hash_seed
         self._tokens_max = settings.max_tokens
 
-    async def tokens(self, request: InferenceRequest, served: ServedModel) -> list[Tokens]:
+    async def tokens(self, request: InferenceRequest, served: ServedModel) -> list[SourcedTokens]:
         """The tokens of each prompt, of ``SEQUENCES_MAX`` at most; none for a request without a prompt.
 
         Raises InvalidValue (``no_tokenizer`` where the model has no tokenizer), TokenizerUnavailable,
@@ -39,11 +39,13 @@ class RequestPrompts:
         """
         group = served.group
         return [
-            each if isinstance(each, Tokens) else await self._tokenizers.tokens(group.model_name, each, group.tenant_id)
+            each
+            if isinstance(each, SourcedTokens)
+            else await self._tokenizers.tokens(group.model_name, each, group.tenant_id)
             for each in _said(request)
         ]
 
-    def keyed(self, tokens: Tokens, request: InferenceRequest, served: ServedModel) -> PromptOf:
+    def keyed(self, tokens: SourcedTokens, request: InferenceRequest, served: ServedModel) -> PromptOf:
         """The keys of a prompt in any block size. Raises InvalidValue where it has too many tokens."""
         if len(tokens.ids) // 4 > self._tokens_max:
             raise InvalidValue(f"the prompt has more than {self._tokens_max} tokens", reason="too_large")
@@ -51,7 +53,7 @@ class RequestPrompts:
         return partial(_keyed, tokens.ids, tokens.items, namespace(served.adapter, salts), self._seed)
 
 
-def _said(request: InferenceRequest) -> Iterator[TextOrChat | Tokens]:
+def _said(request: InferenceRequest) -> Iterator[TextOrChat | SourcedTokens]:
     if request.form is Form.EMBEDDINGS:
         return  # nothing of them is found again, so the load alone decides
     if request.messages:
@@ -73,10 +75,10 @@ def _said(request: InferenceRequest) -> Iterator[TextOrChat | Tokens]:
                 ids = pack_tokens(list(prompt))
             except (TypeError, OverflowError, ValueError):
                 raise InvalidValue("prompt has an element that is no token id", field="prompt") from None
-            yield Tokens(ids if request.truncation is None else request.truncation.cut(ids, b"", b""), "request")
+            yield SourcedTokens(ids if request.truncation is None else request.truncation.cut(ids, b"", b""), "request")
 
 
-def _keyed(ids: bytes, items: Items, space: int, seed: int, block_size: int) -> HashedPrompt:
+def _keyed(ids: bytes, items: PromptItems, space: int, seed: int, block_size: int) -> HashedPrompt:
     count = len(ids) // 4
     if not items:
         return HashedPrompt(count, block_keys(None, ids, block_size, namespace=space, seed=seed))

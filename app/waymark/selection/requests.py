@@ -20,7 +20,15 @@ from waymark.errors import InvalidValue, NoTarget, RemoteUnavailable, StoreUnava
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.routing.presets import PRESETS
-from waymark.selection.asked import Chosen, ProfileName, PromptOf, Ranked, RankingRequest, Selected, Taking
+from waymark.selection.asked import (
+    PolicyChoice,
+    ProfileName,
+    PromptOf,
+    RankedTargets,
+    RankingRequest,
+    SelectedTarget,
+    SelectParameters,
+)
 from waymark.selection.request_prompts import RequestPrompts, no_prompt
 from waymark.selection.selector import Selector
 from waymark.selection.sequences import SequenceLoad, further_sequences, reserve_sequences
@@ -30,13 +38,13 @@ from waymark.settings import Settings
 from waymark.shown import shown
 from waymark.store.reservations import Reservation
 from waymark.store.store import Store
-from waymark.tokenization.prompt import Tokens
+from waymark.tokenization.prompt import SourcedTokens
 from waymark.tokenization.tokenizers import Tokenizers
 
 log = logging.getLogger(__name__)
 
-_LEAST_WORK = Chosen(PRESETS["least-work"], PRESETS["least-work"].values({}))
-_STICKY = Chosen(PRESETS["sticky"], PRESETS["sticky"].values({}))
+_LEAST_WORK = PolicyChoice(PRESETS["least-work"], PRESETS["least-work"].values({}))
+_STICKY = PolicyChoice(PRESETS["sticky"], PRESETS["sticky"].values({}))
 #: How long the targets of a model that Redis does not know any more are used: so long its workers need to register
 #: them again in a Redis that came back empty.
 _FORGOTTEN_SECONDS = 30.0
@@ -44,7 +52,7 @@ _FORGOTTEN_SECONDS = 30.0
 _DECIDED_MAX = 1024
 
 
-class Prepared(NamedTuple):
+class PreparedRequest(NamedTuple):
     """A request that can be decided, any number of times."""
 
     asked: RankingRequest
@@ -55,10 +63,10 @@ class Prepared(NamedTuple):
     """The load of the sequences beyond the first."""
 
 
-class Routed(NamedTuple):
+class RoutedRequest(NamedTuple):
     """Where a request goes, and what its model means."""
 
-    selected: Selected
+    selected: SelectedTarget
     served: ServedModel
     further: tuple[SequenceLoad, ...] = ()
     """The load of the sequences beyond the first."""
@@ -107,7 +115,7 @@ class RequestSelector:
         tenant_id: str = DEFAULT_TENANT,
         session: str | None = None,
         counts_tokens: bool = False,
-    ) -> Prepared:
+    ) -> PreparedRequest:
         """Read what a decision needs of a request. ``session`` is the instance that its session token names.
 
         ``counts_tokens``: the caller needs the tokens even where they do not decide. Raises InvalidValue where the
@@ -118,7 +126,7 @@ class RequestSelector:
         served = further_name or ServedModel(named)
         policy, key = self.selector.default_policy, self._prefix_key(request)
         is_sticky = policy.preset is PRESETS["sticky"]
-        several: Sequence[Tokens] = ()
+        several: Sequence[SourcedTokens] = ()
         prompt: PromptOf = no_prompt
         refused = None
         if not is_sticky or key is None or counts_tokens:
@@ -150,7 +158,7 @@ class RequestSelector:
         )
         tokens = tuple(len(each.ids) // 4 for each in several)
         further = further_sequences(tokens or (0,) * request.prompts_to_answer, request.copies)
-        return Prepared(asked, served, tokens, further)
+        return PreparedRequest(asked, served, tokens, further)
 
     async def further_name(self, named: GroupName) -> ServedModel | None:
         """The model that a name means; None where it is a model of its own, or nobody serves it.
@@ -162,7 +170,7 @@ class RequestSelector:
         except StoreUnavailable:
             return self._served.at_hand(named)
 
-    async def take(self, prepared: Prepared, taking: Taking) -> Routed:
+    async def take(self, prepared: PreparedRequest, taking: SelectParameters) -> RoutedRequest:
         """Take a target, for every sequence of the request.
 
         Raises NoTarget (UnknownModel where nothing serves the model), Saturated, Starting, and StoreUnavailable where
@@ -188,15 +196,20 @@ class RequestSelector:
                 reservations += await reserve_sequences(
                     self.selector, asked.group, selected.target.candidate, prepared.further, taking.milliseconds
                 )
-        return Routed(selected, prepared.served, prepared.further, reservations)
+        return RoutedRequest(selected, prepared.served, prepared.further, reservations)
 
     async def select(
-        self, request: InferenceRequest, taking: Taking, *, tenant_id: str = DEFAULT_TENANT, session: str | None = None
-    ) -> Routed:
+        self,
+        request: InferenceRequest,
+        taking: SelectParameters,
+        *,
+        tenant_id: str = DEFAULT_TENANT,
+        session: str | None = None,
+    ) -> RoutedRequest:
         """Take a target for a request that is decided once; raises as ``prepare`` and ``take``."""
         return await self.take(await self.prepare(request, tenant_id=tenant_id, session=session), taking)
 
-    async def score(self, request: InferenceRequest, *, tenant_id: str = DEFAULT_TENANT) -> Ranked | None:
+    async def score(self, request: InferenceRequest, *, tenant_id: str = DEFAULT_TENANT) -> RankedTargets | None:
         """How much of the prompt each target has; None for a model that nobody has registered.
 
         It does not fail open: raises InvalidValue (``no_tokenizer`` where the model has no tokenizer),
@@ -210,7 +223,7 @@ class RequestSelector:
         prompt = self._prompts.keyed(several[0], request, served) if several else no_prompt
         return await self.selector.score(RankingRequest(served.group, prompt, _LEAST_WORK))
 
-    async def select_any(self, taking: Taking, *, tenant_id: str = DEFAULT_TENANT) -> Routed:
+    async def select_any(self, taking: SelectParameters, *, tenant_id: str = DEFAULT_TENANT) -> RoutedRequest:
         """Take a target of any model, for a request that names none; raises as ``select``."""
         registrations = await self._directory.registrations()
         for group in dict.fromkeys(each.group for each in registrations if each.tenant_id == tenant_id):

@@ -19,19 +19,19 @@ from waymark.metrics import Metrics
 from waymark.routing.policy import Decision
 from waymark.routing.presets import PRESETS
 from waymark.routing.target import Candidate
-from waymark.selection.asked import Chosen, Ranked, RankingRequest, Selected, Taking
+from waymark.selection.asked import PolicyChoice, RankedTargets, RankingRequest, SelectedTarget, SelectParameters
 from waymark.selection.degraded import Degraded
-from waymark.selection.fleet import Fleet, Member
+from waymark.selection.fleet import Fleet, FleetMember
 from waymark.selection.fleets import Fleets
 from waymark.selection.loads import Loads
 from waymark.selection.offers import SumOffers
 from waymark.selection.options import SelectionOptions
 from waymark.selection.prefill_progress import PrefillProgress
 from waymark.selection.ranking import RankedStages, rank, stages
-from waymark.selection.taking import Taker, headers_of
+from waymark.selection.taking import TargetReserver, headers_of
 from waymark.selection.target_reader import TargetLookup, TargetReader, request_of
 from waymark.shown import shown
-from waymark.store.reservations import CANDIDATES_MAX, Offer, Reservation, ReservationPart, Terms
+from waymark.store.reservations import CANDIDATES_MAX, Offer, Reservation, ReservationPart, ReservationTerms
 from waymark.store.store import Store
 
 #: How often a decision starts over because its group's table has changed meanwhile.
@@ -53,23 +53,23 @@ class Selector:
         self._progress = store.incarnation.cache(
             PrefillProgress(store.reader, store.reservations, store.begin, metrics)
         )
-        self._taker = Taker(store.reservations, self._loads, self._progress, options, metrics)
+        self._taker = TargetReserver(store.reservations, self._loads, self._progress, options, metrics)
         self._degraded = Degraded()
         self._targets = TargetReader(store, options, metrics, self._loads, self.fleets, self._degraded.remember)
         self._away_until = float("-inf")
-        self._default_policy = Chosen(None) if options.picker is not None else Chosen.of(options.policy)
+        self._default_policy = PolicyChoice(None) if options.picker is not None else PolicyChoice.of(options.policy)
         self._observe_policy = metrics.decision_duration_seconds.labels(part="policy").observe
         metrics.prefix_routing_prefix_cardinality.set_function(lambda: store.counts.prefixes_seen)
         metrics.prefix_routing_backend_distribution.set_function(lambda: metrics.backends(self._under_way()))
 
     @property
-    def default_policy(self) -> Chosen:
+    def default_policy(self) -> PolicyChoice:
         """What decides where a request names no policy."""
         return self._default_policy
 
     # ---- without a reservation ---------------------------------------------------------------------
 
-    async def score(self, asked: RankingRequest) -> Ranked | None:
+    async def score(self, asked: RankingRequest) -> RankedTargets | None:
         """All candidates, best first; None where nothing is registered for the group.
 
         Raises StoreUnavailable.
@@ -83,7 +83,7 @@ class Selector:
         found = rank(asked.policy, self._options.picker, lookup.request, candidates, lookup.fleet, self._random)
         decision = found.decision if candidates else Decision.KV_AWARE
         self._metrics.decisions.labels(policy=asked.policy.name, decision=decision).inc()
-        return Ranked(
+        return RankedTargets(
             found.scored,
             asked.policy,
             decision,
@@ -97,7 +97,7 @@ class Selector:
 
     # ---- with one ----------------------------------------------------------------------------------
 
-    async def select(self, asked: RankingRequest, taking: Taking) -> Selected:
+    async def select(self, asked: RankingRequest, taking: SelectParameters) -> SelectedTarget:
         """Take a target. Raises NoTarget, Saturated, StoreUnavailable; then nothing is taken."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._away_until:
@@ -119,7 +119,7 @@ class Selector:
             self._metrics.prefix_routing_requests.labels(strategy=selected.decision).inc()
         return selected
 
-    async def _select(self, asked: RankingRequest, taking: Taking) -> Selected:
+    async def _select(self, asked: RankingRequest, taking: SelectParameters) -> SelectedTarget:
         for _ in range(_LOOKUPS_MAX):
             lookup = await self._targets.read(asked, expects=taking.expects)
             if lookup is None:
@@ -136,7 +136,7 @@ class Selector:
             await self._store.reader.table(asked.group, deadline_seconds=self._options.deadline_seconds)
         raise NoTarget(nothing_registered(asked.group.model_name, asked.group.tenant_id))
 
-    def _sums(self, asked: RankingRequest, taking: Taking, lookup: TargetLookup) -> SumOffers | None:
+    def _sums(self, asked: RankingRequest, taking: SelectParameters, lookup: TargetLookup) -> SumOffers | None:
         """The targets by sums alone, where the policy is one and nothing else decides; None: by ``_stages``."""
         preset, seen = asked.policy.preset, lookup.seen
         if preset is None or preset.sum_of is None or asked.session is not None or taking.profile == "disagg":
@@ -149,14 +149,14 @@ class Selector:
         blocks = len(lookup.keys) // KEY_BYTES
         return SumOffers(members, seen, asked.policy, lookup.request, blocks, self._random)
 
-    def _stages(self, asked: RankingRequest, taking: Taking, lookup: TargetLookup) -> RankedStages | None:
+    def _stages(self, asked: RankingRequest, taking: SelectParameters, lookup: TargetLookup) -> RankedStages | None:
         members = self._members(asked, taking, lookup)
         candidates = lookup.fleet.candidates(lookup.seen, lookup.request.block_size, members=members)
         return stages(
             asked.policy, self._options.picker, taking.profile, lookup.request, candidates, lookup.fleet, self._random
         )
 
-    def _members(self, asked: RankingRequest, taking: Taking, lookup: TargetLookup) -> Sequence[Member]:
+    def _members(self, asked: RankingRequest, taking: SelectParameters, lookup: TargetLookup) -> Sequence[FleetMember]:
         """The targets that a decision has to rank."""
         policy = asked.policy
         members = lookup.fleet.serving(asked.served_as)
@@ -178,7 +178,7 @@ class Selector:
             session=asked.session,
         )
 
-    def select_without_redis(self, asked: RankingRequest, taking: Taking) -> Selected:
+    def select_without_redis(self, asked: RankingRequest, taking: SelectParameters) -> SelectedTarget:
         """Take a target by what is known; StoreUnavailable where nothing of the group is."""
         known = self._degraded.groups.get(asked.group)
         if known is None:
@@ -191,7 +191,7 @@ class Selector:
         seen = self._degraded.seen(asked.group)
         lookup = TargetLookup(known.entry, request, known.fleet, seen, prompt.keys)
         sticky = PRESETS["sticky"]
-        degraded = asked._replace(policy=Chosen.of(sticky))
+        degraded = asked._replace(policy=PolicyChoice.of(sticky))
         of = self._stages(degraded, taking, lookup)
         if of is None:
             raise NoTarget(_none_allowed(asked, taking, known.fleet))
@@ -205,7 +205,7 @@ class Selector:
                 if stage is not None
             ]
         self._metrics.decisions.labels(policy=sticky.name, decision="degraded").inc()
-        return Selected(
+        return SelectedTarget(
             best,
             [each.candidate for each in others[: taking.count - 1]],
             degraded.policy,
@@ -228,7 +228,7 @@ class Selector:
         entry = self._store.reader.entry_at_hand(group)
         if entry is None:
             raise NoTarget(nothing_registered(group.model_name, group.tenant_id))
-        terms = Terms(
+        terms = ReservationTerms(
             context=context,
             milliseconds=milliseconds,
             limit=self._options.target_requests_max,
@@ -269,7 +269,7 @@ class Selector:
                 yield member.name[0], 0.0 if load is None else load.requests
 
 
-def _none_allowed(asked: RankingRequest, taking: Taking, fleet: Fleet) -> str:
+def _none_allowed(asked: RankingRequest, taking: SelectParameters, fleet: Fleet) -> str:
     homeless = sum(each.target.address is None for each in fleet.members) if taking.needs_address else 0
     return (
         f"no target is left for model {shown(asked.group.model_name)}: of {len(fleet.members)} registered ones "

@@ -17,31 +17,39 @@ from waymark.errors import Saturated
 from waymark.metrics import Metrics
 from waymark.routing.policy import Decision, Scored
 from waymark.routing.target import Candidate
-from waymark.selection.asked import RankingRequest, Selected, Taking
+from waymark.selection.asked import RankingRequest, SelectedTarget, SelectParameters
 from waymark.selection.loads import Loads
 from waymark.selection.offers import Offers, ScoredOffers, SumOffers
 from waymark.selection.options import SelectionOptions
-from waymark.selection.prefill_progress import PrefillProgress, Watched
+from waymark.selection.prefill_progress import PrefillProgress, WatchedReservation
 from waymark.selection.ranking import RankedStages
 from waymark.selection.target_reader import TargetLookup
 from waymark.shown import shown
 from waymark.store import keys
-from waymark.store.reservations import NO_LOAD, Offer, Reservation, ReservationPart, Reservations, Reserved, Terms
+from waymark.store.reservations import (
+    NO_LOAD,
+    Offer,
+    Reservation,
+    ReservationPart,
+    Reservations,
+    ReservationTerms,
+    Reserved,
+)
 from waymark.store.scripts import Verdict
 from waymark.store.speculative import depths
 
 
-class _Stage(NamedTuple):
+class _OfferedStage(NamedTuple):
     """One stage of a request, and who could take it."""
 
     offers: Offers
     lookup: TargetLookup
     asked: RankingRequest
-    taking: Taking
+    taking: SelectParameters
     is_prefill_elsewhere: bool = False
 
 
-class Taker:
+class TargetReserver:
     """Reserves targets, and sees to what follows from it."""
 
     def __init__(
@@ -60,8 +68,8 @@ class Taker:
         self._observe = metrics.decision_duration_seconds.labels(part="reserve").observe
 
     async def take(
-        self, of: RankedStages | SumOffers, lookup: TargetLookup, asked: RankingRequest, taking: Taking
-    ) -> Selected | None:
+        self, of: RankedStages | SumOffers, lookup: TargetLookup, asked: RankingRequest, taking: SelectParameters
+    ) -> SelectedTarget | None:
         """Reserve the best, of each stage that the request goes through; None where all of them are gone.
 
         Raises Saturated; nothing stays reserved then.
@@ -87,7 +95,7 @@ class Taker:
         at, before_at = 0, 0
         made: list[Reservation] = []
         if taking.is_reserved:
-            first = await self._one(_Stage(offers, lookup, asked, taking, before is not None))
+            first = await self._one(_OfferedStage(offers, lookup, asked, taking, before is not None))
             if first is None:
                 return None
             at = first[0]
@@ -101,7 +109,7 @@ class Taker:
         self._metrics.decisions.labels(policy=asked.policy.name, decision=decision).inc()
         self._count(taken.candidate, lookup)
         headers = headers_of(taken.candidate, prefill and prefill.candidate, [each.candidate for each in encode])
-        return Selected(
+        return SelectedTarget(
             taken,
             offers.others(at, taking.count - 1),
             asked.policy,
@@ -134,14 +142,19 @@ class Taker:
             metrics.router_shared_cache_beyond_blocks.observe(request.pool_blocks_beyond(taken.device // size))
 
     async def _second(
-        self, offers: Offers, lookup: TargetLookup, asked: RankingRequest, taking: Taking, made: list[Reservation]
+        self,
+        offers: Offers,
+        lookup: TargetLookup,
+        asked: RankingRequest,
+        taking: SelectParameters,
+        made: list[Reservation],
     ) -> int | None:
         """The prefill stage's target, too, or neither."""
         other = taking
         if taking.request_id is not None:
             other = replace(taking, request_id=f"{text_hash(taking.request_id + ' prefill'):016x}")
         try:
-            second = await self._one(_Stage(offers, lookup, asked, other))
+            second = await self._one(_OfferedStage(offers, lookup, asked, other))
         except BaseException:
             await asyncio.shield(self._reservations.release(made, ReservationPart.OK))
             raise
@@ -151,12 +164,12 @@ class Taker:
         made.append(second[1])
         return second[0]
 
-    async def _one(self, stage: _Stage) -> tuple[int, Reservation] | None:
+    async def _one(self, stage: _OfferedStage) -> tuple[int, Reservation] | None:
         """The place of the target that was taken."""
         of, lookup, asked, taking, is_prefill_elsewhere = stage
         began = perf_counter()
         offers, spec_keys = self._with_entries(of, lookup, taking)
-        terms = Terms(
+        terms = ReservationTerms(
             context=lookup.request.tokens,
             weight_new=of.linear.new,
             weight_active=of.linear.active,
@@ -185,7 +198,9 @@ class Taker:
         assert at is not None
         return at, reservation
 
-    def _with_entries(self, of: Offers, lookup: TargetLookup, taking: Taking) -> tuple[list[Offer], Sequence[str]]:
+    def _with_entries(
+        self, of: Offers, lookup: TargetLookup, taking: SelectParameters
+    ) -> tuple[list[Offer], Sequence[str]]:
         """The offers with the speculative entries that each would get, and the keys of all of these."""
         offers = of.offers()
         is_expected = self._options.is_speculative if taking.expects is None else taking.expects
@@ -205,7 +220,9 @@ class Taker:
             return offers, ()
         return offers, [keys.spec(lookup.entry.group_id, key_at(lookup.keys, depth)) for depth in at]
 
-    def _spec_milliseconds(self, publisher: int, lookup: TargetLookup, is_expected: bool, taking: Taking) -> int:
+    def _spec_milliseconds(
+        self, publisher: int, lookup: TargetLookup, is_expected: bool, taking: SelectParameters
+    ) -> int:
         if lookup.fleet.by_publisher[publisher].tells_events:
             return self._options.speculative_milliseconds if is_expected else 0
         # Its entries are all that is known of it.
@@ -226,7 +243,12 @@ class Taker:
             )
 
     def _follow(
-        self, found: Reserved, reservation: Reservation, lookup: TargetLookup, asked: RankingRequest, taking: Taking
+        self,
+        found: Reserved,
+        reservation: Reservation,
+        lookup: TargetLookup,
+        asked: RankingRequest,
+        taking: SelectParameters,
     ) -> None:
         """Remember what the decision has changed, and watch for the end of its prefill."""
         tokens, publisher = reservation.tokens, reservation.publisher
@@ -250,7 +272,7 @@ class Taker:
         elif self._options.prefill_tokens_per_second:
             seconds = (found.tokens + tokens) / member.target.weight / self._options.prefill_tokens_per_second
             done_at = now + seconds
-        self._progress.watch(Watched(reservation, asked.group, lookup.entry, piece, done_at, ends_at, by))
+        self._progress.watch(WatchedReservation(reservation, asked.group, lookup.entry, piece, done_at, ends_at, by))
 
 
 def headers_of(target: Candidate, prefill: Candidate | None, encode: Sequence[Candidate]) -> Mapping[str, str]:

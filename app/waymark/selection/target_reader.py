@@ -22,8 +22,8 @@ from waymark.domain.table import HolderTable
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.routing.target import RoutingRequest
-from waymark.selection.asked import Chosen, HashedPrompt, PackedKeys, RankingRequest
-from waymark.selection.fleet import Fleet, OpaquePrefix, Seen
+from waymark.selection.asked import HashedPrompt, PackedKeys, PolicyChoice, RankingRequest
+from waymark.selection.fleet import Fleet, OpaquePrefix, PromptState
 from waymark.selection.fleets import Fleets
 from waymark.selection.loads import Loads
 from waymark.selection.options import SelectionOptions
@@ -46,13 +46,13 @@ class TargetLookup(NamedTuple):
     entry: GroupEntry
     request: RoutingRequest
     fleet: Fleet
-    seen: Seen
+    seen: PromptState
     keys: bytes
     walk: Walk | None = None
     is_partial: bool = False
 
 
-class _Aside(NamedTuple):
+class _SideReads(NamedTuple):
     """What is asked beside the blocks."""
 
     loads: Mapping[int, Load]
@@ -139,7 +139,7 @@ class TargetReader:
                 aside.exception()  # retrieved: the walk's own error is the one that counts
         walk = reading.walk
         rows = target_rows(walk)
-        seen = Seen(rows, *beside)
+        seen = PromptState(rows, *beside)
         if not prompt.tokens and seen.prefixes:
             # The longest that anybody has of it is all that is known of its length.
             prompt = prompt._replace(tokens=max(each.tokens for each in seen.prefixes.values()))
@@ -148,14 +148,14 @@ class TargetReader:
 
     def _aside_at_hand(
         self, asked: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, *, expects: bool | None
-    ) -> _Aside | None:
+    ) -> _SideReads | None:
         """What is asked beside the blocks, if it is the loads alone, and these are known."""
         if asked.given is not None or self._needs_gauges(asked.policy) or self._needs_first_tokens(asked.policy):
             return None
         if (asked.prefix_key is not None and fleet.has_sources) or self._expects(fleet, expects):
             return None
         loads = self._loads.at_hand(entry.group_id)
-        return None if loads is None else _Aside(loads, {}, {})
+        return None if loads is None else _SideReads(loads, {}, {})
 
     def _expects(self, fleet: Fleet, expects: bool | None) -> bool:
         """Whether speculative entries are read."""
@@ -163,7 +163,7 @@ class TargetReader:
 
     async def _aside(
         self, asked: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, *, expects: bool | None
-    ) -> _Aside:
+    ) -> _SideReads:
         """What is asked beside the blocks: loads, gauges and speculative entries."""
         given = None if asked.given is None else asked.given.values()
         loads: Mapping[int, Load] = {}
@@ -179,15 +179,15 @@ class TargetReader:
         prefixes = await self._prefixes(asked, entry, fleet, prompt, until)
         at = depths(len(prompt.keys) // KEY_BYTES) if self._expects(fleet, expects) else []
         if not at:
-            return _Aside(loads, {}, gauges, prefixes, first_tokens)
+            return _SideReads(loads, {}, gauges, prefixes, first_tokens)
         numbers = [key_at(prompt.keys, depth) for depth in at]
         try:
             publishers = await self._store.speculative.read(entry.group_id, numbers, until=until)
         except TimeoutError:
-            return _Aside(loads, {}, gauges, prefixes, first_tokens)
+            return _SideReads(loads, {}, gauges, prefixes, first_tokens)
         # The deepest wins, being last.
         expected = {publisher: depth for publisher, depth in zip(publishers, at, strict=True) if publisher is not None}
-        return _Aside(loads, expected, gauges, prefixes, first_tokens)
+        return _SideReads(loads, expected, gauges, prefixes, first_tokens)
 
     async def _prefixes(
         self, asked: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, until: float
@@ -205,12 +205,12 @@ class TargetReader:
             return {}
         return fleet.prefixes(found, prompt.tokens or _TOKENS_MAX)
 
-    def _needs_gauges(self, policy: Chosen) -> bool:
+    def _needs_gauges(self, policy: PolicyChoice) -> bool:
         if policy.preset is not None:
             return policy.preset.needs_gauges
         return self._options.picker is not None and self._options.picker.needs_gauges
 
-    def _needs_first_tokens(self, policy: Chosen) -> bool:
+    def _needs_first_tokens(self, policy: PolicyChoice) -> bool:
         return policy.preset is None and self._options.picker is not None and self._options.picker.needs_first_tokens
 
 

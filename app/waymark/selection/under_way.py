@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from waymark.domain.targets import host_and_port
 from waymark.errors import StoreUnavailable
 from waymark.logs import fields
-from waymark.selection.requests import Routed
+from waymark.selection.requests import RoutedRequest
 from waymark.selection.selector import Selector
 from waymark.selection.sequences import SequenceLoad, reserve_sequences
 from waymark.store.background import StartTask
@@ -41,7 +41,7 @@ class RequestsUnderWay:
     def __len__(self) -> int:
         return len(self._running)
 
-    def add(self, routed: Routed) -> RequestUnderWay:
+    def add(self, routed: RoutedRequest) -> RequestUnderWay:
         """A request that was just given its targets. Its caller must ``end`` it."""
         request = RequestUnderWay(self, routed)
         self._running.add(request)
@@ -78,7 +78,7 @@ class RequestsUnderWay:
         """Wait for the releases that have begun: before the store is closed."""
         await asyncio.gather(*self._releasing, return_exceptions=True)
 
-    async def reserve(self, routed: Routed, address: str) -> tuple[Reservation, ...]:
+    async def reserve(self, routed: RoutedRequest, address: str) -> tuple[Reservation, ...]:
         """Reservations of the target at ``address``; none if there is no such target, or it cannot be reserved."""
         group, tokens = routed.served.group, routed.selected.tokens
         try:
@@ -98,7 +98,7 @@ class RequestsUnderWay:
 class RequestUnderWay:
     """One request, from its decision to its end. Every method but ``move`` returns at once."""
 
-    def __init__(self, of: RequestsUnderWay, routed: Routed) -> None:
+    def __init__(self, of: RequestsUnderWay, routed: RoutedRequest) -> None:
         self.routed = routed
         self.since = asyncio.get_running_loop().time()
         self.reservations: Sequence[Reservation] = tuple(routed.reservations)

@@ -30,7 +30,7 @@ from waymark.store.connect import first
 from waymark.store.half_moved import read_singly
 from waymark.store.read_connection import ReplyReader
 from waymark.store.read_pool import ReadPool
-from waymark.store.slot_map import SlotMap, Slots
+from waymark.store.slot_map import ClusterSlots, SlotMap
 
 T = TypeVar("T")
 
@@ -245,7 +245,7 @@ class Cluster:
         except TimeoutError:
             raise RedisTimeoutError(f"no map of the Cluster's slots within {self._bound_seconds:g} s") from None
 
-    async def _ask(self, endpoint: HostPort) -> Slots:
+    async def _ask(self, endpoint: HostPort) -> ClusterSlots:
         return self._map.parse(await _asked(self._node(endpoint), "CLUSTER", "SLOTS"), endpoint)
 
 

@@ -10,7 +10,7 @@ from waymark.store.address import Address, HostPort
 from waymark.store.cluster import Cluster
 from waymark.store.connect import server
 from waymark.store.credentials import Credentials
-from waymark.store.read_pool import Dialer, Find, ReadPool
+from waymark.store.read_pool import Dialer, FindServers, ReadPool
 from waymark.store.sentinels import behind_sentinels, found_by
 
 
@@ -22,7 +22,7 @@ def connected(
     def node(endpoint: HostPort | None) -> Redis:
         return server(address, credentials, endpoint, timeout_seconds=timeout_seconds, connections=connections)
 
-    def reads(find: Find | None) -> ReadPool:
+    def reads(find: FindServers | None) -> ReadPool:
         return ReadPool(Dialer(address, credentials, timeout_seconds, find))
 
     def reads_of(endpoint: HostPort) -> ReadPool:

@@ -28,7 +28,7 @@ _KEEP_MS: Final = 7 * 86_400_000
 _BLOCK: Final = re.compile(rb"([0-9a-f]{16})([0-9a-v])([0-9a-f]{16})([0-9a-f]{16})?")
 
 
-class Reported(NamedTuple):
+class ReportedBlock(NamedTuple):
     """A block that an engine has."""
 
     engine_hash: int
@@ -42,7 +42,7 @@ class EngineHashes:
         self._client = client
         self._scripts = scripts
 
-    async def keep(self, grant: Grant, blocks: Sequence[Reported], hashes_max: int) -> bool:
+    async def keep(self, grant: Grant, blocks: Sequence[ReportedBlock], hashes_max: int) -> bool:
         """Keep blocks, at most about ``hashes_max`` of the group; False if fenced."""
         group_id = grant.group_id
         number = await self._newest(group_id)

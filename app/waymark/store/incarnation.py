@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Protocol, TypeVar
 
 
-class Forgetful(Protocol):
+class Clearable(Protocol):
     def clear(self) -> None: ...
 
 
-C = TypeVar("C", bound=Forgetful)
+C = TypeVar("C", bound=Clearable)
 
 #: The most nonces remembered; one more clears everything.
 _NONCES_MAX = 4096
@@ -34,7 +34,7 @@ class Incarnation:
         A reply of Redis may enter a cache only if this number is the same as when the command was sent.
         """
         self._nonces: dict[int | str, bytes] = {}
-        self._caches: list[Forgetful] = []
+        self._caches: list[Clearable] = []
 
     def cache(self, cache: C) -> C:
         """Register ``cache``, so that it is cleared when Redis has come back empty; returns it."""

@@ -27,7 +27,7 @@ CALL_BYTES = 65_536
 _PART_COST = 8
 
 
-Hold = Callable[[], Awaitable[None]]
+RenewLease = Callable[[], Awaitable[None]]
 """Called repeatedly while a call waits to be sent, to renew the lease."""
 
 
@@ -56,7 +56,7 @@ class Index:
         commit: Commit | None,
         event_ids: Mapping[int, int] | None = None,
         *,
-        hold: Hold | None = None,
+        hold: RenewLease | None = None,
     ) -> Verdict:
         """Apply parts in order and then, with ``commit``, move the watermark.
 
@@ -96,7 +96,7 @@ class Index:
             grant.moved_shards.difference_update(moved)
         return outcome.verdict
 
-    async def _apply_wave(self, grant: Grant, parts: Sequence[Part], moves: Moves, hold: Hold | None) -> Verdict:
+    async def _apply_wave(self, grant: Grant, parts: Sequence[Part], moves: Moves, hold: RenewLease | None) -> Verdict:
         """Apply parts on their shards: on shard 0, and then on the others in parallel."""
         by_shard: dict[int, list[Part]] = {}
         for part in parts:
@@ -122,7 +122,7 @@ class Index:
         moves: Moves,
         commit: Commit | None,
         events: Sequence[Arg] = (),
-        hold: Hold | None = None,
+        hold: RenewLease | None = None,
     ) -> Verdict:
         calls = ApplyCalls(parts, moves, keys.block_prefix(grant.group_id, shard))
         while True:
@@ -149,7 +149,7 @@ class Index:
         sent: ApplyCall,
         commit: Commit | None,
         events: Sequence[Arg],
-        hold: Hold | None,
+        hold: RenewLease | None,
     ) -> Outcome:
         prefix = keys.block_prefix(grant.group_id, shard)
         call = partial(

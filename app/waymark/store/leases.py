@@ -33,10 +33,10 @@ class HolderChange:
     nonce: str = ""
 
 
-class Seat(Protocol):
+class PublisherIds(Protocol):
     """The ids that find a publisher in Redis.
 
-    A claim has them; ``Unclaimed`` has them for a publisher without a claim.
+    A claim has them; ``UnclaimedPublisher`` has them for a publisher without a claim.
     """
 
     @property
@@ -50,7 +50,7 @@ class Seat(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenLease:
     """A lease that was taken, with the fence raised on every shard."""
 
     token: str
@@ -137,28 +137,30 @@ class Leases:
         ``force`` takes the lease even if another worker has it.
         """
         is_forgotten = await self._is_forgotten(claim)
-        taken = await self.take_seat(claim, worker, seconds, force=force)
+        taken = await self.take_for(claim, worker, seconds, force=force)
         if taken is None:
             return None
         return Grant(claim, taken.token, taken.above, taken.calls, seconds=seconds, is_forgotten=is_forgotten)
 
-    async def take_seat(self, seat: Seat, worker: str, seconds: float, *, force: bool = False) -> Taken | None:
+    async def take_for(
+        self, ids: PublisherIds, worker: str, seconds: float, *, force: bool = False
+    ) -> TakenLease | None:
         """``take`` for any publisher."""
         own, above, milliseconds = "", 0, max(1, int(seconds * 1000))
-        record, lease = keys.record(seat.group_id, seat.publisher), keys.lease(seat.group_id, seat.publisher)
+        record, lease = keys.record(ids.group_id, ids.publisher), keys.lease(ids.group_id, ids.publisher)
         while True:
             random = random_nonce()
             taken = await self._scripts.take_lease(
                 lease, record, own, random, worker, milliseconds, above, "1" if force else ""
             )
             if taken.verdict is Verdict.GONE:
-                await self._forget(seat)
+                await self._forget(ids)
             if not taken.is_applied:
                 return None
             own = f"{taken.numbers[0]}.{random}"
-            counter, holder, calls = await self._raise_fences(seat, own)
+            counter, holder, calls = await self._raise_fences(ids, own)
             if counter is None:
-                return Taken(own, holder, calls)
+                return TakenLease(own, holder, calls)
             # A failover has set the record back, and a shard has a higher token.
             above = counter
 
@@ -177,12 +179,12 @@ class Leases:
         )
         return None in found
 
-    async def _raise_fences(self, seat: Seat, token: str) -> tuple[int | None, int, dict[int, int]]:
+    async def _raise_fences(self, ids: PublisherIds, token: str) -> tuple[int | None, int, dict[int, int]]:
         """Return the counter of a higher token or None, the highest holder id of all shards, and the calls by shard."""
         outcomes = await asyncio.gather(
             *(
-                self._scripts.raise_fence(keys.fence(seat.group_id, shard), seat.publisher, token)
-                for shard in range(seat.shards)
+                self._scripts.raise_fence(keys.fence(ids.group_id, shard), ids.publisher, token)
+                for shard in range(ids.shards)
             )
         )
         holder = max(outcome.numbers[1] for outcome in outcomes)
@@ -205,7 +207,7 @@ class Leases:
         if outcome.verdict is Verdict.GONE:
             await self._forget(grant.claim)
 
-    async def _forget(self, seat: Seat) -> None:
+    async def _forget(self, ids: PublisherIds) -> None:
         """Delete the fences of a publisher without a record. No worker has a valid token for that publisher.
 
         There are such fences if the publisher ended, or a worker stopped, between taking the lease and raising the
@@ -213,43 +215,43 @@ class Leases:
         """
         await asyncio.gather(
             *(
-                self._scripts.drop_fence(keys.fence(seat.group_id, shard), seat.publisher, "")
-                for shard in range(seat.shards)
+                self._scripts.drop_fence(keys.fence(ids.group_id, shard), ids.publisher, "")
+                for shard in range(ids.shards)
             )
         )
 
     async def end(self, grant: Grant) -> bool:
         """End the publisher: delete its row and its holders. False if fenced."""
-        return await self.end_seat(grant.claim, grant.token)
+        return await self.end_for(grant.claim, grant.token)
 
-    async def end_seat(self, seat: Seat, token: str, *, only_unclaimed: bool = False) -> bool:
+    async def end_for(self, ids: PublisherIds, token: str, *, only_unclaimed: bool = False) -> bool:
         """End the publisher under a token.
 
         False if fenced. If ``only_unclaimed`` is set, also False if the record is not marked ``unclaimed``.
         """
-        outcome = await self._end(seat, token, "unclaimed" if only_unclaimed else "")
+        outcome = await self._end(ids, token, "unclaimed" if only_unclaimed else "")
         if not outcome.is_applied:
             return False
-        for shard in range(seat.shards):
-            await self._scripts.drop_fence(keys.fence(seat.group_id, shard), seat.publisher, token)
+        for shard in range(ids.shards):
+            await self._scripts.drop_fence(keys.fence(ids.group_id, shard), ids.publisher, token)
         return True
 
-    async def end_without_record(self, seat: Seat) -> bool:
+    async def end_without_record(self, ids: PublisherIds) -> bool:
         """End a publisher that has a row in the table and no record. False if it has a record, or no row.
 
         A Redis that evicts keys, or a move of its slot that was broken off, leaves such a row. Only the table
         knows its holders. This call needs no token, because the token was lost with the record.
         """
-        held = await self._client.hgetall(keys.holders(seat.group_id))
-        if b"publisher:%d" % seat.publisher not in held:
+        held = await self._client.hgetall(keys.holders(ids.group_id))
+        if b"publisher:%d" % ids.publisher not in held:
             return False
-        if not (await self._end(seat, "", "gone", holders_of(held, seat.publisher))).is_applied:
+        if not (await self._end(ids, "", "gone", holders_of(held, ids.publisher))).is_applied:
             return False
-        await self._forget(seat)
+        await self._forget(ids)
         return True
 
-    async def _end(self, seat: Seat, token: str, only: str, holders: Sequence[int] = ()) -> Outcome:
-        group_id, publisher = seat.group_id, seat.publisher
+    async def _end(self, ids: PublisherIds, token: str, only: str, holders: Sequence[int] = ()) -> Outcome:
+        group_id, publisher = ids.group_id, ids.publisher
         return await self._scripts.end_publisher(
             keys.holders(group_id),
             keys.record(group_id, publisher),

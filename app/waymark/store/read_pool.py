@@ -20,8 +20,8 @@ from waymark.store.read_connection import ReadConnection, Replies, ReplyReader
 
 T = TypeVar("T")
 
-Lost = Callable[[ReadConnection], None]
-Find = Callable[[], Awaitable[Sequence[HostPort]]]
+OnLost = Callable[[ReadConnection], None]
+FindServers = Callable[[], Awaitable[Sequence[HostPort]]]
 """Returns the servers that may be asked, the best first."""
 
 
@@ -32,9 +32,9 @@ class Dialer:
     address: Address
     credentials: Credentials
     timeout_seconds: float
-    find: Find | None
+    find: FindServers | None
 
-    async def dial(self, lost: Lost) -> ReadConnection:
+    async def dial(self, lost: OnLost) -> ReadConnection:
         """A connection that is authenticated and ready. Raises RedisError."""
         if self.find is None:
             return await self._dial(None, lost)
@@ -46,7 +46,7 @@ class Dialer:
                 failure = exc
         raise failure
 
-    async def _dial(self, endpoint: HostPort | None, lost: Lost) -> ReadConnection:
+    async def _dial(self, endpoint: HostPort | None, lost: OnLost) -> ReadConnection:
         connection: ReadConnection | None = None
         try:
             async with asyncio.timeout(self.timeout_seconds):
@@ -62,7 +62,7 @@ class Dialer:
             raise
         return connection
 
-    async def _connect(self, endpoint: HostPort | None, lost: Lost) -> ReadConnection:
+    async def _connect(self, endpoint: HostPort | None, lost: OnLost) -> ReadConnection:
         loop = asyncio.get_running_loop()
 
         def make() -> ReadConnection:

@@ -135,7 +135,7 @@ class Offer(NamedTuple):
     """How long its speculative entries last; with 0 ``reserve`` writes none."""
 
 
-class Terms(NamedTuple):
+class ReservationTerms(NamedTuple):
     """What all candidates of one decision have in common."""
 
     context: int
@@ -172,7 +172,7 @@ class Reservations:
         self._scripts = scripts
         self._begin = begin
 
-    async def reserve(self, group_id: int, offers: Sequence[Offer], terms: Terms) -> Reserved:
+    async def reserve(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms) -> Reserved:
         """Send a prompt to the best of at most ``CANDIDATES_MAX`` targets, in one round trip.
 
         If no reply comes, no caller knows the reservation, so a background task ends it as soon as Redis answers. A
@@ -188,7 +188,7 @@ class Reservations:
                 self._begin(self._take_back(group_id, offers, terms, nonce))
             raise
 
-    async def _take_back(self, group_id: int, offers: Sequence[Offer], terms: Terms, nonce: str) -> None:
+    async def _take_back(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms, nonce: str) -> None:
         """End the reservation that an unanswered call may have made, whichever target it is for."""
         made = [Reservation(group_id, offer.publisher, offer.new, terms.context, nonce) for offer in offers]
         until = time.monotonic() + terms.milliseconds / 1000
@@ -199,7 +199,7 @@ class Reservations:
             except StoreUnavailable:
                 await asyncio.sleep(_TAKE_BACK_SECONDS)
 
-    async def _reserve(self, group_id: int, offers: Sequence[Offer], terms: Terms, nonce: str) -> Reserved:
+    async def _reserve(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms, nonce: str) -> Reserved:
         verdict, *numbers = await self._scripts.reserve(
             keys.load(group_id),
             keys.reservations(group_id),

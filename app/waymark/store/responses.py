@@ -33,7 +33,7 @@ class ResponseBounds(NamedTuple):
     queue_max: int = 0
 
 
-class Changed(NamedTuple):
+class ResponseChange(NamedTuple):
     """Whether a change was made, and how much is stored. A change is not made if the response does not fit."""
 
     is_done: bool
@@ -51,25 +51,25 @@ class StoredResponses:
         """The responses by name: an empty value if it was deleted, None if Redis does not have it."""
         return await self._scripts.find_responses(keys.RESPONSES_KEPT, keys.RESPONSES_DUE, names)
 
-    async def keep(self, name: str, value: bytes, bounds: ResponseBounds) -> Changed:
+    async def keep(self, name: str, value: bytes, bounds: ResponseBounds) -> ResponseChange:
         """Keep a response. Old responses are removed to make room; with MongoDB, only those that MongoDB has."""
         return await self._change(name, value, bounds, bounds.queue_max)
 
-    async def put_back(self, name: str, value: bytes, bounds: ResponseBounds) -> Changed:
+    async def put_back(self, name: str, value: bytes, bounds: ResponseBounds) -> ResponseChange:
         """Keep a response that MongoDB has, unless it was changed or deleted meanwhile."""
         return await self._change(name, value, bounds, 0)
 
-    async def delete(self, name: str, bounds: ResponseBounds) -> Changed:
+    async def delete(self, name: str, bounds: ResponseBounds) -> ResponseChange:
         """Delete a response. With MongoDB, a mark of the deletion stays in Redis for a time."""
         return await self._change(name, b"", bounds, bounds.queue_max)
 
-    async def _change(self, name: str, value: bytes, bounds: ResponseBounds, length: int) -> Changed:
+    async def _change(self, name: str, value: bytes, bounds: ResponseBounds, length: int) -> ResponseChange:
         group = _GROUP if bounds.queue_max else ""
         outcome = await self._scripts.keep_response(
             *_KEYS, name, bounds.milliseconds, value, group, length, bounds.entries_max, bounds.bytes_max
         )
         evicted, entries, bytes_ = outcome.numbers
-        return Changed(outcome.verdict is not Verdict.FULL, AnswersSize(entries, bytes_, evicted))
+        return ResponseChange(outcome.verdict is not Verdict.FULL, AnswersSize(entries, bytes_, evicted))
 
     async def take(self, consumer: str, count: int, *, idle_ms: int) -> list[QueuedResponse]:
         """Entries for a consumer: those that another one has not ended for ``idle_ms``, or else new ones."""

@@ -20,7 +20,7 @@ from waymark.shown import shown
 from waymark.store.address import Address, HostPort
 from waymark.store.connect import Packing, WaitingPool, common_options, first
 from waymark.store.credentials import Credentials
-from waymark.store.read_pool import Find
+from waymark.store.read_pool import FindServers
 
 
 class _BoundedConnect:
@@ -81,7 +81,7 @@ class _BehindSentinels(Redis):
         await cast("_SentinelPool", self.connection_pool).sentinel_manager.aclose()
 
 
-def found_by(redis: Redis, address: Address) -> Find:
+def found_by(redis: Redis, address: Address) -> FindServers:
     """A function that asks the Sentinels of ``redis`` for the servers; ``behind_sentinels`` made ``redis``."""
     sentinels = cast("_Sentinels", cast("_SentinelPool", redis.connection_pool).sentinel_manager)
 

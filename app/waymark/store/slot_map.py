@@ -30,7 +30,7 @@ class Shard(NamedTuple):
     """The nodes that may answer, the best first; the last one is the primary."""
 
 
-class Slots(NamedTuple):
+class ClusterSlots(NamedTuple):
     """A reply to CLUSTER SLOTS."""
 
     shards: list[Shard | None]
@@ -95,13 +95,13 @@ class SlotMap:
         """The node has left the Cluster."""
         self._failed_until.pop(endpoint, None)
 
-    def replace(self, slots: Slots) -> None:
+    def replace(self, slots: ClusterSlots) -> None:
         """Take a map that was just read."""
         self._shards = slots.shards
         self._is_doubtful = False
         self._read_after = asyncio.get_running_loop().time() + _MAP_SECONDS_MIN
 
-    def parse(self, reply: Iterable[Any], endpoint: HostPort) -> Slots:
+    def parse(self, reply: Iterable[Any], endpoint: HostPort) -> ClusterSlots:
         """The reply of ``endpoint`` to CLUSTER SLOTS. Raises ClusterDownError if it names no node."""
         shards: list[Shard | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
         endpoints: set[HostPort] = set()
@@ -112,7 +112,7 @@ class SlotMap:
             endpoints.update((primary, *replicas))
         if not endpoints:
             raise ClusterDownError("its map of slots is empty")
-        return Slots(shards, endpoints)
+        return ClusterSlots(shards, endpoints)
 
     def _known(self) -> Iterable[Shard]:
         return filter(None, dict.fromkeys(self._shards))

@@ -13,7 +13,7 @@ from waymark.domain.known import Spot
 from waymark.domain.rows import SAME_HASH, HolderEntry, Place, Row, parse, parse_entry, parse_field
 from waymark.store import keys
 from waymark.store.client import RedisClient
-from waymark.store.hashes import Reported
+from waymark.store.hashes import ReportedBlock
 from waymark.store.leases import Grant
 from waymark.store.parsing import Malformed, RecordKind, RecordParser
 
@@ -49,7 +49,7 @@ class Takeover:
                     counted[holder, shard] = mark
         return counted
 
-    async def reported(self, grant: Grant, holders: Sequence[int]) -> AsyncIterator[list[Reported]]:
+    async def reported(self, grant: Grant, holders: Sequence[int]) -> AsyncIterator[list[ReportedBlock]]:
         """Yield the blocks of these holders in portions, each with its engine hash. Raises StoreUnavailable.
 
         A block that is removed at the same time may be missing, and one that is stored at that time may be included.
@@ -63,7 +63,7 @@ class Takeover:
                     entries = [self._entry_of(engine, name, value) for name, value in fields.items() if _is_place(name)]
                     found = [each for each in entries if each is not None and not each[0].is_single]
                     yield [
-                        Reported(engine_hash, Spot(Place(place.head), namespace, depth, key))
+                        ReportedBlock(engine_hash, Spot(Place(place.head), namespace, depth, key))
                         for rows in [await self._rows(grant, shard, found)]
                         for row, (at, entry) in zip(rows, found, strict=True)
                         for place, namespace, key, depth, engine_hash in _blocks(row, at, entry, holder)

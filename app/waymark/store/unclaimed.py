@@ -19,7 +19,7 @@ _ROW = b"publisher:"
 
 
 @dataclass(frozen=True, slots=True)
-class Unclaimed:
+class UnclaimedPublisher:
     """A publisher of a holder table without a claim."""
 
     publisher: int
@@ -40,40 +40,40 @@ class UnclaimedPublishers:
         ids = (name.removeprefix(_ROW) for name in names if name.startswith(_ROW))
         return {int(each) for each in ids if each.isdigit() and len(each) < 17}
 
-    async def end(self, seat: Unclaimed) -> bool:
+    async def end(self, ids: UnclaimedPublisher) -> bool:
         """End a publisher if it has no claim; return whether it has ended. Raises StoreUnavailable.
 
         A registration at the same time wins. This method marks the record as ``unclaimed``, and looks for a claim
         again. A registration writes its claim first, and then removes the mark. So either this method finds the claim,
         or the script finds no mark.
         """
-        record = keys.record(seat.group_id, seat.publisher)
+        record = keys.record(ids.group_id, ids.publisher)
         name = await self._client.hget(record, "name")
-        if await self._has_claim(seat, name):
+        if await self._has_claim(ids, name):
             return False
-        taken = await self._leases.take_seat(seat, "unregister", 5.0, force=True)
+        taken = await self._leases.take_for(ids, "unregister", 5.0, force=True)
         if taken is None:
-            return await self._leases.end_without_record(seat)
-        fence, calls = keys.fence(seat.group_id, 0), taken.calls[0]
-        marked = await self._scripts.write_record(record, fence, seat.publisher, taken.token, calls, ["unclaimed", "1"])
+            return await self._leases.end_without_record(ids)
+        fence, calls = keys.fence(ids.group_id, 0), taken.calls[0]
+        marked = await self._scripts.write_record(record, fence, ids.publisher, taken.token, calls, ["unclaimed", "1"])
         if (
             marked.is_applied
-            and not await self._has_claim(seat, name)
-            and await self._leases.end_seat(seat, taken.token, only_unclaimed=True)
+            and not await self._has_claim(ids, name)
+            and await self._leases.end_for(ids, taken.token, only_unclaimed=True)
         ):
             return True
-        await self._scripts.write_record(record, fence, seat.publisher, taken.token, calls, ["unclaimed", ""])
-        await self._scripts.drop_lease(keys.lease(seat.group_id, seat.publisher), record, taken.token)
+        await self._scripts.write_record(record, fence, ids.publisher, taken.token, calls, ["unclaimed", ""])
+        await self._scripts.drop_lease(keys.lease(ids.group_id, ids.publisher), record, taken.token)
         return False
 
-    async def _has_claim(self, seat: Unclaimed, name: bytes | None) -> bool:
+    async def _has_claim(self, ids: UnclaimedPublisher, name: bytes | None) -> bool:
         """Whether the publisher has a claim. A claim that cannot be read may be its claim, so it counts."""
         if name is None:
             held = await self._client.hgetall(keys.PUBLISHERS)
-            return any(self._is_of(seat, field, raw) for field, raw in held.items())
+            return any(self._is_of(ids, field, raw) for field, raw in held.items())
         raw = await self._client.hget(keys.PUBLISHERS, name)
-        return raw is not None and self._is_of(seat, name, raw)
+        return raw is not None and self._is_of(ids, name, raw)
 
-    def _is_of(self, seat: Unclaimed, name: bytes, raw: bytes) -> bool:
+    def _is_of(self, ids: UnclaimedPublisher, name: bytes, raw: bytes) -> bool:
         claim = self._directory.decode(name, raw)
-        return claim is None or claim.publisher == seat.publisher
+        return claim is None or claim.publisher == ids.publisher

@@ -11,7 +11,7 @@ from waymark.asker import Asker
 from waymark.domain.names import GroupName
 from waymark.errors import InvalidValue, TokenizerUnavailable
 from waymark.shown import shown
-from waymark.tokenization.prompt import Made, Prompt
+from waymark.tokenization.prompt import Prompt, TokenizedPrompt
 from waymark.tokenization.remote import RemoteTokenizer
 
 T = TypeVar("T")
@@ -40,10 +40,10 @@ class EngineTokenizer:
     def key(self, prompt: Prompt) -> bytes | None:
         """None: engines come and go."""
 
-    def known(self, key: bytes) -> Made | None:
+    def known(self, key: bytes) -> TokenizedPrompt | None:
         """Nothing is."""
 
-    async def tokens(self, prompt: Prompt, key: bytes | None = None) -> Made:
+    async def tokens(self, prompt: Prompt, key: bytes | None = None) -> TokenizedPrompt:
         """The tokens of a prompt, as the first engine makes them that answers."""
         return await self._first(lambda engine: engine.tokens(prompt))
 

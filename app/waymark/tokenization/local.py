@@ -24,7 +24,7 @@ from waymark.errors import InvalidValue
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.tokenization.model_files import read_templates, read_tokenizer, splitter_of
-from waymark.tokenization.prompt import ChatPrompt, Made, Prompt, TextPrompt
+from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt
 from waymark.tokenization.segments import Pieces, SegmentMemo
 
 log = logging.getLogger(__name__)
@@ -100,15 +100,15 @@ class LocalTokenizer:
         except ValueError:
             return None  # too deep, or no JSON
 
-    def known(self, key: bytes) -> Made | None:
+    def known(self, key: bytes) -> TokenizedPrompt | None:
         """The ids of a short prompt that came before."""
         ids = self._prompts.find(key)
         if ids is None:
             return None
         self._segments_known.inc()
-        return Made(ids)
+        return TokenizedPrompt(ids)
 
-    async def tokens(self, prompt: Prompt, key: bytes | None = None) -> Made:
+    async def tokens(self, prompt: Prompt, key: bytes | None = None) -> TokenizedPrompt:
         """The ids of a prompt; ``InvalidValue`` where it is too long or the template refuses it."""
         if key is None:
             # Before the template is rendered: the day may end meanwhile.
@@ -129,7 +129,7 @@ class LocalTokenizer:
         joined = self._surrounded(prompt, pieces.joined(ids))
         if key is not None:
             self._prompts.keep(key, joined)
-        return Made(joined)
+        return TokenizedPrompt(joined)
 
     async def text(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included; ids that the model does not have are left out."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from waymark.chat.truncation import Truncation
-from waymark.domain.multimodal import Items
+from waymark.domain.multimodal import PromptItems
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +67,19 @@ def _plain(truncation: Truncation | None) -> tuple[Any, ...] | None:
     return None if truncation is None else tuple(truncation)
 
 
-class Made(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """The ids of a prompt as little-endian u32, and the images and other items among them."""
 
     ids: bytes
-    items: Items = ()
+    items: PromptItems = ()
 
 
-class Tokens(NamedTuple):
+class SourcedTokens(NamedTuple):
     """What a source has made of a prompt, and its kind: ``local`` or ``remote``."""
 
     ids: bytes
     source: str
-    items: Items = ()
+    items: PromptItems = ()
 
 
 class Source(Protocol):
@@ -97,10 +97,10 @@ class Source(Protocol):
     def key(self, prompt: Prompt) -> bytes | None:
         """What stands for all that the tokens depend on; None if the source does not know, or if it costs too much."""
 
-    def known(self, key: bytes) -> Made | None:
+    def known(self, key: bytes) -> TokenizedPrompt | None:
         """The tokens of a prompt that came before, by its key."""
 
-    async def tokens(self, prompt: Prompt, key: bytes | None = None) -> Made:
+    async def tokens(self, prompt: Prompt, key: bytes | None = None) -> TokenizedPrompt:
         """The tokens of a prompt; ``key`` is its key, where the caller has it already."""
 
     async def text(self, ids: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ from waymark.chat.openai import as_message
 from waymark.domain.hashing import pack_tokens
 from waymark.domain.multimodal import items_of
 from waymark.errors import InvalidValue, TokenizerUnavailable, Unanswered
-from waymark.tokenization.prompt import ChatPrompt, Made, Prompt, TextPrompt, is_cut
+from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt, is_cut
 
 #: An answer that is longer is not read. Ids and their commas take about seven bytes each.
 _ANSWER_BYTES_MAX = 32 * 2**20
@@ -41,10 +41,10 @@ class RemoteTokenizer:
     def key(self, prompt: Prompt) -> bytes | None:
         """None: an engine may come back with another tokenizer."""
 
-    def known(self, key: bytes) -> Made | None:
+    def known(self, key: bytes) -> TokenizedPrompt | None:
         """Nothing is."""
 
-    async def tokens(self, prompt: Prompt, key: bytes | None = None) -> Made:
+    async def tokens(self, prompt: Prompt, key: bytes | None = None) -> TokenizedPrompt:
         """The tokens of a prompt, as the engine makes them."""
         if is_cut(prompt):
             return await self._cut(prompt)
@@ -62,13 +62,13 @@ class RemoteTokenizer:
         field = "messages" if is_chat else "prompt"
         answer = await self._post("/tokenize", body, field)
         if answer is not None:
-            return Made(self._ids(answer, "tokens"))
+            return TokenizedPrompt(self._ids(answer, "tokens"))
         answer = await self._post(_CHAT_RENDER if is_chat else _COMPLETION_RENDER, body, field)
         if answer is None:
             raise self._unusable("it has neither /tokenize nor render endpoints, or not this model")
         return self._rendered(answer)
 
-    async def _cut(self, prompt: Prompt) -> Made:
+    async def _cut(self, prompt: Prompt) -> TokenizedPrompt:
         """The tokens of a prompt that is truncated, which /tokenize does not do."""
         is_chat = isinstance(prompt, ChatPrompt)
         body = self._chat(prompt) if isinstance(prompt, ChatPrompt) else self._completion(prompt)
@@ -122,13 +122,13 @@ class RemoteTokenizer:
         except (TypeError, OverflowError, ValueError):
             raise self._unusable(f"its answer has no list of {name}") from None
 
-    def _rendered(self, answer: Any) -> Made:
+    def _rendered(self, answer: Any) -> TokenizedPrompt:
         if isinstance(answer, list) and len(answer) == 1:
             (answer,) = answer  # of completions, one for each prompt
         ids = self._ids(answer, "token_ids")
         features = answer.get("features")
         try:
-            return Made(ids, () if features is None else items_of(features))
+            return TokenizedPrompt(ids, () if features is None else items_of(features))
         except InvalidValue as error:
             raise self._unusable(f"of its answer, {error.sentence}") from None
 

@@ -23,7 +23,7 @@ from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.shown import shown
 from waymark.tokenization.engines import Addresses, EngineTokenizer
-from waymark.tokenization.prompt import Prompt, Source, Tokens
+from waymark.tokenization.prompt import Prompt, Source, SourcedTokens
 from waymark.tokenization.remote import RemoteTokenizer
 from waymark.tokenization.segments import SegmentMemo
 from waymark.tokenization.sources import directory_of, found_in, is_for_sglang, missing, no_tokenizer
@@ -104,7 +104,7 @@ class Tokenizers:
             fallback=fallback,
         )
 
-    async def tokens(self, model: str, prompt: Prompt, tenant_id: str = DEFAULT_TENANT) -> Tokens:
+    async def tokens(self, model: str, prompt: Prompt, tenant_id: str = DEFAULT_TENANT) -> SourcedTokens:
         """The ids of a prompt, as the engines of the model make them. ``tenant_id`` says whose engines may be asked.
 
         Raises ``InvalidValue``: ``no_tokenizer`` where the model has no source, ``too_large`` for a text that is too
@@ -119,7 +119,7 @@ class Tokenizers:
             work = _digest(model, prompt, tenant_id) if key is None else key
             tokens = await self._once(work, lambda: self._made(GroupName(tenant_id, model), prompt, key))
         else:
-            tokens = Tokens(known.ids, source.kind, known.items)
+            tokens = SourcedTokens(known.ids, source.kind, known.items)
         self._metrics.tokenize_duration_seconds.labels(source=tokens.source).observe(monotonic() - began)
         return tokens
 
@@ -187,10 +187,10 @@ class Tokenizers:
         if not task.cancelled():
             task.exception()  # every caller that waits gets it; without any, it is not needed
 
-    async def _made(self, group: GroupName, prompt: Prompt, key: bytes | None) -> Tokens:
+    async def _made(self, group: GroupName, prompt: Prompt, key: bytes | None) -> SourcedTokens:
         source = await self._source(group)
         made = await source.tokens(prompt, key)
-        return Tokens(made.ids, source.kind, made.items)
+        return SourcedTokens(made.ids, source.kind, made.items)
 
     async def _text(self, group: GroupName, ids: Sequence[int]) -> str:
         return await (await self._source(group)).text(ids)

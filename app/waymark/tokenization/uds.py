@@ -14,10 +14,10 @@ import grpc
 from waymark.chat.media import kind_of
 from waymark.chat.openai import as_message
 from waymark.domain.hashing import pack_tokens
-from waymark.domain.multimodal import Items, items_of
+from waymark.domain.multimodal import PromptItems, items_of
 from waymark.errors import InvalidValue, TokenizerUnavailable
 from waymark.protobuf import message_classes
-from waymark.tokenization.prompt import ChatPrompt, Made, Prompt, is_cut
+from waymark.tokenization.prompt import ChatPrompt, Prompt, TokenizedPrompt, is_cut
 
 PACKAGE = "tokenization"
 SERVICE = f"{PACKAGE}.TokenizationService"
@@ -72,10 +72,10 @@ class UdsTokenizer:
     def key(self, prompt: Prompt) -> bytes | None:
         """None: the service may come back with another tokenizer."""
 
-    def known(self, key: bytes) -> Made | None:
+    def known(self, key: bytes) -> TokenizedPrompt | None:
         """Nothing is."""
 
-    async def tokens(self, prompt: Prompt, key: bytes | None = None) -> Made:
+    async def tokens(self, prompt: Prompt, key: bytes | None = None) -> TokenizedPrompt:
         """The tokens of a prompt, as the service makes them."""
         is_chat = isinstance(prompt, ChatPrompt)
         field = "messages" if is_chat else "prompt"
@@ -104,8 +104,8 @@ class UdsTokenizer:
             self._is_initialized = True
         answer = await self._call(method, request, field)
         if is_chat:
-            return Made(pack_tokens(list(answer.token_ids)), self._items(answer.features))
-        return Made(pack_tokens(list(answer.input_ids)))
+            return TokenizedPrompt(pack_tokens(list(answer.token_ids)), self._items(answer.features))
+        return TokenizedPrompt(pack_tokens(list(answer.input_ids)))
 
     async def text(self, ids: Sequence[int]) -> str:
         """The service has no way back from tokens to text."""
@@ -170,7 +170,7 @@ class UdsTokenizer:
             fields["chat_template_kwargs"] = json.dumps(dict(prompt.template_kwargs))
         return _made("RenderChatCompletionRequest", fields, "messages")
 
-    def _items(self, features: Any) -> Items:
+    def _items(self, features: Any) -> PromptItems:
         named = {
             "mm_hashes": {entry.key: list(entry.value.values) for entry in features.mm_hashes},
             "mm_placeholders": {
