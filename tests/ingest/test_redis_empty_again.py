@@ -74,7 +74,7 @@ async def test_a_redis_that_is_emptied_twice_loses_no_registration(bench: Bench,
         await wait_until(lambda: are_registered(bench, wanted), "all are registered again", PATIENCE_SECONDS)
         assert not any(hand.task.done() for hand in hands)
     # A worker that has not noticed yet would restore what is unregistered meanwhile.
-    incarnation = await bench.store.records.incarnation()
+    incarnation = await bench.store.read_incarnation()
     for hand in hands:
         keeper = hand.worker.poller._keeper
         await wait_until(lambda keeper=keeper: keeper._incarnation == incarnation, "it has restored all")  # type: ignore[misc]
@@ -95,14 +95,14 @@ async def test_a_redis_that_never_stands_still_is_given_up_for_a_moment(
     hand = await bench.worker(options=WITHOUT_PROBES)
     await wait_until(lambda: hand.metric("publishers", feed="socket") == 6, "it has seen all")
     is_emptied = True
-    incarnation = hand.worker.poller._store.records.incarnation
+    read_incarnation = hand.worker.poller._store.read_incarnation
 
     async def emptied() -> str:
         if is_emptied:
             await bench.redis.flushall()
-        return await incarnation()
+        return await read_incarnation()
 
-    hand.worker.poller._store.records.incarnation = emptied  # type: ignore[method-assign]
+    hand.worker.poller._store.read_incarnation = emptied  # type: ignore[method-assign]
     hand.worker.poller.hint.set()
     await wait_until(lambda: hand.worker.poller.is_away, "the poll is given up", PATIENCE_SECONDS)
     assert not hand.task.done()
@@ -112,19 +112,19 @@ async def test_a_redis_that_never_stands_still_is_given_up_for_a_moment(
 
 def slow_to_notice(hand: Hand) -> asyncio.Event:
     """From now on this worker does not learn which Redis it has, until the event is set."""
-    records, noticed = hand.worker.poller._store.records, asyncio.Event()
-    ask = records.incarnation
+    store, noticed = hand.worker.poller._store, asyncio.Event()
+    ask = store.read_incarnation
 
     async def incarnation() -> str:
         await noticed.wait()
         return await ask()
 
-    records.incarnation = incarnation  # type: ignore[method-assign]
+    store.read_incarnation = incarnation  # type: ignore[method-assign]
     return noticed
 
 
 async def has_restored(bench: Bench, hand: Hand) -> None:
-    keeper, incarnation = hand.worker.poller._keeper, await bench.store.records.incarnation()
+    keeper, incarnation = hand.worker.poller._keeper, await bench.store.read_incarnation()
     hand.worker.poller.hint.set()
     await wait_until(lambda: keeper._incarnation == incarnation, "it has restored", PATIENCE_SECONDS)
 

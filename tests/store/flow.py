@@ -74,7 +74,7 @@ async def swept(store: Store, entry: GroupEntry) -> None:
 async def live_and_end(store: Store, shards: int) -> None:
     """Register, store, ask, remove, clear, take over, unregister, sweep; nothing of it is left in an answer."""
     assert await store.check() == []
-    assert await store.records.incarnation() == await store.records.incarnation()
+    assert await store.read_incarnation() == await store.read_incarnation()
     assert await store.registry.register(registration())
     assert await store.registry.register(registration("pod-2"))
     assert not await store.registry.register(registration())

@@ -42,7 +42,7 @@ async def check_unavailable(store: Store) -> None:
         lambda: store.registry.register(registration()),
         lambda: store.directory.registrations(),
         lambda: store.directory.is_tenant_known("default"),
-        lambda: store.records.incarnation(),
+        lambda: store.read_incarnation(),
         lambda: store.reader.read(GROUP, 16, lambda n: b"", deadline_seconds=5.0),
     ]
     async with within(20):
@@ -83,9 +83,9 @@ async def test_a_connection_that_broke_is_made_again(redis: Redis, redis_url: st
 
 
 async def test_a_script_that_redis_forgot_is_loaded_again(redis: Redis, store: Store) -> None:
-    incarnation = await store.records.incarnation()
+    incarnation = await store.read_incarnation()
     await redis.script_flush()
-    assert await store.records.incarnation() == incarnation
+    assert await store.read_incarnation() == incarnation
     assert await store.registry.register(registration())
 
 
@@ -123,7 +123,7 @@ async def test_every_memory_url_is_a_redis_of_its_own() -> None:
 async def test_an_error_does_not_tell_the_password(free_port: int) -> None:
     store = Store.open(f"redis://user:secret@127.0.0.1:{free_port}", timeout_seconds=0.5)
     with pytest.raises(StoreUnavailable) as caught:
-        await store.records.incarnation()
+        await store.read_incarnation()
     assert "secret" not in caught.value.sentence
     assert "user" not in caught.value.sentence
     assert f"redis://***@127.0.0.1:{free_port}" in caught.value.sentence

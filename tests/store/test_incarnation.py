@@ -118,11 +118,11 @@ async def test_hot_rows_end_with_the_redis_they_were_read_from(
 
 async def test_the_word_of_the_whole_redis_counts_too(store: Store, redis: Redis) -> None:
     known: set[int] = store.incarnation.cache({1})
-    await store.records.incarnation()
-    await store.records.incarnation()
+    await store.read_incarnation()
+    await store.read_incarnation()
     assert known == {1}
     await redis.flushall()
-    await store.records.incarnation()
+    await store.read_incarnation()
     assert known == set()
 
 

@@ -93,7 +93,7 @@ def _others(held: Held, than: Held) -> Held:
 async def live(client: RedisClient, redis: Redis) -> None:
     """Everything that happens to publishers, on one shard and on three."""
     one, three = Store(client), Store(client, shards=3)
-    await one.records.incarnation()
+    await one.read_incarnation()
     await one.heartbeats.alive("worker-1", keep_seconds=HOUR_SECONDS)
     state = DiscoveryState("worker-1", 2, 1, ("pod a: it has no block_size",))
     assert await one.discovery.hold(state, HOUR_SECONDS)
@@ -339,7 +339,7 @@ async def test_every_command_of_the_tour_answers_something(redis_url: str) -> No
     async with Redis.from_url(redis_url, protocol=2) as redis:
         client = RedisClient(redis, redis_url)
         store = Store(client)
-        await store.records.incarnation()
+        await store.read_incarnation()
         await store.heartbeats.alive("worker-1", keep_seconds=HOUR_SECONDS)
         stream = await stream_of(store, redis, ids_above=28114406051233)
         (gpu, cpu) = await stream.begin("0 GPU", "0 CPU")

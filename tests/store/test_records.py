@@ -120,10 +120,10 @@ async def test_workers_that_are_alive_know_of_each_other(store: Store) -> None:
 
 
 async def test_a_redis_that_came_back_empty_has_another_incarnation(store: Store, redis: Redis) -> None:
-    incarnation = await store.records.incarnation()
-    assert await store.records.incarnation() == incarnation
+    incarnation = await store.read_incarnation()
+    assert await store.read_incarnation() == incarnation
     await redis.flushall()
-    assert await store.records.incarnation() != incarnation
+    assert await store.read_incarnation() != incarnation
 
 
 async def test_two_lives_of_two_publishers_never_have_the_same_word(store: Store, redis: Redis) -> None:

@@ -35,7 +35,7 @@ class RegistrationKeeper:
         If the caller has read a list of claims before this call, and this call returns False, the caller may believe
         the list: Redis did not come back empty in between, so the list lacks no publisher that Redis has lost.
         """
-        incarnation = await self._store.records.incarnation()
+        incarnation = await self._store.read_incarnation()
         if incarnation == self._incarnation:
             return False
         is_start = not self._incarnation

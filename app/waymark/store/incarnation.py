@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
+from waymark.store import keys
+from waymark.store.leases import random_nonce
+from waymark.store.scripts import Scripts
+
 
 class Clearable(Protocol):
     def clear(self) -> None: ...
@@ -53,6 +57,12 @@ class Incarnation:
         elif known != nonce:
             self.forget()
         self._nonces[place] = nonce
+
+    async def read(self, scripts: Scripts) -> str:
+        """The nonce of the whole Redis; another nonce later means that Redis came back empty."""
+        nonce = await scripts.name_birth(keys.INCARNATION, random_nonce())
+        self.saw(keys.INCARNATION, nonce.encode())
+        return nonce
 
     def forget(self) -> None:
         """Clear every cache."""

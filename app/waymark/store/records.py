@@ -16,7 +16,6 @@ from waymark.errors import RecordDamaged
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.holder_tables import decode_table, encode_holder
-from waymark.store.incarnation import Incarnation
 from waymark.store.leases import Grant, random_nonce
 from waymark.store.parsing import RecordParser
 from waymark.store.scripts import Arg, Scripts
@@ -79,13 +78,10 @@ class NewHolder:
 
 
 class Records:
-    def __init__(
-        self, client: RedisClient, scripts: Scripts, parser: RecordParser, incarnation: Incarnation | None = None
-    ) -> None:
+    def __init__(self, client: RedisClient, scripts: Scripts, parser: RecordParser) -> None:
         self._client = client
         self._parser = parser
         self._scripts = scripts
-        self._incarnation = incarnation or Incarnation()
 
     async def read(self, grant: Grant) -> StreamRecord | None:
         """The record; None if it is gone, or contains another token.
@@ -222,9 +218,3 @@ class Records:
             random_nonce(),
         )
         return grant.counted(outcome)
-
-    async def incarnation(self) -> str:
-        """The nonce of this incarnation of Redis; another nonce later means that Redis came back empty."""
-        nonce = await self._scripts.name_birth(keys.INCARNATION, random_nonce())
-        self._incarnation.saw(keys.INCARNATION, nonce.encode())
-        return nonce

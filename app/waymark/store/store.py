@@ -94,7 +94,7 @@ class Store:
         self.pacer = Pacer(apply_blocks_max)
         self.index = Index(client, self.scripts, self.pacer)
         self.takeover = Takeover(client, self.parser)
-        self.records = Records(client, self.scripts, self.parser, self.incarnation)
+        self.records = Records(client, self.scripts, self.parser)
         self.publisher_states = PublisherStates(client, self.parser)
         self.heartbeats = Heartbeats(self.scripts)
         self.reservations = Reservations(client, self.scripts, self.begin)
@@ -162,6 +162,10 @@ class Store:
     def client(self) -> RedisClient:
         """The connection to the primary."""
         return self._client
+
+    async def read_incarnation(self) -> str:
+        """The nonce of this incarnation of Redis; caches of another one are cleared."""
+        return await self.incarnation.read(self.scripts)
 
     def begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Work in the background that ends with the store at the latest."""
