@@ -1,13 +1,13 @@
 """Applies folds of decoded batches to Redis: plan, resolve, apply, count.
 
-A fold is a list of consecutive batches that are applied together. An applier has these states; while it waits, it may
-be ahead:
+A fold is a list of consecutive batches that are applied together. An applier has these states; it may be ahead and
+waiting at the same time:
 
 - **in step**: the applier remembers the holders, flags, engine hashes and event_ids that Redis has. Every fold begins
   in this state.
 - **ahead**: a fold is resolved, and Redis has not acknowledged it. The resolver remembers blocks and event_ids that
-  Redis may not have yet, and nothing but the calls of this fold writes them. After the acknowledgement ``counts``
-  counts the fold, and the applier is in step again.
+  Redis may not have yet; only the calls of this fold write them to Redis. After the acknowledgement ``counts`` counts
+  the fold, and the applier is in step again.
 - **waiting**: Redis is unavailable, and ``calls.last_error`` says why. A patient applier, which applies a stream,
   repeats its call until Redis answers; Redis may therefore run a call twice. An applier that serves a request raises
   ``StoreUnavailable`` at once instead.
@@ -61,11 +61,11 @@ class Incoming:
     digest: str
     batch: Batch
     size: int = 0
-    """Bytes of its payload."""
+    """The bytes of the batch's payload."""
 
 
 class Applier:
-    """Applies folds of one stream under one grant. With ``is_patient`` it waits for Redis; else it raises."""
+    """Applies folds of one stream under one grant. With ``is_patient`` it waits for Redis."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Applier:
         self.grant = grant
         self.resolver = resolver
         self.counters = counters
-        """Totals, not differences. Some count applied batches; others count what was received, applied or not."""
+        """The counters of the record, as totals. Some count what was applied, others what was received."""
         self._store = store
         self.bounding = Bounding(resolver, metrics, self.new_life, self._note_entries)
         self.slices = SliceRunner(between=self._keep_lease if is_patient else None)
@@ -184,9 +184,9 @@ class Applier:
         return group
 
     async def keep_facts(self, told: Facts | None = None) -> None:
-        """Write the flags, the main group, and the further facts in ``told`` into the record.
+        """Write the flags, the main KV-cache group, and the further facts in ``told`` into the record.
 
-        The next worker reads the flags and the main group before it applies a batch.
+        The next worker reads the flags and the main KV-cache group before it applies a batch.
         """
         resolver = self.resolver
         group = "" if resolver.main_group is None else str(resolver.main_group)
@@ -208,7 +208,7 @@ class Applier:
         self._asked += len(few)
         lost = await self.calls.answered(lambda: self._store.index.has_lost(self.grant, [0, *few]))
         if 0 in lost:
-            raise Fenced  # shard 0 also has the record, which lost the same writes; the next applier reads it
+            raise Fenced  # the record is on shard 0 and shows the same loss to the next applier
         if lost:
             await self._lost()
 
@@ -267,7 +267,7 @@ class Applier:
         return ids
 
     async def _above(self) -> int:
-        """The highest holder id on any shard. With several shards each call reads it, because it may have grown."""
+        """The highest holder id on any shard. It is read again each time if other shards may have raised it."""
         if self.grant.shards == 1:
             return self.grant.above
         above = await self.calls.answered(lambda: self._store.leases.highest_holder(self.grant))

@@ -37,7 +37,8 @@ class Bounding:
     async def check(self, *, at_once: bool = False) -> None:
         """End the generations that are too old or beyond the bound on blocks. Raises Fenced.
 
-        With a bound on blocks, write the block counts and read the group's cut every 0.4 s, or now if ``at_once``.
+        With a bound on blocks, write the block counts and read the cut of the group (see ``store.entries``) every
+        0.4 s, or now if ``at_once``.
         """
         generations = self._resolver.generations
         if not generations:

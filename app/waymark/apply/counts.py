@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Counts:
-    """Counts for one stream. ``counters`` are the absolute values that its record contains."""
+    """Counts for one stream. ``counters`` are the totals that the record of the stream contains."""
 
     def __init__(self, resolver: Resolver, counters: Counter[str], metrics: Metrics) -> None:
         self._resolver = resolver

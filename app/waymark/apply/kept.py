@@ -1,9 +1,9 @@
-"""Keeps the block memories of publishers between requests of ``POST /events``.
+"""Keeps the blocks of publishers in memory between requests of ``POST /events``.
 
-A request holds the lease of its publisher only while it applies. A memory is valid only while no other process takes
-that lease. A request uses it again under three conditions: no lease was taken in between (the counter of the new lease
-is exactly one higher), the record has the same contents, and every shard has counted the same number of calls.
-Otherwise the request reads the blocks from Redis.
+A request holds the lease of its publisher only while it applies. The blocks that it remembers are valid only until
+another process takes that lease. The next request uses them under three conditions: no other lease was taken in between
+(the counter of its lease is exactly one higher than the last), the record has the same contents, and every shard has
+counted the same number of calls. Otherwise the request reads the blocks from Redis.
 """
 
 from __future__ import annotations

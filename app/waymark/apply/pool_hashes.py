@@ -1,7 +1,7 @@
-"""Keeps engine hashes in groups with a pool, because the events of a pool name blocks by the hashes of its engines.
+"""Keeps engine hashes in Redis if the group has a pool: a pool's events name blocks by the hashes of the engines.
 
 The stream of an engine stores, for each of its engine hashes, the block that the hash names. The stream of a pool looks
-hashes up, also while the pool sends no events. If the pool reports an object before its engine has reported the block,
+hashes up, also while the pool sends no events. If the pool reports an object before an engine has reported its block,
 the object is stored later, when the block is known.
 """
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 KEPT: Final = "hashes_kept"
 """A flag of the record: the hashes of all blocks of this life have been kept."""
 _PAUSE_SECONDS: Final = (1.0, 8.0)
-"""The shortest and the longest pause between two look-ups of waiting objects. It doubles while none is found."""
+"""The shortest and the longest pause between two look-ups of waiting objects. The pause doubles until one is found."""
 
 
 class _RetriedCall(Protocol):
@@ -61,7 +61,7 @@ class PoolHashes:
         self._write = keep
         self._keep_facts = keep_facts
         self._blocks: AsyncIterator[list[ReportedBlock]] | None = None
-        """The blocks from before the pool was registered whose hashes are not kept yet; None if none is being kept."""
+        """The older blocks whose hashes are not kept yet; None unless they are being kept."""
         self._pause, self._due, self._waited = _PAUSE_SECONDS[0], 0.0, 0
 
     async def find(self, batches: Sequence[Batch]) -> None:
@@ -71,8 +71,8 @@ class PoolHashes:
     async def keep(self, parts: Sequence[Part]) -> None:
         """Keep the engine hashes of new blocks, before the blocks are applied.
 
-        If this worker stops between the two writes, the next worker writes both again. In the other order the blocks
-        would look done, and their hashes would be missing.
+        If this worker stops between the two writes, the next worker repeats both. In the other order the next worker
+        would skip the blocks that were applied, and their hashes would be missing.
         """
         if self.is_wanted:
             await self._keep(await self._slices.run(_reported(parts)))

@@ -1,6 +1,6 @@
 """Cuts a large fold into portions, so that each call to Redis is bounded, however large a batch is.
 
-An ordinary fold is one portion. Each portion waits for Redis, so the event loop runs other tasks in between.
+An ordinary fold is one portion. The applier waits for Redis after each portion, so the event loop runs other tasks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PARTS = 1024
 
 
 def portions_of(parts: Sequence[Part], shards: int) -> list[Sequence[Part]]:
-    """The parts in order, in portions of bounded numbers of parts and blocks; at least one, even without parts."""
+    """Split the parts, in order, into portions with bounded numbers of parts and blocks. There is at least one."""
     if len(parts) < _PARTS and blocks_of(parts) <= _BLOCKS:
         return [parts]
     blocks_max = min(_BLOCKS * shards, _BLOCKS_MAX)

@@ -1,4 +1,4 @@
-"""An applier's calls to Redis: repeated while Redis is unavailable, until another worker has the stream."""
+"""Repeats an applier's calls while Redis is unavailable. The calls end when another worker has the stream."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Fenced(Exception):
 
 
 class RedisCalls:
-    """Calls of the applier. With ``is_patient`` a call waits for Redis; else it raises."""
+    """Calls of the applier. With ``is_patient`` a call waits for Redis; else it raises StoreUnavailable."""
 
     def __init__(self, metrics: Metrics, begin: Callable[[], None], *, is_patient: bool) -> None:
-        """``begin`` is called after each reply, because the event loop has just run other callbacks."""
+        """``begin`` is called after each reply: the wait has let other callbacks run, so a new slice begins."""
         self.is_patient = is_patient
         self.last_error: str | None = None
         """Why Redis does not answer; None while it answers."""
@@ -35,9 +35,9 @@ class RedisCalls:
         self._begin = begin
 
     async def answered(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The reply of ``call``, which a patient caller repeats until Redis answers.
+        """The result of ``call``. With ``is_patient`` the call is repeated until Redis answers.
 
-        Raises RecordDamaged, what ``call`` raises, and without ``is_patient`` StoreUnavailable.
+        Raises what ``call`` raises; with ``is_patient``, no StoreUnavailable but RecordDamaged.
         """
         pause = _PAUSE_SECONDS_MIN
         while True:

@@ -64,8 +64,8 @@ async def resumed(
         if state is None:
             raise Fenced
     elif has_skipped and KEPT in resolver.flags:
-        # Shard 0 may have lost engine hashes of blocks on other shards. ``skip`` leaves these blocks out, so their
-        # hashes would not be written again.
+        # Shard 0 may have lost engine hashes of blocks on other shards. The resolver skips these blocks when they are
+        # applied again, so their hashes would stay missing. Without the flag all hashes are written again.
         resolver.flags.discard(KEPT)
         await applier.keep_facts()
     await applier.bounding.check(at_once=True)

@@ -95,7 +95,7 @@ class Activity:
     async def after(self, entry_id: str, count: int) -> list[ActivityEntry]:
         """At most ``count`` entries after ``entry_id``, oldest first.
 
-        After an id that was trimmed, the oldest entries.
+        If the entry with this id was trimmed, these are the oldest entries.
         """
         return await self._read("XRANGE", f"({entry_id}", "+", count)
 

@@ -42,7 +42,7 @@ class Address:
     """The server, the Sentinels, or some nodes of the Cluster."""
     is_tls: bool = False
     name: str = ""
-    """The name of the primary that the Sentinels use."""
+    """The Sentinels' name for the primary."""
     path: str = ""
     """The path of the socket."""
     db: int = 0

@@ -77,7 +77,7 @@ class StoredAnswers:
 
 
 def kind_of_failure(error: StoreUnavailable) -> str:
-    """The kind of failure, in the words of Continuum Router: connection, timeout or other."""
+    """The kind of failure, as the metrics of Continuum Router name it: connection, timeout or other."""
     cause = error.__cause__
     kind = kind_of(cause) if isinstance(cause, Exception) else ""
     return kind if kind in ("connection", "timeout") else "other"

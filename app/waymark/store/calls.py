@@ -28,7 +28,7 @@ class ApplyCall(NamedTuple):
     rows: list[bytes]
     """The keys of rows, branch rows and singles, each once. A part names a key by its position here, from 1.
 
-    Rows that are needed only for a branch row come last.
+    The rows that are here only because a branch row belongs to them come last.
     """
     seqs: list[int]
     """The seq of each batch, each once. A part names a batch by its position here, from 1."""
@@ -37,13 +37,13 @@ class ApplyCall(NamedTuple):
 
 
 class ApplyCalls:
-    """The calls for parts of one shard, one after the other; a refusal changes those that follow."""
+    """The calls for parts of one shard, one after the other. If the script refuses a block, the later calls change."""
 
     def __init__(self, parts: Sequence[Part], moves: Moves, prefix: bytes) -> None:
         self._moves = moves
         self._prefix = prefix
         self._packed: PackedParts | None = None if moves.are_any else packed(parts)
-        """The parts, if the C module has packed them and each goes where it was planned; else None."""
+        """The parts, if the native module has packed them and each is applied at its planned place; else None."""
         self._done = 0
         """How many parts of ``_packed`` are done."""
         self._under_way: list[Part] = []

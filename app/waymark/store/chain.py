@@ -60,7 +60,7 @@ class Chain:
     def begin(self, entry: GroupEntry) -> None:
         """Start the lookup in this group. Values that were read before are dropped; the keys of the chain are kept."""
         self.has_singles = False
-        """The group has blocks of unknown depth: every block is also looked for among them."""
+        """The group has blocks of unknown depth, so every block is also looked for among the singles."""
         self.found = 0
         """The number of blocks, from the start of the chain, that certainly have a holder."""
         self.unreadable: set[ValueName] = set()

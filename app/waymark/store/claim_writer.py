@@ -28,7 +28,7 @@ from waymark.store.scripts import Outcome, Scripts, Verdict
 
 log = logging.getLogger(__name__)
 
-#: How often a change is tried against others that change the same publisher at the same time.
+#: The most attempts at a change while other callers change the same publisher.
 ATTEMPTS = 20
 
 
@@ -145,12 +145,13 @@ class ClaimWriter:
         if raw != claim.raw:
             now = None if raw is None else self._directory.decode(name, raw)
             if now is not None and now.has_stream_of(claim):
-                return await self.is_begun(now)  # its target has changed since: the table must have the newer one
+                return await self.is_begun(now)  # its target has changed since, and the table must get the new target
             await self._end(claim)  # unregistered before it began: no other call would end it
             return False
         if entry == b"%d %d" % (claim.group_id, claim.shards):
             return True
-        # After a failover Redis may not know that the ids are in use. Then queries would not find the group.
+        # After a failover ``wm:groups`` may lack these ids. Then queries would not find the group, and the ids would
+        # be assigned again.
         kept = await self._scripts.keep_ids(keys.GROUPS, group, claim.group_id, claim.shards, claim.publisher, FORMAT)
         return kept.is_applied
 
@@ -166,7 +167,7 @@ class ClaimWriter:
             return False
         kept = await self.replace(name, b"", claim, is_restored=True)
         if kept is not None:
-            await self.is_begun(kept)  # a worker that saw no claim may be about to end it
+            await self.is_begun(kept)  # a worker that saw no claim may be about to end the publisher
         else:
             other = await self._directory.claim(name)
             if other is not None and other.publisher != claim.publisher:
@@ -191,7 +192,7 @@ class ClaimWriter:
         for attempt in range(ATTEMPTS):
             grant = await self._leases.take(claim, "unregister", 5.0, force=True)
             if grant is None:
-                await self._leases.end_without_record(claim)  # in most cases the table has no row of it either
+                await self._leases.end_without_record(claim)  # mostly the table has no row of the publisher either
                 return
             if await self._leases.end(grant):
                 return

@@ -1,4 +1,4 @@
-"""Claims, which are the values of ``wm:publishers``, and their rows in the table of their group, as JSON."""
+"""Claims, which are the values of ``wm:publishers``, and the publishers' rows in the holder tables, as JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from waymark.store.parsing import FORMAT, Document, Malformed
 from waymark.store.target_fields import changed_fields, target_of
 
 #: The most shards that a claim may name; the setting allows fewer. A claim with more is damaged, and would cost a
-#: command for each.
+#: command for each shard.
 SHARDS_MAX = 4096
 
 _SCOPES: tuple[Scope, ...] = get_args(Scope)

@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 EMBEDDED = "memory://"
 
-#: Connections to each server. There are more than parallel requests, because redis-py does not serve waiting callers in
-#: order.
+#: Connections to each server: more than requests that run in parallel. So no request waits for a connection; redis-py
+#: does not serve waiting callers in order.
 CONNECTIONS = 80
 _ONE_REPLY = Replies(1)
 #: Keys in one step of a SCAN.

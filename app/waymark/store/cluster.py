@@ -114,7 +114,7 @@ class Cluster:
         endpoint = self._map.pick(key_slot(key))
         reads = self._reads.get(endpoint)
         if reads is None:
-            self._node(endpoint)  # when a node leaves the Cluster, its client and its read connection go together
+            self._node(endpoint)  # makes its client: when a node leaves, both the client and this are closed
             reads = self._reads[endpoint] = self._read(endpoint)
         try:
             return await reads.ask(packed, reader, until)
@@ -184,7 +184,7 @@ class Cluster:
                 try:
                     return await read_singly(self._pipelined, self._map.pick(slot), command[1:])
                 except MovedError as moved:
-                    self._map.learn(moved, self._map.pick(slot))  # MOVED in place of ASK: the whole slot has moved
+                    self._map.learn(moved, self._map.pick(slot))  # not ASK: the whole slot has moved
             except (RedisConnectionError, ClusterDownError) as exc:
                 self._map.pass_over(endpoint)
                 if isinstance(exc, AuthenticationError) or hop == _HOPS:

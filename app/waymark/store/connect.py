@@ -85,7 +85,7 @@ def common_options(timeout_seconds: float, *, retries: int = 1) -> dict[str, Any
         "socket_timeout": timeout_seconds,
         "socket_connect_timeout": timeout_seconds,
         "health_check_interval": 0,
-        # None: redis-py would send its name by CLIENT SETINFO, which older servers do not know and an ACL must permit.
+        # Otherwise redis-py sends its name with CLIENT SETINFO, which older servers lack and an ACL must permit.
         "driver_info": None,
         "retry": Retry(NoBackoff(), retries, supported_errors=(RedisConnectionError,)),
     }

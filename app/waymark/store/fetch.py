@@ -134,14 +134,14 @@ class Fetcher:
 
 @lru_cache(1024)
 def _of_group(group_id: int) -> tuple[bytes, bytes]:
-    """The beginning of every row's key, and the packed HGET of the version."""
+    """The prefix of the keys of a group's rows, and the packed HGET of the version of its holder table."""
     words = "HGET", keys.holders(group_id), "version"
     return keys.block_prefix(group_id, 0), hiredis.pack_command(cast("Any", words))
 
 
 def _mget(prefix: bytes, heads: bytes) -> bytes:
     """An MGET of at least one row; each name is ``prefix`` and the hex digits of one of the packed ``heads``."""
-    # All names have the same length, so the bytes between the digits of two of them are always the same.
+    # All names have the same length, so the bytes between the digits of two consecutive names are always the same.
     between = b"\r\n$%d\r\n%b" % (len(prefix) + 2 * KEY_BYTES, prefix)
     digits = heads.hex(":", KEY_BYTES).encode().replace(b":", between)
     return b"*%d\r\n$4\r\nMGET%b%b\r\n" % (len(heads) // KEY_BYTES + 1, between, digits)

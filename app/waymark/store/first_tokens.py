@@ -16,7 +16,7 @@ class FirstTokenTimes:
         self._client = client
 
     async def read(self, group_id: int, publishers: Sequence[int]) -> dict[int, FirstTokens]:
-        """The sums by publisher id. Publishers without any are left out."""
+        """The sums of a group's times, by publisher id. Publishers without times are left out."""
         if not publishers:
             return {}
         names = [keys.first_tokens(group_id, publisher) for publisher in publishers]

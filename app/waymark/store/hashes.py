@@ -36,7 +36,7 @@ class ReportedBlock(NamedTuple):
 
 
 class EngineHashes:
-    """The index by engine hash of all groups."""
+    """The blocks of all groups, by engine hash."""
 
     def __init__(self, client: RedisClient, scripts: Scripts) -> None:
         self._client = client
@@ -73,7 +73,7 @@ class EngineHashes:
         return True
 
     async def find(self, group_id: int, engine_hashes: Sequence[int]) -> dict[int, Spot]:
-        """The blocks of those hashes that have been reported. Raises ValueError for more than ``FIND_HASHES``."""
+        """The blocks that these hashes name, if engines reported them. ValueError for more than ``FIND_HASHES``."""
         if len(engine_hashes) > FIND_HASHES:
             raise ValueError(f"engine_hashes has {len(engine_hashes)} elements and one call takes {FIND_HASHES}")
         if not engine_hashes:

@@ -90,7 +90,7 @@ class HealthWatch:
         self._is_polling = False
 
     async def poll(self) -> RedisHealth:
-        """The health of Redis, a few seconds old at most. While Redis is being asked, it is the previous health."""
+        """The health of Redis, a few seconds old at most. While Redis is being asked, this is the last known health."""
         if self._clock() < self._fresh_until or self._is_polling:
             return self._health
         self._is_polling = True

@@ -38,7 +38,7 @@ class Heartbeats:
     async def report(
         self, worker: str, *, keep_seconds: int, streams_max: int | None = None, is_leaving: bool = False
     ) -> dict[str, int | None]:
-        """Report that ``worker`` is alive, or leaves; '' reports nothing. Returns all workers that are alive.
+        """Report that ``worker`` is alive, or leaves, and return all workers that are alive. '' only returns these.
 
         The values are each worker's ``streams_max``, None if it has no limit. A worker reports the same
         ``streams_max`` for as long as it runs.

@@ -17,8 +17,8 @@ from waymark.domain.windows import Window
 from waymark.store.parsing import FORMAT, Document, Malformed, RecordKind, RecordParser, integer_of, names_of
 from waymark.store.target_fields import target_of
 
-#: The most parsed rows in the cache, about 10 MB. Its keys are the bytes of a row: a table is read again after each
-#: change, and few of its rows differ.
+#: The most parsed rows in the cache, about 10 MB. The keys of the cache are the bytes of the rows: a table is read
+#: again after each change, and most of its rows have the same bytes as before.
 _ROWS_MAX = 16_384
 
 _SCOPES: tuple[Scope, ...] = get_args(Scope)

@@ -62,7 +62,7 @@ class Index:
 
         All calls for one fold pass the same ``moves``, which notes each block that found no slot in its planned place,
         and the place that it got instead. ``event_ids`` maps holder ids to the last event_id of the batches. The script
-        that moves the watermark writes them, too; without ``commit``, the last script of the call does.
+        that moves the watermark also writes these event_ids; without ``commit``, the last script writes them.
 
         With ``hold`` the calls wait until the pacer admits them; without it they are sent at once.
 

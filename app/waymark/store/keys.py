@@ -19,7 +19,7 @@ PUBLISHERS = "wm:publishers"
 UNREGISTERED = "wm:unregistered:{wm:publishers}"
 WORKERS = "wm:workers"
 COUNTS = "wm:counts"
-#: The prefix keys that decisions had (a HyperLogLog), in the slot of ``wm:counts``, so that one script can write both.
+#: The prefix keys of all decisions (a HyperLogLog), in the slot of ``wm:counts``, so that one script can write both.
 SEEN = "wm:seen:{wm:counts}"
 #: The descriptions of workers that clients of the Dynamo dialect have sent.
 CATALOG = "wm:catalog"
@@ -131,7 +131,7 @@ def opaque_prefixes(group_id: int, holder: int | None = None) -> str:
 
 
 def placement(group_id: int, block: str) -> str:
-    """The holders that were sent a prompt with a block, as external routers report it. ``block`` has 16 hex digits."""
+    """The holders to which external routers have sent a prompt with this block. ``block`` has 16 hex digits."""
     return f"wm:{_tag(group_id)}:placement:{block}"
 
 

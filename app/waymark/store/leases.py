@@ -1,8 +1,8 @@
 """Leases and fences: one worker at a time applies a stream.
 
-The lease decides which worker may start. The fence, on every shard, rejects every token but the highest. A worker has a
-grant once it has raised the fence on all shards, and only then reads the state of the stream: from then on no other
-worker can change that state unnoticed.
+The lease decides which worker may start. Each lease has a token. The fence, on every shard, rejects every token but the
+highest. A worker has a grant once it has raised the fence on all shards. Only then does it read the state of the
+stream, because from then on no other worker can change that state unnoticed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Grant:
     calls: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
     """The number of acknowledged calls of the stream, by shard. A shard that has counted fewer has lost writes."""
     moved_shards: set[int] = field(default_factory=set, compare=False, repr=False)
-    """The shards other than 0 whose number of calls is not in the record yet; the next watermark writes it."""
+    """The shards other than 0 whose number of calls is not in the record yet. It is written with the next watermark."""
     change: HolderChange = field(default_factory=HolderChange, compare=False, repr=False)
     seconds: float = 0.0
     """How long the lease lasts unless it is renewed."""
@@ -161,7 +161,7 @@ class Leases:
             counter, holder, calls = await self._raise_fences(ids, own)
             if counter is None:
                 return TakenLease(own, holder, calls)
-            # A failover has set the record back, and a shard has a higher token.
+            # A failover has brought back an old record, and a shard has a higher token: take a still higher one.
             above = counter
 
     async def last_worker(self, claim: Claim) -> str | None:
@@ -239,8 +239,8 @@ class Leases:
     async def end_without_record(self, ids: PublisherIds) -> bool:
         """End a publisher that has a row in the table and no record. False if it has a record, or no row.
 
-        A Redis that evicts keys, or a move of its slot that was broken off, leaves such a row. Only the table
-        knows its holders. This call needs no token, because the token was lost with the record.
+        Such a row remains if Redis evicts keys, or if the move of its slot was interrupted. Only the table knows the
+        holders of the publisher. This call needs no token, because the token was lost with the record.
         """
         held = await self._client.hgetall(keys.holders(ids.group_id))
         if b"publisher:%d" % ids.publisher not in held:

@@ -31,7 +31,7 @@ FORMAT = 1
 INTEGER_MAX = 2**53 - 1
 _DIGITS_MAX = 16
 
-#: The most places remembered; further ones are neither counted nor logged.
+#: The most unreadable records that are remembered, by place; further ones are neither counted nor logged.
 _PLACES_MAX = 1000
 _NAME_MAX = 200
 

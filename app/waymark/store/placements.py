@@ -1,4 +1,4 @@
-"""Placements in Redis: the holders that were sent a prompt with a block, as external routers report it."""
+"""Placements in Redis: for each block, the holders to which external routers have sent a prompt with this block."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ class PublisherState:
 
     @property
     def known(self) -> float | None:
-        """The share of the publisher's blocks in this life that the index knows, as far as its events show.
+        """The publisher's blocks in the index, divided by these and the blocks of this life that are missing there.
 
-        None if it has reported no block.
+        None if there are no such blocks.
         """
         there = sum(self.blocks.values())
         told = there + self.counters.get(MISSING, 0)

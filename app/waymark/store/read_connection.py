@@ -135,7 +135,7 @@ class ReadConnection(asyncio.Protocol):
         self._heard = self._loop.time()
         try:
             self._parse(data)
-        except RedisError as exc:  # no RESP, or an extra reply: what follows belongs to no question
+        except RedisError as exc:  # the data are not RESP, or an extra reply: no question belongs to them
             self.lose(exc)
             return
         if self._is_retired and not self._questions:

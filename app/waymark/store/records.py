@@ -38,7 +38,7 @@ class StreamRecord:
     event_ids: Mapping[int, int]
     """Standard events: the last event_id per holder."""
     shard_calls: Mapping[int, int]
-    """The calls that each shard but the first had acknowledged when the watermark was written."""
+    """How many calls each shard but the first had acknowledged when the watermark was written."""
     counters: Mapping[str, int]
     status: StreamStatus
     change: str
@@ -61,8 +61,8 @@ class Facts(TypedDict, total=False):
     last_error: str
     """Why the stream is degraded, or has failed; a sentence."""
     flags: str
-    """Flags of this life, with blanks between. A flag is written before the batch that raises it is applied, so a
-    worker that takes over applies that batch under the same flag. A flag that is not needed does no harm."""
+    """Flags of this life, separated by blanks. A flag is written before the batch that causes it is applied, so a
+    worker that takes over applies that batch under the same flag. An unnecessary flag does no harm."""
     main_groups: str
     """The KV-cache group whose blocks are indexed: the group of the first stored event with tokens."""
     last_event_id: str

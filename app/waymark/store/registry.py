@@ -112,7 +112,7 @@ class Registry:
     async def set_weight(self, name: PublisherName, weight: float) -> bool:
         """Change the weight of a target and nothing else; False if the name is not registered.
 
-        Raises Conflict, with the field, if discovery or the publishers file sets the weight: it would undo the change.
+        Raises Conflict, with the field, if discovery or the publishers file sets the weight and would undo the change.
         """
         before = None  # the weight before the first attempt; a later attempt may see the change of an earlier one
         for _ in range(ATTEMPTS):

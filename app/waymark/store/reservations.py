@@ -58,7 +58,7 @@ class Reservation(NamedTuple):
     """Prompt tokens of the request."""
     nonce: str
     waited: int | None = None
-    """Prefill tokens that the target had to compute before this request; None if unknown, or without meaning."""
+    """Prefill tokens that the target had to compute before this request; None if unknown, or if it does not apply."""
 
     def __str__(self) -> str:
         text = f"{self.group_id}.{self.publisher}.{self.tokens}.{self.context}.{self.nonce}"

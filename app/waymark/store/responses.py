@@ -72,7 +72,7 @@ class StoredResponses:
         return ResponseChange(outcome.verdict is not Verdict.FULL, AnswersSize(entries, bytes_, evicted))
 
     async def take(self, consumer: str, count: int, *, idle_ms: int) -> list[QueuedResponse]:
-        """Entries for a consumer: those that another one has not ended for ``idle_ms``, or else new ones."""
+        """Entries for a consumer: those that another one has held for ``idle_ms``, or if there are none, new ones."""
         taken = await self._scripts.take_responses(keys.RESPONSES_QUEUE, _GROUP, consumer, count, idle_ms)
         return [QueuedResponse(*each) for each in taken]
 

@@ -1,4 +1,4 @@
-"""Descriptions of workers, and selections by their ids, as clients of the Dynamo dialect send them.
+"""The workers that clients of the Dynamo dialect have described, and the states of selections by their ids.
 
 Both are in Redis, so every replica knows what a client has sent to any other.
 """
@@ -29,7 +29,7 @@ class Selections:
         return "" if value is None else bytes(value).decode("utf-8", "replace")
 
     async def change(self, selection_id: str, before: str, value: str, milliseconds: int = 1) -> bool:
-        """Replace ``before`` by ``value``, which expires; an empty one removes it. False if Redis has another value."""
+        """Replace ``before`` by ``value``, which expires; empty removes the key. False if Redis has another value."""
         outcome = await self._scripts.keep_selection(_key(selection_id), before, value, milliseconds)
         return outcome.is_applied
 

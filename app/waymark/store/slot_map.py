@@ -76,12 +76,12 @@ class SlotMap:
         return self._choice(shard)
 
     def pass_over(self, endpoint: HostPort) -> None:
-        """The node failed: others that may answer are asked for some seconds, and the map is read again."""
+        """Note that the node failed: for some seconds use others that may answer, and read the map again."""
         self._failed_until[endpoint] = asyncio.get_running_loop().time() + _PASSED_OVER_SECONDS
         self._is_doubtful = True
 
     def learn(self, moved: MovedError, endpoint: HostPort) -> None:
-        """``endpoint`` has answered MOVED; a reply without a host means the host of ``endpoint``."""
+        """Note a MOVED that ``endpoint`` has answered. A reply without a host means the host of ``endpoint``."""
         owner = (moved.host or endpoint[0], moved.port)
         if self._shards:
             self._shards[moved.slot_id] = Shard(owner, (owner,))

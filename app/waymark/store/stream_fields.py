@@ -20,12 +20,12 @@ COUNTER = "count:"
 #: The names of the counters of blocks that a stream has, by medium, begin with this.
 BLOCKS = "blocks."
 
-#: The counter of blocks that a publisher has in this life and the index does not know.
+#: The counter of a publisher's blocks in this life that the index does not know.
 MISSING = "missing"
 
 #: The names of fields with the ids of live holders, and with the last event_ids of holders, begin with these.
 HOLDER, EVENT = "holder:", "event:"
-#: The names of fields with the last seq of a shard begin with this.
+#: The names of fields with the number of acknowledged calls of a shard begin with this.
 SHARD = "shard:"
 _HOLDER_ID = re.compile(r"[0-9]{1,16}")
 

@@ -96,7 +96,8 @@ class Sweeper:
     async def _step(self, entry: GroupEntry, shard: int, holder: int, places: Sequence[Place]) -> Outcome:
         """Remove the holder from the first places."""
         dead = keys.dead(entry.group_id)
-        # On shard 0, which has `dead`, the script checks. No id is used again, so a check before the script is enough.
+        # On shard 0, which has `dead`, the script checks this. On the others a check before the script is enough,
+        # because no id is used again.
         if shard and not await self._client.sismember(dead, holder):
             return Outcome(Verdict.GONE, (0, 0))
         prefix = keys.block_prefix(entry.group_id, shard)

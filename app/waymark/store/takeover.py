@@ -94,11 +94,11 @@ class Takeover:
             late += await self._fill_rows(grant, shard, holder, entries, memory)
             if cursor == 0:
                 break
-        # In an entry, SAME_HASH stands for the seq_hash. So a block whose engine hash has that very value was read
-        # under its seq_hash. Until its copies are restored, this seq_hash seems taken, though it may really be an
-        # engine hash of another block. If the copies of the other block came first, the other block would lose that
-        # hash, and a later removal by it would find no block. If the late blocks came first, a block whose entry names
-        # that hash would not be stored at all.
+        # In an entry, the value SAME_HASH means that the engine hash is the seq_hash. So a block A whose engine hash
+        # is this very value was read under its seq_hash. Until the copies of A are restored, that seq_hash seems to
+        # belong to A, although it may be an engine hash of another block B. If the copies of B were restored first, B
+        # would lose this hash, and a later removal by it would find no block. If the late blocks were stored first, a
+        # B whose entry names this hash would not be stored at all.
         _restore(memory, holder, {key: each for key, each in several.items() if SAME_HASH in each[1]})
         for place, namespace, key, depth, engine_hash in late:
             _, further = several.get(key, (1, []))
@@ -113,8 +113,8 @@ class Takeover:
     ) -> list[_StoredBlock]:
         """Remember the blocks of these entries; return those whose engine hash another block has already.
 
-        If an entry names no engine hash for a block, the seq_hash is used, until the field with the block's copies
-        names another one.
+        If an entry names no engine hash for a block, the seq_hash is used. The field with the copies of the block may
+        replace it later.
         """
         late: list[_StoredBlock] = []
         rows = await self._rows(grant, shard, entries)

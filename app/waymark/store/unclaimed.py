@@ -67,7 +67,7 @@ class UnclaimedPublishers:
         return False
 
     async def _has_claim(self, ids: UnclaimedPublisher, name: bytes | None) -> bool:
-        """Whether the publisher has a claim. A claim that cannot be read may be its claim, so it counts."""
+        """Whether the publisher has a claim. A claim that cannot be read counts, because it may be the publisher's."""
         if name is None:
             held = await self._client.hgetall(keys.PUBLISHERS)
             return any(self._is_of(ids, field, raw) for field, raw in held.items())
