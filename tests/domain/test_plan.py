@@ -9,8 +9,9 @@ import pytest
 from tests.domain.index import Index
 from tests.factories import batch, cleared, envelope, keys, registration, removed, stored
 from waymark.domain.engines import EngineKind
+from waymark.domain.life_facts import EXTRA_KEYS
 from waymark.domain.names import Holder, HolderName
-from waymark.domain.plan import EXTRA_KEYS, MEDIA_MAX
+from waymark.domain.plan import MEDIA_MAX
 from waymark.domain.resolver import Plan
 
 

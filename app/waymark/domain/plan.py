@@ -11,25 +11,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from waymark.domain import chunks
-from waymark.domain.chunks import CHUNK
 from waymark.domain.events import Batch, Cleared, Envelope, Event, PlainEvents, Removed, Stored
 from waymark.domain.generations import Generations
+from waymark.domain.life_facts import LifeFacts
 from waymark.domain.media import UNNAMED
 from waymark.domain.names import GROUP, Holder, HolderName, Registration, Unit
-from waymark.domain.objects import SHARD, SHARDS_MAX
 from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
 from waymark.domain.spaces import Spaces
-from waymark.domain.windows import Window
-
-EXTRA_KEYS = "extra_keys"
-"""Flag: this life has reported a salt or an image."""
-UNTRUSTED = "untrusted"
-"""Flag: batches were lost, so counts of copies are not what they seem."""
-
-WINDOW = "window:"
-"""Flags of this life that begin so name the windows of groups that are not main attention."""
-WINDOWS_MAX = 64
-"""Groups beyond these count for nothing."""
 
 _EVENTS_AT_ONCE = SLICE_UNITS // EVENT_UNITS
 MEDIA_MAX = 16
@@ -57,7 +45,7 @@ class Plan:
 
 
 class Planner:
-    """The rules of one stream, and the facts they go by: flags and the main group."""
+    """The rules of one stream; they go by the facts of its life, which it learns on the way."""
 
     def __init__(
         self,
@@ -65,41 +53,16 @@ class Planner:
         publisher: int,
         foreign_ranks: frozenset[int],
         generations: Generations,
-        *,
-        reads_windows: bool,
+        facts: LifeFacts,
     ) -> None:
         self.foreign_ranks = foreign_ranks
         self.epochs: Mapping[HolderName, int] = {}
         """In the batch that is being planned: the generations that its stores go to, by lasting name."""
-        self.shards: set[str] = set()
-        """The shards that this life has named in the keys of a pool; ``flags`` has them, too."""
-        self.windows: dict[int, Window] = {}
-        """The windows of KV-cache groups that are not main attention, by group; ``flags`` has them, too."""
-        self.chunk_blocks = 1
-        """How many blocks the largest chunk has had, in this life; ``flags`` has it, too."""
-        self._reads_windows = reads_windows and registration.scope == "instance"
-        self.flags: set[str] = set()
-        self.main_group: int | None = None
         self.spaces = Spaces(registration)
         self._registration = registration
         self._publisher = publisher
         self._generations = generations
-
-    def restore(self, flags: frozenset[str]) -> None:
-        """The flags of this life, as its record has them."""
-        self.flags = set(flags)
-        self.shards = {flag.removeprefix(SHARD) for flag in flags if flag.startswith(SHARD)}
-        windows = [Window.parse(flag.removeprefix(WINDOW)) for flag in flags if flag.startswith(WINDOW)]
-        self.windows = {window.group: window for window in windows} if self._reads_windows else {}
-        self.chunk_blocks = max((int(flag.removeprefix(CHUNK)) for flag in flags if flag.startswith(CHUNK)), default=1)
-
-    def forget(self) -> None:
-        """The life has ended."""
-        self.flags.clear()
-        self.shards.clear()
-        self.windows.clear()
-        self.chunk_blocks = 1
-        self.main_group = None
+        self._facts = facts
 
     def plan(
         self,
@@ -113,7 +76,7 @@ class Planner:
         ``blocks_of`` returns how many blocks a holder has.
         """
         plan = Plan()
-        before = (frozenset(self.flags), self.main_group)
+        before = self._facts.kept()
         seen = {name.lasting: event_ids[h] for name, h in holders.items() if h in event_ids}
         for i, batch in enumerate(batches):
             if type(batch.events) is PlainEvents:
@@ -139,7 +102,7 @@ class Planner:
             if self._generations:
                 plan.epochs.append(dict(self._generations.epochs))
                 self._generations.end_batch()
-        plan.facts_changed = before != (frozenset(self.flags), self.main_group)
+        plan.facts_changed = before != self._facts.kept()
         return plan
 
     def _find_clears(self, plan: Plan, i: int, batch: Batch, start: int, seen: dict[HolderName, int]) -> None:
@@ -182,7 +145,7 @@ class Planner:
         if self._skip_reason_of(batch, event):
             return
         if isinstance(event, Stored):
-            self._learn(event)
+            self._facts.learn(event)
         elif event.envelope is None:
             return  # a standard stream's holder begins again at once: it keeps the event_id
         if plan.last_clear and self.is_cleared(plan, batch, event, i, j):
@@ -195,32 +158,6 @@ class Planner:
         if name not in kept and name not in plan.begun and _has_room(name, names):
             names.add(name.lasting)
             plan.begun[name] = self._holder(batch, event)
-
-    def _learn(self, event: Stored) -> None:
-        if event.is_main_attention is False:
-            window = self._window_of(event)
-            if window is not None and window.group not in self.windows:
-                self.windows[window.group] = window
-                self.flags.add(f"{WINDOW}{window}")
-            return
-        shard = None if event.envelope is None else event.envelope.shard
-        if shard is not None and len(self.shards) < SHARDS_MAX and shard not in self.shards:
-            self.flags.add(SHARD + shard)
-            self.shards.add(shard)
-        if event.salts or event.extras:
-            self.flags.add(EXTRA_KEYS)
-        if not event.tokens:
-            return
-        if event.block_size > self._registration.block_size:
-            self._learn_chunk(chunks.blocks_of(event, self._registration.block_size))
-        if self.main_group is None:
-            self.main_group = event.group
-
-    def _learn_chunk(self, blocks: int) -> None:
-        if blocks > self.chunk_blocks:
-            self.flags.discard(f"{CHUNK}{self.chunk_blocks}")
-            self.flags.add(f"{CHUNK}{blocks}")
-            self.chunk_blocks = blocks
 
     def _blocks(self, event: Stored, hashes: int | None) -> int:
         """How many blocks it stores; of several events like it, which have so many ``hashes``, all of them."""
@@ -245,28 +182,9 @@ class Planner:
         if event.envelope is not None:
             digest = self.spaces.dimensions(event, event.envelope)
         else:
-            window = self.window_of(event) if self.windows else None
+            window = self._facts.window_of(event) if self._facts.windows else None
             digest = "" if window is None else f"{GROUP}{window.group}"
         return _name(self.rank(batch, event), event.medium or UNNAMED, digest)
-
-    def window_of(self, event: Event) -> Window | None:
-        """The window of the event's group; None where it is main attention, or of no group that is known."""
-        if not self.windows or isinstance(event, Cleared) or event.group is None or event.group == self.main_group:
-            return None
-        if isinstance(event, Stored) and event.is_main_attention is not False:
-            return None
-        return self.windows.get(event.group)
-
-    def _window_of(self, event: Stored) -> Window | None:
-        """What the event says of the window of its group, where blocks of both can be compared."""
-        size, span = self._registration.block_size, event.block_size
-        if not self._reads_windows or event.window is None or event.group is None:
-            return None
-        if event.window == 1:  # a state: it is there or not, whatever block it is named by
-            span = size
-        if not span or (span % size and size % span) or len(self.windows) >= WINDOWS_MAX:
-            return None
-        return Window(event.group, event.window, span)
 
     def _holder(self, batch: Batch, event: Stored | Cleared) -> Holder:
         registration = self._registration
@@ -279,7 +197,7 @@ class Planner:
             block_size=registration.block_size,
             backend_id=event.envelope.backend_id if event.envelope else registration.instance_id,
             scope=registration.scope,
-            window=self.window_of(event),
+            window=self._facts.window_of(event),
         )
 
     # ---- whether it counts -------------------------------------------------------------------------
@@ -305,20 +223,21 @@ class Planner:
             return self._skip_reason_of_envelope(event.envelope)
         if isinstance(event, Cleared):
             return None
-        if self.windows and self.window_of(event) is not None:
+        facts = self._facts
+        if facts.windows and facts.window_of(event) is not None:
             return None
         if isinstance(event, Stored):
             if event.is_main_attention is False:
-                is_new = event.group != self.main_group and self._window_of(event) is not None
+                is_new = event.group != facts.main_group and facts.new_window_of(event) is not None
                 return None if is_new else "other_attention"
             if event.block_size != self._registration.block_size and (event.tokens or event.block_size):
                 return self._skip_reason_of_chunk(event)
         if event.group is None:
             return None
-        if self.main_group is None:
+        if facts.main_group is None:
             is_main = event.group == 0 or (isinstance(event, Stored) and bool(event.tokens))
         else:
-            is_main = event.group == self.main_group
+            is_main = event.group == facts.main_group
         return None if is_main else "other_group"
 
     def _skip_reason_of_chunk(self, event: Stored) -> str | None:

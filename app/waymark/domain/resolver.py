@@ -22,12 +22,13 @@ from waymark.domain.generations import BlockBounds, Generations, RemovalReason
 from waymark.domain.hashing import extend
 from waymark.domain.held import HeldBlocks
 from waymark.domain.known import Spot
+from waymark.domain.life_facts import EXTRA_KEYS, UNTRUSTED, LifeFacts
 from waymark.domain.media import DEVICE
 from waymark.domain.names import HolderName, Registration, Unit
 from waymark.domain.objects import EARLY_MAX, WaitingObjects
 from waymark.domain.parts import STEP, Mode, PartList, Parts
 from waymark.domain.placing import Placer
-from waymark.domain.plan import EXTRA_KEYS, UNTRUSTED, Plan, Planner
+from waymark.domain.plan import Plan, Planner
 from waymark.domain.rows import Place
 from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
 from waymark.domain.waiting import WaitingRoom, WaitingStore
@@ -103,7 +104,8 @@ class Resolver:
         self.generations = Generations(bounds)
         self._holders_of: dict[HolderName, list[int]] = {}
         """The live holders of each lasting name, oldest first."""
-        self._planner = Planner(registration, publisher, foreign_ranks, self.generations, reads_windows=reads_windows)
+        self._facts = LifeFacts(registration, reads_windows=reads_windows)
+        self._planner = Planner(registration, publisher, foreign_ranks, self.generations, self._facts)
         self._seed = seed
         # It announces again what it has, though its kind otherwise announces copies.
         self._reports_again = registration.copies == "set" and self._traits.copies == "count"
@@ -116,11 +118,11 @@ class Resolver:
 
     @property
     def flags(self) -> set[str]:
-        return self._planner.flags
+        return self._facts.flags
 
     @property
     def main_group(self) -> int | None:
-        return self._planner.main_group
+        return self._facts.main_group
 
     @property
     def foreign_ranks(self) -> frozenset[int]:
@@ -141,8 +143,7 @@ class Resolver:
         event_ids: Mapping[int, int],
     ) -> None:
         """Take over a stream as its record has it."""
-        self._planner.restore(flags)
-        self._planner.main_group = main_group
+        self._facts.restore(flags, main_group)
         self.event_ids = dict(event_ids)
         for name, holder in sorted(holders.items(), key=lambda each: each[1]):
             self._begin(name, holder)
@@ -170,7 +171,7 @@ class Resolver:
             self.event_ids.pop(holder, None)
             self._moved.pop(holder, None)
         if unit == "*":
-            self._planner.forget()
+            self._facts.forget()
         if not self.holders:
             self.missing = self.waiting.dropped_there = 0
         return self.waiting.clear(ended) + self.objects.end(ended)
@@ -252,7 +253,7 @@ class Resolver:
         position = self._first_position
         self._early = 0
         placed: _Placed = []
-        windows = self._planner.windows
+        windows = self._facts.windows
         late: list[tuple[int, Stored | Removed]] = []
         plain = self._plain_run(plan, index, batch)
         j = -1
@@ -263,7 +264,7 @@ class Resolver:
                 if j == len(batch.events):
                     break
             event = batch.events[j]
-            if windows and not isinstance(event, Cleared) and self._planner.window_of(event) is not None:
+            if windows and not isinstance(event, Cleared) and self._facts.window_of(event) is not None:
                 late.append((j, event))
                 continue
             self._units += EVENT_UNITS if isinstance(event, Cleared) else EVENT_UNITS + len(event.engine_hashes)
@@ -390,10 +391,9 @@ class Resolver:
     def _may_run(self, plan: Plan, index: int, batch: Batch, event: Stored | Removed) -> bool:
         """Whether the event, and all that are like it, are of main attention, and nothing says that they do not
         count."""
-        planner = self._planner
-        if planner.windows and planner.window_of(event) is not None:
+        if self._facts.windows and self._facts.window_of(event) is not None:
             return False
-        return planner.skip_reason(plan, batch, event, index, 0) is None
+        return self._planner.skip_reason(plan, batch, event, index, 0) is None
 
     def _run(
         self, parts: PartList, plain: _PlainRun, at: int, position: int, placed: _Placed
@@ -659,7 +659,7 @@ class Resolver:
     def _find_object(self, parts: PartList, position: int, holder: int, engine_hash: int) -> None:
         """Store the block of a pool's object, if all of its shards are there and an engine has reported its hash."""
         spot = self.memory.find(holder, engine_hash) or self.reported.get(engine_hash)
-        if spot is not None and self.objects.take(holder, engine_hash, self._planner.shards):
+        if spot is not None and self.objects.take(holder, engine_hash, self._facts.shards):
             self.placer.block(parts, holder, position, engine_hash, spot, mode=self.mode(holder))
 
     def _known(
@@ -703,7 +703,7 @@ class Resolver:
             self._cannot_find(len(event.engine_hashes))
         elif not self._is_seen(holders[-1], event):
             self._removed_from(parts, position, holders, event)
-            if self._planner.chunk_blocks > 1 and _may_be_chunks(position, event):
+            if self._facts.chunk_blocks > 1 and _may_be_chunks(position, event):
                 self._rest_removed(parts, position + len(event.engine_hashes), holders, event)
 
     def _removed_from(self, parts: PartList, position: int, holders: Sequence[int], event: Removed) -> None:
@@ -726,7 +726,7 @@ class Resolver:
         """Remove the blocks of chunks that are not their last ones; ``position`` is behind those."""
         for i, chunk in enumerate(event.engine_hashes):
             at = position + i * (CHUNK_BLOCKS_MAX - 1)
-            for j, h in enumerate(chunks.hashes_of(chunk, self._planner.chunk_blocks)[:-1]):
+            for j, h in enumerate(chunks.hashes_of(chunk, self._facts.chunk_blocks)[:-1]):
                 if self.waiting.blocks and any(self.waiting.remove(holder, h) for holder in holders):
                     continue
                 holder = next((each for each in holders if self.memory.held(each, h) is not None), None)
@@ -740,7 +740,7 @@ class Resolver:
             return False
         if self.memory.held(holder, engine_hash) is None:
             return self.objects.remove(holder, engine_hash, shard)
-        self.objects.keep(holder, engine_hash, self._planner.shards - {shard})
+        self.objects.keep(holder, engine_hash, self._facts.shards - {shard})
         self.objects.trim()
         return False
 

@@ -1,0 +1,107 @@
+"""The facts that the events of a life show about their engine, which later events are read by.
+
+A record keeps them as ``flags`` and ``main_group``, so that a worker that takes over the stream has them.
+"""
+
+from __future__ import annotations
+
+from waymark.domain import chunks
+from waymark.domain.chunks import CHUNK
+from waymark.domain.events import Cleared, Event, Stored
+from waymark.domain.names import Registration
+from waymark.domain.objects import SHARD, SHARDS_MAX
+from waymark.domain.windows import Window
+
+EXTRA_KEYS = "extra_keys"
+"""Flag: this life has reported a salt or an image."""
+UNTRUSTED = "untrusted"
+"""Flag: batches were lost, so counts of copies are not what they seem."""
+
+WINDOW = "window:"
+"""Flags of this life that begin so name the windows of groups that are not main attention."""
+WINDOWS_MAX = 64
+"""Groups beyond these count for nothing."""
+
+
+class LifeFacts:
+    """The facts of the present life of one stream."""
+
+    def __init__(self, registration: Registration, *, reads_windows: bool) -> None:
+        self.flags: set[str] = set()
+        self.main_group: int | None = None
+        """The KV-cache group of main attention."""
+        self.shards: set[str] = set()
+        """The shards that this life has named in the keys of a pool; ``flags`` has them, too."""
+        self.windows: dict[int, Window] = {}
+        """The windows of KV-cache groups that are not main attention, by group; ``flags`` has them, too."""
+        self.chunk_blocks = 1
+        """How many blocks the largest chunk has had, in this life; ``flags`` has it, too."""
+        self._block_size = registration.block_size
+        self._reads_windows = reads_windows and registration.scope == "instance"
+
+    def restore(self, flags: frozenset[str], main_group: int | None) -> None:
+        """Take the facts of this life as its record has them."""
+        self.flags = set(flags)
+        self.main_group = main_group
+        self.shards = {flag.removeprefix(SHARD) for flag in flags if flag.startswith(SHARD)}
+        windows = [Window.parse(flag.removeprefix(WINDOW)) for flag in flags if flag.startswith(WINDOW)]
+        self.windows = {window.group: window for window in windows} if self._reads_windows else {}
+        self.chunk_blocks = max((int(flag.removeprefix(CHUNK)) for flag in flags if flag.startswith(CHUNK)), default=1)
+
+    def forget(self) -> None:
+        """The life has ended."""
+        self.flags.clear()
+        self.shards.clear()
+        self.windows.clear()
+        self.chunk_blocks = 1
+        self.main_group = None
+
+    def kept(self) -> tuple[frozenset[str], int | None]:
+        """What a record keeps, as it is now."""
+        return frozenset(self.flags), self.main_group
+
+    def learn(self, event: Stored) -> None:
+        """Learn what a store shows that counts."""
+        if event.is_main_attention is False:
+            window = self.new_window_of(event)
+            if window is not None and window.group not in self.windows:
+                self.windows[window.group] = window
+                self.flags.add(f"{WINDOW}{window}")
+            return
+        shard = None if event.envelope is None else event.envelope.shard
+        if shard is not None and len(self.shards) < SHARDS_MAX and shard not in self.shards:
+            self.flags.add(SHARD + shard)
+            self.shards.add(shard)
+        if event.salts or event.extras:
+            self.flags.add(EXTRA_KEYS)
+        if not event.tokens:
+            return
+        if event.block_size > self._block_size:
+            self._learn_chunk(chunks.blocks_of(event, self._block_size))
+        if self.main_group is None:
+            self.main_group = event.group
+
+    def _learn_chunk(self, blocks: int) -> None:
+        if blocks > self.chunk_blocks:
+            self.flags.discard(f"{CHUNK}{self.chunk_blocks}")
+            self.flags.add(f"{CHUNK}{blocks}")
+            self.chunk_blocks = blocks
+
+    def window_of(self, event: Event) -> Window | None:
+        """The window of the event's group; None where it is main attention, or of no group that is known."""
+        if not self.windows or isinstance(event, Cleared) or event.group is None or event.group == self.main_group:
+            return None
+        if isinstance(event, Stored) and event.is_main_attention is not False:
+            return None
+        return self.windows.get(event.group)
+
+    def new_window_of(self, event: Stored) -> Window | None:
+        """What the event says of the window of its group, where blocks of both can be compared."""
+        size, span = self._block_size, event.block_size
+        if not self._reads_windows or event.window is None or event.group is None:
+            return None
+        if event.window == 1:  # a state: it is there or not, whatever block it is named by
+            span = size
+        if not span or (span % size and size % span) or len(self.windows) >= WINDOWS_MAX:
+            return None
+        return Window(event.group, event.window, span)
