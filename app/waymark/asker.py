@@ -33,7 +33,7 @@ _IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 60, 10, 3
 
 
 class HttpReply(NamedTuple):
-    """What an engine answered."""
+    """The answer of an engine."""
 
     status: int
     body: bytes
@@ -45,7 +45,7 @@ class StreamBeginning(NamedTuple):
     status: int
     content_type: str
     pieces: AsyncIterator[bytes]
-    """Its bytes as they arrive. Raises Unanswered where the answer breaks off."""
+    """The bytes of the answer as they arrive. Raises Unanswered if the answer breaks off."""
 
 
 class Asker:

@@ -54,7 +54,7 @@ class InvalidValue(WaymarkError):
 
 
 class Conflict(WaymarkError):
-    """What was asked for contradicts what is already there; nothing was changed."""
+    """The request contradicts what is already there; nothing was changed."""
 
     def __init__(self, sentence: str, *, field: str | None = None) -> None:
         super().__init__(sentence)

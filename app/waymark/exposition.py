@@ -16,7 +16,7 @@ from waymark.instruments import PREFIX, Instrument, Labelled, MetricRow, rows
 
 
 class Exposition(Collector):
-    """What the Prometheus library asks for the numbers of one table."""
+    """The collector that the Prometheus library asks for the numbers of one table."""
 
     def __init__(self, table: object) -> None:
         self._table = table

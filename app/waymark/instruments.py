@@ -15,7 +15,7 @@ PREFIX = "waymark_"
 _ROWS = "__rows__"
 
 Aggregation = Literal["sum", "max", "min"]
-"""How the numbers of several processes make one."""
+"""The rule by which the numbers of several processes become one."""
 
 
 class Counter:
@@ -60,7 +60,7 @@ class Gauge:
 
 
 class Histogram:
-    """How many observations were at most as large as each bound, and their sum."""
+    """The number of observations up to each bound, and their sum."""
 
     __slots__ = ("_bounds", "seen", "sum")
 
@@ -115,7 +115,7 @@ class Labelled(Generic[Series]):
         self.series.pop(tuple(str(values[name]) for name in self._names), None)
 
     def set_function(self, function: Callable[[], Mapping[tuple[str, ...], float]]) -> None:
-        """For gauges: from now on the series are what ``function`` returns, by the values of their labels."""
+        """Set the series of a gauge to what ``function`` returns, by the values of their labels."""
         self._function = function
 
     def read(self) -> Mapping[tuple[str, ...], Series]:

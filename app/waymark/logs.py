@@ -57,7 +57,7 @@ def configure(level: str, log_format: Literal["text", "json"], stream: TextIO | 
 
 
 class TextFormatter(logging.Formatter):
-    """For people: time, level, logger, sentence, fields by name, and a traceback below."""
+    """Log lines for people: time, level, logger, sentence, fields by name, and a traceback below."""
 
     def format(self, record: logging.LogRecord) -> str:
         pairs = (f" {name}={_text(value)}" for name, value in _fields(record).items())
@@ -67,7 +67,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """For programs: one object a line."""
+    """Log lines for programs: one JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {

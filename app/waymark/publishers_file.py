@@ -38,7 +38,7 @@ _SHAPES = "give a list of registrations, or an object with kvevent_instance or e
 
 
 class _UnreadableFile(Exception):
-    """Why a file is neither JSON nor YAML that can be used."""
+    """The file is neither JSON nor YAML that can be used; the text says why."""
 
 
 def read_publishers(path: str, allowed_endpoints: Sequence[str] = ()) -> list[Registration]:

@@ -26,7 +26,7 @@ class PrintedLine:
 
     sentence: str
     fields: Mapping[str, Any]
-    """What the sentence says, as fields for programs."""
+    """The content of the sentence, as fields for programs."""
 
     def __str__(self) -> str:
         return self.sentence

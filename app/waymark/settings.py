@@ -137,7 +137,7 @@ _Ttl = Annotated[int, Field(ge=1, le=365 * _DAY)]
 
 
 class Settings(BaseModel):
-    """All of them, frozen. ``Settings(port=1)`` reads no environment; ``Settings.from_env()`` does."""
+    """The settings of a process, frozen. ``Settings(port=1)`` reads no environment; ``Settings.from_env()`` does."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True, allow_inf_nan=False

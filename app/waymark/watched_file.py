@@ -20,7 +20,7 @@ _POLL_SECONDS = 1.0
 
 
 class WatchedFile(Generic[T]):
-    """What ``read`` makes of the file: entries, which ``what`` names in the log.
+    """The entries that ``read`` makes of a file; ``what`` names them in the log.
 
     Raises ``SettingsError`` where the file cannot be read at the start.
     """

@@ -46,7 +46,7 @@ class _ActivityReader:
         self.caller = caller
         self.last = last
         self.waiting: asyncio.Queue[bytes | None] = asyncio.Queue()
-        """None: the connection ends."""
+        """Events for the connection; None ends it."""
         self.is_over = False
 
     def take(self, entry: ActivityEntry) -> None:

@@ -26,7 +26,7 @@ class Answer:
     media_type: bytes = b"text/plain; charset=utf-8"
     """The media type of a ``content`` that is bytes."""
     stream: AsyncGenerator[bytes] | None = None
-    """Where the answer has no end: its pieces, in the place of ``content``."""
+    """The pieces of an answer without an end, in the place of ``content``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,16 +59,16 @@ class Body(NamedTuple):
     may_hold_booleans: bool = True
     """False where the text cannot hold one: a list of integers then needs no look at each element's type."""
     documents: list[Any] | None = None
-    """Where a list may stand for several bodies: the one or the many."""
+    """The bodies of an operation that takes one or a list of them; else None."""
     numbers: bytes | None = None
-    """Where a long list was read without the parser: its elements, as msgpack's ``bin`` would have them."""
+    """The elements of a long list that was read without the parser, as msgpack's ``bin`` would have them."""
     text: ParsedFields | None = None
     """The rest of the body, where a long list was read without the parser."""
     format: Format = Format.JSON
     path: Mapping[str, str] = _NOWHERE
     """The parameters of the path and of the query string, by name."""
     caller: Caller = EVERYONE
-    """Who sent it."""
+    """The sender of the request."""
 
     def asked(self, read: Callable[[dict[str, Any]], T]) -> T:
         """What ``read`` makes of the fields beside the long list, or has made of them before."""
@@ -86,11 +86,11 @@ class LongList:
 
     spellings: tuple[str, ...]
     is_hashes: bool
-    """Else token ids."""
+    """Whether the list has hashes; else it has token ids."""
     count_max: int
     cache: RequestCache
     operation: bytes
-    """Its path, for ``cache``."""
+    """The path of the operation, as a part of the cache's key."""
     otherwise: LongList | None = None
     """The field that may be nearly all of a body in which this one is not plain."""
     names: tuple[tuple[str, bytes, bytes], ...] = field(init=False)

@@ -37,4 +37,4 @@ class Doc:
     reach: Reach = "fleet"
     """What it shows of tenants. A path that does not say so is closed to tokens of some tenants."""
     queue: Queue | None = None
-    """Where its requests wait for each other; None: with all of the same access."""
+    """The queue in which its requests wait; None: that of all requests with the same access."""

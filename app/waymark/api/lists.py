@@ -13,7 +13,7 @@ _LIST_FOLLOWS = re.compile(rb"[ \n\r\t]*:[ \n\r\t]*\[")
 
 
 def cut(body: bytes, name: bytes, count_max: int) -> tuple[int, int, bytes] | None:
-    """Where in a JSON text the list of token ids stands, and the ids as little-endian u32.
+    """The position of the list of token ids in a JSON text, and the ids as little-endian u32.
 
     ``name`` is the key, in its quotes. None where the text or the list is anything but plain, or has more than
     ``count_max`` ids: then the JSON parser reads all of it. The caller believes the answer only if the parser finds an

@@ -33,7 +33,7 @@ class Caller:
 
     name: str = ""
     tenants: frozenset[str] | None = None
-    """None: all, also those that are not known yet."""
+    """The tenants that it may see; None: all, also those that are not known yet."""
     may_write: bool = True
 
     def has(self, tenant_id: str) -> bool:

@@ -37,7 +37,7 @@ class InferenceRequest:
     form: Form | None = None
     messages: Sequence[Any] | None = None
     system: Any = None
-    """What Anthropic's form has beside the messages: a text or a list of blocks."""
+    """The system prompt of Anthropic's form: a text or a list of blocks."""
     tools: Sequence[Any] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True

@@ -38,7 +38,7 @@ class EventStreamParser:
         self.last_event_id = last_event_id
         """The id of the last event, or a later ``id`` that an empty line has ended. A new connection sends it."""
         self.retry_milliseconds: int | None = None
-        """How long the stream asks its readers to wait before they connect again."""
+        """The pause that the stream asks of its readers before they connect again."""
         self._bytes_max = bytes_max
         self._line = bytearray()
         self._is_first_line = True

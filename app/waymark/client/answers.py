@@ -48,16 +48,16 @@ class Matches(Mapping[str, Match]):
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Where a request goes, and by what its reservation is released."""
+    """The target of a request, and the id that releases its reservation."""
 
     instance_id: str
     dp_rank: int
     address: str | None
-    """Where requests go, if it is registered with one."""
+    """The address for requests; None if the target is registered without one."""
     device_tokens: int
     """How many tokens of the prompt are on the device of the target."""
     new_tokens: int
-    """What the target has to compute."""
+    """The tokens that the target has to compute."""
     others: Sequence[str]
     """The next best instances."""
     prefill: str | None

@@ -32,7 +32,7 @@ def _sent(call: Callable[P, calls.ClientCall[T]]) -> Callable[Concatenate[AsyncC
 
 
 class AsyncClient:
-    """As ``Client``, for asyncio. A ``deadline`` is kept to the moment: what is under way then is given up."""
+    """A ``Client`` for asyncio. A ``deadline`` is exact: it cancels what is under way then."""
 
     def __init__(
         self,

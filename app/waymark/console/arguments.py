@@ -11,7 +11,7 @@ from waymark.domain.status import StreamStatus
 from waymark.shown import shown
 
 Subcommands = Any
-"""What ``add_subparsers`` returns; argparse has no public name for it."""
+"""The result of ``add_subparsers``; argparse has no public name for its type."""
 
 _STATUS_EXAMPLES = """\
 examples:

@@ -29,11 +29,11 @@ class Cell(IntEnum):
     NONE = 0
     """The holder has none of them."""
     SOME = 1
-    """It has some."""
+    """The holder has some of them."""
     BEHIND = 2
-    """It has all of them, behind the end of the instance's match: no query counts them."""
+    """The holder has all of them, behind the end of the instance's match: no query counts them."""
     ALL = 3
-    """It has all of them, within the match."""
+    """The holder has all of them, within the match."""
 
 
 _CHARACTERS = ".+o#"

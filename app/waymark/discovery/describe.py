@@ -36,7 +36,7 @@ _LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True, slots=True)
 class RankSockets:
-    """Where one rank publishes and replays."""
+    """The sockets of one rank: its events, and its replay."""
 
     dp_rank: int
     endpoint: str
@@ -45,7 +45,7 @@ class RankSockets:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What an engine has said of itself."""
+    """The fields of its registration that an engine reports."""
 
     url: str
     kind: EngineKind | None
@@ -56,9 +56,9 @@ class Description:
     block_size: int | None
     ranks: tuple[RankSockets, ...]
     names_sockets: bool = True
-    """It answers the path that names its sockets, if it has any."""
+    """Whether the engine answers the path that names its sockets."""
     silent: Mapping[str, str] = field(default_factory=dict)
-    """Why the engine has not said a field of its registration, by field."""
+    """The reason why the engine does not report a field, by field."""
 
 
 class Describer:

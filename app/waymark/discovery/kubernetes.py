@@ -40,13 +40,13 @@ _BACKOFF_SECONDS, _BACKOFF_SECONDS_MAX = 1.0, 60.0
 
 @dataclass(frozen=True, slots=True)
 class ApiServer:
-    """Where the API is, and what opens it."""
+    """The URL and the credentials of the API."""
 
     url: str
     token_file: str | None
     ca_file: str | None
     namespace: str
-    """Empty: all namespaces."""
+    """The namespace whose pods are listed; empty: all."""
     selector: str
 
 
@@ -64,7 +64,7 @@ class PodWatch:
         self.pods: dict[str, Pod] = {}
         """The pods that match, by name."""
         self.lists = 0
-        """How often all pods were listed. Before the first time nothing is known to be absent."""
+        """The number of complete lists of pods. Before the first, no pod is known to be absent."""
         self.gone: set[str] = set()
         """Pods that the server itself has called gone, or not ready, since ``gone`` was last cleared."""
         self.changed = asyncio.Event()

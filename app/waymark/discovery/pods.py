@@ -28,7 +28,7 @@ class Pod:
     name: str
     """``<namespace>/<name>``."""
     address: str
-    """Its IP address; empty before it has one."""
+    """The IP address of the pod; empty before it has one."""
     is_ready: bool
     """Ready, with an address, and not on its way out."""
     started: str
@@ -38,12 +38,12 @@ class Pod:
 
 @dataclass(frozen=True, slots=True)
 class PodPorts:
-    """What a pod has that does not say otherwise."""
+    """The ports of a pod that names none."""
 
     api: int
     events: int
     replay: int
-    """0: none."""
+    """The replay port; 0: none."""
 
 
 def pod_of(item: Any) -> Pod | None:

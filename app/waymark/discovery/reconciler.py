@@ -33,18 +33,18 @@ CONFIRM_SECONDS = 10.0
 
 @dataclass(slots=True)
 class _KnownEngine:
-    """What became of an engine the last time."""
+    """The result of the last attempt to register an engine."""
 
     wanted: WantedEngine
     registrations: tuple[Registration, ...] = ()
     again_at: float = 0.0
-    """When it is asked again, by the monotonic clock."""
+    """The time of the next attempt, by the monotonic clock."""
     failures: int = 0
     problem: str = ""
 
 
 class Reconciler:
-    """One source's: what it registers has an origin of ``kind``."""
+    """Registers the engines of one source. Its registrations have an origin of ``kind``."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Reconciler:
         self._is_mine = is_mine
         self._known: dict[WantedKey, _KnownEngine] = {}
         self._missing: tuple[float, int] | None = None
-        """Since when, and since which reading of the source, most of what is registered is missing there."""
+        """The time, and the reading of the source, since which most registered engines are missing there."""
 
     @property
     def problems(self) -> list[str]:

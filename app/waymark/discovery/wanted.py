@@ -16,18 +16,18 @@ class WantedEngine:
     """An engine that should be registered."""
 
     origin: Origin
-    """Unique in its source; what it registered carries this origin."""
+    """The origin of its registrations. It is unique in its source."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """The fields of ``POST /register`` that the source knows."""
     url: str | None = None
-    """Where the engine says the rest; None: the fields are all there is."""
+    """The URL of the engine, which reports the other fields; None: there are no others."""
     ports: tuple[int, int, int] = (0, 0, 0)
     """Event port and replay port of rank 0, and the number of ranks, for an engine that names no sockets; 0:
     unknown."""
     known: Mapping[str, Any] = field(default_factory=dict)
     """Fields that count where the engine does not say them: what it was registered with."""
     since: str = ""
-    """When the engine began, as a text that grows; of two at one address the later one has it."""
+    """The start of the engine, as a text that grows. Of two engines at one address the later one counts."""
 
     def __str__(self) -> str:
         return f"{self.origin.kind} {self.origin.source}"

@@ -39,9 +39,9 @@ class EngineTraits:
     first_seq: int = 0
     """The number of its first batch."""
     copies: Copies = "set"
-    """Where its registration does not say: whether it may store a block several times, and removes each."""
+    """Whether it may store a block several times, and removes each copy: the default of a registration."""
     scope: Scope = "instance"
-    """Where its registration does not say: whether all instances read from it."""
+    """Whether all instances read from it: the default of a registration."""
     needs_endpoint: bool = True
     """Its events are read from a socket, and from nowhere else."""
     tells_events: bool = True

@@ -28,7 +28,7 @@ class Envelope:
     block_size: int | None
     dp_rank: int | None
     shard: str | None = None
-    """Which shard of its block an object in a pool is, as 16 hex digits. The object's hash comes from another
+    """The shard of the block that an object in a pool is, as 16 hex digits. The object's hash comes from another
     engine."""
 
 
@@ -37,7 +37,7 @@ class Stored:
     """Consecutive blocks entered a cache, ancestor first."""
 
     engine_hashes: tuple[int, ...]
-    """Never empty."""
+    """The engine hashes of the blocks; at least one."""
     parent: int | None
     """Engine hash of the block before the first; None at the root."""
     tokens: bytes
@@ -91,7 +91,7 @@ class Cleared:
     """All blocks of a rank left the cache; for a standard event, all of its stream's dimensions."""
 
     medium: str | None = None
-    """None: every medium of the rank."""
+    """The medium that is cleared; None: every medium of the rank."""
     adapter: Adapter = None
     salts: tuple[str, ...] = ()
     envelope: Envelope | None = None
@@ -169,4 +169,4 @@ class Batch:
     samples: dict[str, str] = field(default_factory=dict)
     """One short description per kind in ``rejected``, for the log; never any token."""
     lost: str | None = None
-    """Why none of it could be read. Its events are lost permanently, because a replay would bring the same bytes."""
+    """The reason why the batch cannot be read. Its events are lost permanently, because a replay has the same bytes."""

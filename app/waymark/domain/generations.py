@@ -65,13 +65,13 @@ class Generations:
     def __init__(self, bounds: BlockBounds) -> None:
         self.bounds = bounds
         self.now = 0
-        """In ms."""
+        """The time at which the fold began, in ms."""
         self.cut = 0
         """The newest holder of the group that ends because of its number of blocks."""
         self.publishers = 1
-        """How many publishers of the group have blocks."""
+        """The number of publishers of the group that have blocks."""
         self.epochs: dict[HolderName, int] = {}
-        """In the batch that is being resolved: the generation that stores go to, by lasting name."""
+        """The generation for the stores of the batch that is being resolved, by lasting name."""
         self._newest: dict[HolderName, HolderName] = {}
         self._last: dict[HolderName, int] = {}
         """The last epoch of each lasting name."""

@@ -13,7 +13,7 @@ GONE_MAX = 16_384
 
 
 class GoneHashes:
-    """In two sets, of which ``trim`` empties the older one."""
+    """Hashes in two sets, of which ``trim`` empties the older one."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -36,7 +36,7 @@ class GoneHashes:
 
     @property
     def sets(self) -> tuple[KnownBlocks, ...]:
-        """Where they are; a hash that goes enters the first."""
+        """The two sets; a hash that goes enters the first."""
         return self._new, self._old
 
     def discard(self, engine_hashes: Sequence[int]) -> None:

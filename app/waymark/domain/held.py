@@ -28,15 +28,15 @@ _RUN_HASHES: Final = 2048
 
 
 class RemovedCopy(NamedTuple):
-    """What becomes of a block of which a hash was removed."""
+    """The state of a block after one of its hashes was removed."""
 
     spot: Spot
     copies: bytes
-    """What ``*<key>`` says from now on."""
+    """The new value of the field ``*<key>``."""
     is_there: bool
-    """A copy is left."""
+    """Whether a copy of the block is left."""
     engine_hash: int
-    """The one in the block's entry."""
+    """The engine hash in the block's entry."""
 
 
 @dataclass(slots=True)

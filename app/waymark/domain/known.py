@@ -19,7 +19,7 @@ class Spot(NamedTuple):
     place: Place
     namespace: int
     depth: int
-    """Within its piece."""
+    """The depth within the piece."""
     key: int
     """seq_hash XOR namespace."""
 
@@ -34,7 +34,7 @@ the block before it, where that is in the same piece."""
 
 
 class EventRun(NamedTuple):
-    """How far a run of plain events went."""
+    """The end of a run of plain events, and its counts."""
 
     at: int
     """The number of the next event."""
@@ -42,9 +42,9 @@ class EventRun(NamedTuple):
     """The position of the next event in its batch."""
     stores: int
     stored: int
-    """Blocks."""
+    """The number of stored blocks."""
     removed: int
-    """Blocks."""
+    """The number of removed blocks."""
 
 
 TakenBlocks: TypeAlias = tuple[Place, int, bytes, bytes]

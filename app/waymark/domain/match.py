@@ -144,7 +144,7 @@ class TargetRow(NamedTuple):
     device: int = 0
     host: int = 0
     shared: int = 0
-    """In a pool, and not on its own device or host."""
+    """Blocks that are in a pool, and not on the target's own device or host."""
     disk: int = 0
 
     @property

@@ -17,9 +17,9 @@ class Medium:
 
     name: str
     meaning: str
-    """Where its blocks are, as the published contract says it."""
+    """The place of its blocks, in the words of the published contract."""
     spellings: frozenset[str]
-    """What engines and the KV Events envelope call it, in upper case; none of them has a row of its own."""
+    """The names of the medium in engines and in the KV Events envelope, in upper case. None has a row of its own."""
     is_device: bool = False
     """An engine computes on it."""
     is_host: bool = False

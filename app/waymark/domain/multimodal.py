@@ -29,13 +29,13 @@ class PromptItem(NamedTuple):
     offset: int
     """The position of its first placeholder token in the prompt."""
     length: int
-    """In tokens."""
+    """The length in tokens."""
     identifier: str
-    """What the engine calls it: a hash of its content."""
+    """The engine's name of the item: a hash of its content."""
 
 
 PromptItems = tuple[PromptItem, ...]
-"""In order of their offsets; none overlaps another."""
+"""Items in the order of their offsets; no two overlap."""
 
 
 def items_of(features: Any) -> PromptItems:

@@ -57,7 +57,7 @@ OriginKind = Literal["client", "url", "file", "discovery"]
 
 
 class Origin(NamedTuple):
-    """Who registered a publisher: only the one that did unregisters it by itself."""
+    """The origin of a registration. Only the same origin unregisters the publisher by itself."""
 
     kind: OriginKind = "client"
     """``client``: it named the sockets. ``url``: a client named the URL, and the engine its sockets."""
@@ -91,7 +91,8 @@ class Registration:
     prefixes: PrefixSource = DEFAULT_PREFIXES
     """The options of a source of opaque prefixes."""
     object_shards: int = 0
-    """How many objects make up a block of a pool; 0: as many as there have been different shards in the pool's keys."""
+    """The number of objects that make up a block of a pool; 0: the number of different shards in the pool's keys so
+    far."""
     is_further: bool = False
     """A further socket of a rank that has several: its blocks are the rank's, and nobody picks it."""
     topic: str | None = None
@@ -122,14 +123,14 @@ GROUP: Final = "g"
 
 
 class HolderName(NamedTuple):
-    """Which holder of its stream one is. Its text form is what the stream's record and the scripts know it by."""
+    """The name of a holder within its stream. The stream's record and the scripts contain its text form."""
 
     dp_rank: int
     medium: str
     digest: str = ""
     """Standard events: of the further dimensions of their stream. ``g<n>``: of KV-cache group n of a hybrid model."""
     epoch: int | None = None
-    """When its generation began, in ms; None where its blocks are in no generation."""
+    """The start of its generation, in ms; None if its blocks are in no generation."""
 
     @classmethod
     def parse(cls, text: str) -> HolderName:
@@ -196,7 +197,7 @@ _IPC = re.compile(r"ipc:///?(?P<path>[^\s\x00@]{1,100})")
 
 
 ENDPOINT = "tcp://host:port or ipc://path, where no part of the path is empty, '.' or '..' or has an '@'"
-"""What ``is_endpoint`` asks for, in an error's words."""
+"""The form that ``is_endpoint`` requires, in the words of an error."""
 
 
 def is_endpoint(text: str) -> bool:

@@ -53,7 +53,7 @@ class Part:
     parent: int | None = None
     """Key of the block before the first, where it is in the same piece."""
     copies: list[bytes] = field(default_factory=list)
-    """For each block what ``*<key>`` says from now on; empty where none of them changes."""
+    """The new value of the field ``*<key>`` for each block; empty if no value changes."""
     waits: bool = False
     """Redis must have all parts before it first, those of other shards too; see ``waves``."""
 
@@ -102,7 +102,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Where a stream's watermark goes, and what is kept with it."""
+    """The new watermark of a stream, and the fields that are written with it."""
 
     watermark: int
     ts: float | None
@@ -119,11 +119,11 @@ class PackedParts(Sequence[Part]):
     """
 
     blocks: int
-    """How many blocks the parts name."""
+    """The number of blocks in the parts."""
     stored: int
-    """How many of these are stored."""
+    """The number of stored blocks among them."""
     singles: int
-    """How many parts are at places of blocks of unknown depth."""
+    """The number of parts for blocks of unknown depth."""
 
     def __iadd__(self, others: PackedParts) -> Self: ...  # type: ignore[empty-body]
 
@@ -160,13 +160,13 @@ def joined(parts: Parts, others: Parts) -> Parts:
 
 
 def blocks_of(parts: Sequence[Part]) -> int:
-    """How many blocks the parts name."""
+    """The number of blocks in the parts."""
     some = packed(parts)
     return sum([len(part.packed_hashes) for part in parts]) // KEY_BYTES if some is None else some.blocks
 
 
 def stored_of(parts: Sequence[Part]) -> int:
-    """How many of these are stored."""
+    """The number of stored blocks in the parts."""
     some = packed(parts)
     return blocks_of([part for part in parts if part.kind == "+"]) if some is None else some.stored
 
@@ -178,7 +178,7 @@ def has_singles(parts: Sequence[Part]) -> bool:
 
 
 def new_part_list(seq: int) -> PartList:
-    """For the parts of one batch; in the C module where that is selected."""
+    """A list for the parts of one batch; it is in the C module if that is selected."""
     return PartList(seq) if native.selected is None else _PackedPartList(seq, native.selected.Parts(Part, Place, seq))
 
 

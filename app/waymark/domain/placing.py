@@ -31,7 +31,7 @@ class Placer:
         self._piece_blocks = piece_blocks
         self._counted: dict[tuple[int, int], tuple[int, int]] = {}
         self.others: dict[int, tuple[int, ...]] = {}
-        """For each holder the other generations of its name; a block is in one of them."""
+        """The other generations of each holder's name; a block is in one of them."""
 
     def skip(self, counted: Mapping[tuple[int, int], tuple[int, int]]) -> None:
         """What a worker before had applied when it stopped: by holder and shard, seq and position.

@@ -30,7 +30,7 @@ _name = lru_cache(HOLDERS_MAX)(HolderName)
 
 @dataclass(slots=True)
 class Plan:
-    """What must happen before a fold can be resolved."""
+    """The work that must be done before a fold can be resolved."""
 
     ended: list[Unit] = field(default_factory=list)
     """A rank, or the name of a standard stream's holder."""
@@ -41,7 +41,7 @@ class Plan:
     last_clear: dict[Unit, tuple[int, int]] = field(default_factory=dict)
     """(batch, event) of the last clear of a unit in the fold; what it has before that is not written at all."""
     epochs: list[Mapping[HolderName, int]] = field(default_factory=list)
-    """For each batch the generations that its stores go to, by lasting name; empty where nothing is bounded."""
+    """The generations for the stores of each batch, by lasting name; empty if the group has no bounds."""
 
 
 class Planner:
@@ -57,7 +57,7 @@ class Planner:
     ) -> None:
         self.foreign_ranks = foreign_ranks
         self.epochs: Mapping[HolderName, int] = {}
-        """In the batch that is being planned: the generations that its stores go to, by lasting name."""
+        """The generations for the stores of the batch that is being planned, by lasting name."""
         self.spaces = Spaces(registration)
         self._registration = registration
         self._publisher = publisher

@@ -33,7 +33,7 @@ class PrefixSource:
     storage_offloading: bool = False
     """Whether what leaves the device is in storage afterwards."""
     treat_eviction_as_offload: bool = True
-    """With offloading, whether an eviction that names no tier leaves the prefix in storage."""
+    """Whether an eviction that names no tier leaves the prefix in storage, if the source offloads."""
     entry_ttl_seconds: int = 600
     max_entries: int = 100_000
     reconnect_interval_ms: int | None = None
@@ -61,7 +61,7 @@ class Change(StrEnum):
     WARM = "warm"
     """The prefix is in storage, and nowhere else."""
     DEMOTE = "demote"
-    """What was on the device is in storage; what was not there is nowhere new."""
+    """An entry on the device moves to storage. A prefix without such an entry gets none."""
     REMOVE = "remove"
     """The prefix is nowhere."""
     FORGET_HOT = "forget_hot"
@@ -92,7 +92,7 @@ def change_of(event: PrefixEvent, source: PrefixSource) -> Change:
 
 
 SOURCE: Final = "an http or https URL, where no part of the path is '.' or '..' or has an '@'"
-"""What ``is_source`` asks for, in an error's words."""
+"""The form that ``is_source`` requires, in the words of an error."""
 
 
 def is_source(text: str) -> bool:

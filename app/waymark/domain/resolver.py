@@ -96,11 +96,11 @@ class Resolver:
         """Stores of releases that cannot name a salt or an image: they may be taken for what they are not."""
         self.objects = WaitingObjects(waiting_blocks, registration.object_shards)
         self._early = 0
-        """How many of the ``EARLY_MAX`` positions of the next batch are taken."""
+        """The number of positions, of the ``EARLY_MAX`` of the next batch, that are taken."""
         self._units = 0
         """Work since the loop had its turn, of all batches of a fold."""
         self.reported: Mapping[int, Spot] = {}
-        """What the engines of a pool's group have reported of the hashes that were looked up for this fold."""
+        """The blocks that engines of a pool's group have reported for the hashes looked up for this fold."""
         self.generations = Generations(bounds)
         self._holders_of: dict[HolderName, list[int]] = {}
         """The live holders of each lasting name, oldest first."""

@@ -26,12 +26,13 @@ from waymark.domain import keys
 PIECE_BLOCKS = 32
 ROW_SLOTS = 64
 FORMAT = f"rows {PIECE_BLOCKS} {ROW_SLOTS}"
-"""What ``wm:format`` says. The two numbers are constants of the format; functions take them as parameters for tests."""
+"""The value of ``wm:format``. The two numbers are constants of the format; functions take them as parameters for
+tests."""
 
 SLOT_CHARS = 17
 DEPTHS = b"0123456789abcdefghijklmnopqrstuv"
 SAME_HASH = 2**64 - 1
-"""In an entry that has the hashes of other slots, this one says: the engine hash is the seq_hash."""
+"""The value of a slot whose engine hash is its seq_hash, in an entry that has the hashes of other slots."""
 
 _VALUE = re.compile(rb"((?:[0-9a-f]{16}[0-9a-v])*)(\+?)((?: [1-9][0-9]{0,15}:[1-9a-f][0-9a-f]{0,15})*)")
 _FIELD = re.compile(rb"([0-9a-f]{16})(?::(?:([0-9a-f]{16})|(s)))?")
@@ -41,7 +42,7 @@ _FIELD = re.compile(rb"([0-9a-f]{16})(?::(?:([0-9a-f]{16})|(s)))?")
 
 
 class Place(NamedTuple):
-    """Where a block is; also a field of a holder's engine hash."""
+    """The place of a block: its row, its branch row or its single."""
 
     head: int
     """Key of the head of the piece; of the block itself for a single."""

@@ -17,7 +17,7 @@ Slices: TypeAlias = Generator[None, None, T]
 SLICE_UNITS = 1024
 """Hashes, or as much work as one costs: between a tenth of a millisecond and two."""
 EVENT_UNITS = 16
-"""What an event costs beside its hashes, in hashes."""
+"""The cost of an event beside its hashes, in hashes."""
 
 
 def finish(work: Slices[T]) -> T:

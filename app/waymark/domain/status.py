@@ -15,5 +15,5 @@ class StreamStatus(StrEnum):
     DEGRADED = "degraded"
     """Batches are lost or unknown; ``last_error`` explains which."""
     LOST = "lost"
-    """Its publisher has been unreachable for so long that its holders are not counted."""
+    """The publisher has been unreachable for so long that its holders are not counted."""
     FAILED = "failed"

@@ -30,12 +30,12 @@ class PublisherRow:
     block_size: int
     scope: Scope
     is_lost: bool = False
-    """Its socket has been down for too long; its holders are not counted until it is back."""
+    """Whether its socket has been down for too long. Its holders are not counted until it is back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """Who has the blocks of one value. Numbers are indexes into ``View.instances``."""
+    """The instances that have the blocks of one value. Numbers are indexes into ``View.instances``."""
 
     ranks: tuple[tuple[int, int, frozenset[str]], ...]
     """(instance, dp_rank, media) for each rank that has them."""
@@ -125,7 +125,7 @@ class View:
             elif instance is not None:  # else its publisher's row is another instance's: nothing of ours wrote that
                 self._places[holder.id] = (instance, holder.dp_rank, holder.medium)
         self.windows = tuple(windows)
-        """What ranks need beside their blocks; empty where no model is hybrid."""
+        """The windows that ranks need beside their blocks; empty if no model is hybrid."""
         self._presences: dict[bytes, Presence] = {}
         self._remembered_ids = 0
 

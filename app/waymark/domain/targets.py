@@ -38,10 +38,10 @@ class Target:
     """``http://host:port``: where its requests go."""
     role: Role = Role.BOTH
     weight: float = 1.0
-    """How large it is beside others; 0: it takes no new requests."""
+    """The size of the target relative to others; 0: it takes no new requests."""
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
     metrics_url: str | None = None
-    """Where its gauges are, if not at ``/metrics`` of its address."""
+    """The URL of its gauges, if that is not ``/metrics`` of its address."""
     adapters: tuple[str, ...] = ()
     """The adapters that the engine has loaded, by its own account."""
     aliases: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ PLAIN = Target()
 """The target of a registration without target fields."""
 
 URL = "an http or https URL of at most 2048 characters"
-"""What ``is_url`` asks for, in an error's words."""
+"""The form that ``is_url`` requires, in the words of an error."""
 _HOST_AND_PORT = r"(?P<place>(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?)"
 _ADDRESS = re.compile(rf"(?P<scheme>https?)://{_HOST_AND_PORT}(?:/[!-~]*)?", re.ASCII)
 

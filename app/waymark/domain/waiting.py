@@ -32,10 +32,10 @@ class WaitingRoom:
         self.dropped = 0
         """Blocks that were dropped for lack of room, in all."""
         self.dropped_there = 0
-        """How many of the dropped blocks were not removed before. The resolver counts them as missing and sets this to
-        0."""
+        """The number of dropped blocks that were not removed before. The resolver counts them as missing and sets this
+        to 0."""
         self.removed = 0
-        """How many of the blocks that wait were removed while they waited."""
+        """The number of waiting blocks that were removed while they waited."""
 
     def add(self, waiting: WaitingStore) -> None:
         """Let it wait; where there is no room, those that have waited longest are dropped."""

@@ -19,7 +19,7 @@ from waymark.domain.rows import Place
 
 
 class Waves:
-    """What the parts of the present wave use and remove. Blocks are named by their seq_hash."""
+    """The blocks that the parts of the present wave use and remove, by their seq_hash."""
 
     def __init__(self, shards: int) -> None:
         self.is_needed = shards > 1

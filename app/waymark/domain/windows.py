@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 
 class Window(NamedTuple):
-    """What a group must have before a boundary, so that a rank can go on from there."""
+    """The blocks that a group must have before a boundary, so that a rank can go on from there."""
 
     group: int
     """The KV-cache group."""
     tokens: int
-    """How many tokens; 1 for a state."""
+    """The length in tokens; 1 for a state."""
     span: int
     """Tokens per block of the group."""
 

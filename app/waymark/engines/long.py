@@ -33,12 +33,12 @@ _FIELDS_MAX: Final = 64
 _PIECE: Final = 4096
 _INTEGER_BYTES: Final = 9
 _OTHER_BYTES_MAX: Final = 2 * 2**20
-"""What elements of lists that are neither hashes nor tokens may take of a payload: each byte may become an object."""
+"""The most bytes of a payload for lists of neither hashes nor tokens: each byte may become an object."""
 _ERRORS: Final = (msgpack.UnpackException, ValueError, TypeError, MemoryError)
 
 
 class UnreadableValue:
-    """Stands where msgpack could not make a value of the bytes."""
+    """The replacement for bytes of which msgpack cannot make a value."""
 
 
 UNREADABLE: Final = UnreadableValue()

@@ -20,10 +20,10 @@ _SHARD: Final = re.compile(r"(?:[a-z_]*rank|cache_role|cache_family):|pcp[0-9]|d
 
 
 class ObjectKey(NamedTuple):
-    """What a key says of its object."""
+    """The parts of an object's key."""
 
     engine_hash: int
-    """As the engine's own events name the block."""
+    """The engine hash of the block in the engine's own events."""
     shard: str
     """16 hex digits that stand for the part of the block: ranks, layer, keys or values."""
     group: int

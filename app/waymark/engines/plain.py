@@ -21,10 +21,10 @@ class PlainBatch(NamedTuple):
 
     ts: Any
     events: Sequence[Event | tuple[int, int]]
-    """For an event that is not plain, where it stands in the payload: start and end."""
+    """Events; an event that is not plain is its start and end in the payload."""
     rank: Any
     others: int
-    """How many events are not plain."""
+    """The number of events that are not plain."""
 
 
 ReadPlain: TypeAlias = Callable[[bytes, int], PlainBatch | None]

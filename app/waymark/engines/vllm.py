@@ -37,7 +37,7 @@ REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx")
 FIELDS: Final = {"BlockStored": STORED_FIELDS, "BlockRemoved": REMOVED_FIELDS}
 
 _Zero: TypeAlias = Literal["block", "root", "unknown"]
-"""What a parent of 0 says. ``root``: the root, unless the publisher has a block 0."""
+"""The meaning of a parent of 0. ``root``: the root, unless the publisher has a block 0."""
 
 _MAIN_ATTENTION: Final = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 _STATES: Final = frozenset({"mamba"})

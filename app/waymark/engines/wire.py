@@ -20,7 +20,7 @@ BLOCK_SIZE_MAX: Final = 65536
 
 
 class Ignored(StrEnum):
-    """Why an event that was understood means nothing here."""
+    """The reason why an event that was understood changes nothing."""
 
     EMPTY = "empty"
     REMOTE = "remote_locality"

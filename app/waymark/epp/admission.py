@@ -20,9 +20,9 @@ class StreamPlace:
         self._streams = streams
         self.peer = peer
         self.waiting: asyncio.Timeout | None = None
-        """Runs while the request arrives."""
+        """The deadline while the request arrives."""
         self.is_given_up = False
-        """Another stream has it now."""
+        """Whether another stream has the place now."""
 
     def give_up(self) -> None:
         self.is_given_up = True
@@ -39,7 +39,7 @@ class StreamPlace:
 
 
 class Streams:
-    """All streams of a process."""
+    """The streams of a process."""
 
     def __init__(self, streams_max: int, metrics: Metrics) -> None:
         self._max = streams_max

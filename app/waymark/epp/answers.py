@@ -19,7 +19,7 @@ def is_whole(headers: Mapping[str, str]) -> bool:
 
 
 class HeldAnswer:
-    """What is sent to the proxy about one answer, at once until ``begin``, and from then on together at the end.
+    """The messages to the proxy about one answer: sent at once until ``begin``, and after that together at the end.
 
     Its bytes count among those of all bodies. What is above a bound is held no longer: it goes on as it comes.
     """

@@ -54,7 +54,7 @@ class StreamCut(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """What all calls of a process have in common."""
+    """The objects and bounds that all calls of a process share."""
 
     selector: RequestSelector
     under_way: RequestsUnderWay
@@ -62,9 +62,9 @@ class CallContext:
     bodies: BodyBytes
     tenant_id: str
     request_seconds: float
-    """How long the proxy may take to send a request."""
+    """The time that the proxy may take to send a request."""
     idle_seconds: float
-    """How long an answer may take until its next message."""
+    """The time that an answer may take until its next message."""
 
 
 class ProcessCall:

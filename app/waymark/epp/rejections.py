@@ -23,7 +23,7 @@ _ANTHROPIC = {400: "invalid_request_error", 413: "request_too_large", 429: "rate
 
 
 class ImmediateAnswer(NamedTuple):
-    """An HTTP answer."""
+    """An HTTP answer that the proxy sends to the client at once, in place of an engine's."""
 
     status: int
     slug: str

@@ -41,7 +41,7 @@ _STATUS_OF: Mapping[str, Any] = {
 }
 
 WaitsFor = Callable[[], Awaitable[str | None]]
-"""What the process waits for before it can pick targets, as a sentence; None: nothing."""
+"""The condition that the process waits for before it can pick targets, as a sentence; None: it is ready."""
 
 
 class Processor(ext_proc.ExternalProcessorServicer):  # type: ignore[misc]
@@ -79,7 +79,7 @@ class EppServer:
         self._waits_for = waits_for
         self._health = HealthService(messages.SERVICE)
         self.port = self.health_port = 0
-        """What was really bound; 0: no port."""
+        """The port that was bound; 0: none."""
         self._server = _new_server(_HEADROOM * options.streams_max + options.index_streams_max)
         ext_proc.add_ExternalProcessorServicer_to_server(Processor(picker, options.streams_max), self._server)
         self._server.add_generic_rpc_handlers((PodScores(picker.selector, picker.tenant_id).handler,))

@@ -12,14 +12,14 @@ from waymark.metrics import Metrics
 
 
 class CacheLookup(NamedTuple):
-    """What is kept for a request, and which clearing was the last; an answer is kept if that is so still."""
+    """The cached answer to a request, and the last clearing. A new answer is kept if no other clearing follows."""
 
     kept: KeptAnswer | None
     clearing: bytes | int
 
 
 class AnswerStore(Protocol):
-    """Where the answers of a response cache are."""
+    """The place of the answers of a response cache: memory or Redis."""
 
     backend: str
     entries_max: int
@@ -62,7 +62,7 @@ class MemoryAnswers:
         self.entries_max = entries_max
         self.ttl_seconds = ttl_seconds
         self._generation = 0
-        """Another one after every ``clear``."""
+        """A number that every ``clear`` raises."""
         evicted = metrics.response_cache_evictions.inc
         self._answers: BoundedCache[KeptAnswer] = BoundedCache(
             entries_max, bytes_max, ttl_seconds, lambda kept: len(kept.body), evicted=evicted, clock=clock

@@ -11,7 +11,7 @@ from waymark.gateway.shapes import RequestRejected
 
 
 class InferenceBody(NamedTuple):
-    """A body, read."""
+    """The fields of a body, and the request that they make."""
 
     fields: dict[str, Any]
     request: InferenceRequest

@@ -14,7 +14,7 @@ ENTRY_BYTES = 512
 
 
 class CacheSize(NamedTuple):
-    """How much is kept."""
+    """The number of entries, and their bytes."""
 
     entries: int
     bytes: int

@@ -36,15 +36,15 @@ _FLIGHT_SECONDS = 60.0
 
 
 class _SharedRequest(NamedTuple):
-    """A request that an engine answers now, for all who ask the same."""
+    """A request that an engine answers now, for all clients that ask the same."""
 
     clearing: bytes | int
-    """When it was looked up, as its ``CacheLookup`` says."""
+    """The last clearing at the time of its lookup."""
     answer: asyncio.Future[KeptAnswer | None]
 
 
 class ResponseCache:
-    """What one gateway answers by itself."""
+    """The answers that a gateway gives without an engine."""
 
     def __init__(
         self, answers: AnswerStore, metrics: Metrics, begin: StartTask, *, response_bytes: int, stream_bytes: int

@@ -28,13 +28,13 @@ class ResponsePlace(Protocol):
 
 
 class Archive(Protocol):
-    """What is behind Redis. Raises RemoteUnavailable."""
+    """A lasting copy of responses behind Redis. Raises RemoteUnavailable."""
 
     async def find(self, name: str) -> bytes | None: ...
 
 
 class MemoryResponses:
-    """In memory: for one gateway."""
+    """Responses in the memory of one gateway."""
 
     def __init__(self, entries_max: int, bytes_max: int, ttl_seconds: int, metrics: Metrics) -> None:
         evicted = metrics.responses_evicted.inc
@@ -55,7 +55,7 @@ class MemoryResponses:
 
 
 class RedisResponses:
-    """In Redis. With an archive, each change is queued for it, and what Redis has lost is asked for there.
+    """Responses in Redis. With an archive, each change is queued for it, and a response that Redis lacks is read there.
 
     ``bounds.queue_max`` counts only with an archive.
     """

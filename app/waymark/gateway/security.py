@@ -44,7 +44,7 @@ _NOT_TO_CLIENTS = frozenset({b"server", b"date", b"set-cookie", b"x-session-toke
 
 @dataclass(frozen=True, slots=True)
 class GatewayCaller:
-    """Who calls. Its tenant decides which engines it reaches and whose answers it may share."""
+    """The sender of a request. Its tenant decides which engines it reaches and whose answers it may share."""
 
     name: str = ""
     tenant_id: str = DEFAULT_TENANT
@@ -113,7 +113,7 @@ def _parsed(entry: str, where: str) -> tuple[str, GatewayCaller]:
 
 
 class KeyLimits:
-    """What the requests of one key may have under way; 0 is no limit."""
+    """The limits of what the requests of one key have under way; 0 is no limit."""
 
     def __init__(self, requests_max: int, tokens_max: int) -> None:
         self._requests_max = requests_max
@@ -144,7 +144,7 @@ class KeyLimits:
 
 
 class TokenShare:
-    """What one request has of its key's tokens."""
+    """The tokens that one request takes from the limit of its key."""
 
     def __init__(self, limits: KeyLimits, name: str) -> None:
         self._limits = limits

@@ -21,7 +21,7 @@ _CONNECT = "connect"
 
 
 class Unreachable(Exception):
-    """No answer has begun; the request may be sent to another engine. The text is a short reason."""
+    """The engine has begun no answer; the request may be sent to another. The text is a short reason."""
 
     @property
     def is_connect(self) -> bool:

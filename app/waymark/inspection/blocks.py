@@ -16,7 +16,7 @@ from waymark.inspection.search import ROWS_MAX, FoundValue, Search
 
 @dataclass(frozen=True, slots=True)
 class LiveHolder:
-    """What a holder id stands for, while its life goes on."""
+    """The meaning of a holder id whose life goes on."""
 
     instance_id: str
     dp_rank: int
@@ -24,7 +24,7 @@ class LiveHolder:
     block_size: int
     scope: Scope
     not_counted: str | None
-    """Why queries do not count it; None where they do."""
+    """The reason why queries do not count it; None if they do."""
 
 
 @dataclass(frozen=True, slots=True)

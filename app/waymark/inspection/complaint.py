@@ -18,7 +18,7 @@ _NAMES_MAX = 3
 
 
 class Complaints:
-    """What is wrong with each of some streams, as far as they and the workers show it."""
+    """The faults of some streams, as far as the streams and the workers show them."""
 
     def __init__(self, states: Sequence[PublisherState], workers: Mapping[str, int | None]) -> None:
         """``workers`` are the live ingest workers, each with its limit of streams, or None."""

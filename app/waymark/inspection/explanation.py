@@ -24,16 +24,16 @@ RUNS_MAX = 10_000
 
 @dataclass(frozen=True, slots=True)
 class PromptExplanation:
-    """What is known of a prompt."""
+    """The holders of a prompt, and the reasons why instances have no more of it."""
 
     name: GroupName
     tokens: int
     holding: PromptHoldings | None = None
-    """Who holds the prompt; None where it was not looked up, for a reason that ``reasons`` has."""
+    """The holders of the prompt; None if it was not looked up, for a reason in ``reasons``."""
     of_instances: Mapping[str, str] = field(default_factory=dict)
-    """For each instance: why it has no match, or where its match ends."""
+    """The reason why an instance has no match, or the end of its match, by instance."""
     reasons: Sequence[str] = ()
-    """Why no instance has a match; empty if one has."""
+    """The reasons why no instance has a match; empty if one has."""
 
 
 async def explain(

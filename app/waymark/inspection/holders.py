@@ -42,9 +42,9 @@ class HolderRecord:
     backend_id: str
     scope: Scope
     not_counted: str | None
-    """Why queries do not count it; None where they do."""
+    """The reason why queries do not count it; None if they do."""
     publishers: tuple[HolderPublisher, ...]
-    """One, or none where it is not registered any more."""
+    """The publisher of the holder; none if it is not registered any more."""
 
 
 @dataclass(frozen=True, slots=True)

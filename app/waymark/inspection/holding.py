@@ -27,9 +27,9 @@ class HolderLine:
 
     holder: Holder
     has: frozenset[int]
-    """Which blocks of the prompt, by position."""
+    """The blocks of the prompt that it has, by position."""
     not_counted: str
-    """Why ``/query`` does not count it; empty where it does."""
+    """The reason why ``/query`` does not count it; empty if it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class InstanceLines:
 
 @dataclass(frozen=True, slots=True)
 class PromptHoldings:
-    """The whole answer."""
+    """The blocks of a prompt that each instance has."""
 
     group: InspectedGroup
     block_size: int
@@ -67,7 +67,7 @@ class PromptHoldings:
     instances: tuple[InstanceLines, ...]
     """The longest match first, then by name; pools last."""
     ended_ids: int
-    """How many holder ids in these blocks belong to lives that have ended, and wait to be swept."""
+    """The number of holder ids in these blocks whose lives have ended, and that wait for the sweep."""
 
     @property
     def best(self) -> int:

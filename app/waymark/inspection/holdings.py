@@ -23,7 +23,7 @@ _KINDS = ("rows", "branch rows", "singles", "copies")
 
 @dataclass(frozen=True, slots=True)
 class ShardHoldings:
-    """What a holder has in one shard."""
+    """The entries of a holder in one shard."""
 
     key: str
     """The name of its engine hash in Redis."""
@@ -34,7 +34,7 @@ class ShardHoldings:
     applied_seq: str | None
     """The number of the last applied frame; None before the first."""
     ops: str
-    """How many operations of that frame are applied."""
+    """The number of operations of that frame that are applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class HeldRow:
     row: str
     """The name of its key in Redis."""
     blocks: int | None
-    """How many of its blocks the holder has; None where the value cannot be read."""
+    """The number of its blocks that the holder has; None if the value cannot be read."""
     slots: str
-    """Which ones, such as ``0-3 7``."""
+    """The slots of these blocks, such as ``0-3 7``."""
     note: str
     is_bad: bool
     """The value is gone, or cannot be read."""
@@ -54,14 +54,14 @@ class HeldRow:
 
 @dataclass(frozen=True, slots=True)
 class HolderContents:
-    """All of it."""
+    """The rows and counts of a holder, over all shards."""
 
     shards: tuple[ShardHoldings, ...]
     is_whole: bool
     """Every field of every shard is counted."""
     rows: tuple[HeldRow, ...]
     more_rows: int
-    """How many are not among ``rows``."""
+    """The number of rows that are not in ``rows``."""
 
 
 async def holdings(inspector: Inspector, group: InspectedGroup, holder_id: int) -> HolderContents:

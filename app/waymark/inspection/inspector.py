@@ -99,7 +99,7 @@ class Inspector:
 
 
 def places_that_begin_with(key: int) -> list[Place]:
-    """Where a block may be that no head is known of: in the row that begins with it, or by itself."""
+    """The possible places of a block whose head is not known: the row that begins with it, and its single."""
     return [Place(key), Place(key, is_single=True)]
 
 

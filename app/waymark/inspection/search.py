@@ -30,7 +30,7 @@ class Search:
         self._key = key
         self._left = ROWS_MAX
         self.is_complete = True
-        """No row was left out."""
+        """Whether every row was searched."""
 
     async def run(self, group: InspectedGroup, table: HolderTable) -> list[FoundValue]:
         """The values that list the block: those that begin with it, or else the first one that a live holder has."""

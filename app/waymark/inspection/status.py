@@ -30,7 +30,7 @@ WORKER_SECONDS = 10
 
 @dataclass(frozen=True, slots=True)
 class PublisherFilter:
-    """Which publishers are shown; None: all."""
+    """The publishers that are shown; a field that is None excludes none."""
 
     tenant: str | None = None
     model: str | None = None
@@ -39,13 +39,13 @@ class PublisherFilter:
 
 @dataclass(frozen=True, slots=True)
 class RedisServer:
-    """What INFO says, over all primaries."""
+    """The fields of INFO, over all primaries."""
 
     version: str
     primaries: int
     memory_bytes: int
     memory_max_bytes: int
-    """0: no limit."""
+    """The memory limit; 0: none."""
     policy: str
     evicted_keys: int
     keys: int
@@ -59,7 +59,7 @@ class WorkerState:
     streams: int
     silent_seconds: float
     streams_max: int | None = None
-    """How many it takes at most; None: no limit."""
+    """The most streams that it takes; None: no limit."""
 
     @property
     def is_full(self) -> bool:
@@ -72,7 +72,7 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True)
 class StreamComplaints:
-    """What was said of each stream, by the ids of its group and its publisher."""
+    """The complaint about each stream, by the ids of its group and its publisher."""
 
     sentences: Mapping[tuple[int, int], str]
     orphans: frozenset[tuple[int, int]]
@@ -86,16 +86,16 @@ class StreamComplaints:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """All of it, at one moment."""
+    """The state of Redis, workers and streams at one moment."""
 
     server: RedisServer | None
-    """What Redis reports; None where it has no INFO."""
+    """The report of Redis; None if it has no INFO."""
     warnings: tuple[str, ...]
     workers: tuple[WorkerState, ...]
     publishers: tuple[PublisherState, ...]
     """The wanted ones, by group, instance and rank."""
     registered: int
-    """All publishers that can be read, wanted or not."""
+    """The number of publishers that can be read, shown or not."""
     unreadable: tuple[UnreadableKey, ...]
     """Records that this release cannot read, of all publishers and groups."""
     complaints: Complaints | StreamComplaints
@@ -201,7 +201,7 @@ def _workers(members: Sequence[bytes], streams: Counter[str], now: float) -> tup
 
 
 def as_json(status: Status) -> dict[str, Any]:
-    """For programs: every number of the drawn form, and what it leaves out."""
+    """The status as JSON for programs: every number of the drawn form, and more."""
     return {
         "redis": None if status.server is None else asdict(status.server),
         "warnings": list(status.warnings),

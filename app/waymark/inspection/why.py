@@ -50,7 +50,7 @@ def unknown_group(wanted: GroupName, groups: Sequence[InspectedGroup]) -> str:
 
 
 def of_instances(holding: PromptHoldings, states: Sequence[PublisherState]) -> dict[str, str]:
-    """For each instance without a match: what its own streams say about that, if anything."""
+    """The reason that its own streams give for each instance without a match, if they give one."""
     reasons: dict[str, str] = {}
     if not holding.keys:  # which is the reason, for every instance
         return reasons
@@ -71,7 +71,7 @@ def of_instances(holding: PromptHoldings, states: Sequence[PublisherState]) -> d
 
 
 def ends(holding: PromptHoldings) -> dict[str, str]:
-    """For each instance whose match ends before the prompt does: which block is next, and who has it."""
+    """The next block, and its holders, for each instance whose match ends before the prompt does."""
     said: dict[str, str] = {}
     known: dict[int, str] = {}  # by block: many instances may end at the same
     for lines in holding.instances:

@@ -33,7 +33,7 @@ _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\[\]]+):(\d{1,5})")
 
 
 class Finding(NamedTuple):
-    """One thing that was checked."""
+    """The result of one check."""
 
     verdict: FindingLevel
     what: str

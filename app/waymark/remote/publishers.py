@@ -42,7 +42,7 @@ def warnings(service: RemoteService) -> list[str]:
 
 
 def drains(publishers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """For each publisher: ``draining`` or ``drained`` if it is a target with weight 0, else nothing.
+    """The state of each publisher: ``draining`` or ``drained`` if it is a target with weight 0, else nothing.
 
     A further socket of a rank is no target, and neither is a pool.
     """

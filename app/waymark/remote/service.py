@@ -20,7 +20,7 @@ _WHY = {ConnectionRefusedError: "the connection was refused", TimeoutError: "the
 
 
 class RemoteService:
-    """One Waymark; used with ``with``."""
+    """The HTTP API of one Waymark, as a context manager."""
 
     def __init__(self, url: str, api_token: str | None = None, *, seconds: float = SECONDS) -> None:
         """Raises ``InvalidValue`` where ``url`` is none."""

@@ -51,7 +51,7 @@ SORTS: dict[str, Callable[[PublisherAnswer, float], Any]] = {
 
 @dataclass
 class TopView:
-    """What is shown of the answers of ``/workers``."""
+    """The state of the screen: the order, the filter and the position."""
 
     sort: str = "stored/s"
     is_reversed: bool = False

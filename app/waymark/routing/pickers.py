@@ -10,7 +10,7 @@ from typing import TypeAlias
 from waymark.routing.policy import Scored, ranked
 
 Picker: TypeAlias = Callable[[Sequence[Scored], Random], Sequence[Scored]]
-"""All of them, in the order in which they would be taken."""
+"""A function that returns all candidates, in the order in which they would be taken."""
 
 
 def max_score(scored: Sequence[Scored], random: Random) -> Sequence[Scored]:

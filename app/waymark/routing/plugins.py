@@ -19,7 +19,7 @@ Parameters = Mapping[str, Any]
 
 
 class PluginKind(StrEnum):
-    """What a plugin does, and with it where it may be named."""
+    """The work of a plugin, which decides where it may be named."""
 
     HANDLER = "profile handler"
     DECIDER = "decider"
@@ -28,7 +28,7 @@ class PluginKind(StrEnum):
     FILTER_AND_SCORER = "filter and scorer"
     PICKER = "picker"
     OTHER = "other"
-    """Not in a profile; a setting of Waymark does what it is for."""
+    """A plugin that no profile names; a setting of Waymark replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Plugin:
     kind: PluginKind
     parameters: Parameters = field(default_factory=dict)
     note: str = ""
-    """What is done by something else here, for the log at start."""
+    """The part of its work that Waymark does otherwise, for the log at start."""
 
 
 _PREFIX_NAMES: dict[str, Any] = {"prefixPluginType": "text", "prefixPluginName": "text"}

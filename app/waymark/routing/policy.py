@@ -52,7 +52,7 @@ class Linear(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """All that a policy goes by; at least one candidate."""
+    """The input of a policy; it has at least one candidate."""
 
     request: RoutingRequest
     candidates: Sequence[Candidate]
@@ -137,7 +137,7 @@ class Preset:
     constants: tuple[Constant, ...] = ()
     check: Callable[[Values], None] = field(default=_accept)
     linear: Callable[[Values], Linear] | None = None
-    """Where Redis can rank the best few again on the loads of that moment, in the step that reserves."""
+    """The cost as a formula by which Redis ranks the best few again when it reserves; None if there is none."""
     sum_of: Callable[[RoutingRequest, Values], Callable[[Candidate], Scored]] | None = None
     """Makes the cost of a candidate for one request, where that is exactly such a sum and needs no other candidate."""
     needs_gauges: bool = False

@@ -27,14 +27,14 @@ class WeightedScorer:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """How one target is found."""
+    """The filters, scorers and the picker that find one target."""
 
     name: str
     filters: tuple[Filter, ...] = ()
     scorers: tuple[WeightedScorer, ...] = ()
     picker: Picker = max_score
     endpoints_max: int = 1
-    """How many targets the picker gives to its caller."""
+    """The number of targets that the picker gives to its caller."""
 
     def run(self, request: RoutingRequest, candidates: Sequence[Candidate], random: Random) -> Sequence[Scored]:
         """The candidates that pass the filters, in the picker's order; none where none pass."""
@@ -57,7 +57,7 @@ def _weighted(weight: float, score: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class ProfileStages:
-    """What a request was given: a target for decode, and for the stages before it that its deciders asked for."""
+    """The targets of a request: for decode, and for the stages before it that its deciders require."""
 
     decode: Sequence[Scored]
     prefill: Sequence[Scored] = ()
@@ -66,7 +66,7 @@ class ProfileStages:
 
 @dataclass(frozen=True, slots=True)
 class PickerConfig:
-    """What an ``EndpointPickerConfig`` says, as far as it is about picking."""
+    """The part of an ``EndpointPickerConfig`` that is about picking."""
 
     profiles: Mapping[str, Profile]
     decode: str
@@ -78,7 +78,7 @@ class PickerConfig:
     has_headers: bool = False
     """Whether the targets of the other stages go into request headers."""
     notes: tuple[str, ...] = field(default=())
-    """What belongs elsewhere, a sentence each: for the log at start."""
+    """Sentences for the log at start about fields that belong elsewhere."""
 
     @property
     def needs_gauges(self) -> bool:

@@ -18,7 +18,7 @@ from waymark.routing.target import Candidate, RoutingRequest
 from waymark.shown import shown
 
 Scores: TypeAlias = list[float | None]
-"""One for each candidate, in their order."""
+"""The scores of the candidates, in their order."""
 ScoreFunction: TypeAlias = Callable[[RoutingRequest, Sequence[Candidate], Values], Scores]
 
 

@@ -18,7 +18,7 @@ _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 class RoutingRequest(NamedTuple):
-    """What is asked for, beside the targets."""
+    """The request that a policy ranks targets for."""
 
     tokens: int
     """Length of the prompt."""
@@ -56,7 +56,7 @@ class Candidate(NamedTuple):
     address: str | None = None
     role: Role = Role.BOTH
     weight: float = 1.0
-    """How large the target is beside others; what it has to do counts divided by it."""
+    """The size of the target relative to others. Its load is divided by it."""
     labels: Mapping[str, str] = _NO_LABELS
     device: int = 0
     host: int = 0
@@ -66,17 +66,17 @@ class Candidate(NamedTuple):
     wait: int = 0
     """Prefill tokens of its reservations that are still to be computed."""
     active: int = 0
-    """Requests under way."""
+    """The number of requests under way."""
     context: int = 0
     """Prompt tokens of those requests."""
     health: float = 1.0
     """Share of requests that succeeded, 0 to 1."""
     last_cold: int = 0
-    """When a request that nobody had anything of was last sent there, in ms; 0: never."""
+    """The time of the last request to it of which no target had any block, in ms; 0: never."""
     first_tokens: FirstTokens | None = None
-    """How long its requests waited for their first token; None where that is not known."""
+    """The time that its requests waited for their first token; None if that is not known."""
     gauges: Gauges | None = None
-    """What the engine reports of itself; None where it reports nothing, or nothing fresh."""
+    """The gauges of the engine; None if it reports none, or none that are fresh."""
 
     @property
     def matched(self) -> int:

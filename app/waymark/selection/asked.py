@@ -78,18 +78,18 @@ class PolicyChoice:
 
 
 class RankingRequest(NamedTuple):
-    """Which targets could take a prompt, and how they are ranked."""
+    """A request to rank the targets for a prompt."""
 
     group: GroupName
     prompt: PromptOf
     policy: PolicyChoice
     block_size: int | None = None
-    """None: the group's block size."""
+    """The block size; None: that of the group."""
     prefix_key: bytes | None = None
-    """None: the block that ends at or before 512 tokens."""
+    """The prefix key; None: the block that ends at or before 512 tokens."""
     lora_name: str | None = None
     served_as: str | None = None
-    """The further name that the request calls its model by: targets that are known to serve it come in question."""
+    """The other name of the model in the request. Only targets that are known to serve it are candidates."""
     session: str | None = None
     """The instance that the session token names."""
     is_multimodal: bool = False
@@ -101,23 +101,23 @@ class RankingRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SelectParameters:
-    """What ``/select`` asks for beside that."""
+    """The fields of a selection that a ranking does not have."""
 
     only: frozenset[str] | None = None
     """Instances or addresses; None: all."""
     exclude: frozenset[str] = frozenset()
     profile: ProfileName | None = None
-    """None: the profile of the configuration."""
+    """The profile; None: that of the configuration."""
     count: int = 1
-    """How many targets to name, the one that is taken among them."""
+    """The number of targets to name, with the one that is taken."""
     is_reserved: bool = True
     expects: bool | None = None
     """Whether speculative entries are written; None: as the settings say."""
     milliseconds: int = 120_000
     request_id: str | None = None
-    """16 hex digits."""
+    """The id of the request: 16 hex digits."""
     needs_address: bool = False
-    """Only targets that say where their requests go."""
+    """Whether only targets with an address are candidates."""
 
     @property
     def allows_all(self) -> bool:
@@ -142,7 +142,7 @@ class RankedTargets:
     prefix_key: bytes | None
     is_partial: bool = False
     walk: Walk | None = None
-    """What was found of the prompt's blocks."""
+    """The walk over the prompt's blocks."""
     there: Set[tuple[str, int]] = frozenset()
     """Instance and rank of the given targets that are there, of those too that a file's filters leave out."""
 
@@ -152,7 +152,7 @@ class RankedTargets:
 
 
 class SelectedTarget(NamedTuple):
-    """Where a request goes."""
+    """The target of a request, and how it was decided."""
 
     target: Scored
     others: Sequence[Candidate]
@@ -168,5 +168,5 @@ class SelectedTarget(NamedTuple):
     group_id: int = 0
     block_size: int = 0
     walk: Walk | None = None
-    """What was found of the prompt's blocks."""
+    """The walk over the prompt's blocks."""
     headers: Mapping[str, str] = MappingProxyType({})

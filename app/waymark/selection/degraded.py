@@ -27,7 +27,7 @@ _ENDS_SPARE = 1_000
 
 @dataclass(slots=True)
 class KnownGroup:
-    """The last table of a group."""
+    """A group, and its last table."""
 
     entry: GroupEntry
     fleet: Fleet
@@ -41,7 +41,7 @@ class _OwnReservation:
 
 
 class Degraded:
-    """What a replica knows without Redis."""
+    """The tables and reservations that a replica has without Redis."""
 
     def __init__(self) -> None:
         self.groups: dict[GroupName, KnownGroup] = {}

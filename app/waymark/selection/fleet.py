@@ -41,17 +41,17 @@ class FleetMember(NamedTuple):
 
     publisher: int
     name: tuple[str, int]
-    """Instance and rank."""
+    """The instance and the rank."""
     target: Target
     tells_events: bool
     is_whole: bool
-    """It can take a request with all its stages."""
+    """Whether the target can take a request with all its stages."""
     idle: Candidate
     """The target as a request sees it that has nothing there, while the target has nothing to do."""
 
 
 class OpaquePrefix(NamedTuple):
-    """What a source reports of a prefix that it names by a hash: tokens."""
+    """The tokens of an opaque prefix, as its source reports them."""
 
     hot: int = 0
     warm: int = 0
@@ -65,18 +65,18 @@ _NO_PREFIX = OpaquePrefix()
 
 
 class PromptState(NamedTuple):
-    """What is known of one prompt and all targets at a moment."""
+    """The state of all targets at a moment, with respect to one prompt."""
 
     rows: Mapping[tuple[str, int], TargetRow]
     loads: Mapping[int, Load]
     expected: Mapping[int, int]
     """Blocks that a publisher will have soon."""
     gauges: Mapping[int, Gauges]
-    """Fresh ones, by publisher."""
+    """The gauges that are fresh, by publisher."""
     prefixes: Mapping[tuple[str, int], OpaquePrefix] = MappingProxyType({})
     """The opaque prefix of the prompt, by the instance and rank that have it."""
     first_tokens: Mapping[int, FirstTokens] = MappingProxyType({})
-    """How long requests waited for their first token, by publisher, where the policy needs that."""
+    """The time that requests waited for their first token, by publisher, if the policy needs it."""
 
 
 class Fleet:

@@ -39,7 +39,7 @@ class _GroupState:
 
 
 class Loads:
-    """What every target has to do, by group; ``seconds`` old at most, 0: read for each decision."""
+    """The load of every target, by group. It is at most ``seconds`` old; 0: it is read for each decision."""
 
     def __init__(self, reservations: Reservations, begin: StartTask, seconds: float, metrics: Metrics) -> None:
         self._begin_work = begin

@@ -30,7 +30,7 @@ class Offers(Protocol):
 
     linear: Linear
     is_cold: bool
-    """No target has anything of the prompt."""
+    """Whether no target has any block of the prompt."""
 
     def offers(self) -> list[Offer]: ...
 

@@ -24,16 +24,16 @@ class SelectionOptions:
 
     policy: Preset = PRESETS["least-work"]
     picker: PickerConfig | None = None
-    """What an ``EndpointPickerConfig`` says; it decides where a request names no policy."""
+    """The content of an ``EndpointPickerConfig``; it decides if a request names no policy."""
     deadline_seconds: float = 1.0
     loads_seconds: float = 0.1
-    """How old loads may be that candidates are ranked by; 0: read for each decision."""
+    """The greatest age of loads that candidates are ranked by; 0: they are read for each decision."""
     target_requests_max: int = 0
     reservations_max: int = 100_000
     is_speculative: bool = False
     speculative_milliseconds: int = 2_000
     approximate_milliseconds: int = 600_000
-    """How long an entry stays that says what a target without events has."""
+    """The time for which a target without events counts as having a prompt."""
     prefill_tokens_per_second: float = 0.0
 
     @classmethod

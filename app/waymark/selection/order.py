@@ -25,7 +25,7 @@ class LoadOrder:
         self._loads: GroupLoads | None = None
         self._version = 0
         self._entries: list[tuple[float, float, int]] = []
-        """What each has to do, a number by chance, and the publisher."""
+        """The load of each target, a random number, and the publisher."""
         self._entry_of: dict[int, tuple[float, float, int]] = {}
 
     def least(self, loads: Mapping[int, Load]) -> Iterator[int]:

@@ -44,11 +44,11 @@ class WatchedReservation(NamedTuple):
     piece: bytes | None
     """Packed keys of the last piece, up to the last complete block; None if no event will show it."""
     done_at: float | None
-    """When it is done, as far as that is known or estimated, by the loop's clock."""
+    """The end of the prefill, if that is known or estimated, by the loop's clock."""
     ends_at: float
-    """When the reservation runs out."""
+    """The end of the reservation."""
     by: str = "estimate"
-    """What says ``done_at``."""
+    """The source of ``done_at``."""
 
 
 class _WatchedPrefill:

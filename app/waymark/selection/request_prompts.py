@@ -24,7 +24,7 @@ def no_prompt(block_size: int) -> HashedPrompt:
 
 
 class RequestPrompts:
-    """What requests say, as tokens."""
+    """The prompts of requests, as tokens."""
 
     def __init__(self, tokenizers: Tokenizers, settings: Settings) -> None:
         self._tokenizers = tokenizers

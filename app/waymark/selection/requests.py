@@ -58,13 +58,13 @@ class PreparedRequest(NamedTuple):
     asked: RankingRequest
     served: ServedModel
     tokens: tuple[int, ...]
-    """How many each prompt has; empty where that is not known."""
+    """The number of tokens of each prompt; empty if that is not known."""
     further: tuple[SequenceLoad, ...]
     """The load of the sequences beyond the first."""
 
 
 class RoutedRequest(NamedTuple):
-    """Where a request goes, and what its model means."""
+    """The target of a request, and the meaning of its model's name."""
 
     selected: SelectedTarget
     served: ServedModel
@@ -75,7 +75,7 @@ class RoutedRequest(NamedTuple):
 
     @property
     def address(self) -> str:
-        """Where it is sent; only of a decision among targets that have an address."""
+        """The address of the target; only a decision among targets with an address has one."""
         address = self.selected.target.candidate.address
         assert address is not None
         return address
@@ -104,7 +104,7 @@ class RequestSelector:
         self._profile: ProfileName | None = None if settings.profile == "auto" else settings.profile
         self._prefix_bytes = settings.prefix_bytes
         self._decided: dict[GroupName, float] = {}
-        """When a model was last decided with Redis, by the monotonic clock."""
+        """The time of the last decision with Redis, by model and by the monotonic clock."""
         self._logged: set[str] = set()
         """Reasons for decisions without tokens that the log names already."""
 

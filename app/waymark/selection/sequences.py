@@ -17,7 +17,7 @@ SEQUENCES_MAX = 64
 
 
 class SequenceLoad(NamedTuple):
-    """What one sequence adds to its target, in tokens."""
+    """The load that one sequence adds to its target, in tokens."""
 
     new: int
     """0 for a sequence of a prompt that is computed already."""

@@ -26,15 +26,15 @@ _FRESH_SECONDS = 1.0
 
 
 class ServedModel(NamedTuple):
-    """What a name means."""
+    """The meaning of a model's name: a group, and an adapter."""
 
     group: GroupName
     adapter: Adapter = None
-    """None: the model itself, under another name."""
+    """The adapter; None: the model itself, under another name."""
 
 
 class ServedNames:
-    """What the names mean that no model is registered by."""
+    """The meaning of names by which no model is registered."""
 
     def __init__(self, directory: Directory, reader: Reader, begin: StartTask, deadline_seconds: float) -> None:
         self._directory = directory

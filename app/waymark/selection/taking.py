@@ -40,7 +40,7 @@ from waymark.store.speculative import depths
 
 
 class _OfferedStage(NamedTuple):
-    """One stage of a request, and who could take it."""
+    """A stage of a request, and the targets that could take it."""
 
     offers: Offers
     lookup: TargetLookup

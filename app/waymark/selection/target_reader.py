@@ -41,7 +41,7 @@ _STICKY_TOKENS = 512
 
 
 class TargetLookup(NamedTuple):
-    """What was found for a group and a prompt."""
+    """The result of a lookup for a group and a prompt."""
 
     entry: GroupEntry
     request: RoutingRequest
@@ -53,7 +53,7 @@ class TargetLookup(NamedTuple):
 
 
 class _SideReads(NamedTuple):
-    """What is asked beside the blocks."""
+    """The values of targets that are read together with the blocks."""
 
     loads: Mapping[int, Load]
     expected: Mapping[int, int]

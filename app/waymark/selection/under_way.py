@@ -22,12 +22,12 @@ from waymark.store.reservations import Reservation, ReservationPart
 log = logging.getLogger(__name__)
 
 RESERVED_MS = 30_000
-"""How long a reservation lasts that is not renewed."""
+"""The time that a reservation lasts if it is not renewed."""
 RENEW_SECONDS = 10.0
 
 
 class RequestsUnderWay:
-    """All of them, with one task that renews them."""
+    """The requests of a process that are under way, and the task that renews their reservations."""
 
     def __init__(self, selector: Selector, begin: StartTask, *, renew_seconds: float = RENEW_SECONDS) -> None:
         """``begin`` starts work that ends with the process at the latest."""

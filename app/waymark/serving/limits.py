@@ -38,7 +38,7 @@ _OTHER_FILES = 256
 
 
 class ServerBounds(NamedTuple):
-    """What a server holds at most."""
+    """The bounds of a server."""
 
     request_seconds: float
     connections_max: int
@@ -46,7 +46,7 @@ class ServerBounds(NamedTuple):
 
 
 class Rejection:
-    """Why a connection is closed by the server, and the answer that says so."""
+    """The reason why the server closes a connection, and the answer with that reason."""
 
     def __init__(self, why: str, status: str, reason: str, sentence: str, *lines: str) -> None:
         self.why = why

@@ -40,7 +40,7 @@ class Prefix(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What happened since the start, in blocks."""
+    """The counts since the start, in blocks."""
 
     hit: int
     stored: int

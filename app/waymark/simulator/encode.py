@@ -42,7 +42,7 @@ DIALECTS: tuple[str, ...] = (
     *_VLLM_LISTS, "vllm-map", "vllm-map-wide", *_SGLANG_LISTS, "sglang-map", "standard", "standard-tokens",
 )  # fmt: skip
 WITHOUT_MEDIUM = ("vllm-list-6", "sglang-list-6")
-"""Their engines had one medium, the GPU."""
+"""Dialects whose engines have one medium, the GPU."""
 
 ReplayFraming: TypeAlias = Literal["seq", "topic"]
 """``["", seq, payload]`` (vLLM up to 0.25, SGLang up to 0.5.21) or ``["", topic, seq, payload]`` (later)."""
@@ -50,7 +50,7 @@ ReplayFraming: TypeAlias = Literal["seq", "topic"]
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """What a standard publisher says of itself in every event."""
+    """The fields that a standard publisher repeats in every event."""
 
     model_name: str | None = None
     block_size: int | None = None
@@ -59,7 +59,7 @@ class Dimensions:
 
 
 class Encoder:
-    """One publisher's way of writing batches. Only the standard dialects remember anything: their event ids."""
+    """Writes the batches of one publisher. Only the standard dialects have a state: their event ids."""
 
     def __init__(self, dialect: str, dimensions: Dimensions | None = None) -> None:
         if dialect not in DIALECTS:

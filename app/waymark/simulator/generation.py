@@ -20,7 +20,7 @@ from waymark.simulator.workload import SimulatedPrompt
 
 @dataclass(frozen=True, slots=True)
 class EngineSpeed:
-    """How fast an engine works; 0 is at once."""
+    """The speed of an engine; 0 means no delay."""
 
     prefill_tokens_per_second: float = 0.0
     tokens_per_second: float = 0.0
@@ -28,14 +28,14 @@ class EngineSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """An answer that is about to be made."""
+    """An answer that the engine is going to generate."""
 
     mark: str
     prompt_tokens: int
     cached_tokens: int
     """Tokens of the prompt that the prefix cache had."""
     tokens: int
-    """How many it will have."""
+    """The number of tokens of the answer."""
 
     def piece(self, number: int) -> str:
         return f"{self.mark}.{number} "

@@ -24,7 +24,7 @@ _EMBEDDING_NUMBERS = 8
 
 
 class EngineModels(NamedTuple):
-    """What an engine serves."""
+    """The model and the adapters that an engine serves."""
 
     model_name: str
     adapters: tuple[str, ...]
@@ -32,7 +32,7 @@ class EngineModels(NamedTuple):
 
 
 class BadRequest(Exception):
-    """A body that cannot be answered."""
+    """The body of the request cannot be answered."""
 
     def __init__(self, status: int, sentence: str, kind: str = "BadRequestError") -> None:
         super().__init__(sentence)
@@ -40,7 +40,7 @@ class BadRequest(Exception):
 
 
 class OpenAi:
-    """The handlers."""
+    """The handlers of OpenAI's API."""
 
     def __init__(self, generator: Generator, served: EngineModels) -> None:
         self._generator = generator

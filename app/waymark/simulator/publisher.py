@@ -25,7 +25,7 @@ from waymark.simulator.wire import WireEvent
 
 END_SEQ = b"\xff" * 8
 BIND_SECONDS = 5.0
-"""How long to wait for an address that the last socket has not released yet."""
+"""The time to wait for an address that the last socket has not released yet."""
 
 _GARBAGE = b"\xc1 this is no batch"
 

@@ -23,7 +23,7 @@ from waymark.simulator.register import register
 from waymark.simulator.workload import SimulatedPrompt, conversations, read_trace
 
 LINGER_SECONDS = 1.0
-"""How long the last frames get to leave."""
+"""The time for the last frames to be sent."""
 PROMPTS_PER_SECOND = 10.0
 """The rate where neither a rate nor a trace is given."""
 

@@ -19,7 +19,7 @@ class Block:
     key: int
     """Names the block within this cache; u64."""
     name: int
-    """What events call it: the key, or a standard publisher's seq_hash."""
+    """The name of the block in events: the key, or a standard publisher's seq_hash."""
     parent: Block | None
     tokens: tuple[int, ...]
     lora_name: str | None

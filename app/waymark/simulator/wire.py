@@ -15,7 +15,7 @@ CPU = "CPU"
 DISK = "DISK"
 
 ExtraKeys: TypeAlias = tuple[tuple[str, int], ...]
-"""What goes into a block beside its tokens: (digest of an image, offset of the image in the block)."""
+"""The images in a block: (digest of an image, offset of the image in the block)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ TRACE_BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPrompt:
-    """One request, as far as a prefix cache distinguishes requests."""
+    """The part of a request that decides which blocks it has."""
 
     tokens: tuple[int, ...]
     lora_name: str | None = None
@@ -34,7 +34,7 @@ class SimulatedPrompt:
     extras: tuple[ExtraKeys | None, ...] | None = None
     """Images, per complete block; None where there are none."""
     at_seconds: float | None = None
-    """When it arrives, since the start; None where the workload has no times of its own."""
+    """The time of its arrival, since the start; None if the workload has no times of its own."""
 
 
 def conversations(

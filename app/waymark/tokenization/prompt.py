@@ -75,7 +75,7 @@ class TokenizedPrompt(NamedTuple):
 
 
 class SourcedTokens(NamedTuple):
-    """What a source has made of a prompt, and its kind: ``local`` or ``remote``."""
+    """The tokens of a prompt, and the kind of their source: ``local`` or ``remote``."""
 
     ids: bytes
     source: str
@@ -83,14 +83,14 @@ class SourcedTokens(NamedTuple):
 
 
 class Source(Protocol):
-    """Where the tokens of one model are from.
+    """The source of the tokens of one model.
 
     A prompt that does not fit raises ``InvalidValue``, a source that cannot answer ``TokenizerUnavailable``.
     """
 
     kind: str
     name: str
-    """Its URL, for a sentence."""
+    """The URL of the source, for a sentence."""
     encodes_whole: bool
     """Each text costs all of its tokens again, because its pieces cannot be encoded one by one."""
 

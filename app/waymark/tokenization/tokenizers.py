@@ -41,7 +41,7 @@ ENGINE = "engine:"
 
 
 class Engines(NamedTuple):
-    """What a source ``engine:`` needs."""
+    """The objects that a source ``engine:`` needs."""
 
     addresses: Addresses
     asker: Asker
