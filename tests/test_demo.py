@@ -82,7 +82,7 @@ def test_a_service_that_does_not_start_fails_it(
 @pytest.mark.parametrize("url", ["", "127.0.0.1:13333", "ftp://127.0.0.1", "http://:13333", "http://host:port"])
 def test_what_is_no_url_fails_it(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "--url", url]) == cli.EXIT_FAILED
-    assert f'url is "{url}"; it is a URL such as http://127.0.0.1:13333' in capsys.readouterr().err
+    assert f'url is "{url}"; it must be a URL such as http://127.0.0.1:13333' in capsys.readouterr().err
 
 
 def test_a_service_that_is_not_there_fails_it_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,7 +187,7 @@ def _sentences() -> Iterator[None]:
 async def _running_service(url: str, api_token: str | None) -> AsyncIterator[_DemoService]:
     base = url.rstrip("/")
     if not re.fullmatch(r"https?://[^/@:]+(:\d{1,5})?(/.*)?", base):
-        raise DemoFailed(f"url is {shown(url)}; it is a URL such as http://127.0.0.1:13333")
+        raise DemoFailed(f"url is {shown(url)}; it must be a URL such as http://127.0.0.1:13333")
     # A URL says that a service runs there: one that does not is an error at once.
     with RemoteService(base, api_token) as remote:
         await asyncio.to_thread(remote.answer, "GET", "/health")

@@ -85,14 +85,14 @@ class Metrics:
         "How many decisions used only the prefix key, because the prompt had no token ids, by reason.", "reason"
     )
     decision_duration_seconds = histogram(
-        "How long a part of a decision took: the tokens of a text, the walk, the policy, the reservation.",
+        "How long a part of a decision took: token ids, look-up of blocks (`walk`), policy, reservation.",
         _SCRIPT_BUCKETS,
         "part",
     )
     reservations = gauge("How many reservations exist now, as this replica sees it.", over="max")
     reservations_expired = counter("How many reservations expired without a release.")
     prefill_released = counter(
-        "How many prefills of reservations ended, by how Waymark knew: `index`, `estimate`, `caller` or `end`.",
+        "How many prefills of reservations ended, by what ended them: `index`, `estimate`, `caller` or `end`.",
         "by",
     )
     speculative_tokens = counter("How many tokens speculative entries added to the cached tokens of chosen targets.")
@@ -214,13 +214,17 @@ class Metrics:
     )
 
     # ---- sources of opaque prefixes, with the names of Continuum Router
-    kv_event_received = counter("How many events arrived from each source of prefixes.", "backend")
-    kv_event_processed = counter("How many events of each source of prefixes were applied.", "backend")
-    kv_event_dropped = counter("How many events of each source of prefixes found no room and were dropped.", "backend")
-    kv_consumer_connected = gauge(
-        "Whether this worker has a connection to a source of prefixes: 1 or 0.", "backend", over="max"
+    kv_event_received = counter("How many events arrived from each publisher of opaque prefixes.", "backend")
+    kv_event_processed = counter("How many events of each publisher of opaque prefixes were applied.", "backend")
+    kv_event_dropped = counter(
+        "How many events of each publisher of opaque prefixes did not fit into its buffer and were dropped.", "backend"
     )
-    kv_consumer_reconnects = counter("How many times this worker connected to a source of prefixes again.", "backend")
+    kv_consumer_connected = gauge(
+        "Whether this worker has a connection to a publisher of opaque prefixes: 1 or 0.", "backend", over="max"
+    )
+    kv_consumer_reconnects = counter(
+        "How many times this worker connected to a publisher of opaque prefixes again.", "backend"
+    )
 
     # ---- tokens
     tokenize_duration_seconds = histogram(

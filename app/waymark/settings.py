@@ -176,13 +176,13 @@ class Settings(BaseModel):
     shards: int = Field(1, ge=1, le=256)
     """The number of Redis Cluster slots that the blocks of a new group are spread over."""
     conductor_shape: Literal["auto", "published", "instances"] = "auto"
-    """The form of `/query` answers: `published` (old), `instances` (new), or `auto` (old in JSON, both in msgpack)."""
+    """The form of `/query` answers: `published` (old), `instances` (new), or `auto`: JSON is old, msgpack has both."""
     query_deadline_ms: int = Field(1000, ge=1, le=60_000)
     """How long a query may take before it answers with what it has found."""
     inspect_at_once: int = Field(2, ge=1, le=100)
-    """How many explanations of prompts, and other inspections, a replica runs at once; further ones wait."""
+    """How many inspections (explanations of prompts, and `/inspect`) a replica runs at once; further ones wait."""
     inspect_seconds: float = Field(5.0, ge=0.01, le=60)
-    """How long the explanation of a prompt, or another inspection, may take, in seconds."""
+    """How long one inspection may take, in seconds."""
     inspect_blocks_max: int = Field(16_384, ge=1, le=2**21)
     """The longest prompt, in blocks, that Waymark explains."""
     native: bool = True
@@ -216,15 +216,15 @@ class Settings(BaseModel):
     request_seconds: float = Field(30.0, ge=0.1, le=3600)
     """How long a client may take to send a request, and to read the answer, before its connection is closed."""
     requests_at_once: int = Field(16, ge=1, le=32)
-    """How many requests of each kind (reading, writing, deciding) run at once. More help only if Redis is far away."""
+    """How many requests of each kind (read, write, decide) run at once. Raise it only if Redis is far away."""
     connections_max: int = Field(4096, ge=1, le=1_000_000)
     """How many HTTP connections are open at once; above it, the connection that is idle longest is closed."""
     api_token: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None
-    """The bearer token that writing requests need; without this setting every client may write."""
+    """The bearer token for requests that write; without this setting every client may write."""
     api_tokens_file: str | None = None
-    """The path of a JSON file with further tokens, each by its SHA-256 and for some tenants; it protects reads, too."""
+    """The JSON file with the SHA-256 of further tokens, and their tenants; with it, reads need a token, too."""
     protect_reads: bool = False
-    """Whether reading requests need the token, too."""
+    """Whether requests that only read need the token, too."""
     allowed_endpoints: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
     """The globs and CIDRs that registered endpoints must match; the default allows every endpoint."""
     engine_api_key: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None
@@ -234,7 +234,7 @@ class Settings(BaseModel):
     on_gap: Annotated[Literal["keep", "reset"], BeforeValidator(_lower)] = "keep"
     """What happens to the blocks of a stream when batches are lost: `keep` leaves them, `reset` ends the life."""
     probe_seconds: float = Field(30.0, ge=1, le=3600)
-    """After how many seconds without a frame, or while a life lacks its beginning, a worker asks for a replay."""
+    """After how many seconds without a frame, or after an unanswered replay, a worker asks for a replay."""
     replay_idle_seconds: float = Field(2.0, ge=0.05, le=60)
     """How long to wait for the next message of a replay."""
     replay_seconds: float = Field(120.0, ge=1, le=3600)
@@ -270,17 +270,17 @@ class Settings(BaseModel):
     waiting_blocks: int = Field(10_000, ge=0, le=10_000_000)
     """How many blocks per stream may wait for a parent that has not arrived yet."""
     sweep_blocks_per_second: int = Field(20_000, ge=1, le=10_000_000)
-    """How many blocks per second an ingest worker sweeps, that is, frees of dead holders."""
+    """How many blocks of dead holders an ingest worker sweeps per second."""
     hybrid: Annotated[Literal["boundary", "off"], BeforeValidator(_lower)] = "boundary"
-    """What a match of a hybrid model needs: full attention (`off`), or also windows and states (`boundary`)."""
+    """What a match of a hybrid model needs: blocks of full attention (`off`), or also its windows (`boundary`)."""
     pool_hashes_max: int = Field(1_000_000, ge=1_000, le=10**9)
     """The most engine hashes that Waymark keeps for a model with a pool. Above it, the oldest tenth is deleted."""
     max_entries: Annotated[int, AfterValidator(_zero_or_hundred)] = Field(0, ge=0, le=10**9)
-    """The most blocks of one tenant and model, at least 100; the oldest are removed first. 0 means no limit."""
+    """The most blocks of one tenant and model: 0 for no limit, else 100 or more. The oldest are removed first."""
     entry_ttl_seconds: int = Field(0, ge=0, le=_DAY)
     """After how many seconds a block expires if it was not stored again; 0 means never."""
     medium_ttl: Annotated[dict[_MediumName, _Ttl], BeforeValidator(_split_seconds)] = Field(default_factory=dict)
-    """After how many seconds a block on one medium expires, such as one without removal events: `DISK=3600,CPU=600`."""
+    """After how many seconds blocks on a medium expire, for media without removal events: `DISK=3600,CPU=600`."""
     publishers_file: str | None = None
     """A JSON or YAML file of publishers that workers register when they start, and when Redis has lost its data."""
     discovery: Annotated[Literal["off", "kubernetes"], BeforeValidator(_lower)] = "off"
@@ -296,7 +296,7 @@ class Settings(BaseModel):
     discovery_replay_port: int = Field(5657, ge=0, le=65535)
     """The replay port of rank 0, if neither the pod nor the engine's API names it; 0 means that there is none."""
     discovery_seconds: float = Field(300.0, ge=1, le=_DAY)
-    """The seconds between two questions to an engine, discovered or registered by its URL, about what it serves."""
+    """After how many seconds an engine that was discovered, or registered by URL, is asked again what it serves."""
     discovery_url: str | None = None
     """The URL of the API server of Kubernetes; the default is in the pod's environment."""
     discovery_token_file: str | None = None
@@ -324,19 +324,19 @@ class Settings(BaseModel):
     approximate_seconds: int = Field(600, ge=1, le=_DAY)
     """How long a target that publishes no events counts as having the prompts that it was picked for."""
     prefill_tokens_per_second: float = Field(0, ge=0, le=1e9)
-    """The assumed prefill speed of a target without events. With 0 its prefill counts until the request ends."""
+    """The assumed prefill speed of a target without events. With 0, the prefill ends when the request ends."""
     prefix_bytes: int = Field(1024, ge=1, le=_MIB)
     """How many bytes of a system prompt, or of a first message, make the prefix key."""
     gateway_engines: Annotated[tuple[_EngineUrl, ...], BeforeValidator(_split)] = ()
     """The URLs of engines that a gateway registers when it starts."""
     gateway_keys: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
-    """The keys of the gateway's clients, each as `name:sha256` or `name:sha256:tenant`; without keys all may call."""
+    """The keys of clients, each as `name:sha256` or `name:sha256:tenant`; without keys every client has access."""
     gateway_keys_file: Path | None = None
     """A file with further keys, one in each line; it is read again if it changes."""
     gateway_key_requests: int = Field(0, ge=0, le=1_000_000)
     """How many requests of one key a gateway runs at once; 0 means no limit."""
     gateway_key_tokens: int = Field(0, ge=0, le=10**12)
-    """How many prompt tokens of one key's requests a gateway runs at once; 0 means no limit."""
+    """How many prompt tokens the running requests of one key may have in a gateway; 0 means no limit."""
     tenant_header: str | None = Field(None, pattern=r"^[A-Za-z0-9-]{1,64}$")
     """The header that names the tenant of a request to a gateway without keys."""
     gateway_first_byte_seconds: float = Field(600.0, ge=0.1, le=_DAY)
@@ -350,7 +350,7 @@ class Settings(BaseModel):
     cache_control_injection: bool = False
     """Whether a gateway marks the system prompt of `/v1/messages` with `cache_control`, if no block of it has one."""
     response_cache: Annotated[Literal["off", "memory", "redis"], BeforeValidator(_lower)] = "off"
-    """Where a gateway caches answers for equal requests with `temperature` 0 or none; all gateways share `redis`."""
+    """Where a gateway caches answers to equal requests without a `temperature` or with 0; gateways share `redis`."""
     response_cache_entries: int = Field(1000, ge=1, le=10_000_000)
     """How many answers the response cache keeps, in a gateway or in Redis."""
     response_cache_bytes: int = Field(256 * _MIB, ge=1024, le=1024 * 1024 * _MIB)
@@ -412,9 +412,9 @@ class Settings(BaseModel):
     epp_index_streams_max: int = Field(256, ge=1, le=1_000_000)
     """How many streams of `radix_index.RadixIndex` an endpoint picker has open at once; it refuses further streams."""
     placement_seconds: int = Field(180, ge=1, le=_DAY)
-    """How long, in seconds, a prompt counts as cached that a router reports as sent to an engine without events."""
+    """How long, in seconds, a prompt counts as cached after a router reported it for an engine without events."""
     placements_max: int = Field(1_000_000, ge=1000, le=1_000_000_000)
-    """How many blocks of a model may count as cached by such reports of a router; the oldest are dropped first."""
+    """The most blocks of a model that count as cached because a router reported them; the oldest are dropped first."""
     epp_drain_seconds: float = Field(5.0, ge=0, le=3600)
     """How long an endpoint picker accepts requests after SIGTERM; its health check already reports that it stops."""
     epp_finish_seconds: float = Field(60.0, ge=0, le=_DAY)

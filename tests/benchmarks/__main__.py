@@ -206,7 +206,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--simulate", action="store_true", help="simulate a fleet and compare ways of routing; see --simulate --help"
     )
-    parser.add_argument("--trace", type=Path, help="requests with hash_ids, one JSON object per line")
+    parser.add_argument(
+        "--trace", type=Path, help="recorded requests, in place of synthetic prompts: JSON lines with hash_ids"
+    )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument(
         "--beside",

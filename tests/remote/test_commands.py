@@ -275,7 +275,7 @@ async def test_what_is_no_waymark_is_named() -> None:
 @pytest.mark.parametrize("url", ["127.0.0.1:13333", "ftp://host", "http://user:password@host"])
 def test_what_is_no_url_is_a_wrong_argument(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["publishers", "--url", url]) == cli.EXIT_USAGE
-    assert "it is a URL such as" in capsys.readouterr().err
+    assert "it must be a URL such as" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -286,8 +286,8 @@ def test_what_is_no_url_is_a_wrong_argument(url: str, capsys: pytest.CaptureFixt
         (("--tokens", "1,2,3-"), '"3-" at 2 is no token id'),
         (("--tokens", " ".join(["0-2097151"] * 3)), "there are more than 4194304 token ids"),
         (("--tokens", ","), "there are none"),
-        (("--tokens", "7,5-4"), 'the range "5-4" at 1 has not 1 to 2097152 token ids'),
-        (("--tokens", "0-4294967295"), 'the range "0-4294967295" at 0 has not 1 to 2097152 token ids'),
+        (("--tokens", "7,5-4"), 'the range "5-4" at 1 must have 1 to 2097152 token ids'),
+        (("--tokens", "0-4294967295"), 'the range "0-4294967295" at 0 must have 1 to 2097152 token ids'),
         (("--file", "/nowhere"), "--file: /nowhere cannot be read"),
         (("--messages", "/dev/null"), "--messages: the file has no JSON"),
     ],

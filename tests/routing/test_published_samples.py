@@ -248,7 +248,7 @@ def test_the_port_of_a_registration_counts_and_not_that_of_the_file() -> None:
 @pytest.mark.parametrize(
     ("plugins", "sentence"),
     [
-        ({"prefix-cache-scorer": {"blockSize": 64}}, "name blockSizeTokens"),
+        ({"prefix-cache-scorer": {"blockSize": 64}}, "give blockSizeTokens"),
         (DECIDERS | {"pd-profile-handler": {"primaryPort": 65536}}, "primaryPort is 65536; it must be a port"),
         ({"active-request-scorer": {"maxBusyScore": float("nan")}}, "maxBusyScore is nan"),
         ({"load-aware-scorer": {"threshold": -1}}, "threshold is -1"),

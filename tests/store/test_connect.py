@@ -55,7 +55,7 @@ def test_a_url_is_taken_apart(url: str, address: Address) -> None:
         ("redis://redis?socket_timeout=9", "socket_timeout is unknown"),
         ("redis://redis?password=secret&password=secret", "password is unknown or given twice"),
         ("redis://redis?role=replica", "the address of the replica itself"),
-        ("redis+cluster://redis?role=master", "its role is primary or replica"),
+        ("redis+cluster://redis?role=master", "its role must be primary or replica"),
         ("unix://user:secret@host/path", "unix:///path/to/the.sock"),
         ("unix://", "unix:///path/to/the.sock"),
         ("redis+sentinel://user:secret@a:26379", "the name of the primary"),

@@ -285,7 +285,7 @@ def test_files_that_cannot_be_read_are_named(opened: Open, tmp_path: Path, pool:
         reopened()
     assert caught.value.reason == "no_tokenizer"
     (directory / "tokenizer.json").write_text("{}")
-    with pytest.raises(InvalidValue, match=r"tokenizer\.json is no tokenizer"):
+    with pytest.raises(InvalidValue, match=r"tokenizer\.json cannot be read as a tokenizer"):
         reopened()
 
 

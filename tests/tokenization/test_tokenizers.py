@@ -125,7 +125,7 @@ async def test_a_source_that_cannot_be_opened_is_tried_again(
 ) -> None:
     monkeypatch.setattr(face, "_AGAIN_SECONDS", 0.0)
     tokenizers = make({"a": (tmp_path / "a").as_uri()})
-    with pytest.raises(InvalidValue, match=r"tokenizer\.json is no tokenizer"):
+    with pytest.raises(InvalidValue, match=r"tokenizer\.json cannot be read as a tokenizer"):
         await tokenizers.tokens("a", HI)
     small.directory(tmp_path / "a")
     assert await ids(tokenizers, "a") == expected()

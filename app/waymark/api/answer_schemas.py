@@ -21,11 +21,15 @@ class RegisterAnswer(Model):
 
     status: Literal["registered successfully"]
     instance_id: str
-    model: str | None = Field(None, description="with url: the model that the engine serves")
-    type: EngineKind | None = Field(None, description="with url: the type of the engine")
-    block_size: int | None = Field(None, description="with url: the tokens per block")
-    adapters: list[str] | None = Field(None, description="with url: the adapters that the engine has loaded")
-    ranks: list[RegisteredRank] | None = Field(None, description="with url: the ranks that were registered")
+    model: str | None = Field(None, description="the model that the engine serves; only if the request has url")
+    type: EngineKind | None = Field(None, description="the type of the engine; only if the request has url")
+    block_size: int | None = Field(None, description="the tokens per block; only if the request has url")
+    adapters: list[str] | None = Field(
+        None, description="the adapters that the engine has loaded; only if the request has url"
+    )
+    ranks: list[RegisteredRank] | None = Field(
+        None, description="the ranks that were registered; only if the request has url"
+    )
     warnings: list[str] = Field(
         default=[],
         description="what Waymark could not recover after a loss of events; absent if it could recover everything",
@@ -48,7 +52,7 @@ class UnregisterAnswer(Model):
 
 
 class WeightAnswer(Model):
-    """The publishers that have another weight now, as ``instance|tenant|rank``."""
+    """The publishers whose weight was changed, as ``instance|tenant|rank``."""
 
     status: Literal["weight changed"]
     weight: float
@@ -88,7 +92,7 @@ class InspectedInstance(Model):
 
     instance_id: str
     is_pool: bool = Field(description="true if these blocks count for every instance")
-    longest_matched: int = Field(description="tokens, as /query answers; 0 for a pool")
+    longest_matched: int = Field(description="the longest match in tokens, the same number as in /query; 0 for a pool")
     note: str | None = Field(
         description="why the instance has no match, or where its match ends and which instance has the next block"
     )
@@ -105,7 +109,7 @@ class Explanation(Model):
     total_blocks: int = Field(0, description="the complete blocks of the prompt")
     longest_matched: int = Field(0, description="tokens of the longest match of any instance")
     blocks_held: int = Field(
-        0, description="how many of these blocks an instance or a pool has, without holders that queries do not count"
+        0, description="how many of total_blocks an instance or a pool has, without holders that queries do not count"
     )
     reasons: list[str] = Field(description="sentences that say why no instance has a match; empty if one has")
     instances: list[InspectedInstance] = Field(description="the longest match first; pools last")
@@ -132,7 +136,7 @@ class TieredInstance(Model):
 
     longest_matched: int
     gpu: int
-    dp: dict[str, int] = Field(description="the value of gpu of each rank")
+    dp: dict[str, int] = Field(description="the tokens on the device, by rank")
     cpu: int
     disk: int
     rank_matches: dict[str, TierMatches]
@@ -150,7 +154,9 @@ class QueryAnswer(Model):
         description="the newer form of Conductor's answer: WAYMARK_CONDUCTOR_SHAPE decides which answers have it; the "
         "default adds it to msgpack answers",
     )
-    explanation: Explanation | None = Field(None, description="with explain: why no instance has more of the prompt")
+    explanation: Explanation | None = Field(
+        None, description="why no instance has more of the prompt; only if the request has explain"
+    )
 
 
 class EventsAnswer(Model):

@@ -98,7 +98,7 @@ class DecisionRequest(Named, PromptFields):
     explain: bool = Field(
         default=False, description="true or false: whether the answer contains the parts of each score"
     )
-    by: TargetKey = Field(default="instance", description="instance or address")
+    by: TargetKey = Field(default="instance", description="instance or address: how the answer names targets")
     session_token: OptionalName = Field(
         default=None,
         description=f"{OPTIONAL_NAME}: an instance_id in base64, as in the header x-session-token; that instance "
@@ -121,7 +121,11 @@ class SelectRequest(DecisionRequest):
 
     only: Names | None = Field(default=None, description=f"{_NAMES}; the default is all")
     exclude: Names = Field(default=[], description=_NAMES)
-    profile: Literal["single", "disagg"] | None = Field(default=None, description="single or disagg")
+    profile: Literal["single", "disagg"] | None = Field(
+        default=None,
+        description="single (one engine) or disagg (prefill and decode on two engines); "
+        "the default is set by WAYMARK_PROFILE",
+    )
     count: Annotated[int, Field(ge=1, le=_COUNT_MAX)] = Field(
         default=1,
         description=f"an integer of 1..{_COUNT_MAX}: how many targets the answer names, including the chosen one",
@@ -194,7 +198,9 @@ class ScoreRow(Model):
     wait_tokens: int = Field(description="the prompt tokens of earlier requests that the target has not computed yet")
     active_requests: int
     health: float = Field(description="the share of requests that succeeded")
-    parts: dict[str, float | None] | None = Field(default=None, description="with explain: the parts of the score")
+    parts: dict[str, float | None] | None = Field(
+        default=None, description="the parts of the score; only if the request has explain"
+    )
     gauges: GaugesRow | None = Field(
         default=None,
         description="the engine's own numbers that the score uses; null if the engine reports none, or only old ones; "
@@ -212,7 +218,9 @@ class ScoreAnswer(Model):
     block_size: int
     degraded: Literal[False]
     scores: list[ScoreRow]
-    explanation: Explanation | None = Field(None, description="with explain: why no instance has more of the prompt")
+    explanation: Explanation | None = Field(
+        None, description="why no instance has more of the prompt; only if the request has explain"
+    )
 
 
 class SelectAnswer(Model):
@@ -228,7 +236,9 @@ class SelectAnswer(Model):
     prefix_key: str | None
     reservation: str | None = Field(description="the text to send to /release; null if nothing was reserved")
     headers: dict[str, str] = Field(description="the headers to add to the request, for proxies and engines")
-    explanation: Explanation | None = Field(None, description="with explain: why no instance has more of the prompt")
+    explanation: Explanation | None = Field(
+        None, description="why no instance has more of the prompt; only if the request has explain"
+    )
 
 
 class ReleaseAnswer(Model):

@@ -53,7 +53,7 @@ class DynamoRegisterRequest(_Grouped):
 
 
 class DynamoUnregisterRequest(_Grouped):
-    """The publishers to remove: in all routing groups if none is named, and all ranks if ``dp_rank`` is absent."""
+    """The publishers to remove: of all groups without ``routing_group``, and all ranks without ``dp_rank``."""
 
     instance_id: InstanceId = Field(description=_ID)
     dp_rank: RankNumber | None = Field(default=None, description=_RANK)

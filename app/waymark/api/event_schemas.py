@@ -49,7 +49,7 @@ class StandardEvent(Model):
         None,
         description=f"{RANK}: the position of the first block in the prompt; a stored event needs this or parent_hash",
     )
-    parent_hash: Hash | None = Field(None, description="the hash of the block before the first")
+    parent_hash: Hash | None = Field(None, description="the hash of the block before the first block of this event")
     token_ids: TokenIds | None = Field(
         None, description="the tokens of the blocks; absent if the hashes are rolling hashes"
     )

@@ -82,13 +82,13 @@ class StatusAnswer(Model):
     registered: int = Field(description="the number of all publishers, also those that are not shown")
     unreadable: list[UnreadableRecord]
     discovery: Discovery | None = Field(description="what discovery has found; null if no worker looks for engines")
-    by_status: dict[str, int] = Field(description="the shown publishers by status")
+    by_status: dict[str, int] = Field(description="the number of shown publishers, by status")
     is_whole: bool = Field(description="true if the counts include every tenant and model")
     publishers: list[StreamState]
 
 
 class InspectKeysRequest(RequestBody):
-    """The groups that are looked at; all of them where nothing is named."""
+    """The groups to describe; without a field, all groups."""
 
     group: Annotated[int, Field(ge=1, le=2**53 - 1)] | None = Field(
         default=None, description="an integer of 1..9007199254740991: only the group with this id"
@@ -207,7 +207,7 @@ class HoldingsAnswer(Model):
 
 
 class HolderRow(Model):
-    """A holder, in a group that knows its id."""
+    """A holder, and the group that it belongs to."""
 
     id: int
     tenant_id: str

@@ -54,13 +54,13 @@ from waymark.shown import shown
 
 _TYPE = f"one of {', '.join(EngineKind)}, in upper or lower case"
 _MODEL_NAMES = AliasChoices("modelname", "model_name", "model")
-_OPAQUE = f"of type {kinds_where('is_opaque', True)}"
+_OPAQUE = f"for type {kinds_where('is_opaque', True)}"
 
 
 class _PublisherFields(RequestBody):
     endpoint: Endpoint = Field(
         default=None,
-        description=f"{ENDPOINT}; of type {kinds_where('is_opaque', True)} {SOURCE}; only types "
+        description=f"{ENDPOINT}; for type {kinds_where('is_opaque', True)} {SOURCE}; only types "
         f"{kinds_where('needs_endpoint', False)} may leave it out",
     )
     replay_endpoint: Endpoint = Field(default=None, description=ENDPOINT)
@@ -279,7 +279,7 @@ class UnregisterRequest(RequestBody):
 
 
 class WeightRequest(UnregisterRequest):
-    """The engine, or one rank of it, that gets another weight."""
+    """The engine, or one rank of it, and its new weight."""
 
     weight: Weight = Field(
         description=f"a number of 0 to {WEIGHT_MAX:.0f}; an engine with weight 0 gets no new requests"

@@ -57,7 +57,8 @@ class TextFields(RequestBody):
     )
     truncation_side: Literal["left", "right"] | None = Field(
         default=None,
-        description="left or right: at which end ids are cut; the default is the left end, after the special tokens",
+        description="left or right: the end at which ids are removed; by default ids are removed "
+        "after the special tokens at the left end",
     )
 
     @property

@@ -13,7 +13,7 @@ _FIELDS = {
     "instance_id": "the name of the engine in answers; the default is host:port of the URL",
     "type": "the type of the engine, if its API does not report it",
     "model": "the name of the model, if the engine serves several names",
-    "block_size": "the tokens per block, if the engine's API does not report them",
+    "block_size": "the number of tokens per block, if the engine's API does not report it",
     "endpoint": "the event socket, if the engine's API does not report it",
     "replay_endpoint": "the replay socket, if the engine's API does not report it",
     "dp_rank": "register this rank only",

@@ -43,7 +43,7 @@ examples:
 """,
     "top": """\
 examples:
-  $ waymark top                            q quits, s changes the order, / filters, c shows all complaints
+  $ waymark top                            q quits, s changes the order, / filters, c shows complaints in full
   $ waymark top --seconds 5 --url http://waymark:13333
 """,
     "doctor": """\
@@ -62,7 +62,9 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
     match command:
         case "select":
             parser.add_argument("--policy", help="the policy; the default is set by WAYMARK_POLICY")
-            parser.add_argument("--reserve", action="store_true", help="make a reservation, as a router does")
+            parser.add_argument(
+                "--reserve", action="store_true", help="add the request to the load of the engine, as a router does"
+            )
         case "publishers":
             parser.add_argument("--model", help="show only publishers of this model")
             parser.add_argument(
@@ -75,11 +77,18 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
                 "--unregister", action="store_true", help="unregister the engine when it has no requests"
             )
             parser.add_argument("--resume", action="store_true", help="send the engine requests again")
-            parser.add_argument("--weight", type=float, default=1.0, help="the weight that --resume sets (1)")
+            parser.add_argument(
+                "--weight",
+                type=float,
+                default=1.0,
+                help="with --resume: the weight of the engine, its share of requests (1)",
+            )
         case "top":
             parser.add_argument("--seconds", type=float, default=2.0, help="seconds between two updates (2)")
         case "doctor":
-            parser.add_argument("--no-ports", action="store_true", help="do not try the event sockets of engines")
+            parser.add_argument(
+                "--no-ports", action="store_true", help="do not connect to the event sockets of engines"
+            )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -38,7 +38,7 @@ examples:
   # two engines behind one base_url, for a trial on an embedded Redis
   $ waymark gateway --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001
 
-  # on a real Redis: all gateways of this Redis share its engines and need its ingest workers
+  # on a real Redis, whose engines all gateways share; run 'waymark ingest' as well
   $ waymark gateway --redis-url redis://redis:6379/0
 """,
 }

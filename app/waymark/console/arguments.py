@@ -43,7 +43,7 @@ _INSPECT_EXAMPLES = {
   $ waymark inspect keys --model llama                                 redis-cli commands that show everything
 """,
 }
-_INSPECT_ENDING = "\nWith --keys, prompt, block and holder print the redis-cli commands that show the same.\n"
+_INSPECT_ENDING = "\nThe flag --keys of prompt, block and holder prints the redis-cli commands that show the same.\n"
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
@@ -89,14 +89,14 @@ def _add_inspections(kinds: Subcommands) -> None:
     _add_space(prompt)
     prompt.add_argument("--top", type=int, default=20, help="the most instances to show (20)")
     block = _inspection(
-        kinds, "block", "show which holders (engine, rank, medium) have the block with this key, also dead ones"
+        kinds, "block", "show which holders (engine, rank, medium), live or dead, have the block with this key"
     )
     block.add_argument(
         "key", help="the key of the block, as 16 hex digits; 'waymark inspect namespace --seq-hash' computes it"
     )
     _add_group(block)
     holder = _inspection(
-        kinds, "holder", "show which engine, rank and medium a holder id stands for, and which rows of the index it has"
+        kinds, "holder", "show which engine, rank and medium a holder id stands for, and the rows that list this holder"
     )
     holder.add_argument("id", type=int, help="the id of the holder, as rows contain it")
     _add_group(holder)
@@ -131,7 +131,7 @@ def _add_redis(parser: argparse.ArgumentParser) -> None:
 def _add_url(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
-        help="ask the Waymark at this URL instead of Redis; if no Redis is named, the default is WAYMARK_URL",
+        help="ask the Waymark at this URL instead of Redis; the default is WAYMARK_URL, unless a URL of Redis is set",
     )
     parser.add_argument("--api-token", help="the bearer token for that Waymark; the default is WAYMARK_API_TOKEN")
 
@@ -150,7 +150,7 @@ def _add_space(parser: argparse.ArgumentParser) -> None:
         "--salt",
         action="append",
         default=[],
-        help="a salt; repeat it for two salts: first the additional salt, then the cache salt",
+        help="a salt; for two salts give it twice: first additional_salt, then cache_salt",
     )
 
 

@@ -50,7 +50,7 @@ def read_prompt(text: str | None, messages: str | None, *, stdin: TextIO = sys.s
     said = found if isinstance(found, dict) else {"messages": found}
     if not isinstance(said.get("messages"), list):
         raise InvalidValue(
-            "--messages is no list of messages, nor a chat request with one; give one", field="--messages"
+            "--messages is neither a list of messages nor a chat request; give one of them", field="--messages"
         )
     return ChatPrompt(
         said["messages"],

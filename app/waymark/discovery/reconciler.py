@@ -205,7 +205,7 @@ class Reconciler:
         elif self._missing is None:
             self._missing = monotonic(), reading
             log.warning(
-                "most engines are missing in their source; it is read again before they are unregistered",
+                "most engines are missing in a source; the source is read again before they are unregistered",
                 extra=fields(source=self._kind, missing=len(missing), registered=len(own)),
             )
             return

@@ -76,7 +76,7 @@ def _reader(cert_file: Path, key_file: Path, first: tuple[bytes, bytes]) -> Call
         try:
             found = _read(cert_file, key_file)
         except OSError as exc:
-            log.warning("the certificate cannot be read, and the last one stays", extra=fields(error=str(exc)))
+            log.warning("the certificate cannot be read; the previous one stays in use", extra=fields(error=str(exc)))
             return None
         if found == last:
             return None

@@ -83,7 +83,7 @@ class RedisResponses:
     async def delete(self, name: str) -> None:
         if not self._noted(await self._stored.delete(name, self._bounds)):
             raise StoreUnavailable(
-                "the deletion does not fit into Redis before MongoDB has what waits for it; look at MongoDB, or raise "
+                "there is no room for the deletion until MongoDB has the responses that wait; check MongoDB, or raise "
                 "WAYMARK_RESPONSES_ENTRIES and WAYMARK_RESPONSES_BYTES"
             )
 

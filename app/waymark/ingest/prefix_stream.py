@@ -36,9 +36,9 @@ _BYTES_PER_EVENT = 256
 RECONNECTED = "reconnected"
 EVENTS_DROPPED = "events_dropped"
 REASONS = {
-    RECONNECTED: "the connection was lost, and nobody can say what happened meanwhile; entries of before end by their "
-    "time",
-    EVENTS_DROPPED: "events arrived faster than they were applied, and some were dropped; entries end by their time",
+    RECONNECTED: "the connection was lost, and events may be missing; older entries end after their time to live",
+    EVENTS_DROPPED: "events arrived faster than they were applied, and some were dropped; entries end after their "
+    "time to live",
 }
 
 

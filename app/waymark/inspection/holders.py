@@ -49,7 +49,7 @@ class HolderRecord:
 
 @dataclass(frozen=True, slots=True)
 class KnownHolder:
-    """A holder, in a group that knows its id."""
+    """A holder, and the group that it belongs to."""
 
     id: int
     tenant_id: str

@@ -62,11 +62,11 @@ def _ids(text: str) -> list[int]:
         if not all(each.isascii() and each.isdigit() and int(each) <= U32_MAX for each in ends):
             raise InvalidValue(
                 f"--tokens: {shown(word)} at {place} is no token id; they are integers of 0..{U32_MAX}, "
-                "or ranges as 100-163"
+                "or ranges such as 100-163"
             )
         least, most = map(int, ends)
         if not 0 <= most - least < _RANGE_MAX:
-            raise InvalidValue(f"--tokens: the range {shown(word)} at {place} has not 1 to {_RANGE_MAX} token ids")
+            raise InvalidValue(f"--tokens: the range {shown(word)} at {place} must have 1 to {_RANGE_MAX} token ids")
         if len(found) + most - least >= _IDS_MAX:
             raise InvalidValue(f"--tokens: at {place} there are more than {_IDS_MAX} token ids")
         found += range(least, most + 1)

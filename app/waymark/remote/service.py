@@ -26,7 +26,7 @@ class RemoteService:
         """Raises ``InvalidValue`` where ``url`` is none."""
         self.url = url.rstrip("/")
         if not _URL.fullmatch(self.url):
-            raise InvalidValue(f"url is {shown(url)}; it is a URL such as {DEFAULT_URL}", field="url")
+            raise InvalidValue(f"url is {shown(url)}; it must be a URL such as {DEFAULT_URL}", field="url")
         headers = {} if api_token is None else {"Authorization": f"Bearer {api_token}"}
         # A proxy of the environment is not asked: it may be one that only reaches the outside.
         self._http = httpx.Client(timeout=seconds, headers=headers, trust_env=False)

@@ -146,7 +146,7 @@ def _scorer(plugin: DeclaredPlugin, weight: float) -> WeightedScorer:
     row = SCORERS[plugin.type]
     if "blockSize" in plugin.parameters and "blockSizeTokens" not in plugin.parameters:
         where = f"{plugin.where}.blockSize"
-        raise InvalidValue(f"{where} counts characters, as it did once; name blockSizeTokens", field=where)
+        raise InvalidValue(f"{where} is a number of characters; give blockSizeTokens, a number of tokens", field=where)
     own = {each.name for each in row.parameters}
     given = {name: value for name, value in plugin.parameters.items() if name in own}
     values = read_constants(row.parameters, given, plugin.where)

@@ -69,5 +69,5 @@ def _read(path: str) -> PickerConfig:
     except InvalidValue as exc:
         raise SettingsError(f"WAYMARK_PICKER_CONFIG {path}: {exc.sentence}") from None
     for note in config.notes:
-        log.info("waymark treats an entry of the picker file differently", extra=fields(note=note))
+        log.info("an entry of the picker file works differently in waymark", extra=fields(note=note))
     return config

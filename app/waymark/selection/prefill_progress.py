@@ -102,7 +102,7 @@ class PrefillProgress:
             try:
                 await self._poll()
             except StoreUnavailable as exc:
-                log.debug("prefill not looked at", extra=fields(error=exc.sentence))
+                log.debug("the state of prefills was not read", extra=fields(error=exc.sentence))
                 await asyncio.sleep(1.0)
 
     async def _poll(self) -> None:

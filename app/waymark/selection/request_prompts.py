@@ -48,7 +48,10 @@ class RequestPrompts:
     def keyed(self, tokens: SourcedTokens, request: InferenceRequest, served: ServedModel) -> PromptOf:
         """The keys of a prompt in any block size. Raises InvalidValue where it has too many tokens."""
         if len(tokens.ids) // 4 > self._tokens_max:
-            raise InvalidValue(f"the prompt has more than {self._tokens_max} tokens", reason="too_large")
+            raise InvalidValue(
+                f"the prompt has more than {self._tokens_max} tokens; send less, or raise WAYMARK_MAX_TOKENS",
+                reason="too_large",
+            )
         salts = [] if request.cache_salt is None else [request.cache_salt]
         return partial(_keyed, tokens.ids, tokens.items, namespace(served.adapter, salts), self._seed)
 

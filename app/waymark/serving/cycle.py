@@ -220,7 +220,7 @@ class RequestCycle:
         head = b"".join(lines)
         # A line break in a value would begin a line of its own.
         if _ARE_LINES(head) is None or head.count(b"\n") != len(lines):
-            raise RuntimeError("a header of the answer has a name or a value that is none")
+            raise RuntimeError("a header of the answer has an invalid name or value")
         for name, value in headers:
             if name == b"content-length":
                 self._left = int(value)

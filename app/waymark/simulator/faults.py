@@ -34,7 +34,7 @@ class Options(BaseModel):
 
 
 class Faults(Options):
-    """Numbers count batches; 0 means never. ``_every``: each n-th one; ``_after``: once, from the n-th on."""
+    """Each number counts batches; 0 means never. ``_every``: each n-th one; ``_after``: once, from the n-th on."""
 
     drop_every: int = Field(0, ge=0)
     """Each n-th batch is not sent live. A replay contains it."""
@@ -59,7 +59,7 @@ class Faults(Options):
 
 
 class AnswerFaults(Options):
-    """Faults of answers over HTTP. Numbers count requests; 0 means never."""
+    """Faults of answers over HTTP. Each number counts requests; 0 means never."""
 
     error_every: int = Field(0, ge=0)
     """Each n-th request is answered with an error."""

@@ -35,7 +35,7 @@ class SimulateOptions(Options):
     has_replay: bool = True
     """Each engine has a replay endpoint; with --no-replay it has none."""
     replay_framing: ReplayFraming = "topic"
-    """The form of replay messages: topic sends a topic before the seq, seq sends the seq alone, as older vLLM does."""
+    """The form of replay messages: topic sends a topic and the seq (batch number), seq the seq alone, as older vLLM."""
     buffer_batches: int = Field(10_000, ge=1)
     """The number of batches that an engine keeps for replays."""
     topic: str = ""
@@ -63,7 +63,7 @@ class SimulateOptions(Options):
     duration_seconds: float | None = Field(None, ge=0)
     """Stop after this number of seconds."""
     prompts_per_second: float | None = Field(None, ge=0)
-    """Prompts per second over all engines. 0 means as fast as possible; without it, 10, or the times of the trace."""
+    """Prompts per second over all engines; 0 means as fast as possible. By default 10, or the times of the trace."""
     blocks_per_second: float | None = Field(None, ge=0)
     """Blocks of prompts per second over all engines, in place of ``prompts_per_second``."""
     trace: Path | None = None
@@ -89,9 +89,9 @@ class SimulateOptions(Options):
     api_token: str | None = Field(None, repr=False)
     """The bearer token, if the Waymark of --register requires one."""
     faults: Faults = Field(default_factory=Faults)
-    """What goes wrong on purpose with events. Numbers count batches; 0 means never."""
+    """What goes wrong on purpose with events. Each number counts batches; 0 means never."""
     answer_faults: AnswerFaults = Field(default_factory=AnswerFaults)
-    """What goes wrong on purpose with answers over HTTP. Numbers count requests; 0 means never."""
+    """What goes wrong on purpose with answers over HTTP. Each number counts requests; 0 means never."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -116,7 +116,7 @@ class SimulateOptions(Options):
         )
         _require(
             self.register_url is None or self.register_url.startswith(("http://", "https://")),
-            "register", f"is {shown(self.register_url)}; it is a URL such as http://127.0.0.1:13333",
+            "register", f"is {shown(self.register_url)}; it must be a URL such as http://127.0.0.1:13333",
         )  # fmt: skip
         _require(
             self.register_url is None or self.host not in ("0.0.0.0", "*") or self.advertised_host is not None,

@@ -72,7 +72,7 @@ def _parse(url: str) -> Address:
     kind = scheme.partition("+")[2] or ("socket" if scheme == "unix" else "server")
     role = query.get("role", "primary")
     if role not in ("primary", "replica"):
-        raise ValueError("its role is primary or replica")
+        raise ValueError("its role must be primary or replica")
     if role == "replica" and kind in ("server", "socket"):
         raise ValueError("role=replica is for Sentinels and Clusters: here give the address of the replica itself")
     db, name = query.get("db", ""), ""

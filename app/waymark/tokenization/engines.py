@@ -81,5 +81,5 @@ class EngineTokenizer:
                     raise
                 last = error.sentence  # its address is not allowed
         raise TokenizerUnavailable(
-            f"no engine of the model {shown(model)} has made tokens of the text; the last: {last}"
+            f"no engine of the model {shown(model)} could tokenize the text; the last error: {last}"
         )

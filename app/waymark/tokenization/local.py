@@ -80,7 +80,7 @@ class LocalTokenizer:
         self.encodes_whole = not self.splits
         if not self.splits:
             log.warning(
-                "texts of this tokenizer are encoded whole: the pieces between its special tokens depend on each other",
+                "texts of this tokenizer are encoded whole: split at special tokens, their ids would differ",
                 extra=fields(source=name),
             )
 

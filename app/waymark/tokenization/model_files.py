@@ -22,8 +22,8 @@ def read_tokenizer(directory: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise InvalidValue(
-            f"{path} is no tokenizer that can be read: {str(error)[:200]}; put one there, or give the model another "
-            "source in WAYMARK_TOKENIZERS",
+            f"{path} cannot be read as a tokenizer: {str(error)[:200]}; put a tokenizer there, or give the model "
+            "another source in WAYMARK_TOKENIZERS",
             reason="no_tokenizer",
             field="model",
         ) from None

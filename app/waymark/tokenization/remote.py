@@ -130,7 +130,7 @@ class RemoteTokenizer:
         try:
             return TokenizedPrompt(ids, () if features is None else items_of(features))
         except InvalidValue as error:
-            raise self._unusable(f"of its answer, {error.sentence}") from None
+            raise self._unusable(f"in its answer, {error.sentence}") from None
 
     async def _post(self, path: str, body: dict[str, Any], field: str) -> Any:
         """The answer; None if the server has no such path."""

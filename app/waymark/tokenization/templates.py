@@ -103,7 +103,7 @@ class ChatTemplate:
         taken = sorted(RESERVED & prompt.template_kwargs.keys())
         if taken:
             raise InvalidValue(
-                f"chat_template_kwargs has {taken[0]}, which is no argument that it may give; leave it out",
+                f"chat_template_kwargs has {taken[0]}, which other fields of the request set; leave it out",
                 field="chat_template_kwargs",
             )
         shown = self._shown(prompt.messages, prompt.system, mark)
@@ -230,7 +230,7 @@ def _continued(text: str, messages: list[dict[str, Any]]) -> str:
     if not bare or start < 0:
         raise InvalidValue(
             "continue_final_message is true and the chat template does not show the text of the last message; send a "
-            "last message with a text, or leave it out",
+            "last message with a text, or leave out continue_final_message",
             field="continue_final_message",
         )
     end = start + len(bare)

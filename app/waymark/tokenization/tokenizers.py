@@ -170,7 +170,7 @@ class Tokenizers:
         if task is None:
             if len(self._under_way) >= UNDER_WAY_MAX:
                 raise TokenizerUnavailable(
-                    f"{UNDER_WAY_MAX} texts are being made into tokens, and no more may be; try again in a moment"
+                    f"{UNDER_WAY_MAX} texts are being tokenized, which is the maximum; try again in a moment"
                 )
             task = self._under_way[key] = asyncio.create_task(work())
             task.add_done_callback(partial(self._ended, key))
@@ -179,7 +179,7 @@ class Tokenizers:
                 return await asyncio.shield(task)
         except TimeoutError:
             raise TokenizerUnavailable(
-                f"the text has not become tokens within {self._seconds:g} s; try again in a moment"
+                f"the text was not tokenized within {self._seconds:g} s; try again in a moment"
             ) from None
 
     def _ended(self, key: bytes, task: asyncio.Task[Any]) -> None:
@@ -274,5 +274,7 @@ def _digest(model: str, prompt: Prompt, tenant_id: str) -> bytes:
     try:
         text = json.dumps([model, tenant_id, type(prompt).__name__, prompt.said])
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidValue(f"messages hold what JSON cannot: {str(error)[:100]}; send JSON", field="messages") from None
+        raise InvalidValue(
+            f"messages have a value that is not JSON: {str(error)[:100]}; send JSON", field="messages"
+        ) from None
     return blake2b(text.encode(), digest_size=32).digest()

@@ -81,7 +81,7 @@ class UdsTokenizer:
         field = "messages" if is_chat else "prompt"
         if is_cut(prompt):
             raise InvalidValue(
-                f"truncate_prompt_tokens has no field in the service of the tokenizer {self.name}; send token_ids",
+                f"the service of the tokenizer {self.name} has no field truncate_prompt_tokens; send token_ids",
                 field="truncate_prompt_tokens",
             )
         if isinstance(prompt, ChatPrompt):
@@ -110,7 +110,7 @@ class UdsTokenizer:
     async def text(self, ids: Sequence[int]) -> str:
         """The service has no way back from tokens to text."""
         raise InvalidValue(
-            f"the tokenizer {self.name} makes no text of tokens; name another source in WAYMARK_TOKENIZERS",
+            f"the tokenizer {self.name} cannot turn token ids into text; name another source in WAYMARK_TOKENIZERS",
             reason="no_tokenizer",
             field="model",
         )
@@ -182,7 +182,7 @@ class UdsTokenizer:
             return items_of(named)
         except InvalidValue as error:
             raise TokenizerUnavailable(
-                f"the tokenizer {self.name} cannot be used now: of its answer, {error.sentence}"
+                f"the tokenizer {self.name} cannot be used now: in its answer, {error.sentence}"
             ) from None
 
 
@@ -223,7 +223,7 @@ def _parts(content: Sequence[Any], index: int) -> Iterator[dict[str, Any]]:
 def _tool(tool: Any) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping):
-        raise InvalidValue("tools has one without a function; send type and function", field="tools")
+        raise InvalidValue("tools has an element without a function; send type and function", field="tools")
     made = {name: function[name] for name in ("name", "description", "strict") if function.get(name) is not None}
     if function.get("parameters") is not None:
         made["parameters_json"] = json.dumps(function["parameters"])

@@ -20,7 +20,7 @@ export async function showContract(anchor) {
 
 async function load() {
   const answer = await send("docs", {});
-  if (!answer.ok) throw new Error(`docs was answered with ${answer.status}`);
+  if (!answer.ok) throw new Error(`GET /docs was answered with ${answer.status}`);
   // Without its head: this page has its own styles.
   const text = await answer.text();
   const page = new DOMParser().parseFromString(text.slice(text.indexOf("<body>")), "text/html");

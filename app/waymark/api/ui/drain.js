@@ -27,7 +27,7 @@ export function askToDrain(ranks) {
   byId("drain-title").textContent = `${verb} ${plain(name)}?`;
   byId("drain-text").textContent = asked.isDrained
     ? `${all} will get requests again.`
-    : `${all} will get no new requests from Waymark: POST /select, gateways and pickers pass it over. Under way: ${several(requests, "request")}, which will end as usual.`;
+    : `${all} will get no new requests from Waymark (POST /select, gateways and pickers). Under way: ${several(requests, "request")}, which will end as usual.`;
   byId("drain-weighted").hidden = !asked.isDrained;
   byId("drain-weight").value = "1";
   byId("drain-yes").textContent = verb;

@@ -1,4 +1,4 @@
-// A prompt over the fleet: which block is where, why nobody has it, and which target it would be sent to.
+// A prompt on all engines: which block is where, why nobody has it, and which target it would be sent to.
 
 import { drawLines, forget, listen, place, pools } from "./cells.js";
 import { post } from "./service.js";
@@ -52,7 +52,7 @@ function read(form, text) {
     const parsed = JSON.parse(text);
     return { messages: Array.isArray(parsed) ? parsed : parsed.messages };
   } catch (error) {
-    return { problem: `The messages are no JSON: ${error.message}` };
+    return { problem: `The messages are not JSON: ${error.message}` };
   }
 }
 
@@ -63,7 +63,7 @@ function readIds(words) {
     const [, first, last = first] = /^(\d{1,10})(?:-(\d{1,10}))?$/.exec(word) || [];
     const count = last - first + 1;
     if (!(count >= 1 && count <= RANGE_MAX && last <= ID_MAX)) {
-      return { problem: `"${plain(word)}" at ${place} is no token id; they are integers of 0..${ID_MAX}, or ranges as 100-163` };
+      return { problem: `"${plain(word)}" at ${place} is no token id; they are integers of 0..${ID_MAX}, or ranges such as 100-163` };
     }
     for (let id = Number(first); id <= Number(last); id++) ids.push(id);
   }
@@ -95,7 +95,7 @@ function clear(problem, summary) {
 }
 
 function summary({ block_size: size, total_blocks: all, blocks_held: held, longest_matched: most }) {
-  return size ? `${several(all, "block")} of ${size} tokens, ${held} of them held; the longest match has ${most} tokens.` : "Nothing was looked up.";
+  return size ? `${several(all, "block")} of ${size} tokens, ${held} of them held; the longest match has ${most} tokens.` : "The prompt was not looked up.";
 }
 
 // Without a target there is nothing to show of them, and the prompt is worth showing all the same.
@@ -128,7 +128,7 @@ function parts(found, scores) {
 
 function legend() {
   const mark = (name, text) => element("span", {}, element("i", { class: `of-${name}` }), text);
-  return element("p", { class: "legend" }, mark("gpu", "GPU, the device"), mark("cpu", "CPU, the host"), mark("disk", "disk"), mark("other", "other medium"), mark("pool", "in a pool"), mark("behind", "not counted: behind a gap, or of an engine that is lost"), mark("none", "not held"));
+  return element("p", { class: "legend" }, mark("gpu", "GPU, the device"), mark("cpu", "CPU, the host"), mark("disk", "disk"), mark("other", "other medium"), mark("pool", "in a pool"), mark("behind", "not counted: behind a missing block, or of a lost engine"), mark("none", "not held"));
 }
 
 function instance(each, found) {
@@ -158,7 +158,7 @@ function number(value) {
 function targets(scores, found) {
   if (scores.problem || !scores.scores.length) return [];
   const isCost = scores.scores[0].cost !== null;
-  const head = ["Engine", "Rank", isCost ? "Cost" : "Score", "Has, tokens", "Computes, tokens", "Waits, tokens", "Requests", "Parts"];
+  const head = ["Engine", "Rank", isCost ? "Cost" : "Score", "Tokens it has", "Tokens to compute", "Tokens waiting", "Requests", "Parts"];
   const rows = scores.scores.map((row, i) => element(
     "tr", {},
     element("th", { scope: "row", class: "name" }, i ? row.instance_id : element("strong", {}, row.instance_id)),
@@ -173,7 +173,7 @@ function targets(scores, found) {
   const table = element("table", { id: "targets", "aria-label": "Scores of the targets" }, element("thead", {}, element("tr", {}, ...head.map((name) => element("th", { scope: "col" }, name)))), element("tbody", {}, ...rows));
   return [
     element("h3", {}, "Targets"),
-    element("p", {}, `The policy ${scores.policy} puts the first one first; ${isCost ? "less" : "greater"} is better.`),
+    element("p", {}, `In the order of the policy ${scores.policy}; ${isCost ? "less" : "greater"} is better.`),
     element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Scores of the targets, which may be wider than the window" }, table),
     ...leftOut(found, scores.scores).map((text) => element("p", { class: "reason" }, `Not considered: ${text}.`)),
   ];

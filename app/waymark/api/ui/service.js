@@ -32,7 +32,7 @@ async function request(path, options) {
   const answer = await send(path, options);
   const content = await answer.json();
   if (answer.ok) return content;
-  throw new Error(content.error || `${path} was answered with ${answer.status}`);
+  throw new Error(content.error || `/${path} was answered with ${answer.status}`);
 }
 
 // The answer, once there is a token that it accepts. Throws where none comes, or where Redis is unavailable.
