@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 pytestmark = pytest.mark.outside
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +42,7 @@ HEADER = re.compile(
 
 def files() -> list[Path]:
     """Everything that is tracked; where there is no git, everything that stands here."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=patient(60))
     if listed.returncode == 0:
         return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
     found = [path for path in ROOT.rglob("*") if path.is_file()]

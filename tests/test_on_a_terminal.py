@@ -130,7 +130,10 @@ def test_zsh_completes_a_word_when_tab_is_pressed(tmp_path: Path) -> None:
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m waymark "$@"\n', encoding="utf-8")
     command.chmod(0o755)
     script = tmp_path / "_waymark"
-    script.write_text(subprocess.run([command, "completion", "zsh"], capture_output=True, text=True, check=True).stdout)
+    printed = subprocess.run(
+        [command, "completion", "zsh"], capture_output=True, text=True, check=True, timeout=patient(60)
+    )
+    script.write_text(printed.stdout)
 
     def press(terminal: int) -> None:
         load = f"autoload -U compinit; compinit -u -d {tmp_path}/dump; source {script}; echo re''ady\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,23 +26,74 @@ INSTEAD = {
 }
 #: ``asyncio.wait`` returns at its timeout and does not fail: a test uses it to see that something does not happen.
 MAY_RETURN = {"asyncio.wait"}
+#: Calls that wait for a process, for ever unless they are given a ``timeout``.
+FOR_A_PROCESS = {f"subprocess.{name}" for name in ("call", "check_call", "check_output", "run")}
+#: What the name of a time that was measured ends with, and calls whose differences are one.
+MEASURED = ("elapsed", "seconds", "took", "waited")
+CLOCKS = (".monotonic", ".perf_counter", ".time")
 
 
 def bare_deadlines(source: str) -> list[str]:
-    """Line and reason of each deadline in ``source`` that does not depend on the load."""
+    """Line and reason of each deadline in ``source``, and in the programs it has as strings, that ignores the load."""
     found = []
-    for call in [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]:
-        name = dotted(call.func)
-        if name in INSTEAD:
-            found.append(f"line {call.lineno}: {name}() does not know the load; use patience.{INSTEAD[name]}()")
-        for keyword in call.keywords:
-            is_wait = keyword.arg in {"timeout", "socket_timeout", "request_timeout"} and name not in MAY_RETURN
-            if is_wait and isinstance(keyword.value, (ast.Constant, ast.Name)) and not _is_none(keyword.value):
-                value = ast.unparse(keyword.value)
-                found.append(f"line {call.lineno}: {keyword.arg}={value} does not know the load; use patient({value})")
-        if name.endswith(("process.wait", ".join")) and call.args and _is_number(call.args[0]):
-            found.append(f"line {call.lineno}: {name}({ast.unparse(call.args[0])}) does not know the load")
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call():
+                found += [f"line {node.lineno}: {why}" for why in bare_waits(node)]
+            case ast.Assert(test=ast.Compare() as test) if is_time_below_a_number(test):
+                found.append(f"line {node.lineno}: {ast.unparse(test)} is false on a busy machine; use patient()")
+            case ast.Constant(value=str(program)) if "import " in program and "\n" in program:
+                found += [f"line {node.lineno}: in the program: {why}" for why in bare_deadlines_in(program)]
     return found
+
+
+def bare_waits(call: ast.Call) -> Iterator[str]:
+    name = dotted(call.func)
+    if name in INSTEAD:
+        yield f"{name}() does not know the load; use patience.{INSTEAD[name]}()"
+    for keyword in call.keywords:
+        is_wait = keyword.arg in {"timeout", "socket_timeout", "request_timeout"} and name not in MAY_RETURN
+        if is_wait and isinstance(keyword.value, (ast.Constant, ast.Name)) and not _is_none(keyword.value):
+            value = ast.unparse(keyword.value)
+            yield f"{keyword.arg}={value} does not know the load; use patient({value})"
+    if name.endswith(("process.wait", ".join")) and call.args and _is_number(call.args[0]):
+        yield f"{name}({ast.unparse(call.args[0])}) does not know the load"
+    may_end = {keyword.arg for keyword in call.keywords if not _is_none(keyword.value)}
+    if name in FOR_A_PROCESS and not {"timeout", None} & may_end:
+        yield f"{name}() may wait for ever; give timeout=patient(...)"
+
+
+def bare_deadlines_in(program: str) -> list[str]:
+    """A program in a string has no ``patience``: its deadlines are arguments of it, and no numbers."""
+    try:
+        tree = ast.parse(program)
+    except SyntaxError:  # it is prose, or only a part of a program
+        return []
+    return [
+        ast.unparse(call)
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call)
+        if any(keyword.arg == "timeout" and _is_number(keyword.value) for keyword in call.keywords)
+        or (dotted(call.func) in INSTEAD and _is_number(call.args[-1]))
+    ]
+
+
+def is_time_below_a_number(test: ast.Compare) -> bool:
+    """Whether it says that a time that was measured is below a bound, and the bound does not know the load."""
+    sides = [test.left, *test.comparators]
+    for lower, order, upper in zip(sides, test.ops, sides[1:], strict=False):
+        measured, bound = (lower, upper) if isinstance(order, (ast.Lt, ast.LtE)) else (upper, lower)
+        if isinstance(order, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)) and _is_measured(measured):
+            calls = {dotted(node.func) for node in ast.walk(bound) if isinstance(node, ast.Call)}
+            if not calls & {"patient", "patience.patient"} and not _is_measured(bound):
+                return True
+    return False
+
+
+def _is_measured(node: ast.expr) -> bool:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+        return any(dotted(each.func).endswith(CLOCKS) for each in ast.walk(node) if isinstance(each, ast.Call))
+    return dotted(node).endswith(MEASURED)
 
 
 def dotted(node: ast.expr) -> str:
@@ -79,8 +131,42 @@ def test_a_bare_deadline_is_found() -> None:
         "    process.wait(10)\n"
         "    await asyncio.wait({x}, timeout=0.2)\n"
         "    subprocess.run(x, timeout=patient(30))\n"
+        "    subprocess.check_output(x)\n"
+        "    subprocess.run(x, **options)\n"
+        "    subprocess.run(x, timeout=None)\n"
     )
-    assert sorted(found.partition(":")[0] for found in bare_deadlines(source)) == [f"line {n}" for n in (2, 3, 4, 5, 6)]
+    lines = {found.partition(":")[0] for found in bare_deadlines(source)}
+    assert lines == {f"line {n}" for n in (2, 3, 4, 5, 6, 9, 11)}
+
+
+@pytest.mark.parametrize(
+    ("claim", "is_found"),
+    [
+        ("figures.takeover_seconds < TAKEOVER_SECONDS", True),
+        ("0.1 <= waited <= 5", True),
+        ("5 > time.monotonic() - began", True),
+        ("loop.time() - began < 2 * timeout", True),
+        ("time.monotonic() - began < 2 + patient(1)", False),
+        ("time.monotonic() - began >= 2", False),
+        ("first_seconds < second_seconds", False),
+        ("len(found) < 2", False),
+    ],
+)
+def test_a_claim_about_speed_is_found(claim: str, is_found: bool) -> None:
+    assert bool(bare_deadlines(f"assert {claim}")) is is_found
+
+
+@pytest.mark.parametrize(
+    ("call", "is_found"),
+    [
+        ("asyncio.wait_for(x, 60)", True),
+        ("urlopen(x, timeout=60)", True),
+        ("asyncio.wait_for(x, float(sys.argv[1]))", False),
+        ("urlopen(x, timeout=seconds)", False),
+    ],
+)
+def test_a_bare_deadline_is_found_in_a_program_that_is_a_string(call: str, is_found: bool) -> None:
+    assert bool(bare_deadlines(f"RUN = {f'import asyncio{chr(10)}{call}'!r}")) is is_found
 
 
 async def test_the_variable_is_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:

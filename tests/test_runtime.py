@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.patience import patient
+
 #: Runs a role until it has been set up, and prints how many objects a full collection goes through, and how many not.
 RUN = """
 import asyncio, gc, os, signal, sys
@@ -26,14 +28,15 @@ async def main():
     os.kill(os.getpid(), signal.SIGTERM)
     await role
 
-asyncio.run(asyncio.wait_for(main(), 60))
+asyncio.run(asyncio.wait_for(main(), float(sys.argv[3])))
 """
 
 
 @pytest.mark.parametrize("role", ["ingest", "serve"])
 def test_what_was_imported_is_not_collected_again(role: str, free_port: int) -> None:
-    command = [sys.executable, "-c", RUN, role, str(free_port)]
-    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    seconds = patient(60)
+    command = [sys.executable, "-c", RUN, role, str(free_port), str(seconds)]
+    said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=2 * seconds)
     assert said.returncode == 0, said.stderr
     collected, frozen = map(int, said.stdout.split())
     assert frozen > 10_000
@@ -48,12 +51,12 @@ import asyncio, gc, json, os, signal, sys, urllib.request
 from waymark import runtime
 from waymark.settings import Settings
 
-port, targets, calls = map(int, sys.argv[1:])
+port, targets, calls, seconds = map(int, sys.argv[1:])
 
 def post(path, **fields):
     body = json.dumps({"model": "m", "modelname": "m", "block_size": 16} | fields).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=seconds) as answer:
         return json.load(answer)
 
 async def main():
@@ -76,13 +79,14 @@ async def main():
     os.kill(os.getpid(), signal.SIGTERM)
     await role
 
-asyncio.run(asyncio.wait_for(main(), 120))
+asyncio.run(asyncio.wait_for(main(), seconds))
 """
 
 
 def test_no_first_call_of_a_replica_with_many_targets_goes_through_the_heap(free_port: int) -> None:
-    command = [sys.executable, "-c", FIRST_CALLS, *map(str, (free_port, TARGETS, CALLS))]
-    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    seconds = round(patient(120))
+    command = [sys.executable, "-c", FIRST_CALLS, *map(str, (free_port, TARGETS, CALLS, seconds))]
+    said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=2 * seconds)
     assert said.returncode == 0, said.stderr
     most, full, frozen, imported = json.loads(said.stdout)
     assert frozen > 10_000

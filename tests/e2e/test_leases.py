@@ -222,4 +222,3 @@ async def test_twenty_thousand_blocks_a_second_survive_the_kill_of_their_worker(
     )  # fmt: skip
     assert figures.wrong == []
     assert figures.counters == {"batches_lost": 0, "restarts": 0, "waiting_lost": 0}
-    assert figures.takeover_seconds < TAKEOVER_SECONDS

@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from tests.conftest import wait_until
+from tests.patience import patient
 from waymark.ingest.descriptors import FILES_PER_REPLAY, FILES_PER_STREAM, OTHER_FILES, fit, room_for
 from waymark.ingest.replay import Replay
 from waymark.ingest.sockets import ZmqContext
@@ -101,8 +102,9 @@ def test_the_soft_limit_is_raised_before_streams_are_left_out() -> None:
         "print(room_for(40, 2).is_limited, room_for(4096, 8).is_limited)\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.split() == ["False", "True", "512"]
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=patient(60))
+    assert said.stdout.split() == ["False", "True", "512"]
 
 
 def test_half_of_the_files_is_half() -> None:
