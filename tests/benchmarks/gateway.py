@@ -31,7 +31,7 @@ from tests.patience import patient
 from tests.ports import unused_port
 from waymark.gateway.bodies import body_of_request
 from waymark.metrics import Metrics
-from waymark.selection.asked import SelectParameters
+from waymark.selection.decision import SelectParameters
 from waymark.selection.options import SelectionOptions
 from waymark.selection.requests import RequestSelector
 from waymark.selection.selector import Selector

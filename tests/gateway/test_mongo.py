@@ -22,7 +22,7 @@ from tests.gateway.mongo_server import MongoServer, mongo_server
 from tests.patience import patient
 from waymark.errors import RemoteUnavailable, SettingsError, StoreUnavailable
 from waymark.gateway.mongo import MongoArchive
-from waymark.gateway.response_places import RedisResponses
+from waymark.gateway.response_stores import RedisResponses
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.store import keys

@@ -13,7 +13,7 @@ from aiohttp import web
 from tests.e2e.redis_server import redis_server
 from tests.gateway.conftest import Engine, Running, Start, events
 from waymark.errors import SettingsError
-from waymark.gateway.response_places import MemoryResponses
+from waymark.gateway.response_stores import MemoryResponses
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 

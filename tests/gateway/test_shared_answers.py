@@ -14,9 +14,9 @@ from tests.gateway.conftest import Start, chat
 from tests.gateway.test_response_cache import answering, results
 from tests.patience import patient
 from waymark.errors import SettingsError, StoreUnavailable
-from waymark.gateway.answers import MemoryAnswers
+from waymark.gateway.answer_store import MemoryAnswers
 from waymark.gateway.bounded import CacheSize
-from waymark.gateway.kept import KeptAnswer
+from waymark.gateway.kept_answer import KeptAnswer
 from waymark.gateway.shared_answers import SharedAnswers
 from waymark.metrics import Metrics
 from waymark.settings import Settings

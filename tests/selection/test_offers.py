@@ -12,7 +12,7 @@ from waymark.domain.targets import Target
 from waymark.routing.policy import Inputs
 from waymark.routing.presets import PRESETS
 from waymark.routing.target import RoutingRequest
-from waymark.selection.asked import PolicyChoice
+from waymark.selection.decision import PolicyChoice
 from waymark.selection.fleet import Fleet, PromptState
 from waymark.selection.offers import BY_PLACE, ScoredOffers, SumOffers
 from waymark.store.reservations import CANDIDATES_MAX, Load, Offer

@@ -18,7 +18,7 @@ from waymark.domain.names import GroupName
 from waymark.domain.targets import Target
 from waymark.errors import NoTarget, Saturated, Starting, StoreUnavailable, UnknownModel
 from waymark.metrics import Metrics
-from waymark.selection.asked import SelectParameters
+from waymark.selection.decision import SelectParameters
 from waymark.selection.requests import RequestSelector, RoutedRequest
 from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay
 from waymark.store.reservations import Load, ReservationPart

@@ -14,7 +14,7 @@ from waymark.api.bodies import Body, Format
 from waymark.api.by_address import AddressTables
 from waymark.api.errors import InvalidBody
 from waymark.api.given_prompts import GivenPrompts, text_of
-from waymark.api.lookup import KeysOf, QueryReader
+from waymark.api.query_reader import KeysOf, QueryReader
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.texts import ModelPrompt, PromptTokenizer
 from waymark.domain.block_size import block_size_of

@@ -8,7 +8,7 @@ from waymark.api.answers import Answer
 from waymark.api.decision_schemas import SelectRequest
 from waymark.routing.policy import Scored
 from waymark.routing.target import Candidate
-from waymark.selection.asked import SelectedTarget
+from waymark.selection.decision import SelectedTarget
 
 
 def best_by_address(scored: list[Scored]) -> list[Scored]:

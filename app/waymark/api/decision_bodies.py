@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from waymark.api.decision_schemas import NAMES_MAX, DecisionRequest, GivenCandidate, ScoreRequest, SelectRequest
 from waymark.api.errors import InvalidBody
 from waymark.api.given_prompts import text_of
-from waymark.api.lookup import KeysOf
+from waymark.api.query_reader import KeysOf
 from waymark.api.texts import ModelPrompt
 from waymark.chat.prefix_key import prefix_key
 from waymark.domain.gauges import Gauges
@@ -19,7 +19,14 @@ from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import Adapter, GroupName
 from waymark.errors import InvalidValue
 from waymark.routing.presets import preset
-from waymark.selection.asked import GivenValues, HashedPrompt, PolicyChoice, PromptOf, RankingRequest, SelectParameters
+from waymark.selection.decision import (
+    GivenValues,
+    HashedPrompt,
+    PolicyChoice,
+    PromptOf,
+    RankingRequest,
+    SelectParameters,
+)
 from waymark.selection.served import ServedModel
 from waymark.shown import shown
 

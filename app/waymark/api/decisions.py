@@ -28,7 +28,7 @@ from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
 from waymark.routing.policy import Decision, Scored
 from waymark.routing.presets import PRESETS
-from waymark.selection.asked import RankingRequest
+from waymark.selection.decision import RankingRequest
 from waymark.selection.options import SelectionOptions
 from waymark.selection.selector import Selector
 from waymark.selection.served import ServedNames

@@ -19,8 +19,8 @@ from waymark.api.dynamo_schemas import (
     DynamoUnregisterRequest,
 )
 from waymark.api.errors import short
-from waymark.api.lookup import KeysOf, PromptKeys, QueryReader
 from waymark.api.prompts import LocalHashKeys, TokenKeys, hashes, token_bytes
+from waymark.api.query_reader import KeysOf, PromptKeys, QueryReader
 from waymark.domain.engines import UNNAMED
 from waymark.domain.hashing import namespace
 from waymark.domain.match import DynamoRank, dynamo_rows

@@ -15,7 +15,7 @@ from waymark.domain.keys import KEY_BYTES
 from waymark.domain.names import GroupName
 from waymark.errors import InvalidValue, NoTarget
 from waymark.routing.presets import PRESETS
-from waymark.selection.asked import HashedPrompt, PolicyChoice, PromptOf
+from waymark.selection.decision import HashedPrompt, PolicyChoice, PromptOf
 from waymark.selection.selector import Selector
 from waymark.settings import Settings
 from waymark.store.store import Store

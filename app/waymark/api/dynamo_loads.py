@@ -15,7 +15,7 @@ from waymark.domain.match import DynamoRank, Walk, dynamo_rows
 from waymark.domain.names import GroupName
 from waymark.routing.policy import Scored
 from waymark.routing.target import Candidate
-from waymark.selection.asked import HashedPrompt, RankingRequest
+from waymark.selection.decision import HashedPrompt, RankingRequest
 from waymark.selection.selector import Selector
 from waymark.store.store import Store
 

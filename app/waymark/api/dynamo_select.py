@@ -24,7 +24,7 @@ from waymark.domain.match import Walk, dynamo_rows
 from waymark.domain.names import GroupName
 from waymark.errors import Conflict, InvalidValue, NoTarget, NotFound
 from waymark.routing.target import Candidate
-from waymark.selection.asked import HashedPrompt, RankingRequest, SelectParameters
+from waymark.selection.decision import HashedPrompt, RankingRequest, SelectParameters
 from waymark.selection.selector import Selector
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
 from waymark.store.store import Store

@@ -22,9 +22,9 @@ from waymark.domain.block_size import only_block_size
 from waymark.domain.multimodal import check_blocks
 from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.errors import InvalidValue, StoreUnavailable
-from waymark.inspection.asked import InspectedPrompt
 from waymark.inspection.explanation import PromptExplanation, as_json, explain
 from waymark.inspection.inspector import Inspector
+from waymark.inspection.prompt import InspectedPrompt
 from waymark.inspection.why import unknown_group
 from waymark.settings import Settings
 from waymark.store.store import Store

@@ -8,8 +8,8 @@ from functools import partial
 from waymark.api.bodies import Body
 from waymark.api.errors import InvalidBody
 from waymark.api.fields import RequestBody
-from waymark.api.lookup import KeysOf, PromptKeys
 from waymark.api.prompts import SeqHashKeys, TokenKeys, hashes, packed_hashes, token_bytes
+from waymark.api.query_reader import KeysOf, PromptKeys
 from waymark.api.query_schemas import PromptFields
 from waymark.api.texts import ModelPrompt, prompt_of
 from waymark.domain.multimodal import PromptItems, check_blocks

@@ -14,8 +14,8 @@ import httpx
 from waymark.client import calls
 from waymark.client.answers import Matches, Selection
 from waymark.client.errors import Unavailable
-from waymark.client.places import UrlOrder
 from waymark.client.tries import Pause, Tries, TryResult, tries, with_token
+from waymark.client.urls import UrlOrder
 
 P = ParamSpec("P")
 T = TypeVar("T")

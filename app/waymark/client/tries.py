@@ -16,7 +16,7 @@ import httpx
 from waymark.client.answers import content_of
 from waymark.client.calls import ClientCall
 from waymark.client.errors import Refused, Unavailable
-from waymark.client.places import UrlOrder
+from waymark.client.urls import UrlOrder
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from waymark.epp.bodies import BodyBytes
 from waymark.epp.rejections import ImmediateAnswer, misconfigured, overloaded, rejection_of, too_large
 from waymark.errors import InvalidValue, WaymarkError
 from waymark.metrics import Metrics
-from waymark.selection.asked import SelectParameters
+from waymark.selection.decision import SelectParameters
 from waymark.selection.requests import RequestSelector, RoutedRequest
 from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay, RequestUnderWay
 

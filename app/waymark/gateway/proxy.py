@@ -25,7 +25,7 @@ from waymark.gateway.shapes import RequestRejected, event_of
 from waymark.gateway.upstream import Interrupted, Unreachable, Upstream
 from waymark.logs import fields
 from waymark.metrics import Metrics
-from waymark.selection.asked import SelectParameters
+from waymark.selection.decision import SelectParameters
 from waymark.selection.requests import PreparedRequest, RequestSelector, RoutedRequest
 from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay, RequestUnderWay
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from waymark.asgi import RawHeaders
 from waymark.chat.cache_key import cache_key, is_cacheable
 from waymark.chat.requests import Form
-from waymark.gateway.answers import AnswerStore, CacheLookup, MemoryAnswers
+from waymark.gateway.answer_store import AnswerStore, CacheLookup, MemoryAnswers
 from waymark.gateway.bodies import InferenceBody
-from waymark.gateway.kept import AnswerCollector, KeptAnswer, send_again
+from waymark.gateway.kept_answer import AnswerCollector, KeptAnswer, send_again
 from waymark.gateway.proxy import ProxiedRequest
 from waymark.gateway.security import GatewayCaller
 from waymark.gateway.shared_answers import ERRORS, SharedAnswers

@@ -16,7 +16,7 @@ import orjson
 
 from waymark.errors import RemoteUnavailable, StoreUnavailable
 from waymark.gateway.recorder import Recorder
-from waymark.gateway.response_places import Archive, MemoryResponses, RedisResponses, ResponsePlace
+from waymark.gateway.response_stores import Archive, MemoryResponses, RedisResponses, ResponseStore
 from waymark.gateway.security import GatewayCaller
 from waymark.gateway.shapes import RequestRejected
 from waymark.logs import fields
@@ -38,28 +38,28 @@ _ID_CHARACTERS_MAX = 256
 class Responses:
     """The responses of the clients of one gateway. ``entry_bytes`` is the most that one may take."""
 
-    def __init__(self, place: ResponsePlace, metrics: Metrics, begin: StartTask, *, entry_bytes: int) -> None:
-        self._place = place
+    def __init__(self, backend: ResponseStore, metrics: Metrics, begin: StartTask, *, entry_bytes: int) -> None:
+        self._backend = backend
         self._metrics = metrics
         self._begin = begin
         self._entry_bytes = entry_bytes
-        metrics.responses_stored.set_function(lambda: place.held.entries)
-        metrics.responses_stored_bytes.set_function(lambda: place.held.bytes)
+        metrics.responses_stored.set_function(lambda: backend.held.entries)
+        metrics.responses_stored_bytes.set_function(lambda: backend.held.bytes)
 
     @classmethod
     def of(cls, settings: Settings, metrics: Metrics, store: Store, archive: Archive | None = None) -> Responses | None:
         """The store that the settings ask for; None where nothing is stored. ``archive`` is what is behind Redis."""
-        place: ResponsePlace
+        backend: ResponseStore
         entries_max, bytes_max = settings.responses_entries, settings.responses_bytes
         if settings.responses == "off":
             return None
         if settings.responses == "memory":
-            place = MemoryResponses(entries_max, bytes_max, settings.responses_ttl_seconds, metrics)
+            backend = MemoryResponses(entries_max, bytes_max, settings.responses_ttl_seconds, metrics)
         else:
             milliseconds = 1000 * settings.responses_ttl_seconds
             bounds = ResponseBounds(milliseconds, entries_max, bytes_max, settings.responses_mongo_queue)
-            place = RedisResponses(store.responses, bounds, metrics, archive)
-        return cls(place, metrics, store.begin, entry_bytes=settings.responses_entry_bytes)
+            backend = RedisResponses(store.responses, bounds, metrics, archive)
+        return cls(backend, metrics, store.begin, entry_bytes=settings.responses_entry_bytes)
 
     async def expand(self, client: GatewayCaller, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """The request with the conversation that it goes on from; None where it goes on from none.
@@ -97,13 +97,13 @@ class Responses:
     async def delete(self, client: GatewayCaller, response_id: str) -> bytes:
         """Delete a response; what says so, as JSON. Raises as ``find``."""
         await self._entry(client, response_id)
-        await self._place.delete(_name(client, response_id))
+        await self._backend.delete(_name(client, response_id))
         return orjson.dumps({"id": response_id, "object": "response", "deleted": True})
 
     async def _entry(self, client: GatewayCaller, response_id: Any, field: str | None = None) -> Any:
         value = None
         if isinstance(response_id, str) and 0 < len(response_id) <= _ID_CHARACTERS_MAX:
-            value = await self._place.find(_name(client, response_id))
+            value = await self._backend.find(_name(client, response_id))
         if value is None:
             raise RequestRejected(
                 404, "there is no such response: it was not stored, was deleted, or is too old",
@@ -118,7 +118,7 @@ class Responses:
             outcome = "too_large"
         else:
             try:
-                if not await self._place.keep(_name(client, response["id"]), value):
+                if not await self._backend.keep(_name(client, response["id"]), value):
                     outcome = "full"
                     log.warning("a response is not stored: there is no room for it", extra=fields(bytes=len(value)))
             except (StoreUnavailable, RemoteUnavailable) as error:

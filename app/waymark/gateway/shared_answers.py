@@ -15,9 +15,9 @@ from time import perf_counter
 from typing import Final, TypeVar
 
 from waymark.errors import StoreUnavailable
-from waymark.gateway.answers import CacheLookup, MemoryAnswers
+from waymark.gateway.answer_store import CacheLookup, MemoryAnswers
 from waymark.gateway.bounded import CacheSize
-from waymark.gateway.kept import KeptAnswer
+from waymark.gateway.kept_answer import KeptAnswer
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.store.answers import AnswersSize, StoredAnswers, kind_of_failure

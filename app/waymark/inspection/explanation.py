@@ -12,9 +12,9 @@ from typing import Any
 from waymark.domain.names import GroupName, Holder
 from waymark.domain.table import HolderTable
 from waymark.inspection import why
-from waymark.inspection.asked import InspectedPrompt
 from waymark.inspection.holding import HolderLine, InstanceLines, PromptHoldings, hold, runs
 from waymark.inspection.inspector import InspectedGroup, Inspector
+from waymark.inspection.prompt import InspectedPrompt
 from waymark.store.claims import Claim
 from waymark.store.directory import GroupEntry
 

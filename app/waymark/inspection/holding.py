@@ -14,8 +14,8 @@ from waymark.domain.match import Walk, conductor_rows
 from waymark.domain.media import order_of
 from waymark.domain.names import Holder
 from waymark.domain.table import HolderTable
-from waymark.inspection.asked import InspectedPrompt
 from waymark.inspection.inspector import InspectedGroup, Inspector
+from waymark.inspection.prompt import InspectedPrompt
 
 #: Blocks that are looked up in one step; other requests are served between two of them. A multiple of a piece.
 _STEP_BLOCKS = 512

@@ -17,7 +17,7 @@ from waymark.routing.filters import role_of
 from waymark.routing.policy import Linear
 from waymark.routing.ring import Ring
 from waymark.routing.target import Candidate
-from waymark.selection.asked import GivenValues
+from waymark.selection.decision import GivenValues
 from waymark.selection.order import LoadOrder
 from waymark.store.reservations import Load
 

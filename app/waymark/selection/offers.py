@@ -15,7 +15,7 @@ from waymark.domain.match import TargetRow
 from waymark.routing.constants import read_constants
 from waymark.routing.policy import CREDITS, Linear, Scored, count_new, least_new
 from waymark.routing.target import Candidate, RoutingRequest
-from waymark.selection.asked import PolicyChoice
+from waymark.selection.decision import PolicyChoice
 from waymark.selection.fleet import FleetMember, PromptState, candidate_of
 from waymark.store.reservations import CANDIDATES_MAX, Load, Offer
 

@@ -11,7 +11,7 @@ from waymark.routing.policy import Decision, Inputs, Ranking, Scored
 from waymark.routing.profile import PickerConfig
 from waymark.routing.ring import POINTS
 from waymark.routing.target import Candidate, RoutingRequest
-from waymark.selection.asked import PolicyChoice, ProfileName
+from waymark.selection.decision import PolicyChoice, ProfileName
 from waymark.selection.fleet import Fleet
 
 

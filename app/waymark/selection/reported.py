@@ -17,7 +17,7 @@ from waymark.domain.match import target_rows
 from waymark.domain.names import GroupName
 from waymark.errors import InvalidValue
 from waymark.metrics import Metrics
-from waymark.selection.asked import PackedKeys
+from waymark.selection.decision import PackedKeys
 from waymark.selection.fleet import Fleet, FleetMember
 from waymark.selection.requests import RequestSelector
 from waymark.selection.served import ServedModel

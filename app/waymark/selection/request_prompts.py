@@ -9,7 +9,7 @@ from waymark.chat.requests import Form, InferenceRequest
 from waymark.domain.hashing import block_keys, namespace, pack_tokens
 from waymark.domain.multimodal import PromptItems, block_keys_with, check_blocks
 from waymark.errors import InvalidValue
-from waymark.selection.asked import HashedPrompt, PromptOf
+from waymark.selection.decision import HashedPrompt, PromptOf
 from waymark.selection.sequences import SEQUENCES_MAX
 from waymark.selection.served import ServedModel
 from waymark.settings import Settings

@@ -20,7 +20,7 @@ from waymark.errors import InvalidValue, NoTarget, RemoteUnavailable, StoreUnava
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.routing.presets import PRESETS
-from waymark.selection.asked import (
+from waymark.selection.decision import (
     PolicyChoice,
     ProfileName,
     PromptOf,

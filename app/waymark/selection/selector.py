@@ -19,7 +19,7 @@ from waymark.metrics import Metrics
 from waymark.routing.policy import Decision
 from waymark.routing.presets import PRESETS
 from waymark.routing.target import Candidate
-from waymark.selection.asked import PolicyChoice, RankedTargets, RankingRequest, SelectedTarget, SelectParameters
+from waymark.selection.decision import PolicyChoice, RankedTargets, RankingRequest, SelectedTarget, SelectParameters
 from waymark.selection.degraded import Degraded
 from waymark.selection.fleet import Fleet, FleetMember
 from waymark.selection.fleets import Fleets

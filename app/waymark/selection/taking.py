@@ -17,7 +17,7 @@ from waymark.errors import Saturated
 from waymark.metrics import Metrics
 from waymark.routing.policy import Decision, Scored
 from waymark.routing.target import Candidate
-from waymark.selection.asked import RankingRequest, SelectedTarget, SelectParameters
+from waymark.selection.decision import RankingRequest, SelectedTarget, SelectParameters
 from waymark.selection.loads import Loads
 from waymark.selection.offers import Offers, ScoredOffers, SumOffers
 from waymark.selection.options import SelectionOptions

@@ -22,7 +22,7 @@ from waymark.domain.table import HolderTable
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.routing.target import RoutingRequest
-from waymark.selection.asked import HashedPrompt, PackedKeys, PolicyChoice, RankingRequest
+from waymark.selection.decision import HashedPrompt, PackedKeys, PolicyChoice, RankingRequest
 from waymark.selection.fleet import Fleet, OpaquePrefix, PromptState
 from waymark.selection.fleets import Fleets
 from waymark.selection.loads import Loads

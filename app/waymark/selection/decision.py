@@ -1,4 +1,4 @@
-"""What a decision is asked, and what comes of it."""
+"""The input and the result of a decision."""
 
 from __future__ import annotations
 

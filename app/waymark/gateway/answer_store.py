@@ -1,4 +1,4 @@
-"""What a response cache needs of the place where its answers are, and that place in the memory of a gateway."""
+"""The interface of a store for the answers of a response cache, and the store in the memory of a gateway."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from waymark.gateway.bounded import BoundedCache, CacheSize
-from waymark.gateway.kept import KeptAnswer
+from waymark.gateway.kept_answer import KeptAnswer
 from waymark.metrics import Metrics
 
 

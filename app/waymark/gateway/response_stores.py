@@ -1,4 +1,4 @@
-"""Where stored responses are: in the memory of a gateway, or in Redis for all, with MongoDB behind it or not."""
+"""The stores of responses: the memory of a gateway, or Redis for all gateways, with or without MongoDB behind it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from waymark.metrics import Metrics
 from waymark.store.responses import ResponseBounds, ResponseChange, StoredResponses
 
 
-class ResponsePlace(Protocol):
+class ResponseStore(Protocol):
     """Values by names of 32 hex digits. All methods raise StoreUnavailable or RemoteUnavailable."""
 
     @property

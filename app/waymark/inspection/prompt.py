@@ -1,4 +1,4 @@
-"""A prompt as asked for, in a form that can be read in other ways: another block size, adapter, salt or seed."""
+"""A prompt that is inspected. It can be read in other ways, too: with another block size, adapter, salt or seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The replicas that a client knows: any of them answers anything, so one that fails costs one try."""
+"""The URLs of the replicas that a client knows. Any replica answers any request, so a failed one costs one try."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A look at the index: within the query's deadline, counted, and with the group's block size if the body has none."""
+"""Reads the index for queries: within the deadline, counted, and in the group's block size if the body has none."""
 
 from __future__ import annotations
 
