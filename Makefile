@@ -39,10 +39,10 @@ coverage: $(VENV)/.installed-dev redis-server nginx chromium ## the tests, and h
 matrix: redis-server nginx chromium ## the tests in one row of the matrix: ROW=python3.13, redis6.2, valkey9, pure, lowest...; TESTS='tests/store'
 	@sh scripts/matrix.sh '$(ROW)' $(TESTS)
 
-wheel: $(VENV)/.installed-dev ## build wheel and sdist into dist/, and try the wheel in an environment of its own
+wheel: $(VENV)/.installed-dev ## build wheel and sdist into dist/, install this wheel into an environment of its own and try it
 	@rm -rf dist
 	@$(BIN)/python -m build --quiet --outdir dist
-	@$(BIN)/python -m pytest --quiet tests/test_package.py
+	@WAYMARK_TEST_DIST=$(CURDIR)/dist $(BIN)/python -m pytest --quiet tests/test_package.py
 	@ls dist
 
 publishable: ## fail where a release must not be published: pyproject.toml has no public address of the repository

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import tarfile
 import tomllib
 import zipfile
 from importlib.metadata import requires
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,8 @@ pytestmark = pytest.mark.outside
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+#: The variable in which ``make wheel`` names the directory with the files that it built.
+DIST = "WAYMARK_TEST_DIST"
 
 
 def run(*command: str | Path, cwd: Path = ROOT, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -36,10 +40,12 @@ def run(*command: str | Path, cwd: Path = ROOT, code: int = 0) -> subprocess.Com
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the wheel and the sdist of the checkout."""
-    directory = tmp_path_factory.mktemp("built")
-    run(sys.executable, "-m", "hatchling", "build", "-d", directory)
-    return directory
+    """The directory with the wheel and the sdist of the checkout: the one that ``make wheel`` filled, or our own."""
+    if directory := os.environ.get(DIST):
+        return Path(directory)
+    made = tmp_path_factory.mktemp("built")
+    run(sys.executable, "-m", "hatchling", "build", "-d", made)
+    return made
 
 
 def metadata_of(tree: Path, directory: Path) -> str:
@@ -86,16 +92,24 @@ def needed(names: set[str]) -> set[str]:
     return found
 
 
+def install(wheel: Path, python: Path) -> None:
+    """Install into an environment that has no pip itself; by uv where this one has none either."""
+    options = ("--no-index", "--no-deps", wheel)
+    if find_spec("pip"):
+        run(sys.executable, "-m", "pip", "--python", python, "install", *options)
+    else:
+        run("uv", "pip", "install", "--python", python, *options)
+
+
 @pytest.fixture(scope="module")
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment with the wheel and its base dependencies; these are linked, not downloaded."""
+    """The Python of an environment in which the wheel was installed; its base dependencies are linked, not downloaded."""
     directory = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", directory)
     python = directory / "bin" / "python"
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
     (wheel,) = built.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
+    install(wheel, python)
     here = Path(pytest.__file__).parents[1]
     for name in needed({Requirement(line).name for line in PROJECT["dependencies"]}):
         module = name.replace("-", "_")
@@ -103,6 +117,28 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             for path in here.glob(pattern):
                 (site / path.name).symlink_to(path)
     return python
+
+
+def test_make_wheel_tries_the_files_that_it_built() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"^wheel:.*\n((?:\t.+\n)+)", makefile, re.MULTILINE)
+    assert "-m build --quiet --outdir dist\n" in recipe
+    assert f"{DIST}=$(CURDIR)/dist $(BIN)/python -m pytest --quiet tests/test_package.py\n" in recipe
+
+
+def test_the_installed_wheel_is_complete(installed: Path, tmp_path: Path) -> None:
+    """The script of the wheel runs, each file of its record is there, and the base needs three packages."""
+    assert run(installed.with_name("waymark"), "--version", cwd=tmp_path).stdout.startswith(f"waymark {__version__} (")
+    code = """
+import importlib.metadata as m, json
+of = m.distribution("waymark")
+print(json.dumps([of.version, of.requires, [str(f) for f in of.files if not f.locate().exists()]]))
+"""
+    version, lines, missing = json.loads(run(installed, "-c", code, cwd=tmp_path).stdout)
+    assert (version, missing) == (__version__, [])
+    wanted = [Requirement(line) for line in lines]
+    base = {each.name for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})}
+    assert base == {"httpx", "xxhash", "msgpack"}
 
 
 def test_wheel_and_sdist_hold_the_package_and_no_other(built: Path) -> None:
