@@ -103,7 +103,7 @@ def install(wheel: Path, python: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment in which the wheel was installed; its base dependencies are linked, not downloaded."""
+    """The Python of an environment with the wheel, installed; its base dependencies are linked, not downloaded."""
     directory = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", directory)
     python = directory / "bin" / "python"
