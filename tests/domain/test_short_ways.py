@@ -42,7 +42,7 @@ class Stream:
         self, parts: PartList, at: int, holder: int, parent: int | None, hashes: Sequence[int], tokens: bytes, ns: int
     ) -> None:
         """As the resolver does: the short way, and where that is not possible the long one."""
-        if self._is_short and self.placer.extend(parts, holder, at, ns, parent, hashes, tokens, SIZE, SEED):
+        if self._is_short and self.placer.plain.extend(parts, holder, at, ns, parent, hashes, tokens, SIZE, SEED):
             self.short += 1
             return
         above = None if parent is None else self.memory.find(holder, parent)
@@ -54,7 +54,7 @@ class Stream:
         self.placer.chain(parts, holder, at, ns, above, keys, hashes[: len(keys)], mode="count")
 
     def remove(self, parts: PartList, at: int, holder: int, hashes: Sequence[int]) -> None:
-        if self._is_short and self.placer.take(parts, holder, at, hashes):
+        if self._is_short and self.placer.plain.take(parts, holder, at, hashes):
             self.short += 1
             return
         for position, engine_hash in enumerate(hashes, at):
@@ -146,7 +146,7 @@ def test_what_is_not_plain_changes_nothing() -> None:
     stream.store(parts, 1, GPU, None, [1, 2, 3], tokens(*range(6)), 0)
     stream.memory.full.add(stream.memory.find(GPU, 1).place)  # type: ignore[union-attr]
     before = stream.contents(range(10))
-    extend_ = stream.placer.extend
+    extend_ = stream.placer.plain.extend
     for parent, hashes, packed, ns in (
         (9, [4], tokens(7, 7), 0),  # nobody has the parent
         (3, [4], tokens(7, 7), 0),  # its place is full
@@ -156,9 +156,9 @@ def test_what_is_not_plain_changes_nothing() -> None:
     ):
         assert not extend_(parts, GPU, 1, ns, parent, hashes, packed, SIZE, SEED)
     for removed in ([1, 9], [1, 1]):
-        assert not stream.placer.take(parts, GPU, 1, removed)
+        assert not stream.placer.plain.take(parts, GPU, 1, removed)
     stream.memory.copies(GPU).store_again(1, stream.memory.find(GPU, 1).key, counts=True)  # type: ignore[union-attr]
-    assert not stream.placer.take(parts, GPU, 1, [2, 1])
+    assert not stream.placer.plain.take(parts, GPU, 1, [2, 1])
     assert stream.contents(range(10)) == before
     assert len(parts.parts) == 1
     assert stream.memory.find(GPU, 1) is not None

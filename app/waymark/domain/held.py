@@ -128,6 +128,11 @@ class HeldBlocks:
         """The block that the hash stood for on the holder's rank, if it has left and is remembered."""
         return self._gone[self._held[holder].dp_rank].get(engine_hash)
 
+    def gone_blocks(self, holder: int, hashes: Sequence[int]) -> list[int | None]:
+        """The seq_hashes of the blocks that have left under these hashes; None for a hash without one."""
+        spots = [self.gone(holder, each) for each in hashes]
+        return [None if spot is None else spot.seq_hash for spot in spots]
+
     # ---- changes -----------------------------------------------------------------------------------
 
     def store(

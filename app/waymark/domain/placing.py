@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from waymark.domain.events import PlainEvents
+from waymark.domain.applied import AppliedMarks
 from waymark.domain.held import HeldBlocks, RemovedCopy
-from waymark.domain.known import EventRun, Spot
-from waymark.domain.parts import STEP, Mode, PartKind, PartList, new_part_list, packed
-from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, SLOT_CHARS, Place, keys_of
+from waymark.domain.known import Spot
+from waymark.domain.parts import STEP, Mode, PartKind, PartList, new_part_list
+from waymark.domain.plain_placing import PlainPlacer
+from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, Place
 from waymark.domain.waves import Waves
 
 
@@ -26,27 +27,23 @@ class Placer:
         """Hashes that came to mean another block."""
         self.crowded = 0
         """Hashes of blocks that have as many as a block may have."""
-        self._shards = shards
         self._waves = Waves(shards)
+        self._applied = AppliedMarks(shards)
         self._piece_blocks = piece_blocks
-        self._counted: dict[tuple[int, int], tuple[int, int]] = {}
+        self.plain = PlainPlacer(memory, self._waves, self._applied, piece_blocks)
         self.others: dict[int, tuple[int, ...]] = {}
         """The other generations of each holder's name; a block is in one of them."""
 
-    def skip(self, counted: Mapping[tuple[int, int], tuple[int, int]]) -> None:
-        """What a worker before had applied when it stopped: by holder and shard, seq and position.
-
-        Redis has that, so the memory that was read from Redis has it, too.
-        """
-        self._counted = dict(counted)
+    def skip(self, marks: Mapping[tuple[int, int], tuple[int, int]]) -> None:
+        """Leave out the parts that Redis has; see ``AppliedMarks.marks``."""
+        self._applied.restore(marks)
 
     def begin_fold(self) -> None:
         """Redis has acknowledged all parts so far."""
         self._waves.begin()
 
     def begin_batch(self, seq: int) -> PartList:
-        if self._counted and all(seq > counted for counted, _ in self._counted.values()):
-            self._counted = {}
+        self._applied.begin_batch(seq)
         return new_part_list(seq)
 
     def chain(
@@ -73,7 +70,7 @@ class Placer:
             end = min(len(keys), start + self._piece_blocks - depth)
             piece, engine_hashes = keys[start:end], hashes[start:end]
             is_single = is_deep or (above is not None and above.place.is_single)
-            is_plain = not is_single and not self._counted and SAME_HASH not in engine_hashes
+            is_plain = not is_single and not self._applied.marks and SAME_HASH not in engine_hashes
             if is_plain and self._are_new(holder, engine_hashes, piece):
                 place = self._next_place(above, depth, piece[0])
                 depths = range(depth, depth + len(piece))
@@ -122,7 +119,7 @@ class Placer:
         copies_of = memory.copies(holder)
         held, known = memory.held(holder, engine_hash), memory.held_block(holder, spot.key)
         here = known or spot
-        if self._is_counted(parts.seq, at, holder, here.place):
+        if self._applied.has(parts.seq, at, holder, here.place):
             if held is None:
                 memory.mark_gone(holder, engine_hash, spot)
             return here
@@ -137,7 +134,7 @@ class Placer:
         carried: tuple[int, list[int]] | None = None
         for other in self.others.get(holder, ()):
             there = memory.held_block(other, spot.key)
-            if there is not None and self._is_counted(parts.seq, at, other, there.place):
+            if there is not None and self._applied.has(parts.seq, at, other, there.place):
                 return there  # this store was applied there, before another worker took the stream over
             carried = self._leave_generation(parts, other, position, engine_hash, spot.key, mode) or carried
         waits = self._begins_wave(holder, here.place, here.namespace, [here.key], [engine_hash], held)
@@ -182,7 +179,7 @@ class Placer:
         spot, at = self.memory.held(holder, engine_hash), STEP * position + 1
         if spot is None:
             return False
-        if self._is_counted(parts.seq, at, holder, spot.place):
+        if self._applied.has(parts.seq, at, holder, spot.place):
             return True
         left = self.memory.remove(holder, engine_hash, counts=mode == "count")
         assert left is not None
@@ -190,89 +187,10 @@ class Placer:
         _add_left(parts, "*" if left.is_there else "-", holder, at, left, waits=waits)
         return True
 
-    def extend(
-        self,
-        parts: PartList,
-        holder: int,
-        position: int,
-        namespace: int,
-        parent: int | None,
-        hashes: Sequence[int],
-        tokens: bytes,
-        block_size: int,
-        seed: int,
-    ) -> bool:
-        """Hash and store the blocks of a plain store at once; whether it was plain. See ``KnownBlocks.extend``."""
-        if self._counted or SAME_HASH in hashes:
-            return False
-        above = self.memory.held(holder, parent) if self._waves.is_needed and parent is not None else None
-        has_left = self._waves.has_left
-        former = self._former(holder, hashes) if has_left else []
-        pieces = self.memory.extend(holder, parent, hashes, tokens, block_size, seed, namespace, self._piece_blocks)
-        if pieces is None:
-            return False
-        for place, slots, some, start, before in pieces:
-            waits = False
-            if has_left:
-                keys = keys_of(slots)
-                blocks = [*former[start : start + len(keys)], *(key ^ namespace for key in keys)]
-                waits = self._waves.store(blocks, place)
-            if above is not None:
-                self._waves.use(above.seq_hash, place)
-            at = STEP * (position + start) + 1
-            parts.add_packed("+", holder, at, place, namespace, slots, some, parent=before, waits=waits)
-        return True
-
-    def take(self, parts: PartList, holder: int, position: int, hashes: Sequence[int]) -> bool:
-        """Remove the blocks of a plain removal at once; whether it was plain. See ``KnownBlocks.take``."""
-        groups = None if self._counted else self.memory.take(holder, hashes)
-        if groups is None:
-            return False
-        needs_waves = self._waves.is_needed
-        for place, namespace, slots, some in groups:
-            waits = needs_waves and self._waves.leave([key ^ namespace for key in keys_of(slots)], place)
-            at = STEP * position + 1
-            parts.add_packed("-", holder, at, place, namespace, slots, some, is_known=True, waits=waits)
-            position += len(slots) // SLOT_CHARS
-        return True
-
-    def run(
-        self,
-        parts: PartList,
-        holder: int,
-        events: PlainEvents,
-        at: int,
-        position: int,
-        *,
-        seed: int,
-        namespace: int,
-        may_store: bool,
-        may_remove: bool,
-    ) -> EventRun | None:
-        """Store and remove the blocks of plain events, from the one with number ``at`` on; how far that went.
-
-        None where it is not possible. See ``KnownBlocks.run``.
-        """
-        some = packed(parts.parts)
-        if some is None or self._counted or self._waves.is_needed:
-            return None
-        return self.memory.run(
-            holder,
-            events,
-            at,
-            position,
-            some,
-            seed=seed,
-            namespace=namespace,
-            piece_blocks=self._piece_blocks,
-            may_store=may_store,
-            may_remove=may_remove,
-        )
-
     def _leave(self, parts: PartList, holder: int, position: int, engine_hash: int, mode: Mode) -> None:
         left = self.memory.leave(holder, engine_hash, counts=mode != "set")
         spot = left.spot
-        if self._is_counted(parts.seq, STEP * position, holder, spot.place):
+        if self._applied.has(parts.seq, STEP * position, holder, spot.place):
             return
         waits = self._waves.leave([spot.seq_hash], spot.place)
         _add_left(parts, "+" if left.is_there else "-", holder, STEP * position, left, waits=waits)
@@ -289,15 +207,8 @@ class Placer:
         """Whether the part waits that stores these blocks; ``held`` is what the hash has meant until now."""
         if not self._waves.has_left:
             return False
-        blocks = [*self._former(holder, hashes), *(key ^ namespace for key in keys)]
+        blocks = [*self.memory.gone_blocks(holder, hashes), *(key ^ namespace for key in keys)]
         return self._waves.store([*blocks, None if held is None else held.seq_hash], place)
-
-    def _former(self, holder: int, hashes: Sequence[int]) -> list[int | None]:
-        """The seq_hashes of the blocks that have left under these hashes; empty where none has in this wave."""
-        if not self._waves.has_left:
-            return []
-        spots = [self.memory.gone(holder, each) for each in hashes]
-        return [None if spot is None else spot.seq_hash for spot in spots]
 
     def _are_new(self, holder: int, engine_hashes: Sequence[int], keys: Sequence[int]) -> bool:
         others = self.others.get(holder, ())
@@ -325,12 +236,6 @@ class Placer:
             return Place(key)
         place = above.place
         return Place(place.head, key) if place in self.memory.full else place
-
-    def _is_counted(self, seq: int, at: int, holder: int, place: Place) -> bool:
-        if not self._counted:
-            return False
-        mark = self._counted.get((holder, place.shard(self._shards)))
-        return mark is not None and (seq, at) <= mark
 
 
 def _single(namespace: int, key: int) -> Spot:

@@ -401,7 +401,7 @@ class Resolver:
         """Resolve plain events together, up to the first that needs a rule of its own: its number and position."""
         end = len(plain.events)
         while at < end:
-            ran = self.placer.run(
+            ran = self.placer.plain.run(
                 parts,
                 plain.holder,
                 plain.events,
@@ -535,7 +535,9 @@ class Resolver:
             return False  # its blocks, and the one before them, may be in another generation
         ns, block_size = self._planner.spaces.at_root(event), self.registration.block_size
         hashes, tokens = event.engine_hashes, event.tokens
-        return self.placer.extend(parts, holder, position, ns, event.parent, hashes, tokens, block_size, self._seed)
+        return self.placer.plain.extend(
+            parts, holder, position, ns, event.parent, hashes, tokens, block_size, self._seed
+        )
 
     def _identity(self, parts: PartList, position: int, holder: int, event: Stored) -> None:
         """Hashes that are seq_hashes; where the parent is not known, the blocks have no depth."""
@@ -710,7 +712,7 @@ class Resolver:
         """Remove blocks that one of ``holders`` has, the generations of one name."""
         newest = holders[-1]
         is_plain = not self.waiting.blocks and len(holders) == 1 and self.registration.scope != "shared"
-        if is_plain and self.placer.take(parts, newest, position, event.engine_hashes):
+        if is_plain and self.placer.plain.take(parts, newest, position, event.engine_hashes):
             return
         mode = self.mode(newest)
         for i, h in enumerate(event.engine_hashes):

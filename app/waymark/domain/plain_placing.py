@@ -1,0 +1,106 @@
+"""Gives the blocks of plain events their places: of a whole event, or of many events, in one step.
+
+The steps are those of ``KnownBlocks``. A step that does not fit what the holder has changes nothing; the caller then
+stores or removes block by block with ``Placer``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from waymark.domain.applied import AppliedMarks
+from waymark.domain.events import PlainEvents
+from waymark.domain.held import HeldBlocks
+from waymark.domain.known import EventRun
+from waymark.domain.parts import STEP, PartList, packed
+from waymark.domain.rows import SAME_HASH, SLOT_CHARS, keys_of
+from waymark.domain.waves import Waves
+
+
+class PlainPlacer:
+    """The memory, the waves and the marks are those of a ``Placer``."""
+
+    def __init__(self, memory: HeldBlocks, waves: Waves, applied: AppliedMarks, piece_blocks: int) -> None:
+        self._memory = memory
+        self._waves = waves
+        self._applied = applied
+        self._piece_blocks = piece_blocks
+
+    def extend(
+        self,
+        parts: PartList,
+        holder: int,
+        position: int,
+        namespace: int,
+        parent: int | None,
+        hashes: Sequence[int],
+        tokens: bytes,
+        block_size: int,
+        seed: int,
+    ) -> bool:
+        """Hash and store the blocks of a plain store at once; whether it was plain. See ``KnownBlocks.extend``."""
+        if self._applied.marks or SAME_HASH in hashes:
+            return False
+        above = self._memory.held(holder, parent) if self._waves.is_needed and parent is not None else None
+        has_left = self._waves.has_left
+        former = self._memory.gone_blocks(holder, hashes) if has_left else []
+        pieces = self._memory.extend(holder, parent, hashes, tokens, block_size, seed, namespace, self._piece_blocks)
+        if pieces is None:
+            return False
+        for place, slots, some, start, before in pieces:
+            waits = False
+            if has_left:
+                keys = keys_of(slots)
+                blocks = [*former[start : start + len(keys)], *(key ^ namespace for key in keys)]
+                waits = self._waves.store(blocks, place)
+            if above is not None:
+                self._waves.use(above.seq_hash, place)
+            at = STEP * (position + start) + 1
+            parts.add_packed("+", holder, at, place, namespace, slots, some, parent=before, waits=waits)
+        return True
+
+    def take(self, parts: PartList, holder: int, position: int, hashes: Sequence[int]) -> bool:
+        """Remove the blocks of a plain removal at once; whether it was plain. See ``KnownBlocks.take``."""
+        groups = None if self._applied.marks else self._memory.take(holder, hashes)
+        if groups is None:
+            return False
+        needs_waves = self._waves.is_needed
+        for place, namespace, slots, some in groups:
+            waits = needs_waves and self._waves.leave([key ^ namespace for key in keys_of(slots)], place)
+            at = STEP * position + 1
+            parts.add_packed("-", holder, at, place, namespace, slots, some, is_known=True, waits=waits)
+            position += len(slots) // SLOT_CHARS
+        return True
+
+    def run(
+        self,
+        parts: PartList,
+        holder: int,
+        events: PlainEvents,
+        at: int,
+        position: int,
+        *,
+        seed: int,
+        namespace: int,
+        may_store: bool,
+        may_remove: bool,
+    ) -> EventRun | None:
+        """Store and remove the blocks of plain events, from the one with number ``at`` on; how far that went.
+
+        None where it is not possible. See ``KnownBlocks.run``.
+        """
+        some = packed(parts.parts)
+        if some is None or self._applied.marks or self._waves.is_needed:
+            return None
+        return self._memory.run(
+            holder,
+            events,
+            at,
+            position,
+            some,
+            seed=seed,
+            namespace=namespace,
+            piece_blocks=self._piece_blocks,
+            may_store=may_store,
+            may_remove=may_remove,
+        )
