@@ -40,7 +40,7 @@ async def test_the_pages_are_those_that_redis_gives(
         over_http = await printed(*ask, "--url", live.url)
         # Over HTTP there are no ids, which are counted over all tenants.
         assert over_http == through_redis.replace(", group 1", "").replace(f" #{gpu}", "")
-        assert "pod-1: 64 of 160 tokens, 4 of 10 blocks; block 4 is next, and nobody has it" in over_http
+        assert "pod-1: 64 of 160 tokens, 4 of 10 blocks; block 4 is next, and no instance has it" in over_http
         by_hash = ("--hashes", ",".join(map(str, blocks(PROMPT))))
         assert await printed(*ask[:4], *by_hash, "--url", live.url) == over_http
         salted = await printed(*ask, "--salt", "a", "--salt", "b", "--url", live.url)

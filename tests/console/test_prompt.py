@@ -99,7 +99,7 @@ async def test_a_pool_counts_for_every_instance(store: Store, redis: Redis, waym
     (disk,) = await pool.begin("0 DISK")
     await pool.apply(stored(disk, blocks(PROMPT)[:4]))
     lines = (await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))).splitlines()
-    assert "pod-1: 64 of 160 tokens, 4 of 10 blocks; block 4 is next, and nobody has it" in lines
+    assert "pod-1: 64 of 160 tokens, 4 of 10 blocks; block 4 is next, and no instance has it" in lines
     assert lines[-2:] == [
         "pool-1: a pool, its 4 blocks count for every instance",
         "  rank 0 DISK #1  ####......",

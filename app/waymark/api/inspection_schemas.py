@@ -129,7 +129,9 @@ class BlockHolderRow(Model):
 
     id: int
     engine_hash: str | None = Field(description="the hash that the engine reported for the block, in 16 hex digits")
-    live: LiveBlockHolder | None = Field(description="null if the holder is dead: the sweep will remove it")
+    live: LiveBlockHolder | None = Field(
+        description="what the id of a live holder stands for; null if the holder is dead and a sweep will remove it"
+    )
 
 
 class BlockRow(Model):

@@ -90,7 +90,7 @@ def _who_has(holding: PromptHoldings, block: int) -> str:
     if others := [other.instance_id for other in holding.instances if other.counts(block)]:
         return f"{_names(others)} {'has' if len(others) == 1 else 'have'} it"
     uncounted = [each.instance_id for each in holding.instances if any(block in line.has for line in each.holders)]
-    return f"nobody has it but {_names(uncounted)}, not counted" if uncounted else "nobody has it"
+    return f"no instance has it except {_names(uncounted)} (not counted)" if uncounted else "no instance has it"
 
 
 def _of_stream(state: PublisherState, block_size: int) -> str:
