@@ -13,13 +13,17 @@
 #include "native.h"
 #include "xxh3.h"
 
+/* Bits of a slot for the number of a thing. A test has fewer, so that it comes to the last number. */
+#ifndef NUMBER_BITS
+#define NUMBER_BITS 27
+#endif
+
 enum {
     SEGMENT_BITS = 6,
     SEGMENTS = 1 << SEGMENT_BITS,
     CAPACITY_MIN = 8,
-    NUMBER_BITS = 27,
     THINGS_MAX = (1 << NUMBER_BITS) - 1,
-    FAR = 31, /* that far away, or farther */
+    FAR = (1 << (32 - NUMBER_BITS)) - 1, /* that far away, or farther */
 };
 
 typedef struct {

@@ -15,11 +15,20 @@
 typedef struct {
     const char *start;
     Py_ssize_t size;
-    Py_buffer view; /* its obj is NULL for a bytes object */
+    Py_buffer view;   /* its obj is NULL for a bytes object */
+    PyObject *object; /* a bytes object, a reference: a list that had it may change meanwhile; else NULL */
 #ifdef WAYMARK_EXACT_INPUT
     char *copy;
 #endif
 } Input;
+
+/* Let go the object that has the bytes. */
+static inline void release_input(Input *input)
+{
+    Py_XDECREF(input->object);
+    if (input->view.obj != NULL)
+        PyBuffer_Release(&input->view);
+}
 
 /* `size` bytes of `input` and `terminator` after them, aligned as they were. 0 with an exception. */
 static inline int copy_exactly(Input *input, size_t terminator)
@@ -28,8 +37,7 @@ static inline int copy_exactly(Input *input, size_t terminator)
     const size_t size = (size_t)input->size + terminator, before = (uintptr_t)input->start % 16;
     input->copy = malloc(before + size);
     if (input->copy == NULL) {
-        if (input->view.obj != NULL)
-            PyBuffer_Release(&input->view);
+        release_input(input);
         PyErr_NoMemory();
         return 0;
     }
@@ -50,6 +58,7 @@ static inline int open_bytes(PyObject *object, Input *input)
     if (PyBytes_AsStringAndSize(object, &start, &input->size) < 0)
         return 0;
     input->start = start;
+    input->object = Py_NewRef(object);
     return copy_exactly(input, 1);
 }
 
@@ -60,6 +69,7 @@ static inline int open_buffer(PyObject *object, Input *input)
         return 0;
     input->start = input->view.buf;
     input->size = input->view.len;
+    input->object = NULL;
     return copy_exactly(input, 0);
 }
 
@@ -69,8 +79,7 @@ static inline void close_input(Input *input)
 #ifdef WAYMARK_EXACT_INPUT
     free(input->copy);
 #endif
-    if (input->view.obj != NULL)
-        PyBuffer_Release(&input->view);
+    release_input(input);
 }
 
 #endif

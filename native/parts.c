@@ -27,16 +27,11 @@ Parts *as_parts(PyObject *object)
 
 /* ---- adding -------------------------------------------------------------------------------------- */
 
-/* Room for more blocks. 0 with an exception. */
-static int reserve_blocks(Parts *parts, size_t more)
+/* Room for more parts and blocks. 0 with an exception. */
+static int make_room(Parts *parts, size_t more, size_t blocks)
 {
-    return reserve((void **)&parts->blocks, &parts->blocks_capacity, parts->blocks_count, more, sizeof *parts->blocks);
-}
-
-/* Room for more parts. 0 with an exception. */
-static int reserve_parts(Parts *parts, size_t more)
-{
-    return reserve((void **)&parts->parts, &parts->capacity, parts->count, more, sizeof *parts->parts);
+    return reserve((void **)&parts->parts, &parts->capacity, parts->count, more, sizeof *parts->parts) &&
+           reserve((void **)&parts->blocks, &parts->blocks_capacity, parts->blocks_count, blocks, sizeof *parts->blocks);
 }
 
 /* Whether blocks go on from the last part: as PartList.add_packed has it. */
@@ -56,13 +51,27 @@ static int does_join(const Parts *parts, const Part *part, int64_t position, con
     return 1;
 }
 
+/* What a part says of its blocks: a list of its own, which no part of a cut shares. NULL with an exception. */
+static PyObject *own_copies(Part *part)
+{
+    PyObject *own = part->copies;
+    if (own == NULL || Py_REFCNT(own) > 1) {
+        own = own == NULL ? PyList_New(0) : PySequence_List(own);
+        if (own == NULL)
+            return NULL;
+        Py_XDECREF(part->copies);
+        part->copies = own;
+    }
+    return own;
+}
+
 /* The last part says `text` of its last `count` blocks, and nothing of those before, unless it does already. 0 with an
  * exception. */
 static int add_copies(Parts *parts, PyObject *text, size_t count)
 {
     Part *last = &parts->parts[parts->count - 1];
     PyObject *nothing = PyBytes_FromStringAndSize(NULL, 0);
-    if (nothing == NULL || (last->copies == NULL && (last->copies = PyList_New(0)) == NULL)) {
+    if (nothing == NULL || own_copies(last) == NULL) {
         Py_XDECREF(nothing);
         return 0;
     }
@@ -85,7 +94,7 @@ int add_to_parts(Parts *parts, const Part *part, int64_t position, const PartBlo
     if (!are_positions(position, count, STEP, POSITION_MAX))
         return refuse_positions(position, count, POSITION_MAX);
     const int joins = does_join(parts, part, position, blocks, count);
-    if (!reserve_blocks(parts, count) || !(joins || reserve_parts(parts, 1)))
+    if (!make_room(parts, !joins, count))
         return 0;
     Part *last = &parts->parts[parts->count - joins];
     if (!joins) {
@@ -250,15 +259,14 @@ static PyObject *parts_subscript(PyObject *self, PyObject *key)
     return list;
 }
 
-/* Append the parts `start` to `end` of another. 0 with an exception; nothing has changed
- * then. */
+/* Append the parts `start` to `end` of another. 0 with an exception; nothing has changed then. */
 static int append_parts(Parts *parts, const Parts *other, size_t start, size_t end)
 {
     if (start == end)
         return 1;
     const size_t first = other->parts[start].start;
     const size_t blocks = other->parts[end - 1].start + other->parts[end - 1].count - first;
-    if (!reserve_parts(parts, end - start) || !reserve_blocks(parts, blocks))
+    if (!make_room(parts, end - start, blocks))
         return 0;
     memcpy(parts->blocks + parts->blocks_count, other->blocks + first, blocks * sizeof *parts->blocks);
     for (size_t i = start; i < end; i++) {

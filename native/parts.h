@@ -25,7 +25,7 @@ typedef struct {
     uint64_t head, branch, namespace; /* its place */
     uint64_t parent;                  /* key of the block before, if has_parent */
     int64_t last;                     /* position of the last block */
-    PyObject *copies;                 /* a list of bytes, a reference; or NULL */
+    PyObject *copies;                 /* a list of bytes, a reference, which parts of a cut may share; or NULL */
     size_t start;                     /* of its blocks among those of all parts */
     uint32_t count;
     char kind;

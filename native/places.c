@@ -49,7 +49,8 @@ static int64_t new_number(Places *places)
         return number;
     }
     if (places->count == places->capacity) {
-        const uint32_t capacity = places->capacity + places->capacity / 4 + 16;
+        uint32_t capacity = places->capacity + places->capacity / 4 + 16;
+        capacity = capacity < THINGS_MAX ? capacity : THINGS_MAX;
         Place *grown = places->count < THINGS_MAX ? PyMem_Realloc(places->places, capacity * sizeof *grown) : NULL;
         if (grown == NULL) {
             PyErr_NoMemory();

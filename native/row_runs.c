@@ -152,7 +152,7 @@ static Verdict add_rows(Runs *runs, const Input *keys, PyObject *rows, Py_ssize_
         const Py_ssize_t at = PIECE * *pieces;
         if (row == Py_None || at >= blocks)
             verdict = IS_OVER;
-        else if (!open_bytes(row, &value))
+        else if (row == NULL || !open_bytes(row, &value))
             verdict = FAILED;
         else {
             open_piece(&piece, (const unsigned char *)keys->start + KEY * at, blocks - at);
@@ -221,7 +221,7 @@ static PyObject *unite_values(const Piece *piece, PyObject *values, Input *input
         int is_bad = 0;
         if (value == Py_None)
             continue;
-        is_whole = open_bytes(value, &inputs[opened]);
+        is_whole = value != NULL && open_bytes(value, &inputs[opened]);
         if (!is_whole)
             break;
         is_whole = add_value(piece, &inputs[opened++], i == 0, &holders, &missing, &is_bad);

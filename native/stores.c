@@ -153,16 +153,18 @@ PyObject *known_extend(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     const uint64_t parent = args[0] == Py_None ? 0 : PyLong_AsUnsignedLongLong(args[0]);
     if (PyErr_Occurred())
         return NULL;
-    const uint64_t *above = args[0] == Py_None ? NULL : &parent;
-    const int is_plain = find_parent(known, above, args[6], (int)piece_blocks, &store, &chain);
-    if (is_plain != 1)
-        return is_plain < 0 ? NULL : Py_NewRef(Py_None);
     if (!open_bytes(args[2], &tokens))
         return NULL;
+    const uint64_t *above = args[0] == Py_None ? NULL : &parent;
     const size_t width = 4 * (size_t)block_size, complete = (size_t)tokens.size / width;
     PyObject *pieces = NULL;
+    /* Before the parent is looked for: a sequence of the caller's own may change what is known. */
     store.hashes = read_numbers(args[1], &store.count);
-    if (store.hashes != NULL) {
+    const int is_plain =
+        store.hashes == NULL ? -1 : find_parent(known, above, args[6], (int)piece_blocks, &store, &chain);
+    if (is_plain == 0)
+        pieces = Py_NewRef(Py_None);
+    if (is_plain == 1) {
         store.count = complete < store.count ? complete : store.count;
         store.keys = PyMem_New(uint64_t, store.count);
         xxh3_prepare(&chain.state, seed, width > 2 * KEY ? width : 2 * KEY);

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.machinery
 import importlib.util
 import re
 import struct
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -92,6 +94,16 @@ def read(
     found = loops.read_batch(msgpack.packb([1.5, events, 0]), 99, Stored, Removed, Cleared(), medium)
     assert found is not None
     return found[1]
+
+
+def loaded(path: Path) -> Any:
+    """The C module in this file, beside the one that runs."""
+    loader = importlib.machinery.ExtensionFileLoader("waymark._native", str(path))
+    spec = importlib.util.spec_from_file_location("waymark._native", path, loader=loader)
+    assert spec is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
 
 
 # ---- lengths and positions -------------------------------------------------------------------------
@@ -182,12 +194,7 @@ def test_no_type_takes_an_argument_by_its_name(loops: native.NativeFunctions, ta
 
 def test_a_module_that_is_loaded_twice_has_the_same_types(loops: native.NativeFunctions, tables: Tables) -> None:
     """Tables of one know those of the other; the tests with sanitizers load it twice."""
-    path = vars(loops)["__file__"]
-    loader = importlib.machinery.ExtensionFileLoader("waymark._native", path)
-    spec = importlib.util.spec_from_file_location("waymark._native", path, loader=loader)
-    assert spec is not None
-    again: Any = importlib.util.module_from_spec(spec)
-    loader.exec_module(again)
+    again = loaded(Path(vars(loops)["__file__"]))
     assert again is not loops
     for module in (again, loops):
         assert module.KnownBlocks(tables.places, True) is not None
@@ -308,6 +315,87 @@ def test_a_part_grows_to_64_blocks(tables: Tables) -> None:
         slot, engine_hash = b"%016x0" % number, struct.pack(">Q", number)
         tables.parts.add("-", 7, 1 + 2 * number, Place(5), 0, slot, engine_hash, True, False, None, b"", False)
     assert [part.count for part in tables.parts] == [64, 64, 2]
+
+
+@pytest.mark.parametrize("number", ["7", 7.5, None])
+def test_a_hash_that_is_no_number_is_refused_whatever_its_parent(tables: Tables, number: object) -> None:
+    for parent in (None, 5):
+        with pytest.raises(TypeError):
+            tables.known.extend(parent, (1, number), bytes(8), 1, 7, 0, {}, 32, (tables.gone,))
+    assert tables.state == (0, 0, 0, 0, 0)
+
+
+def test_a_sequence_that_changes_the_table_while_it_is_read_harms_nothing(tables: Tables) -> None:
+    """Its parent leaves the table, and its place with it."""
+    tables.extend((1,), struct.pack("<I", 7))
+
+    class Hashes(Sequence[int]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, at: Any) -> Any:
+            tables.known.discard((1,))
+            return 10 + at
+
+    assert tables.known.extend(1, Hashes(), bytes(8), 1, 7, 0, {}, 32, (tables.gone,)) is None
+    assert tables.state == (0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 40])
+@pytest.mark.parametrize("name", ["row_runs", "piece_runs"])
+def test_a_list_that_loses_its_rows_meanwhile_is_read_safely(
+    loops: native.NativeFunctions, name: str, count: int
+) -> None:
+    """Python 3.11 collects garbage in the middle of a call, and what that runs may change the list."""
+    count = count if name == "row_runs" else 1
+    keys = b"".join(struct.pack(">Q", number) for number in range(32 * count))
+    rows: list[bytes] = []
+
+    def fill() -> None:
+        rows[:] = [
+            b"".join(b"%016x%c" % (32 * i + depth, b"0123456789abcdefghijklmnopqrstuv"[depth]) for depth in range(32))
+            + b" 9:ff %d:ffffffff" % (10 + i)
+            for i in range(count)
+        ]
+
+    def clear(phase: str, info: object) -> None:
+        rows.clear()
+
+    call, before = getattr(loops, name), gc.get_threshold()
+    fill()
+    expected = call(keys, rows)[0]
+    gc.callbacks.append(clear)
+    try:
+        for allocations in range(1, 60):  # until garbage is collected
+            gc.disable()
+            gc.collect()
+            fill()
+            gc.set_threshold(allocations)
+            gc.enable()
+            with contextlib.suppress(IndexError):
+                found = call(keys, rows)[0]
+                assert found == expected[: len(found)]
+    finally:
+        gc.enable()
+        gc.set_threshold(*before)
+        gc.callbacks.remove(clear)
+
+
+def test_a_part_that_grows_leaves_those_that_were_cut_as_they_are(tables: Tables) -> None:
+    def add(number: int) -> None:
+        slot, engine_hash = b"%016x0" % number, struct.pack(">Q", number)
+        tables.parts.add(
+            "+", 7, 1 + 2 * number, Place(5), 0, slot, engine_hash, True, False, None, b"%d" % number, False
+        )
+
+    add(1)
+    cut = tables.parts.cut(0, 1)
+    joined = tables.loops.Parts(Part, Place, 1)
+    joined += cut
+    add(2)
+    assert [part.copies for part in tables.parts] == [[b"1", b"2"]]
+    assert [part.copies for part in (*cut, *joined)] == [[b"1"], [b"1"]]
+    assert cut.pack(0, 1, b"")[4][0].endswith(b"1")
 
 
 # ---- memory ----------------------------------------------------------------------------------------

@@ -1,0 +1,69 @@
+"""The C module when it has no number for one more thing: with 10 bits for numbers instead of 27."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.patience import patient
+from tests.test_native_limits import loaded
+from waymark.domain.known import Spot
+from waymark.domain.rows import Place
+
+SOURCES = sorted(str(path) for path in (Path(__file__).parents[1] / "native").glob("*.c"))
+BLOCKS_MAX, PLACES_MAX = 768, 1023
+"""Blocks of a table, in whole chunks of 256, and places."""
+
+
+@pytest.fixture
+def few_numbers(tmp_path: Path) -> Any:
+    """The C module, compiled with few numbers."""
+    compiler, headers = shutil.which("gcc"), Path(sysconfig.get_path("include"))
+    if compiler is None or not (headers / "Python.h").is_file():
+        pytest.skip("there is no compiler")
+    target = tmp_path / "few.so"
+    defined = ("-DNUMBER_BITS=10", "-DPy_LIMITED_API=0x030B0000", '-DWAYMARK_SOURCES="few"')
+    command = [compiler, "-shared", "-fPIC", "-O0", *defined, f"-I{headers}", *SOURCES, "-o", str(target)]
+    subprocess.run(command, check=True, timeout=patient(120))
+    return loaded(target)
+
+
+def fill(known: Any, first: int) -> list[int]:
+    """Store blocks at a place of their own until there is no number; their engine hashes."""
+    stored: list[int] = []
+    with contextlib.suppress(MemoryError):
+        for number in range(first, first + 2 * PLACES_MAX):
+            known.store(Place(number), 0, [number << 20], [0], [number])
+            stored.append(number)
+    return stored
+
+
+def check(known: Any, stored: list[int]) -> None:
+    """The table has these blocks, and no others."""
+    assert [known.get(each) for each in stored] == [Spot(Place(each), 0, 0, each << 20) for each in stored]
+    assert [known.first(each << 20) for each in stored] == stored
+    assert (len(known), known.blocks()) == (len(stored), len(stored))
+
+
+@pytest.mark.outside
+def test_without_a_number_for_one_more_nothing_changes(few_numbers: Any) -> None:
+    places = few_numbers.Places(Place, Spot)
+    one, other = (few_numbers.KnownBlocks(places, True) for _ in range(2))
+    blocks, more = fill(one, 1), fill(other, 10_001)
+    assert (len(blocks), len(more), len(places)) == (BLOCKS_MAX, PLACES_MAX - BLOCKS_MAX, PLACES_MAX)
+    check(one, blocks)
+    check(other, more)
+    one.discard(blocks[:5])
+    again = fill(other, 20_001)
+    assert (len(again), len(places)) == (5, PLACES_MAX)
+    check(one, blocks[5:])
+    check(other, more + again)
+    one.discard(blocks)
+    other.discard(more + again)
+    assert (len(one), len(other), len(places)) == (0, 0, 0)
