@@ -23,16 +23,31 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "app" / "waymark"
 #: A file has one subject, so most have less than 300 lines. These have one subject and need more.
 LINES_MAX, LONG = 500, {"domain/resolver.py": "one state machine", "settings.py": "a table"}
-#: Words that names, logs and metrics use with a meaning of their own.
+#: Words that keys, fields, logs, commands and metrics use with a meaning of their own, and no module's name.
 WORDS = set(
     re.findall(
         r"\w+",
         """
-        activity adapter batch block chain claim decision degraded depth endpoint engine entry envelope fence fenced
-        fold frame gap gateway gauges generation grant group head heartbeat holder incarnation instance kind lag
-        lease life load lost match medium namespace nonce part picker piece place placement policy pool publisher
-        rank record registration replay report reservation row salt seq seq_hash shard single slot stale stream
-        sweep target unit watermark window
+        adapter depth drain endpoint epoch fence fold frame gap gateway head instance lag life lost namespace nonce
+        overdue piece replay report salt scope seq seq_hash single stale unit watermark
+        """,
+    )
+)
+#: Packages whose modules and classes are named by words of the glossary.
+CORE = ("domain", "apply", "store", "routing", "selection")
+#: Words in these names that mean what they mean everywhere.
+ORDINARY = set(
+    re.findall(
+        r"\w+",
+        """
+        address applied applier background bound bounding call change choice clearable client cluster config connect
+        connection constant count credential dialer directory discovery document driver event fact failure fetch
+        fetched fetcher field filter first format full gone half hashing health held id incoming index input item
+        kept keyspace known linear list lookup lua malformed map mark member memory moved multimodal name new option
+        order outcome pacer pacing packing parameter parser parsing placer placing plain planner plugin primary
+        progress prompt ranking read reader reading redis registry reply reported requirement reserved reserver
+        resuming reuse ring role room runner scored script selector sentinel sequence served size source space state
+        status store subscription sweeper taking term time trait under unreadable value waiting watch way writer
         """,
     )
 )
@@ -246,8 +261,47 @@ def test_names_of_the_standard_library_are_its_own() -> None:
     assert {name for name, text in sources().items() if defined.search(text)} == set()
 
 
-def test_the_glossary_has_each_word_of_the_house() -> None:
-    rows = re.findall(r"^\| (\*\*.*?) \| (.*) \|$", (ROOT / "docs" / "glossary.md").read_text("utf-8"), re.MULTILINE)
+def glossary() -> list[tuple[str, str]]:
+    """The rows: a word, and what it means."""
+    text = (ROOT / "docs" / "glossary.md").read_text("utf-8")
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", text, re.MULTILINE)
+    return [(word, meaning) for word, meaning in rows if word != "Word"]
+
+
+def singular(word: str) -> str:
+    if word.endswith("ies"):
+        return f"{word[:-3]}y"
+    for plural, ending in {"sses": 2, "ches": 2, "shes": 2, "xes": 2, "ss": 0, "us": 0, "is": 0, "s": 1}.items():
+        if word.endswith(plural):
+            return word[: len(word) - ending]
+    return {"media": "medium"}.get(word, word)
+
+
+def words_of_names() -> dict[str, set[str]]:
+    """The words of the modules' names and the last words of the public classes' names, each with its modules."""
+    words: dict[str, set[str]] = {}
+    for path, source in sources().items():
+        if path.partition("/")[0] not in CORE or path.endswith("__init__.py"):
+            continue
+        heads = re.findall(r"^class (?=[A-Z])\w*?([A-Z][a-z]*)\b", source, re.MULTILINE)
+        for word in [*re.findall(r"[a-z]+", Path(path).stem), *map(str.lower, heads)]:
+            words.setdefault(singular(word), set()).add(path)
+    return words
+
+
+def test_a_row_of_the_glossary_is_one_word_and_one_sentence() -> None:
+    rows = glossary()
+    assert len(rows) > 100
+    assert [word for word, _ in rows if not re.fullmatch(r"\*\*[\w -]+\*\*(?:, \*\*\w+\*\*)*", word)] == []
     words = Counter(word for cell, _ in rows for word in re.findall(r"\*\*(.+?)\*\*", cell))
+    assert {word for word, count in words.items() if count > 1} == set(), "a word has one meaning"
     assert WORDS - words.keys() == set()
-    assert [meaning for _, meaning in rows if not meaning.endswith(".")] == [], "a meaning is a sentence"
+    assert [meaning for _, meaning in rows if re.search(r"[.!?] +[A-Z*`]", meaning) or not meaning.endswith(".")] == []
+
+
+def test_a_name_is_made_of_words_of_the_glossary_and_ordinary_words() -> None:
+    known = {singular(word) for cell, _ in glossary() for word in re.findall(r"[a-z]+", cell.lower())}
+    words = words_of_names()
+    assert len(words) > 150
+    assert {word: paths for word, paths in words.items() if word not in known | ORDINARY} == {}
+    assert ORDINARY & known == set(), "a word of the glossary is not ordinary"
