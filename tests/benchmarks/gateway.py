@@ -206,8 +206,8 @@ async def selection(redis_url: str, requests: int) -> None:
             for body in given:
                 asked = body_of_request("/v1/completions", body).request
                 prepared = await decider.prepare(asked, tenant_id="default", session=None, counts_tokens=True)
-                taking = SelectParameters(milliseconds=RESERVED_MS, needs_address=True)
-                request = under_way.add(await decider.take(prepared, taking))
+                parameters = SelectParameters(milliseconds=RESERVED_MS, needs_address=True)
+                request = under_way.add(await decider.take(prepared, parameters))
                 request.prefilled()
                 request.end(is_ok=True)
 

@@ -50,7 +50,7 @@ class DecisionBody(NamedTuple):
     items: PromptItems
     """The images and other items among its tokens."""
     given: Mapping[tuple[str, int], GivenValues] | None
-    taking: SelectParameters
+    parameters: SelectParameters
     """What only ``/select`` asks for."""
 
 

@@ -61,12 +61,12 @@ class Decisions:
         read = await self._resolved(body.asked(self._score))
         return await self._with_prompt(read, body, partial(self._scored, read))
 
-    async def _scored(self, read: DecisionBody, asked: RankingRequest) -> Answer:
-        ranked = await self._selector.score(asked)
+    async def _scored(self, read: DecisionBody, ranking: RankingRequest) -> Answer:
+        ranked = await self._selector.score(ranking)
         if ranked is None:
             known: list[Scored] = []
-            prompt = asked.prompt(asked.block_size or 1)
-            tokens, block_size, decision = prompt.tokens, asked.block_size or 0, Decision.KV_AWARE
+            prompt = ranking.prompt(ranking.block_size or 1)
+            tokens, block_size, decision = prompt.tokens, ranking.block_size or 0, Decision.KV_AWARE
         else:
             known, tokens, block_size = list(ranked.scored), ranked.tokens, ranked.block_size
             decision = ranked.decision
@@ -74,10 +74,10 @@ class Decisions:
             check_known(read.given, set() if ranked is None else ranked.there)
         if read.request.by == "address":
             known = best_by_address(known)
-        is_cost = asked.policy.preset is not None and asked.policy.preset.is_cost
+        is_cost = ranking.policy.preset is not None and ranking.policy.preset.is_cost
         return Answer(
             {
-                "policy": asked.policy.name,
+                "policy": ranking.policy.name,
                 "decision": decision.value,
                 "total_tokens": tokens,
                 "total_blocks": tokens // block_size if block_size else 0,
@@ -96,8 +96,8 @@ class Decisions:
         await self._gate.check()
         read = await self._resolved(read)
 
-        async def selected(asked: RankingRequest) -> Answer:
-            return select_answer(await self._selector.select(asked, read.taking), request)
+        async def selected(ranking: RankingRequest) -> Answer:
+            return select_answer(await self._selector.select(ranking, read.parameters), request)
 
         return await self._with_prompt(read, body, selected)
 
@@ -109,8 +109,8 @@ class Decisions:
         served = self._served.at_hand(read.group)
         read = read if served is None else as_served(read, served)
 
-        async def selected(asked: RankingRequest) -> Answer:
-            return select_answer(self._selector.select_without_redis(asked, read.taking), request)
+        async def selected(ranking: RankingRequest) -> Answer:
+            return select_answer(self._selector.select_without_redis(ranking, read.parameters), request)
 
         # The prefix alone decides.
         return await self._with_prompt(read, body, selected, is_sticky=True)

@@ -89,8 +89,8 @@ class DynamoLoadHandlers:
         found = []
         for group in groups:
             _, block_size = await self._inputs.workers(group)
-            asked = RankingRequest(group, partial(_nothing, 0), self._inputs.policy(None), block_size)
-            ranked = await self._selector.score(asked)
+            ranking = RankingRequest(group, partial(_nothing, 0), self._inputs.policy(None), block_size)
+            ranked = await self._selector.score(ranking)
             if ranked is None:
                 continue
             workers = _workers(ranked.scored)
@@ -111,10 +111,10 @@ class DynamoLoadHandlers:
         group = GroupName(request.partition, request.model_name)
         made: dict[int, HashedPrompt] = {}
         _, block_size = await self._inputs.workers(group)
-        asked = RankingRequest(
+        ranking = RankingRequest(
             group, remembered(self._inputs.prompt(request, body), made), self._inputs.policy(None), block_size
         )
-        ranked = await self._selector.score(asked)
+        ranked = await self._selector.score(ranking)
         found = _workers(() if ranked is None else ranked.scored)
         return found, None if ranked is None else ranked.walk, made[block_size], block_size
 

@@ -163,10 +163,12 @@ class DynamoSelect:
         only = frozenset(workers if allowed is None else allowed & workers)
         if not only:
             raise NoTarget("no endpoints available to route work")
-        asked = RankingRequest(group, prompt_of, self._inputs.policy(request.router_config_override), block_size)
-        taking = SelectParameters(only=only, profile="single", is_reserved=is_reserved, milliseconds=_RESERVATION_MS)
+        ranking = RankingRequest(group, prompt_of, self._inputs.policy(request.router_config_override), block_size)
+        parameters = SelectParameters(
+            only=only, profile="single", is_reserved=is_reserved, milliseconds=_RESERVATION_MS
+        )
         try:
-            selected = await self._selector.select(asked, taking)
+            selected = await self._selector.select(ranking, parameters)
         except NoTarget:
             raise none_schedulable(group) from None
         candidate, prompt = selected.target.candidate, made[block_size]

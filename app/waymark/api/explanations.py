@@ -96,33 +96,33 @@ class Explanations:
 
     async def _explain(self, request: InspectRequest, body: Body) -> PromptExplanation:
         """``StoreUnavailable`` after its deadline, ``InvalidValue`` where the prompt does not fit."""
-        asked = await self._asked(request, body)
+        prompt = await self._asked(request, body)
         return await self._queue.take(
-            lambda: self._looked_up(request, asked), name="explanation", remedy="with a shorter prompt"
+            lambda: self._looked_up(request, prompt), name="explanation", remedy="with a shorter prompt"
         )
 
-    async def _looked_up(self, request: InspectRequest, asked: InspectedPrompt) -> PromptExplanation:
+    async def _looked_up(self, request: InspectRequest, prompt: InspectedPrompt) -> PromptExplanation:
         name = request.group
         groups = [group for group in await self._inspector.groups() if group.name.tenant_id == name.tenant_id]
         group = next((group for group in groups if group.name == name), None)
         if group is None:
-            return PromptExplanation(name, asked.count, reasons=[unknown_group(name, groups)])
+            return PromptExplanation(name, prompt.count, reasons=[unknown_group(name, groups)])
         claims = await self._inspector.claims(name)
         block_size = request.block_size
         if block_size is None:
             sizes = {claim.registration.block_size for claim in claims if claim.registration.scope == "instance"}
             block_size = only_block_size(sizes)
         if block_size is None:
-            return PromptExplanation(name, asked.count, reasons=["No engine is registered for this model now"])
-        if asked.blocks(block_size) > self._blocks_max:
+            return PromptExplanation(name, prompt.count, reasons=["No engine is registered for this model now"])
+        if prompt.blocks(block_size) > self._blocks_max:
             raise InvalidValue(
-                f"the prompt has {asked.blocks(block_size)} blocks, and at most {self._blocks_max} are explained; "
+                f"the prompt has {prompt.blocks(block_size)} blocks, and at most {self._blocks_max} are explained; "
                 "send the beginning of it, or raise WAYMARK_INSPECT_BLOCKS_MAX",
                 reason="too_large",
             )
-        if asked.items:
-            check_blocks(asked.items, asked.count, block_size)
-        return await explain(self._inspector, asked, group, block_size, groups, claims)
+        if prompt.items:
+            check_blocks(prompt.items, prompt.count, block_size)
+        return await explain(self._inspector, prompt, group, block_size, groups, claims)
 
     async def _asked(self, request: InspectRequest, body: Body) -> InspectedPrompt:
         """The prompt of a body, checked to its last element."""

@@ -103,7 +103,7 @@ async def _prompt(
     groups: list[InspectedGroup],
     cli: RedisCli,
 ) -> None:
-    asked = await _asked(arguments, settings)
+    prompt = await _asked(arguments, settings)
     name = GroupName(arguments.tenant, arguments.model)
     group = next((group for group in groups if group.name == name), None)
     if group is None:
@@ -111,9 +111,9 @@ async def _prompt(
     claims = await inspector.claims(name)
     block_size = _block_size(arguments.block_size, sorted({claim.registration.block_size for claim in claims}))
     if arguments.keys:
-        _write(screen, cli, cli.rows(group, asked.block_keys(block_size)) + cli.table(group))
+        _write(screen, cli, cli.rows(group, prompt.block_keys(block_size)) + cli.table(group))
         return
-    found = await explain(inspector, asked, group, block_size, groups, claims)
+    found = await explain(inspector, prompt, group, block_size, groups, claims)
     screen.show(drawn(found, screen, top=arguments.top))
 
 

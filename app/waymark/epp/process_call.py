@@ -183,14 +183,14 @@ class ProcessCall:
 
     async def _pick(self) -> dict[str, str] | ImmediateAnswer:
         """The headers that name the targets."""
-        taking = SelectParameters(
+        parameters = SelectParameters(
             only=self._subset,
             count=_TARGETS_MAX,
             milliseconds=RESERVED_MS,
             needs_address=True,
         )
         try:
-            routed = await self._routed(self._said(), taking)
+            routed = await self._routed(self._said(), parameters)
         except WaymarkError as error:
             return rejection_of(error, self._form)
         self._under_way = self._picker.under_way.add(routed)
@@ -201,12 +201,12 @@ class ProcessCall:
         places = dict.fromkeys(host_and_port(address) for address in addresses if address is not None)
         return {**selected.headers, messages.DESTINATION: ",".join(places)}
 
-    async def _routed(self, request: InferenceRequest | None, taking: SelectParameters) -> RoutedRequest:
+    async def _routed(self, request: InferenceRequest | None, parameters: SelectParameters) -> RoutedRequest:
         selector, tenant_id = self._picker.selector, self._picker.tenant_id
         if request is None:
-            return await selector.select_any(taking, tenant_id=tenant_id)
+            return await selector.select_any(parameters, tenant_id=tenant_id)
         session = session_of(self._headers.get(SESSION))
-        return await selector.select(request, taking, tenant_id=tenant_id, session=session)
+        return await selector.select(request, parameters, tenant_id=tenant_id, session=session)
 
     def _said(self) -> InferenceRequest | None:
         """What the body says; None where it need not say anything, as of ``GET /v1/models``.

@@ -148,12 +148,12 @@ class Proxy:
         avoided = self._avoided.now() - tried
         if avoided:
             try:
-                taking = SelectParameters(exclude=tried | avoided, milliseconds=RESERVED_MS, needs_address=True)
-                return await self._selector.take(prepared, taking)
+                parameters = SelectParameters(exclude=tried | avoided, milliseconds=RESERVED_MS, needs_address=True)
+                return await self._selector.take(prepared, parameters)
             except (NoTarget, Saturated):
                 pass  # one that is avoided may be there again
-        taking = SelectParameters(exclude=tried, milliseconds=RESERVED_MS, needs_address=True)
-        return await self._selector.take(prepared, taking)
+        parameters = SelectParameters(exclude=tried, milliseconds=RESERVED_MS, needs_address=True)
+        return await self._selector.take(prepared, parameters)
 
     async def _send(self, proxied: ProxiedRequest, routed: RoutedRequest) -> aiohttp.ClientResponse:
         selected = routed.selected

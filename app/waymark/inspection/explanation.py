@@ -38,7 +38,7 @@ class PromptExplanation:
 
 async def explain(
     inspector: Inspector,
-    asked: InspectedPrompt,
+    prompt: InspectedPrompt,
     group: InspectedGroup,
     block_size: int,
     groups: Sequence[InspectedGroup],
@@ -46,11 +46,11 @@ async def explain(
 ) -> PromptExplanation:
     """Look up a prompt. ``claims`` are the group's claims; a reason may name any group of ``groups``."""
     table = await inspector.table(group) or nobody(group)
-    holding = await hold(inspector, group, table, asked, block_size)
+    holding = await hold(inspector, group, table, prompt, block_size)
     states = await inspector.states(claims)
     of_instances = why.of_instances(holding, states) | why.ends(holding)
-    reasons = [] if holding.best else await why.of_prompt(inspector, asked, holding, table, groups, states)
-    return PromptExplanation(group.name, asked.count, holding, of_instances, reasons)
+    reasons = [] if holding.best else await why.of_prompt(inspector, prompt, holding, table, groups, states)
+    return PromptExplanation(group.name, prompt.count, holding, of_instances, reasons)
 
 
 def nobody(group: InspectedGroup) -> HolderTable:

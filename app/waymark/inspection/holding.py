@@ -85,10 +85,10 @@ def _union(lines: Iterable[HolderLine]) -> frozenset[int]:
 
 
 async def hold(
-    inspector: Inspector, group: InspectedGroup, table: HolderTable, asked: InspectedPrompt, block_size: int
+    inspector: Inspector, group: InspectedGroup, table: HolderTable, prompt: InspectedPrompt, block_size: int
 ) -> PromptHoldings:
     """Look up every block of the prompt."""
-    block_keys = asked.block_keys(block_size)
+    block_keys = prompt.block_keys(block_size)
     holders: list[set[int]] = []
     for start in range(0, len(block_keys), _STEP_BLOCKS):
         step = block_keys[start : start + _STEP_BLOCKS]

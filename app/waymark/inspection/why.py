@@ -110,7 +110,7 @@ def _of_stream(state: PublisherState, block_size: int) -> str:
 
 async def of_prompt(
     inspector: Inspector,
-    asked: InspectedPrompt,
+    prompt: InspectedPrompt,
     holding: PromptHoldings,
     table: HolderTable,
     groups: Sequence[InspectedGroup],
@@ -119,24 +119,24 @@ async def of_prompt(
     """Why no instance has a match, only the surest reasons; ``states`` are of the group's publishers."""
     if not holding.keys:
         size = holding.block_size
-        return [f"The prompt has {asked.count} tokens, less than one block of {size}: there is nothing to find"]
+        return [f"The prompt has {prompt.count} tokens, less than one block of {size}: there is nothing to find"]
     if not states:
         return ["No publisher is registered for this model now"]
     silent = sorted({line.holder.instance_id for lines in holding.instances for line in lines.holders if 0 in line.has})
     if silent:
         return [f"It is held by {_names(silent)}, whose blocks are currently not counted"]
-    found = await of_other_readings(inspector, asked, holding, groups)
-    elsewhere = "" if found else await of_other_namespaces(inspector, asked, holding, table)
-    return found or [elsewhere or last_resort(asked, states)]
+    found = await of_other_readings(inspector, prompt, holding, groups)
+    elsewhere = "" if found else await of_other_namespaces(inspector, prompt, holding, table)
+    return found or [elsewhere or last_resort(prompt, states)]
 
 
 async def of_other_readings(
-    inspector: Inspector, asked: InspectedPrompt, holding: PromptHoldings, groups: Sequence[InspectedGroup]
+    inspector: Inspector, prompt: InspectedPrompt, holding: PromptHoldings, groups: Sequence[InspectedGroup]
 ) -> list[str]:
     """The readings of the prompt under which its first block is held."""
     registered = [claim.registration for claim in await inspector.claims(holding.group.name)]
     found: list[str] = []
-    for sentence, group, other, block_size in islice(_readings(asked, holding, groups, registered), _TRIES_MAX):
+    for sentence, group, other, block_size in islice(_readings(prompt, holding, groups, registered), _TRIES_MAX):
         first = other.block_keys(block_size, 1)
         table = await inspector.table(group) if first else None
         if table is not None:
@@ -149,44 +149,44 @@ async def of_other_readings(
 
 
 def _readings(
-    asked: InspectedPrompt,
+    prompt: InspectedPrompt,
     holding: PromptHoldings,
     groups: Sequence[InspectedGroup],
     registered: Sequence[Registration],
 ) -> Iterator[tuple[str, InspectedGroup, InspectedPrompt, int]]:
     """(how it is meant, where, what, by which block size), the likely ones first."""
     group, size = holding.group, holding.block_size
-    is_plain = asked.tokens is not None and not asked.items
+    is_plain = prompt.tokens is not None and not prompt.items
     if is_plain:
         for other in sorted({of.block_size for of in registered} - {size}):
-            yield f"With block size {other}", group, asked, other
-    if asked.namespace:
-        yield "Without adapter and salts", group, replace(asked, adapter=None, salts=()), size
-        if asked.adapter is not None and asked.salts:
-            yield "With its salts and without an adapter", group, replace(asked, adapter=None), size
-            yield "With its adapter and without salts", group, replace(asked, salts=()), size
+            yield f"With block size {other}", group, prompt, other
+    if prompt.namespace:
+        yield "Without adapter and salts", group, replace(prompt, adapter=None, salts=()), size
+        if prompt.adapter is not None and prompt.salts:
+            yield "With its salts and without an adapter", group, replace(prompt, adapter=None), size
+            yield "With its adapter and without salts", group, replace(prompt, salts=()), size
     spaces = {(of.lora_name, of.additional_salt): of.instance_id for of in reversed(registered)}
     for (lora_name, salt), instance_id in spaces.items():
-        if lora_name and lora_name != asked.adapter:
-            yield f"With adapter {shown(lora_name)}", group, replace(asked, adapter=lora_name), size
-        if salt and salt not in asked.salts:
+        if lora_name and lora_name != prompt.adapter:
+            yield f"With adapter {shown(lora_name)}", group, replace(prompt, adapter=lora_name), size
+        if salt and salt not in prompt.salts:
             said = f"With the additional salt that {shown(instance_id)} is registered with"
-            yield said, group, replace(asked, salts=(salt, *asked.salts)), size
-            if asked.salts:
-                yield f"{said}, in place of the given ones", group, replace(asked, salts=(salt,)), size
-    if len(asked.salts) > 1:
-        yield "With its salts in the other order", group, replace(asked, salts=asked.salts[::-1]), size
-    if asked.tokens is not None and asked.seed != DEFAULT_SEED:
-        yield f"With the usual hash seed {DEFAULT_SEED}", group, replace(asked, seed=DEFAULT_SEED), size
+            yield said, group, replace(prompt, salts=(salt, *prompt.salts)), size
+            if prompt.salts:
+                yield f"{said}, in place of the given ones", group, replace(prompt, salts=(salt,)), size
+    if len(prompt.salts) > 1:
+        yield "With its salts in the other order", group, replace(prompt, salts=prompt.salts[::-1]), size
+    if prompt.tokens is not None and prompt.seed != DEFAULT_SEED:
+        yield f"With the usual hash seed {DEFAULT_SEED}", group, replace(prompt, seed=DEFAULT_SEED), size
     if is_plain:
-        yield "Without its first token", group, asked.without_first_token(), size
+        yield "Without its first token", group, prompt.without_first_token(), size
     for other_group in groups:
         if other_group.id != group.id and other_group.name.model_name == group.name.model_name:
-            yield f"For tenant {shown(other_group.name.tenant_id)}", other_group, asked, size
+            yield f"For tenant {shown(other_group.name.tenant_id)}", other_group, prompt, size
 
 
 async def of_other_namespaces(
-    inspector: Inspector, asked: InspectedPrompt, holding: PromptHoldings, table: HolderTable
+    inspector: Inspector, prompt: InspectedPrompt, holding: PromptHoldings, table: HolderTable
 ) -> str:
     """Whether the first block is held in a namespace that is not the prompt's; '' where it is not seen.
 
@@ -194,7 +194,7 @@ async def of_other_namespaces(
     """
     if not holding.keys:
         return ""
-    first = holding.keys[0] ^ asked.namespace
+    first = holding.keys[0] ^ prompt.namespace
     steps = _STEPS_MAX
     for holder in table.holders.values():
         for shard in range(holding.group.entry.shards):
@@ -208,21 +208,21 @@ async def of_other_namespaces(
                         head, ns = parse_field(name).head, parse_entry(value).namespace
                     except ValueError:
                         continue  # a mark, or no entry of ours
-                    if ns != asked.namespace and head == first ^ ns:
+                    if ns != prompt.namespace and head == first ^ ns:
                         return (
                             f"Its first block is held by {shown(holder.instance_id)} in namespace {ns:016x}, and this "
-                            f"prompt is in namespace {asked.namespace:016x}: its adapter or salts are different; "
+                            f"prompt is in namespace {prompt.namespace:016x}: its adapter or salts are different; "
                             "'waymark inspect namespace' computes the number of an adapter and salts"
                         )
     return ""
 
 
-def last_resort(asked: InspectedPrompt, states: Sequence[PublisherState]) -> str:
+def last_resort(prompt: InspectedPrompt, states: Sequence[PublisherState]) -> str:
     """What is left to say where nobody has the first block."""
     held = sum(sum(state.blocks.values()) for state in states)
     if not held:
         return "No block of this model is held at all: 'waymark status' shows the state of the streams"
-    seed = "" if asked.tokens is None else f"; or its workers run with another WAYMARK_HASH_SEED than {asked.seed}"
+    seed = "" if prompt.tokens is None else f"; or its workers run with another WAYMARK_HASH_SEED than {prompt.seed}"
     return (
         f"{held} blocks of this model are held, and none begins this prompt: no engine has computed it, it was "
         f"evicted, or the tokens differ (tokenizer, chat template, special tokens){seed}"

@@ -55,7 +55,7 @@ _DECIDED_MAX = 1024
 class PreparedRequest(NamedTuple):
     """A request that can be decided, any number of times."""
 
-    asked: RankingRequest
+    ranking: RankingRequest
     served: ServedModel
     tokens: tuple[int, ...]
     """The number of tokens of each prompt; empty if that is not known."""
@@ -145,7 +145,7 @@ class RequestSelector:
                 needs_source = refused
             else:
                 policy = _STICKY
-        asked = RankingRequest(
+        ranking = RankingRequest(
             served.group,
             prompt,
             policy,
@@ -158,7 +158,7 @@ class RequestSelector:
         )
         tokens = tuple(len(each.ids) // 4 for each in several)
         further = further_sequences(tokens or (0,) * request.prompts_to_answer, request.copies)
-        return PreparedRequest(asked, served, tokens, further)
+        return PreparedRequest(ranking, served, tokens, further)
 
     async def further_name(self, named: GroupName) -> ServedModel | None:
         """The model that a name means; None where it is a model of its own, or nobody serves it.
@@ -170,44 +170,44 @@ class RequestSelector:
         except StoreUnavailable:
             return self._served.at_hand(named)
 
-    async def take(self, prepared: PreparedRequest, taking: SelectParameters) -> RoutedRequest:
+    async def take(self, prepared: PreparedRequest, parameters: SelectParameters) -> RoutedRequest:
         """Take a target, for every sequence of the request.
 
         Raises NoTarget (UnknownModel where nothing serves the model), Saturated, Starting, and StoreUnavailable where
         Redis is unavailable and no target of the model is known; then nothing is taken.
         """
-        asked = prepared.asked
-        if self._profile is not None and taking.profile is None:
-            taking = replace(taking, profile=self._profile)
+        ranking = prepared.ranking
+        if self._profile is not None and parameters.profile is None:
+            parameters = replace(parameters, profile=self._profile)
         try:
             await self._gate.check()
-            selected = await self.selector.select(asked, taking)
+            selected = await self.selector.select(ranking, parameters)
         except StoreUnavailable:
             self._gate.check_latched()
-            selected = self.selector.select_without_redis(asked, taking)
+            selected = self.selector.select_without_redis(ranking, parameters)
         except NoTarget:
-            if not await self._is_forgotten(asked):
+            if not await self._is_forgotten(ranking):
                 raise
-            selected = self.selector.select_without_redis(asked, taking)
+            selected = self.selector.select_without_redis(ranking, parameters)
         reservations = tuple(selected.reservations)
         if not selected.is_degraded:
-            self._remember(asked.group)
-            if prepared.further and taking.is_reserved:
+            self._remember(ranking.group)
+            if prepared.further and parameters.is_reserved:
                 reservations += await reserve_sequences(
-                    self.selector, asked.group, selected.target.candidate, prepared.further, taking.milliseconds
+                    self.selector, ranking.group, selected.target.candidate, prepared.further, parameters.milliseconds
                 )
         return RoutedRequest(selected, prepared.served, prepared.further, reservations)
 
     async def select(
         self,
         request: InferenceRequest,
-        taking: SelectParameters,
+        parameters: SelectParameters,
         *,
         tenant_id: str = DEFAULT_TENANT,
         session: str | None = None,
     ) -> RoutedRequest:
         """Take a target for a request that is decided once; raises as ``prepare`` and ``take``."""
-        return await self.take(await self.prepare(request, tenant_id=tenant_id, session=session), taking)
+        return await self.take(await self.prepare(request, tenant_id=tenant_id, session=session), parameters)
 
     async def score(self, request: InferenceRequest, *, tenant_id: str = DEFAULT_TENANT) -> RankedTargets | None:
         """How much of the prompt each target has; None for a model that nobody has registered.
@@ -223,22 +223,22 @@ class RequestSelector:
         prompt = self._prompts.keyed(several[0], request, served) if several else no_prompt
         return await self.selector.score(RankingRequest(served.group, prompt, _LEAST_WORK))
 
-    async def select_any(self, taking: SelectParameters, *, tenant_id: str = DEFAULT_TENANT) -> RoutedRequest:
+    async def select_any(self, parameters: SelectParameters, *, tenant_id: str = DEFAULT_TENANT) -> RoutedRequest:
         """Take a target of any model, for a request that names none; raises as ``select``."""
         registrations = await self._directory.registrations()
         for group in dict.fromkeys(each.group for each in registrations if each.tenant_id == tenant_id):
             try:
-                return await self.select(InferenceRequest(group.model_name), taking, tenant_id=tenant_id)
+                return await self.select(InferenceRequest(group.model_name), parameters, tenant_id=tenant_id)
             except NoTarget:
                 continue
         raise NoTarget(f"no target is left for tenant {shown(tenant_id)}; register one with an address")
 
-    async def _is_forgotten(self, asked: RankingRequest) -> bool:
+    async def _is_forgotten(self, ranking: RankingRequest) -> bool:
         """Whether Redis has forgotten a model that was served a moment ago, as one does that came back empty.
 
         Raises UnknownModel where nothing serves the model; StoreUnavailable is as good as a Redis that has forgotten.
         """
-        group = asked.group
+        group = ranking.group
         try:
             if await self.selector.fleets.newest(group) is not None:
                 return False

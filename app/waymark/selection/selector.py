@@ -53,7 +53,7 @@ class Selector:
         self._progress = store.incarnation.cache(
             PrefillProgress(store.reader, store.reservations, store.begin, metrics)
         )
-        self._taker = TargetReserver(store.reservations, self._loads, self._progress, options, metrics)
+        self._reserver = TargetReserver(store.reservations, self._loads, self._progress, options, metrics)
         self._degraded = Degraded()
         self._targets = TargetReader(store, options, metrics, self._loads, self.fleets, self._degraded.remember)
         self._away_until = float("-inf")
@@ -69,42 +69,42 @@ class Selector:
 
     # ---- without a reservation ---------------------------------------------------------------------
 
-    async def score(self, asked: RankingRequest) -> RankedTargets | None:
+    async def score(self, ranking: RankingRequest) -> RankedTargets | None:
         """All candidates, best first; None where nothing is registered for the group.
 
         Raises StoreUnavailable.
         """
-        lookup = await self._targets.read(asked, expects=None)
+        lookup = await self._targets.read(ranking, expects=None)
         if lookup is None:
             return None
         # A caller that names candidates knows what they serve.
-        members = None if asked.given is not None else lookup.fleet.serving(asked.served_as)
-        candidates = lookup.fleet.candidates(lookup.seen, lookup.request.block_size, asked.given, members)
-        found = rank(asked.policy, self._options.picker, lookup.request, candidates, lookup.fleet, self._random)
+        members = None if ranking.given is not None else lookup.fleet.serving(ranking.served_as)
+        candidates = lookup.fleet.candidates(lookup.seen, lookup.request.block_size, ranking.given, members)
+        found = rank(ranking.policy, self._options.picker, lookup.request, candidates, lookup.fleet, self._random)
         decision = found.decision if candidates else Decision.KV_AWARE
-        self._metrics.decisions.labels(policy=asked.policy.name, decision=decision).inc()
+        self._metrics.decisions.labels(policy=ranking.policy.name, decision=decision).inc()
         return RankedTargets(
             found.scored,
-            asked.policy,
+            ranking.policy,
             decision,
             lookup.request.tokens,
             lookup.request.block_size,
             lookup.request.prefix_key,
             lookup.is_partial,
             lookup.walk,
-            frozenset() if asked.given is None else {(each.instance_id, each.dp_rank) for each in candidates},
+            frozenset() if ranking.given is None else {(each.instance_id, each.dp_rank) for each in candidates},
         )
 
     # ---- with one ----------------------------------------------------------------------------------
 
-    async def select(self, asked: RankingRequest, taking: SelectParameters) -> SelectedTarget:
+    async def select(self, ranking: RankingRequest, parameters: SelectParameters) -> SelectedTarget:
         """Take a target. Raises NoTarget, Saturated, StoreUnavailable; then nothing is taken."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._away_until:
             raise StoreUnavailable("Redis did not answer a moment ago; try again in a moment")
         try:
             async with asyncio.timeout(2 * self._options.deadline_seconds):
-                selected = await self._select(asked, taking)
+                selected = await self._select(ranking, parameters)
         except (StoreUnavailable, TimeoutError) as exc:
             self._away_until = loop.time() + _AWAY_SECONDS
             if isinstance(exc, TimeoutError):
@@ -112,102 +112,114 @@ class Selector:
                 raise StoreUnavailable(f"Redis did not answer within {seconds:g} s; try again in a moment") from None
             raise
         tier = "prefix_routing" if selected.policy.name == "sticky" else "kv_index"
-        self._store.counts.add(f"{tier}.{selected.decision}", asked.prefix_key)
+        self._store.counts.add(f"{tier}.{selected.decision}", ranking.prefix_key)
         if tier == "kv_index":
             self._metrics.kv_index_routing_decisions.labels(decision=selected.decision).inc()
         else:
             self._metrics.prefix_routing_requests.labels(strategy=selected.decision).inc()
         return selected
 
-    async def _select(self, asked: RankingRequest, taking: SelectParameters) -> SelectedTarget:
+    async def _select(self, ranking: RankingRequest, parameters: SelectParameters) -> SelectedTarget:
         for _ in range(_LOOKUPS_MAX):
-            lookup = await self._targets.read(asked, expects=taking.expects)
+            lookup = await self._targets.read(ranking, expects=parameters.expects)
             if lookup is None:
                 break
             began = perf_counter()
-            of = self._sums(asked, taking, lookup) or self._stages(asked, taking, lookup)
+            of = self._sums(ranking, parameters, lookup) or self._stages(ranking, parameters, lookup)
             self._observe_policy(perf_counter() - began)
             if of is None:
-                raise NoTarget(_none_allowed(asked, taking, lookup.fleet))
-            taken = await self._taker.take(of, lookup, asked, taking)
+                raise NoTarget(_none_allowed(ranking, parameters, lookup.fleet))
+            taken = await self._reserver.take(of, lookup, ranking, parameters)
             if taken is not None:
                 return taken
             # Every target that was offered is gone: the cached table is older than that.
-            await self._store.reader.table(asked.group, deadline_seconds=self._options.deadline_seconds)
-        raise NoTarget(nothing_registered(asked.group.model_name, asked.group.tenant_id))
+            await self._store.reader.table(ranking.group, deadline_seconds=self._options.deadline_seconds)
+        raise NoTarget(nothing_registered(ranking.group.model_name, ranking.group.tenant_id))
 
-    def _sums(self, asked: RankingRequest, taking: SelectParameters, lookup: TargetLookup) -> SumOffers | None:
+    def _sums(self, ranking: RankingRequest, parameters: SelectParameters, lookup: TargetLookup) -> SumOffers | None:
         """The targets by sums alone, where the policy is one and nothing else decides; None: by ``_stages``."""
-        preset, seen = asked.policy.preset, lookup.seen
-        if preset is None or preset.sum_of is None or asked.session is not None or taking.profile == "disagg":
+        preset, seen = ranking.policy.preset, lookup.seen
+        if preset is None or preset.sum_of is None or ranking.session is not None or parameters.profile == "disagg":
             return None
         if seen.prefixes or seen.gauges or seen.first_tokens:
             return None
-        members = self._members(asked, taking, lookup)
+        members = self._members(ranking, parameters, lookup)
         if not members:
             return None
         blocks = len(lookup.keys) // KEY_BYTES
-        return SumOffers(members, seen, asked.policy, lookup.request, blocks, self._random)
+        return SumOffers(members, seen, ranking.policy, lookup.request, blocks, self._random)
 
-    def _stages(self, asked: RankingRequest, taking: SelectParameters, lookup: TargetLookup) -> RankedStages | None:
-        members = self._members(asked, taking, lookup)
+    def _stages(
+        self, ranking: RankingRequest, parameters: SelectParameters, lookup: TargetLookup
+    ) -> RankedStages | None:
+        members = self._members(ranking, parameters, lookup)
         candidates = lookup.fleet.candidates(lookup.seen, lookup.request.block_size, members=members)
         return stages(
-            asked.policy, self._options.picker, taking.profile, lookup.request, candidates, lookup.fleet, self._random
+            ranking.policy,
+            self._options.picker,
+            parameters.profile,
+            lookup.request,
+            candidates,
+            lookup.fleet,
+            self._random,
         )
 
-    def _members(self, asked: RankingRequest, taking: SelectParameters, lookup: TargetLookup) -> Sequence[FleetMember]:
+    def _members(
+        self, ranking: RankingRequest, parameters: SelectParameters, lookup: TargetLookup
+    ) -> Sequence[FleetMember]:
         """The targets that a decision has to rank."""
-        policy = asked.policy
-        members = lookup.fleet.serving(asked.served_as)
-        if not taking.allows_all:
-            members = [each for each in members if taking.allows(each.name[0], each.target.address)]
-        if taking.needs_address and not lookup.fleet.have_addresses:
+        policy = ranking.policy
+        members = lookup.fleet.serving(ranking.served_as)
+        if not parameters.allows_all:
+            members = [each for each in members if parameters.allows(each.name[0], each.target.address)]
+        if parameters.needs_address and not lookup.fleet.have_addresses:
             members = [each for each in members if each.target.address is not None]
-        if taking.profile == "disagg" or (policy.preset is None and taking.profile is None):
+        if parameters.profile == "disagg" or (policy.preset is None and parameters.profile is None):
             return members
         if policy.preset is None or policy.preset.linear is None or policy.values is None:
             return [each for each in members if each.is_whole]
-        most = max(CANDIDATES_MAX, taking.count)
+        most = max(CANDIDATES_MAX, parameters.count)
         return lookup.fleet.shortlist(
             lookup.seen,
             policy.preset.linear(policy.values),
             most,
             self._random,
             allowed=None if members is lookup.fleet.members else members,
-            session=asked.session,
+            session=ranking.session,
         )
 
-    def select_without_redis(self, asked: RankingRequest, taking: SelectParameters) -> SelectedTarget:
+    def select_without_redis(self, ranking: RankingRequest, parameters: SelectParameters) -> SelectedTarget:
         """Take a target by what is known; StoreUnavailable where nothing of the group is."""
-        known = self._degraded.groups.get(asked.group)
+        known = self._degraded.groups.get(ranking.group)
         if known is None:
             raise StoreUnavailable(
                 "Redis is unavailable, and this process knows no target of this model yet; try again in a moment"
             )
         sizes = known.fleet.block_sizes
-        prompt = asked.prompt(asked.block_size or max(sizes, default=1))
-        request = request_of(asked, prompt, asked.block_size or max(sizes, default=1), 0)
-        seen = self._degraded.seen(asked.group)
+        prompt = ranking.prompt(ranking.block_size or max(sizes, default=1))
+        request = request_of(ranking, prompt, ranking.block_size or max(sizes, default=1), 0)
+        seen = self._degraded.seen(ranking.group)
         lookup = TargetLookup(known.entry, request, known.fleet, seen, prompt.keys)
         sticky = PRESETS["sticky"]
-        degraded = asked._replace(policy=PolicyChoice.of(sticky))
-        of = self._stages(degraded, taking, lookup)
+        degraded = ranking._replace(policy=PolicyChoice.of(sticky))
+        of = self._stages(degraded, parameters, lookup)
         if of is None:
-            raise NoTarget(_none_allowed(asked, taking, known.fleet))
+            raise NoTarget(_none_allowed(ranking, parameters, known.fleet))
         best, *others = of.decode
         prefill = of.prefill[0] if of.prefill else None
         reservations = []
-        if taking.is_reserved:
+        if parameters.is_reserved:
             reservations = [
-                self._degraded.reserve(asked.group, stage.candidate.publisher, request.tokens, taking.milliseconds)
+                self._degraded.reserve(
+                    ranking.group, stage.candidate.publisher, request.tokens, parameters.milliseconds
+                )
                 for stage in (best, prefill)
                 if stage is not None
             ]
         self._metrics.decisions.labels(policy=sticky.name, decision="degraded").inc()
         return SelectedTarget(
             best,
-            [each.candidate for each in others[: taking.count - 1]],
+            [each.candidate for each in others[: parameters.count - 1]],
             degraded.policy,
             of.decision,
             request.tokens,
@@ -269,10 +281,10 @@ class Selector:
                 yield member.name[0], 0.0 if load is None else load.requests
 
 
-def _none_allowed(asked: RankingRequest, taking: SelectParameters, fleet: Fleet) -> str:
-    homeless = sum(each.target.address is None for each in fleet.members) if taking.needs_address else 0
+def _none_allowed(ranking: RankingRequest, parameters: SelectParameters, fleet: Fleet) -> str:
+    homeless = sum(each.target.address is None for each in fleet.members) if parameters.needs_address else 0
     return (
-        f"no target is left for model {shown(asked.group.model_name)}: of {len(fleet.members)} registered ones "
+        f"no target is left for model {shown(ranking.group.model_name)}: of {len(fleet.members)} registered ones "
         + f"none is allowed{f' ({homeless} without an address)' if homeless else ''}; "
         + "look at only, exclude, roles and weights"
     )

@@ -44,8 +44,8 @@ class _OfferedStage(NamedTuple):
 
     offers: Offers
     lookup: TargetLookup
-    asked: RankingRequest
-    taking: SelectParameters
+    ranking: RankingRequest
+    parameters: SelectParameters
     is_prefill_elsewhere: bool = False
 
 
@@ -68,7 +68,7 @@ class TargetReserver:
         self._observe = metrics.decision_duration_seconds.labels(part="reserve").observe
 
     async def take(
-        self, of: RankedStages | SumOffers, lookup: TargetLookup, asked: RankingRequest, taking: SelectParameters
+        self, of: RankedStages | SumOffers, lookup: TargetLookup, ranking: RankingRequest, parameters: SelectParameters
     ) -> SelectedTarget | None:
         """Reserve the best, of each stage that the request goes through; None where all of them are gone.
 
@@ -84,35 +84,35 @@ class TargetReserver:
             is_by_place = of.decision is Decision.SESSION
             offers = ScoredOffers(
                 of.decode,
-                asked.policy,
+                ranking.policy,
                 lookup.request,
                 blocks,
                 is_by_place=is_by_place,
                 is_prefill_elsewhere=bool(of.prefill),
             )
-            before = ScoredOffers(of.prefill, asked.policy, lookup.request, blocks) if of.prefill else None
+            before = ScoredOffers(of.prefill, ranking.policy, lookup.request, blocks) if of.prefill else None
             encode, decision = of.encode, of.decision
         at, before_at = 0, 0
         made: list[Reservation] = []
-        if taking.is_reserved:
-            first = await self._one(_OfferedStage(offers, lookup, asked, taking, before is not None))
+        if parameters.is_reserved:
+            first = await self._one(_OfferedStage(offers, lookup, ranking, parameters, before is not None))
             if first is None:
                 return None
             at = first[0]
             made.append(first[1])
             if before is not None:
-                second = await self._second(before, lookup, asked, taking, made)
+                second = await self._second(before, lookup, ranking, parameters, made)
                 if second is None:
                     return None
                 before_at = second
         taken, prefill = offers.scored(at), None if before is None else before.scored(before_at)
-        self._metrics.decisions.labels(policy=asked.policy.name, decision=decision).inc()
+        self._metrics.decisions.labels(policy=ranking.policy.name, decision=decision).inc()
         self._count(taken.candidate, lookup)
         headers = headers_of(taken.candidate, prefill and prefill.candidate, [each.candidate for each in encode])
         return SelectedTarget(
             taken,
-            offers.others(at, taking.count - 1),
-            asked.policy,
+            offers.others(at, parameters.count - 1),
+            ranking.policy,
             decision,
             lookup.request.tokens,
             lookup.request.prefix_key,
@@ -145,16 +145,16 @@ class TargetReserver:
         self,
         offers: Offers,
         lookup: TargetLookup,
-        asked: RankingRequest,
-        taking: SelectParameters,
+        ranking: RankingRequest,
+        parameters: SelectParameters,
         made: list[Reservation],
     ) -> int | None:
         """The prefill stage's target, too, or neither."""
-        other = taking
-        if taking.request_id is not None:
-            other = replace(taking, request_id=f"{text_hash(taking.request_id + ' prefill'):016x}")
+        other = parameters
+        if parameters.request_id is not None:
+            other = replace(parameters, request_id=f"{text_hash(parameters.request_id + ' prefill'):016x}")
         try:
-            second = await self._one(_OfferedStage(offers, lookup, asked, other))
+            second = await self._one(_OfferedStage(offers, lookup, ranking, other))
         except BaseException:
             await asyncio.shield(self._reservations.release(made, ReservationPart.OK))
             raise
@@ -166,44 +166,44 @@ class TargetReserver:
 
     async def _one(self, stage: _OfferedStage) -> tuple[int, Reservation] | None:
         """The place of the target that was taken."""
-        of, lookup, asked, taking, is_prefill_elsewhere = stage
+        of, lookup, ranking, parameters, is_prefill_elsewhere = stage
         began = perf_counter()
-        offers, spec_keys = self._with_entries(of, lookup, taking)
+        offers, spec_keys = self._with_entries(of, lookup, parameters)
         terms = ReservationTerms(
             context=lookup.request.tokens,
             weight_new=of.linear.new,
             weight_active=of.linear.active,
-            milliseconds=taking.milliseconds,
+            milliseconds=parameters.milliseconds,
             limit=self._options.target_requests_max,
             reservations_max=self._options.reservations_max,
             is_cold=of.is_cold,
             spec_keys=spec_keys,
-            request_id=taking.request_id,
+            request_id=parameters.request_id,
         )
         found = await self._reservations.reserve(lookup.entry.group_id, offers, terms)
         self._observe(perf_counter() - began)
         self._metrics.reservations_expired.inc(found.overdue)
         reservation = found.reservation
         if reservation is None:
-            self._refuse(found, asked)
+            self._refuse(found, ranking)
             return None
         if is_prefill_elsewhere:
             # The time to the first token belongs to another target.
             reservation = reservation._replace(waited=None)
         at = of.find(reservation.publisher)
         if found.verdict is not Verdict.REPEATED:
-            self._follow(found, reservation, lookup, asked, taking)
+            self._follow(found, reservation, lookup, ranking, parameters)
         elif at is None:  # the target that the same request got before is gone
-            return await self._one(stage._replace(taking=replace(taking, request_id=None)))
+            return await self._one(stage._replace(parameters=replace(parameters, request_id=None)))
         assert at is not None
         return at, reservation
 
     def _with_entries(
-        self, of: Offers, lookup: TargetLookup, taking: SelectParameters
+        self, of: Offers, lookup: TargetLookup, parameters: SelectParameters
     ) -> tuple[list[Offer], Sequence[str]]:
         """The offers with the speculative entries that each would get, and the keys of all of these."""
         offers = of.offers()
-        is_expected = self._options.is_speculative if taking.expects is None else taking.expects
+        is_expected = self._options.is_speculative if parameters.expects is None else parameters.expects
         if not (is_expected or lookup.fleet.has_silent):
             return offers, ()
         matched = of.matched_blocks()
@@ -212,7 +212,7 @@ class TargetReserver:
         offers = [
             offer._replace(
                 spec_from=bisect_right(at, has),
-                spec_milliseconds=self._spec_milliseconds(offer.publisher, lookup, is_expected, taking),
+                spec_milliseconds=self._spec_milliseconds(offer.publisher, lookup, is_expected, parameters),
             )
             for offer, has in zip(offers, matched, strict=True)
         ]
@@ -221,16 +221,16 @@ class TargetReserver:
         return offers, [keys.spec(lookup.entry.group_id, key_at(lookup.keys, depth)) for depth in at]
 
     def _spec_milliseconds(
-        self, publisher: int, lookup: TargetLookup, is_expected: bool, taking: SelectParameters
+        self, publisher: int, lookup: TargetLookup, is_expected: bool, parameters: SelectParameters
     ) -> int:
         if lookup.fleet.by_publisher[publisher].tells_events:
             return self._options.speculative_milliseconds if is_expected else 0
         # Its entries are all that is known of it.
-        return 0 if taking.expects is False else self._options.approximate_milliseconds
+        return 0 if parameters.expects is False else self._options.approximate_milliseconds
 
-    def _refuse(self, found: Reserved, asked: RankingRequest) -> None:
+    def _refuse(self, found: Reserved, ranking: RankingRequest) -> None:
         """Raise Saturated, unless all that were offered are gone."""
-        model = shown(asked.group.model_name)
+        model = shown(ranking.group.model_name)
         if found.verdict is Verdict.FULL:
             raise Saturated(
                 f"model {model} has {self._options.reservations_max} reservations under way; "
@@ -247,8 +247,8 @@ class TargetReserver:
         found: Reserved,
         reservation: Reservation,
         lookup: TargetLookup,
-        asked: RankingRequest,
-        taking: SelectParameters,
+        ranking: RankingRequest,
+        parameters: SelectParameters,
     ) -> None:
         """Remember what the decision has changed, and watch for the end of its prefill."""
         tokens, publisher = reservation.tokens, reservation.publisher
@@ -261,7 +261,7 @@ class TargetReserver:
             return
         now = asyncio.get_running_loop().time()
         member = lookup.fleet.by_publisher[publisher]
-        ends_at = now + taking.milliseconds / 1000
+        ends_at = now + parameters.milliseconds / 1000
         piece, done_at, by = None, None, "estimate"
         if lookup.keys and member.tells_events:
             row = lookup.seen.rows.get(member.name)
@@ -272,7 +272,7 @@ class TargetReserver:
         elif self._options.prefill_tokens_per_second:
             seconds = (found.tokens + tokens) / member.target.weight / self._options.prefill_tokens_per_second
             done_at = now + seconds
-        self._progress.watch(WatchedReservation(reservation, asked.group, lookup.entry, piece, done_at, ends_at, by))
+        self._progress.watch(WatchedReservation(reservation, ranking.group, lookup.entry, piece, done_at, ends_at, by))
 
 
 def headers_of(target: Candidate, prefill: Candidate | None, encode: Sequence[Candidate]) -> Mapping[str, str]:

@@ -82,58 +82,64 @@ class TargetReader:
         self._first_tokens = store.incarnation.cache(Readings(store.first_tokens.read, store.begin))
         self._observe = metrics.decision_duration_seconds.labels(part="walk").observe
 
-    async def read(self, asked: RankingRequest, *, expects: bool | None) -> TargetLookup | None:
+    async def read(self, ranking: RankingRequest, *, expects: bool | None) -> TargetLookup | None:
         """The group's targets, and what is known of each; None where nothing is registered for the group."""
         began = perf_counter()
-        table = self._store.reader.table_at_hand(asked.group)
-        if table is None and asked.block_size is None:
-            table = await self._store.reader.table(asked.group, deadline_seconds=self._options.deadline_seconds)
+        table = self._store.reader.table_at_hand(ranking.group)
+        if table is None and ranking.block_size is None:
+            table = await self._store.reader.table(ranking.group, deadline_seconds=self._options.deadline_seconds)
         for _ in range(_TRIES_MAX):
-            fleet = None if table is None else self._fleets.of(asked.group, table)
-            block_size = asked.block_size or _block_size(fleet)
-            prompt = asked.prompt(block_size)
-            lookup, table = await self._read_with(asked, fleet, prompt, block_size, expects=expects)
+            fleet = None if table is None else self._fleets.of(ranking.group, table)
+            block_size = ranking.block_size or _block_size(fleet)
+            prompt = ranking.prompt(block_size)
+            lookup, table = await self._read_with(ranking, fleet, prompt, block_size, expects=expects)
             if lookup is not None:
                 self._observe(perf_counter() - began)
                 return lookup
             if table is None:
-                if asked.needs_source is not None:
-                    raise asked.needs_source
+                if ranking.needs_source is not None:
+                    raise ranking.needs_source
                 return None
         raise StoreUnavailable("the registrations of this model change all the time; try again in a moment")
 
     async def _read_with(
-        self, asked: RankingRequest, fleet: Fleet | None, prompt: HashedPrompt, block_size: int, *, expects: bool | None
+        self,
+        ranking: RankingRequest,
+        fleet: Fleet | None,
+        prompt: HashedPrompt,
+        block_size: int,
+        *,
+        expects: bool | None,
     ) -> tuple[TargetLookup | None, HolderTable | None]:
         """What was found, and the table of that moment; no lookup where it asks for another block size."""
         reader = self._store.reader
-        entry = reader.entry_at_hand(asked.group)
+        entry = reader.entry_at_hand(ranking.group)
         aside = None
         at_hand = None
         if entry is not None and fleet is not None:
-            at_hand = self._aside_at_hand(asked, entry, fleet, prompt, expects=expects)
+            at_hand = self._aside_at_hand(ranking, entry, fleet, prompt, expects=expects)
             if at_hand is None:
-                aside = asyncio.ensure_future(self._aside(asked, entry, fleet, prompt, expects=expects))
+                aside = asyncio.ensure_future(self._aside(ranking, entry, fleet, prompt, expects=expects))
         try:
             reading = await reader.read(
-                asked.group, block_size, PackedKeys(prompt.keys), deadline_seconds=self._options.deadline_seconds
+                ranking.group, block_size, PackedKeys(prompt.keys), deadline_seconds=self._options.deadline_seconds
             )
-            table, now = reader.table_at_hand(asked.group), reader.entry_at_hand(asked.group)
+            table, now = reader.table_at_hand(ranking.group), reader.entry_at_hand(ranking.group)
             if reading is None or table is None or now is None:
                 return None, None
             if fleet is None or fleet.table is not table:
-                fleet = self._fleets.of(asked.group, table)
-                if asked.block_size is None and _block_size(fleet) != block_size:
+                fleet = self._fleets.of(ranking.group, table)
+                if ranking.block_size is None and _block_size(fleet) != block_size:
                     return None, table
-            self._remember(asked.group, now, fleet)
-            if asked.needs_source is not None and not fleet.has_sources:
-                raise asked.needs_source
+            self._remember(ranking.group, now, fleet)
+            if ranking.needs_source is not None and not fleet.has_sources:
+                raise ranking.needs_source
             if at_hand is not None and now == entry:
                 beside = at_hand
             elif aside is not None and now == entry:
                 beside = await aside
             else:
-                beside = await self._aside(asked, now, fleet, prompt, expects=expects)
+                beside = await self._aside(ranking, now, fleet, prompt, expects=expects)
         finally:
             if aside is not None and not aside.cancel() and not aside.cancelled():
                 aside.exception()  # retrieved: the walk's own error is the one that counts
@@ -143,16 +149,16 @@ class TargetReader:
         if not prompt.tokens and seen.prefixes:
             # The longest that anybody has of it is all that is known of its length.
             prompt = prompt._replace(tokens=max(each.tokens for each in seen.prefixes.values()))
-        request = request_of(asked, prompt, block_size, pool_bitmap(walk))
+        request = request_of(ranking, prompt, block_size, pool_bitmap(walk))
         return TargetLookup(now, request, fleet, seen, prompt.keys, walk, reading.is_partial), table
 
     def _aside_at_hand(
-        self, asked: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, *, expects: bool | None
+        self, ranking: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, *, expects: bool | None
     ) -> _SideReads | None:
-        """What is asked beside the blocks, if it is the loads alone, and these are known."""
-        if asked.given is not None or self._needs_gauges(asked.policy) or self._needs_first_tokens(asked.policy):
+        """The values beside the blocks, if it is the loads alone, and these are known."""
+        if ranking.given is not None or self._needs_gauges(ranking.policy) or self._needs_first_tokens(ranking.policy):
             return None
-        if (asked.prefix_key is not None and fleet.has_sources) or self._expects(fleet, expects):
+        if (ranking.prefix_key is not None and fleet.has_sources) or self._expects(fleet, expects):
             return None
         loads = self._loads.at_hand(entry.group_id)
         return None if loads is None else _SideReads(loads, {}, {})
@@ -162,21 +168,21 @@ class TargetReader:
         return fleet.has_silent or (self._options.is_speculative if expects is None else expects)
 
     async def _aside(
-        self, asked: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, *, expects: bool | None
+        self, ranking: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, *, expects: bool | None
     ) -> _SideReads:
-        """What is asked beside the blocks: loads, gauges and speculative entries."""
-        given = None if asked.given is None else asked.given.values()
+        """The values beside the blocks: loads, gauges and speculative entries."""
+        given = None if ranking.given is None else ranking.given.values()
         loads: Mapping[int, Load] = {}
         gauges: Mapping[int, Gauges] = {}
         if given is None or not all(each.is_whole for each in given):
             loads = await self._loads.of(entry.group_id)
-        if self._needs_gauges(asked.policy) and (given is None or any(each.gauges is None for each in given)):
+        if self._needs_gauges(ranking.policy) and (given is None or any(each.gauges is None for each in given)):
             gauges = await self._gauges.of(entry.group_id, fleet.scraped)
         first_tokens: Mapping[int, FirstTokens] = {}
-        if self._needs_first_tokens(asked.policy):
+        if self._needs_first_tokens(ranking.policy):
             first_tokens = await self._first_tokens.of(entry.group_id, list(fleet.by_publisher))
         until = asyncio.get_running_loop().time() + self._options.deadline_seconds
-        prefixes = await self._prefixes(asked, entry, fleet, prompt, until)
+        prefixes = await self._prefixes(ranking, entry, fleet, prompt, until)
         at = depths(len(prompt.keys) // KEY_BYTES) if self._expects(fleet, expects) else []
         if not at:
             return _SideReads(loads, {}, gauges, prefixes, first_tokens)
@@ -190,17 +196,17 @@ class TargetReader:
         return _SideReads(loads, expected, gauges, prefixes, first_tokens)
 
     async def _prefixes(
-        self, asked: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, until: float
+        self, ranking: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, until: float
     ) -> Mapping[tuple[str, int], OpaquePrefix]:
         """What sources of opaque prefixes have of the prompt; nothing where there are none, or the time is over."""
-        if asked.prefix_key is None or not fleet.has_sources:
+        if ranking.prefix_key is None or not fleet.has_sources:
             return {}
         try:
-            found = await self._store.prefixes.read(entry.group_id, prefix_key(asked.prefix_key.hex()), until=until)
+            found = await self._store.prefixes.read(entry.group_id, prefix_key(ranking.prefix_key.hex()), until=until)
             if max(found, default=0) > fleet.newest:
                 # The cached table is older than a holder that has begun since.
-                table = await self._store.reader.table(asked.group, deadline_seconds=self._options.deadline_seconds)
-                fleet = fleet if table is None else self._fleets.of(asked.group, table)
+                table = await self._store.reader.table(ranking.group, deadline_seconds=self._options.deadline_seconds)
+                fleet = fleet if table is None else self._fleets.of(ranking.group, table)
         except TimeoutError:
             return {}
         return fleet.prefixes(found, prompt.tokens or _TOKENS_MAX)
@@ -214,9 +220,9 @@ class TargetReader:
         return policy.preset is None and self._options.picker is not None and self._options.picker.needs_first_tokens
 
 
-def request_of(asked: RankingRequest, prompt: HashedPrompt, block_size: int, pool: int) -> RoutingRequest:
+def request_of(ranking: RankingRequest, prompt: HashedPrompt, block_size: int, pool: int) -> RoutingRequest:
     """The request as policies see it; ``pool`` are the blocks that shared pools have."""
-    prefix_key = asked.prefix_key
+    prefix_key = ranking.prefix_key
     blocks = min(_STICKY_TOKENS // block_size, len(prompt.keys) // KEY_BYTES)
     if prefix_key is None and blocks:
         prefix_key = prompt.keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES]
@@ -224,10 +230,10 @@ def request_of(asked: RankingRequest, prompt: HashedPrompt, block_size: int, poo
         prompt.tokens,
         block_size,
         pool,
-        asked.lora_name,
-        asked.session,
+        ranking.lora_name,
+        ranking.session,
         prefix_key,
-        asked.is_multimodal,
+        ranking.is_multimodal,
     )
 
 
