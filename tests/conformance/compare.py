@@ -45,13 +45,13 @@ MODEL = "m"
 #: What differs on purpose: a name for it, and why.
 ON_PURPOSE = {
     "copies": "engines report every copy of a block that enters or leaves. There the answers drift from what is in the "
-    "caches, here copies are counted",
-    "a rank leaves": "`/unregister` with a `dp_rank` and without a group: there all ranks of the instance leave, "
-    "here that rank",
-    "own hashes": "engines name equal blocks by different hashes, as vLLM before 0.29 does where PYTHONHASHSEED is not "
-    "the same everywhere. There blocks of one go missing behind the other's, here a hash means something within one "
-    "engine only",
-    "unsigned hashes": "`/query_by_hash` takes hashes from 2^63 on here; there they must be written as negative ones",
+    "caches; here copies are counted",
+    "a rank leaves": "`/unregister` has a `dp_rank` and no group. There all ranks of the instance leave; here only "
+    "that rank",
+    "own hashes": "engines name equal blocks by different hashes, as vLLM before 0.29 does if PYTHONHASHSEED is not "
+    "the same everywhere. There blocks of one engine are not found behind blocks of another; here a hash has a meaning "
+    "within one engine only",
+    "unsigned hashes": "here `/query_by_hash` takes hashes from 2^63 on; there they must be negative numbers",
 }
 #: Sessions by turns: one in which everything must be equal, and ones with something in them that differs on purpose.
 #: Where the answers to a query differ in those, ours must be what the engines' caches hold.
@@ -304,21 +304,23 @@ def report(findings: Findings, sessions: int) -> str:
     lines = [
         "# Conformance with dynamo.indexer",
         "",
-        f"Written by `make conformance`: `dynamo.indexer` {RELEASE} and `waymark serve` side by side, the same ZMQ",
-        f"streams into both, the same requests to both. {sessions} random sessions (seeds 0 to {sessions - 1}),",
-        f"{compared} answers compared whole, status and body; {compared - sum(findings.differences.values())} equal.",
+        f"`make conformance` writes this page. It runs `dynamo.indexer` {RELEASE} (*there*) and `waymark serve`",
+        "(*here*), and sends the same ZMQ streams and the same requests to both.",
+        f"{sessions} random sessions (seeds 0 to {sessions - 1}) gave {compared} answers,",
+        "compared by status and whole body.",
+        f"{compared - sum(findings.differences.values())} of these answers were equal.",
         "",
         "| Request | Answers compared |",
         "|---|---|",
         *(f"| `{name}` | {count} |" for name, count in sorted(findings.compared.items())),
         "",
-        "A third of the sessions is plain: ranks and tiers, removals, clears, a rank that leaves; there every",
-        "answer to a query is equal. The others have copies, or engines with hashes of their own, in them. Where",
-        "an answer to a query differs there, ours must be what the engines' caches hold, or the run fails.",
+        "A third of the sessions is plain: ranks and tiers, removals, clears, a rank that leaves. In these every",
+        "answer to a query is equal. The other sessions have copies of blocks, or engines with their own hashes. If an",
+        "answer to a query differs in these, Waymark's answer must be what the engines' caches hold, or the run fails.",
         "",
-        "The list below was drawn up by looking at mismatches in earlier runs over the same seeds. For the first and",
-        "the third row each run checks that ours is what the caches hold; what the other side does inside is inferred",
-        "from its answers.",
+        "The table below was made from the differences in earlier runs over the same seeds. For *copies* and",
+        "*own hashes* each run checks that Waymark's answer is what the caches hold. What `dynamo.indexer` does",
+        "inside is inferred from its answers.",
         "",
         "## Differences on purpose, in random sessions",
         "",
@@ -328,9 +330,9 @@ def report(findings: Findings, sessions: int) -> str:
         "",
         "## Differences on purpose, case by case",
         "",
-        "Each row is a history of a few events and one request at its end, played against both by",
-        "`python -m tests.conformance.differences`. The run fails where either answers anything else than is written",
-        "here. Of a query the table says how many tokens of the prompt the worker is said to have.",
+        "Each row is a history of a few events and one request at its end. `python -m tests.conformance.differences`",
+        "sends it to both, and fails if one of them answers anything else than this table says. For a query the table",
+        "shows how many tokens of the prompt the worker has according to the answer.",
         "",
         *differences.MARKS,
     ]

@@ -207,7 +207,7 @@ CASES: Sequence[Case] = (
     ),
     Case(
         "an unknown event in a batch",
-        "a newer engine may send an event that nobody knows yet. It costs itself here, not the batch around it",
+        "a newer engine may send an event of an unknown type. Here only this event is skipped, and not its batch",
         theirs=0,
         ours=8,
         events=((stored(0, 1), UnknownEvent(), stored(1, 1)),),
