@@ -38,7 +38,7 @@ int find_parent(KnownBlocks *known, const uint64_t *parent, PyObject *full, int 
 int hash_new_blocks(KnownBlocks *known, Store *store, Chain *chain, const char *tokens, size_t width);
 
 /* Put in the blocks `start` to `end` of a store, which are of one piece: the number of their place, and the blocks in
- * `blocks`, which has room for them. -1 with an exception. */
+ * `blocks`, which has room for them. -1 with an exception; some are in then. */
 int64_t put_piece(KnownBlocks *known, const Store *store, size_t start, size_t end, int depth, Block *blocks);
 
 /* The end of the piece of a store's block `start`, which has this depth: at most PIECE_BLOCKS further. */

@@ -65,7 +65,8 @@ static int make_room(Run *run, size_t hashes)
     return 0;
 }
 
-/* A store of a run, at `position`. 1 where it was plain, 0 where not and nothing has changed, -1 with an exception. */
+/* A store of a run, at `position`. 1 where it was plain, 0 where not and nothing has changed, -1 with an
+ * exception; some of it may be done then. */
 static int run_store(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t position)
 {
     Chain chain = {.state = run->state};

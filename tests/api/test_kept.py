@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 from tests.api.conftest import MakeClient
 from waymark.apply.kept import KeptMemories
 from waymark.domain.hashing import extend, token_bytes
+from waymark.domain.held import HeldBlocks
 from waymark.errors import StoreUnavailable
 from waymark.metrics import Metrics
 from waymark.store import keys
@@ -128,6 +130,33 @@ async def test_what_a_failed_request_knew_is_not_used(
     assert await store_one(client, 2) == 200
     assert await matched(client) == 4
     assert len(fills) == 2
+
+
+async def test_what_a_request_knew_that_ran_out_of_memory_is_not_used(
+    two: tuple[httpx.AsyncClient, httpx.AsyncClient], fills: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block is in its table, and is written to no index."""
+    client, _ = two
+    assert await store_one(client, 1) == 200
+    with monkeypatch.context() as patch:
+        for name in ("extend", "store"):
+            patch.setattr(HeldBlocks, name, out_of_memory_after(getattr(HeldBlocks, name)))
+        assert await store_one(client, 2) == 500
+    assert await matched(client) == 2
+    assert await store_one(client, 2) == 200
+    assert await matched(client) == 4
+    assert len(fills) == 2
+
+
+def out_of_memory_after(method: Callable[..., Any]) -> Callable[..., Any]:
+    """As a call of the C module whose last allocation fails."""
+
+    def failing(*args: Any, **named: Any) -> Any:
+        if method(*args, **named) is not None or method.__name__ == "store":
+            raise MemoryError
+        return None
+
+    return failing
 
 
 async def test_a_publisher_that_was_registered_again_has_no_blocks(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
 from waymark.domain.hashing import extend, token_bytes
+from waymark.domain.held import HeldBlocks
 from waymark.simulator.wire import BlockRemoved, BlockStored, WireEvent
 
 TOKENS = (1, 2, 3, 4)
@@ -176,3 +179,36 @@ async def test_counters_go_on_where_the_last_worker_stopped(bench: Bench, monkey
     await pod.work(1)
     await pod.agrees()
     await pod.counted(gaps=2, stale_batches=3, replays__complete=5)
+
+
+async def test_a_stream_that_runs_out_of_memory_begins_again_with_new_tables(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the last allocation of a call fails: the blocks are in the table, and no part names them."""
+    caplog.set_level(logging.ERROR, "waymark.ingest")
+    await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod()
+    await pod.caught_up()
+    await publish(pod, stored())
+    failed: list[HeldBlocks] = []
+
+    def failing(method: Callable[..., Any]) -> Callable[..., Any]:
+        def once(memory: HeldBlocks, *args: Any, **named: Any) -> Any:
+            before = memory.blocks
+            found = method(memory, *args, **named)
+            if memory.blocks > before and not failed:
+                failed.append(memory)
+                raise MemoryError
+            return found
+
+        return once
+
+    for name in ("run", "extend", "store"):
+        monkeypatch.setattr(HeldBlocks, name, failing(getattr(HeldBlocks, name)))
+    more = (*TOKENS, 5, 6, 7, 8)
+    await publish(pod, stored(78, 77, more[4:]))
+    assert [memory.blocks for memory in failed] == [2], "what was changed is left as it was"
+    assert await bench.held(pod.name) == {(0, "GPU"): seq_hashes(more)}
+    await publish(pod, removed(77))
+    assert await bench.held(pod.name) == {(0, "GPU"): seq_hashes(more) - seq_hashes()}
+    assert [record.message for record in caplog.records] == ["stream failed, will be restarted"]

@@ -11,8 +11,9 @@ waiting at the same time:
 - **waiting**: Redis is unavailable, and ``calls.last_error`` says why. A patient applier, which applies a stream,
   repeats its call until Redis answers; Redis may therefore run a call twice. An applier that serves a request raises
   ``StoreUnavailable`` at once instead.
-- **over**: the applier raised ``Fenced`` or ``StoreUnavailable``, or was cancelled. It may be ahead of Redis. So it is
-  discarded, and the next applier reads the record.
+- **over**: the applier raised an exception, for example ``Fenced``, ``StoreUnavailable`` or ``MemoryError``, or was
+  cancelled. It may be ahead of Redis, and its tables may be half changed. So it is discarded, and the next applier
+  reads the record.
 """
 
 from __future__ import annotations

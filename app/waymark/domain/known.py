@@ -63,6 +63,10 @@ class KnownBlocks(Protocol):
     """Engine hashes, and the block of each.
 
     With ``has_keys`` blocks are found by their key, too: then one of the engine hashes of a block is its first.
+
+    ``extend``, ``take`` and ``run`` may raise an exception after some blocks have changed, and ``store`` a MemoryError;
+    no part names these blocks. The caller then drops all tables of these ``Places``, and the parts. After any other
+    exception the table is as before.
     """
 
     def __len__(self) -> int:
