@@ -80,7 +80,7 @@ class Life:
         self.is_lost = state.status is StreamStatus.LOST
         """The publisher was unreachable for too long; readers do not count its holders."""
         self.has_written_status = False
-        """The status in the record may differ from the last report."""
+        """A status was written since the last report, so the record may differ from that report."""
         self._dp_rank = registration.dp_rank
         self._metrics = metrics
         self._on_gap = on_gap

@@ -50,8 +50,8 @@ def holders_of(held: Mapping[bytes, bytes], publisher: int) -> list[int]:
 def decode_table(held: dict[bytes, bytes], parser: RecordParser, key: str) -> HolderTable | None:
     """The table ``wm:{g}:holders`` that ``key`` holds; None if the table is missing, or names no group.
 
-    A row that cannot be read is left out, and its holders count for no instance. A target that cannot be read has
-    the default fields.
+    A row that cannot be read is left out, and its holders are ignored. A target that cannot be read has the default
+    fields.
     """
     parser.forget(key, held.keys())
     if b"group" not in held:

@@ -87,7 +87,7 @@ class Grant:
         return outcome.is_applied
 
     def has_lost(self, shard_calls: Mapping[int, int]) -> bool:
-        """Whether a shard lost writes: when its fence was raised, it had counted fewer calls than the record names."""
+        """Whether a shard lost writes: when its fence was raised, it had counted fewer calls than the record says."""
         return self.is_forgotten or any(self.calls.get(shard, 0) < calls for shard, calls in shard_calls.items())
 
     @property

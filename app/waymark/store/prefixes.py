@@ -83,7 +83,7 @@ class Prefixes:
         return sum(reply or 0 for reply in replies)
 
     async def read(self, group_id: int, key: str, *, until: float) -> dict[int, int]:
-        """Tokens of a prefix by holder, without entries that have ended. Raises TimeoutError at ``until``."""
+        """The tokens of a prefix by holder, for entries that have not ended. Raises TimeoutError at ``until``."""
         name = keys.opaque_prefix(group_id, key)
         async with asyncio.timeout_at(until):
             held, left = await self._client.several([("HGETALL", name), ("PTTL", name)], is_lenient=True)
