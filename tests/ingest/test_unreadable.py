@@ -24,7 +24,7 @@ from waymark.api.application import create_app
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.names import PublisherName
-from waymark.inspection import status
+from waymark.inspection import status, status_json
 from waymark.inspection.inspector import Inspector
 from waymark.metrics import Metrics
 from waymark.settings import Settings
@@ -327,7 +327,7 @@ async def test_what_cannot_be_read_is_shown_counted_and_logged_once(
     assert scene.hand.metric("records_unreadable", record="registration") == 1
     seen = await status.gather(scene.inspector, status.PublisherFilter())
     assert [record.field for record in seen.unreadable] == ['["n","z",0]']
-    assert status.as_json(seen)["unreadable"] == [shown]
+    assert status_json.as_json(seen)["unreadable"] == [shown]
     told = [getattr(record, "fields", {}) for record in caplog.records]
     assert [each["field"] for each in told] == ['["n","z",0]'] * 3, "once by the worker, the API and the console"
     assert "secret" not in caplog.text

@@ -17,7 +17,8 @@ from waymark.inspection.commands import every_key
 from waymark.inspection.holders import find_holder
 from waymark.inspection.inspector import InspectedGroup, Inspector, pick
 from waymark.inspection.redis_cli import RedisCli
-from waymark.inspection.status import PublisherFilter, as_json, gather
+from waymark.inspection.status import PublisherFilter, gather
+from waymark.inspection.status_json import as_json
 from waymark.settings import Settings
 from waymark.shown import shown
 from waymark.store.store import Store

@@ -43,7 +43,7 @@ def _over_http(arguments: argparse.Namespace) -> int:
             _inspect(service, arguments, screen)
             return EXIT_OK
         from waymark.console import status_view
-        from waymark.inspection import status
+        from waymark.inspection import status_json
         from waymark.remote.inspections import status_of
 
         if arguments.json:
@@ -52,11 +52,11 @@ def _over_http(arguments: argparse.Namespace) -> int:
 
             async def draw() -> Sequence[ScreenPart]:
                 found = await asyncio.to_thread(status_of, service, arguments)
-                return status_view.parts(status.of_json(found), is_plain=screen.is_plain)
+                return status_view.parts(status_json.of_json(found), is_plain=screen.is_plain)
 
             asyncio.run(screen.watch(arguments.watch, draw))
         else:
-            screen.show(status_view.parts(status.of_json(status_of(service, arguments)), is_plain=screen.is_plain))
+            screen.show(status_view.parts(status_json.of_json(status_of(service, arguments)), is_plain=screen.is_plain))
     return EXIT_OK
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from waymark.console import status_view
 from waymark.console.screen import Screen, ScreenPart, text
 from waymark.errors import StoreUnavailable
-from waymark.inspection import status
+from waymark.inspection import status, status_json
 from waymark.inspection.inspector import open_inspector
 from waymark.settings import Settings
 
@@ -36,7 +36,7 @@ async def run_status(arguments: argparse.Namespace, settings: Settings, screen: 
 
         if arguments.json:
             while True:
-                gathered = status.as_json(await gather())
+                gathered = status_json.as_json(await gather())
                 screen.write(json.dumps(gathered, indent=None if arguments.watch else 2))
                 if not arguments.watch:
                     return
