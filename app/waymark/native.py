@@ -2,7 +2,7 @@
 
 The C module is built from ``native/`` where a compiler is; a build without one goes on in Python. Each loop has both
 implementations behind one function: block keys in ``domain.hashing``, rows in ``domain.row_runs``, what a stream knows
-in ``domain.new_known``, parts in ``domain.parts`` and ``store.calls``, lists in ``api.lists``, events in
+in ``domain.new_known``, parts in ``domain.part_list`` and ``store.calls``, lists in ``api.lists``, events in
 ``engines.plain``. Both give the same for every input, and the same tests run over both.
 
 In a checkout, where ``native/`` may change without a new build, a module of other sources than these is refused.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from waymark.domain.held import HeldBlocks
-from waymark.domain.parts import PartList
+from waymark.domain.part_list import PartList
 from waymark.domain.placing import Placer
 from waymark.domain.rows import Place
 from waymark.domain.waves import waves_of

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Self, TypeAlias, cast
+from typing import Final, Literal, Self, TypeAlias, cast
 
-from waymark import native
-from waymark.domain.keys import KEY_BYTES, pack, unpack
+from waymark.domain.keys import KEY_BYTES, unpack
 from waymark.domain.rows import DEPTHS, SLOT_CHARS, Place, keys_of
 
 PartKind = Literal["+", "-", "*"]
@@ -24,7 +23,6 @@ Mode = Literal["count", "set", "all"]
 STEP = 2
 """The distance between the positions of two hashes. A hash that comes to mean another block leaves its old block at the
 position between."""
-_BLOCKS_MAX = 64
 #: A block without copies, and nothing else to say of it.
 NO_COPIES = b"0"
 UNCHANGED = b""
@@ -175,128 +173,3 @@ def has_singles(parts: Sequence[Part]) -> bool:
     """Whether a part is at a place of blocks of unknown depth."""
     some = packed(parts)
     return any(part.place.is_single for part in parts) if some is None else some.singles > 0
-
-
-def new_part_list(seq: int) -> PartList:
-    """A list for the parts of one batch; it is in the C module if that is selected."""
-    return PartList(seq) if native.selected is None else _PackedPartList(seq, native.selected.Parts(Part, Place, seq))
-
-
-class PartList:
-    """Collects the parts of one batch."""
-
-    def __init__(self, seq: int) -> None:
-        self.seq = seq
-        self._parts: list[Part] = []
-
-    @property
-    def parts(self) -> Parts:
-        return self._parts
-
-    def add(
-        self,
-        kind: PartKind,
-        holder: int,
-        position: int,
-        place: Place,
-        namespace: int,
-        keys: Sequence[int],
-        depths: Sequence[int],
-        hashes: Sequence[int],
-        *,
-        is_known: bool = False,
-        is_identity: bool = False,
-        parent: int | None = None,
-        copies: bytes = UNCHANGED,
-        waits: bool = False,
-    ) -> None:
-        """Blocks at consecutive positions, the first at ``position``; ``copies`` of a single block only."""
-        slots = b"".join([b"%016x%c" % (key, DEPTHS[depth]) for key, depth in zip(keys, depths, strict=True)])
-        self.add_packed(
-            kind, holder, position, place, namespace, slots, pack(hashes), is_known, is_identity, parent, copies, waits
-        )
-
-    def add_packed(
-        self,
-        kind: PartKind,
-        holder: int,
-        position: int,
-        place: Place,
-        namespace: int,
-        slots: bytes,
-        hashes: bytes,
-        is_known: bool = False,
-        is_identity: bool = False,
-        parent: int | None = None,
-        copies: bytes = UNCHANGED,
-        waits: bool = False,
-    ) -> None:
-        """Add a part whose slots and hashes are packed.
-
-        The blocks join the part before where both are one part. New blocks of the holder join it only if they continue
-        its last block, because a branch row that they may have to begin must hold a chain.
-        """
-        count = len(hashes) // KEY_BYTES
-        last = self._parts[-1] if self._parts else None
-        if (
-            last is None
-            or waits
-            or last.last + STEP != position
-            or last.place != place
-            or last.kind != kind
-            or last.holder != holder
-            or last.is_known != is_known
-            or last.is_identity != is_identity
-            or last.count + count > _BLOCKS_MAX
-            or (_has_slot(last.slots, slots[:16]) if is_known else parent != int(last.slots[-SLOT_CHARS:-1], 16))
-        ):
-            end = position + STEP * (count - 1)
-            last = Part(kind, holder, self.seq, end, place, namespace, slots, hashes, is_known, is_identity, parent)
-            last.waits = waits
-            if copies != UNCHANGED:
-                last.copies = [copies] * count
-            self._parts.append(last)
-            return
-        if copies != UNCHANGED or last.copies:
-            last.copies += [UNCHANGED] * (last.count - len(last.copies))
-            last.copies += [copies] * count
-        last.last += STEP * count
-        last.slots += slots
-        last.packed_hashes += hashes
-
-
-class _PackedPartList(PartList):
-    def __init__(self, seq: int, loop: Any) -> None:
-        super().__init__(seq)
-        self._loop = loop
-
-    @property
-    def parts(self) -> PackedParts:
-        return cast("PackedParts", self._loop)
-
-    def add_packed(
-        self,
-        kind: PartKind,
-        holder: int,
-        position: int,
-        place: Place,
-        namespace: int,
-        slots: bytes,
-        hashes: bytes,
-        is_known: bool = False,
-        is_identity: bool = False,
-        parent: int | None = None,
-        copies: bytes = UNCHANGED,
-        waits: bool = False,
-    ) -> None:
-        self._loop.add(
-            kind, holder, position, place, namespace, slots, hashes, is_known, is_identity, parent, copies, waits
-        )
-
-
-def _has_slot(slots: bytes, key: bytes) -> bool:
-    """Whether a block with this key, as text, is among the slots."""
-    at = slots.find(key)
-    while at > 0 and at % SLOT_CHARS:  # digits across two slots may be the same
-        at = slots.find(key, at + 1)
-    return at >= 0

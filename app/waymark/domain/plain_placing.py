@@ -12,7 +12,8 @@ from waymark.domain.applied import AppliedMarks
 from waymark.domain.events import PlainEvents
 from waymark.domain.held import HeldBlocks
 from waymark.domain.known import EventRun
-from waymark.domain.parts import STEP, PartList, packed
+from waymark.domain.part_list import PartList
+from waymark.domain.parts import STEP, packed
 from waymark.domain.rows import SAME_HASH, SLOT_CHARS, keys_of
 from waymark.domain.waves import Waves
 

@@ -26,7 +26,8 @@ from waymark.domain.life_facts import EXTRA_KEYS, UNTRUSTED, LifeFacts
 from waymark.domain.media import DEVICE
 from waymark.domain.names import HolderName, Registration, Unit
 from waymark.domain.objects import EARLY_MAX, WaitingObjects
-from waymark.domain.parts import STEP, Mode, PartList, Parts
+from waymark.domain.part_list import PartList
+from waymark.domain.parts import STEP, Mode, Parts
 from waymark.domain.placing import Placer
 from waymark.domain.plan import Plan, Planner
 from waymark.domain.rows import Place
