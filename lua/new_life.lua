@@ -43,16 +43,16 @@ local holders, record, fence, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local unit = ARGV[7]
 
 local fields = redis.call('HGETALL', record)
-local live, token, turn = {}, nil, ''
+local live, token, change = {}, nil, ''
 for i = 1, #fields, 2 do
   local name = fields[i]:match('^holder:(.*)$')
   if name then live[name] = fields[i + 1] end
   if fields[i] == 'token' then token = fields[i + 1] end
-  if fields[i] == 'turn' then turn = fields[i + 1] end
+  if fields[i] == 'turn' then change = fields[i + 1] end
 end
 if token ~= ARGV[2] then return {'fenced'} end
 
-local by, last = turn:match('^(%S+) (%S+)$')
+local by, last = change:match('^(%S+) (%S+)$')
 if by ~= token then last = '' end
 local about = redis.call('HMGET', fence, 'holder', 'calls:' .. ARGV[1])
 local known, calls = about[1], tonumber(about[2] or 0) or 0

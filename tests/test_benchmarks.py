@@ -270,7 +270,7 @@ def test_synthetic_prompts_share_prefixes_and_fresh_ones_nothing() -> None:
     assert seen_before(list(islice(prompts.fresh(), 50))) == 0
 
 
-def test_a_body_of_512_blocks_is_51_kilobytes_in_every_dialect() -> None:
+def test_a_body_of_512_blocks_is_51_kilobytes_in_every_api() -> None:
     prompt = next(prompts.fresh())
 
     body = json.loads(prompts.by_tokens(prompt))

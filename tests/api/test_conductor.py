@@ -1,4 +1,4 @@
-"""The root dialect: registrations come and go, queries tell what each instance has."""
+"""The root API: registrations come and go, queries tell what each instance has."""
 
 from __future__ import annotations
 

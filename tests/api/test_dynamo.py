@@ -1,4 +1,4 @@
-"""The Dynamo dialect, where the contract says more than a recorded session shows."""
+"""The Dynamo API, where the contract says more than a recorded session shows."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_a_pool_counts_for_every_rank_of_every_instance(
     assert answer["scores"] == {"1": {"1": 2}}
 
 
-async def test_both_dialects_see_the_same_blocks(client: httpx.AsyncClient, register: Register, hold: Hold) -> None:
+async def test_both_apis_see_the_same_blocks(client: httpx.AsyncClient, register: Register, hold: Hold) -> None:
     assert (await client.post("/dynamo/register", json=REGISTER)).status_code == 201
     await register("by-name")
     await register("007")
@@ -214,7 +214,7 @@ async def test_unregister_by_rank_group_and_model(client: httpx.AsyncClient, sto
         body = REGISTER | {"dp_rank": rank, "routing_group": "g"}
         assert (await client.post("/dynamo/register", json=body)).status_code == 201
     for rank in (0, 1):
-        # In this dialect an instance is of one group; the root's may put it into a second one.
+        # In this API an instance is of one group; the root's may put it into a second one.
         await register("1", dp_rank=rank, tenant_id="h")
 
     async def left() -> set[tuple[str, int]]:

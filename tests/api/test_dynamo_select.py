@@ -1,4 +1,4 @@
-"""The Dynamo dialect's selector: as recorded of the release, under ids that any replica knows."""
+"""The Dynamo API's selector: as recorded of the release, under ids that any replica knows."""
 
 from __future__ import annotations
 

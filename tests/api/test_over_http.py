@@ -96,7 +96,7 @@ async def test_the_published_examples_with_an_engine_behind_them(redis_url: str,
             return answer.json() == {"default": {"vllm-prefill-node1": found}}
 
         await wait_until(is_indexed, "four blocks of sixty-four tokens are found")
-        # One additional_salt for the adapter's blocks: whoever asks by hash brings the rolling hashes.
+        # One additional_salt for the adapter's blocks: whoever asks by hash brings the seq_hashes.
         hashes = extend(None, token_bytes(tokens), 64)
         by_hash = QUERY_BY_HASH.replace("[1234567890, 9876543210]", str(hashes))
         answer = await client.post("/query_by_hash", content=by_hash, headers=JSON)

@@ -60,7 +60,7 @@ async def test_a_query_is_counted_by_what_it_found(
     assert "invented" not in metrics.render()[0].decode()
 
 
-async def test_the_dynamo_dialect_is_counted_just_so(memory_store: Store, make_client: MakeClient) -> None:
+async def test_the_dynamo_api_is_counted_just_so(memory_store: Store, make_client: MakeClient) -> None:
     metrics = Metrics()
     client = await make_client(memory_store, metrics=metrics)
     await register(client, "1", "m")

@@ -1,4 +1,4 @@
-"""Fields, aliases and defaults of the root dialect."""
+"""Fields, aliases and defaults of the root API."""
 
 from __future__ import annotations
 

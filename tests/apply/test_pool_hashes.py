@@ -20,7 +20,7 @@ from waymark.domain.known import Spot
 from waymark.domain.parts import Part
 from waymark.domain.resolver import Resolver
 from waymark.domain.rows import Place
-from waymark.domain.slices import SLICE_UNITS, finish
+from waymark.domain.slices import SLICE_WORK, finish
 from waymark.engines.parts import PART_HASHES
 from waymark.store.hashes import FIND_HASHES, ReportedBlock
 
@@ -152,7 +152,7 @@ def test_hashes_are_collected_and_found_in_slices() -> None:
     assert len(collected) == 100
     resolver.objects.put(7, 5, "")
     found = resolver.objects.found((7, 8), dict.fromkeys(range(count)))
-    assert len([*found]) == 2 * count // SLICE_UNITS
+    assert len([*found]) == 2 * count // SLICE_WORK
     assert finish(resolver.objects.found((7, 8), dict.fromkeys(range(count)))) == [(7, 5)]
 
 
@@ -160,14 +160,14 @@ async def test_other_tasks_run_after_each_slice_of_a_long_fold(kept: Kept) -> No
     parts = [part(number) for number in range(200)]
     await kept.keep(parts)
     assert len(kept.blocks) == 200 * BLOCKS
-    assert kept.turns_before >= len(kept.blocks) // (SLICE_UNITS + BLOCKS)
+    assert kept.turns_before >= len(kept.blocks) // (SLICE_WORK + BLOCKS)
 
 
 async def test_parts_that_keep_nothing_are_sliced_too(kept: Kept) -> None:
     parts = [part(number, is_known=number > 0) for number in range(200)]
     await kept.keep(parts)
     assert len(kept.blocks) == BLOCKS
-    assert kept.turns_before >= 200 * BLOCKS // (SLICE_UNITS + BLOCKS)
+    assert kept.turns_before >= 200 * BLOCKS // (SLICE_WORK + BLOCKS)
 
 
 async def test_only_new_blocks_of_known_depth_with_a_name_of_their_own_are_kept(kept: Kept) -> None:

@@ -64,7 +64,7 @@ class Server:
     pid: int
     port: int
     prefix: str = ""
-    """Before the paths of Dynamo's dialect."""
+    """Before the paths of Dynamo's API."""
 
     def cpu(self) -> float:
         return cpu_seconds(self.pid)

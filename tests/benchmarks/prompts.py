@@ -96,7 +96,7 @@ def by_few_tokens(prompt: Prompt) -> bytes:
 
 
 def by_hash(prompt: Prompt) -> bytes:
-    """Waymark's ``/query_by_hash``: rolling hashes."""
+    """Waymark's ``/query_by_hash``: seq_hashes."""
     return _body(seq_hashes=seq_hashes(prompt))
 
 

@@ -1,4 +1,4 @@
-"""The Dynamo dialect held against ``dynamo.indexer`` itself: the same streams into both, the same questions to both.
+"""The Dynamo API held against ``dynamo.indexer`` itself: the same streams into both, the same questions to both.
 
     python -m tests.conformance.compare [--dynamo-python PYTHON] [--sessions N] [--output FILE]
 
@@ -230,7 +230,7 @@ async def _ask_all(pair: Pair, prompts: list[SimulatedPrompt], block_size: int, 
             "POST", "/query", {"model_name": MODEL, "token_ids": tokens}, seconds=SETTLE_SECONDS, truth=truth
         )
         starts = range(0, len(tokens) - block_size + 1, block_size)
-        # A block alone, at the root: its rolling hash is its local one.
+        # A block alone, at the root: its seq_hash is its local one.
         hashes = [extend(None, token_bytes(tokens[at : at + block_size]), block_size)[0] for at in starts]
         signed = [number - 2**64 if number >= 2**63 else number for number in hashes]
         by_hash = {"model_name": MODEL, "block_hashes": signed}

@@ -1,4 +1,4 @@
-"""The Dynamo dialect's selector held against ``dynamo.select_service`` itself: the same calls to both.
+"""The Dynamo API's selector held against ``dynamo.select_service`` itself: the same calls to both.
 
     python -m tests.conformance.selector [--dynamo-python PYTHON] [--record FILE]
 

@@ -1,4 +1,4 @@
-"""The walk and the numbers of both dialects, against the contract's example and against counting block by block."""
+"""The walk and the numbers of both APIs, against the contract's example and against counting block by block."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_worked_example_of_the_contract() -> None:
     assert {name: tokens_of(row) for name, row in rows.items()} == {
         "a": {"longest_matched": 6, "GPU": 4, "DP": {"0": 4, "1": 2}, "CPU": 4, "DISK": 4}
     }
-    # The same blocks in the other dialect: rank 1 goes on from its one GPU block through the pool's.
+    # The same blocks in the other API: rank 1 goes on from its one GPU block through the pool's.
     ranks = dynamo_rows(walk(of, [value(1, 2, 3, 4), value(1, 3), value(4)]))
     assert ranks == {"a": {0: DynamoRank(2, 2, 3), 1: DynamoRank(1, 2, 3)}}
 
@@ -174,7 +174,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def counted(case: Case) -> dict[str, ConductorRow]:
-    """The root dialect's numbers, from its words."""
+    """The root API's numbers, from its words."""
     rows: dict[str, ConductorRow] = {}
     for of in case.publishers.values():
         if of.scope == "instance":
@@ -194,7 +194,7 @@ def counted(case: Case) -> dict[str, ConductorRow]:
 
 
 def counted_by_rank(case: Case, instance: str, rank: int) -> DynamoRank:
-    """The Dynamo dialect's numbers of a rank, from its words."""
+    """The Dynamo API's numbers of a rank, from its words."""
 
     def prefix(*wanted: str) -> int:
         n = 0
@@ -208,14 +208,14 @@ def counted_by_rank(case: Case, instance: str, rank: int) -> DynamoRank:
 @pytest.mark.slow
 @settings(deadline=None)
 @given(cases())
-def test_the_root_dialect_counts_what_each_block_says(case: Case) -> None:
+def test_the_root_api_counts_what_each_block_says(case: Case) -> None:
     assert conductor_rows(walk(case.table, case.values)) == counted(case)
 
 
 @pytest.mark.slow
 @settings(deadline=None)
 @given(cases())
-def test_the_dynamo_dialect_counts_what_each_block_says(case: Case) -> None:
+def test_the_dynamo_api_counts_what_each_block_says(case: Case) -> None:
     answer = dynamo_rows(walk(case.table, case.values))
     assert set(answer) == set(counted(case))
     for instance, ranks in answer.items():

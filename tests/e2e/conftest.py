@@ -57,7 +57,7 @@ class Api:
         return await self.post("/query", token_ids=tokens, block_size=block_size, **fields)
 
     async def query_by_hash(self, tokens: Sequence[int], *, block_size: int = BLOCK_SIZE, **fields: Any) -> Any:
-        """The whole answer to the same question, by rolling hashes."""
+        """The whole answer to the same question, by seq_hashes."""
         hashes = extend(None, token_bytes(tokens), block_size)
         return await self.post("/query_by_hash", seq_hashes=hashes, block_size=block_size, **fields)
 

@@ -50,12 +50,12 @@ def test_a_key_names_the_hash_that_the_engine_publishes(key: str, engine_hash: i
     ],
 )
 def test_each_part_of_a_block_is_a_shard_of_its_own(one: str, other: str) -> None:
-    assert parsed(one).shard != parsed(other).shard
-    assert parsed(one).shard == parsed(one.replace(SHA, SHA[::-1])).shard, "whatever the block"
+    assert parsed(one).object_shard != parsed(other).object_shard
+    assert parsed(one).object_shard == parsed(one.replace(SHA, SHA[::-1])).object_shard, "whatever the block"
 
 
 def test_model_and_prefix_are_no_part_of_a_shard() -> None:
-    assert parsed("team-a@" + VLLM.format(0)).shard == parsed(VLLM.format(0)).shard
+    assert parsed("team-a@" + VLLM.format(0)).object_shard == parsed(VLLM.format(0)).object_shard
 
 
 def test_a_group_of_a_hybrid_model_is_told() -> None:
@@ -76,4 +76,4 @@ def test_other_keys_have_no_hash(key: str) -> None:
 )
 def test_any_text_is_a_key_or_none(key: str) -> None:
     found = parse_object_key(key)
-    assert found is None or (0 <= found.engine_hash < 2**64 and len(found.shard) == 16)
+    assert found is None or (0 <= found.engine_hash < 2**64 and len(found.object_shard) == 16)

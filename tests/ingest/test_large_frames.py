@@ -15,7 +15,7 @@ from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
 from tests.patience import patient
 from waymark.apply.options import ApplyOptions
 from waymark.apply.slices import SliceRunner
-from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS
+from waymark.domain.slices import EVENT_WORK, SLICE_WORK
 from waymark.simulator.wire import BlockRemoved, BlockStored
 
 LOW = ApplyOptions(frame_bytes_max=100_000, batch_events_max=1024, event_hashes_max=3000, rejected_events_max=16)
@@ -164,7 +164,7 @@ async def test_a_large_batch_gives_the_loop_back_all_the_way(
     before = turns
     events = LARGE[name]()
     await pod.at_watermark(pod.publisher.publish_payload(msgpack.packb([1.0, events, 0])))
-    assert turns - before > len(events) * EVENT_UNITS / SLICE_UNITS / 4
+    assert turns - before > len(events) * EVENT_WORK / SLICE_WORK / 4
 
 
 async def test_an_honest_neighbour_goes_on_beside_a_flood(bench: Bench) -> None:

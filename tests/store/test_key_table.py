@@ -251,7 +251,7 @@ async def decide(store: Store, redis: Redis, grant: Grant) -> None:
 
 
 async def select(store: Store, redis: Redis) -> None:
-    """What clients of the Dynamo dialect name."""
+    """What clients of the Dynamo API name."""
     if await store.selections.change("one", "", "begun", HOUR_SECONDS * 1000):
         await store.selections.change("one", "begun", "", 1)
         await store.selections.change("two", "", "begun", HOUR_SECONDS * 1000)

@@ -1,4 +1,4 @@
-"""Answer bodies of the root dialect. Nothing is validated with these models: the contract publishes them."""
+"""Answer bodies of the root API. Nothing is validated with these models: the contract publishes them."""
 
 from __future__ import annotations
 

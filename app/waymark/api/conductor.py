@@ -1,4 +1,4 @@
-"""The root dialect: the Mooncake Conductor Indexer API, with the numbers in tokens."""
+"""The root API: the Mooncake Conductor Indexer API, with the numbers in tokens."""
 
 from __future__ import annotations
 

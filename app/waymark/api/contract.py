@@ -82,7 +82,7 @@ def statuses(operation: Operation) -> list[int]:
     found = {405, 500, *operation.doc.errors}
     if operation.has_body:
         found |= {400, 413, 415}
-        if operation.dialect == "dynamo":
+        if operation.api == "dynamo":
             found.add(422)
     if operation.access != "open":
         found.add(401)
@@ -158,7 +158,7 @@ def _allow_null(schema: dict[str, Any]) -> None:
 
 def _operation(operation: Operation) -> dict[str, Any]:
     doc = operation.doc
-    described: dict[str, Any] = {"summary": doc.summary, "tags": [operation.dialect], "responses": {}}
+    described: dict[str, Any] = {"summary": doc.summary, "tags": [operation.api], "responses": {}}
     if doc.request is not None:
         described["requestBody"] = {"required": True, "content": _content(doc.request, tuple(Format))}
     parameters = [_parameter(name, "path") for name in re.findall(r"{(\w+)}", operation.path)]
@@ -168,7 +168,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
         described["parameters"] = parameters
     if operation.access != "open":
         described["security"] = [{"token": []}, {}]
-    error = DynamoErrorBody if operation.dialect == "dynamo" else ErrorBody
+    error = DynamoErrorBody if operation.api == "dynamo" else ErrorBody
     # An answer is written as its request was; without a body it is JSON.
     formats = tuple(Format) if operation.has_body else (Format.JSON,)
     for status in statuses(operation):

@@ -1,6 +1,6 @@
-"""The Dynamo dialect under ``/dynamo``: what a client of ``dynamo.indexer`` sends and expects.
+"""The Dynamo API under ``/dynamo``: what a client of ``dynamo.indexer`` sends and expects.
 
-It sees the blocks that the root dialect sees. A row is an instance whose id is a canonical decimal u64; the group
+It sees the blocks that the root API sees. A row is an instance whose id is a canonical decimal u64; the group
 (``routing_group`` or ``tenant_id``) is our tenant. Numbers are per rank and cumulative: ``gpu <= cpu <= disk``.
 """
 
@@ -199,7 +199,7 @@ def in_tiers(rows: dict[str, dict[int, DynamoRank]]) -> dict[str, Any]:
 
 
 def is_worker_id(instance_id: str) -> bool:
-    """Whether an instance of the root dialect is one here: a decimal u64, without leading zeros."""
+    """Whether an instance of the root API is one here: a decimal u64, without leading zeros."""
     if not (instance_id.isascii() and instance_id.isdigit() and len(instance_id) <= 20):
         return False
     return int(instance_id) <= U64_MASK and (instance_id == "0" or instance_id[0] != "0")

@@ -1,4 +1,4 @@
-"""What the Dynamo dialect's selections and scores begin with: a group's workers, and a request's prompt and policy."""
+"""What the Dynamo API's selections and scores begin with: a group's workers, and a request's prompt and policy."""
 
 from __future__ import annotations
 

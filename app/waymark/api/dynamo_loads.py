@@ -1,4 +1,4 @@
-"""Scores and loads of the Dynamo dialect: what each worker has of a prompt, and what each has to do."""
+"""Scores and loads of the Dynamo API: what each worker has of a prompt, and what each has to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request and answer bodies of the Dynamo dialect."""
+"""Request and answer bodies of the Dynamo API."""
 
 from __future__ import annotations
 
@@ -187,6 +187,6 @@ class DynamoPeers(Root[list[str]]):
 
 
 class DynamoErrorBody(Model):
-    """The body of every answer in the Dynamo dialect that is not a 2xx."""
+    """The body of every answer in the Dynamo API that is not a 2xx."""
 
     error: str

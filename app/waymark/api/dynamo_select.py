@@ -1,4 +1,4 @@
-"""Selections and reservations of the Dynamo dialect: what a client of ``dynamo.select_service`` sends and expects.
+"""Selections and reservations of the Dynamo API: what a client of ``dynamo.select_service`` sends and expects.
 
 A selection is a decision of ``/select``, and its end a ``/release``, under an id that the client chooses. The state of
 an id is in Redis, so any replica can go on with it.

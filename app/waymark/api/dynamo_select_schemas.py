@@ -1,4 +1,4 @@
-"""Request bodies of the Dynamo dialect's selector: workers, selections, reservations."""
+"""Request bodies of the Dynamo API's selector: workers, selections, reservations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Dynamo dialect's lists: workers, dump, peers.
+"""The Dynamo API's lists: workers, dump, peers.
 
 A dump is empty and peers are only remembered, by this process: a replica has nothing to lose, so there is nothing
 to recover from another. Both say so in a header, since their bodies are what clients parse.

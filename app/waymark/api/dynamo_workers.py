@@ -1,4 +1,4 @@
-"""Workers of the Dynamo dialect's selector: ``POST /dynamo/workers``, ``PATCH`` and ``DELETE /dynamo/workers/{id}``.
+"""Workers of the Dynamo API's selector: ``POST /dynamo/workers``, ``PATCH`` and ``DELETE /dynamo/workers/{id}``.
 
 A worker is a description that may be incomplete. When it is complete, each of its ranks is registered as any other
 publisher. The description is kept in Redis, for the next patch.

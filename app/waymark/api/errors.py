@@ -34,7 +34,7 @@ _SHAPE_ERRORS = frozenset({"missing", "invalid_type", "invalid_value", "out_of_r
 
 
 class ErrorBody(Model):
-    """The body of every answer outside the Dynamo dialect that is not a 2xx."""
+    """The body of every answer outside the Dynamo API that is not a 2xx."""
 
     error: str = Field(description="a sentence with the problem, the value and the remedy")
     reason: str = Field(
@@ -51,7 +51,7 @@ class ErrorBody(Model):
 
 
 class InvalidBody(InvalidValue):
-    """The body can be read but its fields do not fit: 400 in the root dialect, 422 in Dynamo's."""
+    """The body can be read but its fields do not fit: 400 in the root API, 422 in Dynamo's."""
 
 
 class Unauthorized(WaymarkError):
@@ -103,7 +103,7 @@ def _slug(pydantic_type: str, value: Any) -> str:
 
 
 def status_of(error: WaymarkError, *, unfit_status: int = 400) -> int:
-    """The HTTP status of an error; ``unfit_status`` is the dialect's for fields that do not fit."""
+    """The HTTP status of an error; ``unfit_status`` is the API's for fields that do not fit."""
     match error:
         case InvalidValue(reason=reason) if reason in _STATUS_OF_REASON:
             return _STATUS_OF_REASON[reason]

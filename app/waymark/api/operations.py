@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 Method: TypeAlias = Literal["GET", "POST", "PATCH", "DELETE"]
-Dialect: TypeAlias = Literal["conductor", "dynamo"]
+Api: TypeAlias = Literal["conductor", "dynamo"]
 
 _NO_BODY = Body({})
 _LONG_LISTS = ("token_ids", "tokens", "seq_hashes", "block_hashes")
@@ -76,7 +76,7 @@ class Operation:
         self.method = method
         self.path = path
         self.handler = handler
-        self.dialect: Dialect = "dynamo" if path.startswith("/dynamo/") else "conductor"
+        self.api: Api = "dynamo" if path.startswith("/dynamo/") else "conductor"
         self.access: Access = access
         self.doc = doc
         self._gate = dependencies.gate
@@ -94,7 +94,7 @@ class Operation:
         self.allowed: tuple[str, ...] = self.methods
         """The methods of the path; ``Resource`` adds those of the path's other operations."""
         self.has_body = doc.request is not None
-        self._unfit_status = 422 if self.dialect == "dynamo" else 400
+        self._unfit_status = 422 if self.api == "dynamo" else 400
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = perf_counter()
@@ -202,7 +202,7 @@ class Operation:
         else:
             body = decode(raw, body_format, may_be_list=self.doc.may_be_list, long_list=self._long_list)
         if caller is not EVERYONE:
-            check_reach(caller, self.doc.reach, body, is_dynamo=self.dialect == "dynamo")
+            check_reach(caller, self.doc.reach, body, is_dynamo=self.api == "dynamo")
             body = body._replace(caller=caller)
         return handler(body if path is None else body._replace(path=path))
 
@@ -226,7 +226,7 @@ class Operation:
         return Answer(self._error(error), 405, {"Allow": ", ".join(self.allowed)})
 
     def _error(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {"error": body["error"]} if self.dialect == "dynamo" else body
+        return {"error": body["error"]} if self.api == "dynamo" else body
 
 
 class Resource:

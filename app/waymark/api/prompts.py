@@ -154,7 +154,7 @@ class TokenKeys:
 
 
 class SeqHashKeys:
-    """The packed block keys of rolling hashes that the client computed."""
+    """The packed block keys of seq_hashes that the client computed."""
 
     def __init__(self, seq_hashes: Sequence[int], namespace: int) -> None:
         self._keys = pack(seq_hashes, namespace)

@@ -10,7 +10,7 @@ from waymark.store.reader import Reading
 
 
 class QueryCounts:
-    """Counts queries of both dialects.
+    """Counts queries of both APIs.
 
     ``result`` is ``hit`` or ``zero`` (no instance has even the first block), ``short`` where the prompt has no complete
     block, ``unknown_model`` where nothing was ever registered for tenant and model; that model's name is a client's

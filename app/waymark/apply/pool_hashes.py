@@ -18,7 +18,7 @@ from waymark.domain.known import Spot
 from waymark.domain.parts import Part
 from waymark.domain.resolver import Resolver
 from waymark.domain.rows import Place
-from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
+from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices
 from waymark.store.hashes import FIND_HASHES, EngineHashes, ReportedBlock
 from waymark.store.leases import Grant
 from waymark.store.takeover import Takeover
@@ -141,7 +141,7 @@ class PoolHashes:
 def _reported(parts: Sequence[Part]) -> Slices[list[ReportedBlock]]:
     """The new blocks with a known depth, under the engine hashes that name them."""
     blocks: list[ReportedBlock] = []
-    units = 0
+    work = 0
     for part in parts:
         if part.kind == "+" and not part.is_known and not part.is_identity and not part.place.is_single:
             place, namespace = Place(part.place.head), part.namespace
@@ -149,8 +149,8 @@ def _reported(parts: Sequence[Part]) -> Slices[list[ReportedBlock]]:
             blocks += [
                 ReportedBlock(engine_hash, Spot(place, namespace, depth, key)) for key, depth, engine_hash in named
             ]
-        units += EVENT_UNITS + part.count
-        if units > SLICE_UNITS:
-            units = 0
+        work += EVENT_WORK + part.count
+        if work > SLICE_WORK:
+            work = 0
             yield
     return blocks

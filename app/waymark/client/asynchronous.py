@@ -90,7 +90,7 @@ class AsyncClient:
     def select_by_hash(
         self, model: str, seq_hashes: Iterable[int], *, fallback: Callable[[], str] | None = None, **options: Any
     ) -> AsyncSelecting:
-        """As ``select``, with rolling hashes in place of token ids."""
+        """As ``select``, with seq_hashes in place of token ids."""
         return AsyncSelecting(self, calls.select_by_hash(model, seq_hashes, **options), fallback)
 
     async def _send(self, call: calls.ClientCall[T]) -> T:

@@ -105,7 +105,7 @@ class Client:
     def select_by_hash(
         self, model: str, seq_hashes: Iterable[int], *, fallback: Callable[[], str] | None = None, **options: Any
     ) -> Selecting:
-        """As ``select``, with rolling hashes in place of token ids."""
+        """As ``select``, with seq_hashes in place of token ids."""
         return Selecting(self, calls.select_by_hash(model, seq_hashes, **options), fallback)
 
     def _send(self, call: calls.ClientCall[T]) -> T:

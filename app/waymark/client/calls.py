@@ -128,7 +128,7 @@ def query_by_hash(
     or_empty: bool = False,
     **options: Any,
 ) -> ClientCall[Matches]:
-    """As ``query``, with rolling hashes in place of token ids."""
+    """As ``query``, with seq_hashes in place of token ids."""
     body = {"model": model, "block_size": block_size, "seq_hashes": _packed_hashes(seq_hashes)} | options
     return ClientCall("POST", "/query_by_hash", read_matches, body, False, deadline, _empty(or_empty))
 
@@ -162,7 +162,7 @@ def select(
 def select_by_hash(
     model: str, seq_hashes: Iterable[int], *, deadline: float | None = None, **options: Any
 ) -> ClientCall[Selection]:
-    """As ``select``, with rolling hashes in place of token ids."""
+    """As ``select``, with seq_hashes in place of token ids."""
     return _selected(model, {"seq_hashes": list(seq_hashes)}, deadline, options)
 
 
@@ -207,7 +207,7 @@ def _packed_prompt(token_ids: Iterable[int] | None) -> dict[str, Any]:
 
 
 def _packed_hashes(seq_hashes: Iterable[int]) -> bytes | list[int]:
-    """Rolling hashes in 8 bytes each, as ``_packed_prompt``."""
+    """The seq_hashes in 8 bytes each, as ``_packed_prompt``."""
     given = list(seq_hashes)
     try:
         return struct.pack(f"<{len(given)}Q", *given)

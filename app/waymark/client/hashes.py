@@ -1,4 +1,4 @@
-"""Token ids to the rolling hashes that ``query_by_hash`` takes."""
+"""Token ids to the seq_hashes that ``query_by_hash`` takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from waymark.shown import shown
 def block_hashes(
     token_ids: Sequence[int], block_size: int, *, features: Mapping[str, Any] | None = None, seed: int = DEFAULT_SEED
 ) -> list[int]:
-    """The rolling hash of each complete block of ``block_size`` tokens; a last block that is incomplete has none.
+    """The seq_hash of each complete block of ``block_size`` tokens; a last block that is incomplete has none.
 
     ``features`` names the images among the tokens, as vLLM's render endpoints answer it: ``mm_hashes`` and
     ``mm_placeholders``. A router that asks several times about one prompt, or must not send the prompt itself, hashes

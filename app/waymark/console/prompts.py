@@ -61,7 +61,7 @@ def read_prompt(text: str | None, messages: str | None, *, stdin: TextIO = sys.s
 
 
 def read_hashes(given: str, *, option: str, stdin: TextIO = sys.stdin) -> tuple[int, ...]:
-    """Rolling hashes, each as ``read_hash`` takes it; ``-`` reads them from standard input."""
+    """The seq_hashes of a prompt, each as ``read_hash`` takes it; ``-`` reads them from standard input."""
     return tuple(read_hash(word, option=option) for word in _words(stdin.read() if given == "-" else given))
 
 

@@ -27,8 +27,8 @@ class Envelope:
     model_name: str | None
     block_size: int | None
     dp_rank: int | None
-    shard: str | None = None
-    """The shard of the block that an object in a pool is, as 16 hex digits. The object's hash comes from another
+    object_shard: str | None = None
+    """The part of the block that an object in a pool is, as 16 hex digits. The object's hash comes from another
     engine."""
 
 

@@ -68,7 +68,7 @@ class LifeFacts:
                 self.windows[window.group] = window
                 self.flags.add(f"{WINDOW}{window}")
             return
-        shard = None if event.envelope is None else event.envelope.shard
+        shard = None if event.envelope is None else event.envelope.object_shard
         if shard is not None and len(self.shards) < SHARDS_MAX and shard not in self.shards:
             self.flags.add(SHARD + shard)
             self.shards.add(shard)

@@ -3,7 +3,7 @@
 Runs of equal holders are fed in the order of the chain, as rows arrive from Redis. Neighbours in a chain mostly have
 equal holders, so the walk costs almost nothing per block. The walk is exact: a block counts only if the holder has it.
 
-Both dialects and the decisions use the same walk. ``conductor_rows``, ``dynamo_rows`` and ``target_rows`` define their
+Both APIs and the decisions use the same walk. ``conductor_rows``, ``dynamo_rows`` and ``target_rows`` define their
 numbers.
 """
 
@@ -61,7 +61,7 @@ class Walk:
 
 @dataclass(slots=True)
 class ConductorRow:
-    """One instance in the root dialect, in blocks."""
+    """One instance in the root API, in blocks."""
 
     longest: int = 0
     media: dict[str, int] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class ConductorRow:
 
 @dataclass(slots=True)
 class DynamoRank:
-    """One rank in the Dynamo dialect, in blocks; cumulative: ``gpu <= cpu <= disk``."""
+    """One rank in the Dynamo API, in blocks; cumulative: ``gpu <= cpu <= disk``."""
 
     gpu: int = 0
     cpu: int = 0

@@ -1,4 +1,4 @@
-"""The media that blocks lie on, best first: one row a tier, and everything that tiers differ in.
+"""The media that blocks lie on, best first: one row each, and everything in which they differ.
 
 A medium that has no row keeps its own name: it is counted under that name, and as one that is neither a device nor a
 host.
@@ -13,7 +13,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """A tier. An answer names it if the prompt has blocks on it."""
+    """A medium. An answer names it if the prompt has blocks on it."""
 
     name: str
     meaning: str
@@ -25,7 +25,7 @@ class Medium:
     is_host: bool = False
     """It is the memory of the machine that the device is in."""
     is_in_every_answer: bool = False
-    """An answer names it without blocks, too. Clients rely on these names, so a further tier is none of them."""
+    """An answer names it without blocks, too. Clients rely on these names, so a further medium is none of them."""
 
 
 MEDIA: Final = (

@@ -91,8 +91,7 @@ class Registration:
     prefixes: PrefixSource = DEFAULT_PREFIXES
     """The options of a source of opaque prefixes."""
     object_shards: int = 0
-    """The number of objects that make up a block of a pool; 0: the number of different shards in the pool's keys so
-    far."""
+    """The number of object shards of a block of a pool; 0: that of the different ones in the pool's keys so far."""
     is_further: bool = False
     """A further socket of a rank that has several: its blocks are the rank's, and nobody picks it."""
     topic: str | None = None

@@ -1,7 +1,7 @@
-"""Objects of a pool whose blocks are not indexed yet: a shard is missing, or no engine has reported the hash.
+"""Objects of a pool whose blocks are not indexed yet: an object shard is missing, or no engine has reported the hash.
 
-A block is there when all of its shards are: as many as the registration says, else as many as different ones stood in
-the keys of that pool so far.
+A block is there when all of its object shards are: as many as the registration says, else as many as different ones
+stood in the keys of that pool so far.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from itertools import islice
 
-from waymark.domain.slices import SLICE_UNITS, Slices
+from waymark.domain.slices import SLICE_WORK, Slices
 
 SHARD = "shard:"
-"""Flags of this life that begin so name the shards that stood in its keys."""
+"""Flags of this life that begin so name the object shards that stood in its keys."""
 SHARDS_MAX = 1024
 """Further ones are taken for none."""
 FIND_MAX = 512
@@ -82,7 +82,7 @@ class WaitingObjects:
             for i, engine_hash in enumerate(reported, 1):
                 if (holder, engine_hash) in self._shards:
                     names.append((holder, engine_hash))
-                if i % SLICE_UNITS == 0:
+                if i % SLICE_WORK == 0:
                     yield
         return names
 

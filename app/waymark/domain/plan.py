@@ -16,10 +16,10 @@ from waymark.domain.generations import Generations
 from waymark.domain.life_facts import LifeFacts
 from waymark.domain.media import UNNAMED
 from waymark.domain.names import GROUP, Holder, HolderName, Registration, Unit
-from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
+from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices
 from waymark.domain.spaces import Spaces
 
-_EVENTS_AT_ONCE = SLICE_UNITS // EVENT_UNITS
+_EVENTS_AT_ONCE = SLICE_WORK // EVENT_WORK
 MEDIA_MAX = 16
 HOLDERS_MAX = 64 * MEDIA_MAX
 """Ranks and dimensions come from events: this many at a time, of all media."""

@@ -33,7 +33,7 @@ class PrefixSource:
     storage_offloading: bool = False
     """Whether what leaves the device is in storage afterwards."""
     treat_eviction_as_offload: bool = True
-    """Whether an eviction that names no tier leaves the prefix in storage, if the source offloads."""
+    """Whether an eviction that names no medium leaves the prefix in storage, if the source offloads."""
     entry_ttl_seconds: int = 600
     max_entries: int = 100_000
     reconnect_interval_ms: int | None = None

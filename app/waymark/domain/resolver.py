@@ -31,7 +31,7 @@ from waymark.domain.parts import STEP, Mode, Parts
 from waymark.domain.placing import Placer
 from waymark.domain.plan import Plan, Planner
 from waymark.domain.rows import Place
-from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices
+from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices
 from waymark.domain.waiting import WaitingRoom, WaitingStore
 
 __all__ = ["EXTRA_KEYS", "UNTRUSTED", "Plan", "Resolver"]
@@ -98,7 +98,7 @@ class Resolver:
         self.objects = WaitingObjects(waiting_blocks, registration.object_shards)
         self._early = 0
         """The number of positions, of the ``EARLY_MAX`` of the next batch, that are taken."""
-        self._units = 0
+        self._work = 0
         """Work since the loop had its turn, of all batches of a fold."""
         self.reported: Mapping[int, Spot] = {}
         """The blocks that engines of a pool's group have reported for the hashes looked up for this fold."""
@@ -230,14 +230,14 @@ class Resolver:
         for batch in batches:
             # Plain stores have their tokens.
             for event in () if type(batch.events) is PlainEvents else batch.events:
-                self._units += EVENT_UNITS
+                self._work += EVENT_WORK
                 if isinstance(event, Stored) and _is_reported_elsewhere(event):
-                    self._units += len(event.engine_hashes)
+                    self._work += len(event.engine_hashes)
                     new = [each for each in event.engine_hashes if each not in seen]
                     seen.update(new)
                     hashes += new
-                if self._units > SLICE_UNITS:
-                    self._units = 0
+                if self._work > SLICE_WORK:
+                    self._work = 0
                     yield
         return hashes
 
@@ -268,9 +268,9 @@ class Resolver:
             if windows and not isinstance(event, Cleared) and self._facts.window_of(event) is not None:
                 late.append((j, event))
                 continue
-            self._units += EVENT_UNITS if isinstance(event, Cleared) else EVENT_UNITS + len(event.engine_hashes)
-            if self._units > SLICE_UNITS:
-                self._units = 0
+            self._work += EVENT_WORK if isinstance(event, Cleared) else EVENT_WORK + len(event.engine_hashes)
+            if self._work > SLICE_WORK:
+                self._work = 0
                 yield
             reason = self._planner.skip_reason(plan, batch, event, index, j)
             if reason == "block_size_mismatch" and isinstance(event, Stored):
@@ -296,9 +296,9 @@ class Resolver:
             for holder, engine_hash in (yield from self._found()):
                 self._find_object(parts, position, holder, engine_hash)
                 position += 1
-                self._units += EVENT_UNITS
-                if self._units > SLICE_UNITS:
-                    self._units = 0
+                self._work += EVENT_WORK
+                if self._work > SLICE_WORK:
+                    self._work = 0
                     yield
         if self.placer.aliased or self.placer.crowded:
             self._count_placed()
@@ -318,9 +318,9 @@ class Resolver:
         They name blocks of main attention, which may stand behind them in the batch.
         """
         for j, event in late:
-            self._units += EVENT_UNITS + len(event.engine_hashes)
-            if self._units > SLICE_UNITS:
-                self._units = 0
+            self._work += EVENT_WORK + len(event.engine_hashes)
+            if self._work > SLICE_WORK:
+                self._work = 0
                 yield
             if self._planner.skip_reason(plan, batch, event, index, j) is None:
                 self._window(parts, position, batch, event)
@@ -344,9 +344,9 @@ class Resolver:
                     self._place(parts, position, waiting, parent, placed)
                 # Twice as many: what was removed while it waited is removed after it.
                 position += 2 * len(waiting.event.engine_hashes)
-                self._units += EVENT_UNITS + len(waiting.event.engine_hashes)
-                if self._units > SLICE_UNITS:
-                    self._units = 0
+                self._work += EVENT_WORK + len(waiting.event.engine_hashes)
+                if self._work > SLICE_WORK:
+                    self._work = 0
                     yield
         return position
 
@@ -419,9 +419,9 @@ class Resolver:
             if self.waiting.blocks and ran.stores:
                 placed.append((plain.dp_rank, plain.events.loop.hashes(at, ran.at)))
             at, position = ran.at, ran.position
-            self._units += EVENT_UNITS + ran.stored + ran.removed
-            if self._units > SLICE_UNITS:
-                self._units = 0
+            self._work += EVENT_WORK + ran.stored + ran.removed
+            if self._work > SLICE_WORK:
+                self._work = 0
                 yield
         return at, position
 
@@ -502,7 +502,7 @@ class Resolver:
         if event.is_identity:
             self._identity(parts, position, holder, event)
         elif self.registration.scope == "shared" and _is_reported_elsewhere(event):
-            shard = "" if event.envelope is None else event.envelope.shard or ""
+            shard = "" if event.envelope is None else event.envelope.object_shard or ""
             for i, h in enumerate(event.engine_hashes):
                 if self.memory.held(holder, h) is None:
                     self.objects.put(holder, h, shard)
@@ -660,7 +660,7 @@ class Resolver:
                     self.placer.block(parts, newest, position + i, h, spot, mode=self.mode(newest))
 
     def _find_object(self, parts: PartList, position: int, holder: int, engine_hash: int) -> None:
-        """Store the block of a pool's object, if all of its shards are there and an engine has reported its hash."""
+        """Store the block of a pool's object, if all of its object shards are there and its hash is reported."""
         spot = self.memory.find(holder, engine_hash) or self.reported.get(engine_hash)
         if spot is not None and self.objects.take(holder, engine_hash, self._facts.shards):
             self.placer.block(parts, holder, position, engine_hash, spot, mode=self.mode(holder))
@@ -737,8 +737,8 @@ class Resolver:
                     self.placer.remove(parts, holder, at + j, h, mode=self.mode(holder))
 
     def _object_removed(self, holder: int, event: Removed, engine_hash: int) -> bool:
-        """A shard of a pool's object has gone. Whether that is all: no block was indexed."""
-        shard = "" if event.envelope is None else event.envelope.shard or ""
+        """An object shard has gone from a pool. Whether that is all: no block was indexed."""
+        shard = "" if event.envelope is None else event.envelope.object_shard or ""
         if self.registration.scope != "shared" or event.is_identity:
             return False
         if self.memory.held(holder, engine_hash) is None:

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 import msgpack
 
 from waymark.domain.events import Batch, Cleared, Event, PlainEvents
-from waymark.domain.slices import EVENT_UNITS, SLICE_UNITS, Slices, finish
+from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices, finish
 from waymark.engines.ceilings import Ceilings, frame_too_large, too_many_events, too_many_hashes
 from waymark.engines.distinct import DistinctHashes
 from waymark.engines.long import UNREADABLE, WINDOW_BYTES, LongPayload
@@ -108,7 +108,7 @@ class Decoder:
                 raise too_many_events(len(listed), self.ceilings)
             may_be_long = len(payload) > 2 * PART_HASHES
             for event in listed:
-                if may_be_long or events.units > SLICE_UNITS:
+                if may_be_long or events.work > SLICE_WORK:
                     yield from events.read(event)
                 else:
                     events.read_short(event)
@@ -127,15 +127,15 @@ class Decoder:
 class _EventReader:
     """Reads the events of one batch, one after the other."""
 
-    __slots__ = ("_ceilings", "_names", "_read_event", "_rejected", "events", "ignored", "rejected", "samples", "units")
+    __slots__ = ("_ceilings", "_names", "_read_event", "_rejected", "events", "ignored", "rejected", "samples", "work")
 
     def __init__(self, read_event: ReadEvent, names: Mapping[str, tuple[str, ...]], ceilings: Ceilings) -> None:
         self.events: list[Event] = []
         self.rejected: Counter[str] = Counter()
         self.ignored: Counter[str] = Counter()
         self.samples: dict[str, str] = {}
-        self.units = 0
-        """The units of work of the slice under way."""
+        self.work = 0
+        """The work of the slice under way, as ``SLICE_WORK`` counts it."""
         self._read_event = read_event
         self._names = names
         self._ceilings = ceilings
@@ -165,12 +165,12 @@ class _EventReader:
             yield from self._read_parts(event)
         else:
             self.read_short(event)
-        if self.units > SLICE_UNITS:
-            self.units = 0
+        if self.work > SLICE_WORK:
+            self.work = 0
             yield
 
     def read_short(self, event: Any) -> None:
-        self.units += EVENT_UNITS
+        self.work += EVENT_WORK
         try:
             if event is UNREADABLE:
                 raise Rejected("bad_msgpack", "an event that is not valid msgpack")
@@ -183,7 +183,7 @@ class _EventReader:
         else:
             self.events.append(read)
             if not isinstance(read, Cleared):
-                self.units += len(read.engine_hashes)
+                self.work += len(read.engine_hashes)
 
     def _read_parts(self, event: Any) -> Slices[None]:
         found: list[Event] = []

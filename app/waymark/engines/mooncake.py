@@ -48,7 +48,7 @@ def _object(event: Mapping[Any, Any]) -> Event | Ignored:
         return Ignored.UNKNOWN_KEY
     if found.group:
         return Ignored.OTHER_GROUP
-    envelope = replace(envelope, shard=found.shard)
+    envelope = replace(envelope, object_shard=found.object_shard)
     medium = wire.medium(event.get("medium"))
     if kind == "removed":
         return Removed((found.engine_hash,), medium, envelope=envelope)

@@ -1,7 +1,7 @@
-"""The keys under which engines put blocks into an object store. Each names the engine's hash of a block, and a shard.
+"""The keys under which engines put blocks into an object store. Each names an engine hash, and an object shard.
 
-An engine that computes a block on several devices puts it as several objects. The block is there when all of its shards
-are.
+An engine that computes a block on several devices puts it as several objects. The block is there when all of
+its object shards are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ObjectKey(NamedTuple):
 
     engine_hash: int
     """The engine hash of the block in the engine's own events."""
-    shard: str
+    object_shard: str
     """16 hex digits that stand for the part of the block: ranks, layer, keys or values."""
     group: int
     """The KV-cache group of a hybrid model; 0 where the key names none."""

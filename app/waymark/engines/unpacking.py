@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgpack
 
-from waymark.domain.slices import EVENT_UNITS, Slices
+from waymark.domain.slices import EVENT_WORK, Slices
 from waymark.engines.long import UNREADABLE
 from waymark.errors import Undecodable
 
@@ -61,6 +61,6 @@ def _salvage(piece: bytes, levels: int) -> Slices[Any]:
         unpacker.skip()
         end = unpacker.tell()
         items.append((yield from _salvage(piece[start:end], levels - 1)))
-        if i % EVENT_UNITS == 0:
+        if i % EVENT_WORK == 0:
             yield
     return items if end == len(piece) else UNREADABLE

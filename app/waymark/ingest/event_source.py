@@ -20,7 +20,7 @@ PAUSE_SECONDS = 1.0
 PAUSE_SECONDS_MAX = 60.0
 ANSWER_SECONDS = 10.0
 """The time from a request to the head of its answer."""
-_PIECES_PER_TURN = 16
+_PIECES_AT_ONCE = 16
 _ID_BYTES_MAX = 1024
 
 
@@ -107,7 +107,7 @@ class EventSource:
 
     async def _keep(self, pieces: AsyncIterator[bytes]) -> None:
         parser = EventStreamParser(last_event_id=self._last_event_id)
-        turn = 0
+        count = 0
         async for piece in pieces:
             try:
                 for event in parser.feed(piece):
@@ -120,8 +120,8 @@ class EventSource:
                     self._last_event_id = parser.last_event_id
                 if parser.retry_milliseconds is not None:
                     self._first_pause = min(max(parser.retry_milliseconds / 1000, 0.1), PAUSE_SECONDS_MAX)
-            turn += 1
-            if turn % _PIECES_PER_TURN == 0:
+            count += 1
+            if count % _PIECES_AT_ONCE == 0:
                 await asyncio.sleep(0)
 
     def _append(self, event: ServerSentEvent) -> None:

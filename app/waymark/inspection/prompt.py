@@ -13,7 +13,7 @@ from waymark.domain.names import Adapter
 
 @dataclass(frozen=True, slots=True)
 class InspectedPrompt:
-    """Tokens, or the rolling hashes of blocks."""
+    """Tokens, or the seq_hashes of blocks."""
 
     tokens: bytes | None
     """Token ids as little-endian u32."""

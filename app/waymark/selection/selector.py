@@ -111,9 +111,9 @@ class Selector:
                 seconds = 2 * self._options.deadline_seconds
                 raise StoreUnavailable(f"Redis did not answer within {seconds:g} s; try again in a moment") from None
             raise
-        tier = "prefix_routing" if selected.policy.name == "sticky" else "kv_index"
-        self._store.counts.add(f"{tier}.{selected.decision}", ranking.prefix_key)
-        if tier == "kv_index":
+        counted_as = "prefix_routing" if selected.policy.name == "sticky" else "kv_index"
+        self._store.counts.add(f"{counted_as}.{selected.decision}", ranking.prefix_key)
+        if counted_as == "kv_index":
             self._metrics.kv_index_routing_decisions.labels(decision=selected.decision).inc()
         else:
             self._metrics.prefix_routing_requests.labels(strategy=selected.decision).inc()

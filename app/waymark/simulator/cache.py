@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from waymark.domain.hashing import extend, extra_digest, token_bytes
 from waymark.errors import InvalidValue
-from waymark.simulator.tier import Block, Tier
+from waymark.simulator.medium_blocks import Block, MediumBlocks
 from waymark.simulator.wire import CPU, DISK, GPU, AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys, WireEvent
 
 
@@ -85,7 +85,7 @@ class PrefixCache:
         self._standard_hashes = standard_hashes
         self._adapter_ids: dict[str, int] = {}
         sizes = {GPU: gpu_blocks, CPU: cpu_blocks, DISK: disk_blocks}
-        self._tiers = {medium: Tier(size) for medium, size in sizes.items() if size}
+        self._media = {medium: MediumBlocks(size) for medium, size in sizes.items() if size}
         self._hit = self._stored = self._removed = 0
 
     # ---- what happens to the cache ---------------------------------------------------------------------
@@ -101,7 +101,7 @@ class PrefixCache:
 
         ``extras`` holds, per complete block, what is in it in addition to tokens; it may be shorter than the prompt.
         """
-        gpu = self._tiers[GPU]
+        gpu = self._media[GPU]
         blocks = self._blocks(tokens, lora_name, cache_salt, extras)[: gpu.size]
         hits = 0
         while hits < len(blocks) and blocks[hits].key in gpu:
@@ -120,8 +120,8 @@ class PrefixCache:
             gpu.add(block)
         gpu.touch(blocks[:kept])
         for medium in (CPU, DISK):
-            if medium in self._tiers:
-                self._tiers[medium].touch(blocks)
+            if medium in self._media:
+                self._media[medium].touch(blocks)
         if new:
             self._stored += len(new)
             events.append(self._told(new, GPU))
@@ -129,8 +129,8 @@ class PrefixCache:
 
     def clear(self) -> list[WireEvent]:
         """Forget every block on every medium (``reset_prefix_cache``, ``flush_cache``)."""
-        for tier in self._tiers.values():
-            tier.clear()
+        for held in self._media.values():
+            held.clear()
         return [AllBlocksCleared()]
 
     def restart(self) -> None:
@@ -149,24 +149,24 @@ class PrefixCache:
     ) -> list[frozenset[str]]:
         """Per complete block of the prompt, the media that have it; empty where none has."""
         blocks = self._blocks(tokens, lora_name, cache_salt, extras)
-        return [frozenset(m for m, tier in self._tiers.items() if block.key in tier) for block in blocks]
+        return [frozenset(m for m, held in self._media.items() if block.key in held) for block in blocks]
 
     def contents(self) -> dict[str, frozenset[Prefix]]:
         """Per medium every block held, each as its whole prefix; meant for small caches."""
-        return {medium: frozenset(_prefix(b) for b in tier.blocks()) for medium, tier in self._tiers.items()}
+        return {medium: frozenset(_prefix(b) for b in held.blocks()) for medium, held in self._media.items()}
 
     def copies(self) -> dict[str, Counter[int]]:
         """Per medium the number of physical copies by the hash the events name."""
         counts: dict[str, Counter[int]] = {}
-        for medium, tier in self._tiers.items():
+        for medium, held in self._media.items():
             counts[medium] = Counter()
-            for block in tier.blocks():
-                counts[medium][block.name] += tier.copies(block.key)
+            for block in held.blocks():
+                counts[medium][block.name] += held.copies(block.key)
         return counts
 
     def size(self) -> dict[str, int]:
         """Per medium the number of different blocks held."""
-        return {medium: sum(1 for _ in tier.blocks()) for medium, tier in self._tiers.items()}
+        return {medium: sum(1 for _ in held.blocks()) for medium, held in self._media.items()}
 
     @property
     def totals(self) -> Totals:
@@ -184,13 +184,13 @@ class PrefixCache:
         return min(hits, (length - 1) // self.block_size)
 
     def _evict(self, medium: str, events: list[WireEvent]) -> None:
-        block = self._tiers[medium].evict()
+        block = self._media[medium].evict()
         colder = {GPU: CPU, CPU: DISK}.get(medium)
-        if colder in self._tiers and block.key not in self._tiers[medium] and block.key not in self._tiers[colder]:
-            tier = self._tiers[colder]
-            if len(tier) == tier.size:
+        if colder in self._media and block.key not in self._media[medium] and block.key not in self._media[colder]:
+            held = self._media[colder]
+            if len(held) == held.size:
                 self._evict(colder, events)
-            tier.add(block)
+            held.add(block)
             self._stored += 1
             events.append(self._told([block], colder))
         self._removed += 1
@@ -259,7 +259,7 @@ class PrefixCache:
             keys = repr((lora_name, cache_salt if parent is None else None, extra[i])).encode()
             digest = blake2b(above + pack(f"<{len(piece)}I", *piece) + keys, digest_size=8, key=seed).digest()
             key = int.from_bytes(digest, "little")
-            block = next((b for tier in self._tiers.values() if (b := tier.get(key)) is not None), None)
+            block = next((b for held in self._media.values() if (b := held.get(key)) is not None), None)
             if block is None:
                 name = key if seq_hash is None else seq_hash
                 block = Block(key, name, parent, piece, lora_name, cache_salt, extra[i])

@@ -18,7 +18,7 @@ from waymark.store.leases import Grant
 from waymark.store.scripts import Scripts
 
 #: For how many milliseconds one worker alone may choose a cut.
-_TURN_MS: Final = 250
+_CHOICE_MS: Final = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,14 @@ class Entries:
             grant.publisher,
             grant.token,
             max_entries,
-            _TURN_MS,
+            _CHOICE_MS,
             "" if cut is None else cut,
             value,
         )
         if not outcome.is_applied:
             return None
-        total, publishers, cut, turn = outcome.numbers
-        return GroupEntries(total, publishers, cut), bool(turn)
+        total, publishers, cut, chooses = outcome.numbers
+        return GroupEntries(total, publishers, cut), bool(chooses)
 
     async def cuts(self, claims: Iterable[Claim]) -> dict[int, int]:
         """The cut of each group of the claims, by group id; 0 where nothing was chosen yet."""

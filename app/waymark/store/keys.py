@@ -21,7 +21,7 @@ WORKERS = "wm:workers"
 COUNTS = "wm:counts"
 #: The prefix keys of all decisions (a HyperLogLog), in the slot of ``wm:counts``, so that one script can write both.
 SEEN = "wm:seen:{wm:counts}"
-#: The descriptions of workers that clients of the Dynamo dialect have sent.
+#: The descriptions of workers that clients of the Dynamo API have sent.
 CATALOG = "wm:catalog"
 DISCOVERY = "wm:discovery"
 #: The activity list.

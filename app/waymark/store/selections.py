@@ -1,4 +1,4 @@
-"""The workers that clients of the Dynamo dialect have described, and the states of selections by their ids.
+"""The workers that clients of the Dynamo API have described, and the states of selections by their ids.
 
 Both are in Redis, so every replica knows what a client has sent to any other.
 """

@@ -27,7 +27,7 @@ class Block:
     extra: ExtraKeys | None
 
 
-class Tier:
+class MediumBlocks:
     """At most ``size`` copies; the first in the order is the least recently used."""
 
     def __init__(self, size: int) -> None:
