@@ -6,6 +6,8 @@ import asyncio
 import gc
 import warnings
 
+import pytest
+
 from tests.listening import listening, port_of
 from tests.patience import within
 
@@ -25,6 +27,7 @@ async def _leave_a_handler_waiting() -> None:
     writer.close()
 
 
+@pytest.mark.outside
 def test_a_connection_ends_with_its_server() -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
