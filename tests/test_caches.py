@@ -89,7 +89,7 @@ ELSEWHERE = {
     "store.fetch:_of_group": "computed from an id alone",
     "store.cluster:Cluster": "nodes, which the map of slots corrects",
     "store.slot_map:SlotMap": "nodes and slots, which MOVED corrects",
-    "store.fleet_counts:FleetCounts": "what this process has counted and not added yet",
+    "store.replica_counts:ReplicaCounts": "what this process has counted and not added yet",
     "store.health:RedisHealth": "one answer",
     "store.hot:HotRows": "made by the incarnation",
     "store.reader:_Query": "one query",

@@ -67,7 +67,7 @@ async def test_a_stream_and_a_replay_take_as_many_descriptors_as_are_counted(
     await wait_until(lambda: all(each.is_connected for each in subscribers), "all are connected")
     assert open_files() - before == 5 * FILES_PER_STREAM
     before = open_files()
-    async with Replay(context, replay, 0, idle_seconds=5.0, chunk_bytes=1024):
+    async with Replay(context, replay, 0, idle_seconds=5.0, portion_bytes=1024):
         await wait_until(lambda: open_files() - before == FILES_PER_REPLAY, "the replay is connected")
     for subscriber in subscribers:
         subscriber.close()

@@ -1,4 +1,4 @@
-"""The DEALER side over real sockets: both framings, every way to end, and bounded chunks."""
+"""The DEALER side over real sockets: both framings, every way to end, and bounded portions."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def reply(seq: int, payload: bytes = b"batch") -> list[bytes]:
 
 
 def replay_of(context: ZmqContext, endpoint: str, start: int = 0, **options: Any) -> Replay:
-    return Replay(context, endpoint, start, **{"idle_seconds": 5.0, "chunk_bytes": 2**20, **options})
+    return Replay(context, endpoint, start, **{"idle_seconds": 5.0, "portion_bytes": 2**20, **options})
 
 
 async def take_all(replay: Replay, limit: int = 100) -> list[tuple[int, bytes]]:
     batches: list[tuple[int, bytes]] = []
     async with within(10):
-        while chunk := await replay.batches(limit):
-            assert len(chunk) <= limit
-            batches += [reply[:2] for reply in chunk]
+        while portion := await replay.batches(limit):
+            assert len(portion) <= limit
+            batches += [reply[:2] for reply in portion]
     return batches
 
 
@@ -121,7 +121,7 @@ async def test_a_malformed_reply_is_counted_and_its_neighbours_arrive(context: Z
         assert replay.malformed == 3
 
 
-async def test_more_garbage_than_one_chunk_hides_nothing(context: ZmqContext, router: Router) -> None:
+async def test_more_garbage_than_one_portion_hides_nothing(context: ZmqContext, router: Router) -> None:
     async with replay_of(context, router.endpoint) as replay:
         await router.request()
         router.answer(*([b"junk"] for _ in range(500)), reply(0), END)
@@ -171,15 +171,15 @@ async def test_nobody_at_the_endpoint_leaves_the_replay_idle(context: ZmqContext
         assert replay.malformed == 0
 
 
-async def test_a_chunk_ends_with_the_payload_that_reaches_its_bytes(context: ZmqContext, router: Router) -> None:
-    async with replay_of(context, router.endpoint, chunk_bytes=250) as replay:
+async def test_a_portion_ends_with_the_payload_that_reaches_its_bytes(context: ZmqContext, router: Router) -> None:
+    async with replay_of(context, router.endpoint, portion_bytes=250) as replay:
         await router.request()
         router.answer(*(reply(seq, b"x" * 100) for seq in range(7)), END)
         batches: list[int] = []
         async with within(10):
-            while chunk := await replay.batches(100):
-                assert sum(len(each.payload) for each in chunk) <= 300
-                batches += [each.seq for each in chunk]
+            while portion := await replay.batches(100):
+                assert sum(len(each.payload) for each in portion) <= 300
+                batches += [each.seq for each in portion]
         assert batches == list(range(7))
         assert replay.outcome is ReplayOutcome.COMPLETE
 

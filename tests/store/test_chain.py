@@ -64,7 +64,7 @@ class Followed:
         self,
         blocks: list[int],
         values: Values,
-        chunks: Iterable[int] = (4,),
+        portions: Iterable[int] = (4,),
         *,
         hot: HotRows | None = None,
         entry: GroupEntry | None = None,
@@ -79,7 +79,7 @@ class Followed:
         self.chain = Chain(source_of(blocks), HotRows(0, 0) if hot is None else hot)
         self.chain.begin(entry)
         self.chain.has_singles = has_singles
-        sizes = iter(chunks)
+        sizes = iter(portions)
         size = 4
         is_over = False
         while not is_over:
@@ -116,7 +116,7 @@ def branching(tail: int) -> Values:
     return values | whole(TAIL[28:tail], 1)
 
 
-def test_a_chain_is_asked_for_in_chunks_of_rows() -> None:
+def test_a_chain_is_asked_for_in_portions_of_rows() -> None:
     followed = Followed(CHAIN, whole(CHAIN, 7), [4, 64])
     assert [len(names) for names in followed.requests] == [4, 6]
     assert (followed.holders, followed.chain.found, followed.chain.blocks) == ([b"7"] * 300, 300, 300)
@@ -128,20 +128,20 @@ def test_a_chain_that_nobody_has_is_one_small_request() -> None:
     assert (followed.requests, followed.runs) == ([[name(block) for block in (1, 33, 65, 97)]], [])
 
 
-def test_a_chain_ends_with_its_last_row_also_where_a_chunk_does() -> None:
+def test_a_chain_ends_with_its_last_row_also_where_a_portion_does() -> None:
     for count in (0, 1, 31, 32, 33, 127, 128, 129, 256):
         followed = Followed(CHAIN[:count], whole(CHAIN[:count], 7), [4, 4, 64])
         assert followed.holders == [b"7"] * count
         assert len(followed.requests) == -(-count // 128)
 
 
-def test_a_marked_row_costs_a_request_only_in_the_last_chunk() -> None:
+def test_a_marked_row_costs_a_request_only_in_the_last_portion() -> None:
     prompt = SHARED + TAIL[:50]
-    for chunk, requests in ((16, 2), (4, 2), (3, 3)):
-        followed = Followed(prompt, branching(50), [chunk, 64])
+    for portion, requests in ((16, 2), (4, 2), (3, 3)):
+        followed = Followed(prompt, branching(50), [portion, 64])
         assert followed.holders == [b"1 2"] * 100 + [b"1"] * 50
         assert len(followed.requests) == requests
-    # Together with the next chunk: the branch rows that may begin with the 28 blocks.
+    # Together with the next portion: the branch rows that may begin with the 28 blocks.
     followed = Followed(prompt, branching(50), [4, 64])
     assert followed.requests[1] == [name(TAIL[28]), *(name(block, ":b") for block in TAIL[:28])]
 
@@ -330,7 +330,7 @@ def indexes(draw: st.DrawFn) -> tuple[Chains, dict[int, set[int]], Values, bool]
 @settings(deadline=None)
 @given(indexes(), st.lists(st.integers(1, 5), min_size=1, max_size=6))
 def test_the_holders_of_each_block_are_those_that_have_it(
-    index: tuple[Chains, dict[int, set[int]], Values, bool], chunks: list[int]
+    index: tuple[Chains, dict[int, set[int]], Values, bool], portions: list[int]
 ) -> None:
     chains, held, values, has_singles = index
     hot = HotRows(60.0, 1 << 20)
@@ -338,7 +338,7 @@ def test_the_holders_of_each_block_are_those_that_have_it(
         for prompt in (chain, [*chain[:50], 7], [*chain, 7, 8]):
             expected = runs([{holder for holder, own in held.items() if block in own} for block in prompt])
             for cache in (None, hot):
-                followed = Followed(prompt, values, chunks, hot=cache, has_singles=has_singles)
+                followed = Followed(prompt, values, portions, hot=cache, has_singles=has_singles)
                 assert followed.holders == per_block(expected)
                 assert followed.chain.found == len(followed.holders)
                 assert followed.chain.unreadable == set()

@@ -74,10 +74,10 @@ async def held(stream: Stream) -> Stream:
 
 
 @SHARDS
-async def test_a_chain_is_walked_in_a_small_chunk_then_in_large_ones(store: Store, held: Stream, shards: int) -> None:
+async def test_a_chain_is_walked_in_a_small_portion_then_in_large_ones(store: Store, held: Stream, shards: int) -> None:
     source = Source(CHAIN)
     reading = await read(store.reader, source)
-    # A walk that goes on beyond the first chunk mostly goes on for long: a third size in between costs a round trip.
+    # A walk that goes on beyond the first portion mostly goes on for long: a third size in between costs a round trip.
     assert source.asked == [128, 2048, 2048]
     assert longest(reading) == {"pod-1": 3000}
     assert rows(reading)["pod-1"].media == {"GPU": 3000, "CPU": 10}
@@ -164,7 +164,7 @@ async def test_a_holder_that_began_during_the_query_is_counted(store: Store, cli
     reader = Store(Meeting(client, "ask", begin_and_store, call=3)).reader
     await read(reader, [])  # the table is known, without the new one
     reading = await read(reader, CHAIN)
-    assert longest(reading) == {"pod-1": 3000, "pod-2": 0}, "no holder of pod-2 was in the first chunk's table"
+    assert longest(reading) == {"pod-1": 3000, "pod-2": 0}, "no holder of pod-2 was in the first portion's table"
 
 
 async def test_a_block_of_an_unknown_holder_makes_the_table_be_read_again_once(store: Store, held: Stream) -> None:

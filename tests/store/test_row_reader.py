@@ -48,7 +48,7 @@ async def put(stream: Stream, values: Values, heads: dict[bytes, int] | None = N
 
 
 @SHARDS
-async def test_a_chain_is_walked_in_a_small_chunk_then_in_large_ones(
+async def test_a_chain_is_walked_in_a_small_portion_then_in_large_ones(
     client: RedisClient, stream: Stream, shards: int
 ) -> None:
     chain = list(range(1, 3001))
@@ -73,7 +73,7 @@ async def test_a_chain_is_walked_in_a_small_chunk_then_in_large_ones(
         assert reading.round_trips == len(source.asked) == (1 if hole < 128 else 2 if hole < 2176 else 3)
 
 
-async def test_the_first_chunk_is_as_large_as_what_prompts_lately_had(client: RedisClient, stream: Stream) -> None:
+async def test_the_first_portion_is_as_large_as_what_prompts_lately_had(client: RedisClient, stream: Stream) -> None:
     (gpu,) = await stream.begin("0 GPU")
     await put(stream, whole(CHAIN, gpu))
     reader, sizes = reader_of(client), []

@@ -17,11 +17,11 @@ Access: TypeAlias = Literal["open", "read", "admin", "write"]
 """Who may call a path. ``open``: every client. ``read``: a token is needed only if reads are protected. ``admin``
 reads, and ``write`` changes something: both need a token if any token is set, ``write`` one that may write."""
 
-Reach: TypeAlias = Literal["fleet", "body", "filtered", "none"]
+Reach: TypeAlias = Literal["all", "body", "filtered", "none"]
 """The tenants that a path is about, which decides what a token of some tenants may do there.
 
 ``none``: no tenant. ``body``: the tenant that the body names, which is checked before the handler. ``filtered``: the
-tenants of the caller; the handler leaves out all others. ``fleet``: all tenants, so only a token of all is accepted.
+tenants of the caller; the handler leaves out all others. ``all``: all tenants, so only a token of all is accepted.
 """
 
 
@@ -61,7 +61,7 @@ def check_reach(caller: Caller, reach: Reach, body: Body, *, is_dynamo: bool) ->
     """Raise ``Forbidden`` if the caller may not use this path, or has no access to the tenant that the body names."""
     if caller.tenants is None or reach in ("none", "filtered"):
         return
-    if reach == "fleet":
+    if reach == "all":
         raise Forbidden(
             f"this path needs a token for all tenants; the token {shown(caller.name)} is limited to some tenants"
         )

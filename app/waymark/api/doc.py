@@ -34,7 +34,7 @@ class Doc:
     """The parameters of the query string; all are optional."""
     request_headers: tuple[str, ...] = ()
     """Headers that it reads beside those of every operation; a handler finds them among its parameters."""
-    reach: Reach = "fleet"
+    reach: Reach = "all"
     """What it shows of tenants. A path that does not say so is closed to tokens of some tenants."""
     queue: Queue | None = None
     """The queue in which its requests wait; None: that of all requests with the same access."""

@@ -19,7 +19,7 @@ from waymark.ingest.replay import Replay, ReplayOutcome
 from waymark.ingest.replay_places import ReplayPace, ReplayPlace, YieldReason
 from waymark.ingest.sockets import ZmqContext
 
-_CHUNK_BYTES = 8 * 2**20
+_PORTION_BYTES = 8 * 2**20
 _TRIES = 3
 
 
@@ -38,7 +38,7 @@ class CatchUpResult(StrEnum):
 class CatchUp:
     """Catches up one stream once. The stream holds a place, which it may have to give up early.
 
-    ``between_chunks`` is awaited between chunks; it renews the lease during a long replay.
+    ``between_portions`` is awaited between portions; it renews the lease during a long replay.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class CatchUp:
         bytes_per_second_min: int,
         fold_batches: int,
         message_bytes_max: int,
-        between_chunks: Callable[[], Awaitable[None]],
+        between_portions: Callable[[], Awaitable[None]],
     ) -> None:
         self.yielded: YieldReason | None = None
         """Why the place had to be given up before the end."""
@@ -66,7 +66,7 @@ class CatchUp:
         self._deadline = time.monotonic() + seconds
         self._fold_batches = fold_batches
         self._message_bytes_max = message_bytes_max
-        self._between_chunks = between_chunks
+        self._between_portions = between_portions
         self._hole: tuple[int, int] | None = None
         """(first missing seq, seq that came instead) of the last request. If the next one has the same hole, the
         publisher does not have these batches."""
@@ -106,16 +106,16 @@ class CatchUp:
             self._endpoint,
             self._life.replay_from,
             idle_seconds=self._idle_seconds,
-            chunk_bytes=_CHUNK_BYTES,
+            portion_bytes=_PORTION_BYTES,
             message_bytes_max=self._message_bytes_max,
             deadline=self._deadline,
         )
         self._life.applier.slices.begin()
         async with replay:
-            while chunk := await self._chunk(replay):
-                await request.read(chunk)
+            while portion := await self._portion(replay):
+                await request.read(portion)
                 await self._life.flush()
-                await self._between_chunks()
+                await self._between_portions()
                 if request.is_over:
                     break
                 self.yielded = self._place.yield_reason(is_slow=self._pace.is_slow)
@@ -124,11 +124,11 @@ class CatchUp:
             self._life.count("frames_malformed", replay.malformed)
             return replay.outcome
 
-    async def _chunk(self, replay: Replay) -> list[ReplayedBatch]:
+    async def _portion(self, replay: Replay) -> list[ReplayedBatch]:
         began = time.monotonic()
-        chunk = await replay.batches(self._fold_batches)
-        self._pace.add(sum(len(reply.payload) for reply in chunk), time.monotonic() - began)
-        return chunk
+        portion = await replay.batches(self._fold_batches)
+        self._pace.add(sum(len(reply.payload) for reply in portion), time.monotonic() - began)
+        return portion
 
 
 class _ReplayRequest:
@@ -143,8 +143,8 @@ class _ReplayRequest:
         self.is_over = False
         """The other replies to this request are ignored. The next request begins at the present watermark."""
 
-    async def read(self, chunk: list[ReplayedBatch]) -> None:
-        for seq, payload, topic in chunk:
+    async def read(self, portion: list[ReplayedBatch]) -> None:
+        for seq, payload, topic in portion:
             life, watermark = self._life, self._life.order.watermark
             is_known = life.opened_at is None and watermark is not None and seq <= watermark
             incoming = await life.decoder.decode(seq, payload, topic, is_known=is_known)

@@ -33,10 +33,10 @@ class ReplayOutcome(StrEnum):
 
 
 class Replay:
-    """One request, and its replies in chunks.
+    """One request, and its replies in portions.
 
     ``start`` is the first seq that is requested. ``idle_seconds`` bounds the wait for each reply. ``deadline``, by
-    ``clock``, ends the replay in any case. ``chunk_bytes`` bounds the payloads of one chunk, which may exceed it by
+    ``clock``, ends the replay in any case. ``portion_bytes`` bounds the payloads of one portion, which may exceed it by
     one payload. ``async with`` opens and closes the replay, before the context is terminated.
     """
 
@@ -47,7 +47,7 @@ class Replay:
         start: int,
         *,
         idle_seconds: float,
-        chunk_bytes: int,
+        portion_bytes: int,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
         deadline: float | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -60,7 +60,7 @@ class Replay:
         self._context = context
         self._start = start
         self._idle_seconds = idle_seconds
-        self._chunk_bytes = chunk_bytes
+        self._portion_bytes = portion_bytes
         self._message_bytes_max = message_bytes_max
         self._deadline = float("inf") if deadline is None else deadline
         self._clock = clock
@@ -113,7 +113,7 @@ class Replay:
     def _read(self, limit: int) -> tuple[list[ReplayedBatch], bool]:
         """At most ``limit`` replies, and whether there is nothing left to read."""
         found: list[ReplayedBatch] = []
-        room = self._chunk_bytes
+        room = self._portion_bytes
         try:
             for _ in range(limit):
                 reply = parse_replay(self._socket.recv_multipart(zmq.NOBLOCK))

@@ -1,7 +1,7 @@
 """Bounds how many replays a worker runs at a time, and decides which one comes next.
 
 A replay has a place from its request to its end. Instances get places in rotation, so an instance with many ranks waits
-no less than one with a single rank. A replay that others wait for gives its place up between two chunks and continues
+no less than one with a single rank. A replay that others wait for gives its place up between two portions and continues
 later, from its watermark, so a slow publisher cannot delay the others. A replay that was too slow comes after all
 others.
 """
@@ -122,9 +122,9 @@ class ReplayPlaces:
             and (not other.is_slow, -other.seconds) < (not place.is_slow, -place.seconds)
             for other in self._held
         )
-        return YieldReason.FAIRNESS if before < self._overdue(place.is_slow, before + 1) else None
+        return YieldReason.FAIRNESS if before < self._takers(place.is_slow, before + 1) else None
 
-    def _overdue(self, is_slow: bool, enough: int) -> int:
+    def _takers(self, is_slow: bool, enough: int) -> int:
         """How many streams that have waited for too long may take such a place, counted up to ``enough``.
 
         A slow stream may only take the place of a slow one.

@@ -92,7 +92,7 @@ class Replaying:
                 if not is_unbroken():
                     # The connection may have ended while this stream waited for its place.
                     self._life.is_proven = False
-                outcome = await self._slice(endpoint)
+                outcome = await self._use_place(endpoint)
                 if outcome is not CatchUpResult.YIELDED:
                     return outcome
         except BaseException:
@@ -113,7 +113,7 @@ class Replaying:
                 return False
         return True
 
-    async def _slice(self, endpoint: str) -> CatchUpResult:
+    async def _use_place(self, endpoint: str) -> CatchUpResult:
         """Catch up until the end, or until the place is needed by another stream."""
         place, self._place = self._place, None
         assert place is not None
@@ -128,7 +128,7 @@ class Replaying:
             bytes_per_second_min=self._bytes_per_second_min,
             fold_batches=self._fold_batches,
             message_bytes_max=self._message_bytes_max,
-            between_chunks=self._tick,
+            between_portions=self._tick,
         )
         try:
             outcome = await catch_up.run()

@@ -1,8 +1,8 @@
 """The progress of one query through the index: what it reads next, and what it knows so far.
 
-A query reads the rows of the pieces of its chain, a chunk of pieces at a time. If a marked row does not list a block of
-its piece, that block is *open*: a branch row may contain it. The query reads the branch rows of open blocks together
-with the next chunk. The blocks before the first open one are *certain*.
+A query reads the rows of the pieces of its chain, a portion at a time. If a marked row does not list a block of its
+piece, that block is *open*: a branch row may contain it. The query reads the branch rows of open blocks together
+with the next portion. The blocks before the first open one are *certain*.
 """
 
 from __future__ import annotations

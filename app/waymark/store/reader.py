@@ -29,13 +29,13 @@ from waymark.store.incarnation import Incarnation
 from waymark.store.parsing import RecordKind, RecordParser
 from waymark.store.places import holders_of
 
-#: The two sizes of the first chunk, in rows. The small one is usual, because most new prompts have no match. The large
-#: one is used if more than ``_LONG_SHARE`` of the recent prompts matched the whole small chunk: it saves a round trip,
-#: which costs more than reading keys that do not exist.
-_FIRST_CHUNKS = (4, 16)
+#: The two sizes of the first portion, in rows. The small one is usual, because most new prompts have no match. The
+#: large one is used if more than ``_LONG_SHARE`` of the recent prompts matched the whole small portion: it saves a
+#: round trip, which costs more than reading keys that do not exist.
+_FIRST_PORTIONS = (4, 16)
 _LONG_SHARE = 1 / 3
-#: A match that passes the first chunk is mostly long.
-_CHUNK = 64
+#: A match that passes the first portion is mostly long.
+_PORTION = 64
 #: The weight of one query in the average.
 _WEIGHT = 1 / 8
 
@@ -102,7 +102,7 @@ class Reader:
         self._incarnation = incarnation
         self._groups: dict[GroupName, GroupEntry] = incarnation.cache({})
         self._tables: dict[int, HolderTable] = incarnation.cache({})
-        # By group id: the share of recent queries that found every block of a small first chunk.
+        # By group id: the share of recent queries that found every block of a small first portion.
         self._long: dict[int, float] = incarnation.cache({})
 
     async def read(
@@ -214,7 +214,7 @@ class Reader:
         chain = query.chain
         cached = self._tables.get(entry.group_id)
         chain.has_singles = cached is not None and cached.has_singles
-        pieces = _FIRST_CHUNKS[self._long.get(entry.group_id, 0.0) > _LONG_SHARE]
+        pieces = _FIRST_PORTIONS[self._long.get(entry.group_id, 0.0) > _LONG_SHARE]
         is_fresh = False
         while True:
             asked = chain.ask(pieces, time.monotonic())
@@ -245,11 +245,11 @@ class Reader:
                     return False
                 if not query.walk_with(table).feed(query.runs) or is_over:
                     return True
-            pieces = _CHUNK
+            pieces = _PORTION
 
     def _remember(self, entry: GroupEntry, chain: Chain) -> None:
-        """Adapt the size of the first chunk to what a query found; a query of a few blocks does not count."""
-        small = PIECE_BLOCKS * _FIRST_CHUNKS[0]
+        """Adapt the size of the first portion to what a query found; a query of a few blocks does not count."""
+        small = PIECE_BLOCKS * _FIRST_PORTIONS[0]
         if chain.blocks >= small:
             share = self._long.get(entry.group_id, 0.0)
             self._long[entry.group_id] = share + _WEIGHT * ((chain.found >= small) - share)

@@ -20,7 +20,6 @@ from waymark.store.directory import Directory
 from waymark.store.discovery import DiscoveryLease
 from waymark.store.entries import Entries
 from waymark.store.first_tokens import FirstTokenTimes
-from waymark.store.fleet_counts import FleetCounts
 from waymark.store.gauges import EngineGauges
 from waymark.store.hashes import EngineHashes
 from waymark.store.health import HealthWatch
@@ -37,6 +36,7 @@ from waymark.store.publisher_states import PublisherStates
 from waymark.store.reader import Reader
 from waymark.store.records import Records
 from waymark.store.registry import Registry
+from waymark.store.replica_counts import ReplicaCounts
 from waymark.store.reservations import Reservations
 from waymark.store.responses import StoredResponses
 from waymark.store.scripts import Scripts
@@ -108,7 +108,7 @@ class Store:
         self.answers = StoredAnswers(client, self.scripts)
         self.placements = Placements(client, self.scripts)
         self.responses = StoredResponses(client, self.scripts)
-        self.counts = FleetCounts(client, self.scripts, self.begin)
+        self.counts = ReplicaCounts(client, self.scripts, self.begin)
         self.sweeper = Sweeper(client, self.scripts, self.parser, metrics)
         reading = read_client or client
         self.reader = Reader(
