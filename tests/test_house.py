@@ -64,6 +64,13 @@ RETIRED_NAMES = {
     **{"Seat": "PublisherIds", "seat": "ids, or publisher", "Told": "StreamComplaints", "Came": "TryResult"},
     **{"Judgement": "FramePosition", "Lookup": "TargetLookup, CacheLookup", "Pace": "SweepPace, ReplayPace"},
     **{"birth": "incarnation", "beat": "heartbeat"},
+    **{
+        "CatchUp": "ReplayAttempt",
+        "Dialect": "Api",
+        "Tier": "MediumBlocks",
+        "FleetCounts": "ReplicaCounts",
+        "catch_up": "replay",
+    },
 }
 #: Names of scripts, which stay, are names of the functions that call them.
 SCRIPT_NAMES = {"beat": ("app/waymark/store/scripts.py", "app/waymark/store/heartbeats.py", "tests/lua/test_beat.py")}

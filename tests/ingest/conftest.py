@@ -144,7 +144,7 @@ class Pod:
         await wait_until(lambda: self.publisher.subscribers == 0, f"{self.name} has no subscriber", PATIENCE_SECONDS)
 
     async def caught_up(self) -> None:
-        """Subscribed, and the catching up that comes with it is over: what is sent from now on is live."""
+        """Subscribed, and the replay that comes with it is over: what is sent from now on is live."""
         await self.subscribed()
         await self.has_status("active", "degraded")
 

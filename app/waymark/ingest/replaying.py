@@ -1,4 +1,4 @@
-"""The replays of one stream: it waits for a place, catches up, and meanwhile goes on without the replay."""
+"""The replays of one stream: it waits for a place and requests batches, and meanwhile goes on without them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from waymark.ingest.catch_up import CatchUp, CatchUpResult
 from waymark.ingest.life import Life
+from waymark.ingest.replay_attempt import AttemptResult, ReplayAttempt
 from waymark.ingest.replay_places import ReplayPlace, ReplayPlaces
 from waymark.ingest.sockets import ZmqContext
 from waymark.logs import fields
@@ -76,8 +76,8 @@ class Replaying:
             self._place = None
         self._seconds_left = self._seconds
 
-    async def run(self, endpoint: str, *, is_unbroken: Callable[[], bool], needed_by: int | None) -> CatchUpResult:
-        """Catch up, in as many steps as it takes. WAITING if live frames can be applied before there is a place.
+    async def run(self, endpoint: str, *, is_unbroken: Callable[[], bool], needed_by: int | None) -> AttemptResult:
+        """Replay what is missing. WAITING if live frames can be applied before there is a place.
 
         ``needed_by`` is the seq of a live frame that waits. If batches are missing before it, the frame waits until
         there is a place; otherwise it waits at most ``idle_seconds``.
@@ -88,12 +88,12 @@ class Replaying:
             while True:
                 if not await self._has_place(needed_by):
                     self._life.go_on_unproven()
-                    return CatchUpResult.WAITING
+                    return AttemptResult.WAITING
                 if not is_unbroken():
                     # The connection may have ended while this stream waited for its place.
                     self._life.is_proven = False
                 outcome = await self._use_place(endpoint)
-                if outcome is not CatchUpResult.YIELDED:
+                if outcome is not AttemptResult.YIELDED:
                     return outcome
         except BaseException:
             self.drop()
@@ -113,12 +113,12 @@ class Replaying:
                 return False
         return True
 
-    async def _use_place(self, endpoint: str) -> CatchUpResult:
-        """Catch up until the end, or until the place is needed by another stream."""
+    async def _use_place(self, endpoint: str) -> AttemptResult:
+        """Replay until the end, or until the place is needed by another stream."""
         place, self._place = self._place, None
         assert place is not None
         began = time.monotonic()
-        catch_up = CatchUp(
+        attempt = ReplayAttempt(
             self._life,
             self._context,
             endpoint,
@@ -131,17 +131,17 @@ class Replaying:
             between_portions=self._tick,
         )
         try:
-            outcome = await catch_up.run()
+            outcome = await attempt.run()
         finally:
             place.release()
         self._seconds_left -= time.monotonic() - began
-        self._is_slow = catch_up.is_slow
-        if catch_up.yielded is not None:
-            self._metrics.replay_places_yielded.labels(reason=catch_up.yielded).inc()
-            about = fields(stream=self._life.name, reason=catch_up.yielded, watermark=self._life.order.watermark)
+        self._is_slow = attempt.is_slow
+        if attempt.yielded is not None:
+            self._metrics.replay_places_yielded.labels(reason=attempt.yielded).inc()
+            about = fields(stream=self._life.name, reason=attempt.yielded, watermark=self._life.order.watermark)
             log.debug("replay gave up its place", extra=about)
             if self._seconds_left > 0:
-                return CatchUpResult.YIELDED
-            outcome = CatchUpResult.INCOMPLETE
+                return AttemptResult.YIELDED
+            outcome = AttemptResult.INCOMPLETE
         self._seconds_left = self._seconds
         return outcome

@@ -17,12 +17,12 @@ from waymark.apply.applier import Incoming
 from waymark.apply.redis_calls import Fenced
 from waymark.domain.status import StreamStatus
 from waymark.errors import InvalidValue
-from waymark.ingest.catch_up import CatchUpResult
 from waymark.ingest.frames import Frame
 from waymark.ingest.life import Life
 from waymark.ingest.order import FramePosition
 from waymark.ingest.rank_streams import RankStreams
 from waymark.ingest.reasons import REPLAY_INCOMPLETE, REPLAY_SILENT, REPLAY_WAITING
+from waymark.ingest.replay_attempt import AttemptResult
 from waymark.ingest.replay_pauses import ReplayPauses
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.replaying import Replaying
@@ -111,14 +111,14 @@ class Stream:
                 while True:
                     await self._subscriber.wait(_TICK_SECONDS)
                     if self._replaying.is_due or self._is_beginning_due:
-                        await self._catch_up()
+                        await self._run_replay()
                     frames = self._subscriber.take(self._options.fold_batches)
                     if frames:
                         await self._live(frames)
                     elif self._subscriber.is_connected and self._subscriber.connection != self._connection:
                         await self._connected(self._subscriber.connection)
                     elif self._is_probe_due():
-                        await self._catch_up()
+                        await self._run_replay()
                     await self._tick()
         except Fenced:
             log.info(
@@ -224,7 +224,7 @@ class Stream:
                 await life.begin_anew("a lower seq")
                 self._pauses.reset()
             if judgement is not FramePosition.BEGINNING or incoming.seq > life.first_seq:
-                await self._catch_up(needed_by=incoming.seq)
+                await self._run_replay(needed_by=incoming.seq)
             judgement = self._place(incoming)
             if judgement is not FramePosition.RESTART:
                 break
@@ -257,14 +257,14 @@ class Stream:
         self._life.is_proven = False
         self._life.order.connected()
         self._rank_streams.connected()
-        await self._catch_up()
+        await self._run_replay()
 
     @property
     def _is_unbroken(self) -> bool:
         """Whether the connection whose frames are being read is still open."""
         return self._subscriber.is_connected and self._subscriber.connection == self._connection
 
-    async def _catch_up(self, *, needed_by: int | None = None) -> None:
+    async def _run_replay(self, *, needed_by: int | None = None) -> None:
         """Request everything from the watermark on and apply it, within the times of the options.
 
         ``needed_by`` is the seq of a live frame that waits for it.
@@ -288,21 +288,21 @@ class Stream:
                 "a replay cannot be requested; missing batches stay missing",
                 extra=fields(stream=life.name, error=str(exc)),
             )
-            outcome = CatchUpResult.SILENT
-        self._answered = life.begun if outcome is CatchUpResult.COMPLETE else None
+            outcome = AttemptResult.SILENT
+        self._answered = life.begun if outcome is AttemptResult.COMPLETE else None
         is_other_life = life.begun != begun
         if is_other_life and not self._is_unbroken:
             self._over = self._connection
-        if outcome is CatchUpResult.WAITING:
+        if outcome is AttemptResult.WAITING:
             return
         life.count_replay(outcome)
         self._heard = time.monotonic()
         life.reasons -= {REPLAY_SILENT, REPLAY_INCOMPLETE, REPLAY_WAITING}
-        if outcome is CatchUpResult.COMPLETE:
+        if outcome is AttemptResult.COMPLETE:
             self._pauses.reset()
             await life.found()
             return
         self._pauses.put_off_beginning()
-        life.reasons.add(REPLAY_SILENT if outcome is CatchUpResult.SILENT else REPLAY_INCOMPLETE)
+        life.reasons.add(REPLAY_SILENT if outcome is AttemptResult.SILENT else REPLAY_INCOMPLETE)
         if life.order.watermark == before and not is_other_life:
             self._pauses.nothing_came()

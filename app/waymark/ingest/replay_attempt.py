@@ -1,4 +1,4 @@
-"""Catches up: requests a replay from the watermark, and decides what its replies prove.
+"""Requests a replay from the watermark, and decides what its replies prove.
 
 The replay begins at the watermark, so its first reply shows whether the life is still the same. The same bytes prove
 the same life. Other bytes, or an empty replay, prove that the publisher restarted unnoticed. If the replies end too
@@ -23,7 +23,7 @@ _PORTION_BYTES = 8 * 2**20
 _TRIES = 3
 
 
-class CatchUpResult(StrEnum):
+class AttemptResult(StrEnum):
     COMPLETE = "complete"
     INCOMPLETE = "incomplete"
     """The replies ended early, and further requests brought nothing new."""
@@ -35,8 +35,8 @@ class CatchUpResult(StrEnum):
     """The replay waits for a place. Live frames that do not need the replay are applied meanwhile."""
 
 
-class CatchUp:
-    """Catches up one stream once. The stream holds a place, which it may have to give up early.
+class ReplayAttempt:
+    """One replay of one stream, in a few requests at most. Another stream may need its place before it ends.
 
     ``between_portions`` is awaited between portions; it renews the lease during a long replay.
     """
@@ -76,8 +76,8 @@ class CatchUp:
         """The replies came below the lowest rate."""
         return self._pace.is_slow
 
-    async def run(self) -> CatchUpResult:
-        """Catch up to the end, or until another stream needs the place (YIELDED)."""
+    async def run(self) -> AttemptResult:
+        """Request and apply what is missing, or stop when another stream needs the place (YIELDED)."""
         order = self._life.order
         has_heard, tries = False, 0
         while tries < _TRIES and time.monotonic() < self._deadline:
@@ -87,18 +87,18 @@ class CatchUp:
             has_heard = has_heard or not request.is_empty
             self._hole = request.hole
             if self.yielded is not None:
-                return CatchUpResult.YIELDED
+                return AttemptResult.YIELDED
             if request.is_over:
                 pass
             elif outcome is ReplayOutcome.COMPLETE:
                 if not request.is_empty or order.watermark is None:
-                    return CatchUpResult.COMPLETE
+                    return AttemptResult.COMPLETE
                 # Even the batch at the watermark is missing: the publisher restarted, and has sent nothing yet.
                 await self._life.begin_anew("empty replay")
             elif not has_heard:
-                return CatchUpResult.SILENT
+                return AttemptResult.SILENT
             tries = 0 if order.watermark != before else tries + 1
-        return CatchUpResult.INCOMPLETE
+        return AttemptResult.INCOMPLETE
 
     async def _ask(self, request: _ReplayRequest) -> ReplayOutcome | None:
         replay = Replay(
