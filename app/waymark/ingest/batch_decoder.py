@@ -11,6 +11,7 @@ from waymark.domain.events import Batch
 from waymark.engines import Decoder, OverCeiling
 from waymark.engines.batches import MORE, SHORT_BYTES
 from waymark.errors import Undecodable
+from waymark.ingest.counters import LifeCounter
 from waymark.ingest.frames import DIGEST_SLICE_BYTES, digest, digest_slices
 from waymark.logs import fields
 from waymark.metrics import Metrics
@@ -32,7 +33,7 @@ class BatchDecoder:
         topic: str | None,
         decode: Decoder,
         slices: SliceRunner,
-        count: Callable[[str], None],
+        count: Callable[[LifeCounter], None],
         metrics: Metrics,
     ) -> None:
         """``topic`` is the publisher's topic, if others share its socket."""

@@ -18,6 +18,7 @@ from waymark.domain.resolver import UNTRUSTED
 from waymark.domain.status import StreamStatus
 from waymark.engines import Decoder
 from waymark.ingest.batch_decoder import BatchDecoder
+from waymark.ingest.counters import LifeCounter, metrics_of_life
 from waymark.ingest.order import FrameOrder
 from waymark.ingest.reasons import (
     BATCHES_LOST,
@@ -83,10 +84,11 @@ class Life:
         """A status was written since the last report, so the record may differ from that report."""
         self._dp_rank = registration.dp_rank
         self._metrics = metrics
+        self._counted = metrics_of_life(metrics)
         self._on_gap = on_gap
         self._fold: list[Incoming] = []
         self._fold_bytes = 0
-        self._passed: Counter[str] = Counter()
+        self._passed: Counter[LifeCounter] = Counter()
         """Counts of the batches that the open fold skips. They are added to ``counters`` when the fold is applied."""
 
     # ---- forward -----------------------------------------------------------------------------------
@@ -294,17 +296,17 @@ class Life:
 
     # ---- counting ----------------------------------------------------------------------------------
 
-    def count(self, name: str, n: int = 1) -> None:
-        """Count in the record, and in the metric of that name if there is one."""
+    def count(self, name: LifeCounter, n: int = 1) -> None:
+        """Count in the record, and in the metric of that name if there is one; KeyError if there is no such counter."""
+        metric = self._counted[name]
         if n:
             self.counters[name] += n
-            metric = getattr(self._metrics, name, None)
             if metric is not None:
                 metric.inc(n)
 
     def count_passed(self) -> None:
         """Add the counts of skipped batches: the watermark in Redis is above them now, or their life has ended."""
-        passed, self._passed = self._passed, Counter()
+        passed, self._passed = self._passed, Counter[LifeCounter]()
         for name, n in passed.items():
             self.count(name, n)
 

@@ -19,6 +19,7 @@ from waymark.domain.prefixes import HOT, WARM, PrefixChange, PrefixEvent, change
 from waymark.domain.status import StreamStatus
 from waymark.engines.continuum import read_event
 from waymark.errors import Undecodable
+from waymark.ingest.counters import PrefixCounter, PrefixCounterByReason
 from waymark.ingest.event_source import PAUSE_SECONDS, EventSource
 from waymark.logs import fields
 from waymark.metrics import OTHER_MODELS, Metrics
@@ -167,7 +168,7 @@ class PrefixStream:
         try:
             report = read_event(event.type, event.data)
         except Undecodable as exc:
-            self._count(f"decode_errors.{exc.kind}")
+            self._count_reason("decode_errors", exc.kind)
             self._metrics.decode_errors.labels(reason=exc.kind).inc()
             if exc.kind not in self._logged:
                 self._logged.add(exc.kind)
@@ -185,7 +186,7 @@ class PrefixStream:
         return PrefixChange(prefix_key(report.prefix_hash), change_of(report.event, self._options), report.tokens)
 
     def _ignore(self, reason: str) -> None:
-        self._count(f"events_ignored.{reason}")
+        self._count_reason("events_ignored", reason)
         self._metrics.events_ignored.labels(reason=reason).inc()
 
     async def _write(self, changes: list[PrefixChange]) -> None:
@@ -288,6 +289,9 @@ class PrefixStream:
         except (TimeoutError, Fenced):
             log.debug("last counters not written", extra=fields(stream=self._name))
 
-    def _count(self, name: str, n: int = 1) -> None:
+    def _count(self, name: PrefixCounter, n: int = 1) -> None:
         if n:
             self._applier.counters[name] += n
+
+    def _count_reason(self, name: PrefixCounterByReason, reason: str) -> None:
+        self._applier.counters[f"{name}.{reason}"] += 1
