@@ -33,8 +33,8 @@ _HAS_LIMITED_API = sys.implementation.name == "cpython" and not sysconfig.get_co
 _CHOICES = ("auto", "always", "never")
 
 
-#: A link of Markdown to a file of the repository.
-_LINK = re.compile(r"\]\((?!https?://|#)([^)\s]+)\)")
+#: A link of Markdown to a file of the repository, and an image, which is one with an exclamation mark before it.
+_LINK = re.compile(r"(?P<before>(?P<image>!\[[^\]]*)?\]\()(?!https?://|#)(?P<file>[^)\s]+)\)")
 
 
 class AddressHook(MetadataHookInterface):
@@ -48,7 +48,7 @@ class AddressHook(MetadataHookInterface):
         metadata["urls"] = {}
         if repository:
             files = f"{repository}/blob/v{_version(Path(self.root))}"
-            text = _LINK.sub(rf"]({files}/\1)", text)
+            text = absolute(text, repository, f"v{_version(Path(self.root))}")
             metadata["urls"] = {
                 "Source": repository,
                 "Documentation": f"{files}/README.md",
@@ -56,6 +56,15 @@ class AddressHook(MetadataHookInterface):
                 "Issues": f"{repository}/issues",
             }
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
+
+
+def absolute(text: str, repository: str, tag: str) -> str:
+    """The text with links to the files at that tag; ``blob`` is a page with the file, so an image needs ``raw``."""
+
+    def link(found: re.Match[str]) -> str:
+        return f"{found['before']}{repository}/{'raw' if found['image'] else 'blob'}/{tag}/{found['file']})"
+
+    return _LINK.sub(link, text)
 
 
 def _version(root: Path) -> str:

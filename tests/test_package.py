@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from tests.live import start
 from tests.patience import patient
 from waymark import __version__
+from waymark.cli.commands import COMMANDS
 
 pytestmark = pytest.mark.outside
 
@@ -73,10 +74,12 @@ def test_what_has_no_public_address_is_not_published(built: Path, tmp_path: Path
     run(sys.executable, "scripts/publishable.py", cwd=tree)
     found = metadata_of(tree, tmp_path / "with")
     assert "Project-URL: Source, https://git.test/us/waymark\n" in found
-    links = re.findall(r"\]\(([^)]+)\)", found)
-    files = f"https://git.test/us/waymark/blob/v{__version__}/"
-    assert f"{files}docs/engines.md" in links
-    assert [link for link in links if not link.startswith(files)] == []
+    links, images = (set(re.findall(rf"{mark}\[[^\]]*\]\(([^)]+)\)", found)) for mark in ("(?<!!)", "!"))
+    pages, files = (f"https://git.test/us/waymark/{kind}/v{__version__}/" for kind in ("blob", "raw"))
+    assert f"{pages}docs/engines.md" in links
+    assert {link for link in links if not link.startswith(pages)} == set()
+    assert f"{files}docs/images/engines-light.png" in images
+    assert {image for image in images if not image.startswith(files)} == set()
 
 
 def needed(names: set[str]) -> set[str]:
@@ -200,7 +203,7 @@ with Client(url) as waymark:
 @pytest.mark.parametrize(
     ("words", "extra"),
     [
-        *(("serve", "server"), ("query", "server"), ("status", "server"), ("demo", "demo")),
+        *(("serve", "server"), ("query", "server"), ("status", "server"), ("demo", "demo"), ("epp", "epp")),
         *(("simulate", "server"), ("simulate --help", "server"), ("simulate --prompts 1", "server")),
     ],
 )
@@ -210,6 +213,18 @@ def test_a_command_of_the_server_says_what_to_install(installed: Path, words: st
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"waymark {words.split()[0]}: ")
     assert done.stderr.endswith(f" is not installed; pip install 'waymark[{extra}]'\n")
+
+
+def extra_needs(extra: str) -> set[str]:
+    """The distributions of an extra, and of the extras in it."""
+    own = [Requirement(line) for line in PROJECT["optional-dependencies"][extra]]
+    inner = {name for requirement in own if requirement.name == "waymark" for name in requirement.extras}
+    return {requirement.name for requirement in own} | {name for each in inner for name in extra_needs(each)}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_extra_of_a_command_has_what_the_server_needs(command: str) -> None:
+    assert extra_needs(COMMANDS[command].extra) >= extra_needs("server")
 
 
 def test_help_and_version_need_nothing(installed: Path, tmp_path: Path) -> None:

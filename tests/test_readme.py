@@ -71,13 +71,29 @@ def test_the_readme_shows_what_the_demo_prints() -> None:
     assert done.stdout.strip().splitlines() == shown[1].strip().splitlines()
 
 
+def headings(text: str) -> list[str]:
+    """The names that links to the headings of a page have: small letters, hyphens for spaces, no other signs."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return [re.sub(r"[^\w\s-]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_file(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    for name in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text):
-        assert (page.parent / name).exists(), name
+    for name, part in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", text):
+        target = page.parent / name if name else page
+        assert target.exists(), name
+        assert not part or part in headings(target.read_text(encoding="utf-8")), f"{name}#{part}"
     for name in re.findall(r"`((?:app|lua|docs|native)/[\w/.-]+)`", text):
         assert (ROOT / name).exists(), name
+
+
+def test_the_page_of_security_leads_to_the_permissions_in_redis() -> None:
+    rows = re.findall(r"^\| Redis \|.*$", (ROOT / "SECURITY.md").read_text(encoding="utf-8"), re.MULTILINE)
+    ((name, part),) = re.findall(r"\]\(([\w./-]+)#([\w-]+)\)", "".join(rows))
+    before, command, _ = (ROOT / name).read_text(encoding="utf-8").partition("\nACL SETUSER waymark ")
+    assert command
+    assert headings(before)[-1] == part
 
 
 def test_every_page_can_be_found_from_the_readme() -> None:
