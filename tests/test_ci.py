@@ -1,4 +1,4 @@
-"""The workflows: they fit their schema, and their rows are those of ``make matrix``."""
+"""The workflows fit their schema and run the rows of ``make matrix``; git's hooks check what ``make lint`` does."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from scripts.commit_message import complaint
 from tests.patience import patient
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +41,82 @@ def test_a_workflow_fits_its_schema(path: Path) -> None:
 
 def test_every_row_is_run() -> None:
     assert workflow("ci")["jobs"]["matrix"]["strategy"]["matrix"]["row"] == rows()
+
+
+def test_the_table_of_what_has_been_run_has_every_row() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| Row \|.*\n\|-.*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    first_cells = re.findall(r"^\|(.*?)\|", table, re.MULTILINE)
+    assert [row for cell in first_cells for row in re.findall(r"`([^`]+)`", cell)] == rows()
+
+
+@pytest.mark.parametrize("name", ["ci", "release"])
+def test_the_image_is_built_for_both_architectures(name: str) -> None:
+    steps = workflow(name)["jobs"]["image"]["steps"]
+    (at,) = [at for at, step in enumerate(steps) if "docker buildx build" in step.get("run", "")]
+    assert "--platform linux/amd64,linux/arm64 " in steps[at]["run"]
+    # The processor of the runner executes one of them; the other is emulated.
+    assert any(step.get("uses", "").startswith("docker/setup-qemu-action@") for step in steps[:at])
+    assert not re.search(r"--platform|x86|amd64|aarch64|arm64", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
+
+
+def test_wheels_are_built_on_both_architectures_and_published() -> None:
+    jobs = workflow("release")["jobs"]
+    assert jobs["wheels"]["runs-on"] == "${{ matrix.runner }}"
+    assert jobs["wheels"]["strategy"]["matrix"]["runner"] == ["ubuntu-24.04", "ubuntu-24.04-arm"]
+    assert any(step.get("uses", "").startswith("pypa/cibuildwheel@") for step in jobs["wheels"]["steps"])
+    assert set(jobs["publish"]["needs"]) == {"wheels", "sdist"}
+    wheels = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["cibuildwheel"]
+    assert wheels["archs"] == ["native"], "each runner builds for its own processor"
+    assert wheels["build"] == ["cp311-manylinux_*", "cp311-musllinux_*"], "one wheel of the stable ABI for each libc"
+
+
+def hooks() -> dict[str, Any]:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    assert config["default_install_hook_types"] == ["pre-commit", "commit-msg"]
+    assert config["default_stages"] == ["pre-commit"]
+    return {hook["id"]: hook for repository in config["repos"] for hook in repository["hooks"]}
+
+
+def test_the_hooks_of_a_commit_are_the_commands_of_make_lint() -> None:
+    (recipe,) = re.findall(r"^lint:.*\n((?:\t.+\n)+)", MAKEFILE, re.MULTILINE)
+    # A hook is given the files that change, and formats them instead of complaining.
+    linted = [line.removesuffix(" --check") for line in re.findall(r"^\t@\$\(BIN\)/(.+)$", recipe, re.MULTILINE)]
+    run = [hook["entry"].removesuffix(" --force-exclude") for hook in hooks().values() if "stages" not in hook]
+    assert run == [f".venv/bin/{command}" for command in linted]
+    assert re.findall(r"^VENV := (.+)$", MAKEFILE, re.MULTILINE) == [".venv"]
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("Short subject\n\nIt says why.\n", None),
+        (f"{'x' * 60}\n\nwhy\n", None),
+        (f"{'ü' * 60}\n\nwhy\n", None),
+        ("# a comment\nShort subject\n\nwhy\n# another\n", None),
+        (f"Merge branch '{'x' * 60}'\n", None),
+        ("\n# an empty message\n", None),
+        (f"{'x' * 61}\n\nwhy\n", f"the subject has 61 characters; write at most 60: {'x' * 61}"),
+        ("Short subject\n", "leave the line below the subject empty, and then say why"),
+        ("Short subject\n\n# only a comment\n", "leave the line below the subject empty, and then say why"),
+        ("Short subject\nwhy\nand more\n", "leave the line below the subject empty, and then say why"),
+    ],
+)
+def test_a_commit_message_has_a_short_subject_and_says_why(message: str, expected: str | None) -> None:
+    found = complaint(message)
+    assert found is None if expected is None else found and found.startswith(expected)
+
+
+@pytest.mark.outside
+def test_a_commit_with_a_long_subject_is_refused(tmp_path: Path) -> None:
+    hook = hooks()["commit-message"]
+    assert hook["stages"] == ["commit-msg"]
+    script = hook["entry"].removeprefix(".venv/bin/python ")
+    (tmp_path / "message").write_text(f"{'x' * 61}\n\nwhy\n")
+    command = [sys.executable, script, str(tmp_path / "message")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(60), check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("the subject has 61 characters")
 
 
 def test_every_target_that_is_called_is_in_the_makefile() -> None:

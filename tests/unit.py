@@ -135,9 +135,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         _is_in_test = False
 
 
-_is_unit = False
-
-
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     if event in _FORBIDDEN and _is_in_test:
         raise RuntimeError(f"a unit test {_FORBIDDEN[event]}; mark it with @pytest.mark.outside")
