@@ -92,13 +92,15 @@ $(VENV)/.installed-dev: pyproject.toml $(NATIVE) | $(VENV)/.made
 	@touch $@ $(VENV)/.installed
 
 $(VENV)-conformance/.installed: pyproject.toml $(NATIVE)
+	@echo 'making an environment in $(VENV)-conformance'
 	@python="$$(sh scripts/python.sh)" && "$$python" -m venv --clear $(VENV)-conformance
-	@echo 'installing Waymark and dynamo.indexer into $(VENV)-conformance'
 	@echo '*' >$(VENV)-conformance/.gitignore
+	@echo 'installing Waymark and dynamo.indexer into $(VENV)-conformance'
 	@$(VENV)-conformance/bin/python -m pip install --quiet --editable '.[demo]' 'ai-dynamo-runtime==1.6.1'
 	@touch $@
 
-# Marked at the end: an environment that was left half made is made anew.
+# Marked at the end, so that an environment that is only half there is made again.
 $(VENV)/.made:
+	@echo 'making an environment in $(VENV)'
 	@python="$$(sh scripts/python.sh)" && "$$python" -m venv --clear $(VENV)
 	@touch $@

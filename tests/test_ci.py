@@ -119,6 +119,18 @@ def test_a_commit_with_a_long_subject_is_refused(tmp_path: Path) -> None:
     assert done.stderr.startswith("the subject has 61 characters")
 
 
+@pytest.mark.outside
+@pytest.mark.parametrize("target", ["demo", "lint", "conformance"])
+def test_make_says_what_it_does_before_it_takes_long(target: str, tmp_path: Path) -> None:
+    command = ["make", "--no-print-directory", "-n", target, f"VENV={tmp_path / 'venv'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(60), check=True)
+    lines = done.stdout.splitlines()
+    at = [at for at, line in enumerate(lines) if "-m venv" in line or "pip install --quiet" in line]
+    assert len(at) >= 2
+    said = [next(line for line in reversed(lines[:each]) if " -m pip install " not in line) for each in at]
+    assert [line for line in said if not line.startswith(("echo 'making an environment", "echo 'installing "))] == []
+
+
 def test_every_target_that_is_called_is_in_the_makefile() -> None:
     called = set()
     for path in WORKFLOWS:

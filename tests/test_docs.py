@@ -39,6 +39,15 @@ def test_the_page_of_the_source_names_functions_and_metrics_as_they_are() -> Non
     assert f"metrics.{metric}" in source
 
 
+def test_the_page_of_figures_names_each_target_that_is_not_reached() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    before, _, after = page.partition("<!-- measured -->")
+    missed = set(re.findall(r"^\| (P\d+b?) \|.*\| no \|$", after.partition("<!-- /measured -->")[0], re.MULTILINE))
+    (table,) = re.findall(r"^\| \| Figure \| Bar \| Cause \|\n\|-.*\n((?:\|.*\n)+)", before, re.MULTILINE)
+    named = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)
+    assert {each for names in named for each in names.split(", ")} == missed
+
+
 def test_the_page_of_capacity_holds_what_was_measured() -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     measured = {

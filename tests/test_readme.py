@@ -22,7 +22,8 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
     ROOT / "helm" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "lua" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 CURL = re.compile(r"^\$ curl -s localhost:13333(/\S+) -H \"\$J\" -d '(.*?)'\n(.*?)$", re.MULTILINE | re.DOTALL)
 GET = re.compile(r"^\$ redis-cli (H?GET) '(\S+)'(?: (\S+))?\n(\".*\")$", re.MULTILINE)
@@ -30,11 +31,13 @@ GET = re.compile(r"^\$ redis-cli (H?GET) '(\S+)'(?: (\S+))?\n(\".*\")$", re.MULT
 
 async def test_what_is_tried_by_hand_answers_as_printed(redis_url: str, tmp_path: Path) -> None:
     requests = CURL.findall(FIRST_STEPS)
+    on_the_first_page = CURL.findall(README)
+    assert [path for path, _, _ in on_the_first_page] == ["/query"]
     lookups = GET.findall(FIRST_STEPS)
     assert [path for path, _, _ in requests] == ["/register", "/events", "/query"]
     assert len(lookups) == 2
     async with start("serve", redis_url, tmp_path / "log") as live, live.client() as client:
-        for path, body, printed in requests:
+        for path, body, printed in requests + on_the_first_page:
             answer = await client.post(path, content=body, headers={"Content-Type": "application/json"})
             assert answer.text == printed
         redis = Redis.from_url(redis_url)
