@@ -177,8 +177,8 @@ end
 -- ---- the short way -----------------------------------------------------------------------------------
 
 -- Most parts are consecutive slots: new ones at the end of a row, or slots that the row has in this order. The changes
--- for one holder are noted apart from the row's value, and the new value is made once. For other parts the row is cut
--- up (see `cut`).
+-- for one holder are noted apart from the row's value, and the new value is made once. Other parts cut up the
+-- row (see `cut`).
 
 local notes, written, appended = {}, {}, {} -- by row: its note; whether its value is new; the holders to append
 local rows = {} -- the rows that are cut up

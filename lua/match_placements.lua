@@ -15,7 +15,7 @@ local most = tonumber(ARGV[1])
 local matches = {}
 local count, fields = 0, 0
 
-local function tell(holder, blocks)
+local function report(holder, blocks)
   if blocks > 0 then
     matches[#matches + 1] = holder
     matches[#matches + 1] = blocks
@@ -39,12 +39,12 @@ while #going > 0 and count < #KEYS and fields < most do
     if (tonumber(ends[i]) or 0) > now then
       still[#still + 1] = holder
     else
-      tell(holder, count)
+      report(holder, count)
     end
   end
   fields = fields + #going
   count = count + 1
   going = still
 end
-for _, holder in ipairs(going) do tell(holder, count) end
+for _, holder in ipairs(going) do report(holder, count) end
 return {'applied', count, matches}

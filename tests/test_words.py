@@ -65,9 +65,18 @@ JOINED = re.compile(r'"\s*\n\s*f?"')
 
 def pages() -> list[Path]:
     return [
-        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "SECURITY.md", "docker-compose.yml")),
-        *sorted((ROOT / "docs").glob("*.md")),
-        *(path for path in sorted((ROOT / "helm").rglob("*")) if path.suffix in (".md", ".yaml", ".yml", ".json")),
+        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+        *(ROOT / name for name in ("Makefile", "Dockerfile", "docker-compose.yml")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted(path for path in (ROOT / "lua").iterdir() if path.suffix in (".md", ".lua")),
+        *sorted(path for path in (PACKAGE / "api" / "ui").iterdir() if path.suffix in (".html", ".js")),
+        *sorted(path for path in (ROOT / "scripts").iterdir() if path.suffix in (".sh", ".py")),
+        *sorted((ROOT / ".github").rglob("*.yml")),
+        *(
+            path
+            for path in sorted((ROOT / "helm").rglob("*"))
+            if path.suffix in (".md", ".yaml", ".yml", ".json", ".txt")
+        ),
         *sorted(path for path in (ROOT / "deploy").rglob("*") if path.suffix in (".yml", ".yaml", ".json")),
     ]
 
@@ -126,6 +135,16 @@ def test_pages_have_no_retired_word(page: Path) -> None:
     lines = page.read_text(encoding="utf-8").splitlines()
     complaints = [complaint for number, line in enumerate(lines, 1) for complaint in found(number, line)]
     assert not complaints, "\n".join(complaints)
+
+
+def test_pages_in_folders_and_texts_of_programs_are_read() -> None:
+    """Also the help of make, the notes after an installation, and the text of the page in a browser."""
+    names = {page.relative_to(ROOT).as_posix() for page in pages()}
+    assert {
+        *("docs/engines/vllm.md", "docs/notes/hot-path.md", "lua/README.md", "lua/apply_rows.lua", "Makefile"),
+        *("app/waymark/api/ui/index.html", "app/waymark/api/ui/prompt.js", "helm/templates/NOTES.txt"),
+        *("scripts/matrix.sh", "CONTRIBUTING.md", ".github/workflows/ci.yml"),
+    } <= names
 
 
 def test_strings_have_no_retired_word() -> None:

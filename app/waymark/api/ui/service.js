@@ -4,10 +4,10 @@ import { byId } from "./shown.js";
 
 let token = sessionStorage.getItem("token") || "";
 let asking = null;
-let tell = () => {};
+let report = () => {};
 
 export function onState(callback) {
-  tell = callback;
+  report = callback;
 }
 
 export function get(path) {
@@ -45,7 +45,7 @@ export async function send(path, { isAct = false, ...options }) {
       answer = await fetch(path, { ...options, headers, cache: "no-store" });
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      tell("Waymark does not answer; trying again", true);
+      report("Waymark does not answer; trying again", true);
       throw new Error("Waymark does not answer");
     }
     if (answer.status === 401 || (answer.status === 403 && isAct)) {
@@ -53,8 +53,8 @@ export async function send(path, { isAct = false, ...options }) {
       if ((await login(sent, why || "", isAct)) || !isAct) continue;
       throw new Error("No token was given, and nothing has changed.");
     }
-    if (answer.status === 503) tell("Redis is unavailable; trying again", true);
-    else if (answer.ok) tell("live", false);
+    if (answer.status === 503) report("Redis is unavailable; trying again", true);
+    else if (answer.ok) report("live", false);
     return answer;
   }
 }
@@ -83,7 +83,7 @@ function login(refused, why, mayLeave) {
       asking = null;
       resolve(isGiven);
     };
-    if (!mayLeave) tell("a token is needed", true);
+    if (!mayLeave) report("a token is needed", true);
     dialog.showModal();
   });
   return asking;

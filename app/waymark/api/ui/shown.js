@@ -9,7 +9,7 @@ export function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-// A value as one line of text in which nothing moves or hides what is beside it.
+// A value as one line of text in which nothing moves or hides the text next to it.
 export function plain(value) {
   return String(value).replace(/[\p{Cc}\p{Cf}\p{Co}\p{Cn}\u2028\u2029]/gu, "\uFFFD");
 }
@@ -66,7 +66,7 @@ export function several(count, name) {
   return `${count} ${name}${count === 1 ? "" : "s"}`;
 }
 
-// A canvas as sharp as the screen, for what the text beside it says too.
+// A canvas as sharp as the screen, for what the text next to it says too.
 export function canvas(width, height) {
   const made = element("canvas", { "aria-hidden": "true" });
   const scale = devicePixelRatio || 1;
