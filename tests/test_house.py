@@ -21,8 +21,21 @@ from waymark.simulator.options import SimulateOptions
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "app" / "waymark"
-#: A file has one subject, so most have less than 300 lines. These have one subject and need more.
-LINES_MAX, LONG = 500, {"domain/resolver.py": "one state machine", "settings.py": "a table"}
+#: A file has one subject, so it has at most so many lines; these have one subject and need more.
+LINES_MAX = 300
+LONG = {
+    "api/answer_schemas.py": "a table: the models of the answers of one API",
+    "api/path_docs.py": "a table: what each path does",
+    "discovery/describe.py": "one dialogue: what an engine is asked about itself, and how each answer is read",
+    "domain/held.py": "one data structure: the blocks of a stream, by hash, place and holder",
+    "domain/resolver.py": "one state machine: from events to changes of rows",
+    "ingest/life.py": "one state: that of a stream, with all that changes it",
+    "ingest/stream.py": "one loop: subscribe, replay, apply",
+    "metrics.py": "a table: a row for each metric",
+    "routing/presets.py": "a table: a function and a row for each policy",
+    "settings.py": "a table: a field and a sentence for each setting",
+    "store/scripts.py": "a table: a method for each Lua script",
+}
 #: Words that keys, fields, logs, commands and metrics use with a meaning of their own, and no module's name.
 WORDS = set(
     re.findall(
@@ -107,7 +120,9 @@ def test_the_applier_lists_its_states() -> None:
 
 def test_a_file_has_one_subject_and_few_lines() -> None:
     lines = {name: text.count("\n") for name, text in sources().items()}
-    assert {name: count for name, count in lines.items() if count > LINES_MAX}.keys() == LONG.keys()
+    assert {name: count for name, count in lines.items() if count > LINES_MAX and name not in LONG} == {}
+    assert LONG.keys() <= lines.keys()
+    assert all(LONG.values()), "an exception has a reason"
 
 
 def test_a_status_of_a_stream_is_a_member_of_its_enum() -> None:
