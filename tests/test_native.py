@@ -17,7 +17,9 @@ from tests.sanitize.batches import BATCHES
 from tests.sanitize.targets import TARGETS
 from waymark import native
 from waymark.domain.events import Cleared, Removed, Stored
+from waymark.domain.known import KnownBlocks, Places
 from waymark.domain.media import normal_medium
+from waymark.domain.parts import PackedParts
 from waymark.errors import StaleBuild
 
 ROOT = Path(__file__).parents[1]
@@ -75,6 +77,23 @@ def test_a_function_takes_the_arguments_that_are_declared(loops: native.NativeFu
     for count in (0, len(declared) - 1, len(declared) + 1):
         with pytest.raises(TypeError, match=rf"{name}\(\) takes {len(declared)} arguments \({count} given\)"):
             getattr(loops, name)(*[b""] * count)
+
+
+@pytest.mark.parametrize(
+    ("name", "declared"), [("Places", Places), ("KnownBlocks", KnownBlocks), ("Parts", PackedParts)]
+)
+def test_a_type_has_the_methods_and_attributes_that_are_declared(
+    loops: native.NativeFunctions, name: str, declared: type
+) -> None:
+    built = getattr(loops, name)
+    own = {each for each in {*vars(declared), *vars(declared).get("__annotations__", {})} if each[0] != "_"}
+    assert {each for each in dir(built) if each[0] != "_"} == own
+    for each in own & vars(declared).keys():
+        built_parameters, parameters = (
+            [(one.name, one.kind) for one in inspect.signature(getattr(owner, each)).parameters.values()][1:]
+            for owner in (built, declared)
+        )
+        assert built_parameters == parameters, each
 
 
 #: Of each function: arguments that it works on, and some that it refuses.

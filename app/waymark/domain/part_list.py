@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 from waymark import native
 from waymark.domain.keys import KEY_BYTES, pack
@@ -15,7 +14,10 @@ _BLOCKS_MAX = 64
 
 def new_part_list(seq: int) -> PartList:
     """A list for the parts of one batch; it is in the C module if that is selected."""
-    return PartList(seq) if native.selected is None else _PackedPartList(seq, native.selected.Parts(Part, Place, seq))
+    if native.selected is None:
+        return PartList(seq)
+    packed_parts: PackedParts = native.selected.Parts(Part, Place, seq)
+    return _PackedPartList(seq, packed_parts)
 
 
 class PartList:
@@ -102,13 +104,13 @@ class PartList:
 
 
 class _PackedPartList(PartList):
-    def __init__(self, seq: int, loop: Any) -> None:
+    def __init__(self, seq: int, packed_parts: PackedParts) -> None:
         super().__init__(seq)
-        self._loop = loop
+        self._packed = packed_parts
 
     @property
     def parts(self) -> PackedParts:
-        return cast("PackedParts", self._loop)
+        return self._packed
 
     def add_packed(
         self,
@@ -125,7 +127,7 @@ class _PackedPartList(PartList):
         copies: bytes = UNCHANGED,
         waits: bool = False,
     ) -> None:
-        self._loop.add(
+        self._packed.add(
             kind, holder, position, place, namespace, slots, hashes, is_known, is_identity, parent, copies, waits
         )
 

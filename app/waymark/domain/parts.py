@@ -125,14 +125,32 @@ class PackedParts(Sequence[Part]):
 
     def __iadd__(self, others: PackedParts) -> Self: ...  # type: ignore[empty-body]
 
-    def end(self, start: int, parts_max: int, blocks_max: int) -> int:  # type: ignore[empty-body]
+    def add(
+        self,
+        kind: PartKind,
+        holder: int,
+        position: int,
+        place: Place,
+        namespace: int,
+        slots: bytes,
+        hashes: bytes,
+        is_known: bool,
+        is_identity: bool,
+        parent: int | None,
+        copies: bytes,
+        waits: bool,
+        /,
+    ) -> None:
+        """``PartList.add_packed``, with every argument given."""
+
+    def end(self, start: int, parts_max: int, blocks_max: int, /) -> int:  # type: ignore[empty-body]
         """The end of the parts from ``start`` on that are within both bounds, but of one at least."""
 
-    def cut(self, start: int, end: int) -> PackedParts:  # type: ignore[empty-body]
+    def cut(self, start: int, end: int, /) -> PackedParts:  # type: ignore[empty-body]
         """Parts ``start`` to ``end``."""
 
     def pack(  # type: ignore[empty-body]
-        self, start: int, end: int, prefix: bytes
+        self, start: int, end: int, prefix: bytes, /
     ) -> tuple[int, list[int], list[bytes], list[int], list[bytes]]:
         """What a call with these parts sends: how many blocks, holders, keys of rows, seqs, and the parts."""
 
