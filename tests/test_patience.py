@@ -26,6 +26,28 @@ INSTEAD = {
 }
 #: ``asyncio.wait`` returns at its timeout and does not fail: a test uses it to see that something does not happen.
 MAY_RETURN = {"asyncio.wait"}
+SLEEPS = {"anyio.sleep", "asyncio.sleep", "time.sleep"}
+#: Files that sleep for a fixed time, and why: none of them waits like that for what it asserts.
+MAY_SLEEP = {
+    "api/test_activity.py": "Redis is away for a while",
+    "api/test_hostile_connections.py": "a client that sends slowly",
+    "discovery/test_describe.py": "an engine that never answers",
+    "e2e/test_behind_nginx.py": "the pace of a load",
+    "e2e/test_redis_away.py": "the pace of a load, and of a fault",
+    "ingest/test_catch_up.py": "the pace of a publisher's endless replay",
+    "ingest/test_large_frames.py": "the pace of a flood",
+    "ingest/test_late_answers.py": "the pace of a publisher",
+    "ingest/test_replay.py": "the pace of a publisher's endless replay",
+    "ingest/test_scraping.py": "an engine that never answers",
+    "ingest/test_worker.py": "slow calls, and the pace of a load",
+    "patience.py": "the pause between two looks of the predicate itself",
+    "serving/wire.py": "pieces of a request in packets of their own",
+    "store/histories.py": "the pause between two looks at a process",
+    "test_asker.py": "a server that never answers",
+    "tokenization/record.py": "the pace of a program that records, and is no test",
+    "tokenization/test_local.py": "turns of the loop while a thread works",
+    "tokenization/test_remote.py": "a service that never answers",
+}
 #: Calls that wait for a process, for ever unless they are given a ``timeout``.
 FOR_A_PROCESS = {f"subprocess.{name}" for name in ("call", "check_call", "check_output", "run")}
 #: What the name of a time that was measured ends with, and calls whose differences are one.
@@ -119,6 +141,37 @@ def test_every_deadline_knows_the_load() -> None:
     paths = [path for path in TESTS.rglob("*.py") if not PROGRAMS & set(path.parts) and path.name != "patience.py"]
     found = {str(path.relative_to(TESTS)): bare_deadlines(path.read_text(encoding="utf-8")) for path in paths}
     assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def fixed_sleeps(source: str) -> list[int]:
+    """Lines of ``source`` at which it sleeps for a fixed time."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and dotted(node.func) in SLEEPS:
+            times = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+            if any(isinstance(each, (int, float)) and each > 0 for each in times):
+                found.append(node.lineno)
+    return found
+
+
+@pytest.mark.slow
+def test_no_test_sleeps_where_it_could_wait_for_something() -> None:
+    paths = [path for path in TESTS.rglob("*.py") if not PROGRAMS & set(path.parts)]
+    found = {str(path.relative_to(TESTS)) for path in paths if fixed_sleeps(path.read_text(encoding="utf-8"))}
+    assert found == set(MAY_SLEEP)
+
+
+@pytest.mark.parametrize(
+    ("call", "is_found"),
+    [
+        ("asyncio.sleep(0.1)", True),
+        ("time.sleep(patient(1))", True),
+        ("asyncio.sleep(0)", False),
+        ("asyncio.sleep(pause)", False),
+    ],
+)
+def test_a_fixed_sleep_is_found(call: str, is_found: bool) -> None:
+    assert bool(fixed_sleeps(call)) is is_found
 
 
 def test_a_bare_deadline_is_found() -> None:

@@ -154,12 +154,14 @@ async def test_a_publisher_that_is_unregistered_is_scraped_no_more_and_leaves_no
     await wait_until(lambda: engines[0].asked["/metrics"] > 1, "it is scraped")
     assert (await replica.post("/unregister", json={"instance_id": "pod-1"})).status_code == 200
 
+    await register("pod-2", address=engines[1].url)
+
     async def is_quiet() -> bool:
-        before = engines[0].asked["/metrics"]
-        await asyncio.sleep(1)
+        before, other = (engine.asked["/metrics"] for engine in engines)
+        await wait_until(lambda: engines[1].asked["/metrics"] > other + 3, "the other is scraped")
         return engines[0].asked["/metrics"] == before
 
-    await wait_until(is_quiet, "nobody scrapes it")
+    await wait_until(is_quiet, "the other is scraped, and it is not")
 
     async def is_empty() -> bool:
         return await store.gauges.read(1, [1]) == {}
