@@ -14,6 +14,7 @@ import yaml
 
 from scripts.commit_message import complaint
 from tests.patience import patient
+from tests.sanitize.__main__ import names_of_tests
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -141,6 +142,13 @@ def test_every_target_that_is_called_is_in_the_makefile() -> None:
                     called |= {word for word in words.split() if re.fullmatch(r"[a-z-]+", word)}
     assert {"check", "matrix", "coverage", "sanitize", "fuzz", "wheel"} <= called
     assert called <= set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+
+
+def test_the_sanitizers_see_the_frames_of_engines() -> None:
+    names = names_of_tests()
+    frames = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "engines").glob("test_*.py")}
+    assert "tests/engines/test_fuzz.py" in frames
+    assert frames | {"tests/test_native.py", "tests/domain/test_known.py"} <= set(names)
 
 
 def test_the_pythons_of_the_rows_are_those_of_the_package() -> None:
