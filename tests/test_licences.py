@@ -41,9 +41,9 @@ HEADER = re.compile(
 
 
 def files() -> list[Path]:
-    """Everything that is tracked; where there is no git, everything that stands here."""
+    """Everything that is tracked; where nothing is, as in a copy of the tree, everything that stands here."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=patient(60))
-    if listed.returncode == 0:
+    if listed.returncode == 0 and listed.stdout:
         return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
     found = [path for path in ROOT.rglob("*") if path.is_file()]
     return [path for path in found if not any(map(is_made, path.relative_to(ROOT).parts[:-1]))]

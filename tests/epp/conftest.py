@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import grpc
@@ -43,9 +43,12 @@ class Epp:
     channel: Any
     stop: asyncio.Event
     serving: asyncio.Task[None]
+    streams: list[Stream] = field(default_factory=list)
+    """All of them: gRPC cancels a call that nobody holds, and its reservation ends."""
 
     def stream(self) -> Stream:
-        return Stream(self.channel)
+        self.streams.append(Stream(self.channel))
+        return self.streams[-1]
 
 
 class StartEpp(Protocol):

@@ -10,7 +10,7 @@ import asyncio
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.serving.readings import Reading, Readings, of_h11, ours
@@ -113,6 +113,7 @@ def check(sent: list[bytes], found: Readings, other: Readings) -> None:
 
 @settings(deadline=None, max_examples=1500)
 @given(pieces())
+@example([b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n"])
 def test_ours_and_h11_never_read_two_different_requests(sent: list[bytes]) -> None:
     check(sent, asyncio.run(ours(sent)), of_h11(sent))
 

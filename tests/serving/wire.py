@@ -134,6 +134,8 @@ def answers(wire: bytes, methods: Sequence[str] = ()) -> list[Answer]:
         status, headers, body = 0, dict[str, str](), b""
         while not isinstance(event := client.next_event(), h11.EndOfMessage):
             assert not isinstance(event, h11.ConnectionClosed | type(h11.NEED_DATA)), wire
+            if isinstance(event, h11.InformationalResponse) and not client.trailing_data[0]:
+                return found  # the client may send its body, and has not
             if isinstance(event, h11.Response):
                 status = event.status_code
                 headers = {name.decode(): value.decode() for name, value in event.headers}
