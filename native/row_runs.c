@@ -150,9 +150,11 @@ static Verdict add_rows(Runs *runs, const Input *keys, PyObject *rows, Py_ssize_
     for (*pieces = 0; verdict == GOES_ON && *pieces < count; *pieces += verdict == GOES_ON) {
         PyObject *row = PyList_GetItem(rows, *pieces);
         const Py_ssize_t at = PIECE * *pieces;
-        if (row == Py_None || at >= blocks)
+        if (row == NULL)
+            verdict = FAILED; /* a callback has emptied the list */
+        else if (row == Py_None || at >= blocks)
             verdict = IS_OVER;
-        else if (row == NULL || !open_bytes(row, &value))
+        else if (!open_bytes(row, &value))
             verdict = FAILED;
         else {
             open_piece(&piece, (const unsigned char *)keys->start + KEY * at, blocks - at);

@@ -7,7 +7,7 @@ SUBJECT_CHARS_MAX = 60
 #: Below this line of git's own, a message is not read.
 SCISSORS = "# ------------------------ >8 ------------------------"
 #: Git writes these messages itself.
-WRITTEN_BY_GIT = ("Merge ", "Revert ", "fixup! ", "squash! ", "amend! ")
+WRITTEN_BY_GIT = ("Merge ", "Revert ", "Reapply ", "fixup! ", "squash! ", "amend! ")
 
 
 def complaint(message: str) -> str | None:

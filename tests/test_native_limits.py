@@ -341,12 +341,16 @@ def test_a_sequence_that_changes_the_table_while_it_is_read_harms_nothing(tables
     assert tables.state == (0, 0, 0, 0, 0)
 
 
+@pytest.mark.parametrize("more", [0, 2])
 @pytest.mark.parametrize("count", [1, 2, 40])
 @pytest.mark.parametrize("name", ["row_runs", "piece_runs"])
 def test_a_list_that_loses_its_rows_meanwhile_is_read_safely(
-    loops: native.NativeFunctions, name: str, count: int
+    loops: native.NativeFunctions, name: str, count: int, more: int
 ) -> None:
-    """Python 3.11 collects garbage in the middle of a call, and what that runs may change the list."""
+    """Python 3.11 collects garbage in the middle of a call, and what that runs may change the list.
+
+    ``more``: so many rows have no keys.
+    """
     count = count if name == "row_runs" else 1
     keys = b"".join(struct.pack(">Q", number) for number in range(32 * count))
     rows: list[bytes] = []
@@ -355,7 +359,7 @@ def test_a_list_that_loses_its_rows_meanwhile_is_read_safely(
         rows[:] = [
             b"".join(b"%016x%c" % (32 * i + depth, b"0123456789abcdefghijklmnopqrstuv"[depth]) for depth in range(32))
             + b" 9:ff %d:ffffffff" % (10 + i)
-            for i in range(count)
+            for i in range(count + more)
         ]
 
     def clear(phase: str, info: object) -> None:

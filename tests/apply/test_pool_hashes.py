@@ -156,6 +156,13 @@ def test_hashes_are_collected_and_found_in_slices() -> None:
     assert finish(resolver.objects.found((7, 8), dict.fromkeys(range(count)))) == [(7, 5)]
 
 
+def test_a_hash_that_waits_for_two_holders_is_looked_up_once() -> None:
+    resolver = Looked().resolver
+    resolver.objects.put(7, 5, "")
+    resolver.objects.put(8, 5, "")
+    assert finish(resolver.hashes_to_find([])) == [5]
+
+
 async def test_other_tasks_run_after_each_slice_of_a_long_fold(kept: Kept) -> None:
     parts = [part(number) for number in range(200)]
     await kept.keep(parts)

@@ -68,12 +68,12 @@ class WaitingObjects:
         return True
 
     def some(self) -> list[int]:
-        """Hashes to look up again; other ones with each call."""
+        """Hashes to look up again, each once; other ones with each call."""
         names = list(islice(self._shards, FIND_MAX))
         if len(self._shards) > FIND_MAX:
             for name in names:  # the next call begins behind them
                 self._shards[name] = self._shards.pop(name)
-        return [engine_hash for _, engine_hash in names]
+        return list(dict.fromkeys(engine_hash for _, engine_hash in names))
 
     def found(self, holders: Collection[int], reported: Mapping[int, object]) -> Slices[list[tuple[int, int]]]:
         """The waiting objects whose hashes have been reported meanwhile, as holder and engine hash."""
