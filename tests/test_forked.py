@@ -55,6 +55,7 @@ def test_it_is_of_the_source_that_the_environment_names(tmp_path: Path, monkeypa
         (package / f"{name}.py").touch()
     (package / "cli.py").write_text("def main(words):\n    print('another', *words)\n")
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.delenv("COVERAGE_PROCESS_START", raising=False)  # with it processes are not forked
     monkeypatch.setattr(forked, "_server", cache(forked._server.__wrapped__))
     process = started(tmp_path / "log", "query")
     assert process.wait(patient(20)) == 0
