@@ -59,10 +59,15 @@ def pytest_configure(config: pytest.Config) -> None:
     is_unit = _is_unit = config.getoption("--unit")
     if is_unit:
         sys.addaudithook(_refuse)
-    # A busy machine makes an example slow, and that is no fault of the code.
+    # A busy machine makes an example slow, and that is no fault of the code. The same tests have the same examples, so
+    # that a run that fails fails again; WAYMARK_TEST_RANDOM=1 looks for others.
     examples = UNIT_EXAMPLES if is_unit else WHOLE_EXAMPLES
     settings.register_profile(
-        "waymark", max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        "waymark",
+        max_examples=examples,
+        deadline=None,
+        derandomize="WAYMARK_TEST_RANDOM" not in os.environ,
+        suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("waymark")
 
