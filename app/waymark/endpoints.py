@@ -71,6 +71,12 @@ def _place(endpoint: str) -> tuple[str, str | None]:
     return endpoint, None
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a port on this host."""
+    address = _address(host.strip("[]"))
+    return host.lower() == "localhost" if address is None else address.is_loopback
+
+
 def _address(host: str) -> IPv4Address | IPv6Address | None:
     try:
         address = ip_address(host)

@@ -18,6 +18,7 @@ from typing import Any
 import uvicorn
 
 from waymark import native
+from waymark.api.access import openness
 from waymark.api.application import create_app, create_probes
 from waymark.api.engine_addresses import EngineAddresses
 from waymark.asker import Asker
@@ -185,6 +186,9 @@ async def run(
     try:
         if sockets:
             log.info("listening", extra=fields(host=settings.host, port=sockets[0].getsockname()[1], role=role))
+        warning = openness(settings, is_gateway=has_gateway) if has_api or has_gateway else None
+        if warning is not None:
+            log.warning(warning)
         async with asyncio.TaskGroup() as tasks:
             format_check = tasks.create_task(check_format())
             ended: set[asyncio.Task[Any]] = {tasks.create_task(stop.wait())}

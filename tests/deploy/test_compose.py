@@ -83,7 +83,7 @@ def test_the_roles_run_twice_and_only_nginx_is_reached_from_outside() -> None:
         "ingest",
     }
     default = {name: service.get("ports") for name, service in SERVICES.items() if "profiles" not in service}
-    assert {name: ports for name, ports in default.items() if ports} == {"nginx": ["13333:13333"]}
+    assert {name: ports for name, ports in default.items() if ports} == {"nginx": ["127.0.0.1:13333:13333"]}
     conf = (ROOT / mounts("nginx")["/etc/nginx/nginx.conf"]).read_text(encoding="utf-8")
     assert "listen 13333;" in conf
     assert "server query:13333 " in conf

@@ -228,7 +228,7 @@ async def test_paths_that_are_none(start: Start) -> None:
     assert (await running.client.get("/v1/chat/completions")).status_code == 405
     assert (await running.client.post("/v1/audio/speech", json={})).json()["error"]["code"] == "not_found"
     assert (await running.client.get("/health")).json() == {"status": "ok"}
-    assert (await running.client.get("/ready")).json() == {"status": "ready"}
+    assert (await running.client.get("/ready")).json()["status"] == "ready"
     # Nothing of a gateway registers anything.
     assert (await running.client.post("/register", json={})).status_code == 404
 

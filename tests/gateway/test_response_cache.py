@@ -233,6 +233,32 @@ async def test_the_admin_paths_need_the_token(start: Start) -> None:
 
 
 @pytest.mark.outside
+async def test_a_gateway_with_keys_and_no_token_tells_strangers_nothing(start: Start) -> None:
+    """Its clients are strangers to its operator: the key of one opens none of these paths."""
+    running = await start(1, gateway_keys=(f"one:{sha256(b'one').hexdigest()}",), response_cache="memory")
+    paths = ["prefix-routing/stats", "kv-index/stats", "kv-index/backends", "response-cache/stats"]
+    for headers in ({}, {"authorization": "Bearer one"}):
+        asked = [await running.client.get(f"/admin/{path}", headers=headers) for path in paths]
+        clear = {"clear_all": True}
+        asked.append(await running.client.post("/admin/response-cache/invalidate", json=clear, headers=headers))
+        assert [answer.status_code for answer in asked] == [401] * 5
+        assert all("WAYMARK_API_TOKEN, which is not set here" in answer.json()["error"] for answer in asked)
+    assert "warnings" not in (await running.client.get("/ready")).json()
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("settings", "is_open"),
+    [({}, True), ({"api_token": "t"}, False), ({"gateway_keys": (f"one:{sha256(b'one').hexdigest()}",)}, False)],
+    ids=["open", "token", "keys"],
+)
+async def test_an_open_gateway_says_so(start: Start, settings: dict[str, Any], is_open: bool) -> None:
+    running = await start(1, **settings)
+    warnings = (await running.client.get("/ready")).json().get("warnings", [])
+    assert [warning.startswith("this port is open: ") for warning in warnings] == [True] * is_open
+
+
+@pytest.mark.outside
 @pytest.mark.parametrize(
     ("system", "wanted"),
     [

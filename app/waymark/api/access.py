@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from waymark.api.bodies import Body
@@ -11,6 +12,8 @@ from waymark.api.errors import Forbidden, Unauthorized
 from waymark.api.tokens_file import EVERYONE, Caller, TokensFile
 from waymark.asgi import RawHeaders
 from waymark.domain.names import DEFAULT_TENANT
+from waymark.endpoints import is_loopback
+from waymark.settings import Settings
 from waymark.shown import shown
 
 Access: TypeAlias = Literal["open", "read", "admin", "write"]
@@ -31,15 +34,38 @@ class Gate:
     A file of tokens protects reads, too: a token of one tenant would mean little beside requests without any.
     """
 
-    def __init__(self, token: str | None, *, protect_reads: bool, tokens: TokensFile | None = None) -> None:
+    def __init__(
+        self,
+        token: str | None,
+        *,
+        protect_reads: bool,
+        tokens: TokensFile | None = None,
+        is_closed: bool = False,
+    ) -> None:
+        """``is_closed``: as long as no token is set, nobody may call what needs one."""
+        self._is_closed = is_closed
         self._token = token.encode() if token else None
         self._tokens = tokens
         self._protect_reads = protect_reads or tokens is not None
 
+    @classmethod
+    def of(cls, settings: Settings, *, is_closed: bool = False) -> Gate:
+        """The gate that the settings ask for."""
+        token = None if settings.api_token is None else settings.api_token.get_secret_value()
+        tokens = None if settings.api_tokens_file is None else TokensFile(Path(settings.api_tokens_file))
+        return cls(token, protect_reads=settings.protect_reads, tokens=tokens, is_closed=is_closed)
+
+    @property
+    def has_tokens(self) -> bool:
+        return self._token is not None or self._tokens is not None
+
     def check(self, access: Access, headers: RawHeaders) -> Caller:
         """Who calls. Raises ``Unauthorized`` without a token that is needed, ``Forbidden`` if it may only read."""
-        has_tokens = self._token is not None or self._tokens is not None
-        if not has_tokens or access == "open" or (access == "read" and not self._protect_reads):
+        if access == "open" or (access == "read" and not self._protect_reads):
+            return EVERYONE
+        if not self.has_tokens:
+            if self._is_closed:
+                raise Unauthorized(is_set=False)
             return EVERYONE
         for name, value in headers:
             if name == b"authorization":
@@ -55,6 +81,25 @@ class Gate:
         if self._token is not None and hmac.compare_digest(given, self._token):
             return EVERYONE
         return None if self._tokens is None else self._tokens.caller(given)
+
+
+def openness(settings: Settings, *, is_gateway: bool = False) -> str | None:
+    """The warning of a process whose port is open to strangers; None if it is not.
+
+    Loopback and a trial on the embedded Redis are open to nobody else, except for a gateway, whose port is for clients.
+    """
+    if settings.api_token is not None or settings.api_tokens_file is not None:
+        return None
+    if is_gateway:
+        if settings.gateway_keys or settings.gateway_keys_file is not None:
+            return None
+    elif is_loopback(settings.host) or settings.redis_url == "memory://":
+        return None
+    keys = "WAYMARK_API_TOKEN and WAYMARK_GATEWAY_KEYS" if is_gateway else "WAYMARK_API_TOKEN"
+    return (
+        f"this port is open: every client may read and change everything; set {keys}, or let only hosts that you "
+        "trust reach it"
+    )
 
 
 def check_reach(caller: Caller, reach: Reach, body: Body, *, is_dynamo: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -15,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from waymark.api import path_docs as docs
-from waymark.api.access import Access, Gate
+from waymark.api.access import Access, Gate, openness
 from waymark.api.access_log import AccessLog
 from waymark.api.activity import ActivityFeed
 from waymark.api.admin import Admin, ResponseCacheAdmin
@@ -43,7 +42,6 @@ from waymark.api.probes import Probes
 from waymark.api.registrations import Registrations
 from waymark.api.request_cache import RequestCache
 from waymark.api.texts import PromptTokenizer
-from waymark.api.tokens_file import TokensFile
 from waymark.api.views import Views
 from waymark.asker import Asker
 from waymark.metrics import Metrics
@@ -73,9 +71,7 @@ def create_app(
 
     ``stopping`` ends the answers that have no end of their own.
     """
-    token = None if settings.api_token is None else settings.api_token.get_secret_value()
-    tokens = None if settings.api_tokens_file is None else TokensFile(Path(settings.api_tokens_file))
-    gate = Gate(token, protect_reads=settings.protect_reads, tokens=tokens)
+    gate = Gate.of(settings)
     contract = Contract()
     dependencies = _dependencies(settings, metrics, gate)
     operations = _operations(
@@ -148,7 +144,7 @@ def _operations(
     root, views, probes = (
         Conductor(store, settings, metrics, tokenizer),
         Views(store),
-        Probes(store, metrics, gate, tokenizer),
+        Probes(store, metrics, gate, tokenizer, warning=openness(settings)),
     )
     dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store)
     decisions = Decisions(store, settings, metrics, tokenizer, gate)
@@ -270,11 +266,12 @@ def create_gateway_admin(
 
     ``cache`` are the functions that describe and empty its response cache; None: it is off.
     """
-    token = None if settings.api_token is None else settings.api_token.get_secret_value()
-    tokens = None if settings.api_tokens_file is None else TokensFile(Path(settings.api_tokens_file))
-    gate = Gate(token, protect_reads=settings.protect_reads, tokens=tokens)
+    # A gateway with keys is for strangers, and its operator's paths are not.
+    has_keys = bool(settings.gateway_keys) or settings.gateway_keys_file is not None
+    gate = Gate.of(settings, is_closed=has_keys)
     dependencies = _dependencies(settings, metrics, gate)
-    probes = Probes(store, metrics, StartupGate(store.directory, settings.min_initial_workers))
+    start = StartupGate(store.directory, settings.min_initial_workers)
+    probes = Probes(store, metrics, start, warning=openness(settings, is_gateway=True))
     admin, answers = Admin(store, settings), ResponseCacheAdmin(*cache or ())
     table: list[tuple[Method, str, Access, Handler, Doc]] = [
         ("GET", "/health", "open", probes.health, docs.HEALTH),

@@ -57,9 +57,11 @@ class InvalidBody(InvalidValue):
 class Unauthorized(WaymarkError):
     """No bearer token, or the wrong one, where one is needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_set: bool = True) -> None:
+        """``is_set=False``: this process has no token that could be given."""
         super().__init__(
             "this request needs the header 'Authorization: Bearer <token>' with the token of WAYMARK_API_TOKEN"
+            + ("" if is_set else ", which is not set here; set it first")
         )
 
 

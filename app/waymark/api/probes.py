@@ -23,9 +23,16 @@ class Probes:
     """Handlers of ``/health``, ``/ready`` and ``/metrics``."""
 
     def __init__(
-        self, store: Store, metrics: Metrics, gate: StartupGate | None = None, tokenizer: PromptTokenizer | None = None
+        self,
+        store: Store,
+        metrics: Metrics,
+        gate: StartupGate | None = None,
+        tokenizer: PromptTokenizer | None = None,
+        *,
+        warning: str | None = None,
     ) -> None:
-        """``gate``: of a process that decides. ``tokenizer``: of one that accepts text."""
+        """``gate``: of a process that decides. ``tokenizer``: of one that accepts text. ``warning``: one that stays."""
+        self._lasting = [] if warning is None else [warning]
         self._store = store
         self._tokenizer = tokenizer
         self._gate = gate
@@ -47,7 +54,8 @@ class Probes:
         waiting = None if self._gate is None else await self._gate.waiting()
         if waiting is not None:
             return Answer({"error": f"not ready: {waiting}", "reason": "starting"}, 503, {"Retry-After": "1"})
-        warnings = [*(await self._health()).warnings.values(), *(self._tokenizer.warnings() if self._tokenizer else ())]
+        of_tokenizer = self._tokenizer.warnings() if self._tokenizer else ()
+        warnings = [*self._lasting, *(await self._health()).warnings.values(), *of_tokenizer]
         return Answer({"status": "ready"} | ({"warnings": warnings} if warnings else {}))
 
     async def metrics(self, _: Body) -> Answer:

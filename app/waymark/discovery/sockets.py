@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from waymark.domain.names import ENDPOINT, is_endpoint
-from waymark.endpoints import AllowedEndpoints
+from waymark.endpoints import AllowedEndpoints, is_loopback
 from waymark.errors import InvalidValue
 from waymark.shown import shown
 
@@ -42,7 +42,7 @@ class HostNames:
             raise UnusableSocket(f"{about}, which cannot be reached from elsewhere; it must be tcp://*:port")
         host = host.strip("[]")
         if host not in _WILDCARDS and host.lower() != asked_at and not await _is_same(host, asked_at):
-            if _is_loopback(host):
+            if is_loopback(host):
                 raise UnusableSocket(
                     f"{about}, which only processes on its own host can reach; it must be tcp://*:port"
                 )
@@ -62,16 +62,9 @@ class HostNames:
         return own
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
 async def _is_same(host: str, asked_at: str) -> bool:
     """Whether the host that was asked has this address; two names of the loopback are the same."""
-    if _is_loopback(host) and _is_loopback(asked_at):
+    if is_loopback(host) and is_loopback(asked_at):
         return True
     try:
         found = await asyncio.get_running_loop().getaddrinfo(asked_at, None, type=socket.SOCK_STREAM)
