@@ -193,6 +193,13 @@ def _reason(error: Exception) -> str:
     return f"no connection to {error.host} port {error.port}: {said}"
 
 
+async def in_pieces(body: bytes) -> AsyncIterator[bytes]:
+    """Yield the pieces of an answer that take long to read, and give the loop back between them."""
+    for at in range(0, len(body), _PIECE_BYTES):
+        yield body[at : at + _PIECE_BYTES]
+        await asyncio.sleep(0)
+
+
 async def _read(response: aiohttp.ClientResponse, bytes_max: int) -> bytes:
     pieces, length = [], 0
     async for piece in response.content.iter_chunked(_PIECE_BYTES):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from time import thread_time
+
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from waymark.domain.gauges import Gauges
-from waymark.engines.gauges import gauges_of, read_gauges
+from waymark.engines.gauges import GaugesParser, gauges_of
+from waymark.engines.samples import BYTES_MAX, LINE_BYTES_MAX, Sample, SampleParser
 
 VLLM = b"""\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -39,6 +44,13 @@ trtllm_kv_cache_utilization{model_name="m",engine_type="trtllm"} 0.62
 trtllm_num_requests_running{model_name="m"} 5
 trtllm_num_requests_waiting{model_name="m"} 1
 """
+
+
+def read_gauges(text: bytes, size: int = 2**16) -> dict[int | None, Gauges]:
+    parser = GaugesParser()
+    for at in range(0, len(text), size):
+        parser.feed(text[at : at + size])
+    return parser.end()
 
 
 def test_vllm() -> None:
@@ -95,3 +107,73 @@ def test_impossible_numbers_become_possible_ones(value: str) -> None:
     assert gauges is not None
     assert 0 <= gauges.waiting <= 2**31
     assert 0 <= gauges.kv_usage <= 1
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 2**16])
+@pytest.mark.parametrize("text", [VLLM, RANKS, SGLANG.replace(b"\n", b"\r\n"), TRTLLM.rstrip(b"\n")])
+def test_pieces_of_any_size_are_one_text(text: bytes, size: int) -> None:
+    assert read_gauges(text, size) == read_gauges(text)
+
+
+def test_labels_are_read_as_the_library_of_prometheus_reads_them() -> None:
+    lines = [
+        'x{a="1",b="2"} 3',
+        'x { a = "1" , b="2",} 3 1700000000',
+        'x{a="q\\"u\\\\o\\nte",b="}, c=\\"1\\""} 1e3',
+        "x 4.5",
+        "x\t+Inf",
+        "x{} -1",
+        'x{a="é{"} 0',
+    ]
+    for line in lines:
+        (family,) = text_string_to_metric_families(line + "\n")
+        (theirs,) = family.samples
+        assert [*SampleParser(["x"]).feed(line.encode() + b"\n")] == [Sample("x", theirs.labels, theirs.value)]
+
+
+WAITING = b"vllm:num_requests_waiting"
+#: Texts by their length that take a parser which tries again, or which copies what is left, ever longer.
+HOSTILE = {
+    "a word": lambda n: b"m" * n,
+    "a name": lambda n: WAITING * (n // len(WAITING)),
+    "labels": lambda n: WAITING + b"{" + b'a="x",' * (n // 6) + b"} 1",
+    "an open label": lambda n: WAITING + b'{a="' + b"x" * n,
+    "escapes": lambda n: WAITING + b'{a="' + b"\\\\" * (n // 2),
+    "blanks": lambda n: WAITING + b"{" + b" " * n,
+    "blanks before the value": lambda n: WAITING + b" " * n,
+    "many short lines": lambda n: b"\n" * n,
+    "many long lines": lambda n: (b"# " + b"x" * 30_000 + b"\n") * (n // 30_000),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_each_byte_of_hostile_text_costs_the_same(name: str) -> None:
+    def seconds(size: int) -> float:
+        text, took = HOSTILE[name](size), []
+        for _ in range(5):
+            began = thread_time()
+            with suppress(ValueError):
+                read_gauges(text)
+            took.append(thread_time() - began)
+        return min(took)
+
+    # A quadratic parser needs 256 times as long. The millisecond is the clock's.
+    assert seconds(2**22) <= 64 * (seconds(2**18) + 0.001)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (WAITING + b'{a="' + b"x" * LINE_BYTES_MAX + b'"} 1\n', "longer than 65536 bytes"),
+        ((WAITING + b'{a="' + b"x" * (LINE_BYTES_MAX - 100) + b'"} 1\n') * 17, f"or {BYTES_MAX} bytes"),
+    ],
+    ids=["a line", "lines"],
+)
+def test_text_above_a_bound_is_an_error(text: bytes, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        read_gauges(text)
+
+
+def test_a_long_line_of_another_name_is_skipped() -> None:
+    text = b'other{a="' + b"x" * 2**20 + b'"} 1\n' + WAITING + b" 3\n"
+    assert read_gauges(text) == {None: Gauges(waiting=3)}

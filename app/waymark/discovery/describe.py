@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from waymark.asker import Asker, HttpReply
+from waymark.asker import Asker, HttpReply, in_pieces
 from waymark.discovery.sockets import HostNames, UnusableSocket
 from waymark.domain.engines import EngineKind, naming_sockets_at
 from waymark.domain.targets import ADAPTERS_MAX
 from waymark.endpoints import AllowedEndpoints
+from waymark.engines.samples import SampleParser
 from waymark.errors import InvalidValue, RemoteUnavailable, Unanswered
 from waymark.shown import shown
 
@@ -30,8 +30,7 @@ _ANSWER_BYTES_MAX = 4 * 2**20
 RANKS_MAX = 1024
 
 _SOURCES, _SERVER, _MODELS, _METRICS = "/kv_event_sources", "/server_info", "/v1/models", "/metrics"
-_CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\} ", re.MULTILINE)
-_LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
+_CACHE_CONFIG = "vllm:cache_config_info"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ class Describer:
         else:
             ranks_text = _SOURCES
             ranks = _ranks_of_vllm(sources, silent, replies[_SOURCES])
-            block_size = _block_size(replies[_METRICS], silent)
+            block_size = await _block_size(replies[_METRICS], silent)
             names = []
         names += [name for name, parent in cards or () if parent is None and name not in names]
         if not names:
@@ -159,7 +158,7 @@ def _ranks_of_vllm(
         return []
     found = []
     for rank, source in sources.items():
-        if not isinstance(source, dict) or not str(rank).isdecimal():
+        if not isinstance(source, dict) or not _is_number(str(rank)):
             continue
         endpoint, replay = source.get("endpoint"), source.get("replay_endpoint")
         if isinstance(endpoint, str) and source.get("publisher", "zmq") == "zmq":
@@ -167,7 +166,8 @@ def _ranks_of_vllm(
     if len(found) > RANKS_MAX:
         silent["endpoint"] = f"it names the sockets of {len(found)} ranks, and at most {RANKS_MAX} are read"
         return []
-    return sorted(found)
+    # Not by the endpoints: two texts may be one number, and one of them may have no second endpoint.
+    return sorted(found, key=lambda each: each[0])
 
 
 def _rank_in(source: Any, position: int) -> Any:
@@ -178,22 +178,37 @@ def _rank_in(source: Any, position: int) -> Any:
     return position
 
 
-def _block_size(reply: HttpReply | Unanswered, silent: dict[str, str]) -> int | None:
+async def _block_size(reply: HttpReply | Unanswered, silent: dict[str, str]) -> int | None:
     """Tokens per block as resolved at the start of the engine: of full attention where groups of layers differ."""
     sizes: set[int] = set()
-    for line in _CACHE_CONFIG.findall(reply.body if isinstance(reply, HttpReply) and reply.status == 200 else b""):
-        labels = {name.decode(): value.decode(errors="replace") for name, value in _LABEL.findall(line)}
-        for name in ("effective_attention_block_size", "block_size"):
-            if labels.get(name, "").isdecimal():
-                sizes.add(int(labels[name]))
-                break
+    parser = SampleParser([_CACHE_CONFIG])
+    body = reply.body if isinstance(reply, HttpReply) and reply.status == 200 else b""
+    try:
+        async for piece in in_pieces(body + b"\n"):
+            for sample in parser.feed(piece):
+                sizes.update(_stated_size(sample.labels))
+    except ValueError as error:
+        silent["block_size"] = f"its {_METRICS} cannot be read: {error}"
+        return None
     if len(sizes) == 1:
         return sizes.pop()
     if sizes:
         silent["block_size"] = f"its ranks have different ones, {', '.join(map(str, sorted(sizes)[:8]))}"
     else:
-        silent["block_size"] = f"its {_METRICS} has no vllm:cache_config_info{_because(reply)}"
+        silent["block_size"] = f"its {_METRICS} has no {_CACHE_CONFIG}{_because(reply)}"
     return None
+
+
+def _stated_size(labels: Mapping[str, str]) -> tuple[int, ...]:
+    for name in ("effective_attention_block_size", "block_size"):
+        if _is_number(labels.get(name, "")):
+            return (int(labels[name]),)
+    return ()
+
+
+def _is_number(text: str) -> bool:
+    """Whether a text is a number, with fewer digits than those that Python refuses to read."""
+    return text.isdecimal() and len(text) < 10
 
 
 # ---- SGLang ----------------------------------------------------------------------------------------

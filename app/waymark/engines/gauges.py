@@ -9,10 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
-
 from waymark.domain.gauges import Gauges
+from waymark.engines.samples import Sample, SampleParser
 
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "trtllm_num_requests_waiting")
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "trtllm_num_requests_running")
@@ -25,11 +23,8 @@ _KV_USAGE = (
 _ADAPTERS = "vllm:lora_requests_info"
 #: The names that are read.
 NAMES = (*_WAITING, *_RUNNING, *_KV_USAGE, _ADAPTERS)
-_STARTS = tuple(name.encode() for name in NAMES)
 #: Labels that distinguish the ranks of an engine: vLLM's and SGLang's.
 _RANK_LABELS = ("engine", "dp_rank")
-#: Lines of the names above that are read; an engine has one of each for each rank.
-_LINES_MAX = 4096
 _REQUESTS_MAX = 2**31
 _ADAPTERS_MAX = 1024
 
@@ -66,21 +61,25 @@ class _RankGauges:
         )
 
 
-def read_gauges(text: bytes) -> dict[int | None, Gauges]:
-    """The gauges of each rank, under None if the metrics distinguish no ranks; empty if there are no gauges.
+class GaugesParser:
+    """Reads the gauges of an engine from the pieces of its metrics."""
 
-    Raises ValueError where a line of these names is not Prometheus text.
-    """
-    lines = [line for line in text.splitlines() if line.startswith(_STARTS)]
-    if len(lines) > _LINES_MAX:
-        raise ValueError(f"{len(lines)} lines of gauges; at most {_LINES_MAX} are read")
-    ranks: dict[int | None, _RankGauges] = {}
-    wanted = {*_WAITING, *_RUNNING, *_KV_USAGE, _ADAPTERS}
-    for family in text_string_to_metric_families(b"\n".join([*lines, b""]).decode("utf-8", "replace")):
-        for sample in family.samples:
-            if sample.name in wanted:
-                ranks.setdefault(_rank_of(sample.labels), _RankGauges()).add(sample)
-    return {number: rank.gauges() for number, rank in ranks.items()}
+    def __init__(self) -> None:
+        self._samples = SampleParser(NAMES)
+        self._ranks: dict[int | None, _RankGauges] = {}
+
+    def feed(self, piece: bytes) -> None:
+        """Read a piece. Raises ValueError for a line of these names that is not Prometheus text."""
+        for sample in self._samples.feed(piece):
+            self._ranks.setdefault(_rank_of(sample.labels), _RankGauges()).add(sample)
+
+    def end(self) -> dict[int | None, Gauges]:
+        """Return the gauges of each rank, under None if the metrics distinguish no ranks; empty without gauges.
+
+        Raises ValueError as ``feed``.
+        """
+        self.feed(b"\n")
+        return {number: rank.gauges() for number, rank in self._ranks.items()}
 
 
 def gauges_of(ranks: Mapping[int | None, Gauges], dp_rank: int) -> Gauges | None:

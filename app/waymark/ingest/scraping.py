@@ -11,9 +11,9 @@ import logging
 import random
 from collections.abc import Iterable, Sequence
 
-from waymark.asker import Asker
+from waymark.asker import Asker, in_pieces
 from waymark.domain.names import Registration
-from waymark.engines.gauges import gauges_of, read_gauges
+from waymark.engines.gauges import GaugesParser, gauges_of
 from waymark.errors import InvalidValue, StoreUnavailable, Unanswered
 from waymark.logs import fields
 from waymark.metrics import Metrics
@@ -93,7 +93,10 @@ class Scraper:
         reply = await self._asker.ask(url, seconds=min(self._seconds, _ANSWER_SECONDS_MAX), bytes_max=_BYTES_MAX)
         if reply.status != 200:
             raise Unanswered(f"it answered with status {reply.status}")
-        ranks = read_gauges(reply.body)
+        parser = GaugesParser()
+        async for piece in in_pieces(reply.body):
+            parser.feed(piece)
+        ranks = parser.end()
         milliseconds = int(1000 * _INTERVALS * self._seconds)
         for claim in self._claims.get(url, ()):
             gauges = gauges_of(ranks, claim.registration.dp_rank)
