@@ -376,6 +376,30 @@ schedulingProfiles:
     assert set(await loads(store)) == {"10.0.0.1:8000", "10.0.0.2:8000"}
 
 
+@pytest.mark.parametrize("mode", ["FULL_DUPLEX_STREAMED", "BUFFERED"])
+async def test_what_a_client_says_of_engines_does_not_reach_them(
+    store: Store, pods: dict[str, str], start_epp: StartEpp, mode: str
+) -> None:
+    stream = (await start_epp(store)).stream()
+    place = "10.6.6.6:1"
+    forged: dict[str, Any] = {
+        "X_KV_Cache_Source_Host_Port": place,
+        "x_prefiller_host_port": place,
+        "mif_prefill_endpoint": place,
+    }
+    forged |= {"x_gateway_destination_endpoint": place}
+    await stream.headers("/v1/completions", modes=(mode, "NONE"), traceparent="00-1", **forged)
+    await stream.body(json.dumps(TOKENS).encode())
+    answer = await stream.receive()
+    if mode == "BUFFERED":
+        assert answer.request_headers == pb.HeadersResponse()
+        answer = await stream.receive()
+    assert place not in destinations(answer), "it is set in place of the client's"
+    common = (answer.request_body if mode == "BUFFERED" else answer.request_headers).response
+    removed = {"x-kv-cache-source-host-port", "x-prefiller-host-port", "mif-prefill-endpoint"}
+    assert set(common.header_mutation.remove_headers) == removed
+
+
 # ---- peers that do not behave ------------------------------------------------------------------------
 
 

@@ -52,6 +52,9 @@ async def test_a_body_goes_on_byte_for_byte_with_the_headers_that_may_pass(start
         "x-waymark-decision": "x",
         "mif-prefill-endpoint": "10.0.0.1:1",
         "x-prefiller-host-port": "10.0.0.1:1",
+        "x-kv-cache-source-host-port": "10.0.0.1:1",
+        "x-data-parallel-host-port": "10.0.0.1:1",
+        "x-prefiller-url": "http://10.0.0.1:1",
         "x-data-parallel-rank": "7",
         "connection": "keep-alive, x-hop",
         "x-hop": "1",
@@ -68,7 +71,8 @@ async def test_a_body_goes_on_byte_for_byte_with_the_headers_that_may_pass(start
     assert request.headers["authorization"] == "Bearer engine-key"
     assert request.headers["traceparent"] == headers["traceparent"]
     assert (request.headers["x-request-id"], request.headers["openai-organization"]) == ("mine-1", "kept")
-    gone = {"x-api-key", "x-waymark-decision", "mif-prefill-endpoint", "x-prefiller-host-port", "x-hop", "te"}
+    gone = {"x-api-key", "x-waymark-decision", "mif-prefill-endpoint", "x-hop", "te", "x-prefiller-url"}
+    gone |= {f"x-{name}-host-port" for name in ("prefiller", "kv-cache-source", "data-parallel")}
     assert not gone & {name.lower() for name in request.headers}
     assert "x-data-parallel-rank" not in request.headers
 
@@ -79,7 +83,12 @@ async def test_headers_of_an_answer_that_the_gateway_decides_are_its_own(start: 
     async def forges(request: web.Request) -> web.StreamResponse:
         headers = {
             "x-waymark-decision": "x",
+            "x-waymark-other": "x",
             "x-session-token": "x",
+            "x-cache": "HIT",
+            "x-decoder-host-port": "10.0.0.1:1",
+            "X-Prefiller-Host-Port": "10.0.0.1:1",
+            "mif-prefill-endpoint": "10.0.0.1:1",
             "connection": "x-hop",
             "x-hop": "1",
             "x-kept": "1",
@@ -90,6 +99,9 @@ async def test_headers_of_an_answer_that_the_gateway_decides_are_its_own(start: 
     answer = await running.post()
     assert answer.headers.get_list("x-waymark-decision") != ["x"]
     assert len(answer.headers.get_list("x-session-token")) == 1
+    assert answer.headers.get_list("x-decoder-host-port") == [running.engines[0].url.removeprefix("http://")]
+    forged = {"x-waymark-other", "x-cache", "x-prefiller-host-port", "mif-prefill-endpoint"}
+    assert not forged & answer.headers.keys()
     assert ("x-hop" in answer.headers, answer.headers["x-kept"]) == (False, "1")
 
 

@@ -68,6 +68,11 @@ CASES = {
     "folded value": case(b"GET / HTTP/1.1\r\nH\r\nA: b\r\n c\r\n\r\n", "400", h11=["GET /"]),
     "empty value": case(b"GET / HTTP/1.1\r\nH\r\nA:\r\n\r\n", "GET /"),
     "value of any bytes": case(b"GET / HTTP/1.1\r\nH\r\nA: \xe9\xff\r\n\r\n", "GET /"),
+    "whitespace around Host": case(b"GET / HTTP/1.1\r\nHost:\t x \t \r\n\r\n" + GET, "GET /", "GET /n"),
+    "whitespace around a length": case(
+        b"POST / HTTP/1.1\r\nH\r\nContent-Length:\t2 \t\r\n\r\nab" + GET, "POST / ab", "GET /n"
+    ),
+    "whitespace behind close": case(b"GET / HTTP/1.1\r\nH\r\nConnection: close \t\r\n\r\n" + GET, "GET /"),
     # 6: bodies
     "body of a length": case(b"POST / HTTP/1.1\r\nH\r\nContent-Length: 2\r\n\r\nab" + GET, "POST / ab", "GET /n"),
     "no length of a POST": case(b"POST / HTTP/1.1\r\nH\r\n\r\n", "411", h11=["POST /"]),
@@ -104,6 +109,13 @@ CASES = {
     "identity": case(b"POST / HTTP/1.1\r\nH\r\nTransfer-Encoding: identity\r\n\r\n", "501"),
     "chunked in any case": case(
         b"POST / HTTP/1.1\r\nH\r\nTransfer-Encoding: Chunked\r\n\r\n1\r\na\r\n0\r\n\r\n" + GET, "POST / a", "GET /n"
+    ),
+    "blanks around chunked": case(
+        b"POST / HTTP/1.1\r\nH\r\nTransfer-Encoding:\t chunked  \r\n\r\n1\r\na\r\n0\r\n\r\n" + GET, "POST / a", "GET /n"
+    ),
+    # Legal, but the parser takes it for another coding: it is refused before anything of a body is read.
+    "tab behind chunked": case(
+        b"POST / HTTP/1.1\r\nH\r\nTransfer-Encoding: chunked\t\r\n\r\n0\r\n\r\n", "501", h11=["POST /"]
     ),
     "chunked in 1.0": case(b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", "501", h11=["POST /"]),
     # 7.1: chunks

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from tests.patience import within
-from tests.serving.wire import SECONDS, echo, served
+from tests.serving.wire import SECONDS, ask, echo, request, served
 
 
 def post(body: bytes, *lines: str, path: str = "/query", length: str | None = None) -> bytes:
@@ -124,3 +124,10 @@ async def test_what_is_changed_anywhere_is_read_as_on_a_connection_of_its_own() 
             assert await known.end() == await fresh.end(), bytes(second)
             fresh.close()
             known.close()
+
+
+async def test_whitespace_around_a_value_is_not_a_part_of_it() -> None:
+    async with served(echo) as port:
+        (got,) = await ask(port, request("/", "GET", "A:\t b c \t", "B: \t ", "Expect: x \t", "connection: close "))
+    told = dict(got.echo["headers"])
+    assert (told["a"], told["b"], told["expect"], told["connection"]) == ("b c", "", "x", "close")

@@ -19,6 +19,17 @@ ADAPTERS_MAX = 256
 _URL_CHARACTERS_MAX = 2048
 
 
+#: Headers by which proxies, sidecars and engines learn which other engines take part in a request, such as the one to
+#: copy blocks from. A client that sets one could choose where an engine connects to.
+_PLACE_HEADERS = frozenset(
+    {
+        "x-data-parallel-host-port", "x-decoder-host-port", "x-encoder-hosts-ports", "x-gateway-destination-endpoint",
+        "x-kv-cache-source-host-port", "x-prefiller-host-port", "x-prefiller-url",
+    }
+)  # fmt: skip
+_PLACE_HEADERS_BEGIN = "mif-"
+
+
 class Role(StrEnum):
     """The work of a target, in a fleet with separate engines for prefill, decode and image encoding."""
 
@@ -63,6 +74,11 @@ def is_url(text: str) -> bool:
     if match is None or len(text) > _URL_CHARACTERS_MAX:
         return False
     return match["port"] is None or 0 < int(match["port"]) < 65536
+
+
+def names_engines(header: str) -> bool:
+    """Whether a header, in lower case, says which engines take part in a request: only a decision sets it."""
+    return header in _PLACE_HEADERS or header.startswith(_PLACE_HEADERS_BEGIN)
 
 
 def host_and_port(address: str) -> str:

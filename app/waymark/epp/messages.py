@@ -5,7 +5,7 @@ The endpoint picker protocol of the Gateway API Inference Extension defines the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
@@ -74,30 +74,36 @@ def _metadata(request: Any, namespace: str, key: str) -> Any:
 # ---- what it is answered -----------------------------------------------------------------------------
 
 
-def _mutation(headers: Mapping[str, str]) -> Any:
+def _mutation(headers: Mapping[str, str], remove: Iterable[str] = ()) -> Any:
     options = [
         HeaderValueOption(header=HeaderValue(key=name, raw_value=value.encode()), append_action=_OVERWRITE)
         for name, value in headers.items()
     ]
-    return pb.HeaderMutation(set_headers=options)
+    return pb.HeaderMutation(set_headers=options, remove_headers=remove)
 
 
-def _picked(headers: Mapping[str, str]) -> tuple[Any, Any]:
+def _picked(headers: Mapping[str, str], remove: Iterable[str]) -> tuple[Any, Any]:
     """The common part of an answer, and the metadata next to it."""
-    common = pb.CommonResponse(header_mutation=_mutation(headers), clear_route_cache=True)
+    common = pb.CommonResponse(header_mutation=_mutation(headers, remove), clear_route_cache=True)
     inner = Struct(fields={DESTINATION: Value(string_value=headers[DESTINATION])})
     return common, Struct(fields={_LB: Value(struct_value=inner)})
 
 
-def picked_by_headers(headers: Mapping[str, str]) -> Any:
-    """The targets, in the answer to the request's headers; ``headers`` has ``DESTINATION``."""
-    common, metadata = _picked(headers)
+def picked_by_headers(headers: Mapping[str, str], remove: Iterable[str]) -> Any:
+    """The targets, in the answer to the request's headers; ``headers`` has ``DESTINATION``.
+
+    ``remove`` are headers of the request that do not go on.
+    """
+    common, metadata = _picked(headers, remove)
     return pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common), dynamic_metadata=metadata)
 
 
-def picked_by_body(headers: Mapping[str, str]) -> Any:
-    """The targets, in the answer to a body that was sent as a whole; ``headers`` has ``DESTINATION``."""
-    common, metadata = _picked(headers)
+def picked_by_body(headers: Mapping[str, str], remove: Iterable[str]) -> Any:
+    """The targets, in the answer to a body that was sent as a whole; ``headers`` has ``DESTINATION``.
+
+    ``remove`` are headers of the request that do not go on.
+    """
+    common, metadata = _picked(headers, remove)
     return pb.ProcessingResponse(request_body=pb.BodyResponse(response=common), dynamic_metadata=metadata)
 
 

@@ -18,7 +18,7 @@ import orjson
 
 from waymark.chat.requests import Form, InferenceRequest, form_of, read_request
 from waymark.chat.session import SESSION, session_of
-from waymark.domain.targets import host_and_port
+from waymark.domain.targets import host_and_port, names_engines
 from waymark.epp import messages
 from waymark.epp.admission import StreamPlace
 from waymark.epp.answers import HeldAnswer, is_whole
@@ -136,10 +136,12 @@ class ProcessCall:
         picked = await self._pick()
         if isinstance(picked, ImmediateAnswer):
             return await self._refuse(picked)
+        # What the client says of engines, and the decision does not say in its place.
+        remove = [name for name in self._headers if names_engines(name) and name not in picked]
         if self._request_mode == messages.BUFFERED and not is_whole:
-            await self._write(messages.picked_by_body(picked))
+            await self._write(messages.picked_by_body(picked, remove))
         else:
-            await self._write(messages.picked_by_headers(picked))
+            await self._write(messages.picked_by_headers(picked, remove))
             if not is_whole:
                 for piece in messages.pieces(self._parts, is_request=True, is_end=not has_trailers):
                     await self._write(piece)

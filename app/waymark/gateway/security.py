@@ -13,6 +13,7 @@ from pathlib import Path
 
 from waymark.asgi import RawHeaders
 from waymark.domain.names import DEFAULT_TENANT
+from waymark.domain.targets import names_engines
 from waymark.errors import SettingsError
 from waymark.gateway.shapes import RequestRejected
 from waymark.settings import Settings
@@ -34,11 +35,10 @@ _HOP_BY_HOP = frozenset(
 _OWN = frozenset(
     {
         b"host", b"content-length", b"expect", b"accept-encoding", b"authorization", b"x-api-key", b"api-key",
-        b"cookie", b"x-session-token", b"x-data-parallel-rank", b"x-prefiller-host-port", b"x-encoder-hosts-ports",
-        b"x-decoder-host-port", b"x-gateway-destination-endpoint", b"x-request-id",
+        b"cookie", b"x-session-token", b"x-data-parallel-rank", b"x-request-id",
     }
 )  # fmt: skip
-_OWN_BEGINNINGS = (b"x-waymark-", b"mif-")
+_OWN_BEGINNING = b"x-waymark-"
 _NOT_TO_CLIENTS = frozenset({b"server", b"date", b"set-cookie", b"x-session-token", b"x-request-id", b"x-cache"})
 
 
@@ -170,7 +170,7 @@ def to_engine(headers: RawHeaders) -> list[tuple[str, str]]:
     return [
         (name.decode("latin-1"), value.decode("latin-1"))
         for name, value in headers
-        if name not in _HOP_BY_HOP and name not in _OWN and name not in named and not name.startswith(_OWN_BEGINNINGS)
+        if name not in _HOP_BY_HOP and name not in _OWN and name not in named and not _is_own(name)
     ]
 
 
@@ -181,11 +181,13 @@ def to_client(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
     return [
         (name, value)
         for name, value in lowered
-        if name not in _HOP_BY_HOP
-        and name not in _NOT_TO_CLIENTS
-        and name not in named
-        and not name.startswith(_OWN_BEGINNINGS)
+        if name not in _HOP_BY_HOP and name not in _NOT_TO_CLIENTS and name not in named and not _is_own(name)
     ]
+
+
+def _is_own(name: bytes) -> bool:
+    """Whether only the gateway writes a header, in both directions."""
+    return name.startswith(_OWN_BEGINNING) or names_engines(name.decode("latin-1"))
 
 
 def _named_by_connection(headers: RawHeaders) -> set[bytes]:

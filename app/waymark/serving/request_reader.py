@@ -105,7 +105,10 @@ class RequestReader:
         if self._is_after_head:  # behind the body: nobody has asked for it, and it must not pass for a part of the head
             self._connection.all.count_trailer_field()
         else:
-            self._headers.append((name.lower(), value))
+            name = name.lower()
+            # RFC 9112, 5.1: whitespace behind a value is not a part of it, and the parser leaves it there. Behind a
+            # transfer coding the parser knows blanks only, so a tab stays, and the coding is refused.
+            self._headers.append((name, value.rstrip(b" " if name == b"transfer-encoding" else b" \t")))
 
     def on_headers_complete(self) -> None:
         parser, url, headers = self._parser, self._url, self._headers
