@@ -5,13 +5,14 @@
 #include "objects.h"
 
 /* The attributes of Stored and of Removed, in the order in which they are built here. */
-enum { STORED_ATTRIBUTES = 17, REMOVED_ATTRIBUTES = 8 };
+enum { STORED_ATTRIBUTES = 18, REMOVED_ATTRIBUTES = 9 };
 static const char *const stored_names[STORED_ATTRIBUTES] = {
     "engine_hashes", "parent", "tokens", "block_size", "salts", "group", "part", "medium", "adapter",
     "is_main_attention", "tells_salts", "extras", "is_identity", "envelope", "is_deep", "may_begin", "window",
+    "is_reused",
 };
 static const char *const removed_names[REMOVED_ATTRIBUTES] = {
-    "engine_hashes", "group", "salts", "part", "medium", "adapter", "is_identity", "envelope",
+    "engine_hashes", "group", "salts", "part", "copies_left", "medium", "adapter", "is_identity", "envelope",
 };
 static PyObject *stored_attributes[STORED_ATTRIBUTES], *removed_attributes[REMOVED_ATTRIBUTES];
 
@@ -90,19 +91,35 @@ static PyObject *make_stored(const Events *events, const PlainEvent *event)
         Py_False,
         Py_False,
         Py_None,
+        event->origin == UNTOLD ? Py_None : event->origin == FROM_REUSE ? Py_True : Py_False,
     };
     return build_owned(events->stored, stored_attributes, values, STORED_ATTRIBUTES, OWNED);
+}
+
+/* So many zeros, as a tuple. */
+static PyObject *zeros(size_t count)
+{
+    PyObject *found = PyTuple_New((Py_ssize_t)count);
+    for (size_t i = 0; found != NULL && i < count; i++) {
+        PyObject *zero = PyLong_FromLong(0);
+        if (zero == NULL)
+            Py_CLEAR(found);
+        else
+            PyTuple_SetItem(found, (Py_ssize_t)i, zero);
+    }
+    return found;
 }
 
 /* A removal as a Removed. */
 static PyObject *make_removed(const Events *events, const PlainEvent *event)
 {
-    enum { OWNED = 4 };
+    enum { OWNED = 5 };
     PyObject *values[REMOVED_ATTRIBUTES] = {
         hashes_as_tuple(events->hashes + event->hashes, event->hashes_count),
         event->has_group ? PyLong_FromUnsignedLongLong(event->group) : Py_NewRef(Py_None),
         PyTuple_New(0),
         PyLong_FromLong(0),
+        event->leaves_none ? zeros(event->hashes_count) : Py_NewRef(Py_None),
         event->medium,
         Py_None,
         Py_False,
@@ -146,7 +163,8 @@ static int is_equal(PyObject *one, PyObject *other)
 static int are_alike(const PlainEvent *one, const PlainEvent *other)
 {
     if (one->has_group != other->has_group || one->group != other->group || one->is_main != other->is_main ||
-        one->tells_salts != other->tells_salts || one->block_size != other->block_size)
+        one->tells_salts != other->tells_salts || one->block_size != other->block_size ||
+        one->origin != other->origin || one->leaves_none != other->leaves_none)
         return 0;
     const int is_same_medium = is_equal(one->medium, other->medium);
     return is_same_medium == 1 ? is_equal(one->adapter, other->adapter) : is_same_medium;

@@ -14,6 +14,9 @@
 
 typedef enum { STORE, REMOVAL, CLEARING, OTHER } EventKind;
 
+/* Whether the blocks of a store were new to its engine, or told again. */
+typedef enum { UNTOLD, FROM_NEW, FROM_REUSE } Origin;
+
 /* A plain event; of another one only where it stands in the payload. */
 typedef struct {
     PyObject *medium, *adapter; /* references; NULL where its kind has none */
@@ -21,6 +24,8 @@ typedef struct {
     size_t hashes, tokens; /* where its own begin among those of all events */
     uint32_t hashes_count, tokens_count, block_size;
     uint8_t kind, has_parent, has_group, is_main, tells_salts;
+    uint8_t origin;      /* of a store: an Origin */
+    uint8_t leaves_none; /* of a removal: it says that no copy of any block is left */
     Py_ssize_t start, end; /* in the payload */
 } PlainEvent;
 

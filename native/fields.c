@@ -15,7 +15,7 @@ static const Name field_names[FIELDS] = {
     NAME("block_hashes"), NAME("parent_block_hash"), NAME("token_ids"),      NAME("block_size"),
     NAME("lora_id"),      NAME("medium"),            NAME("lora_name"),      NAME("extra_keys"),
     NAME("group_idx"),    NAME("kv_cache_spec_kind"), NAME("locality"),      NAME("cache_salt"),
-    NAME("block_mm_infos"), NAME("type"),
+    NAME("block_mm_infos"), NAME("origin"), NAME("remaining_copy_counts"), NAME("type"),
 };
 static const Name main_attention[] = {NAME("full_attention"), NAME("mla_attention"), NAME("sink_full_attention")};
 
@@ -30,14 +30,12 @@ static int is_ascii(const Value *value)
     return all < 0x80;
 }
 
-/* Whether a value that nobody looks at is one that the library can read, too. */
-static int is_simple(const Value *value)
+int is_simple(const Value *value)
 {
     return value->kind < LIST && (value->kind != TEXT || is_ascii(value));
 }
 
-/* Go behind a value that nobody looks at. 0 where it is UNUSUAL. */
-static int skip_simple(Reader *reader)
+int skip_simple(Reader *reader)
 {
     Value value;
     return read_value(reader, &value) && is_simple(&value);
@@ -280,4 +278,32 @@ Outcome read_attention(const Batch *batch, const Event *fields, PlainEvent *even
         event->is_main |= is_name(&value, &main_attention[i]);
     /* Another group may have a window, which has rules of its own. */
     return value.kind == NIL || event->is_main ? READ : UNUSUAL;
+}
+
+Outcome read_origin(const Batch *batch, const Event *fields, PlainEvent *event)
+{
+    static const Name is_new = NAME("NEW"), is_reused = NAME("REUSED");
+    Reader inside;
+    const Value value = value_at(batch, fields->at[ORIGIN], &inside);
+    if (value.kind == NIL)
+        return READ;
+    event->origin = is_name(&value, &is_new) ? FROM_NEW : is_name(&value, &is_reused) ? FROM_REUSE : UNTOLD;
+    return event->origin == UNTOLD ? UNUSUAL : READ;
+}
+
+Outcome read_copy_counts(const Batch *batch, const Event *fields, PlainEvent *event)
+{
+    Reader inside;
+    const Value list = value_at(batch, fields->at[COPY_COUNTS], &inside);
+    if (list.kind == NIL)
+        return READ;
+    if (list.kind != LIST || list.number != event->hashes_count)
+        return UNUSUAL;
+    for (size_t i = 0; i < event->hashes_count; i++) {
+        Value count;
+        if (!read_value(&inside, &count) || count.kind != INTEGER || count.number != 0)
+            return UNUSUAL;
+    }
+    event->leaves_none = 1;
+    return READ;
 }

@@ -25,6 +25,8 @@ typedef enum {
     LOCALITY,
     CACHE_SALT,
     IMAGES,
+    ORIGIN,
+    COPY_COUNTS,
     TYPE,
     FIELDS,
 } Field;
@@ -41,6 +43,7 @@ typedef struct {
     Reader reader;
     const unsigned char *begin;
     Events *events;
+    uint64_t stored_fields, removed_fields; /* of a store and of a removal that is a list; what is behind is not read */
     PyObject *medium_of;     /* a name of the wire, or None, to that of its medium */
     PyObject *medium;        /* of the last event that has one: a reference, or NULL */
     const unsigned char *medium_at; /* its name in the payload */
@@ -63,6 +66,12 @@ static int is_name(const Value *value, const Name *name)
 {
     return value->kind == TEXT && value->number == name->size && memcmp(value->start, name->text, name->size) == 0;
 }
+
+/* Whether a value that nobody looks at is one that the library can read, too. */
+int is_simple(const Value *value);
+
+/* Go behind a value that nobody looks at. 0 where it is UNUSUAL. */
+int skip_simple(Reader *reader);
 
 /* Where the fields of an event are, whose head has been read; the reader is behind it then. 0 where it is UNUSUAL. */
 int find_fields(Reader *reader, const Value *head, Event *event);
@@ -100,6 +109,12 @@ Outcome read_medium(Batch *batch, const Event *fields, PlainEvent *event);
 
 /* The adapter: its name, else its id, else None. *name: the name, nil where it has none. */
 Outcome read_adapter(Batch *batch, const Event *fields, Value *name, PlainEvent *event);
+
+/* Whether the blocks were new, or only told again, if a store says so. */
+Outcome read_origin(const Batch *batch, const Event *fields, PlainEvent *event);
+
+/* How many copies a removal leaves, if it says so: plain where they are none of any block. */
+Outcome read_copy_counts(const Batch *batch, const Event *fields, PlainEvent *event);
 
 /* Whether nothing is told of any of `count` blocks but the adapter that its event names. */
 int has_plain_keys(const Batch *batch, const Event *event, size_t count, const Value *adapter);

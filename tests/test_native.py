@@ -119,12 +119,15 @@ CALLS: dict[str, tuple[tuple[Any, ...], ...]] = {
         (b"", ()),
     ),
     "read_batch": (
-        *((payload, 99, Stored, Removed, Cleared(), normal_medium) for payload in BATCHES),
-        (BATCHES[0], 99, Stored, Removed, Cleared(), (lambda _: None)),
-        (BATCHES[0], 99, Stored, Removed, Cleared(), 5),
-        (BATCHES[0], -1, Stored, Removed, Cleared(), normal_medium),
-        (BATCHES[0], 99, 5, Removed, Cleared(), normal_medium),
-        ("", 99, Stored, Removed, Cleared(), normal_medium),
+        *((payload, 99, Stored, Removed, Cleared(), normal_medium, 10, 3) for payload in BATCHES),
+        (BATCHES[0], 99, Stored, Removed, Cleared(), (lambda _: None), 10, 3),
+        (BATCHES[0], 99, Stored, Removed, Cleared(), 5, 10, 3),
+        (BATCHES[0], -1, Stored, Removed, Cleared(), normal_medium, 10, 3),
+        *((payload, 99, Stored, Removed, Cleared(), normal_medium, 7, 2) for payload in BATCHES),
+        (BATCHES[0], 99, Stored, Removed, Cleared(), normal_medium, 0, 2),
+        (BATCHES[0], 99, Stored, Removed, Cleared(), normal_medium, 7, 4),
+        (BATCHES[0], 99, 5, Removed, Cleared(), normal_medium, 10, 3),
+        ("", 99, Stored, Removed, Cleared(), normal_medium, 10, 3),
     ),
 }
 

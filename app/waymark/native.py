@@ -52,8 +52,10 @@ class NativeFunctions(Protocol):
         removed: type,
         cleared: object,
         medium: Callable[[str | None], str | None],
+        stored_fields: int,
+        removed_fields: int,
         /,
-    ) -> tuple[Number, Any, Number, int] | None: ...
+    ) -> tuple[Number, Any, Number, bytes | None, int] | None: ...
 
     def row_runs(self, keys: bytes, rows: list[bytes | None], /) -> tuple[list[tuple[bytes, int]], int, bool]: ...
 

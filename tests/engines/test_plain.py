@@ -36,7 +36,7 @@ def outcome(kind: EngineKind, payload: bytes, ceilings: Ceilings | None = None) 
     except Undecodable as bad:
         return bad.kind, str(bad)
     events = [(type(event).__name__, astuple(event)) for event in batch.events]
-    return batch.ts, events, batch.dp_rank, batch.rejected, batch.ignored, batch.samples
+    return batch.ts, events, batch.dp_rank, batch.publisher_id, batch.rejected, batch.ignored, batch.samples
 
 
 def outcomes(kind: EngineKind, payload: bytes, ceilings: Ceilings | None = None) -> Iterator[object]:
@@ -75,6 +75,13 @@ PLAIN: dict[str, Any] = {
     "a list of nine": listed([1], 2, [1], 1, None, "GPU", None, [None]),
     "a list of twelve": listed([1], 2, [1], 1, None, "GPU", None, None, 1, "mla_attention", 128),
     "many hashes": stored(block_hashes=list(range(5, 5 + PART_HASHES)), token_ids=None),
+    "local": stored(locality="LOCAL"),
+    "new": stored(origin="NEW", session_id="s", ownership="o"),
+    "told again": stored(origin="REUSED"),
+    "nothing told": stored(origin=None, remaining_copy_counts=None),
+    "no copy left": {"type": "BlockRemoved", "block_hashes": [1, 2], "remaining_copy_counts": [0, 0]},
+    "removed and local": {"type": "BlockRemoved", "block_hashes": [1, 2], "locality": "LOCAL"}
+    | {"remaining_copy_counts": None},
     "removed": {"type": "BlockRemoved", "block_hashes": [1, -2, b"\3"], "medium": "CPU", "group_idx": 1},
     "a list of removed": ["BlockRemoved", [1, 2]],
     "a longer list of removed": ["BlockRemoved", [1, 2], "DISK", 3],
@@ -91,7 +98,16 @@ OTHERS: dict[str, Any] = {
     "an image in the keys": stored(extra_keys=[None, [["image", 3]]]),
     "too few keys": stored(extra_keys=[None]),
     "remote": stored(locality="REMOTE"),
-    "local": stored(locality="LOCAL"),
+    "local in small letters": stored(locality="local"),
+    "a locality that is none": stored(locality=1),
+    "an origin that nobody knows": stored(origin="MOVED"),
+    "an origin that is none": stored(origin=[1]),
+    "copies of a store": stored(remaining_copy_counts=[0, 0]),
+    "the origin of a removal": {"type": "BlockRemoved", "block_hashes": [1], "origin": "NEW"},
+    "copies left": {"type": "BlockRemoved", "block_hashes": [1, 2], "remaining_copy_counts": [0, 1]},
+    "less than no copy": {"type": "BlockRemoved", "block_hashes": [1, 2], "remaining_copy_counts": [0, -1]},
+    "too few counts": {"type": "BlockRemoved", "block_hashes": [1, 2], "remaining_copy_counts": [0]},
+    "a count that is none": {"type": "BlockRemoved", "block_hashes": [1], "remaining_copy_counts": 0},
     "pairs": stored(token_ids=[[1, 2], [2, 3], [3, 4], [4, 5]]),
     "a token too large": stored(token_ids=[2**32]),
     "a negative token": stored(token_ids=[-1]),
@@ -163,6 +179,14 @@ SHAPES: dict[str, Any] = {
     "a short batch": [1.5],
     "events that are none": [1.5, 7, 0],
     "four elements": [1.5, [stored()], 0, "more"],
+    "an id of a process": [1.5, [stored()], 0, bytes(range(16))],
+    "an id that is too short": [1.5, [stored()], 0, bytes(15)],
+    "an id that is text": [1.5, [stored()], 0, "0123456789abcdef"],
+    "an id that is nil": [1.5, [stored()], 0, None],
+    "an id that is a list": [1.5, [stored()], 0, [1]],
+    "more behind the id": [1.5, [stored()], 0, bytes(16), 7, None, "x", 1.5],
+    "too much behind the id": [1.5, [stored()], 0, bytes(16), 7, None, "x", 1.5, 9],
+    "a list behind the id": [1.5, [stored()], None, bytes(16), [1]],
     "a ts that is text": ["x", [stored()], 0],
     "a negative ts": [-1, [stored()], 0],
     "a rank that is none": [1.5, [stored()], "x"],
@@ -176,6 +200,58 @@ SHAPES: dict[str, Any] = {
     "a key that is no text": [1.5, [stored() | {7: 1}], 0],
     "deep": [1.5, [stored(), [[[[[[[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]]]]]]], stored()], 0],
 }
+
+
+def test_the_id_of_a_process_comes_with_its_batch() -> None:
+    payload = msgpack.packb([1.5, [stored(locality="LOCAL")], 0, bytes(range(16))])
+    native.select(True)
+    found = plain.read(payload, 1)
+    assert found is not None
+    assert not found.others
+    for implementation in IMPLEMENTATIONS:
+        native.select(implementation == "native")
+        for each in (payload, msgpack.packb([1.5, [stored()] * 2000, 0, bytes(range(16))])):
+            assert decoder(EngineKind.VLLM, seed=1337)(each).publisher_id == bytes(range(16))
+
+
+LONGER_LISTS: dict[str, Any] = {
+    "groups by name": ["BlockStored", [1, 2], 3, [1, 2, 3, 4], 2, None, "GPU", None, ["FULL", "SWA"]],
+    "nil": ["BlockStored", [1, 2], 3, [1, 2, 3, 4], 2, None, "GPU", None, None, None],
+    "a number": ["BlockStored", [1, 2], 3, [1, 2, 3, 4], 2, None, "GPU", None, 5, -1, "x"],
+    "text that is none": ["BlockStored", [1, 2], 3, [1, 2, 3, 4], 2, None, "GPU", None, b"\xff", "\xe4"],
+    "a reason": ["BlockRemoved", [1, 2], "GPU", "evict"],
+    "a reason and more": ["BlockRemoved", [1, 2], "GPU", -1, {"a": 1}],
+}
+
+
+@pytest.mark.parametrize("name", LONGER_LISTS)
+def test_what_is_behind_the_fields_of_sglangs_lists_is_not_read(name: str) -> None:
+    event = LONGER_LISTS[name]
+    whole = event[:8] if event[0] == "BlockStored" else event[:3]
+    for events in ([event], [event, stored(), event], [event] * 500):
+        in_python, in_c = outcomes(EngineKind.SGLANG, msgpack.packb([1.5, events, 0]))
+        as_it_should = [whole if each is event else each for each in events]
+        expected, _ = outcomes(EngineKind.SGLANG, msgpack.packb([1.5, as_it_should, 0]))
+        assert in_c == in_python == expected
+
+
+def test_long_lists_of_sglang_keep_their_fields() -> None:
+    hashes = list(range(5, 6000))
+    event = ["BlockStored", hashes, None, [*range(2 * len(hashes))], 2, None, "GPU", None, ["FULL"] * 7000]
+    for each, fields in ((event, 8), (["BlockRemoved", hashes, "CPU", "evict"], 3)):
+        payload, whole = (msgpack.packb([1.5, [some], 0]) for some in (each, each[:fields]))
+        found = outcome(EngineKind.SGLANG, payload)
+        assert found == outcome(EngineKind.SGLANG, whole)
+        assert isinstance(found[1], list)  # type: ignore[index]
+        assert len(found[1]) > 1  # type: ignore[index]
+
+
+def test_the_counts_of_a_long_removal_stay_with_their_hashes() -> None:
+    hashes = list(range(1, 30_000))
+    event = {"type": "BlockRemoved", "block_hashes": hashes, "remaining_copy_counts": [each % 3 for each in hashes]}
+    batch = decoder(EngineKind.VLLM, seed=1)(msgpack.packb([1.5, [event], 0]))
+    told = [pair for each in batch.events for pair in zip(each.engine_hashes, each.copies_left, strict=True)]  # type: ignore[union-attr,arg-type]
+    assert told == [(each, each % 3) for each in hashes]
 
 
 @pytest.mark.parametrize("name", SHAPES)

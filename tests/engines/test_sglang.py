@@ -57,9 +57,15 @@ def test_pairs_as_list_and_as_map(one: Callable[..., Event], pairs: list[list[in
 
 
 def test_a_parent_of_zero_is_not_known(refusal: Callable[..., str]) -> None:
-    assert refusal(as_list(None, "GPU", parent=0), SGLANG) == "parent_unknown"
     assert refusal(as_map(parent_block_hash=0), SGLANG) == "parent_unknown"
     assert refusal(as_list(None, "GPU", {"cache_salt": "s"}, parent=0), SGLANG) == "parent_unknown"
+
+
+def test_a_parent_of_zero_in_a_list_is_the_root_unless_it_names_a_block(one: Callable[..., Event]) -> None:
+    """llm-d's simulator writes such lists, whatever engine it stands for."""
+    event = one(as_list(None, "GPU", parent=0), SGLANG)
+    assert isinstance(event, Stored)
+    assert (event.parent, event.may_begin) == (0, True)
 
 
 def test_a_placeholder_needs_no_parent(one: Callable[..., Event]) -> None:

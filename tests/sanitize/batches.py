@@ -11,7 +11,7 @@ import msgpack
 STORED = ["block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"]
 STORED += ["extra_keys", "group_idx", "kv_cache_spec_kind"]
 REMOVED = ["block_hashes", "medium", "group_idx"]
-OF_MAPS = ["locality", "cache_salt", "block_mm_infos", "type"]
+OF_MAPS = ["cache_salt", "block_mm_infos", "locality", "origin", "remaining_copy_counts", "type"]
 MAIN = ["full_attention", "mla_attention", "sink_full_attention"]
 HASHES_MAX, DEPTH_MAX = 2048, 16
 #: Of a head of msgpack: bytes of the number behind it.
@@ -106,13 +106,18 @@ def _hashes(value: object) -> tuple[int, ...]:
     return found
 
 
-def _fields(event: list[Any]) -> tuple[dict[str, Any], int]:
+def _fields(event: list[Any], list_fields: tuple[int, int]) -> tuple[dict[str, Any], int]:
     """The fields of an event by name, with its tag; and how many elements its list has, 0 for a map."""
     if not isinstance(event, Pairs):
         _require(event)
-        fields = REMOVED if event[0] == b"BlockRemoved" else STORED
+        is_removal = event[0] == b"BlockRemoved"
+        fields = REMOVED if is_removal else STORED
         for value in event[11:]:
             _simple(value)
+        if event[0] == b"BlockStored" or (is_removal and list_fields[1] < len(REMOVED)):
+            for value in event[1 + list_fields[is_removal] :]:
+                _simple(value)
+            event = event[: 1 + list_fields[is_removal]]
         return {"type": event[0]} | dict(zip([*fields, *range(20)], event[1:11], strict=False)), len(event)
     named: dict[str, Any] = {}
     for name, value in zip(event[::2], event[1::2], strict=True):
@@ -127,22 +132,35 @@ def _fields(event: list[Any]) -> tuple[dict[str, Any], int]:
 
 
 def _event(
-    event: object, stored: Callable[..., Any], removed: Callable[..., Any], cleared: object, medium: Any
+    event: object,
+    stored: Callable[..., Any],
+    removed: Callable[..., Any],
+    cleared: object,
+    medium: Any,
+    list_fields: tuple[int, int],
 ) -> object:
     _require(isinstance(event, list))
     assert isinstance(event, list)
-    named, elements = _fields(event)
+    named, elements = _fields(event, list_fields)
     tag = named.get("type")
     _require(isinstance(tag, Text))
-    _require(all(named.get(field) is None for field in OF_MAPS[:3]))
+    _require(all(named.get(field) is None for field in OF_MAPS[:2]))
+    locality, origin, counts = (named.get(field) for field in OF_MAPS[2:5])
+    _require(locality is None or (isinstance(locality, Text) and locality == b"LOCAL"))
     if tag == b"AllBlocksCleared":
         _require(len(event) == (2 if isinstance(event, Pairs) else 1))
         return cleared
     _require(tag in (b"BlockStored", b"BlockRemoved"))
     hashes = _hashes(named.get("block_hashes"))
     if tag == b"BlockRemoved":
-        _require(all(value is None for name, value in named.items() if name not in [*REMOVED, "type"]))
+        told = [*REMOVED, "locality", "remaining_copy_counts", "type"]
+        _require(all(value is None for name, value in named.items() if name not in told))
+        if counts is not None:
+            _require(type(counts) is list and len(counts) == len(hashes))
+            _require(all(type(each) is int and each == 0 for each in counts))
     else:
+        _require(counts is None)
+        _require(origin is None or (isinstance(origin, Text) and origin in (b"NEW", b"REUSED")))
         above = named.get("parent_block_hash")
         _require(not (type(above) is int and above == 0))
         parent = None if above is None else _hash(above)
@@ -155,7 +173,8 @@ def _event(
     _require(name is not None)
     if tag == b"BlockRemoved":
         group = named.get("group_idx")
-        return removed(hashes, name, None if group is None else _integer(group, 2**32 - 1))
+        group = None if group is None else _integer(group, 2**32 - 1)
+        return removed(hashes, name, group, copies_left=None if counts is None else (0,) * len(hashes))
     adapter: str | int | None = _text(named.get("lora_name"))
     lora_id = named.get("lora_id")
     if adapter:
@@ -179,6 +198,7 @@ def _event(
         group=None if group is None else _integer(group, 2**32 - 1),
         is_main_attention=None if attention is None else True,
         tells_salts=not elements or elements >= 9,
+        is_reused=None if origin is None else origin == b"REUSED",
     )
 
 
@@ -198,15 +218,21 @@ def read_batch(
     removed: Callable[..., Any],
     cleared: object,
     medium: Any,
+    stored_fields: int,
+    removed_fields: int,
 ) -> object:
     if not isinstance(payload, bytes):
         raise TypeError
     if not 0 <= events_max < 2**63:
         raise OverflowError
+    if not (1 <= stored_fields <= len(STORED) and 1 <= removed_fields <= len(REMOVED)):
+        raise ValueError
     try:
         root, end = _value(payload, 0, -2)
-        _require(type(root) is list and len(root) in (2, 3) and end == len(payload))
-        ts, events, rank = [*root, None][:3]
+        _require(type(root) is list and 2 <= len(root) <= 8 and end == len(payload))
+        ts, events, rank, publisher = [*root, None, None][:4]
+        for value in root[3:]:
+            _simple(value)
         _require(type(events) is list and len(events) <= events_max)
         found: list[Any] = []
         others = 0
@@ -215,11 +241,12 @@ def read_batch(
             start = at
             event, at = _value(payload, at)
             try:
-                found.append(_event(event, stored, removed, cleared, medium))
+                found.append(_event(event, stored, removed, cleared, medium, (stored_fields, removed_fields)))
             except NotPlain:
                 found.append((start, at))
                 others += 1
-        return _number(ts), found, _number(rank), others
+        is_id = type(publisher) is bytes and len(publisher) == 16
+        return _number(ts), found, _number(rank), publisher if is_id else None, others
     except NotPlain:
         return None
 
@@ -249,6 +276,10 @@ EVENTS: list[Any] = [
     ["BlockStored", [1, 2], None, [1, 2], 1, None, "CPU"],
     ["BlockStored", [1], 2, [1], 1, None, "GPU", "a", [["a"]], 1, "mla_attention", 128],
     {"type": "BlockRemoved", "block_hashes": [1, -2, b"\3"], "medium": "CPU", "group_idx": 1},
+    {"type": "BlockRemoved", "block_hashes": [1, 2], "remaining_copy_counts": [0, 0], "locality": "LOCAL"},
+    _stored(locality="LOCAL", origin="NEW", session_id="s"),
+    _stored(locality=None, origin="REUSED"),
+    ["BlockRemoved", [1, 2], "DISK", "evict"],
     ["BlockRemoved", [1, 2], "DISK", 3],
     ["AllBlocksCleared"],
     {"type": "AllBlocksCleared"},
@@ -256,9 +287,20 @@ EVENTS: list[Any] = [
 ]
 BATCHES: list[bytes] = [msgpack.packb([1.5, [event], 0]) for event in EVENTS]
 BATCHES += [msgpack.packb([1, EVENTS]), msgpack.packb([None, [*EVENTS, 7, None], None]), msgpack.packb([])]
+BATCHES += [msgpack.packb([1.5, EVENTS[:1], 0, bytes(range(16)), 7]), msgpack.packb([1.5, [], None, b"short"])]
 WORDS = [msgpack.packb(field) for field in [*STORED, *OF_MAPS]]
 WORDS += [
-    msgpack.packb(tag) for tag in ("BlockStored", "BlockRemoved", "AllBlocksCleared", "full_attention", "adapter")
+    msgpack.packb(tag)
+    for tag in (
+        "BlockStored",
+        "BlockRemoved",
+        "AllBlocksCleared",
+        "full_attention",
+        "adapter",
+        "LOCAL",
+        "NEW",
+        "REUSED",
+    )
 ]
 WORDS += [
     msgpack.packb(value) for value in (None, True, 0, -1, 127, 128, 2**16, 2**32, -(2**31), 2**63, 0.5, b"", b"\1")

@@ -31,7 +31,7 @@ def use_parts(parts_type: Callable[..., Any], payload: bytes, namespace: int, pi
     """Read a batch, run its events, leaving out each that is not plain, and pack the parts."""
     loops = native.selected
     assert loops is not None
-    read = loops.read_batch(payload, EVENTS_MAX, Stored, Removed, Cleared(), medium_of)
+    read = loops.read_batch(payload, EVENTS_MAX, Stored, Removed, Cleared(), medium_of, 10, 3)
     if read is None or isinstance(read[1], list):
         return None
     places = loops.Places(Place, Spot)
@@ -134,7 +134,7 @@ class _Model:
 
 
 def parts(payload: bytes, namespace: int, piece_blocks: int) -> object:
-    read: Any = batches.read_batch(payload, EVENTS_MAX, Stored, Removed, Cleared(), medium_of)
+    read: Any = batches.read_batch(payload, EVENTS_MAX, Stored, Removed, Cleared(), medium_of, 10, 3)
     if read is None or not is_run(read[1]):
         return None
     if not 0 <= namespace <= U64_MAX or not -(2**63) <= piece_blocks < 2**63:

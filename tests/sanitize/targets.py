@@ -371,9 +371,13 @@ TARGETS: dict[str, Target] = {
     ),
     "read_batch": Target(
         batches.read_batch,
-        [(each, 99, Stored, Removed, Cleared(), medium_of) for each in batches.BATCHES],
+        [
+            (each, 99, Stored, Removed, Cleared(), medium_of, *list_fields)
+            for each in batches.BATCHES
+            for list_fields in ((10, 3), (7, 2), (0, 1))
+        ],
         batches.WORDS,
-        {1: [*COUNTS]},
+        {1: [*COUNTS], 6: [-1, 0, 1, 2, 6, 7, 9, 10, 11], 7: [-1, 0, 1, 2, 3, 4]},
         # The program's own; only what is unpacked comes from an engine.
         frozenset({2, 3, 4, 5}),
         use=use_read_batch,

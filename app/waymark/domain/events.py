@@ -69,6 +69,8 @@ class Stored:
     """It begins at the root where its parent, 0, is no block of its publisher: a nil was written as 0."""
     part: int = 0
     """The number of this event among those that its decoder makes of one long event, from 0."""
+    is_reused: bool | None = None
+    """Whether the engine only announces blocks again that it had; None if the event does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class Removed:
     envelope: Envelope | None = None
     part: int = 0
     """The number of this event among the parts of one long event, as in ``Stored``."""
+    copies_left: tuple[int | None, ...] | None = None
+    """How many copies of each block its engine still has; None if the event does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +166,8 @@ class Batch:
     events: Sequence[Event]
     dp_rank: int | None = None
     """The rank the batch names; it wins over the registered one."""
+    publisher_id: bytes | None = None
+    """The id of the engine's process, if the batch names it: another id is another process."""
     rejected: Counter[str] = field(default_factory=Counter)
     """Events that could not be decoded, by kind; their siblings are in ``events``."""
     ignored: Counter[str] = field(default_factory=Counter)

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgpack
 
@@ -32,6 +32,8 @@ ReadEvent: TypeAlias = Callable[[Any], Event | Ignored]
 MORE: Final = "more"
 """The kind of a batch's rejected events beyond ``Ceilings.rejected_events``, counted once."""
 
+PUBLISHER_ID_BYTES: Final = 16
+"""The length of the id of an engine's process."""
 SHORT_BYTES: Final = 1024
 """A payload that is read in one go."""
 _SHORT_EVENTS: Final = 16
@@ -64,7 +66,10 @@ class Decoder:
         self._bare = bare
 
     def __call__(self, payload: bytes) -> Batch:
-        """The batch in a payload: ``[ts, events, rank?]``; a bare dialect's may be one event map or a list of them."""
+        """The batch in a payload: ``[ts, events, rank?, publisher_id?]``.
+
+        A bare dialect's may be one event map or a list of them.
+        """
         return finish(self.slices(payload))
 
     def short(self, payload: bytes) -> Batch:
@@ -77,12 +82,12 @@ class Decoder:
             root = msgpack.unpackb(payload, strict_map_key=False)
         except BAD_MSGPACK:
             return self(payload)
-        ts, listed, rank = _split(root, len(payload), bare=self._bare)
+        listed, head = _split(root, len(payload), bare=self._bare)
         if len(listed) > _SHORT_EVENTS:
             return self(payload)
         for event in listed:
             events.read_short(event)
-        return events.batch(ts, rank)
+        return events.batch(head)
 
     def slices(self, payload: bytes) -> Slices[Batch]:
         """Decode the batch in a payload, slice by slice."""
@@ -93,7 +98,7 @@ class Decoder:
         if plain is not None:
             if not plain.others:
                 return events.plain(plain)
-            ts, rank = plain.ts, plain.rank
+            head = _Head(plain.ts, plain.rank, plain.publisher_id)
             for found in plain.events:
                 if isinstance(found, tuple):
                     yield from events.read(unpack_event(payload[slice(*found)]))
@@ -101,9 +106,9 @@ class Decoder:
                     events.events.append(found)
         elif len(payload) > WINDOW_BYTES:
             long = LongPayload(payload, self._names, self.ceilings)
-            ts, rank = yield from long.batch(events.read, bare=self._bare)
+            head = _head(*(yield from long.batch(events.read, bare=self._bare)))
         else:
-            ts, listed, rank = _split((yield from unpack(payload)), len(payload), bare=self._bare)
+            listed, head = _split((yield from unpack(payload)), len(payload), bare=self._bare)
             if len(listed) > self.ceilings.batch_events:
                 raise too_many_events(len(listed), self.ceilings)
             may_be_long = len(payload) > 2 * PART_HASHES
@@ -112,7 +117,7 @@ class Decoder:
                     yield from events.read(event)
                 else:
                     events.read_short(event)
-        return events.batch(ts, rank)
+        return events.batch(head)
 
     def _events(self) -> _EventReader:
         return _EventReader(self._read_event, self._names, self.ceilings)
@@ -122,6 +127,14 @@ class Decoder:
         if self._read_plain is None or self.ceilings.event_hashes < PART_HASHES:
             return None
         return self._read_plain(payload, self.ceilings.batch_events)
+
+
+class _Head(NamedTuple):
+    """What a batch says besides its events."""
+
+    ts: Any
+    rank: Any
+    publisher_id: bytes | None
 
 
 class _EventReader:
@@ -141,20 +154,22 @@ class _EventReader:
         self._ceilings = ceilings
         self._rejected = 0
 
-    def batch(self, ts: Any, rank: Any, events: PlainEvents | None = None) -> Batch:
-        """All of them, or ``events``; ``ts`` and ``rank`` are as the payload has them."""
+    def batch(self, head: _Head, events: PlainEvents | None = None) -> Batch:
+        """All of them, or ``events``."""
+        rank = head.rank
         if rank is not None and not is_u32(rank):
             rank = None
             self.ignored[Ignored.BAD_RANK.value] += 1
         found = tuple(self.events) if events is None else events
-        return Batch(_clock(ts), found, rank, self.rejected, self.ignored, self.samples)
+        return Batch(_clock(head.ts), found, rank, head.publisher_id, self.rejected, self.ignored, self.samples)
 
     def plain(self, plain: PlainBatch) -> Batch:
         """A batch of which every event is plain."""
+        head = _Head(plain.ts, plain.rank, plain.publisher_id)
         if type(plain.events) is PlainEvents:
-            return self.batch(plain.ts, plain.rank, plain.events)
+            return self.batch(head, plain.events)
         self.events = [event for event in plain.events if not isinstance(event, tuple)]
-        return self.batch(plain.ts, plain.rank)
+        return self.batch(head)
 
     def read(self, event: Any) -> Slices[None]:
         """One event, in its parts where it is long."""
@@ -220,14 +235,19 @@ class _EventReader:
             self.rejected[MORE] = 1
 
 
-def _split(root: Any, size: int, *, bare: bool) -> tuple[Any, list[Any], Any]:
-    """(ts, events, rank) of a payload that is unpacked."""
+def _head(ts: Any = None, rank: Any = None, publisher_id: Any = None, *_: Any) -> _Head:
+    is_id = isinstance(publisher_id, bytes) and len(publisher_id) == PUBLISHER_ID_BYTES
+    return _Head(ts, rank, publisher_id if is_id else None)
+
+
+def _split(root: Any, size: int, *, bare: bool) -> tuple[list[Any], _Head]:
+    """The events of a payload that is unpacked, and what it says besides them."""
     if isinstance(root, list) and len(root) >= 2 and isinstance(root[1], list):
-        return root[0], root[1], root[2] if len(root) > 2 else None
+        return root[1], _head(root[0], *root[2:])
     if bare and isinstance(root, dict) and "event_type" in root:
-        return None, [root], None
+        return [root], _head()
     if bare and isinstance(root, list) and (not root or any(isinstance(item, dict) for item in root)):
-        return None, root, None
+        return root, _head()
     raise Undecodable("not_a_batch", f"a payload of {size} bytes is a {type(root).__name__}, not a batch")
 
 

@@ -27,8 +27,10 @@ _EVENTS_BYTES: Final = 16_384
 #: Fields of an event that are long where the event has many blocks.
 HASHES: Final = frozenset({"block_hashes", "seq_hashes"})
 TOKENS: Final = frozenset({"token_ids"})
-PER_BLOCK: Final = frozenset({"extra_keys", "block_mm_infos"})
+PER_BLOCK: Final = frozenset({"extra_keys", "block_mm_infos", "remaining_copy_counts"})
 
+_HEAD_MAX: Final = 4
+"""The elements of a batch that are read; further ones are not looked at."""
 _FIELDS_MAX: Final = 64
 _PIECE: Final = 4096
 _INTEGER_BYTES: Final = 9
@@ -55,26 +57,27 @@ class LongPayload:
         self._at = 0
         self._others = 0
 
-    def batch(self, read: Callable[[Any], Slices[None]], *, bare: bool) -> Slices[tuple[Any, Any]]:
-        """Have each event of ``[ts, events, rank?]`` read; returns ts and rank. With ``bare`` also one event map, or
-        a list of them.
+    def batch(self, read: Callable[[Any], Slices[None]], *, bare: bool) -> Slices[list[Any]]:
+        """Have each event of ``[ts, events, rank?, publisher_id?]`` read, and return the other elements.
+
+        With ``bare`` the payload may also be one event map, or a list of them.
 
         An event is as msgpack has it, but lists of hashes and of tokens may be arrays of u64.
         """
         if bare and self._is_map():
             yield from self._events(1, read)
-            return None, None
+            return []
         is_map, length = self._container()
         if is_map or length == 0:
             raise self._no_batch()
         if bare and self._is_map():
             yield from self._events(length, read)
-            return None, None
+            return []
         ts = self._value()
         if length < 2 or not self._is_list():
             raise self._no_batch()
         yield from self._events(self._container()[1], read)
-        return ts, self._value() if length > 2 else None
+        return [ts, *(self._value() for _ in range(2, min(length, _HEAD_MAX)))]
 
     def _events(self, count: int, read: Callable[[Any], Slices[None]]) -> Slices[None]:
         if count > self._ceilings.batch_events:

@@ -36,12 +36,14 @@ _EXTRA_KEYS_AT: Final = 1 + STORED_FIELDS.index("extra_keys")
 REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx")
 FIELDS: Final = {"BlockStored": STORED_FIELDS, "BlockRemoved": REMOVED_FIELDS}
 
-_Zero: TypeAlias = Literal["block", "root", "unknown"]
-"""The meaning of a parent of 0. ``root``: the root, unless the publisher has a block 0."""
+Zero: TypeAlias = Literal["block", "root", "unknown"]
+"""The meaning of a parent of 0. ``root``: the root, unless the publisher has a block 0; ``unknown``: it names no block,
+but says that it is not known."""
 
 _MAIN_ATTENTION: Final = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 _STATES: Final = frozenset({"mamba"})
 _WINDOWS: Final = frozenset({"sliding_window", "sliding_window_mla"})
+_ORIGINS: Final = {"NEW": False, "REUSED": True}
 _SALT_PREFIX: Final = "dynamo-cache-salt:"
 
 
@@ -50,11 +52,10 @@ def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
     return Decoder(partial(read_event, seed=seed), names=FIELDS, ceilings=ceilings, read_plain=plain.read)
 
 
-def read_event(event: Any, *, seed: int, zero_is_unknown: bool = False) -> Event | Ignored:
+def read_event(event: Any, *, seed: int, zero_of_map: Zero = "block", zero_of_list: Zero = "root") -> Event | Ignored:
     """One event of a batch.
 
-    ``zero_is_unknown``: parent 0 does not name a block but says that it is not known. Otherwise a list's parent 0 is
-    the root unless it names a block: llm-d's simulator writes 0 for a missing parent there.
+    A list's parent 0 is the root unless it names a block: llm-d's simulator writes 0 for a missing parent there.
     """
     named: Mapping[Any, Any]
     if isinstance(event, list) and event:
@@ -72,12 +73,13 @@ def read_event(event: Any, *, seed: int, zero_is_unknown: bool = False) -> Event
     if tag == "BlockStored":
         tells_salts = listed is None or len(listed) > _EXTRA_KEYS_AT
         values = _values(listed, named, STORED_FIELDS)
-        zero: _Zero = "unknown" if zero_is_unknown else "block" if listed is None else "root"
+        zero = zero_of_map if listed is None else zero_of_list
         return _stored(values, named, seed, zero, tells_salts)
     if tag == "BlockRemoved":
         block_hashes, medium, group = _values(listed, named, REMOVED_FIELDS)
         removed = wire.hashes(block_hashes, "block_hashes")
-        return Removed(removed, wire.medium(medium), _group(group)) if removed else Ignored.EMPTY
+        left = _copies_left(named.get("remaining_copy_counts"), len(removed))
+        return Removed(removed, wire.medium(medium), _group(group), copies_left=left) if removed else Ignored.EMPTY
     # A snapshot of a rank would be read here, as a clear and its stores; no release of vLLM sends one.
     return Cleared() if tag == "AllBlocksCleared" else Ignored.UNKNOWN_TYPE
 
@@ -89,7 +91,7 @@ def _values(listed: list[Any] | None, named: Mapping[Any, Any], fields: tuple[st
     return values + [None] * (len(fields) - len(values))
 
 
-def _stored(values: list[Any], named: Mapping[Any, Any], seed: int, zero: _Zero, tells_salts: bool) -> Event | Ignored:
+def _stored(values: list[Any], named: Mapping[Any, Any], seed: int, zero: Zero, tells_salts: bool) -> Event | Ignored:
     block_hashes, above, token_ids, block_size, lora_id, medium, lora_name, extra_keys, group, kind, window = values
     engine_hashes = wire.hashes(block_hashes, "block_hashes")
     if not engine_hashes:
@@ -129,7 +131,16 @@ def _stored(values: list[Any], named: Mapping[Any, Any], seed: int, zero: _Zero,
         window=_window(kind, window),
         tells_salts=tells_salts,
         may_begin=may_begin,
+        is_reused=_ORIGINS.get(origin) if isinstance(origin := named.get("origin"), str) else None,
     )
+
+
+def _copies_left(counts: Any, hashes: int) -> tuple[int | None, ...] | None:
+    """How many copies of each block are left; None for a count that is not valid. The block is removed all the same."""
+    if not isinstance(counts, list) or len(counts) != hashes:
+        return None
+    left = tuple([count if wire.is_u32(count) else None for count in counts])
+    return None if left.count(None) == hashes else left
 
 
 def _adapter(lora_name: Any, lora_id: Any) -> Adapter:
