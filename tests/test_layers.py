@@ -27,7 +27,7 @@ LEAVES = {
     "asker",
     "protobuf",
 }
-LEAVES |= {"watched_file", "exposition"}
+LEAVES |= {"watched_file", "exposition", "bounded_json"}
 BELOW_ROLES = LEAVES | {"domain", "engines", "store", "apply"}
 
 # Part of waymark -> the other parts of it that it may import. The version in app/waymark/__init__.py is free for all.

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from waymark.bounded_json import TooMuchJson, bounded_loads
 from waymark.chat.requests import Form, InferenceRequest, read_request
 from waymark.gateway.shapes import RequestRejected
 
@@ -18,9 +19,11 @@ class InferenceBody(NamedTuple):
 
 
 def body_of_request(path: str, body: bytes) -> InferenceBody:
-    """Read a body. Raises RequestRejected where it is no JSON, InvalidValue where it is no object with a model."""
+    """Read a body. Raises RequestRejected where it is no JSON, or too much; InvalidValue without a model."""
     try:
-        fields = orjson.loads(body)
+        fields = bounded_loads(body)
+    except TooMuchJson as error:
+        raise RequestRejected(400, f"the body cannot be read: {error}; send less", "invalid_value") from None
     except orjson.JSONDecodeError:
         raise RequestRejected(400, "the body is not valid JSON; send a JSON object", "invalid_json") from None
     return InferenceBody(fields, read_request(path, fields))

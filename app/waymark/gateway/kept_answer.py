@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import orjson
-
 from waymark.asgi import AsgiMessage, AsgiSend
+from waymark.bounded_json import bounded_loads
 from waymark.chat.requests import Form
 
 #: Ways in which a model itself ends an answer. An aborted one is none of them.
@@ -100,8 +99,8 @@ class AnswerCollector:
 
 def _is_finished(api: Form, body: bytes) -> bool:
     try:
-        fields: Any = orjson.loads(body)
-    except orjson.JSONDecodeError:
+        fields: Any = bounded_loads(body)
+    except ValueError:
         return False
     if not isinstance(fields, dict):
         return False

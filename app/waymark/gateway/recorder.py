@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -9,11 +10,18 @@ from typing import Any
 import orjson
 
 from waymark.asgi import AsgiMessage, AsgiSend
+from waymark.bounded_json import bounded_loads
 
 KeepResponse = Callable[[dict[str, Any]], Awaitable[None]]
 
 _END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
-_DATA = re.compile(rb"(?m)^data: ?(.*?)\r?$")
+#: The bytes in which an end may have begun that has not come to its own end.
+_BEFORE_END = 3
+_DATA = re.compile(rb"(?m)^data: ?([^\r\n]*)")
+#: What an event has in it that the gateway reads.
+_READ = b'"response"'
+#: Bytes of events after which others have their turn.
+_TURN_BYTES = 2**15
 
 
 class Recorder:
@@ -31,7 +39,8 @@ class Recorder:
         self._start: AsgiMessage | None = None
         self._is_stream = False
         self._is_passed = False
-        self._held = b""
+        self._held = bytearray()
+        self._searched = 0  # bytes of them in which no event ends
 
     async def __call__(self, message: AsgiMessage) -> None:
         if message["type"] == "http.response.start":
@@ -59,33 +68,58 @@ class Recorder:
             return
         start, self._start = self._start, None
         assert start is not None
+        body = bytes(self._held)
         if is_over:
-            body = await self._told_of(self._held)
-            if body is not None:
-                self._held = body
+            told = await self._told_of(body)
+            if told is not None:
+                body = told
                 length = (b"content-length", b"%d" % len(body))
                 start["headers"] = [each for each in start["headers"] if each[0] != b"content-length"] + [length]
         await self._send(start)
-        await self._send({**message, "body": self._held})
-        self._held, self._is_passed = b"", True
+        await self._send({**message, "body": body})
+        self._held.clear()
+        self._is_passed = True
 
     async def _events(self, message: AsgiMessage) -> None:
-        self._held += message["body"]
-        ready: list[bytes] = []
-        while (end := _END_OF_EVENT.search(self._held)) is not None:
-            event, self._held = self._held[: end.end()], self._held[end.end() :]
-            ready.append(await self._event(event))
-        if len(self._held) > self._bytes_max:
+        held, is_last = self._held, not message["more_body"]
+        held += message["body"]
+        end = self._end_of_events()
+        ready = await self._read_events(bytes(held[:end])) if end else b""
+        del held[:end]
+        self._searched = max(0, len(held) - _BEFORE_END)
+        if len(held) > self._bytes_max:
             self._is_passed = True
-        if self._is_passed or not message["more_body"]:
-            ready.append(self._held)
-            self._held = b""
-        if ready or not message["more_body"]:
-            await self._send({**message, "body": b"".join(ready)})
+        if self._is_passed or is_last:
+            ready += held
+            held.clear()
+        if ready or is_last:
+            await self._send({**message, "body": ready})
+
+    def _end_of_events(self) -> int:
+        """How many of the bytes held are whole events."""
+        found = -1
+        for mark in (b"\n\n", b"\n\r\n"):
+            at = self._held.rfind(mark, self._searched)
+            found = max(found, at + len(mark) if at >= 0 else -1)
+        return max(found, 0)
+
+    async def _read_events(self, events: bytes) -> bytes:
+        """Whole events with what the engine cannot know."""
+        if _READ not in events:
+            return events
+        ready: list[bytes] = []
+        start = turn = 0
+        for end in _END_OF_EVENT.finditer(events):
+            ready.append(await self._event(events[start : end.end()]))
+            start = end.end()
+            if start - turn >= _TURN_BYTES:
+                turn = start
+                await asyncio.sleep(0)
+        return b"".join([*ready, events[start:]])
 
     async def _event(self, event: bytes) -> bytes:
         data = _DATA.search(event)
-        if data is None or b'"response"' not in data[1]:
+        if data is None or _READ not in data[1]:
             return event
         body = await self._told_of(data[1], "response")
         return event if body is None else event[: data.start(1)] + body + event[data.end(1) :]
@@ -93,8 +127,8 @@ class Recorder:
     async def _told_of(self, text: bytes, field: str | None = None) -> bytes | None:
         """The text of a response, or of an object with one, with the fields of ``told``; None if it stays unchanged."""
         try:
-            fields: Any = orjson.loads(text)
-        except orjson.JSONDecodeError:
+            fields: Any = bounded_loads(text)
+        except ValueError:
             return None
         response = fields.get(field) if field and isinstance(fields, dict) else fields
         if not isinstance(response, dict) or response.get("object") != "response":
