@@ -106,7 +106,7 @@ LIBRARIES: dict[str, set[str]] = {
     "huggingface_hub": {"tokenization"},
     "minijinja": {"tokenization"},
     "msgpack": {"client", "domain.hashing", "engines", "ingest", "api", "simulator"},
-    "orjson": {"store", "discovery", "epp", "ingest", "api", "gateway", "serving", *TOP},
+    "orjson": {"bounded_json", "store", "discovery", "epp", "ingest", "api", "gateway", "serving", *TOP},
     "prometheus_client": {"exposition", "metrics"},
     "bson": {"gateway.mongo"},
     "pymongo": {"gateway.mongo"},

@@ -15,6 +15,7 @@ from waymark.bounded_json import bounded_loads
 KeepResponse = Callable[[dict[str, Any]], Awaitable[None]]
 
 _END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
+_TO_LAST_END = re.compile(rb"(?s).*\n\r?\n")
 #: The bytes in which an end may have begun that has not come to its own end.
 _BEFORE_END = 3
 _DATA = re.compile(rb"(?m)^data: ?([^\r\n]*)")
@@ -97,11 +98,8 @@ class Recorder:
 
     def _end_of_events(self) -> int:
         """How many of the bytes held are whole events."""
-        found = -1
-        for mark in (b"\n\n", b"\n\r\n"):
-            at = self._held.rfind(mark, self._searched)
-            found = max(found, at + len(mark) if at >= 0 else -1)
-        return max(found, 0)
+        found = _TO_LAST_END.match(self._held, self._searched)
+        return 0 if found is None else found.end()
 
     async def _read_events(self, events: bytes) -> bytes:
         """Whole events with what the engine cannot know."""
