@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check coverage matrix wheel test chaos sanitize fuzz conformance bench lint publishable redis-server nginx chromium screenshots clean
+.PHONY: help demo check coverage matrix wheel test chaos sanitize fuzz conformance bench house lint publishable redis-server nginx chromium screenshots clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ conformance: $(VENV)-conformance/.installed redis-server ## compare with dynamo.
 
 bench: $(VENV)-conformance/.installed redis-server ## measure everything that is claimed, beside dynamo.indexer; BENCH='--only P1 --trace FILE'
 	@$(VENV)-conformance/bin/python -m tests.benchmarks $(BENCH)
+
+house: $(VENV)/.installed-dev ## count rooms, arrows, files, functions and words of the source; TREES='. ../other' HOUSE=--crumbs
+	@$(BIN)/python -m tools.house $(TREES) $(HOUSE)
 
 lint: $(VENV)/.installed-dev ## check style and types only
 	@$(BIN)/ruff check
