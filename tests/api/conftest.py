@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -108,39 +109,41 @@ def register(client: httpx.AsyncClient) -> Callable[..., Awaitable[None]]:
     return register
 
 
+async def hold_blocks(
+    store: Store,
+    seqs: Iterator[int],
+    instance_id: str,
+    tokens: Sequence[int],
+    *,
+    rank: int = 0,
+    batch_rank: int | None = None,
+    medium: str = "GPU",
+    tenant_id: str = "default",
+    blocks: Sequence[int] | None = None,
+    adapter: Adapter = None,
+    salts: Sequence[str] = (),
+) -> None:
+    """Let a registered publisher hold the blocks of a prompt, or those of them at the indexes ``blocks``."""
+    name = (instance_id, tenant_id, rank)
+    claim = next(claim for claim in await store.directory.claims() if claim.registration.name.rank == name)
+    grant = await store.leases.take(claim, "test", 60.0, force=True)
+    assert grant is not None
+    of = claim.registration
+    dp_rank = rank if batch_rank is None else batch_rank
+    holder = Holder(0, claim.publisher, instance_id, dp_rank, medium, of.block_size, instance_id, of.scope)
+    begin = NewHolder(HolderName(dp_rank, medium), holder)
+    ids = await store.records.new_life(grant, unit="", is_restart=False, begin=[begin], above=grant.above)
+    assert ids is not None
+    ns = namespace(adapter, salts)
+    hashes = extend(None, token_bytes(tokens), of.block_size)
+    path = [each ^ ns for each in hashes]
+    keys = [path[i] for i in (range(len(hashes)) if blocks is None else blocks)]
+    change = Change("+", ids[0], next(seqs), 1, keys, keys, ns, path=path)
+    verdict = await apply_changes(store, grant, change, mode="set")
+    assert verdict is Verdict.APPLIED
+
+
 @pytest.fixture
 def hold(store: Store) -> Hold:
     """Lets a registered publisher hold the blocks of a prompt, or those of them at the indexes ``blocks``."""
-    seqs = count(1)
-
-    async def hold(
-        instance_id: str,
-        tokens: Sequence[int],
-        *,
-        rank: int = 0,
-        batch_rank: int | None = None,
-        medium: str = "GPU",
-        tenant_id: str = "default",
-        blocks: Sequence[int] | None = None,
-        adapter: Adapter = None,
-        salts: Sequence[str] = (),
-    ) -> None:
-        name = (instance_id, tenant_id, rank)
-        claim = next(claim for claim in await store.directory.claims() if claim.registration.name.rank == name)
-        grant = await store.leases.take(claim, "test", 60.0, force=True)
-        assert grant is not None
-        of = claim.registration
-        dp_rank = rank if batch_rank is None else batch_rank
-        holder = Holder(0, claim.publisher, instance_id, dp_rank, medium, of.block_size, instance_id, of.scope)
-        begin = NewHolder(HolderName(dp_rank, medium), holder)
-        ids = await store.records.new_life(grant, unit="", is_restart=False, begin=[begin], above=grant.above)
-        assert ids is not None
-        ns = namespace(adapter, salts)
-        hashes = extend(None, token_bytes(tokens), of.block_size)
-        path = [each ^ ns for each in hashes]
-        keys = [path[i] for i in (range(len(hashes)) if blocks is None else blocks)]
-        change = Change("+", ids[0], next(seqs), 1, keys, keys, ns, path=path)
-        verdict = await apply_changes(store, grant, change, mode="set")
-        assert verdict is Verdict.APPLIED
-
-    return hold
+    return partial(hold_blocks, store, count(1))
