@@ -20,6 +20,8 @@ class Space(NamedTuple):
 
     lora_name: str | None = None
     salts: tuple[str, ...] = ()
+    lora_id: int | None = None
+    """Of an adapter that its engine does not name."""
 
 
 BASE = Space()

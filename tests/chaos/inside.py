@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tests.chaos.backend import Backend
-from tests.chaos.model import BLOCK_SIZE
 from tests.chaos.publishers import MODEL_NAME
 from tests.model import Place, Space, Tokens
 from waymark.domain.hashing import extend, namespace, token_bytes
@@ -29,16 +28,18 @@ _ROW_NAME = re.compile(rb".*:[0-9a-f]{16}(:[bs])?")
 class Inside:
     """One group. Holders that are not live are left out."""
 
-    def __init__(self, backend: Backend, tenant: str) -> None:
+    def __init__(self, backend: Backend, tenant: str, block_size: int) -> None:
         self._backend = backend
         self._tenant = tenant
+        self._block_size = block_size
 
     async def places(self, blocks: Sequence[tuple[Space, Tokens]]) -> list[set[Place]]:
         """Where each block is, named by its whole prefix."""
         client = RedisClient.open(self._backend.url, timeout_seconds=_REDIS_SECONDS)
         try:
             group, table = await self._read(Inspector(Store(client)))
-            pieces = [pack(_keys(space, prefix)[_head(prefix) :]) for space, prefix in blocks]
+            size = self._block_size
+            pieces = [pack(_keys(space, prefix, size)[_head(prefix, size) :]) for space, prefix in blocks]
             found = await holders_of(client, group.entry, pieces, has_singles=table.has_singles)
         finally:
             await client.close()
@@ -76,12 +77,12 @@ def _place(table: HolderTable, holder: Holder) -> Place:
     return Place(holder.instance_id, table.publishers[holder.publisher].dp_rank, holder.dp_rank, holder.medium)
 
 
-def _keys(space: Space, prefix: Tokens) -> list[int]:
-    ns = namespace(space.lora_name, space.salts)
-    return [seq_hash ^ ns for seq_hash in extend(None, token_bytes(prefix), BLOCK_SIZE)]
+def _keys(space: Space, prefix: Tokens, block_size: int) -> list[int]:
+    ns = namespace(space.lora_name or space.lora_id, space.salts)
+    return [seq_hash ^ ns for seq_hash in extend(None, token_bytes(prefix), block_size)]
 
 
-def _head(prefix: Tokens) -> int:
+def _head(prefix: Tokens, block_size: int) -> int:
     """The depth of the head of the last block's piece."""
-    last = len(prefix) // BLOCK_SIZE - 1
+    last = len(prefix) // block_size - 1
     return last - last % PIECE_BLOCKS

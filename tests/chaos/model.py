@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from tests.model import Model, Place, Space, Tokens
 
 BLOCK_SIZE = 4
+"""Of most sessions."""
 
 
 class Held(NamedTuple):
@@ -27,9 +28,9 @@ class Held(NamedTuple):
 class Bounds:
     """Of one (tenant, model)."""
 
-    def __init__(self) -> None:
-        self.least = Model(BLOCK_SIZE)
-        self.most = Model(BLOCK_SIZE)
+    def __init__(self, block_size: int = BLOCK_SIZE) -> None:
+        self.least = Model(block_size)
+        self.most = Model(block_size)
 
     def register(self, instance: str, rank: int, *, is_pool: bool) -> None:
         for model in (self.least, self.most):

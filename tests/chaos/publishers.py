@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
@@ -31,6 +31,11 @@ TENANTS = ("t-a", "t-b")
 MODEL_NAME = "m"
 SPACES = (Space(), Space(), Space(), Space("adapter"), Space(None, ("salt",)))
 """What a request may name; most name neither."""
+ADAPTER_ID = 1
+"""The number under which old engines tell the adapter."""
+ALL_SPACES = tuple(sorted({*SPACES, Space(lora_id=ADAPTER_ID)}, key=repr))
+_WITHOUT_NAMES = ("vllm-list-6", "vllm-list-7")
+"""Dialects that tell the number of an adapter and no salt."""
 #: More than an engine publishes in a session.
 ALL_BATCHES = 1_000_000
 HEARD_SECONDS = 20.0
@@ -46,7 +51,7 @@ class Spec:
     tenant: str = TENANTS[0]
     rank: int = 0
     more_ranks: int = 0
-    """Ranks beside the registered one that tell over the same socket."""
+    """Ranks beside the registered one that tell over the same socket, and are known from their batches only."""
     is_pool: bool = False
     is_http: bool = False
     buffer_batches: int = ALL_BATCHES
@@ -54,6 +59,11 @@ class Spec:
     lora_name: str | None = None
     gpu_blocks: int = 60
     cpu_blocks: int = 0
+    block_size: int = BLOCK_SIZE
+
+    @property
+    def names_adapters(self) -> bool:
+        return self.dialect not in _WITHOUT_NAMES
 
     @property
     def name(self) -> PublisherName:
@@ -75,7 +85,7 @@ class Spec:
         return ", ".join([*parts, f"{self.gpu_blocks}+{self.cpu_blocks} blocks"])
 
 
-def draw(rng: random.Random) -> list[Spec]:
+def draw(rng: random.Random, block_size: int = BLOCK_SIZE) -> list[Spec]:
     """Publishers of every kind, in two tenants that know the same names."""
     a, b = rng.sample(TENANTS, 2)
 
@@ -85,7 +95,8 @@ def draw(rng: random.Random) -> list[Spec]:
     def tier() -> int:
         return rng.choice((0, 40))
 
-    return [
+    old = rng.choice(_WITHOUT_NAMES)
+    specs = [
         Spec("i0", vllm(), a, cpu_blocks=tier()),
         Spec("i0", "standard-tokens", b, cpu_blocks=tier()),
         Spec("i1", vllm(), a, rank=0),
@@ -97,8 +108,11 @@ def draw(rng: random.Random) -> list[Spec]:
         Spec("i6", rng.choice((vllm(), "standard-tokens")), rng.choice((a, b)), buffer_batches=40),
         Spec("pool", rng.choice(("standard", "standard-tokens")), rng.choice((a, b)), is_pool=True, buffer_batches=0),
         Spec("i7", "standard", rng.choice((a, b)), is_http=True),
+        Spec("i8", old, a, more_ranks=2, cpu_blocks=tier() if old != "vllm-list-6" else 0),
+        Spec("i9", vllm(), b, more_ranks=1, gpu_blocks=4),
         Spec("big", rng.choice((vllm(), "standard")), b, gpu_blocks=1000),
     ]
+    return [replace(spec, block_size=block_size) for spec in specs]
 
 
 class Publisher:
@@ -115,7 +129,7 @@ class Publisher:
         is_standard, is_sglang = spec.dialect.startswith("standard"), spec.dialect.startswith("sglang")
         self.caches = {
             rank: PrefixCache(
-                BLOCK_SIZE,
+                spec.block_size,
                 spec.gpu_blocks,
                 spec.cpu_blocks,
                 seed=f"{seed}/{spec.label}/{rank}",
@@ -149,7 +163,7 @@ class Publisher:
             "tenant_id": spec.tenant,
             "instance_id": spec.instance,
             "dp_rank": spec.rank,
-            "block_size": BLOCK_SIZE,
+            "block_size": spec.block_size,
             "lora_name": spec.lora_name,
         }
         if self._socket is not None:
@@ -162,7 +176,7 @@ class Publisher:
         """Bring a prompt into the cache of one rank, and tell of it; what that may put into the index."""
         ranks = sorted(self.caches)
         rank = ranks[rank % len(ranks)]
-        salt = space.salts[0] if space.salts else None
+        salt = space.salts[0] if space.salts and self.spec.names_adapters else None
         events = self.caches[rank].prefill(tokens, space.lora_name, salt)
         may_hold = set(self._of_prompt(tokens, rank, space))
         self.suspects |= may_hold
@@ -224,7 +238,7 @@ class Publisher:
 
     def _of_prompt(self, tokens: Tokens, rank: int, space: Space) -> Iterator[Held]:
         own = self._space(space.lora_name, space.salts[0] if space.salts else None)
-        for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE):
+        for end in range(self.spec.block_size, len(tokens) + 1, self.spec.block_size):
             for medium in self._media:
                 yield Held(own, tokens[:end], self._place(rank, medium))
 
@@ -233,6 +247,8 @@ class Publisher:
         return ("GPU", "CPU") if self.spec.cpu_blocks else ("GPU",)
 
     def _space(self, lora_name: str | None, salt: str | None) -> Space:
+        if not self.spec.names_adapters:
+            return Space(lora_id=ADAPTER_ID) if lora_name else Space(self.spec.lora_name)
         return Space(lora_name or self.spec.lora_name, (salt,) if salt else ())
 
     def _place(self, rank: int, medium: str) -> Place:

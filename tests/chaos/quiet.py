@@ -10,8 +10,8 @@ from typing import Any
 from tests.chaos.controller import Controller
 from tests.chaos.fleet import BUSY_CPU_SECONDS, Crew, Mismatch, answered, cpu_seconds
 from tests.chaos.inside import Inside
-from tests.chaos.model import BLOCK_SIZE, Bounds
-from tests.chaos.publishers import MODEL_NAME, SPACES, TENANTS, Publisher
+from tests.chaos.model import Bounds
+from tests.chaos.publishers import ALL_SPACES, MODEL_NAME, TENANTS, Publisher
 from tests.chaos.trace import Deadline, Trace
 from tests.e2e.conftest import Api
 from tests.e2e.fleet import Member
@@ -37,6 +37,7 @@ class Quiet:
         *,
         keeps_on_gap: bool,
         insides: Mapping[str, Inside],
+        block_size: int,
     ) -> None:
         self.asked = 0
         self._crew = crew
@@ -46,6 +47,7 @@ class Quiet:
         self._trace = trace
         self._keeps_on_gap = keeps_on_gap
         self._insides = insides
+        self._block_size = block_size
 
     async def compare(self, *, is_strict: bool = False) -> list[Publisher]:
         """Those that may have lost something and say so. ``is_strict``: nobody has, whatever their status says, whose
@@ -130,10 +132,7 @@ class Quiet:
         bounds = self._bounds(unknown)
         deadline = Deadline(ANSWER_SECONDS)
         questions = [
-            (tenant, tokens, space)
-            for tenant in TENANTS
-            for tokens in self._prompts[tenant]
-            for space in sorted(set(SPACES), key=repr)
+            (tenant, tokens, space) for tenant in TENANTS for tokens in self._prompts[tenant] for space in ALL_SPACES
         ]
         while True:
             wrong = [*await self._wrong(bounds, questions), *await self._wrong_inside(bounds)]
@@ -148,7 +147,7 @@ class Quiet:
             await asyncio.sleep(_POLL_SECONDS * 5)
 
     def _bounds(self, unknown: Sequence[Publisher]) -> dict[str, Bounds]:
-        bounds = {tenant: Bounds() for tenant in TENANTS}
+        bounds = {tenant: Bounds(self._block_size) for tenant in TENANTS}
         for publisher in self._publishers:
             spec, contents = publisher.spec, publisher.contents()
             mine = bounds[spec.tenant]
@@ -169,7 +168,7 @@ class Quiet:
 
         async def walk(replica: Member, tenant: str, tokens: Tokens, space: Space) -> list[str]:
             async with limit:
-                rows = await answered(lambda: ask(replica, tenant, tokens, space))
+                rows = await answered(lambda: ask(replica, tenant, tokens, space, self._block_size))
             wrong = bounds[tenant].wrong_walk(tokens, space, rows)
             return [f"  {tenant}, {_shown(tokens, space)}, of {replica.name}: {line}" for line in wrong]
 
@@ -191,21 +190,20 @@ class Quiet:
         return wrong
 
 
-async def ask(replica: Api, tenant: str, tokens: Tokens, space: Space) -> dict[str, Any]:
+async def ask(replica: Api, tenant: str, tokens: Tokens, space: Space, block_size: int) -> dict[str, Any]:
     """The rows of an answer."""
-    fields: dict[str, Any] = {"model": MODEL_NAME, "tenant_id": tenant, "lora_name": space.lora_name}
+    fields: dict[str, Any] = {"model": MODEL_NAME, "tenant_id": tenant}
+    fields |= {"lora_name": space.lora_name, "lora_id": space.lora_id}
     if space.salts:
         fields["cache_salt"] = space.salts[0]
-    answer = await replica.query(tokens, block_size=BLOCK_SIZE, **fields)
+    answer = await replica.query(tokens, block_size=block_size, **fields)
     rows: dict[str, Any] = answer.get(tenant, {})
     return rows
 
 
 def _shown(tokens: Tokens, space: Space) -> str:
-    own = [space.lora_name or "", *space.salts]
-    return (
-        f"prompt {tokens[0]},..{tokens[-1]} of {len(tokens) // BLOCK_SIZE} blocks {' '.join(filter(None, own))}".strip()
-    )
+    own = [space.lora_name or str(space.lora_id or ""), *space.salts]
+    return f"prompt {tokens[0]},..{tokens[-1]} of {len(tokens)} tokens {' '.join(filter(None, own))}".strip()
 
 
 def told(publishers: Iterable[Publisher]) -> str:

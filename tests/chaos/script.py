@@ -116,6 +116,11 @@ def settings(rng: random.Random, *, is_cluster: bool = False) -> dict[str, Any]:
     }
 
 
+def block_size(seed: int) -> int:
+    """One token in a block, in a quarter of the sessions."""
+    return random.Random(f"{seed}/block size").choice((1, BLOCK_SIZE, BLOCK_SIZE, BLOCK_SIZE))
+
+
 def prompts(rng: random.Random) -> dict[str, list[Tokens]]:
     """Of each tenant: some that both know, under three beginnings, and some that nobody else has.
 
@@ -179,6 +184,6 @@ def _prefill(rng: random.Random, publishers: int) -> Prefill:
         rng.randrange(publishers),
         rng.randrange(1000),
         rng.choice((rng.randint(1, 12), rng.randint(1, 40))),
-        rng.randrange(2),
+        rng.randrange(6),
         rng.choice(SPACES),
     )

@@ -21,7 +21,7 @@ from tests.chaos.controller import Controller
 from tests.chaos.faults import Faults
 from tests.chaos.fleet import Crew, Mismatch, crew_of
 from tests.chaos.inside import Inside
-from tests.chaos.model import BLOCK_SIZE, put
+from tests.chaos.model import put
 from tests.chaos.neighbours import Neighbours
 from tests.chaos.publishers import MODEL_NAME, TENANTS, Publisher, Spec, draw
 from tests.chaos.quiet import Quiet, told
@@ -81,21 +81,25 @@ class Session:
         self._settings["replay_idle_seconds"] = min(
             REPLAY_IDLE_SECONDS_MAX, patient(self._settings["replay_idle_seconds"])
         )
+        self._block_size = size = script.block_size(options.seed)
         self._prompts = script.prompts(rng)
-        specs = [spec for spec in draw(rng) if spec.instance not in options.without]
+        specs = [spec for spec in draw(rng, size) if spec.instance not in options.without]
         self._big_prompts = script.big_prompts(rng)
-        specs.append(Spec("hostile", "vllm-map", rng.choice(TENANTS), buffer_batches=200))
+        specs.append(Spec("hostile", "vllm-map", rng.choice(TENANTS), buffer_batches=200, block_size=size))
         self._publishers = [Publisher(spec, options.seed) for spec in specs]
         for publisher in self._publishers:
             publisher.excuse = self._lasting_excuse(publisher)
         self._honest = [each for each in self._publishers if each.spec.instance != "hostile"]
-        self._ever = {tenant: Model(BLOCK_SIZE) for tenant in TENANTS}
+        self._ever = {tenant: Model(size) for tenant in TENANTS}
         """All that was ever told: nothing else may be in any answer, at any time."""
 
     async def run(self) -> Outcome:
         """The whole of it; ``Mismatch`` where an answer is wrong or somebody has stopped."""
         options, trace = self._options, self.trace
-        trace(f"seed {options.seed}: " + ", ".join(f"{name} {value}" for name, value in self._settings.items()))
+        trace(
+            f"seed {options.seed}: block_size {self._block_size}, "
+            + ", ".join(f"{name} {value}" for name, value in self._settings.items())
+        )
         if options.is_loud:
             for publisher in self._publishers:
                 trace(f"  {publisher.spec}")
@@ -117,8 +121,17 @@ class Session:
                 await publisher.begin()
             controller.quiet()
             keeps = self._settings["on_gap"] == "keep"
-            insides = {tenant: Inside(redis, tenant) for tenant in TENANTS}
-            quiet = Quiet(crew, self._publishers, self._prompts, controller, trace, keeps_on_gap=keeps, insides=insides)
+            insides = {tenant: Inside(redis, tenant, self._block_size) for tenant in TENANTS}
+            quiet = Quiet(
+                crew,
+                self._publishers,
+                self._prompts,
+                controller,
+                trace,
+                keeps_on_gap=keeps,
+                insides=insides,
+                block_size=self._block_size,
+            )
             lease_seconds = float(self._settings["lease_seconds"])
             faults = Faults(redis, crew, self._publishers, controller, trace, lease_seconds)
             stack.push_async_callback(faults.close)
@@ -218,7 +231,7 @@ class Session:
         prompts = self._prompts[publisher.spec.tenant]
         if publisher.spec.instance == "big" and prefill.prompt % 4:
             return self._big_prompts[prefill.prompt % len(self._big_prompts)]
-        return prompts[prefill.prompt % len(prompts)][: prefill.blocks * BLOCK_SIZE]
+        return prompts[prefill.prompt % len(prompts)][: prefill.blocks * self._block_size]
 
     # ---- at all times ----------------------------------------------------------------------------------
 
@@ -230,7 +243,7 @@ class Session:
                 await asyncio.sleep(PROBE_SECONDS)
                 replica, tenant = rng.choice(crew.replicas), rng.choice(TENANTS)
                 tokens = rng.choice(self._prompts[tenant])
-                body = {"model": MODEL_NAME, "tenant_id": tenant, "block_size": BLOCK_SIZE, "token_ids": tokens}
+                body = {"model": MODEL_NAME, "tenant_id": tenant, "block_size": self._block_size, "token_ids": tokens}
                 try:
                     answer = await client.post(f"http://127.0.0.1:{replica.port}/query", json=body)
                 except httpx.TransportError:
