@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from waymark.ingest.frames import Frame
 
@@ -24,6 +25,9 @@ class FrameBuffer:
 
     def __len__(self) -> int:
         return len(self._frames)
+
+    def __iter__(self) -> Iterator[Frame]:
+        return iter(self._frames)
 
     def put(self, frame: Frame) -> None:
         size = _size(frame)

@@ -19,6 +19,8 @@ class FramePosition(StrEnum):
     GAP = "gap"
     RESTART = "restart"
     STALE = "stale"
+    APPLIED = "applied"
+    """The replay for which the frame waited has applied it."""
     MIXED = "mixed"
     """A lower seq under another topic or rank than the last frame's: several counters share this socket."""
 
@@ -58,6 +60,10 @@ class FrameOrder:
             is_other_rank = dp_rank is not None and rank is not None and dp_rank != rank
             return FramePosition.MIXED if is_other_rank or frame.topic != topic else FramePosition.RESTART
         return self.place(frame.seq, digest, ts)
+
+    def passed(self, frame: Frame) -> None:
+        """Note a live frame that a replay has applied already."""
+        self.last_live, self._last_topic = frame.seq, frame.topic
 
     def place(self, seq: int, digest: str, ts: float | None) -> FramePosition:
         """What a batch means by its seq, digest and ts, without the seqs of earlier live frames."""

@@ -15,6 +15,7 @@ from enum import StrEnum
 from waymark.apply.applier import Incoming
 from waymark.ingest.frames import ReplayedBatch
 from waymark.ingest.life import Life
+from waymark.ingest.received import ReceivedFrames
 from waymark.ingest.replay import Replay, ReplayOutcome
 from waymark.ingest.replay_places import ReplayPace, ReplayPlace, YieldReason
 from waymark.ingest.sockets import ZmqContext
@@ -47,6 +48,7 @@ class ReplayAttempt:
         context: ZmqContext,
         endpoint: str,
         place: ReplayPlace,
+        received: ReceivedFrames,
         *,
         idle_seconds: float,
         seconds: float,
@@ -58,6 +60,7 @@ class ReplayAttempt:
         self.yielded: YieldReason | None = None
         """Why the place had to be given up before the end."""
         self._place = place
+        self._received = received
         self._pace = ReplayPace(bytes_per_second_min, idle_seconds)
         self._life = life
         self._context = context
@@ -82,7 +85,7 @@ class ReplayAttempt:
         has_heard, tries = False, 0
         while tries < _TRIES and time.monotonic() < self._deadline:
             before = order.watermark
-            request = _ReplayRequest(self._life, self._hole)
+            request = _ReplayRequest(self._life, self._received, self._hole)
             outcome = await self._ask(request)
             has_heard = has_heard or not request.is_empty
             self._hole = request.hole
@@ -132,10 +135,11 @@ class ReplayAttempt:
 
 
 class _ReplayRequest:
-    """Applies the replies to one request."""
+    """Applies the replies to one request, and between them the live frames that the publisher does not replay."""
 
-    def __init__(self, life: Life, known_hole: tuple[int, int] | None) -> None:
+    def __init__(self, life: Life, received: ReceivedFrames, known_hole: tuple[int, int] | None) -> None:
         self._life = life
+        self._received = received
         self._known_hole = known_hole
         self._is_first = True
         self.hole = known_hole
@@ -150,13 +154,35 @@ class _ReplayRequest:
             incoming = await life.decoder.decode(seq, payload, topic, is_known=is_known)
             if incoming is not None:
                 self.is_empty = False
-                await self._read(incoming)
-                if life.is_fold_full:
-                    await life.flush()
+                if self._lacks_batches_before(seq):
+                    await self._read_received(incoming)
+                if not self.is_over:
+                    await self._read(incoming)
                 if self.is_over:
                     return
 
+    def _lacks_batches_before(self, seq: int) -> bool:
+        watermark = self._life.order.watermark
+        return seq > (self._life.first_seq if watermark is None else watermark + 1)
+
+    async def _read_received(self, reply: Incoming) -> None:
+        """Read the live frames before a reply as if they were replies."""
+        life, order = self._life, self._life.order
+        for frame in await self._received.before(reply, order.last_live):
+            if order.watermark is not None and frame.seq <= order.watermark:
+                continue
+            if isinstance(frame, Incoming):
+                incoming: Incoming | None = frame
+            else:
+                incoming = await life.decoder.decode(frame.seq, frame.payload, frame.topic)
+            if incoming is not None:
+                await self._read(incoming)
+                if self.is_over:
+                    return
+                self._received.applied(incoming.seq)
+
     async def _read(self, incoming: Incoming) -> None:
+        """Read a batch, which may show a loss before it or the end of the life."""
         life, order, seq = self._life, self._life.order, incoming.seq
         await life.close_opening(seq)
         if self._is_first and order.watermark is not None and seq >= life.proof[0]:
@@ -177,6 +203,8 @@ class _ReplayRequest:
                 return
             await life.pass_hole(seq)
         life.append(incoming)
+        if life.is_fold_full:
+            await life.flush()
 
     async def _is_same_life(self, first: Incoming) -> bool:
         """Whether the first reply proves the present life. If it does not, end this life."""

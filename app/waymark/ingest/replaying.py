@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from waymark.ingest.life import Life
+from waymark.ingest.received import ReceivedFrames
 from waymark.ingest.replay_attempt import AttemptResult, ReplayAttempt
 from waymark.ingest.replay_places import ReplayPlace, ReplayPlaces
 from waymark.ingest.sockets import ZmqContext
@@ -31,6 +32,7 @@ class Replaying:
         context: ZmqContext,
         places: ReplayPlaces,
         metrics: Metrics,
+        received: ReceivedFrames,
         *,
         idle_seconds: float,
         seconds: float,
@@ -45,6 +47,7 @@ class Replaying:
         self._life = life
         self._context = context
         self._places = places
+        self._received = received
         self._metrics = metrics
         self._idle_seconds = idle_seconds
         self._seconds = seconds
@@ -76,7 +79,7 @@ class Replaying:
             self._place = None
         self._seconds_left = self._seconds
 
-    async def run(self, endpoint: str, *, is_unbroken: Callable[[], bool], needed_by: int | None) -> AttemptResult:
+    async def run(self, endpoint: str, *, needed_by: int | None) -> AttemptResult:
         """Replay what is missing. WAITING if live frames can be applied before there is a place.
 
         ``needed_by`` is the seq of a live frame that waits. If batches are missing before it, the frame waits until
@@ -89,7 +92,7 @@ class Replaying:
                 if not await self._has_place(needed_by):
                     self._life.go_on_unproven()
                     return AttemptResult.WAITING
-                if not is_unbroken():
+                if not self._received.is_unbroken:
                     # The connection may have ended while this stream waited for its place.
                     self._life.is_proven = False
                 outcome = await self._use_place(endpoint)
@@ -123,6 +126,7 @@ class Replaying:
             self._context,
             endpoint,
             place,
+            self._received,
             idle_seconds=self._idle_seconds,
             seconds=self._seconds_left,
             bytes_per_second_min=self._bytes_per_second_min,

@@ -17,11 +17,11 @@ from waymark.apply.applier import Incoming
 from waymark.apply.redis_calls import Fenced
 from waymark.domain.status import StreamStatus
 from waymark.errors import InvalidValue
-from waymark.ingest.frames import Frame
 from waymark.ingest.life import Life
 from waymark.ingest.order import FramePosition
 from waymark.ingest.rank_streams import RankStreams
 from waymark.ingest.reasons import REPLAY_INCOMPLETE, REPLAY_SILENT, REPLAY_WAITING
+from waymark.ingest.received import ReceivedFrames
 from waymark.ingest.replay_attempt import AttemptResult
 from waymark.ingest.replay_pauses import ReplayPauses
 from waymark.ingest.replay_places import ReplayPlaces
@@ -73,15 +73,16 @@ class Stream:
             buffer_frames=options.stream_buffer_frames,
             message_bytes_max=options.message_bytes_max,
         )
-        self._connection = 0
         self._over = 0
         """The number of a connection that has ended, as its life has: its remaining frames are dropped."""
+        self._received = ReceivedFrames(self._subscriber)
         self._rank_streams = RankStreams(life, on_gap=options.on_gap)
         self._replaying = Replaying(
             life,
             context,
             places,
             metrics,
+            self._received,
             idle_seconds=options.replay_idle_seconds,
             seconds=options.replay_seconds,
             bytes_per_second_min=options.replay_bytes_per_second_min,
@@ -112,10 +113,9 @@ class Stream:
                     await self._subscriber.wait(_TICK_SECONDS)
                     if self._replaying.is_due or self._is_beginning_due:
                         await self._run_replay()
-                    frames = self._subscriber.take(self._options.fold_batches)
-                    if frames:
-                        await self._live(frames)
-                    elif self._subscriber.is_connected and self._subscriber.connection != self._connection:
+                    if self._received.take(self._options.fold_batches):
+                        await self._live()
+                    elif self._subscriber.is_connected and self._subscriber.connection != self._received.connection:
                         await self._connected(self._subscriber.connection)
                     elif self._is_probe_due():
                         await self._run_replay()
@@ -152,7 +152,7 @@ class Stream:
     def _is_beginning_due(self) -> bool:
         """Whether to request again the beginning of a life, which an unanswered replay has not brought."""
         is_open = self._life.opened_at is not None and self._registration.can_replay and not self._replaying.is_waiting
-        return is_open and self._is_unbroken and self._pauses.is_beginning_due
+        return is_open and self._received.is_unbroken and self._pauses.is_beginning_due
 
     async def _tick(self) -> None:
         """Renew the lease and report the status; called several times a second, also during a long replay."""
@@ -169,23 +169,26 @@ class Stream:
         elif self._down_since is None:
             self._down_since = now
         is_away = self._down_since is not None and now - self._down_since > options.publisher_timeout
-        was_there = self._connection > 0 or bool(life.applier.resolver.holders)
+        was_there = self._received.connection > 0 or bool(life.applier.resolver.holders)
         if is_away and options.publisher_timeout and not life.is_lost and was_there:
             await life.lost()
         await self._reporter.report(now)
 
     # ---- live frames -------------------------------------------------------------------------------
 
-    async def _live(self, frames: list[Frame]) -> None:
+    async def _live(self) -> None:
         self._heard = time.monotonic()
-        life = self._life
+        life, received = self._life, self._received
         life.applier.slices.begin()
-        for frame in frames:
-            if frame.connection != self._connection:
+        while (frame := received.next()) is not None:
+            if frame.connection != received.connection:
                 await life.flush()
                 await self._connected(frame.connection)
             if frame.connection == self._over:
                 life.count("stale_batches")
+                continue
+            if received.is_applied(frame.seq):
+                life.order.passed(frame)
                 continue
             # After a replay the buffer may be full of batches that the replay has brought. They are not decoded again,
             # because large ones take long.
@@ -200,8 +203,12 @@ class Stream:
             judgement = life.order.judge(frame, incoming.digest, incoming.batch.ts, dp_rank)
             if judgement is not FramePosition.IN_ORDER:
                 await life.flush()
+                received.settling = incoming
                 judgement = await self._settle(judgement, incoming)
+                received.settling = None
                 life.order.last_live = frame.seq
+            if judgement is FramePosition.APPLIED:
+                continue
             if judgement is FramePosition.MIXED:
                 self._reporter.fail()
             elif judgement is FramePosition.STALE:
@@ -213,7 +220,7 @@ class Stream:
         await life.flush()
 
     async def _settle(self, judgement: FramePosition, incoming: Incoming) -> FramePosition:
-        """Settle a frame that is not simply the next. The result is IN_ORDER, BEGINNING, STALE or MIXED."""
+        """Settle a frame that is not simply the next. The result is IN_ORDER, BEGINNING, STALE, APPLIED or MIXED."""
         life = self._life
         if judgement in (FramePosition.STALE, FramePosition.MIXED):
             return judgement
@@ -225,10 +232,12 @@ class Stream:
                 self._pauses.reset()
             if judgement is not FramePosition.BEGINNING or incoming.seq > life.first_seq:
                 await self._run_replay(needed_by=incoming.seq)
+                if self._received.is_applied(incoming.seq):
+                    return FramePosition.APPLIED
             judgement = self._place(incoming)
             if judgement is not FramePosition.RESTART:
                 break
-        if judgement is FramePosition.RESTART or self._over == self._connection:
+        if judgement is FramePosition.RESTART or self._over == self._received.connection:
             # The replay was requested after this frame had arrived, and shows that the frame's life has ended.
             return FramePosition.STALE
         if judgement is FramePosition.GAP:
@@ -252,17 +261,12 @@ class Stream:
     # ---- connections and replays -------------------------------------------------------------------
 
     async def _connected(self, connection: int) -> None:
-        self._connection = connection
+        self._received.connected(connection)
         self._pauses.reset()
         self._life.is_proven = False
         self._life.order.connected()
         self._rank_streams.connected()
         await self._run_replay()
-
-    @property
-    def _is_unbroken(self) -> bool:
-        """Whether the connection whose frames are being read is still open."""
-        return self._subscriber.is_connected and self._subscriber.connection == self._connection
 
     async def _run_replay(self, *, needed_by: int | None = None) -> None:
         """Request everything from the watermark on and apply it, within the times of the options.
@@ -282,7 +286,7 @@ class Stream:
             return
         before, begun = life.order.watermark, life.begun
         try:
-            outcome = await self._replaying.run(endpoint, is_unbroken=lambda: self._is_unbroken, needed_by=needed_by)
+            outcome = await self._replaying.run(endpoint, needed_by=needed_by)
         except (InvalidValue, OSError) as exc:
             log.warning(
                 "a replay cannot be requested; missing batches stay missing",
@@ -291,8 +295,8 @@ class Stream:
             outcome = AttemptResult.SILENT
         self._answered = life.begun if outcome is AttemptResult.COMPLETE else None
         is_other_life = life.begun != begun
-        if is_other_life and not self._is_unbroken:
-            self._over = self._connection
+        if is_other_life and not self._received.is_unbroken:
+            self._over = self._received.connection
         if outcome is AttemptResult.WAITING:
             return
         life.count_replay(outcome)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
 
@@ -143,6 +143,11 @@ class Subscriber:
         """At most ``limit`` of the buffered frames, oldest first; their room is free again."""
         return self._buffer.take(limit)
 
+    @property
+    def waiting(self) -> Iterable[Frame]:
+        """The buffered frames, oldest first; they stay buffered."""
+        return self._buffer
+
     def _has_news(self) -> bool:
         return bool(self._buffer) or self.state_version != self._seen_version
 
@@ -157,8 +162,8 @@ class Subscriber:
         link = LiveConnection(self._context, self.endpoint, self._message_bytes_max)
         self._link = link
         for descriptor in link.descriptors:
-            self._loop.add_reader(descriptor, self._read)
-        self._read()
+            self._loop.add_reader(descriptor, self.read)
+        self.read()
 
     def _close_link(self) -> None:
         if self._link is None:
@@ -194,8 +199,8 @@ class Subscriber:
         self._dialling = self._loop.call_later(self._pause, self._dial_again)
         self._pause = min(2 * self._pause, RECONNECT_SECONDS_MAX)
 
-    def _read(self) -> None:
-        """Read what is there, within the bounds of one read; the callback of both descriptors."""
+    def read(self) -> None:
+        """Read what has arrived, within the bounds of one read; the callback of both descriptors."""
         link = self._link
         if link is None or self._is_read_due:
             return
@@ -206,7 +211,7 @@ class Subscriber:
 
     def _read_on(self) -> None:
         self._is_read_due = False
-        self._read()
+        self.read()
 
     def _read_monitor(self, link: LiveConnection) -> None:
         for is_up in link.changes():

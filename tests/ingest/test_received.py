@@ -1,0 +1,136 @@
+"""A publisher that keeps few batches: what a replay lacks is taken from the live frames that have arrived meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgpack
+import pytest
+
+from tests.conftest import wait_until
+from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand, Pod
+
+#: A replay waits for its place as long as the test wants.
+PATIENT = replace(WITHOUT_PROBES, replay_idle_seconds=PATIENCE_SECONDS)
+
+
+async def short_pod(bench: Bench, **changes: object) -> Pod:
+    """An engine that keeps its last three batches, and removes nothing."""
+    return await bench.pod(buffer_batches=3, gpu_blocks=1000, cpu_blocks=0, **changes)  # type: ignore[arg-type]
+
+
+async def connected(pod: Pod) -> None:
+    """The replay on connect waits for its place, so that no frame has been taken from the buffer."""
+    await pod.subscribed()
+    await pod.has_status("replaying")
+
+
+async def arrived(worker: Hand, frames: int) -> None:
+    """So many frames were received, and none of them is applied."""
+    await wait_until(
+        lambda: worker.metric("buffer_frames") == frames, f"{frames} frames have arrived", PATIENCE_SECONDS
+    )
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+async def test_frames_before_the_first_reply_are_applied(bench: Bench, transport: str) -> None:
+    worker = await bench.worker(options=PATIENT)
+    with worker.without_places():
+        pod = await short_pod(bench, transport=transport)
+        await connected(pod)
+        await pod.work(6)
+        await arrived(worker, 6)
+    await pod.agrees()
+    await pod.has_status("active")
+    assert (await bench.record(pod.name)).get("flags", "") == ""
+    # Three frames have what the replay has brought.
+    await pod.counted(batches=6, batches_lost=0, stale_batches=3, restarts=0, gaps=0)
+    await pod.work(2)
+    await pod.agrees()
+    await pod.counted(batches=8, stale_batches=3)
+
+
+@pytest.mark.parametrize("dropped", [1, 4])
+async def test_only_what_was_not_received_is_lost_in_a_gap(bench: Bench, dropped: int) -> None:
+    worker = await bench.worker(options=PATIENT)
+    pod = await short_pod(bench)
+    await pod.at_work(1)
+    with worker.without_places():
+        with pod.dropping():
+            await pod.work(dropped)
+        await pod.work(1)
+        await wait_until(lambda: worker.metric("gaps_total") == 1, "the gap is seen", PATIENCE_SECONDS)
+        await pod.work(5)
+        await arrived(worker, 5)
+    await pod.at_watermark(pod.last_seq)
+    await pod.counted(batches=7, batches_lost=dropped, stale_batches=3, restarts=0, gaps=1)
+    await pod.says("batches_lost")
+
+
+async def test_a_hole_that_was_received_is_no_loss(bench: Bench) -> None:
+    worker = await bench.worker(options=PATIENT)
+    pod = await bench.pod(gpu_blocks=1000, cpu_blocks=0)
+    await pod.at_work(1)
+    with worker.without_places():
+        with pod.dropping():
+            await pod.work(1)
+        await pod.work(1)
+        await wait_until(lambda: worker.metric("gaps_total") == 1, "the gap is seen", PATIENCE_SECONDS)
+        await pod.work(3)
+        await arrived(worker, 3)
+        del pod.publisher._buffer[3]
+    await pod.agrees()
+    await pod.has_status("active")
+    await pod.counted(batches=6, batches_lost=0, holes=0, restarts=0)
+
+
+async def test_a_life_that_cannot_be_proven_begins_anew_with_the_first_frame(bench: Bench) -> None:
+    worker = await bench.worker(options=PATIENT)
+    pod = await short_pod(bench)
+    await pod.at_work(2)
+    await pod.publisher.down()
+    await pod.has_status("pending")
+    with worker.without_places():
+        with pod.dropping():
+            await pod.work(1)
+        await pod.publisher.up()
+        await connected(pod)
+        await pod.work(6)
+        await arrived(worker, 6)
+    await pod.at_watermark(8)
+    # Batches 3 to 8 of the new connection; the replay has the last three of them.
+    await pod.counted(batches=8, batches_lost=0, restarts=1, stale_batches=3)
+    await pod.says("joined_late")
+    await pod.work(1)
+    await pod.at_watermark(9)
+    await pod.counted(restarts=1, gaps=0)
+
+
+async def test_frames_of_a_process_that_has_ended_are_not_mixed_with_the_replay_of_the_next(bench: Bench) -> None:
+    """The engine restarts behind the same socket; the replay lacks the beginning of its new life, and has the rest."""
+    worker = await bench.worker(options=PATIENT)
+    with worker.without_places():
+        pod = await short_pod(bench)
+        await connected(pod)
+        await pod.work(2)
+        await pod.engine.restart()
+        await pod.work(6)
+        await arrived(worker, 8)
+    await pod.agrees()
+    await pod.at_watermark(5)
+    await pod.has_status("active")
+
+
+async def test_a_frame_with_other_bytes_than_the_reply_of_its_seq_shows_another_process(bench: Bench) -> None:
+    worker = await bench.worker(options=PATIENT)
+    with worker.without_places():
+        pod = await short_pod(bench)
+        await connected(pod)
+        await pod.work(4)
+        await arrived(worker, 4)
+        buffer = pod.publisher._buffer
+        for i, (seq, _, topic) in enumerate(list(buffer)):
+            buffer[i] = seq, msgpack.packb([pod.clock() + 100, [], 0]), topic
+    await pod.at_watermark(3)
+    await pod.says("joined_late")
+    await pod.counted(batches=3, stale_batches=4)
