@@ -39,13 +39,13 @@ class Tab:
 
 
 @asynccontextmanager
-async def browser() -> AsyncIterator[Browser]:
-    """The system's Chromium, without a window."""
+async def browser(*more: str) -> AsyncIterator[Browser]:
+    """The system's Chromium, without a window, with ``more`` flags."""
     path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     assert path is not None, "there is no Chromium; 'make chromium' installs it"
     async with async_playwright() as playwright:
         # In a container there is no user namespace for its sandbox; it sees our own page only.
-        flags = ["--no-sandbox", "--disable-dev-shm-usage"]
+        flags = ["--no-sandbox", "--disable-dev-shm-usage", *more]
         opened = await playwright.chromium.launch(executable_path=path, args=flags)
         try:
             yield opened

@@ -102,6 +102,45 @@ def openness(settings: Settings, *, is_gateway: bool = False) -> str | None:
     )
 
 
+def check_site(headers: RawHeaders) -> None:
+    """Raise ``Forbidden`` for a request from a page of another site, which any page can make its reader's browser send.
+
+    Browsers say where a request is from in headers that a page cannot set: ``Sec-Fetch-Site`` if the connection is
+    encrypted or to the same machine, and ``Origin`` with every POST. A proxy may have changed ``Host``; then it names
+    the host of the page as ``X-Forwarded-Host``, which a page of another site cannot send without being asked first.
+    """
+    origin, hosts = None, []
+    for name, value in headers:
+        if name == b"sec-fetch-site":
+            if value in (b"same-origin", b"none"):
+                return
+            if value == b"cross-site":
+                raise _from_elsewhere(origin)
+        elif name == b"origin":
+            origin = value
+        elif name in (b"host", b"x-forwarded-host"):
+            hosts.append(value)
+    if origin is not None:
+        scheme, _, place = origin.lower().partition(b"://")
+        if not place or all(_with_port(host.strip().lower(), scheme) != _with_port(place, scheme) for host in hosts):
+            raise _from_elsewhere(origin)
+
+
+def _with_port(host: bytes, scheme: bytes) -> bytes:
+    """A host with its port, also if that is the usual one."""
+    if host.rpartition(b":")[2].isdigit() and not host.endswith(b"]"):
+        return host
+    return host + (b":443" if scheme == b"https" else b":80")
+
+
+def _from_elsewhere(origin: bytes | None) -> Forbidden:
+    site = "another site" if origin is None else shown(origin.decode("latin-1"))
+    return Forbidden(
+        f"this request changes something, and was sent by a page of {site}; a proxy that changes Host must send the "
+        "host of the page as X-Forwarded-Host"
+    )
+
+
 def check_reach(caller: Caller, reach: Reach, body: Body, *, is_dynamo: bool) -> None:
     """Raise ``Forbidden`` if the caller may not use this path, or has no access to the tenant that the body names."""
     if caller.tenants is None or reach in ("none", "filtered"):

@@ -107,9 +107,12 @@ class Disconnected(Exception):
     """The client went away while its body was read; nobody is left to be answered."""
 
 
-def format_of(headers: RawHeaders) -> Format:
-    """The format that Content-Type names; JSON where there is none."""
-    found = Format.JSON
+def format_of(headers: RawHeaders, *, must_be_named: bool = False) -> Format:
+    """The format that Content-Type names; JSON where there is none, unless it must be named.
+
+    A page of another site can send any bytes without a Content-Type, and with one of ours only what this server allows.
+    """
+    found = None
     for name, value in headers:
         if name == b"content-type":
             media_type = value if value in _FORMATS else value.partition(b";")[0].strip().lower()
@@ -118,13 +121,18 @@ def format_of(headers: RawHeaders) -> Format:
                     f"Content-Type is {shown(value.decode('latin-1'))}; send application/json or application/msgpack",
                     reason="unsupported_content_type",
                 )
-            found = _FORMATS[media_type]
+            found = _FORMATS[media_type] if media_type else None
         elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
             raise InvalidValue(
                 f"Content-Encoding is {shown(value.decode('latin-1'))}; send the body without compression",
                 reason="unsupported_content_type",
             )
-    return found
+    if found is None and must_be_named:
+        raise InvalidValue(
+            "this request has no Content-Type; send application/json or application/msgpack",
+            reason="unsupported_content_type",
+        )
+    return found or Format.JSON
 
 
 async def read_body(headers: RawHeaders, receive: Receive, max_bytes: int) -> bytes:

@@ -66,7 +66,7 @@ class Unauthorized(WaymarkError):
 
 
 class Forbidden(WaymarkError):
-    """A token is known, and what it allows is less than what was asked for."""
+    """A token is known, and allows less than what was asked for; or a page of another site has sent the request."""
 
 
 def short(name: str) -> str:

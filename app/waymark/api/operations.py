@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from waymark.api.access import Access, Gate, check_reach
+from waymark.api.access import Access, Gate, check_reach, check_site
 from waymark.api.admission import AdmissionQueue
 from waymark.api.answers import Answer, Handler, Paused, send_answer, send_stream
 from waymark.api.bodies import Body, Disconnected, Format, LongList, decode, format_of, read_body
@@ -94,6 +94,7 @@ class Operation:
         self.allowed: tuple[str, ...] = self.methods
         """The methods of the path; ``Resource`` adds those of the path's other operations."""
         self.has_body = doc.request is not None
+        self._names_format = access == "write" and not dependencies.gate.has_tokens
         self._unfit_status = 422 if self.api == "dynamo" else 400
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -142,11 +143,13 @@ class Operation:
                 return self._method_not_allowed(scope["method"]), body_format
             unreadable = None
             try:
-                body_format = format_of(headers) if self.has_body else body_format
+                body_format = format_of(headers, must_be_named=self._names_format) if self.has_body else body_format
             except InvalidValue as exc:
                 unreadable = exc
             # A refusal is answered in the request's format, too, but comes before anything else is said of it.
             caller = self._gate.check(self.access, headers)
+            if self.access == "write":
+                check_site(headers)
             if unreadable is not None:
                 raise unreadable
             raw = None

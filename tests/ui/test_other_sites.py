@@ -1,0 +1,95 @@
+"""What a page of another site makes a real browser send: no write of it counts, also over plain HTTP."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from tests.conftest import wait_until
+from tests.live import Live, start
+from tests.ui.browser import browser
+
+pytestmark = pytest.mark.outside
+
+#: What needs no permission of the server: a body without a type, bytes, text, a form, and a beacon.
+WRITES = """
+async ([url, body]) => {
+  const bytes = new TextEncoder().encode(body);
+  const bodies = [new Blob([body]), bytes, body, new URLSearchParams({instance_id: "pod-1", weight: "0"})];
+  for (const each of bodies) {
+    await fetch(url, {method: "POST", mode: "no-cors", body: each}).catch(() => {});
+  }
+  navigator.sendBeacon(url, new Blob([body]));
+  navigator.sendBeacon(url, bytes);
+  await fetch(url, {method: "POST", headers: {"Content-Type": "application/json"}, body}).catch(() => {});
+}
+"""
+#: Each of these reaches the server; the last one, which must ask first, does so without a body.
+REQUESTS = 7
+#: The status of each request to the path in the access log.
+STATUS = re.compile(r"route=/weight .*status=(\d+)")
+
+
+@asynccontextmanager
+async def other_site() -> AsyncIterator[str]:
+    """A page on another port: the same site for a browser, and another origin."""
+
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(text="<!doctype html><title>elsewhere</title>", content_type="text/html")
+
+    application = web.Application()
+    application.router.add_get("/", page)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def weight(live: Live) -> float:
+    async with live.client() as client:
+        (publisher,) = (await client.get("/workers")).json()["publishers"]
+        found: float = publisher["weight"]
+        return found
+
+
+# Browsers take 127.0.0.1 for a safe place, and send Sec-Fetch-Site there. To any other name they do not without TLS.
+@pytest.mark.parametrize("host", ["127.0.0.1", "waymark.test"], ids=["loopback", "plain-http"])
+@pytest.mark.parametrize("elsewhere", ["127.0.0.1", "evil.test"])
+async def test_a_page_of_another_site_changes_nothing(
+    redis_url: str, tmp_path: Path, host: str, elsewhere: str
+) -> None:
+    names = ["--host-resolver-rules=MAP *.test 127.0.0.1"]
+    async with (
+        start("serve", redis_url, tmp_path / "log", access_log=True) as live,
+        other_site() as port,
+        browser(*names) as opened,
+    ):
+        async with live.client() as client:
+            body = {"type": "standard", "modelname": "m", "instance_id": "pod-1", "block_size": 4}
+            (await client.post("/register", json=body)).raise_for_status()
+        page = await opened.new_page()
+        await page.goto(f"http://{elsewhere}:{port}/")
+        own = f"http://{host}:{live.port}"
+        await page.evaluate(WRITES, [f"{own}/weight", '{"instance_id": "pod-1", "weight": 0}'])
+        await wait_until(
+            lambda: len(STATUS.findall(live.said())) >= REQUESTS, lambda: f"all have arrived:\n{live.said()}", 20
+        )
+        assert {*STATUS.findall(live.said())} <= {"403", "405", "415"}, live.said()
+        assert await weight(live) == 1.0
+        # The own page may, from the same browser.
+        await page.goto(f"{own}/ui")
+        status = await page.evaluate(
+            """async body => (await fetch("/weight", {
+                method: "POST", headers: {"Content-Type": "application/json"}, body})).status""",
+            '{"instance_id": "pod-1", "weight": 0}',
+        )
+        assert status == 200
+        assert await weight(live) == 0.0
