@@ -13,9 +13,9 @@ import trustme
 from aiohttp import web
 
 from tests.listening import listening, port_of
-from waymark.asker import Asker, HttpReply
+from waymark.asker import Asker, EngineKey, HttpReply
 from waymark.endpoints import AllowedEndpoints
-from waymark.errors import InvalidValue, Unanswered
+from waymark.errors import InvalidValue, SettingsError, Unanswered
 from waymark.settings import Settings
 
 pytestmark = pytest.mark.outside
@@ -43,7 +43,7 @@ async def serve() -> AsyncIterator[Serve]:
 
 @pytest.fixture
 async def asker() -> AsyncIterator[Asker]:
-    asker = Asker(api_key="secret")
+    asker = Asker(key=EngineKey("secret"))
     yield asker
     await asker.close()
 
@@ -93,6 +93,38 @@ async def test_the_settings_of_engines_are_used(serve: Serve) -> None:
     asker = Asker.of(settings, is_bounded=False)
     assert await asker.ask(url, seconds=60, bytes_max=100) == HttpReply(200, b"Bearer k")
     await asker.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "gets"),
+    [
+        ({"engine_key_hosts": "127.0.0.1"}, True),
+        ({"engine_key_hosts": "*"}, True),
+        ({"engine_key_hosts": "10.0.0.0/8"}, False),
+        ({"allowed_endpoints": "127.0.0.0/8"}, True),
+        ({"allowed_endpoints": "127.0.0.0/8", "engine_key_hosts": "*.engines.svc"}, False),
+        ({"gateway_engines": "{url}/v1"}, True),
+        ({"gateway_engines": "http://127.0.0.1:1"}, False),
+    ],
+    ids=str,
+)
+async def test_the_key_goes_only_where_the_operator_said(serve: Serve, settings: dict[str, str], gets: bool) -> None:
+    async def echo(request: web.Request) -> web.StreamResponse:
+        return web.Response(text=request.headers.get("Authorization", "none"))
+
+    url = await serve(echo)
+    given = {name: text.replace("{url}", url) for name, text in settings.items()}
+    asker = Asker.of(Settings.model_validate({"engine_api_key": "k"} | given))
+    said = b"Bearer k" if gets else b"none"
+    assert await asker.ask(url + "/metrics", seconds=60, bytes_max=100) == HttpReply(200, said)
+    async with asker.follow(url, {}, seconds=60) as stream:
+        assert [piece async for piece in stream.pieces] == [said]
+    await asker.close()
+
+
+def test_a_key_without_a_host_ends_the_process() -> None:
+    with pytest.raises(SettingsError, match="WAYMARK_ENGINE_KEY_HOSTS"):
+        Settings.from_env({"WAYMARK_ENGINE_API_KEY": "k"})
 
 
 async def test_a_certificate_is_checked_against_the_ca(asker: Asker, tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ import asyncio
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from waymark.endpoints import AllowedEndpoints
+from waymark.endpoints import AllowedEndpoints, place_of
 from waymark.errors import InvalidValue, Unanswered
 from waymark.settings import Settings
 from waymark.shown import shown
@@ -48,14 +48,41 @@ class StreamBeginning(NamedTuple):
     """The bytes of the answer as they arrive. Raises Unanswered if the answer breaks off."""
 
 
+class EngineKey:
+    """The key of the engines. It goes only to the hosts that the operator has named: a client may register any other.
+
+    ``hosts`` None: to every host.
+    """
+
+    def __init__(self, key: str | None, hosts: AllowedEndpoints | None = None, urls: Iterable[str] = ()) -> None:
+        """``urls``: further places that the operator has named."""
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._hosts = hosts
+        self._places = frozenset(map(place_of, urls))
+
+    @classmethod
+    def of(cls, settings: Settings, *, is_bounded: bool = True) -> EngineKey:
+        key = None if settings.engine_api_key is None else settings.engine_api_key.get_secret_value()
+        if not is_bounded:
+            return cls(key)
+        named = settings.engine_key_hosts or settings.allowed_endpoints
+        return cls(key, AllowedEndpoints(named), settings.gateway_engines)
+
+    def headers(self, url: str) -> Mapping[str, str]:
+        """The headers with the key, for a request to this URL; none if it may not go there."""
+        if self._hosts is None or self._hosts.is_named(url) or (self._places and place_of(url) in self._places):
+            return self._headers
+        return {}
+
+
 class Asker:
     """The HTTP client of a process. It opens connections when it is asked, and keeps them."""
 
     def __init__(
-        self, allowed: AllowedEndpoints | None = None, *, api_key: str | None = None, ca_file: str | None = None
+        self, allowed: AllowedEndpoints | None = None, *, key: EngineKey | None = None, ca_file: str | None = None
     ) -> None:
         self._allowed = allowed or AllowedEndpoints()
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._key = key or EngineKey(None)
         self._ca_file = ca_file
         self._session: aiohttp.ClientSession | None = None
         self._streams: aiohttp.ClientSession | None = None
@@ -65,7 +92,7 @@ class Asker:
         """The client of engines. ``is_bounded=False``: for URLs that an operator named, which need no permission."""
         return cls(
             AllowedEndpoints(settings.allowed_endpoints if is_bounded else ()),
-            api_key=None if settings.engine_api_key is None else settings.engine_api_key.get_secret_value(),
+            key=EngineKey.of(settings, is_bounded=is_bounded),
             ca_file=settings.engine_ca_file,
         )
 
@@ -90,7 +117,9 @@ class Asker:
         import aiohttp
 
         self._allowed.check(url, "url")
-        headers = dict(headers or {}) | ({} if json is None else {"Content-Type": "application/json"})
+        headers = {**self._key.headers(url), **(headers or {})}
+        if json is not None:
+            headers["Content-Type"] = "application/json"
         if self._session is None:
             self._session = self._open(_CONNECTIONS_MAX)
         session = self._session
@@ -122,7 +151,8 @@ class Asker:
             self._streams = self._open(0)
         try:
             async with asyncio.timeout(seconds):
-                response = await self._streams.get(url, headers=headers, allow_redirects=False)
+                own = {**self._key.headers(url), **headers}
+                response = await self._streams.get(url, headers=own, allow_redirects=False)
         except TimeoutError:
             raise Unanswered(f"it has not answered within {seconds:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -150,7 +180,7 @@ class Asker:
                 raise InvalidValue(f"the certificates {self._ca_file} cannot be read: {error}") from None
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=connections_max, ssl=context, socket_factory=_kept_alive),
-            headers={"Accept-Encoding": "identity"} | self._headers,
+            headers={"Accept-Encoding": "identity"},
             timeout=aiohttp.ClientTimeout(total=None),
             cookie_jar=aiohttp.DummyCookieJar(),
             # A few bytes could decompress to any number; no request asks for compression.

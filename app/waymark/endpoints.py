@@ -53,6 +53,11 @@ class AllowedEndpoints:
         return address is not None and any(address in network for network in self._networks)
 
 
+def place_of(url: str) -> str:
+    """``http://host:port`` of a URL."""
+    return _place(url)[0]
+
+
 def _place(endpoint: str) -> tuple[str, str | None]:
     """What a glob with a scheme is compared with, and the host."""
     if endpoint.startswith("tcp://"):

@@ -228,7 +228,9 @@ class Settings(BaseModel):
     allowed_endpoints: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
     """The globs and CIDRs that registered endpoints must match; the default allows every endpoint."""
     engine_api_key: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None
-    """The bearer token in requests to engines. Waymark sends it to every URL that a client registers."""
+    """The bearer token in requests to engines; it goes only to the hosts of `WAYMARK_ENGINE_KEY_HOSTS`."""
+    engine_key_hosts: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
+    """The globs and CIDRs of the hosts that get the key of the engines; the default is `WAYMARK_ALLOWED_ENDPOINTS`."""
     engine_ca_file: str | None = None
     """The PEM file with the CA that signs the certificates of engines; the default is the CAs of the system."""
     on_gap: Annotated[Literal["keep", "reset"], BeforeValidator(_lower)] = "keep"
@@ -442,6 +444,13 @@ class Settings(BaseModel):
         if self.protect_reads and self.api_token is None and self.api_tokens_file is None:
             raise ValueError(
                 "WAYMARK_PROTECT_READS is true but there is no WAYMARK_API_TOKEN: set one, or leave the former out"
+            )
+        if self.engine_api_key is not None and not (
+            self.engine_key_hosts or self.allowed_endpoints or self.gateway_engines
+        ):
+            raise ValueError(
+                "WAYMARK_ENGINE_API_KEY is set but no host that it may go to: name the hosts of the engines "
+                "in WAYMARK_ENGINE_KEY_HOSTS, such as 10.0.0.0/8 or *.engines.svc; * is every host that is registered"
             )
         if self.redis_read_url is not None and self.redis_read_url.startswith("memory://"):
             raise ValueError("WAYMARK_REDIS_READ_URL is memory://, which would stay empty: leave it out")

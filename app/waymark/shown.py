@@ -6,6 +6,7 @@ The caller decides whether the value may be shown at all. Tokens, salts and secr
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
 SHOWN_MAX = 80
@@ -25,6 +26,13 @@ def shown(value: object) -> str:
     if isinstance(value, int):
         return str(value) if value.bit_length() <= 64 else f"an integer of {value.bit_length()} bits"
     return repr(value) if isinstance(value, float) else kind(value)
+
+
+def shown_url(text: str) -> str:
+    """A URL that was refused, as ``shown`` but without the parts that may be secret: user, query and fragment."""
+    # A password may contain any character, so everything before the last @ is left out.
+    plain = re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*:/*)?.*@", r"\1***@", text, flags=re.DOTALL)
+    return shown(re.sub(r"([?#]).*", r"\1***", plain, flags=re.DOTALL))
 
 
 def kind(value: object) -> str:

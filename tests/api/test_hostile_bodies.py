@@ -144,7 +144,7 @@ async def test_what_is_no_list_is_refused(api: httpx.AsyncClient, path: str, tem
 )
 @pytest.mark.parametrize("path", ["/query", "/query_by_hash", "/register", "/unregister", "/dynamo/query"])
 async def test_what_is_no_json_is_refused(api: httpx.AsyncClient, path: str, body: bytes) -> None:
-    answer = await api.post(path, content=body)
+    answer = await api.post(path, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert "is not JSON" in answer.json()["error"]
     if not path.startswith("/dynamo"):

@@ -133,7 +133,9 @@ async def drive(live: Live) -> set[int]:
                 statuses.add((await client.post(path, json=content)).status_code)
                 packed = {"content": msgpack.packb(content), "headers": {"content-type": "application/msgpack"}}
                 statuses.add((await client.post(path, **packed)).status_code)
-            statuses.add((await client.post(path, content=f'{{"{SALT}": {TOKENS[0]}, {MARK}')).status_code)
+            headers = {"content-type": "application/json"}
+            broken = f'{{"{SALT}": {TOKENS[0]}, {MARK}'
+            statuses.add((await client.post(path, content=broken, headers=headers)).status_code)
         statuses.add((await client.get(f"/{MARK}?{MARK}")).status_code)
     _, writer = await asyncio.open_connection("127.0.0.1", live.port)
     writer.write(f"{MARK} {MARK}\r\n{MARK}\r\n\r\n".encode())

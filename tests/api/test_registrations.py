@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -169,9 +170,42 @@ async def test_only_allowed_urls_are_asked(engine: Engine, make_client: MakeClie
 
 async def test_the_key_of_engines_is_sent(engine: Engine, make_client: MakeClient, store: Store) -> None:
     engine.is_vllm()
-    client = await make_client(store, engine_api_key="secret")
+    client = await make_client(store, engine_api_key="secret", engine_key_hosts=("127.0.0.0/8",))
     assert (await client.post("/register", json={"url": engine.url})).status_code == 200
     assert engine.authorization == "Bearer secret"
+    # Another host gets the same question without the key, although it may be asked.
+    client = await make_client(store, engine_api_key="secret", engine_key_hosts=("*.engines.svc",))
+    engine.authorization = "not asked"
+    assert (await client.post("/register", json={"url": engine.url})).status_code == 200
+    assert engine.authorization is None
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["{}?a=5ecret", "{}/?a=5ecret", "{}#5ecret", "{}/v1#5ecret", "{}/v1/?", "{}/#", "http://u:5ecret@{host}",
+     "u:5ecret@{host}",
+     "http://5ecret@{host}/?a", "http://u:5ecr?et@{host}", "http:/u:5ecret@{host}", "http://u:5ecret@[::1", "http://5ecret@"],
+)  # fmt: skip
+async def test_a_url_with_a_user_a_query_or_a_fragment_is_refused_and_not_shown(
+    engine: Engine, make_client: MakeClient, store: Store, caplog: pytest.LogCaptureFixture, url: str
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    engine.is_vllm()
+    engine.authorization = "not asked"
+    client = await make_client(store, access_log=True)
+    given = url.replace("{host}", engine.url.removeprefix("http://")).replace("{}", engine.url)
+    bodies: list[tuple[str, dict[str, Any]]] = [("url", {"url": given})]
+    full = {"type": "none", "instance_id": "a", "modelname": "m", "block_size": 16}
+    bodies.append(("address", full | {"address": given}))
+    if "@" in given:
+        full |= {"type": "vLLM", "endpoint": "tcp://10.0.0.1:5557"}
+        bodies += [(field, full | {field: given}) for field in ("endpoint", "replay_endpoint", "metrics_url")]
+    for field, body in bodies:
+        answer = await client.post("/register", json=body)
+        assert (answer.status_code, answer.json()["field"]) == (400, field)
+        assert "5ecr" not in answer.text
+    assert engine.authorization == "not asked"
+    assert "5ecr" not in caplog.text
 
 
 async def test_a_slow_engine_holds_no_other_registration_up(

@@ -65,8 +65,8 @@ async def test_a_write_from_a_page_of_another_site_is_refused(api: httpx.AsyncCl
         assert "page of" in answer.json()["error"]
     assert await weight(api) == 1.0
     # Reads stay as they are: another site's page cannot see the answer.
-    body = {"model": "m", "block_size": 4, "token_ids": [1]}
-    assert (await api.post("/query", json=body, headers=SITE | headers)).status_code == 200
+    query = {"model": "m", "block_size": 4, "token_ids": [1]}
+    assert (await api.post("/query", json=query, headers=SITE | headers)).status_code == 200
 
 
 @pytest.mark.parametrize(

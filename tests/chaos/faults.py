@@ -339,7 +339,8 @@ class Faults:
         with suppress(httpx.TransportError):
             body = json.dumps({"model": 1, "token_ids": [[]], "block_size": "x"})
             for path in ("/query", "/register", "/events", "/query_by_hash", "/unregister"):
-                answer = await self._http.post(f"http://127.0.0.1:{replica.port}{path}", content=body)
+                url, headers = f"http://127.0.0.1:{replica.port}{path}", {"content-type": "application/json"}
+                answer = await self._http.post(url, content=body, headers=headers)
                 self._controller.check_status(path, answer)
         await asyncio.sleep(fault.other)
         for writer in writers:

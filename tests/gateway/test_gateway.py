@@ -85,7 +85,13 @@ def test_an_entry_that_is_no_key_ends_the_start_and_is_not_shown(entry: str, tmp
 async def test_no_body_and_no_key_is_logged(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="waymark")
     secret = "a-secret-that-nobody-may-read"
-    running = await start(2, gateway_keys=(f"a:{digest(secret)}",), response_cache="memory", engine_api_key=secret)
+    running = await start(
+        2,
+        gateway_keys=(f"a:{digest(secret)}",),
+        response_cache="memory",
+        engine_api_key=secret,
+        engine_key_hosts=("*",),
+    )
     headers = {"authorization": f"Bearer {secret}"}
 
     async def breaks_off(request: web.Request) -> web.StreamResponse:

@@ -44,7 +44,7 @@ def free(running: Running) -> Any:
 
 
 async def test_a_body_goes_on_byte_for_byte_with_the_headers_that_may_pass(start: Start) -> None:
-    running = await start(1, engine_api_key="engine-key")
+    running = await start(1, engine_api_key="engine-key", engine_key_hosts=("127.0.0.1",))
     body = b'{ "model":"demo",  "messages": [{"role":"user","content":"\\u00e9 \xc3\xa9"}], "unknown": 1e3 }'
     headers = {
         "authorization": "Bearer mine",

@@ -17,7 +17,7 @@ from aiohttp import web
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, Bench, Hand
 from tests.patience import patient
-from waymark.asker import Asker
+from waymark.asker import Asker, EngineKey
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import PublisherName, Registration
 from waymark.domain.prefixes import PrefixSource, prefix_key
@@ -373,7 +373,7 @@ async def test_a_source_that_is_gone_does_not_count_until_it_is_back(bench: Benc
 
 
 async def test_the_engines_key_is_sent(source: Source) -> None:
-    asker = Asker(api_key="secret")
+    asker = Asker(key=EngineKey("secret"))
     reader = event_source.EventSource(asker, source.url)
     reading = asyncio.create_task(reader.run())
     await source.is_read()

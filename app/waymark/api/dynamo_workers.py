@@ -16,11 +16,11 @@ from waymark.api.bodies import Body
 from waymark.api.dynamo_select_schemas import WorkerPatch, WorkerRequest
 from waymark.domain.engines import UNNAMED
 from waymark.domain.names import ENDPOINT, U64_MASK, GroupName, PublisherName, Registration, is_endpoint
-from waymark.domain.targets import URL, Target, is_url
+from waymark.domain.targets import ENGINE_URL, Target, is_engine_url
 from waymark.endpoints import AllowedEndpoints
 from waymark.errors import Conflict, InvalidValue, NotFound, Saturated
 from waymark.settings import Settings
-from waymark.shown import shown
+from waymark.shown import shown, shown_url
 from waymark.store.scripts import Verdict
 from waymark.store.selections import WORKERS_MAX
 from waymark.store.store import Store
@@ -105,8 +105,8 @@ class DynamoWorkerHandlers:
         address, block_size, group = told["endpoint"], told["block_size"], _group(told)
         if block_size > 65_536:
             raise InvalidValue(f"block_size is {block_size}; it must be 1..65536", field="block_size")
-        if not is_url(address):
-            raise InvalidValue(f"endpoint is {shown(address)}; it must be {URL}", field="endpoint")
+        if not is_engine_url(address):
+            raise InvalidValue(f"endpoint is {shown_url(address)}; it must be {ENGINE_URL}", field="endpoint")
         self._allowed.check(address, "endpoint")
         found = []
         for rank, endpoint in _ranks(told):

@@ -23,10 +23,12 @@ from waymark.errors import (
     StoreUnavailable,
     WaymarkError,
 )
-from waymark.shown import SHOWN_MAX, kind, shown
+from waymark.shown import SHOWN_MAX, kind, shown, shown_url
 
 #: Fields whose values are secrets of a tenant; an error names them and shows nothing.
 _SECRET = frozenset({"additionalsalt", "additional_salt", "cache_salt"})
+#: Fields whose values may hold a password.
+_URLS = frozenset({"url", "address", "metrics_url", "endpoint", "replay_endpoint", "medium_endpoints"})
 
 _STATUS_OF_REASON = {"too_large": 413, "unsupported_content_type": 415}
 
@@ -89,8 +91,12 @@ def unfit(error: ValidationError, model: type[BaseModel], spelled: Mapping[str, 
     if first["type"] == "missing":
         return InvalidBody(f"{field} is missing; it must be {wanted}", reason="missing", field=field)
     value = first["input"]
+    if name in _SECRET:
+        said = kind(value)
+    else:
+        said = shown_url(value) if name in _URLS and isinstance(value, str) else shown(value)
     return InvalidBody(
-        f"{field} is {kind(value) if name in _SECRET else shown(value)}; it must be {wanted}",
+        f"{field} is {said}; it must be {wanted}",
         reason=_slug(first["type"], value),
         field=field,
     )

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from waymark.domain.engines import TRAITS, EngineKind
 from waymark.domain.names import is_endpoint
 from waymark.domain.prefixes import is_source
-from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX, WEIGHT_MAX, Role, is_url
+from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX, WEIGHT_MAX, Role, is_engine_url, is_url
 
 #: Each kind by its name and its aliases, in lower case.
 KINDS = {kind.lower(): kind for kind in EngineKind} | {
@@ -43,6 +43,12 @@ def _url(value: Any) -> Any:
     return value
 
 
+def _engine_url(value: Any) -> Any:
+    if isinstance(value, str) and value and not is_engine_url(value):
+        raise PydanticCustomError("invalid_value", "no such URL")
+    return value or None
+
+
 def _role(value: Any) -> Any:
     if not isinstance(value, str):
         raise PydanticCustomError("invalid_type", "not a string")
@@ -72,7 +78,8 @@ def _sockets(value: dict[str, Any]) -> dict[str, str]:
 Kind = Annotated[EngineKind, BeforeValidator(_kind), WithJsonSchema({"enum": [*EngineKind], "type": "string"})]
 Endpoint = Annotated[str | None, BeforeValidator(_endpoint)]
 MediumEndpoints = Annotated[dict[str, Endpoint], AfterValidator(_sockets)]
-Url = Annotated[str, BeforeValidator(_url)]
+EngineUrl = Annotated[str, BeforeValidator(_engine_url)]
+OptionalEngineUrl = Annotated[str | None, BeforeValidator(_engine_url)]
 OptionalUrl = Annotated[str | None, BeforeValidator(_url)]
 ARole = Annotated[Role, BeforeValidator(_role), WithJsonSchema({"enum": [*Role], "type": "string"})]
 Labels = Annotated[dict[str, str], AfterValidator(_labels)]

@@ -28,11 +28,12 @@ from waymark.api.publisher_fields import (
     MEDIA_MAX,
     ARole,
     Endpoint,
+    EngineUrl,
     Kind,
     Labels,
     MediumEndpoints,
+    OptionalEngineUrl,
     OptionalUrl,
-    Url,
     Weight,
 )
 from waymark.domain.engines import Copies, EngineKind, Scope, kinds_where
@@ -49,7 +50,7 @@ from waymark.domain.prefixes import (
     PrefixSource,
     is_source,
 )
-from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX, URL, WEIGHT_MAX, Role, Target
+from waymark.domain.targets import ENGINE_URL, LABEL_BYTES_MAX, LABELS_MAX, URL, WEIGHT_MAX, Role, Target
 from waymark.shown import shown
 
 _TYPE = f"one of {', '.join(EngineKind)}, in upper or lower case"
@@ -100,7 +101,7 @@ class _PublisherFields(RequestBody):
         description=f"an integer of 1..{SHARDS_MAX}: for a pool, the number of objects that make up one "
         "block; the default is the number of different shards seen in the keys of its objects",
     )
-    address: OptionalUrl = Field(default=None, description=f"{URL}: the address that requests are sent to")
+    address: OptionalEngineUrl = Field(default=None, description=f"{ENGINE_URL}: the address that requests are sent to")
     role: ARole = Field(default=Role.BOTH, description=f"one of {', '.join(Role)}")
     weight: Weight = Field(
         default=1.0, description=f"a number of 0 to {WEIGHT_MAX:.0f}; an engine with weight 0 gets no new requests"
@@ -247,7 +248,7 @@ class RegisterRequest(_PublisherFields):
 class RegisterByUrlRequest(_PublisherFields):
     """The URL of an engine. Waymark asks the engine for each field that the request leaves out."""
 
-    url: Url = Field(description=f"{URL}: the HTTP API of the engine")
+    url: EngineUrl = Field(description=f"{ENGINE_URL}: the HTTP API of the engine")
     type: Kind | None = Field(default=None, description=_TYPE)
     modelname: OptionalName = Field(
         default=None, validation_alias=_MODEL_NAMES, description=f"{OPTIONAL_NAME}, a model that the engine serves"

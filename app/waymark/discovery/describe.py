@@ -291,7 +291,10 @@ def _because(reply: HttpReply | Unanswered) -> str:
     if isinstance(reply, Unanswered):
         return f" ({reply.sentence})"
     if reply.status in (401, 403):
-        return f" (status {reply.status}; set WAYMARK_ENGINE_API_KEY to the key of the engine)"
+        return (
+            f" (status {reply.status}; set WAYMARK_ENGINE_API_KEY to the key of the engine, and name its host in "
+            "WAYMARK_ENGINE_KEY_HOSTS)"
+        )
     return "" if reply.status == 200 else f" (status {reply.status})"
 
 

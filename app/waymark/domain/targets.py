@@ -81,6 +81,15 @@ def names_engines(header: str) -> bool:
     return header in _PLACE_HEADERS or header.startswith(_PLACE_HEADERS_BEGIN)
 
 
+ENGINE_URL = f"{URL} without a user, a query and a fragment"
+"""The form that ``is_engine_url`` requires, in the words of an error."""
+
+
+def is_engine_url(text: str) -> bool:
+    """Whether ``text`` is the beginning of the URLs of an engine's API: the end of each is Waymark's."""
+    return is_url(text) and not set("?#") & set(text)
+
+
 def host_and_port(address: str) -> str:
     """``10.0.0.7:8000`` of ``http://10.0.0.7:8000``, as proxies name an endpoint; the usual port where it has none."""
     match = _ADDRESS.match(address)

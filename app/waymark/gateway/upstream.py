@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 from yarl import URL
 
+from waymark.asker import EngineKey
 from waymark.endpoints import AllowedEndpoints
 from waymark.errors import InvalidValue, SettingsError
 from waymark.settings import Settings
@@ -45,15 +46,13 @@ class Upstream:
         *,
         first_byte_seconds: float,
         idle_seconds: float,
-        api_key: str | None = None,
+        key: EngineKey | None = None,
         ca_file: str | None = None,
     ) -> None:
         self._allowed = allowed
         self._first_byte_seconds = first_byte_seconds
         self._idle_seconds = idle_seconds
-        self._own = [("accept-encoding", "identity")]
-        if api_key is not None:
-            self._own.append(("authorization", f"Bearer {api_key}"))
+        self._key = key or EngineKey(None)
         self._ca_file = ca_file
         self._session: aiohttp.ClientSession | None = None
 
@@ -63,7 +62,7 @@ class Upstream:
             AllowedEndpoints(settings.allowed_endpoints),
             first_byte_seconds=settings.gateway_first_byte_seconds,
             idle_seconds=settings.gateway_idle_seconds,
-            api_key=None if settings.engine_api_key is None else settings.engine_api_key.get_secret_value(),
+            key=EngineKey.of(settings),
             ca_file=settings.engine_ca_file,
         )
 
@@ -75,13 +74,14 @@ class Upstream:
             self._allowed.check(address, "address")
         except InvalidValue:
             raise Unreachable("not_allowed") from None
+        own = [("accept-encoding", "identity"), *self._key.headers(address).items()]
         url = address.rstrip("/") + path + ("?" + query.decode("latin-1") if query else "")
         if self._session is None:
             self._session = self._open()
         try:
             async with asyncio.timeout(self._first_byte_seconds):
                 return await self._session.post(
-                    URL(url, encoded=True), data=body, headers=[*headers, *self._own], allow_redirects=False
+                    URL(url, encoded=True), data=body, headers=[*headers, *own], allow_redirects=False
                 )
         except TimeoutError:
             raise Unreachable("timeout") from None
