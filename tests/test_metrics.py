@@ -112,6 +112,7 @@ EXPORTED = [
     "waymark_redis_memory_max_bytes{primary}",
     "waymark_redis_misconfigured{reason}",
     "waymark_redis_up",
+    "waymark_renderings_stopped_total{reason}",
     "waymark_replay_places_yielded_total{reason}",
     "waymark_replays_running",
     "waymark_replays_total{outcome}",

@@ -234,6 +234,9 @@ class Metrics:
         "How many text segments were tokenized, by whether the cache had their token ids; a cached text counts once.",
         "known",
     )
+    renderings_stopped = counter(
+        "How many renderings of a chat template were stopped, by the bound that stopped them.", "reason"
+    )
     tokenizers_whole = gauge(
         "How many open tokenizers encode each text as a whole, because their segments cannot be cached."
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from datetime import datetime
@@ -17,7 +16,6 @@ from tests.tokenization.small import CHATML, TEMPLATES
 from tests.unit import examples
 from waymark.chat.openai import for_template
 from waymark.errors import InvalidValue
-from waymark.tokenization import templates
 from waymark.tokenization.prompt import ChatPrompt
 from waymark.tokenization.template_source import takes_parts
 from waymark.tokenization.templates import ChatTemplate
@@ -200,17 +198,6 @@ def test_an_output_that_grows_is_ended_before_it_is_whole() -> None:
     with pytest.raises(InvalidValue, match="more than 1000 bytes") as caught:
         chat(text, {"role": "user", "content": "x" * 900}, bytes_max=1000)
     assert caught.value.reason == "too_large"
-
-
-def test_a_rendering_is_ended_by_the_cpu_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by the time: other processes that have the machine meanwhile are no fault of the messages."""
-    text = "{% for a in range(3) %}{{ messages[0].content }}{% endfor %}"
-    monkeypatch.setattr(templates, "thread_time", itertools.count(0, 0.3).__next__)
-    assert chat(text, USER) == "HiHiHi"
-    monkeypatch.setattr(templates, "thread_time", itertools.count(0, 0.4).__next__)
-    with pytest.raises(InvalidValue, match="1 s of CPU") as caught:
-        chat(text, USER)
-    assert caught.value.field == "messages"
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "add_generation_prompt"])

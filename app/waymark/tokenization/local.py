@@ -20,20 +20,23 @@ from xxhash import xxh3_128_digest
 
 from waymark.chat.media import has_media
 from waymark.domain.hashing import pack_tokens
-from waymark.errors import InvalidValue
+from waymark.errors import InvalidValue, TokenizerUnavailable
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.tokenization.model_files import read_templates, read_tokenizer, splitter_of
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt
+from waymark.tokenization.renderers import Renderers
 from waymark.tokenization.segments import Pieces, SegmentMemo
 
 log = logging.getLogger(__name__)
 
-#: Characters that are rendered and split on the loop; beyond it a thread does it.
+#: Characters of a text that are split on the loop; beyond it a thread does it. A prompt with more is not remembered.
 _SHORT = 2**16
 #: Characters that are encoded on the loop, in less than a millisecond; the way to a thread and back takes longer. It
 #: is a new turn of a conversation.
 _FEW = 2**11
+#: How long messages wait until their model's template may be rendered.
+_TURN_SECONDS = 1.0
 _SAMPLES = 20
 #: Pieces of the samples: what a tokenizer may treat otherwise at a border.
 _PIECES = (
@@ -61,6 +64,7 @@ class LocalTokenizer:
         prompts: SegmentMemo,
         bytes_max: int,
         is_for_sglang: bool = False,
+        renderers: Renderers | None = None,
     ) -> None:
         """``memo`` remembers pieces, ``prompts`` whole prompts. Messages are read as vLLM reads them, or as SGLang."""
         self.name = name
@@ -73,7 +77,10 @@ class LocalTokenizer:
         self._segments_new = metrics.tokenize_segments.labels(known="false")
         self._bytes_max = bytes_max
         self._tokenizer = read_tokenizer(directory)
-        self._template = read_templates(directory, bytes_max, is_for_sglang=is_for_sglang)
+        self._renderers = renderers or Renderers(metrics)
+        self._template = read_templates(directory, bytes_max, is_for_sglang=is_for_sglang, renderers=self._renderers)
+        self._turn = asyncio.Lock()
+        """Held while a text is rendered: one model takes one of the threads that wait for renderings."""
         self._splitter = splitter_of(self._tokenizer)
         self._around = self._added_around()
         self.splits = self._are_samples_equal()
@@ -117,7 +124,9 @@ class LocalTokenizer:
             prompt = replace(prompt, add_special_tokens=False)  # whatever a request says
         if self._is_for_sglang and prompt.truncation is not None:
             prompt = replace(prompt, truncation=None)  # it knows no such field
-        if key is not None or _is_short(prompt):
+        if isinstance(prompt, ChatPrompt):
+            pieces = await self._rendered(prompt)
+        elif key is not None or _is_short(prompt):
             pieces = self._pieces(prompt)
         else:
             pieces = await asyncio.get_running_loop().run_in_executor(self._pool, self._pieces, prompt)
@@ -142,6 +151,20 @@ class LocalTokenizer:
 
     async def close(self) -> None:
         """Nothing is open."""
+
+    async def _rendered(self, prompt: ChatPrompt) -> Pieces:
+        try:
+            async with asyncio.timeout(_TURN_SECONDS):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise TokenizerUnavailable(
+                f"the chat template of this model has been busy with other messages for {_TURN_SECONDS:g} s; try again "
+                "in a moment"
+            ) from None
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._renderers.threads, self._pieces, prompt)
+        finally:
+            self._turn.release()
 
     # ---- a prompt in pieces ------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from waymark.errors import InvalidValue
 from waymark.tokenization.prompt import ChatPrompt
+from waymark.tokenization.renderers import Renderers
 from waymark.tokenization.segments import SegmentMemo, Splitter
 from waymark.tokenization.templates import ChatTemplate
 
@@ -56,7 +57,9 @@ class Templates:
         return self._with_tools if prompt.tools and self._with_tools is not None else self._default
 
 
-def read_templates(directory: Path, bytes_max: int, *, is_for_sglang: bool = False) -> Templates | None:
+def read_templates(
+    directory: Path, bytes_max: int, *, is_for_sglang: bool = False, renderers: Renderers | None = None
+) -> Templates | None:
     config = _json(directory / "tokenizer_config.json")
     special: dict[str, str] = {}
     for name in _NAMED_TOKENS:
@@ -73,7 +76,7 @@ def read_templates(directory: Path, bytes_max: int, *, is_for_sglang: bool = Fal
     else:
         named = {"default": found}
     made = {
-        name: ChatTemplate(source, special, bytes_max=bytes_max, is_for_sglang=is_for_sglang)
+        name: ChatTemplate(source, special, bytes_max=bytes_max, is_for_sglang=is_for_sglang, renderers=renderers)
         for name, source in named.items()
         if name in ("default", "tool_use") and isinstance(source, str)
     }

@@ -1,47 +1,31 @@
 """Chat templates: the Jinja that comes with a model, rendered as its engines render it.
 
-Templates are the operator's, messages are a stranger's. So each rendering has a ceiling for its steps, its time and
-its output. A template holds the GIL while it is rendered; the ceiling of steps keeps that below a tenth of a second.
+A template comes with a model's files, and messages come from clients. So each rendering has a ceiling for its steps,
+its CPU, its memory and its output, and another process does it (``renderers``). The calls here block until it answers.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
-import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from os.path import commonprefix
-from time import thread_time
 from typing import Any
-
-from minijinja import Environment, TemplateError
 
 from waymark.chat import openai, sglang
 from waymark.errors import InvalidValue
+from waymark.tokenization import rendering
 from waymark.tokenization.prompt import ChatPrompt
+from waymark.tokenization.renderers import Renderers
 from waymark.tokenization.template_source import compilable, dates_of, takes_parts, takes_parts_for_sglang
 
-#: Instructions of one rendering: some ten thousand messages, or less than a tenth of a second.
-STEPS_MAX = 1_000_000
-SECONDS_MAX = 1.0
+#: The templates of models have less than 50,000 characters.
+_SOURCE_MAX = 2**20
 
 #: What a request gives in fields of its own, or what nobody but the operator may choose.
 RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
-
-
-class _TemplateRefused(Exception):
-    """The template called ``raise_exception``."""
-
-
-class _TooLarge(Exception):
-    """The output is longer than it may be."""
-
-
-class _TooSlow(Exception):
-    """The rendering takes longer than it may."""
 
 
 class _RenderingOverCeiling(InvalidValue):
@@ -55,18 +39,26 @@ class ChatTemplate:
     that can be read here.
     """
 
-    def __init__(self, source: str, special: Mapping[str, str], *, bytes_max: int, is_for_sglang: bool = False) -> None:
+    def __init__(
+        self,
+        source: str,
+        special: Mapping[str, str],
+        *,
+        bytes_max: int,
+        is_for_sglang: bool = False,
+        renderers: Renderers | None = None,
+    ) -> None:
         self._special = dict(special)
         self._bytes_max = bytes_max
         self._is_for_sglang = is_for_sglang
-        self._source = compilable(source)
+        if len(source) > _SOURCE_MAX:
+            raise _lacking(f"it has {len(source)} characters, and at most {_SOURCE_MAX} are read")
+        self._renderer = (renderers or Renderers()).of(compilable(source))
         self.takes_parts = (takes_parts_for_sglang if is_for_sglang else takes_parts)(source)
         self._dates = dates_of(source)
-        self._of_thread = threading.local()
-        try:
-            self._compiled()
-        except TemplateError as error:
-            raise _lacking(error) from None
+        kind, why = self._renderer.compile()
+        if kind != rendering.TEXT:
+            raise _lacking(why or "it takes too long to read")
 
     def render(self, prompt: ChatPrompt) -> str:
         """The text of a conversation without media.
@@ -152,31 +144,35 @@ class ChatTemplate:
             **prompt.template_kwargs,
         }
         try:
-            text = self._compiled().render(context, self._bytes_max)
-        except _TemplateRefused as refused:
-            raise InvalidValue(f"the chat template refuses the messages: {refused}", field="messages") from None
-        except _TooLarge:
-            raise self._too_large() from None
-        except _TooSlow:
-            raise _too_long() from None
-        except TemplateError as error:
-            if "out of fuel" in str(error):
-                raise _too_long() from None
-            raise _lacking(error) from None
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidValue(
-                f"the chat template cannot use these messages: {_first_line(error)}", field="messages"
-            ) from None
-        if len(text) > self._bytes_max:
-            raise self._too_large()
+            kind, text = self._renderer.render(context, datetime.now(), self._bytes_max)
+        except ValueError as error:
+            kind, text = rendering.UNFIT, rendering.first_line(error)
+        if kind != rendering.TEXT:
+            raise self._refusal(kind, text)
         return text
 
-    def _compiled(self) -> _Compiled:
-        """The template of this thread. Its ceilings bound one rendering at a time, so each thread has its own."""
-        found: _Compiled | None = getattr(self._of_thread, "compiled", None)
-        if found is None:
-            found = self._of_thread.compiled = _Compiled(self._source)
-        return found
+    def _refusal(self, kind: bytes, why: str) -> InvalidValue:
+        match kind:
+            case rendering.REFUSED:
+                return InvalidValue(f"the chat template refuses the messages: {why}", field="messages")
+            case rendering.UNFIT:
+                return InvalidValue(f"the chat template cannot use these messages: {why}", field="messages")
+            case rendering.TOO_LARGE:
+                return self._too_large()
+            case rendering.OUT_OF_STEPS | rendering.OUT_OF_CPU:
+                return _RenderingOverCeiling(
+                    f"the chat template takes more than {rendering.STEPS_MAX} steps or {rendering.SECONDS_MAX:g} s of "
+                    "CPU for these messages; send fewer",
+                    field="messages",
+                )
+            case rendering.OUT_OF_MEMORY | rendering.ENDED:
+                return _RenderingOverCeiling(
+                    f"the chat template takes more than {rendering.MEMORY_BYTES_MAX} bytes of memory for these "
+                    f"messages, or ends the process that renders it ({why or 'MemoryError'}); send fewer, or send "
+                    "token_ids",
+                    field="messages",
+                )
+        return _lacking(why)
 
     def _too_large(self) -> InvalidValue:
         return _RenderingOverCeiling(
@@ -185,39 +181,6 @@ class ChatTemplate:
             reason="too_large",
             field="messages",
         )
-
-
-class _Compiled:
-    """A template, compiled, and what is left of the ceilings of the rendering under way."""
-
-    def __init__(self, source: str) -> None:
-        self._left = 0
-        self._until = 0.0
-        self._environment = Environment(
-            templates={"chat": source},
-            filters={"tojson": _tojson, "trim": _trim},
-            globals={"raise_exception": _raise_exception, "strftime_now": _strftime_now},
-            fuel=STEPS_MAX,
-            debug=False,
-            auto_escape_callback=lambda _: False,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            finalizer=self._counted,
-        )
-        self._environment.undeclared_variables_in_template("chat")  # compiles it
-
-    def render(self, context: Mapping[str, Any], bytes_max: int) -> str:
-        self._left, self._until = bytes_max, thread_time() + SECONDS_MAX
-        text: str = self._environment.render_template("chat", **context)
-        return text
-
-    def _counted(self, value: Any) -> Any:
-        self._left -= len(value) if isinstance(value, str) else 1
-        if self._left < 0:
-            raise _TooLarge
-        if thread_time() > self._until:
-            raise _TooSlow
-        return NotImplemented  # written as it is: an undefined value comes as None, and is written as nothing
 
 
 def _continued(text: str, messages: list[dict[str, Any]]) -> str:
@@ -239,52 +202,14 @@ def _continued(text: str, messages: list[dict[str, Any]]) -> str:
     return text[: start + len(spaced)] if text.startswith(spaced, start) else text[:end]
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Write JSON as model repositories expect it: as it is, without HTML's escapes."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=None if separators is None else (separators[0], separators[1]),
-        sort_keys=sort_keys,
-    )
-
-
-def _trim(value: Any, characters: str | None = None) -> str:
-    """Python's blanks have four control characters more than Rust's."""
-    return str(value).strip(characters)
-
-
-def _raise_exception(message: str = "no reason") -> str:
-    raise _TemplateRefused(str(message)[:200])
-
-
 def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _lacking(error: TemplateError) -> InvalidValue:
+def _lacking(why: str) -> InvalidValue:
     return InvalidValue(
-        f"the chat template of this model cannot be rendered here: {_first_line(error)}; give the model another "
-        "source in WAYMARK_TOKENIZERS, such as the URL of an engine, or send token_ids",
+        f"the chat template of this model cannot be rendered here: {why}; give the model another source in "
+        "WAYMARK_TOKENIZERS, such as the URL of an engine, or send token_ids",
         reason="no_tokenizer",
         field="model",
     )
-
-
-def _too_long() -> InvalidValue:
-    return _RenderingOverCeiling(
-        f"the chat template takes more than {STEPS_MAX} steps or {SECONDS_MAX:g} s of CPU for these messages; "
-        "send fewer",
-        field="messages",
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:200]

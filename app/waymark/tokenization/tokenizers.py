@@ -25,6 +25,7 @@ from waymark.shown import shown
 from waymark.tokenization.engines import Addresses, EngineTokenizer
 from waymark.tokenization.prompt import Prompt, Source, SourcedTokens
 from waymark.tokenization.remote import RemoteTokenizer
+from waymark.tokenization.renderers import Renderers
 from waymark.tokenization.segments import SegmentMemo
 from waymark.tokenization.sources import directory_of, found_in, is_for_sglang, missing, no_tokenizer
 
@@ -79,6 +80,7 @@ class Tokenizers:
         metrics.tokens_cache_bytes.set_function(lambda: self._memo.bytes + self._prompts.bytes)
         metrics.tokenizers_whole.set_function(lambda: len(self._whole()))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokens")
+        self._renderers = Renderers(metrics)
         self._discovered: dict[str, str] = {}
         self._search_again = 0.0
         self._search = asyncio.Lock()
@@ -161,6 +163,7 @@ class Tokenizers:
         if self._engines is not None:
             await self._engines.asker.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._renderers.close()
 
     # ---- one piece of work -------------------------------------------------------------------------
 
@@ -263,6 +266,7 @@ class Tokenizers:
             prompts=self._prompts,
             bytes_max=self._text_bytes_max,
             is_for_sglang=is_for_sglang(url),
+            renderers=self._renderers,
         )
 
     def _in_thread(self, work: Callable[[], T]) -> Awaitable[T]:

@@ -1,0 +1,241 @@
+"""Processes that render chat templates, one for each template, started when they are first needed.
+
+A rendering that exceeds a bound costs its process, and the next rendering starts another. A template has a process to
+itself, so one that takes long delays no other model.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from time import monotonic
+from typing import Any, NamedTuple
+
+from waymark.errors import TokenizerUnavailable
+from waymark.metrics import Metrics
+from waymark.tokenization import rendering
+from waymark.tokenization.rendering import (
+    ANSWER,
+    ENDED,
+    OUT_OF_CPU,
+    OUT_OF_MEMORY,
+    OUT_OF_STEPS,
+    REQUEST,
+    TEXT,
+    TOO_LARGE,
+)
+
+#: Processes of one pool, and so renderings at the same time. A process takes about 12 MB.
+PROCESSES_MAX = 8
+#: A rendering has a second of CPU. On a busy machine that may be longer than anybody waits.
+WALL_SECONDS = 1.5
+_START_SECONDS = 10.0
+#: Kinds of an answer for which no process has to end.
+_STOPPED = {TOO_LARGE: "bytes", OUT_OF_STEPS: "steps", OUT_OF_MEMORY: "memory"}
+
+
+class Rendered(NamedTuple):
+    """The answer of a process, or the reason why it gave none."""
+
+    kind: bytes
+    text: str
+
+
+class Renderers:
+    """The pool: the processes of all templates, and the threads that wait for them."""
+
+    def __init__(self, metrics: Metrics | None = None) -> None:
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._started: dict[Renderer, None] = {}
+        """Those with a process; the least recently used first."""
+        self.threads = ThreadPoolExecutor(PROCESSES_MAX, thread_name_prefix="render")
+
+    def of(self, source: str) -> Renderer:
+        """Return the renderer of a template."""
+        return Renderer(self, source)
+
+    def close(self) -> None:
+        """End all processes. A thread that waits for one gets the answer that it has ended."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            started, self._started = list(self._started), {}
+        for renderer in started:
+            renderer.stop()
+
+    def count(self, reason: str) -> None:
+        """Count a rendering that was stopped."""
+        if self._metrics is not None:
+            self._metrics.renderings_stopped.labels(reason=reason).inc()
+
+    def use(self, renderer: Renderer) -> None:
+        """Make room for the process of ``renderer``, which is used now."""
+        with self._lock:
+            self._started.pop(renderer, None)
+            surplus = []
+            for each in list(self._started):
+                if len(self._started) < PROCESSES_MAX:
+                    break
+                if each.turn.acquire(blocking=False):
+                    surplus.append(each)
+                    del self._started[each]
+            self._started[renderer] = None
+        for each in surplus:
+            each.stop()
+            each.turn.release()
+
+
+class Renderer:
+    """One template. Its calls block; they are for threads."""
+
+    def __init__(self, pool: Renderers, source: str) -> None:
+        self._pool = pool
+        self._source = source.encode("utf-8", "replace")
+        self.turn = threading.Lock()
+        """Held by the thread that uses the process."""
+        self._process: _Process | None = None
+
+    def compile(self) -> Rendered:
+        """Start a process with the template, unless it runs."""
+        with self.turn:
+            return self._started()
+
+    def render(self, context: Mapping[str, Any], now: datetime, bytes_max: int) -> Rendered:
+        """Render the template. Raises ValueError for a context that is no JSON, ``TokenizerUnavailable`` at the bound
+        of time.
+        """
+        # Version 2 writes a value that occurs twice two times, and so reads no reference.
+        request = marshal.dumps((dict(context), (*now.timetuple()[:6], now.microsecond)), 2)
+        with self.turn:
+            answer = self._started()
+            if answer.kind == TEXT and self._process is not None:
+                answer = self._asked(self._process, request, bytes_max, WALL_SECONDS)
+        return answer
+
+    def stop(self) -> None:
+        """End the process; the next rendering starts another."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
+
+    def _started(self) -> Rendered:
+        if self._process is not None and not self._process.is_usable():
+            self.stop()
+        self._pool.use(self)
+        if self._process is not None:
+            return Rendered(TEXT, "")
+        self._process = _Process()
+        return self._asked(self._process, self._source, 0, _START_SECONDS)
+
+    def _asked(self, process: _Process, request: bytes, bytes_max: int, seconds: float) -> Rendered:
+        try:
+            answer = process.ask(request, bytes_max, seconds)
+        except TimeoutError:
+            process.kill()
+            self.stop()
+            self._pool.count("time")
+            raise TokenizerUnavailable(
+                f"the chat template was not rendered within {seconds:g} s; try again in a moment"
+            ) from None
+        except (OSError, EOFError):
+            code = process.end()
+            self.stop()
+            is_late = code in (-signal.SIGPROF, -signal.SIGXCPU)
+            self._pool.count("cpu" if is_late else "ended")
+            return Rendered(OUT_OF_CPU, "") if is_late else Rendered(ENDED, _named(code))
+        if answer.kind in _STOPPED:
+            self._pool.count(_STOPPED[answer.kind])
+        if answer.kind == OUT_OF_MEMORY or (bytes_max == 0 and answer.kind != TEXT):
+            self.stop()
+        return answer
+
+
+class _Process:
+    """A process and the socket to it."""
+
+    def __init__(self) -> None:
+        self._parent = os.getpid()
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            kept = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
+            self._process = subprocess.Popen(
+                # -P: beside the file are modules with the names of others.
+                [sys.executable, "-P", str(Path(rendering.__file__)), str(theirs.fileno())],
+                env=kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                # A signal to the group of the parent, as a terminal sends it, is not for this process.
+                start_new_session=True,
+            )
+        # Also for a pool that nobody has closed.
+        self._finalizer = weakref.finalize(self, _end, self._process, self._socket, self._parent)
+
+    def is_usable(self) -> bool:
+        """Whether it runs, and is this process's own: after a fork, the socket is that of two processes."""
+        return self._parent == os.getpid() and self._finalizer.alive and self._process.poll() is None
+
+    def ask(self, request: bytes, bytes_max: int, seconds: float) -> Rendered:
+        """Send a request and return its answer. Raises EOFError or OSError if the process ends, TimeoutError."""
+        until = monotonic() + seconds
+        self._socket.settimeout(seconds)
+        self._socket.sendall(REQUEST.pack(len(request), bytes_max) + request)
+        kind, size = ANSWER.unpack(self._read(ANSWER.size, until))
+        # A template may have taken over the process: its answers are not trusted.
+        if size > max(4 * bytes_max, 1024):
+            raise EOFError
+        return Rendered(kind, self._read(size, until).decode("utf-8", "replace"))
+
+    def kill(self) -> None:
+        """End it in the middle of a rendering."""
+        self._process.kill()
+
+    def end(self) -> int:
+        """End it and return its status."""
+        self._finalizer()
+        return self._process.returncode or 0
+
+    def _read(self, size: int, until: float) -> bytes:
+        pieces = []
+        while size:
+            left = until - monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left)
+            piece = self._socket.recv(min(size, 2**18))
+            if not piece:
+                raise EOFError
+            pieces.append(piece)
+            size -= len(piece)
+        return b"".join(pieces)
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket, parent: int) -> None:
+    connection.close()
+    if os.getpid() != parent:
+        process.returncode = 0  # the child of another process
+        return
+    try:
+        # It ends by itself at the end of its socket, unless it is in the middle of a rendering.
+        process.wait(0.1)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _named(code: int) -> str:
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"status {code}"

@@ -1,0 +1,58 @@
+"""A model whose chat template takes all memory or time is refused, and holds up no other model and no other client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.live import start
+from tests.patience import patient, within
+from tests.tokenization import small
+from tests.tokenization.test_renderers import HOSTILE
+
+OTHERS_SECONDS = 0.25
+NAMES = ["a text is doubled", "lists of lists", "a trim"]
+
+
+def chat(model: str, text: str) -> dict[str, Any]:
+    return {"model": model, "block_size": 16, "messages": [{"role": "user", "content": text}]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_hostile_template_holds_up_nobody(redis_url: str, tmp_path: Path, name: str) -> None:
+    small.directory(tmp_path / "models" / "honest", template=small.CHATML)
+    small.directory(tmp_path / "models" / "hostile", template=HOSTILE[name])
+    loop, slowest = asyncio.get_running_loop(), 0.0
+    async with (
+        start("serve", redis_url, tmp_path / "log", tokenizers_dir=str(tmp_path / "models")) as live,
+        live.client() as client,
+        live.client() as stranger,
+    ):
+        await ask(client, chat("honest", "Hi"), 200)
+        attack = asyncio.gather(*(ask(stranger, chat("hostile", f"Hi {n}"), 400, 503) for n in range(4)))
+        turn = 0
+        async with within(60):
+            while not attack.done():
+                turn += 1
+                for answer in (client.get("/health"), ask(client, chat("honest", f"turn {turn}"), 200)):
+                    slowest = max(slowest, await duration(loop, answer))
+                await asyncio.sleep(0.01)
+        assert all("template" in each.json()["error"] for each in await attack)
+        assert slowest <= patient(OTHERS_SECONDS)
+
+
+async def ask(client: httpx.AsyncClient, body: dict[str, Any], *statuses: int) -> httpx.Response:
+    answer = await client.post("/tokenize", json=body)
+    assert answer.status_code in statuses, answer.text
+    return answer
+
+
+async def duration(loop: asyncio.AbstractEventLoop, answer: Awaitable[httpx.Response]) -> float:
+    began = loop.time()
+    assert (await answer).status_code == 200
+    return loop.time() - began
