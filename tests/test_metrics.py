@@ -37,6 +37,7 @@ EXPORTED = [
     "waymark_cache_redis_errors_total{type}",
     "waymark_cache_redis_latency_seconds{operation}",
     "waymark_calls_waiting",
+    "waymark_copies_contradicted_total",
     "waymark_dead_holders",
     "waymark_decision_duration_seconds{part}",
     "waymark_decisions_total{policy,decision}",

@@ -265,6 +265,7 @@ class Metrics:
         "How many blocks the publishers of this worker have that are not in the index (an estimate)."
     )
     waiting_dropped = counter("How many blocks were dropped because the block before them did not arrive.")
+    copies_contradicted = counter("How many times an engine had another number of copies of a block than was counted.")
     unresolved = counter("How many engine hashes in events named an unknown block.")
     buffer_bytes = gauge("How many bytes of frames wait in the buffers of streams.")
     buffer_frames = gauge("How many frames wait in the buffers of streams.")

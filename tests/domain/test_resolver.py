@@ -11,6 +11,7 @@ from tests.factories import keys, registration, removed, stored
 from waymark.domain.copies import HASHES_MAX
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extra_digest, namespace
+from waymark.domain.life_facts import COPIES_LEFT, COPIES_REUSED, copies_rule
 from waymark.domain.names import Adapter
 from waymark.domain.resolver import EXTRA_KEYS, UNTRUSTED
 
@@ -296,6 +297,109 @@ def test_sets_stay_sets_after_a_lost_gap() -> None:
     index = Index(registration(copies="set"))
     index.resolver.flags.add(UNTRUSTED)
     assert index.resolver.mode(1) == "set"
+
+
+# ---- copies, as the engine says them ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["count", "set"])
+@pytest.mark.parametrize("stores", [1, 2, 3])
+def test_a_removal_that_says_how_many_copies_are_left_sets_the_count(mode: str, stores: int) -> None:
+    index = Index(registration(copies=mode))
+    index.events(*[stored([1, 2], "AB")] * stores)
+    index.events(removed(2, 1, copies_left=(2, 1)))
+    assert index.held() == {keys("A")[0]: 1, keys("AB")[1]: 2}
+    index.events(removed(2, 1, copies_left=(1, 0)))
+    assert index.held() == {keys("AB")[1]: 1}
+    index.take_over()
+    index.events(removed(2, copies_left=(0,)))
+    assert index.has()
+    assert index.resolver.unresolved == 0
+
+
+@pytest.mark.parametrize("mode", ["count", "set"])
+def test_a_removal_that_does_not_say_it_takes_what_the_registration_says(mode: str) -> None:
+    index = Index(registration(copies=mode))
+    index.events(stored([1, 2], "AB"), stored([1, 2], "AB"))
+    index.events(removed(1, 2, copies_left=(None, 0)))
+    assert index.has(*(keys("A") if mode == "count" else []))
+
+
+def test_after_a_loss_the_copies_that_a_removal_says_still_count(index: Index) -> None:
+    index.events(stored([1], "A"), stored([1], "A"))
+    index.resolver.flags.add(UNTRUSTED)
+    index.events(removed(1, copies_left=(1,)))
+    assert index.has(*keys("A"))
+
+
+def test_copies_left_of_a_block_that_nobody_knows_change_nothing(index: Index) -> None:
+    index.events(stored([1], "A"))
+    index.events(stored([5], "C", parent=4), removed(5, 9, copies_left=(1, 3)))
+    index.events(stored([4], "B", parent=1))
+    assert index.has(*keys("ABC"))
+
+
+def test_a_block_with_further_hashes_stays_while_another_hash_names_it(index: Index) -> None:
+    index.events(stored([1], "A"), stored([2], "A"))
+    index.events(removed(1, copies_left=(0,)))
+    assert index.held() == {keys("A")[0]: 1}
+    index.events(removed(2, copies_left=(0,)))
+    index.events(removed(2, copies_left=(0,)))
+    assert index.has()
+
+
+@pytest.mark.parametrize("medium", ["GPU", "CPU"])
+def test_a_store_that_only_announces_again_adds_no_copy(index: Index, medium: str) -> None:
+    index.events(stored([1, 2], "AB", medium=medium, is_reused=False, salts=("s",)))
+    for _ in range(3):
+        index.events(stored([1, 2, 3], "ABC", medium=medium, is_reused=True, salts=("s",)))
+    index.events(stored([1], "A", medium=medium, is_reused=False, salts=("s",)))
+    blocks = keys("ABC", ns=SALTED)
+    assert index.held(f"0 {medium}") == dict(zip(blocks, [2, 1, 1], strict=True))
+    index.events(removed(3, 2, 1, medium=medium))
+    assert index.has(blocks[0], on=f"0 {medium}")
+
+
+def test_the_rule_of_copies_follows_from_what_the_events_show(index: Index) -> None:
+    def rule() -> str:
+        found = copies_rule(index.registration, index.resolver.flags)
+        assert found.why
+        return found.rule
+
+    index.events(stored([1], "A"))
+    assert rule() == "count"
+    index.events(stored([1], "A", is_reused=False))
+    assert (rule(), index.resolver.flags) == ("count", {COPIES_REUSED})
+    index.events(removed(1, copies_left=(1,)))
+    assert (rule(), index.resolver.flags) == ("set", {COPIES_REUSED, COPIES_LEFT})
+    index.take_over()
+    assert rule() == "set"
+    index.end("*")
+    assert rule() == "count"
+    index.resolver.flags.add(UNTRUSTED)
+    assert rule() == "set"
+    assert copies_rule(registration(copies="set"), ()).rule == "set"
+
+
+def test_another_number_of_copies_than_was_counted_is_a_contradiction(index: Index) -> None:
+    index.events(stored([1, 2], "AB"), stored([1, 2], "AB"))
+    index.events(removed(1, 2, copies_left=(1, 0)))
+    assert index.resolver.contradictions == 1
+    index.events(removed(1, copies_left=(0,)))
+    assert index.resolver.contradictions == 1
+
+
+def test_an_engine_that_removes_a_block_once_for_all_copies_contradicts_the_count(index: Index) -> None:
+    for _ in range(3):  # two copies, and one removal after the last of them
+        index.events(stored([1], "A"), stored([1], "A"), removed(1))
+    assert index.resolver.contradictions == 2
+
+
+def test_an_engine_that_removes_each_copy_contradicts_nothing(index: Index) -> None:
+    index.events(stored([1], "A"), stored([1], "A"), removed(1), removed(1))
+    index.events(stored([2], "B"), stored([2], "B"), removed(2), stored([2], "B"), removed(2), removed(2))
+    assert index.has()
+    assert index.resolver.contradictions == 0
 
 
 # ---- a hash stored again as another block ----------------------------------------------------------

@@ -203,6 +203,16 @@ class PublisherLoad(Model):
     tokens: int = Field(description="the prompt tokens that the engine still has to compute")
 
 
+class CopiesOfStream(Model):
+    """How copies of one block count in a stream now."""
+
+    rule: Literal["count", "set"] = Field(
+        description="count: a removal takes one copy; set: a removal takes the block, or leaves as many copies as it "
+        "says (one that does not say it takes one copy if the type of the publisher counts)"
+    )
+    why: str
+
+
 class Publisher(Model):
     """One registered publisher and the state of its stream."""
 
@@ -237,6 +247,7 @@ class Publisher(Model):
         description="the estimated share of the publisher's blocks that are in the index, 0 to 1; null before the "
         "first block"
     )
+    copies: CopiesOfStream = Field(description="how copies of one block count")
     prefixes: dict[str, int] = Field(description="the number of opaque prefixes, by medium")
     last_error: str | None
     replay: bool = Field(description="true if missing batches can be requested again")

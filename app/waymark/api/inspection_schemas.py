@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from waymark.api.answer_schemas import Discovery, UnreadableRecord
+from waymark.api.answer_schemas import CopiesOfStream, Discovery, UnreadableRecord
 from waymark.api.fields import OPTIONAL_NAME, OptionalName, RequestBody
 from waymark.api.models import Model
 from waymark.domain.engines import EngineKind, Scope
@@ -63,6 +63,7 @@ class StreamState(Model):
     known: float | None = Field(
         description="the estimated share of the publisher's blocks that are in the index, 0 to 1"
     )
+    copies: CopiesOfStream = Field(description="how copies of one block count")
     prefixes: dict[str, int] = Field(description="the number of opaque prefixes, by medium")
     gaps: int
     replays: int

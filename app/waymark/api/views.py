@@ -154,6 +154,7 @@ def _publisher(state: PublisherState, loads: Mapping[tuple[int, int], Load]) -> 
         "blocks": state.blocks,
         "load": {"requests": load.requests, "tokens": load.tokens},
         "known": state.known,
+        "copies": state.copies._asdict(),
         "prefixes": state.prefixes,
         "last_error": state.last_error,
         "replay": state.registration.can_replay,

@@ -101,6 +101,9 @@ class Counts:
         counters["unresolved"] += resolver.unresolved
         metrics.unresolved.inc(resolver.unresolved)
         resolver.unresolved = 0
+        counters["copies_contradicted"] += resolver.contradictions
+        metrics.copies_contradicted.inc(resolver.contradictions)
+        resolver.contradictions = 0
         counters["unsalted_events"] += resolver.unsalted
         resolver.unsalted = 0
         all_dropped = resolver.waiting.dropped + resolver.objects.dropped

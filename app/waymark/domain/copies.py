@@ -25,6 +25,8 @@ class BlockCopies:
     copies: int
     hashes: list[int]
     """The first is the one in the entry."""
+    is_left: bool = False
+    """The last event about the block was a removal that left a copy."""
 
     @property
     def text(self) -> bytes:
@@ -41,6 +43,10 @@ class HolderCopies:
     def __init__(self, known: KnownBlocks) -> None:
         """``known`` are all blocks of the holder."""
         self._known = known
+        self.contradictions = 0
+        """Blocks of which the engine has another number of copies than was counted; the owner reads and clears it."""
+        self._are_removed_each = False
+        """A removal has taken a copy that another removal had left, so the engine removes each copy."""
         self.several: dict[int, BlockCopies] = {}
         """The blocks that have any, by block key."""
 
@@ -50,11 +56,17 @@ class HolderCopies:
         return several is not None and len(several.hashes) >= HASHES_MAX and engine_hash not in several.hashes
 
     def store_again(self, engine_hash: int, key: int, *, counts: bool) -> tuple[int, bytes]:
-        """A block that the holder has, once more: the hash in its entry, and what ``*<key>`` says if it changes."""
+        """A block that the holder has, once more: the hash in its entry, and what ``*<key>`` says if it changes.
+
+        If a removal has left a copy of it, and none has taken such a copy so far, the engine probably removes a block
+        only once, after the last of its copies: that is a contradiction.
+        """
         first = self._known.first(key)
         assert first is not None
         several = self.several.get(key) or BlockCopies(1, [first])
         before = several.text
+        self.contradictions += counts and several.is_left and not self._are_removed_each
+        several.is_left = several.is_left and not counts
         several.copies += counts
         if engine_hash not in several.hashes:
             several.hashes.append(engine_hash)
@@ -63,6 +75,34 @@ class HolderCopies:
             return first, UNCHANGED
         self.several[key] = several
         return first, several.text
+
+    def take(self, key: int, copies_left: int | None, *, counts: bool) -> BlockCopies | None:
+        """Take a copy of a block that the holder has; what is left of it, or None if that is nothing.
+
+        ``copies_left`` is what the engine says, about one of the block's engine hashes; ``counts`` says whether a
+        removal without it takes only one copy.
+        """
+        several = self.several.get(key)
+        counted = 1 if several is None else several.copies
+        others = 0 if several is None else len(several.hashes) - 1
+        if copies_left is None or (copies_left == 0 and others):
+            left = counted - 1 if counts else 0
+        else:
+            left = copies_left + others
+            self.contradictions += counts and left != counted - 1
+        self._are_removed_each = self._are_removed_each or (several is not None and several.is_left)
+        if left < 1:
+            return None
+        if several is None:
+            first = self._known.first(key)
+            assert first is not None
+            several = BlockCopies(1, [first])
+        several.copies, several.is_left = left, copies_left is None
+        if several.is_left or several.text != NO_COPIES:
+            self.several[key] = several
+        else:
+            self.several.pop(key, None)
+        return several
 
     def tell(self, key: int) -> bytes:
         """The value of ``*<key>`` for a new block whose entry cannot hold its engine hash; empty for most blocks."""

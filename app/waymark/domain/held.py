@@ -225,19 +225,21 @@ class HeldBlocks:
         self.blocks += ran.stored - ran.removed
         return ran
 
-    def remove(self, holder: int, engine_hash: int, *, counts: bool) -> RemovedCopy | None:
-        """Take a copy, where ``counts``, else the block; None where the holder has none under this hash."""
+    def remove(
+        self, holder: int, engine_hash: int, *, counts: bool, copies_left: int | None = None
+    ) -> RemovedCopy | None:
+        """Take a copy, where ``counts``, else the block; None where the holder has none under this hash.
+
+        ``copies_left``: how many copies the engine has now, if it says so.
+        """
         held = self._held[holder]
         spot = held.known.get(engine_hash)
         if spot is None:
             return None
         several = held.copies.several.get(spot.key)
-        if counts and several is not None and several.copies > 1:
-            several.copies -= 1
-            text = several.text
-            if text == NO_COPIES:
-                del held.copies.several[spot.key]
-            return RemovedCopy(spot, text, True, several.hashes[0])
+        left = held.copies.take(spot.key, copies_left, counts=counts)
+        if left is not None:
+            return RemovedCopy(spot, left.text, True, left.hashes[0])
         gone = self._gone[held.dp_rank]
         hashes = [engine_hash] if several is None else several.hashes
         for each in hashes:
@@ -245,7 +247,8 @@ class HeldBlocks:
             gone.add(each, spot)
         held.copies.several.pop(spot.key, None)
         self.blocks -= 1
-        return RemovedCopy(spot, UNCHANGED if several is None else NO_COPIES, False, hashes[0])
+        text = UNCHANGED if several is None or several.text == NO_COPIES else NO_COPIES
+        return RemovedCopy(spot, text, False, hashes[0])
 
     def leave(self, holder: int, engine_hash: int, *, counts: bool) -> RemovedCopy:
         """The hash comes to mean another block: the one that it meant stays only where it has another hash."""
@@ -264,6 +267,14 @@ class HeldBlocks:
         if text == NO_COPIES:
             del held.copies.several[spot.key]
         return RemovedCopy(spot, text, True, several.hashes[0])
+
+    def take_contradictions(self) -> int:
+        """How many blocks were found since the last call whose copies were counted wrong."""
+        found = 0
+        for held in self._held.values():
+            found += held.copies.contradictions
+            held.copies.contradictions = 0
+        return found
 
     def mark_gone(self, holder: int, engine_hash: int, spot: Spot) -> None:
         """A hash whose block was stored and removed elsewhere, or before: a child may name it."""

@@ -5,9 +5,12 @@ A record keeps them as ``flags`` and ``main_group``, so that a worker that takes
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Literal, NamedTuple
+
 from waymark.domain import chunks
 from waymark.domain.chunks import CHUNK
-from waymark.domain.events import Cleared, Event, Stored
+from waymark.domain.events import Cleared, Event, Removed, Stored
 from waymark.domain.names import Registration
 from waymark.domain.objects import SHARD, SHARDS_MAX
 from waymark.domain.windows import Window
@@ -17,10 +20,35 @@ EXTRA_KEYS = "extra_keys"
 UNTRUSTED = "untrusted"
 """Flag: batches were lost, so counts of copies are not what they seem."""
 
+COPIES_LEFT = "copies:left"
+"""Flag: removals of this life have said how many copies of a block are left."""
+COPIES_REUSED = "copies:reused"
+"""Flag: stores of this life have said whether their blocks are new or only announced again."""
+
 WINDOW = "window:"
 """Flags of this life that begin so name the windows of groups that are not main attention."""
 WINDOWS_MAX = 64
 """Groups beyond these count for nothing."""
+
+
+class CopiesRule(NamedTuple):
+    """What a removal takes in a stream, and why."""
+
+    rule: Literal["count", "set"]
+    why: str
+
+
+def copies_rule(registration: Registration, flags: Collection[str]) -> CopiesRule:
+    """The rule by which the copies of a publisher's blocks count now; ``flags`` are those of its life."""
+    if COPIES_LEFT in flags:
+        return CopiesRule("set", "its removals say how many copies are left (remaining_copy_counts)")
+    if UNTRUSTED in flags:
+        return CopiesRule("set", "batches were lost, so that counts of this life cannot be trusted")
+    if registration.copies == "set":
+        return CopiesRule("set", "it is registered so, or that is the default of its type")
+    if COPIES_REUSED in flags:
+        return CopiesRule("count", "its stores say whether a block is new or only announced again (origin)")
+    return CopiesRule("count", f"its type, {registration.kind}, announces and removes each copy")
 
 
 class LifeFacts:
@@ -60,8 +88,15 @@ class LifeFacts:
         """What a record keeps, as it is now."""
         return frozenset(self.flags), self.main_group
 
+    def learn_removal(self, event: Removed) -> None:
+        """Learn what a removal shows."""
+        if event.copies_left is not None:
+            self.flags.add(COPIES_LEFT)
+
     def learn(self, event: Stored) -> None:
         """Learn what a store shows that counts."""
+        if event.is_reused is not None:
+            self.flags.add(COPIES_REUSED)
         if event.is_main_attention is False:
             window = self.new_window_of(event)
             if window is not None and window.group not in self.windows:

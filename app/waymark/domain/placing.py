@@ -60,9 +60,11 @@ class Placer:
         mode: Mode,
         is_identity: bool = False,
         is_deep: bool = False,
+        is_reused: bool = False,
     ) -> None:
         """Store consecutive blocks of a chain that goes on from ``parent``, or begins at the root.
 
+        ``is_reused``: those that the holder has are only announced again.
         ``is_deep``: it begins neither there nor at the root, so its depth is not known.
         """
         start, above = 0, parent
@@ -97,7 +99,15 @@ class Placer:
                 for i, (key, engine_hash) in enumerate(zip(piece, engine_hashes, strict=True), start):
                     spot = _single(namespace, key) if is_deep else self.next_spot(above, namespace, key)
                     above = self.block(
-                        parts, holder, position + i, engine_hash, spot, above, mode=mode, is_identity=is_identity
+                        parts,
+                        holder,
+                        position + i,
+                        engine_hash,
+                        spot,
+                        above,
+                        mode=mode,
+                        is_identity=is_identity,
+                        is_reused=is_reused,
                     )
                     if parent is not None:
                         self._waves.use(parent.seq_hash, above.place)
@@ -114,6 +124,7 @@ class Placer:
         *,
         mode: Mode,
         is_identity: bool = False,
+        is_reused: bool = False,
     ) -> Spot:
         """Store one block, and return where it is. ``spot`` has the place that it gets if it is new to the holder."""
         memory, at = self.memory, STEP * position + 1
@@ -144,9 +155,10 @@ class Placer:
             memory.store(holder, spot.place, spot.namespace, [spot.key], [spot.depth], [engine_hash])
             first, copies = engine_hash, copies_of.tell(spot.key)
             if carried is not None:
-                copies = copies_of.carry(spot.key, *carried, counts=mode != "set")
+                there_before, names = carried
+                copies = copies_of.carry(spot.key, there_before - is_reused, names, counts=mode != "set")
         else:
-            first, copies = copies_of.store_again(engine_hash, spot.key, counts=mode != "set")
+            first, copies = copies_of.store_again(engine_hash, spot.key, counts=mode != "set" and not is_reused)
         parts.add(
             "+",
             holder,
@@ -175,14 +187,26 @@ class Placer:
         depth = 0 if above is None else (above.depth + 1) % self._piece_blocks
         return Spot(self._next_place(above, depth, key), namespace, depth, key)
 
-    def remove(self, parts: PartList, holder: int, position: int, engine_hash: int, *, mode: Mode) -> bool:
-        """Remove the block that a hash stands for, or a copy of it; False where the holder has none."""
+    def remove(
+        self,
+        parts: PartList,
+        holder: int,
+        position: int,
+        engine_hash: int,
+        *,
+        mode: Mode,
+        copies_left: int | None = None,
+    ) -> bool:
+        """Remove the block that a hash stands for, or a copy of it; False where the holder has none.
+
+        ``copies_left``: how many copies the engine has now, if it says so.
+        """
         spot, at = self.memory.held(holder, engine_hash), STEP * position + 1
         if spot is None:
             return False
         if self._applied.has(parts.seq, at, holder, spot.place):
             return True
-        left = self.memory.remove(holder, engine_hash, counts=mode == "count")
+        left = self.memory.remove(holder, engine_hash, counts=mode == "count", copies_left=copies_left)
         assert left is not None
         waits = not left.is_there and self._waves.leave([spot.seq_hash], spot.place)
         _add_left(parts, "*" if left.is_there else "-", holder, at, left, waits=waits)

@@ -92,6 +92,8 @@ class Planner:
             self._generations.begin_fold(lambda name: blocks_of(holders[name]) if name in kept else 0)
         for i, batch in enumerate(batches):
             if type(batch.events) is PlainEvents:
+                if batch.events.removal is not None:
+                    self._facts.learn_removal(batch.events.removal)
                 if batch.events.store is not None:
                     self._find_holder(plan, i, 0, batch, batch.events.store, batch.events.blocks, kept, names)
             else:
@@ -124,7 +126,9 @@ class Planner:
     ) -> None:
         """Learn facts, and name the holders that there are not yet; ``kept`` are there, under the lasting ``names``."""
         for j, event in enumerate(batch.events[start : start + _EVENTS_AT_ONCE], start):
-            if not isinstance(event, Removed):
+            if isinstance(event, Removed):
+                self._facts.learn_removal(event)
+            else:
                 self._find_holder(plan, i, j, batch, event, None, kept, names)
 
     def _find_holder(

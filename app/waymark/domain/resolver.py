@@ -93,6 +93,8 @@ class Resolver:
         """Hashes that nobody knows: of removals and placeholders."""
         self.missing = 0
         """About how many blocks the publisher has that are not known here, besides those of the waiting room."""
+        self.contradictions = 0
+        """Blocks of which the engine has another number of copies than was counted."""
         self.unsalted = 0
         """Stores of releases that cannot name a salt or an image: they may be taken for what they are not."""
         self.objects = WaitingObjects(waiting_blocks, registration.object_shards)
@@ -302,6 +304,7 @@ class Resolver:
                     yield
         if self.placer.aliased or self.placer.crowded:
             self._count_placed()
+        self.contradictions += self.memory.take_contradictions()
         return parts.parts
 
     def _windows(
@@ -554,6 +557,7 @@ class Resolver:
             event.engine_hashes,
             mode=self.mode(holder),
             is_identity=True,
+            is_reused=event.is_reused is True,
             is_deep=event.is_deep or (event.parent is not None and parent is None),
         )
 
@@ -597,11 +601,19 @@ class Resolver:
             )
             hashes = hashes[: len(seq_hashes)]
             if hashes:
-                if self._reports_again:
+                if self._reports_again or event.is_reused:
                     self._heal(waiting.holder, hashes)
                 keys = [seq_hash ^ ns for seq_hash in seq_hashes] if ns else seq_hashes
                 self.placer.chain(
-                    parts, waiting.holder, position, ns, parent, keys, hashes, mode=self.mode(waiting.holder)
+                    parts,
+                    waiting.holder,
+                    position,
+                    ns,
+                    parent,
+                    keys,
+                    hashes,
+                    mode=self.mode(waiting.holder),
+                    is_reused=event.is_reused is True,
                 )
                 self._remove_waited(parts, position, waiting, len(hashes))
         if self.waiting.blocks:
@@ -651,13 +663,15 @@ class Resolver:
             if isinstance(event, Removed):
                 holder = next((each for each in holders if self.memory.held(each, h) is not None), None)
                 if holder is not None:
-                    self.placer.remove(parts, holder, position + i, h, mode=self.mode(holder))
+                    left = None if event.copies_left is None else event.copies_left[i]
+                    self.placer.remove(parts, holder, position + i, h, mode=self.mode(holder), copies_left=left)
             elif newest is not None and not is_full:
                 spot = self.memory.find(newest, h)
                 if spot is None:
                     self.unresolved += 1
                 else:
-                    self.placer.block(parts, newest, position + i, h, spot, mode=self.mode(newest))
+                    is_reused = event.is_reused is True
+                    self.placer.block(parts, newest, position + i, h, spot, mode=self.mode(newest), is_reused=is_reused)
 
     def _find_object(self, parts: PartList, position: int, holder: int, engine_hash: int) -> None:
         """Store the block of a pool's object, if all of its object shards are there and its hash is reported."""
@@ -682,7 +696,14 @@ class Resolver:
         if above is not None and (above.place.head != spot.place.head or above.depth + 1 != spot.depth):
             above = None
         return self.placer.block(
-            parts, waiting.holder, position, engine_hash, spot, above, mode=self.mode(waiting.holder)
+            parts,
+            waiting.holder,
+            position,
+            engine_hash,
+            spot,
+            above,
+            mode=self.mode(waiting.holder),
+            is_reused=waiting.event.is_reused is True,
         )
 
     def _remove_waited(self, parts: PartList, position: int, waiting: WaitingStore, count: int) -> None:
@@ -713,16 +734,22 @@ class Resolver:
         """Remove blocks that one of ``holders`` has, the generations of one name."""
         newest = holders[-1]
         is_plain = not self.waiting.blocks and len(holders) == 1 and self.registration.scope != "shared"
-        if is_plain and self.placer.plain.take(parts, newest, position, event.engine_hashes):
+        if (
+            is_plain
+            and not any(event.copies_left or ())
+            and self.placer.plain.take(parts, newest, position, event.engine_hashes)
+        ):
             return
         mode = self.mode(newest)
         for i, h in enumerate(event.engine_hashes):
-            if self.waiting.blocks and any(self.waiting.remove(holder, h) for holder in holders):
+            left = None if event.copies_left is None else event.copies_left[i]
+            if self.waiting.blocks and not left and any(self.waiting.remove(holder, h) for holder in holders):
                 continue
             holder = next((each for each in holders if self.memory.held(each, h) is not None), newest)
             if self._object_removed(holder, event, h):
                 continue
-            if not self.placer.remove(parts, holder, position + i, h, mode=mode) and not self.memory.gone(holder, h):
+            is_found = self.placer.remove(parts, holder, position + i, h, mode=mode, copies_left=left)
+            if not is_found and not left and not self.memory.gone(holder, h):
                 self._cannot_find(1)
 
     def _rest_removed(self, parts: PartList, position: int, holders: Sequence[int], event: Removed) -> None:

@@ -48,6 +48,7 @@ def as_json(status: Status) -> dict[str, Any]:
                 "lag_seconds": state.lag_seconds,
                 "blocks": dict(state.blocks),
                 "known": state.known,
+                "copies": state.copies._asdict(),
                 "prefixes": dict(state.prefixes),
                 "gaps": count(state, "gaps"),
                 "replays": replays(state),

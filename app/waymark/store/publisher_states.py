@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from waymark.domain.life_facts import CopiesRule, copies_rule
 from waymark.domain.names import HolderName, Registration
 from waymark.domain.status import StreamStatus
 from waymark.store import keys
@@ -33,6 +34,13 @@ class PublisherState:
     worker: str | None
     prefixes: Mapping[str, int] = field(default_factory=dict)
     """Opaque prefixes held, by medium."""
+    flags: frozenset[str] = frozenset()
+    """What its events have shown in this life."""
+
+    @property
+    def copies(self) -> CopiesRule:
+        """How copies of its blocks count."""
+        return copies_rule(self.registration, self.flags)
 
     @property
     def known(self) -> float | None:
@@ -80,6 +88,7 @@ class PublisherStates:
                     last_error=fields.text("last_error") or None,
                     worker=fields.text("worker") if fields.has("worker") else None,
                     prefixes=opaque,
+                    flags=frozenset(fields.text("flags").split()),
                 )
             )
         return states
