@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from time import monotonic
 from typing import Any
 
 from aiohttp import web
@@ -40,6 +41,9 @@ def pod(name: str, address: str = "10.0.0.1", *, ready: bool = True, **more: Any
     }
 
 
+_CUT = b"cut"
+
+
 class ApiServerStub:
     """``pods`` is what a list answers; ``send`` adds an event to every watch."""
 
@@ -59,6 +63,12 @@ class ApiServerStub:
         """Seconds before every answer."""
         self.body: bytes | None = None
         """Instead of a list."""
+        self.is_endless = False
+        """Every page names a following one."""
+        self.greeting: bytes | None = None
+        """The only line of every watch, which then ends."""
+        self.asked_at: list[float] = []
+        """The time of each request."""
         self._queues: set[asyncio.Queue[bytes | None]] = set()
         self._runner: web.AppRunner | None = None
 
@@ -75,6 +85,10 @@ class ApiServerStub:
         """``None`` ends the watches."""
         for queue in self._queues:
             queue.put_nowait(line)
+
+    def break_off(self) -> None:
+        """Cut the connections of the watches, in the middle of the answer."""
+        self.send_line(_CUT)
 
     @property
     def watched(self) -> int:
@@ -94,6 +108,7 @@ class ApiServerStub:
         await self._runner.cleanup()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked_at.append(monotonic())
         self.tokens.append(request.headers.get("Authorization"))
         self.paths.add(request.path)
         query = dict(request.query)
@@ -110,7 +125,7 @@ class ApiServerStub:
         size = min(self.page, int(query["limit"]))
         items = [self.pods[name] for name in names[first : first + size]]
         metadata = {"resourceVersion": str(self.version)}
-        if first + size < len(names):
+        if first + size < len(names) or self.is_endless:
             metadata["continue"] = str(first + size)
         return web.json_response({"kind": "PodList", "apiVersion": "v1", "metadata": metadata, "items": items})
 
@@ -120,10 +135,17 @@ class ApiServerStub:
             return web.Response(status=self.watch_status)
         response = web.StreamResponse()
         await response.prepare(request)
+        if self.greeting is not None:
+            await response.write(self.greeting)
+            return response
         queue: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._queues.add(queue)
         try:
             while (line := await queue.get()) is not None:
+                if line == _CUT:
+                    assert request.transport is not None
+                    request.transport.abort()
+                    break
                 await response.write(line)
         except ConnectionError:
             pass

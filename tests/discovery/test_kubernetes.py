@@ -204,6 +204,101 @@ async def test_an_expired_version_lists_again(store: Store, server: ApiServerStu
         assert await names(store) == ["serving/a|default|0"]
 
 
+@asynccontextmanager
+async def watching(server: ApiServerStub) -> AsyncIterator[kubernetes.PodWatch]:
+    """Pods are read, and no engine is registered."""
+    watch = kubernetes.PodWatch(ApiServer(server.url, None, None, "", SELECTOR), Metrics())
+    task = asyncio.ensure_future(watch.keep())
+    try:
+        yield watch
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_watch_that_breaks_off_goes_on_from_the_last_bookmark(server: ApiServerStub) -> None:
+    server.put(pod("a"))
+    async with watching(server) as watch:
+        await until(lambda: server.watched == 1, "pods are watched")
+        server.version = 554
+        server.send("BOOKMARK", {"kind": "Pod"})
+        server.send("ADDED", pod("b"))
+        await until(lambda: len(watch.pods) == 2, "the event has come")
+        server.send("BOOKMARK", {"kind": "Pod"})
+        server.break_off()
+        await until(lambda: len(server.watches) == 2 and server.watched == 1, "pods are watched again")
+        assert server.watches[1]["resourceVersion"] == "557"
+        assert len(server.lists) == 1
+        server.send("DELETED", pod("a"))
+        await until(lambda: set(watch.pods) == {"serving/b"}, "the new watch is followed")
+
+
+async def test_a_watch_that_always_fails_lists_again(server: ApiServerStub) -> None:
+    server.watch_status = 500
+    async with watching(server) as watch:
+        await until(lambda: watch.lists == 1, "pods are listed")
+        server.put(pod("a"))
+        await until(lambda: set(watch.pods) == {"serving/a"}, "pods are listed again")
+
+
+def _expires_watches(server: ApiServerStub) -> None:
+    server.watch_status = 410
+
+
+def _expires_lists(server: ApiServerStub) -> None:
+    server.status = 410
+
+
+def _has_pages_without_end(server: ApiServerStub) -> None:
+    server.is_endless = True
+
+
+def _sends_one_event_a_watch(server: ApiServerStub) -> None:
+    server.greeting = b'{"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "7"}}}\n'
+
+
+@pytest.mark.parametrize(
+    "make_it_lie", [_expires_watches, _expires_lists, _has_pages_without_end, _sends_one_event_a_watch]
+)
+async def test_no_answer_makes_it_ask_in_a_loop(
+    server: ApiServerStub, monkeypatch: pytest.MonkeyPatch, make_it_lie: Callable[[ApiServerStub], None]
+) -> None:
+    monkeypatch.setattr(kubernetes, "_PAGES_MAX", 6)
+    make_it_lie(server)
+    async with watching(server) as watch:
+        await until(lambda: len(server.asked_at) > 24, "it has asked again and again")
+        # At most a list and a watch for each pause, and a pause is at least half of the first one.
+        assert server.asked_at[24] - server.asked_at[0] > 24 / 2 * 0.025
+        assert ("pages" in watch.problem) == server.is_endless
+        server.is_endless, server.status, server.watch_status, server.greeting = False, 200, 200, None
+        server.put(pod("a"))
+        await until(lambda: server.watched == 1, "pods are watched")
+        server.send("ADDED", pod("a"))
+        await until(lambda: set(watch.pods) == {"serving/a"}, "it goes on when the server is right again")
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+async def test_an_odd_list_is_read_again(
+    store: Store, server: ApiServerStub, engine: Engine, monkeypatch: pytest.MonkeyPatch, is_seen: bool
+) -> None:
+    monkeypatch.setattr(kubernetes, "_DOUBT_SECONDS", 0.1)
+    port = int(engine.url.rpartition(":")[2])
+    server.put(*(pod(f"p{i}", f"127.0.0.{i + 1}", annotations=SAID) for i in range(5)))
+    async with discovering(store, server.url, port=port):
+        if is_seen:
+            await until_named(store, *(f"serving/p{i}|default|0" for i in range(5)))
+            await until(lambda: server.watched == 1, "pods are watched")
+        right = dict(server.pods)
+        server.pods.pop("p0")
+        server.pods["p1"] = {"metadata": 7}
+        lists = len(server.lists)
+        server.send("ERROR", {"kind": "Status", "code": 410})
+        await until(lambda: len(server.lists) > lists, "the odd list is read")
+        # The watch says nothing of it: the server has forgotten that it left pods out.
+        server.pods = right
+        await until_named(store, *(f"serving/p{i}|default|0" for i in range(5)))
+
+
 @pytest.mark.parametrize(
     "break_it",
     [
@@ -393,6 +488,29 @@ async def test_ten_thousand_pods_are_read_in_pages(server: ApiServerStub) -> Non
     assert server.paths == {"/api/v1/pods"}
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_thousands_of_pods_are_registered_in_few_round_trips(store: Store, server: ApiServerStub) -> None:
+    """One round trip a registration would hold up the streams of the worker, and take minutes."""
+    count = 1000
+    server.put(*(pod(f"p{i:04}", f"127.1.{i // 250}.{i % 250 + 1}", annotations=SAID) for i in range(count)))
+
+    async def reads() -> int:
+        (info,) = await store.client.infos()
+        return int(info["total_reads_processed"])
+
+    before = await reads()
+    async with discovering(store, server.url):
+
+        async def are_there() -> bool:
+            return len(await names(store)) == count
+
+        await wait_until(are_there, "all pods are registered", seconds=30)
+        assert await reads() - before < count
+        claims = await store.directory.claims()
+        assert {(claim.group_id, claim.is_leaving) for claim in claims} == {(claims[0].group_id, False)}
+        assert len({claim.publisher for claim in claims}) == count
+        assert all(life for life, _ in await store.discovery.lives(claims))
 
 
 async def test_more_pods_than_are_kept_are_a_failure(server: ApiServerStub, monkeypatch: pytest.MonkeyPatch) -> None:

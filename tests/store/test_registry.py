@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asyncio import gather
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.store.factories import (
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import GroupName, PublisherName
 from waymark.domain.targets import Role, Target
-from waymark.errors import Conflict, StoreUnavailable
+from waymark.errors import Conflict, RecordDamaged, StoreUnavailable
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.client import RedisClient
@@ -57,6 +58,39 @@ async def test_a_new_publisher_has_a_claim_a_row_and_a_record(store: Store, redi
     assert await is_whole(store, redis)
     claim = await claim_of(store, POD)
     assert (claim.publisher, claim.group_id, claim.shards, claim.is_leaving) == (1, 1, 1, False)
+
+
+async def test_several_are_registered_at_once_and_those_that_take_more_are_left(store: Store, redis: Redis) -> None:
+    same, leaving, moved = registration("same"), registration("leaving"), registration("moved")
+    for each in (same, leaving, moved):
+        await store.registry.register(each)
+    claim = await claim_of(store, leaving)
+    assert await store.claim_writer.replace(leaving.name, claim.raw, replace(claim, is_leaving=True)) is not None
+    await redis.hset(keys.PUBLISHERS, keys.publisher_field(registration("odd").name), b"{}")
+    new = [registration(f"new-{i}") for i in range(300)]
+    others = [leaving, replace(moved, endpoint="tcp://10.0.0.9:1"), registration("odd")]
+    reserved = registration("r", tenant_id="instances")
+    done = await store.registry.register_several([same, *others, reserved, *new, new[0]])
+    assert done == {same.name: False} | {each.name: True for each in new}
+    assert {each.name for each in await store.directory.registrations()} == {each.name for each in (same, moved, *new)}
+    assert await store.registry.register_several(new) == {each.name: False for each in new}
+    assert await store.registry.register_several([]) == {}
+    await redis.hdel(keys.PUBLISHERS, keys.publisher_field(registration("odd").name))
+
+
+async def test_a_table_that_cannot_be_used_costs_its_own_registrations_alone(store: Store, redis: Redis) -> None:
+    bad = registration("bad", model_name="other")
+    await store.registry.register(bad)
+    claim = await claim_of(store, bad)
+    await store.registry.unregister([bad.name])
+    await redis.delete(keys.holders(claim.group_id))
+    await redis.set(keys.holders(claim.group_id), "a text")
+    with pytest.raises(RecordDamaged):
+        await store.registry.register_several([bad, POD])
+    await store.registry.register(POD)  # what its caller does then
+    (life,) = await store.discovery.lives([await claim_of(store, POD)])
+    assert life[0], "it has begun"
+    await redis.delete(keys.holders(claim.group_id))
 
 
 async def test_every_field_of_a_registration_comes_back(store: Store) -> None:

@@ -277,12 +277,3 @@ async def test_an_address_that_is_not_allowed_is_not_asked(engine: Engine) -> No
     with pytest.raises(TokenizerUnavailable, match="WAYMARK_ALLOWED_ENDPOINTS"):
         await tokenizer.tokens(HI)
     assert engine.asked == []
-
-
-@pytest.mark.parametrize("tokens", ["[true]", "[1, false, 2]", "[1.0]", '["1"]', "[4294967296]", "[-1]", "{}", "null"])
-async def test_what_is_not_a_list_of_ids_is_an_error_of_the_tokenizer(
-    engine: Engine, remote: RemoteTokenizer, tokens: str
-) -> None:
-    engine.says(200, f'{{"tokens": {tokens}}}')
-    with pytest.raises(TokenizerUnavailable, match="has no list of tokens"):
-        await remote.tokens(HI)

@@ -89,10 +89,7 @@ class Events:
         progress = _AppliedEvents()
         for _, pairs in groupby(zip(owners, events, strict=True), key=lambda pair: pair[0].publisher):
             owned = list(pairs)
-            try:
-                await self._apply(owned[0][0], [event for _, event in owned], progress)
-            finally:
-                self._store.reader.forget_rows()
+            await self._apply(owned[0][0], [event for _, event in owned], progress)
             if progress.expected is not None:
                 error = {
                     "error": f"event {progress.expected} of this stream is missing; continue with that event",

@@ -1,8 +1,10 @@
 """Lists and watches pods of Kubernetes over plain HTTP.
 
 A list is read in pages; then a watch goes on from its resource version, with bookmarks, until the API server ends it.
-A version that the server has forgotten (410) begins again with a list. The token is read for each request, for the
-kubelet replaces it. Whatever goes wrong, what was known stays known: only a list, or an event, makes a pod gone.
+A watch that breaks off is followed by another from the last version that was seen. A version that the server has
+forgotten (410), or an event that cannot be read, begins again with a list. The token is read for each request, for the
+kubelet replaces it. Whatever goes wrong, what was known stays known: only a list, or an event, makes a pod gone; and
+whatever the server answers, it is not asked in a loop.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import random
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -30,12 +33,24 @@ log = logging.getLogger(__name__)
 _PAGE_PODS = 100
 #: Pods of all pages; a list that is longer is a failure, not a shorter list.
 PODS_MAX = 20_000
+#: Pages of one list: twice as many as full ones need, because a server may leave out in a page what does not match.
+_PAGES_MAX = 2 * PODS_MAX // _PAGE_PODS
+#: The pause after a page with hardly a pod that was not in an earlier page.
+_THIN_PODS, _THIN_SECONDS = _PAGE_PODS // 10, 0.1
 _PAGE_BYTES_MAX = 32 * 2**20
 _LINE_BYTES_MAX = 4 * 2**20
 _LIST_SECONDS = 30.0
 #: How long a watch is asked to last, and how long it is waited for.
 _WATCH_SECONDS, _WATCH_SECONDS_MAX = 300, 330.0
-_BACKOFF_SECONDS, _BACKOFF_SECONDS_MAX = 1.0, 60.0
+#: Watches from one version that fail in a row; then pods are listed again.
+_WATCHES_MAX = 3
+#: Between two attempts. The longest pause is short, because engines that come meanwhile are not known.
+_BACKOFF_SECONDS, _BACKOFF_SECONDS_MAX = 1.0, 4.0
+#: A list that lacks pods without a word of the server, or has items that are not pods, is read again after this time.
+_DOUBT_SECONDS = 2.0
+
+
+_EXPIRED = "the resource version is too old"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +65,12 @@ class ApiServer:
     selector: str
 
 
-class _Expired(Exception):
-    """The resource version is too old: list again."""
+class _ListAgain(Unanswered):
+    """What a watch brought cannot be used: no watch goes on from its version."""
+
+
+class _Expired(_ListAgain):
+    """The server has forgotten the resource version."""
 
 
 class PodWatch:
@@ -69,44 +88,72 @@ class PodWatch:
         """Pods that the server itself has called gone, or not ready, since ``gone`` was last cleared."""
         self.changed = asyncio.Event()
         self.problem = ""
+        self._version = ""
+        """The resource version to watch from; empty: list first."""
+        self._doubted: float | None = None
+        """The time of the last list, if it is doubted."""
+        self._not_before = 0.0
+        """The earliest time of the next list beside the watch."""
 
     async def keep(self) -> None:
         """List and watch until cancelled."""
         failures = 0
         try:
             while True:
+                began = monotonic()
                 try:
-                    version = await self._list()
-                    while True:
-                        version = await self._watch(version)
-                        failures = 0
-                except _Expired:
+                    if not self._version:
+                        self._version = await self._list()
+                    await self._watch()
                     failures = 0
-                    self._metrics.discovery_requests.labels(outcome="gone").inc()
-                except (Unanswered, InvalidValue) as error:
-                    await self._failed(error.sentence, failures)
+                except Unanswered as error:
+                    failures = 1 if monotonic() - began > _BACKOFF_SECONDS_MAX else failures + 1
+                    if isinstance(error, _ListAgain) or failures > _WATCHES_MAX:
+                        self._version = ""
+                    await self._failed(error)
+                except InvalidValue as error:  # the certificates cannot be read
                     failures += 1
+                    await self._failed(error)
+                pause = min(_BACKOFF_SECONDS * 2 ** min(max(0, failures - 1), 10), _BACKOFF_SECONDS_MAX)
+                # A watch that has lasted is followed by the next one at once.
+                passed = 0.0 if failures else monotonic() - began
+                await asyncio.sleep(max(0.0, pause * random.uniform(0.5, 1.0) - passed))
         finally:
             await self._asker.close()
 
+    @property
+    def is_doubted(self) -> bool:
+        """Whether the last list is to be read again."""
+        return self._doubted is not None
+
+    @property
+    def wants_another_list(self) -> bool:
+        """Whether it is time to read a list again that is doubted."""
+        return self._doubted is not None and monotonic() - self._doubted >= _DOUBT_SECONDS
+
     async def list_again(self) -> None:
-        """List once more, beside the watch, which goes on from its own version."""
+        """List once more, beside the watch, which goes on from its own version; not more often than ``keep`` does."""
+        if monotonic() < self._not_before:
+            return
+        self._not_before = monotonic() + _BACKOFF_SECONDS
         try:
             await self._list()
-        except _Expired:
-            self._metrics.discovery_requests.labels(outcome="gone").inc()
         except (Unanswered, InvalidValue) as error:
-            await self._failed(error.sentence, 0)
+            self._note(error)
 
-    async def _failed(self, sentence: str, failures: int) -> None:
-        self._metrics.discovery_requests.labels(outcome="failed").inc()
-        problem = f"the API server {self._server.url}: {sentence}"
+    async def _failed(self, error: Unanswered | InvalidValue) -> None:
+        self._note(error)
+        await self._asker.close()  # the next connection reads the CA again
+
+    def _note(self, error: Unanswered | InvalidValue) -> None:
+        outcome = "gone" if isinstance(error, _Expired) else "failed"
+        self._metrics.discovery_requests.labels(outcome=outcome).inc()
+        if outcome == "gone":
+            return
+        problem = f"the API server {self._server.url}: {error.sentence}"
         if problem != self.problem:
             log.warning("pods cannot be read", extra=fields(error=problem))
         self.problem = problem
-        await self._asker.close()  # the next connection reads the CA again
-        wait = min(_BACKOFF_SECONDS * 2 ** min(failures, 10), _BACKOFF_SECONDS_MAX)
-        await asyncio.sleep(wait * random.uniform(0.5, 1.0))
 
     def _answered(self) -> None:
         self._metrics.discovery_requests.labels(outcome="ok").inc()
@@ -120,33 +167,43 @@ class PodWatch:
         """Read all pods; the resource version that a watch goes on from."""
         found: dict[str, Pod] = {}
         query: dict[str, str] = {"limit": str(_PAGE_PODS)}
-        while True:
+        odd_items = 0
+        for _ in range(_PAGES_MAX):
             page = await self._page(query)
             metadata, items = page["metadata"], page["items"]
+            before = len(found)
             for item in items:
                 pod = pod_of(item)
-                if pod is not None:
+                if pod is None:
+                    odd_items += 1
+                else:
                     found[pod.name] = pod
             if len(found) > PODS_MAX:
-                raise Unanswered(f"more than {PODS_MAX} pods match {shown(self._server.selector)}; narrow the selector")
+                raise self._too_many()
             following = metadata.get("continue")
             if not following:
                 break
             query = {"limit": str(_PAGE_PODS), "continue": str(following)}
-            await asyncio.sleep(0)
+            await asyncio.sleep(_THIN_SECONDS if len(found) - before < _THIN_PODS else 0)
+        else:
+            raise Unanswered(f"its list of pods has more than {_PAGES_MAX} pages")
+        if odd_items:
+            log.warning("a list of pods has items that are not pods", extra=fields(items=odd_items, pods=len(found)))
+        are_missing = any(name not in found for name in self.pods)
+        self._doubted = monotonic() if odd_items or are_missing else None
         self.gone |= {name for name, pod in found.items() if not pod.is_ready}
         self.pods = found
         self.lists += 1
         self.changed.set()
         self._answered()
-        return str(metadata.get("resourceVersion") or "")
+        return str(metadata.get("resourceVersion") or "0")
 
     async def _page(self, query: Mapping[str, str]) -> dict[str, Any]:
         reply = await self._asker.ask(
             self._url(query), seconds=_LIST_SECONDS, bytes_max=_PAGE_BYTES_MAX, headers=await self._headers()
         )
         if reply.status == 410:
-            raise _Expired
+            raise _Expired(_EXPIRED)
         if reply.status != 200:
             raise Unanswered(_refused(reply.status))
         try:
@@ -161,29 +218,24 @@ class PodWatch:
 
     # ---- watch -------------------------------------------------------------------------------------
 
-    async def _watch(self, version: str) -> str:
-        """Follow the changes until the server ends the answer; the version to go on from."""
+    async def _watch(self) -> None:
+        """Follow the changes from the last version until the server ends the answer."""
         query = {
             "watch": "true",
             "allowWatchBookmarks": "true",
-            "resourceVersion": version,
+            "resourceVersion": self._version,
             "timeoutSeconds": str(_WATCH_SECONDS),
         }
-        has_changed = False
         async with self._asker.stream(
             self._url(query), seconds=_WATCH_SECONDS_MAX, headers=await self._headers()
         ) as response:
             if response.status == 410:
-                raise _Expired
+                raise _Expired(_EXPIRED)
             if response.status != 200:
                 raise Unanswered(_refused(response.status))
             async for line in _lines(response.content.iter_any()):
-                version = self._event(line) or version
-                has_changed = True
+                self._version = self._event(line) or self._version
         self._answered()
-        if not has_changed:
-            await asyncio.sleep(_BACKOFF_SECONDS)  # a server that ends each watch at once is not asked in a loop
-        return version
 
     def _event(self, line: bytes) -> str:
         """Apply one event; its resource version, or an empty text."""
@@ -192,11 +244,11 @@ class PodWatch:
             kind, item = event["type"], event["object"]
             version = str((item.get("metadata") or {}).get("resourceVersion") or "")
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise Unanswered(f"an event of {len(line)} bytes is none") from None
+            raise _ListAgain(f"{len(line)} bytes of its watch are not an event") from None
         if kind == "ERROR":
             if item.get("code") == 410:
-                raise _Expired
-            raise Unanswered(f"it ended the watch: {shown(str(item.get('message')))}")
+                raise _Expired(_EXPIRED)
+            raise _ListAgain(f"it ended the watch: {shown(str(item.get('message')))}")
         pod = pod_of(item) if kind in ("ADDED", "MODIFIED", "DELETED") else None
         if pod is not None:
             if kind == "DELETED":
@@ -208,9 +260,12 @@ class PodWatch:
             else:
                 self.gone.discard(pod.name)
             if len(self.pods) > PODS_MAX:
-                raise Unanswered(f"more than {PODS_MAX} pods match {shown(self._server.selector)}; narrow the selector")
+                raise self._too_many()
             self.changed.set()
         return version
+
+    def _too_many(self) -> Unanswered:
+        return _ListAgain(f"more than {PODS_MAX} pods match {shown(self._server.selector)}; narrow the selector")
 
     # ---- requests ----------------------------------------------------------------------------------
 
@@ -231,15 +286,17 @@ class PodWatch:
 
 
 async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    rest = b""
+    rest = bytearray()
     async for piece in pieces:
-        *whole, rest = (rest + piece).split(b"\n")
+        rest += piece
+        if b"\n" in piece:
+            *whole, rest = rest.split(b"\n")
+            for line in whole:
+                if line.strip():
+                    yield bytes(line)
+                    await asyncio.sleep(0)
         if len(rest) > _LINE_BYTES_MAX:
-            raise Unanswered(f"an event is longer than {_LINE_BYTES_MAX} bytes")
-        for line in whole:
-            if line.strip():
-                yield line
-                await asyncio.sleep(0)
+            raise _ListAgain(f"an event is longer than {_LINE_BYTES_MAX} bytes")
 
 
 def _refused(status: int) -> str:

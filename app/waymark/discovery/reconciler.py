@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from waymark.discovery.engines import EngineRegistrations, RegistrationOf, fields_of, usual_sockets
 from waymark.discovery.wanted import WantedEngine, WantedKey
@@ -26,6 +28,8 @@ log = logging.getLogger(__name__)
 #: Engines that are asked at the same time, and how long a round begins to ask further ones.
 _ASKED_MAX = 32
 _ROUND_SECONDS = 5.0
+#: Engines that are registered together.
+_WRITTEN_MAX = 256
 _RETRY_SECONDS, _RETRY_SECONDS_MAX = 1.0, 60.0
 #: How long the absence of most engines has to last before they are unregistered.
 CONFIRM_SECONDS = 10.0
@@ -41,6 +45,13 @@ class _KnownEngine:
     """The time of the next attempt, by the monotonic clock."""
     failures: int = 0
     problem: str = ""
+
+
+class _Ready(NamedTuple):
+    """An engine that was asked, if it is to be asked, and is not registered yet."""
+
+    known: _KnownEngine
+    registrations: Sequence[Registration]
 
 
 class Reconciler:
@@ -92,21 +103,22 @@ class Reconciler:
         """Most engines are missing, and only another reading of the source can confirm it now."""
         return self._missing is not None and monotonic() - self._missing[0] >= self._confirm_seconds
 
-    async def reconcile(self, wanted: Sequence[WantedEngine], *, reading: int, gone: Iterable[Origin] = ()) -> None:
+    async def reconcile(self, wanted: Sequence[WantedEngine], *, reading: int, gone: Iterable[Origin] = ()) -> bool:
         """Make the registrations those of ``wanted``, which is everything that the source names.
+
+        False if the time of a round was over before every engine had its turn.
 
         ``reading`` is the number of times that the source was read completely. What the source itself calls gone is
         unregistered at once. What is merely absent, and more than half, has to be absent in a reading
         ``confirm_seconds`` later, too. Raises StoreUnavailable.
         """
-        there = await self._store.directory.registrations()
+        there = _EarlierRegistrations(await self._store.directory.registrations(), self._kind)
         keys = {each.key for each in wanted}
         self._known = {key: known for key, known in self._known.items() if key in keys}
         ghosts = _ghosts(wanted)
         named = {each.origin for each in wanted if each.key not in ghosts}
         lost = {key[0] for key in ghosts} - named
-        await self._unregister(there, named, lost.union(gone), reading)
-        names = {each.name for each in there}
+        await self._unregister(there.all, named, lost.union(gone), reading)
         now = monotonic()
         due = []
         for each in wanted:
@@ -115,44 +127,80 @@ class Reconciler:
                 known = self._known[each.key] = _KnownEngine(each)
             if each.key in ghosts:
                 self._failed(known, f"{ghosts[each.key].source} has the same address, {each.address}, and is newer")
-            elif now >= known.again_at or any(each.name not in names for each in known.registrations):
+            elif now >= known.again_at or any(each.name not in there.names for each in known.registrations):
                 due.append(known)
         due.sort(key=lambda known: known.again_at)
         places, until = asyncio.Semaphore(_ASKED_MAX), now + _ROUND_SECONDS
+        writing, ready, left = asyncio.Lock(), deque[_Ready](), 0
 
         async def one(known: _KnownEngine) -> None:
+            nonlocal left
             async with places:
-                if monotonic() < until:  # the others come first in the next round
-                    await self._register(known, there)
+                if known.wanted.url is not None and monotonic() >= until:
+                    left += 1  # the others come first in the next round
+                    return
+                await self._ask(known, there, ready)
+            async with writing:  # the first one registers also the engines that have answered meanwhile
+                if ready:
+                    await self._register([ready.popleft() for _ in range(min(len(ready), _WRITTEN_MAX))], there)
 
         # An error of Redis ends the round; all other errors are an engine's own.
-        await asyncio.gather(*(one(known) for known in due))
+        tasks = [asyncio.get_running_loop().create_task(one(known)) for known in due]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return not left
 
     # ---- registering -------------------------------------------------------------------------------
 
-    async def _register(self, known: _KnownEngine, there: Sequence[Registration]) -> None:
-        wanted = known.wanted
+    async def _ask(self, known: _KnownEngine, there: _EarlierRegistrations, ready: deque[_Ready]) -> None:
+        """Append the registrations of an engine to ``ready``, unless there are none now."""
+        with self._noting_failure(known):
+            registrations = await self._registrations(known.wanted)
+            there.check(registrations)
+            ready.append(_Ready(known, registrations))
+
+    async def _register(self, several: Sequence[_Ready], there: _EarlierRegistrations) -> None:
         try:
-            registrations = await self._registrations(wanted)
-            _check_others(registrations, there, self._kind)
-            for registration in registrations:
-                await self._put(registration)
-            kept = {each.name for each in registrations}
-            await self._take([each.name for each in there if self._is_of(each, wanted) and each.name not in kept])
+            done = await self._store.registry.register_several([each for one in several for each in one.registrations])
+        except RecordDamaged:  # a record of one of them; each one by itself then
+            done = {}
+        for known, registrations in several:
+            with self._noting_failure(known):
+                for registration in registrations:
+                    is_new = done.get(registration.name)
+                    if is_new is None:
+                        is_new = await self._put(registration)
+                    if is_new:
+                        log.info(
+                            "engine is registered", extra=fields(publisher=str(registration.name), source=self._kind)
+                        )
+                kept = {each.name for each in registrations}
+                own = there.of(known.wanted.origin)
+                await self._take(
+                    [each.name for each in own if self._is_of(each, known.wanted) and each.name not in kept]
+                )
+                if known.problem:
+                    log.info("engine is registered now", extra=fields(engine=str(known.wanted)))
+                known.registrations, known.problem, known.failures = tuple(registrations), "", 0
+                known.again_at = monotonic() + self._again_seconds
+
+    @contextmanager
+    def _noting_failure(self, known: _KnownEngine) -> Iterator[None]:
+        """Note an error that is the engine's own. Raises StoreUnavailable."""
+        try:
+            yield
         except (InvalidValue, RemoteUnavailable, Conflict, RecordDamaged) as error:
             self._failed(known, error.sentence)
-            return
         except StoreUnavailable:
             raise
         except Exception as error:
             # A defect met by what one engine says must not stop the others.
-            log.exception("engine cannot be registered", extra=fields(engine=str(wanted)))
+            log.exception("engine cannot be registered", extra=fields(engine=str(known.wanted)))
             self._failed(known, repr(error)[:200])
-            return
-        if known.problem:
-            log.info("engine is registered now", extra=fields(engine=str(wanted)))
-        known.registrations, known.problem, known.failures = tuple(registrations), "", 0
-        known.again_at = monotonic() + self._again_seconds
 
     def _is_of(self, registration: Registration, wanted: WantedEngine) -> bool:
         """Whether it is one of this engine's; a URL may be registered under several names."""
@@ -166,9 +214,10 @@ class Reconciler:
             wanted.url, dict(wanted.fields), wanted.origin, ports=wanted.ports, known=wanted.known
         )
 
-    async def _put(self, registration: Registration) -> None:
+    async def _put(self, registration: Registration) -> bool:
+        """Register one by itself; True if it is new or has changed."""
         try:
-            is_new = await self._store.registry.register(registration)
+            return await self._store.registry.register(registration)
         except Conflict:
             claim = await self._store.directory.claim(registration.name)
             if claim is None or claim.registration.origin != registration.origin:
@@ -178,9 +227,7 @@ class Reconciler:
                 "engine came back with another model or block size", extra=fields(engine=str(registration.name))
             )
             await self._store.registry.unregister([registration.name])
-            is_new = await self._store.registry.register(registration)
-        if is_new:
-            log.info("engine is registered", extra=fields(publisher=str(registration.name), source=self._kind))
+            return await self._store.registry.register(registration)
 
     def _failed(self, known: _KnownEngine, problem: str) -> None:
         if problem != known.problem:
@@ -247,12 +294,27 @@ def _ghosts(wanted: Sequence[WantedEngine]) -> Mapping[WantedKey, Origin]:
     }
 
 
-def _check_others(registrations: Sequence[Registration], there: Sequence[Registration], kind: OriginKind) -> None:
-    """Nobody else's registration is changed, and no socket is subscribed to twice."""
-    others = [each for each in there if each.origin.kind != kind]
-    names = {each.name: each.name for each in others}
-    sockets = {(each.endpoint, each.group): each.name for each in others if each.endpoint is not None}
-    for each in registrations:
-        name = names.get(each.name) or sockets.get((each.endpoint or "", each.group))
-        if name is not None:
-            raise Conflict(f"{name} is registered by another source, and only that one changes it")
+class _EarlierRegistrations:
+    """The registrations at the beginning of a round."""
+
+    def __init__(self, registrations: Sequence[Registration], kind: OriginKind) -> None:
+        self.all = registrations
+        self.names = {each.name for each in registrations}
+        self._by_origin: dict[Origin, list[Registration]] = {}
+        for each in registrations:
+            self._by_origin.setdefault(each.origin, []).append(each)
+        others = [each for each in registrations if each.origin.kind != kind]
+        self._foreign_names = {each.name for each in others}
+        self._foreign_sockets = {(each.endpoint, each.group): each.name for each in others if each.endpoint is not None}
+
+    def of(self, origin: Origin) -> Sequence[Registration]:
+        """Return the registrations with this origin."""
+        return self._by_origin.get(origin, ())
+
+    def check(self, registrations: Sequence[Registration]) -> None:
+        """Nobody else's registration is changed, and no socket is subscribed to twice. Raises Conflict."""
+        for each in registrations:
+            name = each.name if each.name in self._foreign_names else None
+            name = name or self._foreign_sockets.get((each.endpoint or "", each.group))
+            if name is not None:
+                raise Conflict(f"{name} is registered by another source, and only that one changes it")

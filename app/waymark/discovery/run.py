@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -147,11 +148,11 @@ class EngineDiscovery:
     async def _follow_pods(self, reconciler: Reconciler, watch: PodWatch) -> None:
         restarts = Restarts(self._store)
         while True:
-            await _wait(watch.changed, self._options.round_seconds)
+            await _wait(watch.changed, min(self._options.round_seconds, 1.0 if watch.is_doubted else math.inf))
             if watch.lists == 0:
                 self._problems["discovery"] = [watch.problem] if watch.problem else []
                 continue
-            if reconciler.wants_another_reading:
+            if reconciler.wants_another_reading or watch.wants_another_list:
                 await watch.list_again()
             gone, watch.gone = watch.gone, set()
             wanted, problems = [], [watch.problem] if watch.problem else []
@@ -165,7 +166,8 @@ class EngineDiscovery:
             try:
                 reconciler.ask_again(await restarts.since_last("discovery"))
                 origins = [Origin("discovery", name) for name in gone]
-                await reconciler.reconcile(wanted, reading=watch.lists, gone=origins)
+                if not await reconciler.reconcile(wanted, reading=watch.lists, gone=origins):
+                    watch.changed.set()  # the next round begins at once
             except StoreUnavailable as error:
                 log.debug("round of discovery not ended", extra=fields(error=error.sentence))
                 watch.gone |= gone

@@ -37,6 +37,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+#: Streams that start at the same time. A start is some thirty calls to Redis, and thousands of starts at once would
+#: hold up the calls of the streams that run.
+_STARTS_MAX = 16
+
 
 @dataclass(slots=True)
 class Running:
@@ -84,6 +88,7 @@ class StreamRunner:
         self._metrics = metrics
         self._options = options
         self.places = places
+        self._starts = asyncio.Semaphore(_STARTS_MAX)
         self._errors: dict[PublisherName, str] = {}
         """Why streams stopped the last time."""
 
@@ -93,19 +98,21 @@ class StreamRunner:
         name = claim.registration.name
         grant: Grant | None = None
         try:
-            # This step is not interrupted. It removes what it began if the claim is gone, and nothing else would.
-            if not await whole(asyncio.ensure_future(self._store.claim_writer.begin(claim))):
-                return  # the claim has changed, and the next poll reads it again
-            before = await self._store.leases.last_worker(claim)
-            grant = await self._take(claim)
+            async with self._starts:
+                # This step is not interrupted. It removes what it began if the claim is gone, and nothing else would.
+                if not await whole(asyncio.ensure_future(self._store.claim_writer.begin(claim))):
+                    return  # the claim has changed, and the next poll reads it again
+                before = await self._store.leases.last_worker(claim)
+                grant = await self._take(claim)
+                if grant is not None:
+                    self._metrics.leases_taken.inc()
+                    if before not in (None, self._options.worker_id):
+                        self._metrics.takeovers.inc()
+                        self._store.activity.note(
+                            ActivityKind.TAKEOVER, **about(claim.registration), detail=f"from {before}"
+                        )
+                    await self._build(running, grant)
             if grant is not None:
-                self._metrics.leases_taken.inc()
-                if before not in (None, self._options.worker_id):
-                    self._metrics.takeovers.inc()
-                    self._store.activity.note(
-                        ActivityKind.TAKEOVER, **about(claim.registration), detail=f"from {before}"
-                    )
-                await self._build(running, grant)
                 assert running.stream is not None
                 await running.stream.run()
                 self._metrics.leases_lost.inc()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -57,23 +57,14 @@ class ClaimWriter:
         """Claim a publisher under new ids, in the place of ``before``; False if Redis has another claim there."""
         above = publisher_above = 0
         for _ in range(ATTEMPTS):
-            ids = await self._scripts.new_ids(
-                keys.GROUPS,
-                keys.group_field(registration.group),
-                self._shards,
-                above,
-                publisher_above,
-                self._hash_seed,
-                FORMAT,
-            )
+            ids = await self._new_ids(registration, above, publisher_above)
             if not ids.is_applied:
                 raise Conflict(
                     f"model {shown(registration.model_name)} of tenant {shown(registration.tenant_id)} has an entry in "
                     f"{keys.GROUPS} that this release cannot read; register with the release that wrote it",
                     field="modelname",
                 )
-            group_id, shards, publisher = ids.numbers
-            claim = Claim(registration, publisher, group_id, shards)
+            claim = _claim_of(registration, ids)
             expected = b"" if before is None else before.raw
             claimed = await self.replace(registration.name, expected, claim, is_restored=is_restored)
             if claimed is None:
@@ -87,9 +78,66 @@ class ClaimWriter:
             if clash is None:
                 await self._end(claimed)
             before = claimed
-            above = group_id if clash == "group" else above
-            publisher_above = publisher
+            above = claim.group_id if clash == "group" else above
+            publisher_above = claim.publisher
         raise contended(registration.name)
+
+    async def _new_ids(self, registration: Registration, above: int = 0, publisher_above: int = 0) -> Outcome:
+        group = keys.group_field(registration.group)
+        return await self._scripts.new_ids(
+            keys.GROUPS, group, self._shards, above, publisher_above, self._hash_seed, FORMAT
+        )
+
+    async def write_several(self, registrations: Sequence[Registration]) -> dict[PublisherName, bool]:
+        """Claim and begin publishers in a few round trips for all of them; whether each one is new.
+
+        The result lacks the publishers that are registered in another way, or that other callers change at the same
+        time; whatever was written of these is an unfinished claim, which ``begin`` or ``write_new`` finishes.
+        """
+        claims, new = await self._as_registered(registrations)
+        ids = await asyncio.gather(*(self._new_ids(each) for each in new))
+        wanted = [_claim_of(each, found) for each, found in zip(new, ids, strict=True) if found.is_applied]
+        kept = await asyncio.gather(*(self.replace(each.registration.name, b"", each) for each in wanted))
+        written = [claim for claim in kept if claim is not None]
+        claims += written
+        begun = await asyncio.gather(*(self._begin(claim) for claim in claims))
+        claims = [claim for claim, outcome in zip(claims, begun, strict=True) if outcome.is_applied]
+        if not claims:
+            return {}
+        raws, entries = await self._client.several(
+            [
+                ("HMGET", keys.PUBLISHERS, *(keys.publisher_field(claim.registration.name) for claim in claims)),
+                ("HMGET", keys.GROUPS, *(keys.group_field(claim.registration.group) for claim in claims)),
+            ]
+        )
+        are_new = {claim.publisher for claim in written}
+        done = {
+            claim.registration.name: claim.publisher in are_new
+            for claim, raw, entry in zip(claims, raws, entries, strict=True)
+            if raw == claim.raw and entry == _entry_of(claim)
+        }
+        if any(done.values()):
+            await self._client.publish(keys.CONTROL, "registered")
+        for claim in written:
+            if claim.registration.name in done:
+                self._note(ActivityKind.REGISTERED, **about(claim.registration), detail="")
+        return done
+
+    async def _as_registered(self, registrations: Sequence[Registration]) -> tuple[list[Claim], list[Registration]]:
+        """The claims of those that are registered in just this way, and the registrations that no claim names."""
+        if not registrations:
+            return [], []
+        fields = [keys.publisher_field(each.name) for each in registrations]
+        (raws,) = await self._client.several([("HMGET", keys.PUBLISHERS, *fields)])
+        claims, new = [], []
+        for registration, field, raw in zip(registrations, fields, raws, strict=True):
+            if raw is None:
+                new.append(registration)
+            else:
+                claim = self._directory.decode(field, raw)
+                if claim is not None and not claim.is_leaving and claim.registration == registration:
+                    claims.append(claim)
+        return claims, new
 
     async def begin(self, claim: Claim) -> bool:
         """Write the record and the row of a claim, if they are missing.
@@ -148,7 +196,7 @@ class ClaimWriter:
                 return await self.is_begun(now)  # its target has changed since, and the table must get the new target
             await self._end(claim)  # unregistered before it began: no other call would end it
             return False
-        if entry == b"%d %d" % (claim.group_id, claim.shards):
+        if entry == _entry_of(claim):
             return True
         # After a failover ``wm:groups`` may lack these ids. Then queries would not find the group, and the ids would
         # be assigned again.
@@ -224,6 +272,16 @@ class ClaimWriter:
     async def note_unregistered(self, name: PublisherName) -> None:
         """Note that a name without a claim was unregistered: Redis may have lost its claim."""
         await self._write(name, b"", b"")
+
+
+def _claim_of(registration: Registration, ids: Outcome) -> Claim:
+    group_id, shards, publisher = ids.numbers
+    return Claim(registration, publisher, group_id, shards)
+
+
+def _entry_of(claim: Claim) -> bytes:
+    """The entry of the claim's group."""
+    return b"%d %d" % (claim.group_id, claim.shards)
 
 
 def contended(name: PublisherName) -> StoreUnavailable:

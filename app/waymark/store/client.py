@@ -25,7 +25,8 @@ from waymark.store.connect import WaitingPool
 from waymark.store.credentials import Credentials
 from waymark.store.drivers import connected, embedded
 from waymark.store.failures import is_damage, kind_of, unavailable
-from waymark.store.lua import REPEATABLE, SCRIPTS, Script
+from waymark.store.lua import REPEATABLE, SCRIPTS, TOGETHER, Script
+from waymark.store.pipelines import SharedPipeline
 from waymark.store.read_connection import Replies, ReplyReader
 from waymark.store.read_pool import ReadPool
 
@@ -38,6 +39,7 @@ EMBEDDED = "memory://"
 #: does not serve waiting callers in order.
 CONNECTIONS = 80
 _ONE_REPLY = Replies(1)
+_PLACES_MAX = 1000
 #: Keys in one step of a SCAN.
 _SCAN_COUNT = 1000
 
@@ -65,6 +67,7 @@ class RedisClient:
         self._redis = redis
         self.reads = reads
         self._variable = variable
+        self._pipelines: dict[object, SharedPipeline] = {}
         self.url = hide_password(url)
         self.metrics: Metrics | None = None
         """The metrics of its store."""
@@ -146,11 +149,31 @@ class RedisClient:
                 if not isinstance(exc, NoScriptError):
                     pool.retire()  # redis-py then looks whether another server has the data
         with self._translated():
+            send = self._ask_in_pipeline if name in TOGETHER else self._execute
             try:
-                reply = await self._redis.execute_command(*words)
+                reply = await send(words)
             except NoScriptError:
-                reply = await self._redis.execute_command("EVAL", script.text, *words[2:])
+                reply = await send(("EVAL", script.text, *words[2:]))
             return cast("Reply", reply)
+
+    async def _execute(self, command: Sequence[Any]) -> Any:
+        return await self._redis.execute_command(*command)
+
+    async def _ask_in_pipeline(self, command: Sequence[Any]) -> Any:
+        """The reply to a script call or to a command of one key, which shares its round trip with other callers'."""
+        key = command[3 if command[0] in ("EVALSHA", "EVAL") else 1]
+        place = self.place(key if isinstance(key, bytes) else key.encode())
+        pipeline = self._pipelines.get(place)
+        if pipeline is None:
+            if len(self._pipelines) >= _PLACES_MAX:
+                self._pipelines.clear()  # of a Cluster whose nodes have changed; what is under way goes on
+            pipeline = self._pipelines[place] = SharedPipeline(self._replies)
+        return await pipeline.ask(command)
+
+    async def each(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
+        """As ``several``, for commands that many callers send often: they share their round trips."""
+        with self._translated():
+            return list(await asyncio.gather(*(self._ask_in_pipeline(command) for command in commands)))
 
     async def load_scripts(self) -> None:
         """Load all scripts into every primary."""

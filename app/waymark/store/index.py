@@ -179,7 +179,7 @@ class Index:
     async def has_lost(self, grant: Grant, shards: Iterable[int]) -> list[int]:
         """Which of ``shards`` have lost writes that they acknowledged under ``grant``."""
         expected = {shard: grant.calls.get(shard, 0) for shard in shards}
-        found = await self._client.several(
+        found = await self._client.each(
             ("HMGET", keys.fence(grant.group_id, shard), grant.publisher, f"calls:{grant.publisher}")
             for shard in expected
         )

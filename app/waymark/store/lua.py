@@ -23,4 +23,8 @@ def _read(path: Path) -> Script:
 
 REPEATABLE = frozenset({"apply_rows", "release", "end_overdue", "reserve", "match_placements"})
 """Scripts that may run twice for one call. Each of them skips what is done already, or only reads."""
+TOGETHER = frozenset(
+    {"begin_publisher", "claim_publisher", "new_ids", "raise_fence", "renew_lease", "take_lease", "write_record"}
+)
+"""Scripts that a worker calls for thousands of streams at once: their calls share round trips."""
 SCRIPTS: dict[str, Script] = {path.stem: _read(path) for path in sorted(LUA_DIR.glob("*.lua"))}

@@ -109,6 +109,16 @@ class Registry:
                     await self._claims.finish(marked)
         raise contended(registration.name)
 
+    async def register_several(self, registrations: Sequence[Registration]) -> dict[PublisherName, bool]:
+        """Register many publishers in a few round trips; whether each one is new.
+
+        The result lacks those that take more, for example because a registration changes or a name is refused:
+        ``register`` registers them, or says why not.
+        """
+        return await self._claims.write_several(
+            [each for each in registrations if each.tenant_id not in RESERVED_TENANTS]
+        )
+
     async def set_weight(self, name: PublisherName, weight: float) -> bool:
         """Change the weight of a target and nothing else; False if the name is not registered.
 
