@@ -277,3 +277,22 @@ async def test_an_address_that_is_not_allowed_is_not_asked(engine: Engine) -> No
     with pytest.raises(TokenizerUnavailable, match="WAYMARK_ALLOWED_ENDPOINTS"):
         await tokenizer.tokens(HI)
     assert engine.asked == []
+
+
+async def test_an_answer_is_as_long_as_its_prompt_can_need(engine: Engine, remote: RemoteTokenizer) -> None:
+    """A longer one is not read to its end, and one of millions of values is not parsed."""
+    ids = [4_294_967_295] * 2**18
+    engine.says(200, json.dumps({"tokens": ids}))
+    found = await remote.tokens(TextPrompt("a" * len(ids)))
+    assert found.ids == b"\xff" * 4 * len(ids), "each byte may be a token"
+    with pytest.raises(TokenizerUnavailable, match="longer than"):
+        await remote.tokens(HI)
+    engine.says(200, b'{"tokens": [1], "more": [' + b"[]," * (2**18 + 1) + b"1]}")
+    with pytest.raises(TokenizerUnavailable, match="no JSON object"):
+        await remote.tokens(HI)
+    engine.says(200, b"[" * 2000)
+    with pytest.raises(TokenizerUnavailable, match="no JSON object"):
+        await remote.tokens(HI)
+    engine.says(400, b"[" * 2000)
+    with pytest.raises(InvalidValue, match="refuses the prompt with status 400"):
+        await remote.tokens(HI)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from waymark.asker import Asker
+from waymark.bounded_json import bounded_loads
 from waymark.chat.media import has_media
 from waymark.chat.openai import as_message
 from waymark.domain.hashing import pack_tokens
@@ -17,8 +18,10 @@ from waymark.domain.multimodal import items_of
 from waymark.errors import InvalidValue, TokenizerUnavailable, Unanswered
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt, is_cut
 
-#: An answer that is longer is not read. Ids and their commas take about seven bytes each.
-_ANSWER_BYTES_MAX = 32 * 2**20
+#: An answer that is longer is not read. An id and its comma take at most this many bytes, each stands for a byte of the
+#: text or more, and a chat template adds some. What stands for images has no such bound.
+_ID_BYTES, _TEMPLATE_BYTES, _MEDIA_BYTES = 12, 2**20, 32 * 2**20
+_MEDIA_IDS_MAX = 2**20
 _CHAT_RENDER, _COMPLETION_RENDER = "/v1/chat/completions/render", "/v1/completions/render"
 #: A server without a path answers with one of these.
 _NO_PATH = (404, 405, 501)
@@ -142,9 +145,11 @@ class RemoteTokenizer:
                 reason="too_large",
                 field=field,
             )
+        is_text = path in ("/tokenize", _COMPLETION_RENDER)
+        bytes_max = _TEMPLATE_BYTES + _ID_BYTES * min(len(sent), self._bytes_max) if is_text else _MEDIA_BYTES
         try:
             status, received = await self._asker.ask(
-                self._base + path, seconds=self._seconds, bytes_max=_ANSWER_BYTES_MAX, json=sent
+                self._base + path, seconds=self._seconds, bytes_max=bytes_max, json=sent
             )
         except Unanswered as error:
             raise self._unusable(error.sentence) from None
@@ -158,7 +163,7 @@ class RemoteTokenizer:
         if status != 200:
             raise self._unusable(f"it answered with status {status}")
         try:
-            answer = json.loads(received)
+            answer = bounded_loads(received, values_max=max(_MEDIA_IDS_MAX, bytes_max // _ID_BYTES))
         except ValueError:
             answer = None
         if not isinstance(answer, dict | list):
@@ -179,7 +184,7 @@ def _json(body: dict[str, Any], field: str) -> bytes:
 def _told(received: bytes) -> str:
     """What an engine says of its refusal, on one line."""
     try:
-        answer = json.loads(received)
+        answer = bounded_loads(received)
     except ValueError:
         answer = None
     if isinstance(answer, dict):
