@@ -369,8 +369,8 @@ class Settings(BaseModel):
     """How many answers the response cache of a gateway keeps in memory while Redis is unavailable; 0 keeps none."""
     response_cache_fallback_ttl_seconds: int = Field(300, ge=1, le=30 * _DAY)
     """How long, in seconds, a gateway keeps an answer in its memory while Redis is unavailable."""
-    responses: Annotated[Literal["off", "memory", "redis"], BeforeValidator(_lower)] = "memory"
-    """Where a gateway stores answers of `/v1/responses`, so that a later request can continue from one of them."""
+    responses: Annotated[Literal["off", "memory", "redis"], BeforeValidator(_lower)] | None = None
+    """Where answers of `/v1/responses` are stored; the default is `redis`, but `memory` on the emulated Redis."""
     responses_ttl_seconds: int = Field(_DAY, ge=1, le=30 * _DAY)
     """How long, in seconds, an answer of `/v1/responses` is stored, in memory or in Redis."""
     responses_entry_bytes: int = Field(_MIB, ge=1024, le=64 * _MIB)
@@ -436,10 +436,10 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Settings:
-        if self.responses_mongo_url is not None and self.responses != "redis":
+        if self.responses_mongo_url is not None and self.responses_place != "redis":
             raise ValueError(
-                f"WAYMARK_RESPONSES_MONGO_URL is set but WAYMARK_RESPONSES is {self.responses}: only what is in Redis "
-                "is copied to MongoDB, so set the latter to redis, or leave the former out"
+                f"WAYMARK_RESPONSES_MONGO_URL is set but WAYMARK_RESPONSES is {self.responses_place}: only what is in "
+                "Redis is copied to MongoDB, so set the latter to redis, or leave the former out"
             )
         if self.protect_reads and self.api_token is None and self.api_tokens_file is None:
             raise ValueError(
@@ -467,6 +467,11 @@ class Settings(BaseModel):
                 f" give at most WAYMARK_REPLAY_SECONDS, {self.replay_seconds:g}"
             )
         return self
+
+    @property
+    def responses_place(self) -> Literal["off", "memory", "redis"]:
+        """Where answers of ``/v1/responses`` are stored: in Redis, if there is one that other gateways reach."""
+        return self.responses or ("memory" if self.redis_url == "memory://" else "redis")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:

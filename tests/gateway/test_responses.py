@@ -121,8 +121,8 @@ async def test_some_answers_are_not_stored(
         assert (await running.client.get(f"{PATH}/{found['id']}")).status_code == 404
 
 
-async def test_gateways_share_responses_in_redis(start: Start) -> None:
-    one, two = await start(1, responses="redis"), await start(0, responses="redis")
+async def test_gateways_share_responses_in_redis_without_being_told(start: Start) -> None:
+    one, two = await start(1), await start(0)
     answering(one)
     first = await respond(one, "one")
     second = await respond(two, "two", first["id"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -36,9 +37,16 @@ async def test_gateways_share_answers_and_one_of_them_clears_all(start: Start) -
     second = await two.post()
     assert (first.headers["x-cache"], second.headers["x-cache"]) == ("MISS", "HIT")
     assert (first.content, first.headers["content-type"]) == (second.content, second.headers["content-type"])
-    stats = (await two.client.get("/admin/response-cache/stats")).json()
+    stats: dict[str, Any] = {}
+
+    async def are_counted() -> bool:
+        stats.update((await two.client.get("/admin/response-cache/stats")).json())
+        return bool(stats["requests"]["total"] == 2)
+
+    await wait_until(are_counted, "the requests of both gateways are counted", 10)
     assert (stats["backend_type"], stats["config"]["backend"], stats["entries"]) == ("redis", "redis", 1)
-    assert stats["requests"] == {"hit": 1, "miss": 0, "skip": 0, "total": 1}
+    assert stats["requests"] == {"hit": 1, "miss": 1, "skip": 0, "total": 2}
+    assert stats["hit_rate"] == "0.5000"
     assert stats["size_bytes"] > len(first.content)
     connections = stats["redis"].pop("connections")
     assert stats["redis"] == {"fallback_active": False, "errors": {"connection": 0, "timeout": 0, "other": 0}}
@@ -46,7 +54,7 @@ async def test_gateways_share_answers_and_one_of_them_clears_all(start: Start) -
     assert sum(connections.values()) >= 1
     assert two.value("response_cache_entries") == 1
     assert two.value("cache_backend_type", backend="redis") == 1
-    assert two.value("cache_redis_latency_seconds_count", operation="get") == 2
+    assert two.value("cache_redis_latency_seconds_count", operation="get") >= 2
     assert two.value("cache_redis_connections_idle") + two.value("cache_redis_connections_active") >= 1
     cleared = await two.client.post("/admin/response-cache/invalidate", json={"clear_all": True})
     assert cleared.json()["cleared_entries"] == 1

@@ -22,6 +22,7 @@ from waymark.gateway.shared_answers import ERRORS, SharedAnswers
 from waymark.metrics import Metrics
 from waymark.settings import Settings
 from waymark.store.background import StartTask
+from waymark.store.replica_counts import ReplicaCounts
 from waymark.store.store import Store
 
 Proceed = Callable[[RawHeaders], Awaitable[None]]
@@ -31,6 +32,8 @@ Proceed = Callable[[RawHeaders], Awaitable[None]]
 _FORMS = frozenset({Form.CHAT, Form.COMPLETIONS, Form.MESSAGES})
 #: Headers by which Anthropic's API changes its answers.
 _VERSIONS = (b"anthropic-version", b"anthropic-beta")
+#: Before the names of the results among the counts of all gateways.
+_COUNT = "response_cache."
 #: How long a request waits for the same one that is under way.
 _FLIGHT_SECONDS = 60.0
 
@@ -47,8 +50,19 @@ class ResponseCache:
     """The answers that a gateway gives without an engine."""
 
     def __init__(
-        self, answers: AnswerStore, metrics: Metrics, begin: StartTask, *, response_bytes: int, stream_bytes: int
+        self,
+        answers: AnswerStore,
+        metrics: Metrics,
+        begin: StartTask,
+        counts: ReplicaCounts,
+        *,
+        response_bytes: int,
+        stream_bytes: int,
     ) -> None:
+        """``counts`` are those of all gateways together."""
+        self._counts = counts
+        self._evicted = 0
+        """The evictions of this gateway that are among the counts."""
         self._answers = answers
         self._begin = begin
         self._metrics = metrics
@@ -70,6 +84,7 @@ class ResponseCache:
             _answers(settings, metrics, store),
             metrics,
             store.begin,
+            store.counts,
             response_bytes=settings.response_cache_response_bytes,
             stream_bytes=settings.response_cache_stream_bytes,
         )
@@ -80,17 +95,21 @@ class ResponseCache:
         """Answer a request: with what is kept, or by ``proceed``, whose answer is kept where it may be."""
         key = self._key(client, proxied, body)
         if key is None:
-            self._results["skip"].inc()
+            self._count("skip")
             await proceed([(b"x-cache", b"BYPASS")])
             return
         kept, clearing = await self._find(key)
         if kept is not None:
-            self._results["hit"].inc()
+            self._count("hit")
             proxied.status = 200
             await send_again(kept, proxied.send)
             return
-        self._results["miss"].inc()
+        self._count("miss")
         await self._lead(key, clearing, proxied, proceed)
+
+    def _count(self, result: str) -> None:
+        self._results[result].inc()
+        self._counts.add(_COUNT + result)
 
     async def _find(self, key: bytes) -> CacheLookup:
         found = await self._answers.find(key)
@@ -128,6 +147,10 @@ class ResponseCache:
         try:
             if kept is not None:
                 await self._answers.keep(key, kept, clearing)
+                evicted = int(self._metrics.response_cache_evictions.value)
+                if evicted > self._evicted:
+                    self._counts.add(_COUNT + "evictions", number=evicted - self._evicted)
+                    self._evicted = evicted
         finally:
             if flight is not None:
                 del self._under_way[key]
@@ -160,8 +183,10 @@ class ResponseCache:
         return await self._answers.clear()
 
     async def stats(self) -> Mapping[str, Any]:
-        """In the shape of Continuum Router."""
-        counts = {name: int(result.value) for name, result in self._results.items()}
+        """In the shape of Continuum Router. Requests are those of all gateways, except for the last second."""
+        together, _ = await self._counts.read()
+        counts = {name: together.get(_COUNT + name, 0) for name in self._results}
+        asked = counts["hit"] + counts["miss"]
         answers, held = self._answers, await self._answers.count()
         return {
             "enabled": True,
@@ -169,8 +194,8 @@ class ResponseCache:
             "entries": held.entries,
             "capacity": answers.entries_max,
             "requests": counts | {"total": sum(counts.values())},
-            "hit_rate": f"{self.hit_rate:.4f}",
-            "evictions": int(self._metrics.response_cache_evictions.value),
+            "hit_rate": f"{counts['hit'] / asked if asked else 0:.4f}",
+            "evictions": together.get(_COUNT + "evictions", 0),
             "size_bytes": held.bytes,
             "config": {
                 "backend": answers.backend,

@@ -51,9 +51,9 @@ class Responses:
         """The store that the settings ask for; None where nothing is stored. ``archive`` is what is behind Redis."""
         backend: ResponseStore
         entries_max, bytes_max = settings.responses_entries, settings.responses_bytes
-        if settings.responses == "off":
+        if settings.responses_place == "off":
             return None
-        if settings.responses == "memory":
+        if settings.responses_place == "memory":
             backend = MemoryResponses(entries_max, bytes_max, settings.responses_ttl_seconds, metrics)
         else:
             milliseconds = 1000 * settings.responses_ttl_seconds

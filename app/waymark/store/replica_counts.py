@@ -40,9 +40,9 @@ class ReplicaCounts:
         self.prefixes_seen = 0
         """About how many different prefix keys all replicas had seen when this replica last added its own."""
 
-    def add(self, name: str, prefix_key: bytes | None = None) -> None:
-        """Count one decision, and the prefix key of its request."""
-        self._counts[name] += 1
+    def add(self, name: str, prefix_key: bytes | None = None, *, number: int = 1) -> None:
+        """Count a decision, and the prefix key of its request, or ``number`` of something else."""
+        self._counts[name] += number
         if prefix_key is not None and len(self._prefixes) < _PREFIXES_MAX:
             self._prefixes.add(prefix_key.hex())
         if self._task is None or self._task.done():
