@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections import Counter
@@ -252,10 +253,36 @@ async def test_a_body_above_the_bound_is_413_and_too_many_bytes_at_once_503(
     await waiting.headers()
     await waiting.body(b"x" * 900, is_end=False)
     await wait_until(lambda: metrics.epp_bodies_bytes.value == 900, "its bytes are held")
-    assert refused(await other.ask(b"x" * 800))[0] == 503
+    assert refused(await other.ask(b"x" * 1000))[0] == 503, "it would be the largest"
     waiting.cancel()
     await wait_until(lambda: metrics.epp_bodies_bytes.value == 0, "nothing is held")
     assert destinations(await epp.stream().ask(CHAT))
+
+
+async def test_at_the_bound_of_all_bodies_the_largest_gives_way(
+    store: Store, pods: dict[str, str], start_epp: StartEpp, metrics: Metrics
+) -> None:
+    epp = await start_epp(store, bodies=(7500, 60 * 7000))
+    greedy = [epp.stream() for _ in range(60)]
+    for stream in greedy:
+        await stream.headers()
+        await stream.body(b"x" * 7000, is_end=False)
+    await wait_until(lambda: metrics.epp_bodies_bytes.value == 60 * 7000, "the bound is reached")
+    slow = epp.stream()
+    await slow.headers()
+    await slow.body(b'{"model": "llama", ', is_end=False)
+    for _ in range(100):
+        assert destinations(await epp.stream().ask(CHAT))
+    assert metrics.epp_bodies_bytes.value > 50 * 7000, "few have given way"
+    await slow.body(b'"prompt": [1, 2, 3], "messages": []}')
+    assert destinations(await slow.receive())
+    answers = [asyncio.ensure_future(stream.receive()) for stream in greedy]
+    done, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+    assert {refused(answer.result())[0] for answer in done} == {503}
+    for stream in greedy:
+        stream.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await wait_until(lambda: metrics.epp_bodies_bytes.value == 0, "nothing is held")
 
 
 async def whole_answer(stream: Stream, start: bytes) -> None:

@@ -26,6 +26,10 @@ class StreamPlace:
 
     def give_up(self) -> None:
         self.is_given_up = True
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        """End the wait for a request."""
         if self.waiting is not None:
             with suppress(RuntimeError):  # it has ended by itself
                 self.waiting.reschedule(0.0)

@@ -43,6 +43,9 @@ _MODES = (
 )
 
 
+_CROWDED = "too many requests arrive at once; try again in a moment"
+
+
 class StreamCut(Exception):
     """The stream ends because of its peer. ``reason`` is a word for the counter."""
 
@@ -79,8 +82,7 @@ class ProcessCall:
         self._headers: dict[str, str] = {}
         self._form: Form | None = None
         self._subset: frozenset[str] | None = None
-        self._parts: list[bytes] = []
-        self._held = 0
+        self._held = picker.bodies.arriving(place.interrupt)
         self._request_mode = messages.DUPLEX
         self._response_mode = messages.DUPLEX
         self._under_way: RequestUnderWay | None = None
@@ -94,13 +96,16 @@ class ProcessCall:
                 async with asyncio.timeout(self._picker.request_seconds) as self._place.waiting:
                     goes_on = await self._request()
             except TimeoutError:
-                if self._place.is_given_up:
+                if self._held.is_given_up and not self._place.is_given_up:
+                    goes_on = await self._refuse(overloaded(_CROWDED, self._form))
+                elif self._place.is_given_up:
                     raise StreamCut("crowded", "too many streams of this connection wait for a request") from None
-                raise StreamCut("late", f"no whole request within {self._picker.request_seconds:g} s") from None
+                else:
+                    raise StreamCut("late", f"no whole request within {self._picker.request_seconds:g} s") from None
             if goes_on:
                 await self._response()
         finally:
-            self._drop_body()
+            self._held.drop()
             if self._under_way is not None:
                 self._under_way.end(is_ok=self._is_ok)
 
@@ -132,6 +137,7 @@ class ProcessCall:
             if ended is None:
                 return False
             has_trailers = ended == "trailers"
+        self._held.settle()
         self._place.settle()
         picked = await self._pick()
         if isinstance(picked, ImmediateAnswer):
@@ -143,38 +149,32 @@ class ProcessCall:
         else:
             await self._write(messages.picked_by_headers(picked, remove))
             if not is_whole:
-                for piece in messages.pieces(self._parts, is_request=True, is_end=not has_trailers):
+                for piece in messages.pieces(self._held.parts, is_request=True, is_end=not has_trailers):
                     await self._write(piece)
         if has_trailers:
             await self._write(messages.GO_ON["request_trailers"])
-        self._drop_body()
+        self._held.drop()
         return True
 
     async def _body(self) -> Literal["body", "trailers"] | ImmediateAnswer | None:
         """Read the body to its end; what ended it, or None where the client went away."""
         while (message := await self._read()) is not None:
+            if self._held.is_given_up:
+                raise TimeoutError  # the interruption is on its way
             kind = message.WhichOneof("request")
             if kind == "request_trailers":
                 return "trailers"
             if kind != "request_body":
                 raise StreamCut("unexpected", f"{kind} is no part of a request's body")
-            part = message.request_body.body
-            bound = self._picker.bodies.exceeded(self._held, len(part))
+            bound = self._held.add(message.request_body.body)
             if bound == "one":
                 most = self._picker.bodies.one_max
                 return too_large(f"the body has more than {most} bytes; send less", self._form)
             if bound == "all":
-                return overloaded("too many requests arrive at once; try again in a moment", self._form)
-            self._held += len(part)
-            self._parts.append(part)
+                return overloaded(_CROWDED, self._form)
             if message.request_body.end_of_stream or self._request_mode == messages.BUFFERED:
                 return "body"
         return None
-
-    def _drop_body(self) -> None:
-        self._parts.clear()
-        self._picker.bodies.release(self._held)
-        self._held = 0
 
     async def _refuse(self, rejection: ImmediateAnswer) -> bool:
         self._picker.metrics.epp_requests.labels(outcome=rejection.slug).inc()
@@ -216,7 +216,7 @@ class ProcessCall:
         Raises InvalidValue.
         """
         try:
-            fields = orjson.loads(b"".join(self._parts))
+            fields = orjson.loads(b"".join(self._held.parts))
         except orjson.JSONDecodeError as exc:
             if self._form is None or self._request_mode == messages.NONE:
                 return None
