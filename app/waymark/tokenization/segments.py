@@ -19,6 +19,8 @@ from xxhash import xxh3_128_digest
 _ENTRY_BYTES = 250
 #: Characters that are searched at a time. A search holds the GIL.
 _WINDOW = 2**16
+#: Characters of an added token; those of models have less than half of it. A text is not split at longer ones.
+_TOKEN_MAX = 128
 
 
 class Pieces(NamedTuple):
@@ -88,8 +90,10 @@ class Splitter:
         self._ids = {content: number.to_bytes(4, "little") for content, number in tokens.items()}
         self._seed = seed
         self._longest = max(map(len, tokens), default=0)
-        self._pattern = re.compile(f"({_any_of(tokens)})") if tokens else None
-        self._peculiar = re.compile(_any_of(peculiar)) if peculiar else None
+        # A search takes as many steps at each character as a token has characters that are the same in the text.
+        is_short = max(map(len, (*tokens, *peculiar)), default=0) <= _TOKEN_MAX
+        self._pattern = re.compile(f"({_any_of(tokens)})") if tokens and is_short else None
+        self._peculiar = re.compile(_any_of(peculiar)) if peculiar and is_short else None
         self.words = tuple(tokens)
 
     def split(self, text: str) -> Pieces:

@@ -1,0 +1,126 @@
+"""Regular expressions that read a stranger's text: none takes time with the square of its length."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from time import thread_time
+from typing import Any
+
+import pytest
+
+from waymark.tokenization.segments import Splitter
+
+APP = Path(__file__).parents[1] / "app" / "waymark"
+#: Their patterns read the words and files of the person who starts the process.
+OPERATORS = ("cli", "console", "remote", "demo.py", "settings.py", "simulator")
+#: A pattern that tries again at each character needs some seconds of CPU for so many, others less than a millisecond.
+LENGTH, SECONDS = 2**15, 0.1
+_FLAGS: dict[str, int] = {"ASCII": re.ASCII, "DOTALL": re.DOTALL, "MULTILINE": re.MULTILINE}
+
+
+#: They try a pattern at each character of a text, not at its beginning alone.
+SEARCHES = ("search", "findall", "finditer", "sub", "subn", "split")
+
+
+def is_searched(source: str, call: ast.Call, function: str) -> bool:
+    """Whether the pattern is looked for in a text, or matched at a place that is known."""
+    if function != "compile":
+        return function in SEARCHES
+    line = source.splitlines()[call.lineno - 1]
+    name = re.match(r"\s*(?:self\.)?(\w+)", line)
+    assert name is not None
+    return re.search(rf"\b{name[1]}\.({'|'.join(SEARCHES)})\b", source) is not None
+
+
+def patterns() -> Iterator[tuple[str, str | bytes, int, bool]]:
+    """The place, the pattern and the flags of each call of ``re`` with a literal pattern, and if it is searched for."""
+    for path in sorted(APP.rglob("*.py")):
+        place = path.relative_to(APP)
+        if place.parts[0] in OPERATORS:
+            continue
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
+                continue
+            first = node.args[0]
+            if (
+                ast.unparse(node.func.value) == "re"
+                and isinstance(first, ast.Constant)
+                and isinstance(first.value, str | bytes)
+            ):
+                flags: int = sum(
+                    _FLAGS[each.attr]
+                    for argument in node.args[1:]
+                    for each in ast.walk(argument)
+                    if isinstance(each, ast.Attribute) and each.attr in _FLAGS
+                )
+                yield f"{place}:{node.lineno}", first.value, flags, is_searched(source, node, node.func.attr)
+
+
+FOUND = list(patterns())
+
+
+def attacks(pattern: str) -> Iterator[str]:
+    """Texts that begin as the pattern does and then repeat something that it may repeat."""
+    literals = list(dict.fromkeys(re.findall(r"[A-Za-z0-9_:/.,=\"%@#{-]+", re.sub(r"\\(.)", r"\1", pattern))))[:6]
+    repeated = [
+        " ",
+        "\n",
+        "\r",
+        "\t",
+        "a",
+        "0",
+        "_",
+        "-",
+        ".",
+        ":",
+        "/",
+        '"',
+        "\\",
+        "@",
+        "%",
+        "{",
+        "(",
+        "A",
+        "é",
+        *literals,
+    ]
+    for beginning in ("", *literals, "".join(literals[:2])):
+        for piece in repeated:
+            yield beginning + piece * (LENGTH // len(piece)) + "\0"
+        yield (beginning + " ") * (LENGTH // (len(beginning) + 1))
+
+
+def test_the_patterns_are_found() -> None:
+    assert len(FOUND) > 40
+
+
+@pytest.mark.parametrize("found", FOUND, ids=[each[0] for each in FOUND])
+def test_a_pattern_is_linear(found: tuple[str, str | bytes, int, bool]) -> None:
+    check(*found[1:])
+
+
+def check(pattern: str | bytes, flags: int = 0, is_searched: bool = True) -> None:
+    compiled: re.Pattern[Any] = re.compile(pattern, flags)
+    for text in attacks(pattern if isinstance(pattern, str) else pattern.decode("latin-1")):
+        subject: Any = text if isinstance(pattern, str) else text.encode()
+        began = thread_time()
+        for read in (compiled.search,) if is_searched else (compiled.match, compiled.fullmatch):
+            read(subject)
+        assert thread_time() - began < SECONDS, f"{pattern!r} on {text[:30]!r}..."
+
+
+@pytest.mark.slow
+def test_a_pattern_that_tries_again_is_seen() -> None:
+    with pytest.raises(AssertionError, match=r"on"):
+        check(r"a+b")
+
+
+def test_a_long_added_token_of_a_model_is_not_searched_for() -> None:
+    splitter = Splitter({"a" * 100_000 + "b": 1, "<|end|>": 2}, [], 0)
+    began = thread_time()
+    assert splitter.split("a" * 2**16).texts == ["a" * 2**16]
+    assert thread_time() - began < 1
