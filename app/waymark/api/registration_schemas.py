@@ -28,11 +28,11 @@ from waymark.api.publisher_fields import (
     MEDIA_MAX,
     ARole,
     Endpoint,
-    EngineUrl,
+    EngineUrlField,
     Kind,
     Labels,
     MediumEndpoints,
-    OptionalEngineUrl,
+    OptionalEngineUrlField,
     OptionalUrl,
     Weight,
 )
@@ -101,7 +101,9 @@ class _PublisherFields(RequestBody):
         description=f"an integer of 1..{SHARDS_MAX}: for a pool, the number of objects that make up one "
         "block; the default is the number of different shards seen in the keys of its objects",
     )
-    address: OptionalEngineUrl = Field(default=None, description=f"{ENGINE_URL}: the address that requests are sent to")
+    address: OptionalEngineUrlField = Field(
+        default=None, description=f"{ENGINE_URL}: the address that requests are sent to"
+    )
     role: ARole = Field(default=Role.BOTH, description=f"one of {', '.join(Role)}")
     weight: Weight = Field(
         default=1.0, description=f"a number of 0 to {WEIGHT_MAX:.0f}; an engine with weight 0 gets no new requests"
@@ -248,7 +250,7 @@ class RegisterRequest(_PublisherFields):
 class RegisterByUrlRequest(_PublisherFields):
     """The URL of an engine. Waymark asks the engine for each field that the request leaves out."""
 
-    url: EngineUrl = Field(description=f"{ENGINE_URL}: the HTTP API of the engine")
+    url: EngineUrlField = Field(description=f"{ENGINE_URL}: the HTTP API of the engine")
     type: Kind | None = Field(default=None, description=_TYPE)
     modelname: OptionalName = Field(
         default=None, validation_alias=_MODEL_NAMES, description=f"{OPTIONAL_NAME}, a model that the engine serves"
