@@ -337,3 +337,66 @@ async def test_a_life_that_a_gap_without_an_answer_has_ended_heals(bench: Bench,
     await pod.agrees()
     await pod.has_status("active")
     assert (await bench.record(pod.name)).get("flags", "") == ""
+
+
+# ---- a gap behind which the life goes on -----------------------------------------------------------
+
+
+async def gapped(worker: Hand, pod: Pod) -> None:
+    """Two batches are lost, and the publisher has not answered the replay for them."""
+    await pod.at_work(3)
+    pod.fault(replay_silent=True)
+    with pod.dropping():
+        await pod.work(2)
+    await pod.work(1)
+    await replays(worker, "silent", 1)
+    await pod.at_watermark(5)
+    await pod.says("batches_lost")
+
+
+async def filled(pod: Pod) -> None:
+    """The counter stays: it counts what was lost since the registration."""
+    await pod.agrees()
+    await pod.has_status("active")
+    await pod.counted(restarts=0, gaps=1, batches_lost=2)
+    assert (await pod.bench.record(pod.name)).get("flags", "") == ""
+
+
+async def test_a_gap_without_an_answer_is_asked_for_at_doubling_pauses_and_heals(
+    bench: Bench, asked: list[int], pauses_clock: PausesClock
+) -> None:
+    worker = await bench.worker(options=IMPATIENT)
+    pod = await bench.pod(gpu_blocks=1000, cpu_blocks=0)
+    await gapped(worker, pod)
+    assert (await bench.record(pod.name))["flags"] == "gap_at:5 untrusted"
+    for tries, pause in enumerate((60, 120), 2):
+        pauses_clock.now += pause - 1
+        await applied(pod)
+        assert len(asked) == tries
+        pauses_clock.now += 1
+        await replays(worker, "silent", tries)
+    pod.fault(replay_silent=False)
+    pauses_clock.now += 240
+    await filled(pod)
+    assert asked == [0, 2, 0, 0, 0]
+
+
+@pytest.mark.parametrize("has_beginning", [True, False])
+async def test_the_next_worker_fills_a_gap_only_from_the_beginning(bench: Bench, has_beginning: bool) -> None:
+    first = await bench.worker("worker-1", options=IMPATIENT)
+    pod = await bench.pod(gpu_blocks=1000, cpu_blocks=0)
+    await gapped(first, pod)
+    before = await bench.held(pod.name)
+    await first.stop()
+    await pod.is_left()
+    if not has_beginning:
+        pod.publisher._buffer.popleft()
+    pod.fault(replay_silent=False)
+    await bench.worker("worker-2", options=PATIENT)
+    if has_beginning:
+        await filled(pod)
+        return
+    await pod.is_silent_about("replay_silent")
+    await pod.says("batches_lost")
+    assert await bench.held(pod.name) == before
+    assert (await bench.record(pod.name))["flags"] == "untrusted"

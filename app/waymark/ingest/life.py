@@ -23,12 +23,13 @@ from waymark.ingest.order import FrameOrder
 from waymark.ingest.reasons import (
     BATCHES_LOST,
     BUFFER_FULL,
+    GAP_AT,
     JOINED_LATE,
     OPENED_AT,
     OVER_CEILING,
     REPLAY_SILENT,
     REPLAY_WAITING,
-    opened_at,
+    seq_in,
 )
 from waymark.logs import fields
 from waymark.metrics import Metrics
@@ -74,8 +75,10 @@ class Life:
         """It is proven that the publisher of this connection is in the life that the watermark belongs to."""
         self.begun = 0
         """How many times holders and watermark have ended here."""
-        self.opened_at = opened_at(state.flags) if state.watermark is not None else None
+        self._opened_at = seq_in(state.flags, OPENED_AT) if state.watermark is not None else None
         """The seq of the first live frame, if the life began before any replay was answered to its end; else None."""
+        self._gap_at = seq_in(state.flags, GAP_AT) if state.watermark is not None else None
+        """The seq behind the first gap, if no replay was answered to its end since; else None."""
         self._unproven: tuple[int, str] | None = None
         """The watermark and digest that a replay must repeat, if live frames were applied while it waited."""
         self.is_lost = state.status is StreamStatus.LOST
@@ -160,7 +163,12 @@ class Life:
     @property
     def replay_from(self) -> int:
         """The seq from which a replay is requested."""
-        return 0 if self.opened_at is not None else max(0, self.proof[0])
+        return 0 if self.is_open else max(0, self.proof[0])
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a replay from 0 may bring batches that this life lacks: none has been answered yet."""
+        return self._opened_at is not None or self._gap_at is not None
 
     def prove(self) -> None:
         """Note that a replay has proven the same life."""
@@ -168,26 +176,36 @@ class Life:
 
     def go_on_unproven(self) -> None:
         """Keep the batch that a replay must repeat: live frames are applied before the replay can prove the life."""
-        if not self.is_proven or self.opened_at is not None:
+        if not self.is_proven or self.is_open:
             self.reasons.add(REPLAY_WAITING)
         if not self.is_proven and self._unproven is None and self.order.watermark is not None:
             self._unproven = self.order.watermark, self.order.digest
 
     async def open_at(self, seq: int) -> None:
         """Begin a life with the live frame ``seq``, although a replay may still bring the batches before it."""
-        self.opened_at = seq
+        self._opened_at = seq
         self.reasons.add(JOINED_LATE)
         await self._flag(JOINED_LATE, f"{OPENED_AT}{seq}")
 
+    async def open_gap(self, seq: int) -> None:
+        """Note that a replay may still bring the batches that are missing before ``seq``."""
+        if not self.is_open:
+            self._gap_at = seq
+            await self._flag(f"{GAP_AT}{seq}")
+
     async def close_opening(self, seq: int) -> None:
-        """Note that a replay begins at ``seq``. If that is before the first live frame, begin the life again there."""
-        if self.opened_at is None:
+        """Note that a replay begins at ``seq``.
+
+        If that is before the first live frame, begin the life again there. To fill a gap, the life begins again only
+        with its first batch: otherwise more would be lost than gained.
+        """
+        if not self.is_open:
             return
-        if seq < self.opened_at:
-            await self._end("a replay has its beginning")
+        if seq <= self.first_seq if self._opened_at is None else seq < self._opened_at:
+            await self._end("a replay has what was missing")
             return
-        self.applier.resolver.flags.discard(f"{OPENED_AT}{self.opened_at}")
-        self.opened_at = None
+        self.applier.resolver.flags.difference_update([f"{OPENED_AT}{self._opened_at}", f"{GAP_AT}{self._gap_at}"])
+        self._opened_at = self._gap_at = None
         await self.applier.keep_facts()
 
     # ---- new lives and losses ----------------------------------------------------------------------
@@ -203,7 +221,7 @@ class Life:
         await self.applier.new_life()
         self.count_passed()
         self.begun += 1
-        self.opened_at = self._unproven = None
+        self._opened_at = self._gap_at = self._unproven = None
         self.acknowledged = None
         self.order.restart()
         # The other reasons concern only the life that has ended.

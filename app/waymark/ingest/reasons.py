@@ -12,6 +12,8 @@ BUFFER_FULL = "buffer_full"
 
 #: A flag of a life that began before a replay was answered. The seq of its first live frame follows.
 OPENED_AT = "opened_at:"
+#: A flag of a life with a gap for which no replay was answered. The seq of the first frame behind the gap follows.
+GAP_AT = "gap_at:"
 
 #: The sentences of the reasons for which a stream is degraded.
 REASONS = {
@@ -26,6 +28,6 @@ REASONS = {
 }
 
 
-def opened_at(flags: frozenset[str]) -> int | None:
-    """The seq in the flag ``OPENED_AT``; None if it is not set."""
-    return next((int(flag.removeprefix(OPENED_AT)) for flag in flags if flag.startswith(OPENED_AT)), None)
+def seq_in(flags: frozenset[str], name: str) -> int | None:
+    """The seq in the flag ``name``, ``OPENED_AT`` or ``GAP_AT``; None if it is not set."""
+    return next((int(flag.removeprefix(name)) for flag in flags if flag.startswith(name)), None)

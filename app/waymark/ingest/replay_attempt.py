@@ -150,7 +150,7 @@ class _ReplayRequest:
     async def read(self, portion: list[ReplayedBatch]) -> None:
         for seq, payload, topic in portion:
             life, watermark = self._life, self._life.order.watermark
-            is_known = life.opened_at is None and watermark is not None and seq <= watermark
+            is_known = not life.is_open and watermark is not None and seq <= watermark
             incoming = await life.decoder.decode(seq, payload, topic, is_known=is_known)
             if incoming is not None:
                 self.is_empty = False

@@ -21,7 +21,7 @@ from waymark.ingest.gauges import ServedStream
 from waymark.ingest.life import Life
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.prefix_stream import PrefixStream
-from waymark.ingest.reasons import opened_at
+from waymark.ingest.reasons import OPENED_AT, seq_in
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.sockets import ZmqContext
 from waymark.ingest.stream import Stream
@@ -149,7 +149,7 @@ class StreamRunner:
             )
             await applier.new_life()
             applier, state = await self._resumed(grant, running.foreign_ranks)
-        if state.watermark is None and opened_at(state.flags) is not None:
+        if state.watermark is None and seq_in(state.flags, OPENED_AT) is not None:
             # The previous worker stopped before it applied the first frame, so the flags are true of no life.
             await applier.new_life()
             applier, state = await self._resumed(grant, running.foreign_ranks)

@@ -150,8 +150,8 @@ class Stream:
 
     @property
     def _is_beginning_due(self) -> bool:
-        """Whether to request again the beginning of a life, which an unanswered replay has not brought."""
-        is_open = self._life.opened_at is not None and self._registration.can_replay and not self._replaying.is_waiting
+        """Whether to request again a life from its beginning, because a replay for a part of it was not answered."""
+        is_open = self._life.is_open and self._registration.can_replay and not self._replaying.is_waiting
         return is_open and self._received.is_unbroken and self._pauses.is_beginning_due
 
     async def _tick(self) -> None:
@@ -192,7 +192,7 @@ class Stream:
                 continue
             # After a replay the buffer may be full of batches that the replay has brought. They are not decoded again,
             # because large ones take long.
-            is_known = life.opened_at is None and life.order.is_behind(frame.seq)
+            is_known = not life.is_open and life.order.is_behind(frame.seq)
             incoming = await life.decoder.decode(frame.seq, frame.payload, frame.topic, is_known=is_known)
             if incoming is None or self._reporter.is_mixed:
                 continue
@@ -243,6 +243,8 @@ class Stream:
         if judgement is FramePosition.GAP:
             await life.lose(incoming.seq)
             judgement = self._place(incoming)
+            if judgement is FramePosition.IN_ORDER and self._registration.can_replay and self._answered is None:
+                await life.open_gap(incoming.seq)
         if judgement is FramePosition.BEGINNING and incoming.seq > life.first_seq:
             # Only an answer shows that the publisher does not have the beginning.
             is_open = self._registration.can_replay and self._answered != life.begun
