@@ -136,6 +136,7 @@ class Admin:
             is_meant = scope == "all" or state.registration.kind.traits.is_opaque
             if is_meant and state.id in claims and await self._store.registry.clear(claims[state.id]):
                 cleared += _entries(state)
+        self._store.reader.forget_rows()
         before = sum(map(_entries, states))
         return Answer({"success": True, "entries_before_clear": before, "cleared_entries": cleared})
 

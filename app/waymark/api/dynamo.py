@@ -69,6 +69,7 @@ class Dynamo:
         _check_new(registration, registrations, names_others=not self._settings.protect_reads)
         if not await self._store.registry.register(registration):
             raise _already_registered(registration)
+        self._store.reader.forget_rows()
         return Answer({"status": "ok"}, 201)
 
     def _endpoint(self, endpoint: str | None, field: str) -> str | None:
@@ -92,6 +93,7 @@ class Dynamo:
         ]
         if not names or not await self._store.registry.unregister(names):
             raise NotFound(f"instance {request.instance_id} not found")
+        self._store.reader.forget_rows()
         return Answer({"status": "ok"})
 
     async def query(self, body: Body) -> Answer:

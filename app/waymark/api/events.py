@@ -89,7 +89,10 @@ class Events:
         progress = _AppliedEvents()
         for _, pairs in groupby(zip(owners, events, strict=True), key=lambda pair: pair[0].publisher):
             owned = list(pairs)
-            await self._apply(owned[0][0], [event for _, event in owned], progress)
+            try:
+                await self._apply(owned[0][0], [event for _, event in owned], progress)
+            finally:
+                self._store.reader.forget_rows()
             if progress.expected is not None:
                 error = {
                     "error": f"event {progress.expected} of this stream is missing; continue with that event",

@@ -71,6 +71,7 @@ class Registrations:
             return Paused(partial(self._engines.of, origin.source, request.fields(), origin), self._register_ranks)
         sockets = registrations_of(body.fields, self._allowed)
         await self._register_sockets(sockets)
+        self._store.reader.forget_rows()
         answer = {"status": "registered successfully", "instance_id": sockets[0].instance_id}
         return Answer(answer | _warnings(sockets[:1]))
 
@@ -113,6 +114,7 @@ class Registrations:
             await self._store.registry.check(registration)
         for registration in registrations:
             await self._store.registry.register(registration)
+        self._store.reader.forget_rows()
         first = registrations[0]
         return Answer(
             {
@@ -148,6 +150,7 @@ class Registrations:
         if request.dp_rank is not None and not names:  # also where its claim cannot be read, which is said
             names = [PublisherName(request.instance_id, request.tenant_id or DEFAULT_TENANT, request.dp_rank)]
         removed = await self._store.registry.unregister(names) if names else []
+        self._store.reader.forget_rows()
         if not removed:
             raise _not_found(request)
         return Answer({"status": "unregistered successfully", "removed_instances": [str(name) for name in removed]})

@@ -76,6 +76,8 @@ class Chain:
 
         For a single, the number of the block is increased by ``PIECE_BLOCKS``.
         """
+        self._clearings = self._hot.clearings
+        """The clearings of the cache of hot rows when the last values were asked for."""
         self._may_be_hot = False
         """Some of the last values are marked or have many holders."""
         self._open: list[tuple[int, int]] = []
@@ -99,6 +101,7 @@ class Chain:
         following = range(0) if self._is_at_end else self._next_pieces(pieces)
         self._rows += [None] * len(following)
         self._rows_asked = following
+        self._clearings = self._hot.clearings
         has_hot = self._hot.expire(now)
         if has_hot or self.has_singles:
             self._rows_asked = [piece for piece in following if self._ask_piece(piece)]
@@ -120,7 +123,7 @@ class Chain:
 
     def keep_hot(self, now: float) -> None:
         """Keep the hot rows among the last values. To be called after ``settle``."""
-        if self._may_be_hot:
+        if self._may_be_hot and self._clearings == self._hot.clearings:
             for piece in self._rows_asked:
                 value = self._rows[piece]
                 if value is not None:

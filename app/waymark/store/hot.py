@@ -42,6 +42,8 @@ class HotRows:
         self._rows: dict[tuple[int, bytes], HotRow] = {}
         self._queue: deque[tuple[float, tuple[int, bytes]]] = deque()
         self.bytes = 0
+        self.clearings = 0
+        """How often all rows were dropped. A row may be kept only if this is as it was when the row was asked for."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -73,6 +75,8 @@ class HotRows:
             self.bytes += size
 
     def clear(self) -> None:
+        """Drop all rows: after a write that this process has acknowledged, an answer contains what was written."""
+        self.clearings += 1
         self._rows.clear()
         self._queue.clear()
         self.bytes = 0

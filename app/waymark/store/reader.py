@@ -148,6 +148,10 @@ class Reader:
             f"Redis at {self._client.url} did not answer within {seconds or 0:g} s; try again in a moment"
         )
 
+    def forget_rows(self) -> None:
+        """Answer from Redis alone from now on: a write was acknowledged, and the next answer contains it."""
+        self._hot.clear()
+
     async def table(self, group: GroupName, *, deadline_seconds: float | None = None) -> HolderTable | None:
         """The group's table as it is now; None if the group never had a registration."""
         try:
