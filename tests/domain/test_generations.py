@@ -285,6 +285,14 @@ def test_the_order_of_a_standard_stream_outlives_a_generation_and_a_clear() -> N
     assert index.has(on="0 DISK")
 
 
+def test_a_new_generation_goes_on_behind_the_newest_event_of_all() -> None:
+    index = Index(registration(EngineKind.STANDARD), bounds=ON_DISK)
+    for seconds, event_id, word in ((100, 5, "A"), (102, 9, "B"), (104, 7, "C")):
+        at(index, seconds)
+        index.events(stored(keys(word), is_identity=True, medium="DISK", envelope=envelope(event_id)))
+    assert index.ignored == {"seen": 1}
+
+
 @pytest.mark.parametrize("seed", seeds(20))
 def test_bounded_and_unbounded_know_the_same_blocks_as_long_as_nothing_ends(seed: int) -> None:
     """Stores, copies, removals and takeovers in any order: generations change only which holder has a block."""

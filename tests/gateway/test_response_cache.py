@@ -229,6 +229,24 @@ async def test_what_began_before_a_clearing_is_not_kept(start: Start, where: str
 
 
 @pytest.mark.outside
+@each_place
+async def test_what_began_before_a_clearing_answers_nothing_that_is_asked_after_it(start: Start, where: str) -> None:
+    running = await start(1, response_cache=where)
+    go_on = asyncio.Event()
+    running.engines[0].handler = lambda request: events(request, DELTA, LAST, DONE, until=go_on)
+    body = chat("a", stream=True)
+    first = asyncio.create_task(running.post(body))
+    await wait_until(lambda: running.asked == [1], "the first is under way", 10)
+    await running.client.post("/admin/response-cache/invalidate", json={"clear_all": True})
+    second = asyncio.create_task(running.post(body))
+    try:
+        await wait_until(lambda: running.asked == [2], "the second goes to an engine, too", 10)
+    finally:
+        go_on.set()
+    assert [answer.headers["x-cache"] for answer in await asyncio.gather(first, second)] == ["MISS", "MISS"]
+
+
+@pytest.mark.outside
 async def test_the_admin_paths_need_the_token(start: Start) -> None:
     running = await start(1, api_token="secret")
     for method, path in (("GET", "stats"), ("POST", "invalidate")):

@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
+from waymark.apply.options import ApplyOptions
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.held import HeldBlocks
 from waymark.simulator.wire import BlockRemoved, BlockStored, WireEvent
@@ -70,6 +71,19 @@ async def test_after_a_loss_a_removal_takes_the_block_whatever_its_count(bench: 
         await pod.publisher.up()
         await pod.subscribed()
         await pod.says("batches_lost")
+    await publish(pod, removed())
+    assert await bench.held(pod.name) == {}
+
+
+async def test_after_a_batch_above_a_limit_a_removal_takes_the_block_whatever_its_count(bench: Bench) -> None:
+    """What the batch would have removed is not known, and no replay would say it in fewer events."""
+    await bench.worker(options=WITHOUT_PROBES, apply=ApplyOptions(batch_events_max=1024))
+    pod = await bench.pod(has_replay=False)
+    await pod.caught_up()
+    await publish(pod, stored())
+    await publish(pod, stored())
+    await publish(pod, *[stored(n, None, (n, n, n, n)) for n in range(1000, 2100)])
+    await pod.says("over_ceiling")
     await publish(pod, removed())
     assert await bench.held(pod.name) == {}
 
