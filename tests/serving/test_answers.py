@@ -214,3 +214,17 @@ async def test_a_request_leaves_nothing_for_the_garbage_collector() -> None:
 def test_both_sides_have_the_same_name_of_a_whole_answer() -> None:
     """They share no module; with two names each answer would be two messages."""
     assert api_answers._WHOLE == cycle.WHOLE
+
+
+async def test_an_answer_that_ends_with_the_connection_is_reset_where_it_fails() -> None:
+    """To a client of HTTP/1.0 half of it would be all of it."""
+
+    async def fails(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+        raise RuntimeError("the rest is lost")
+
+    async with served(fails) as port:
+        with pytest.raises(ConnectionResetError):
+            await wire(port, request("/", "GET", version="1.0"))
+        assert b"0\r\n\r\n" not in await wire(port, request())

@@ -7,6 +7,7 @@ answer has gone to the client.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -22,7 +23,7 @@ from waymark.errors import NoTarget, Saturated
 from waymark.gateway.avoided import Avoided
 from waymark.gateway.security import to_client, to_engine
 from waymark.gateway.shapes import RequestRejected, event_of
-from waymark.gateway.upstream import Interrupted, Unreachable, Upstream
+from waymark.gateway.upstream import Interrupted, Unreachable, Upstream, is_events, is_framed
 from waymark.logs import fields
 from waymark.metrics import Metrics
 from waymark.selection.decision import SelectParameters
@@ -38,6 +39,15 @@ ATTEMPTS = 3
 _PASSED_ON = frozenset({502, 503})
 #: What the first event with content has in it, where events come before that the prompt is computed.
 _CONTENT: Mapping[Form, bytes] = {Form.MESSAGES: b"content_block_delta", Form.RESPONSES: b"response.output_"}
+#: An event that says that nothing follows, or that the engine has failed. An engine may send that of another path.
+_LAST_EVENT = re.compile(
+    rb"""(?x) [\r\n] (?: data: [ ]? (?: \[DONE\] | \{ \s* "error" | \{ \s* "type": \s* "error" )
+                         | event: [ ]? (?: error | message_stop | response\.(?:completed|incomplete|failed|cancelled)) )
+            | "type": \s* "(?: message_stop | response\.(?:completed|incomplete|failed|cancelled))" """
+)
+#: More than what the pattern finds has bytes.
+_LAST_EVENT_BYTES = 128
+_ENDS_WITH_BLANK_LINE = re.compile(rb"(?:\n\r?\n|\r\r)\Z").search
 
 
 class BrokenAnswer(Exception):
@@ -58,6 +68,25 @@ class ProxiedRequest:
     began: float = field(default_factory=perf_counter)
     status: int = 0
     """The status of the answer; 0 while it has not begun."""
+
+
+class StreamEnd:
+    """Reads a stream of events for the last one, without which it is not whole."""
+
+    def __init__(self, *, is_framed: bool) -> None:
+        self._is_framed = is_framed
+        self._tail = b"\n"
+        self._has_last = False
+
+    def take(self, piece: bytes) -> None:
+        near = self._tail + piece
+        self._has_last = self._has_last or _LAST_EVENT.search(near) is not None
+        self._tail = near[-_LAST_EVENT_BYTES:]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the last event is there; all of it, where only the end of the connection ended it."""
+        return self._has_last and (self._is_framed or _ENDS_WITH_BLANK_LINE(self._tail) is not None)
 
 
 class EngineAnswer(NamedTuple):
@@ -169,13 +198,17 @@ class Proxy:
         response = answered.response
         proxied.status = response.status
         is_fine = response.status < 400
-        marker = _CONTENT.get(proxied.api, b"") if _is_events(response) else b""
+        marker = _CONTENT.get(proxied.api, b"") if is_events(response) else b""
         waits = is_fine
+        end = StreamEnd(is_framed=is_framed(response)) if _is_told(response) and response.status == 200 else None
+        headers = to_client(response.raw_headers)
+        if _is_told(response):  # an error may follow it
+            headers = [each for each in headers if each[0] != b"content-length"]
         await proxied.send(
             {
                 "type": "http.response.start",
                 "status": response.status,
-                "headers": [*to_client(response.raw_headers), *_own_headers(answered.request.routed), *extra],
+                "headers": [*headers, *_own_headers(answered.request.routed), *extra],
             }
         )
         async for piece in self._upstream.pieces(response):
@@ -183,13 +216,17 @@ class Proxy:
                 waits = False
                 answered.request.prefilled()
                 self._metrics.ttft_seconds.observe(perf_counter() - proxied.began)
+            if end is not None:
+                end.take(piece)
             await proxied.send({"type": "http.response.body", "body": piece, "more_body": True})
+        if end is not None and not end.is_whole:
+            raise Interrupted("no_end")
         await proxied.send({"type": "http.response.body", "body": b"", "more_body": False})
         return response.status < 500
 
     async def _say_broken(self, proxied: ProxiedRequest, response: aiohttp.ClientResponse) -> None:
         """Report to the client that the answer is incomplete, if its form allows it."""
-        if not _is_events(response) or response.content_length is not None:
+        if not _is_told(response):
             raise BrokenAnswer("the engine's answer broke off")
         rejected = RequestRejected(502, "the engine has broken off its answer; send the request again", "interrupted")
         # An event of its own, even if the last one is incomplete.
@@ -197,8 +234,9 @@ class Proxy:
         await proxied.send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-def _is_events(response: aiohttp.ClientResponse) -> bool:
-    return response.headers.get("Content-Type", "").startswith("text/event-stream")
+def _is_told(response: aiohttp.ClientResponse) -> bool:
+    """Whether the gateway reads the events of an answer, and may add one."""
+    return is_events(response) and response.headers.get("Content-Encoding", "identity") == "identity"
 
 
 def _instance(answered: EngineAnswer) -> str:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
 from waymark.asker import EngineKey
@@ -19,6 +23,13 @@ from waymark.settings import Settings
 _KEEP_ALIVE_SECONDS = 4.0
 _CONNECT_SECONDS = 5.0
 _CONNECT = "connect"
+
+
+#: The line of status of an answer, and what follows it.
+_STATUS_LINE = re.compile(rb"(?s)[\r\n]*HTTP/[0-9.]+ ([0-9]*)[^\n]*\n(.)")
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
+#: Bytes of interim answers before an answer, and of its line of status.
+_HEAD_BYTES_MAX = 2**16
 
 
 class Unreachable(Exception):
@@ -80,13 +91,17 @@ class Upstream:
             self._session = self._open()
         try:
             async with asyncio.timeout(self._first_byte_seconds):
-                return await self._session.post(
+                response = await self._session.post(
                     URL(url, encoded=True), data=body, headers=[*headers, *own], allow_redirects=False
                 )
         except TimeoutError:
             raise Unreachable("timeout") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise Unreachable(_CONNECT if isinstance(error, aiohttp.ClientConnectorError) else "broken") from None
+        if not _is_answer(response):
+            response.close()
+            raise Unreachable("invalid")
+        return response
 
     async def pieces(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         """The body as it arrives; what has arrived together comes together. Raises Interrupted."""
@@ -116,8 +131,73 @@ class Upstream:
                 raise SettingsError(f"WAYMARK_ENGINE_CA_FILE {self._ca_file} cannot be read: {error}") from None
         return aiohttp.ClientSession(
             # As many as there are requests; these have a bound of their own.
-            connector=aiohttp.TCPConnector(limit=0, ssl=context, keepalive_timeout=_KEEP_ALIVE_SECONDS),
+            connector=_Connector(limit=0, ssl=context, keepalive_timeout=_KEEP_ALIVE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
         )
+
+
+def is_events(response: aiohttp.ClientResponse) -> bool:
+    return response.headers.get("Content-Type", "").lower().startswith("text/event-stream")
+
+
+def is_framed(response: aiohttp.ClientResponse) -> bool:
+    """Whether the end of an answer is known; else it is whatever has come when the connection ends."""
+    return response.content_length is not None or "Transfer-Encoding" in response.headers
+
+
+def _is_answer(response: aiohttp.ClientResponse) -> bool:
+    """Whether it is an answer that has an end, in a form that goes on to a client as it is."""
+    codings = response.headers.getall("Transfer-Encoding", ())
+    return (
+        200 <= response.status < 600
+        and response.version in (aiohttp.HttpVersion10, aiohttp.HttpVersion11)
+        and all(coding.strip().lower() == "chunked" for coding in codings)
+        and (is_framed(response) or is_events(response) or response.status in (204, 304))
+    )
+
+
+class _AnswerReader(ResponseHandler):
+    """The reader of one connection, which refuses whitespace behind the line of status.
+
+    The parser takes what follows it for a header, and RFC 9112 (2.2) wants it refused or ignored.
+    """
+
+    _head: bytes | None = None
+
+    def set_response_params(self, **params: Any) -> None:
+        self._head = b""
+        super().set_response_params(**params)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head is not None:
+            self._head += data
+            if not self._is_sane():
+                self.set_exception(aiohttp.ClientPayloadError("the answer begins with no line of status"))
+                self.close()
+                return
+        super().data_received(data)
+
+    def _is_sane(self) -> bool:
+        """Whether no whitespace is behind a line of status, as far as the lines have come."""
+        head, self._head = self._head or b"", None
+        while (line := _STATUS_LINE.match(head)) is not None:
+            if line[2] in b" \t":
+                return False
+            if not line[1].startswith(b"1"):
+                return True
+            # Behind the head of an interim answer comes another one.
+            end = _END_OF_HEAD.search(head, line.end(1))
+            if end is None:
+                break
+            head = head[end.end() :]
+        self._head = head
+        return len(head) <= _HEAD_BYTES_MAX
+
+
+class _Connector(aiohttp.TCPConnector):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # aiohttp has no other way; the tests fail if it changes.
+        self._factory = partial(_AnswerReader, loop=self._loop)  # type: ignore[assignment]

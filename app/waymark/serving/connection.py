@@ -7,6 +7,8 @@ answers to all complete requests that came before.
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections import deque
 from typing import Any, ClassVar
 
@@ -240,6 +242,13 @@ class HttpConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close, and drop what has been written and not been sent."""
+        self._transport.abort()
+
+    def reset(self) -> None:
+        """Close so that the client sees an error."""
+        opened = self._transport.get_extra_info("socket")
+        if opened is not None:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._transport.abort()
 
     def shutdown(self) -> None:

@@ -66,6 +66,9 @@ class Carrier(Protocol):
     def close(self) -> None:
         """Close; what has been written is still sent."""
 
+    def reset(self) -> None:
+        """Close so that the client sees an error."""
+
 
 class RequestCycle:
     """A request as it arrives, and its answer as it is given."""
@@ -170,7 +173,7 @@ class RequestCycle:
             if not (self.is_answered or self.is_disconnected):
                 raise RuntimeError("the application has ended without a whole answer")
         except asyncio.CancelledError:  # the process ends, and has waited for long enough
-            self._connection.close()
+            self._break_off()
             raise
         except Exception as exc:
             log.error("request failed", extra=fields(request_id=self.scope.get("request_id", "none"), **failure(exc)))
@@ -182,12 +185,22 @@ class RequestCycle:
         if self.is_answered or self.is_disconnected:
             return
         if self.is_on_wire:
-            self._connection.close()  # nothing else shows the client that bytes are missing
+            self._break_off()
             return
         self.keep_alive = False
         body = self._connection.all.shape(self.scope["path"], FAULT)
         self._write(FAULT.answer(self._connection.default_lines, body, has_body=self.scope["method"] != "HEAD"))
         self._end()
+
+    def _break_off(self) -> None:
+        """End the connection, which alone shows the client that bytes are missing.
+
+        A body that ends with the connection would be whole, so that one is reset.
+        """
+        if self.is_on_wire and not (self.is_answered or self._is_chunked or self._left is not None):
+            self._connection.reset()
+        else:
+            self._connection.close()
 
     async def send(self, message: AsgiMessage) -> None:
         """Take a message of the answer; ``RuntimeError`` where it breaks the rules of ASGI or HTTP."""
