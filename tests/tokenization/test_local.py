@@ -321,6 +321,30 @@ async def test_ids_are_cut_as_the_tokenizer_itself_cuts_them(kind: small.Kind, o
     )
 
 
+PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}"
+    "{{ p.text if p.type == 'text' else '<image>' }}{% endfor %}<|im_end|>\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("end", ["dog", "dog.", "dog ", "dog\n", "12", "été"])
+@pytest.mark.parametrize("kind", small.KINDS)
+async def test_all_certain_ids_before_an_image_are_known(kind: small.Kind, end: str, opened: Open) -> None:
+    local, reference = opened(kind, template=PARTS), small.tokenizer(kind)
+    text = "The quick brown fox jumps over the lazy " * 10 + end
+    picture = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": "x"}}]
+    ids = unpack_tokens((await local.tokens(ChatPrompt([{"role": "user", "content": picture}]))).ids)
+    assert local.splits == (kind != "metaspace-first")
+    if not local.splits:
+        assert ids == []
+        return
+    before = f"<|im_start|>user\n{text}"
+    for behind in ("", "<image>", "<|im_end|>", "quick", " over", "s", "3", "\n\n", "'t", "{", "é"):
+        all_ids = reference.encode(before + behind, add_special_tokens=False).ids
+        assert all_ids[: len(ids)] == ids, behind
+    assert len(ids) >= len(reference.encode(before, add_special_tokens=False).ids) - 12
+
+
 def test_fewer_ids_than_are_added_are_refused() -> None:
     with pytest.raises(InvalidValue, match="fewer than the special tokens") as caught:
         Truncation(1).cut(bytes(40), bytes(4), bytes(4))

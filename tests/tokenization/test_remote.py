@@ -296,3 +296,12 @@ async def test_an_answer_is_as_long_as_its_prompt_can_need(engine: Engine, remot
     engine.says(400, b"[" * 2000)
     with pytest.raises(InvalidValue, match="refuses the prompt with status 400"):
         await remote.tokens(HI)
+
+
+@pytest.mark.parametrize("tokens", ["[true]", "[1, false, 2]", "[1.0]", '["1"]', "[4294967296]", "[-1]", "{}", "null"])
+async def test_what_is_not_a_list_of_ids_is_an_error_of_the_tokenizer(
+    engine: Engine, remote: RemoteTokenizer, tokens: str
+) -> None:
+    engine.says(200, f'{{"tokens": {tokens}}}')
+    with pytest.raises(TokenizerUnavailable, match="has no list of tokens"):
+        await remote.tokens(HI)

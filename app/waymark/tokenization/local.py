@@ -14,6 +14,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from os.path import commonprefix
 from pathlib import Path
 
 from xxhash import xxh3_128_digest
@@ -42,6 +43,34 @@ _SAMPLES = 20
 _PIECES = (
     *("", "a", " a", "a ", "  two  blanks  ", "\n", "\n\nnew line", "line\n", "Hello, world!", "don't", "12345", " 7"),
     *("user\n", "été e\u0301te\u0301", "中文字", "🙂🙃", "\t", "▁", "x" * 40, "ﬁ ①", "İI", "."),
+)
+
+
+#: Characters at the end of a text whose ids are compared with those that it has before other texts.
+_WINDOW = 512
+#: Characters of a longest word. Some languages write no blanks.
+_WORD = 32
+#: Texts that change the last ids of a text before them, if anything does. An engine may write such ones for an image.
+_FOLLOWING = (
+    "a",
+    "A",
+    "é",
+    "1",
+    " ",
+    " a",
+    "\n",
+    "\n\n",
+    "<",
+    "[",
+    "'",
+    "'s",
+    ".",
+    ",",
+    "_",
+    "▁",
+    "\u0301",
+    "中",
+    "🙂",
 )
 
 
@@ -135,7 +164,12 @@ class LocalTokenizer:
         self._segments_known.inc(len(set(filter(None, pieces.keys))) - len(new))
         made = await self._encoded_anew(new, adds=not self.splits and prompt.add_special_tokens) if new else {}
         ids = [made[each] if known is None else known for each, known in zip(pieces.keys, found, strict=True)]
-        joined = self._surrounded(prompt, pieces.joined(ids))
+        joined = pieces.joined(ids)
+        if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
+            loop = asyncio.get_running_loop()
+            uncertain = await loop.run_in_executor(self._pool, self._uncertain, pieces.texts[-1])
+            joined = joined[: max(0, len(joined) - 4 * uncertain)]
+        joined = self._surrounded(prompt, joined)
         if key is not None:
             self._prompts.keep(key, joined)
         return TokenizedPrompt(joined)
@@ -183,13 +217,20 @@ class LocalTokenizer:
         return self._splitter.whole(text, b"\1" if prompt.add_special_tokens else b"\0")
 
     def _pieces_before_media(self, prompt: ChatPrompt) -> Pieces:
-        """What stands before the first image, up to the last special token: no id of it depends on what follows.
+        """Return the pieces that stand before the first image; none if texts are not split."""
+        return self._splitter.split(self._text(prompt, is_cut=True)) if self.splits else Pieces([""], [b""], [])
 
-        Nothing, where texts are not split.
-        """
-        if not self.splits:
-            return Pieces([""], [b""], [])
-        return self._splitter.split(self._text(prompt, is_cut=True)).to_last_token()
+    def _uncertain(self, text: str) -> int:
+        """Return how many ids at the end of a piece depend on what follows it, which only the engine knows."""
+        window = text[-_WINDOW:]
+        if not window:
+            return 0
+        # What follows may make another word of the last one, whatever its first characters are.
+        word = len(window) - len(window.rstrip().rpartition(" ")[0])
+        known = window[: len(window) - min(word, _WORD)]
+        whole, *others = self._encoded([window, known, *(window + each for each in _FOLLOWING)])
+        same = min(len(commonprefix([whole, each])) for each in others) // 4  # noqa: RUF071  # of ids
+        return len(whole) // 4 - same
 
     def _text(self, prompt: Prompt, *, is_cut: bool = False) -> str:
         if isinstance(prompt, ChatPrompt):

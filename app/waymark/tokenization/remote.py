@@ -120,10 +120,13 @@ class RemoteTokenizer:
 
     def _ids(self, answer: Any, name: str) -> bytes:
         found = answer.get(name) if isinstance(answer, Mapping) else None
-        try:
-            return pack_tokens(found)  # type: ignore[arg-type]  # whatever it is, what is no list of ids raises
-        except (TypeError, OverflowError, ValueError):
-            raise self._unusable(f"its answer has no list of {name}") from None
+        # A boolean is an int to Python.
+        if isinstance(found, list) and set(map(type, found)) <= {int}:
+            try:
+                return pack_tokens(found)
+            except OverflowError:
+                pass  # an id that is not a u32
+        raise self._unusable(f"its answer has no list of {name}")
 
     def _rendered(self, answer: Any) -> TokenizedPrompt:
         if isinstance(answer, list) and len(answer) == 1:

@@ -42,10 +42,6 @@ class Pieces(NamedTuple):
         """The pieces with those of a text that is encoded on its own."""
         return Pieces(self.texts + other.texts, self.keys + other.keys, [*self.tokens, b"", *other.tokens])
 
-    def to_last_token(self) -> Pieces:
-        """The pieces without the text behind the last added token."""
-        return Pieces([*self.texts[:-1], ""], [*self.keys[:-1], b""], self.tokens)
-
 
 class SegmentMemo:
     """The ids of texts, by a hash of the text, up to ``bytes_max``; the least recently used goes first.
