@@ -77,7 +77,7 @@ PURE = {"domain", "engines", "routing", "chat"}
 # The modules of the standard library that compute.
 COMPUTING = {
     *("__future__", "array", "base64", "binascii", "bisect", "collections", "dataclasses", "difflib", "enum"),
-    *("functools", "hashlib", "itertools", "json", "math", "re", "struct", "sys", "types", "typing"),
+    *("functools", "hashlib", "itertools", "json", "math", "operator", "re", "struct", "sys", "types", "typing"),
 }
 # Module of a pure part -> what else of the standard library it imports, and why.
 NOT_COMPUTING: dict[str, dict[str, str]] = {

@@ -353,3 +353,30 @@ def test_no_two_requests_share_a_key() -> None:
     assert len(keys) == 4 * len(fields)
     assert cache_key("/a", "t", {"user": "x", "a": 1}) == cache_key("/a", "t", {"a": 1, "temperature": None})
     assert cache_key("/a", "t", {}, "x") != cache_key("/a", "t", {})
+
+
+@pytest.mark.outside
+async def test_numbers_are_compared_as_they_are_written(start: Start) -> None:
+    running = await start(1, response_cache="memory")
+    answering(running)
+    found = []
+    for seed in ("18446744073709551616", "18446744073709551617", "1e20", "100000000000000000000", "1", "1.0"):
+        body = b'{"model": "demo", "messages": [{"role": "user", "content": "a"}], "seed": %b}' % seed.encode()
+        answers = [await running.client.post("/v1/chat/completions", content=body) for _ in range(2)]
+        found.append([answer.headers["x-cache"] for answer in answers])
+    assert found == [["MISS", "HIT"]] * 6
+
+
+@pytest.mark.outside
+async def test_every_header_that_an_engine_may_read_is_part_of_the_request(start: Start) -> None:
+    running = await start(1, response_cache="memory")
+    answering(running)
+
+    async def result(*headers: tuple[str, str]) -> str:
+        return str((await running.post(chat("a"), headers=list(headers))).headers["x-cache"])
+
+    beta, other = ("anthropic-beta", "one"), ("anthropic-beta", "two")
+    for told in ([], [beta], [other], [beta, other], [other, beta], [("openai-beta", "x")], [("x-unknown", "1")]):
+        assert [await result(*told), await result(*told)] == ["MISS", "HIT"], told
+    neutral = [("user-agent", "x"), ("traceparent", "00-1"), ("x-request-id", "1"), ("x-stainless-retry-count", "1")]
+    assert await result(*neutral, ("authorization", "Bearer x"), ("connection", "x-hop"), ("x-hop", "1")) == "HIT"

@@ -8,12 +8,26 @@ unknown here, makes another key and never a wrong answer.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
+from operator import itemgetter
 from typing import Any
 
 #: Fields that say whose request it is.
 _NEUTRAL = frozenset({"user"})
+#: Headers that say who asks, by which way and how to answer on the wire, and what their names may begin with. An engine
+#: may read any other one.
+_NEUTRAL_HEADERS = frozenset(
+    {
+        b"accept", b"accept-language", b"baggage", b"cache-control", b"cdn-loop", b"content-type", b"dnt", b"forwarded",
+        b"origin", b"pragma", b"priority", b"referer", b"traceparent", b"tracestate", b"user-agent", b"via",
+        b"x-cloud-trace-context", b"x-correlation-id", b"x-real-ip",
+    }
+)  # fmt: skip
+_NEUTRAL_HEADERS_BEGIN = (b"cf-", b"sec-", b"x-amzn-", b"x-b3-", b"x-envoy-", b"x-forwarded-", b"x-stainless-")
+#: A number with as many digits may not be the one that is read: above 64 bits it becomes a float.
+_LONG_NUMBER = re.compile(rb"[0-9]{16}")
 
 
 def is_cacheable(fields: Mapping[str, Any]) -> bool:
@@ -23,8 +37,23 @@ def is_cacheable(fields: Mapping[str, Any]) -> bool:
     return temperature is None or is_zero
 
 
-def cache_key(path: str, tenant_id: str, fields: Mapping[str, Any], *more: str) -> bytes:
-    """32 bytes. ``more`` is what changes an answer and is no field, such as the version that a header asks for."""
+def telling_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    """The headers by which an answer may differ; of a name that is there twice, all values in their order."""
+    told = [
+        (name.decode("latin-1"), value.decode("latin-1"))
+        for name, value in headers
+        if name not in _NEUTRAL_HEADERS and not name.startswith(_NEUTRAL_HEADERS_BEGIN)
+    ]
+    return sorted(told, key=itemgetter(0))
+
+
+def as_written(body: bytes) -> str:
+    """What the fields of a body do not say of its numbers: nothing, or all of it where it has long ones."""
+    return sha256(body).hexdigest() if _LONG_NUMBER.search(body) else ""
+
+
+def cache_key(path: str, tenant_id: str, fields: Mapping[str, Any], *more: Any) -> bytes:
+    """32 bytes. ``more`` is what changes an answer and is not a field, such as headers; any JSON."""
     said = {name: value for name, value in fields.items() if name not in _NEUTRAL}
     if said.get("temperature") is None:
         said.pop("temperature", None)

@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 from waymark.asgi import RawHeaders
-from waymark.chat.cache_key import cache_key, is_cacheable
+from waymark.chat.cache_key import as_written, cache_key, is_cacheable, telling_headers
 from waymark.chat.requests import Form
 from waymark.gateway.answer_store import AnswerStore, CacheLookup, MemoryAnswers
 from waymark.gateway.bodies import InferenceBody
 from waymark.gateway.kept_answer import AnswerCollector, KeptAnswer, send_again
 from waymark.gateway.proxy import ProxiedRequest
-from waymark.gateway.security import GatewayCaller
+from waymark.gateway.security import GatewayCaller, going_on
 from waymark.gateway.shared_answers import ERRORS, SharedAnswers
 from waymark.metrics import Metrics
 from waymark.settings import Settings
@@ -30,8 +30,6 @@ Proceed = Callable[[RawHeaders], Awaitable[None]]
 
 #: Answers of the others carry ids that belong to one request.
 _FORMS = frozenset({Form.CHAT, Form.COMPLETIONS, Form.MESSAGES})
-#: Headers by which Anthropic's API changes its answers.
-_VERSIONS = (b"anthropic-version", b"anthropic-beta")
 #: Before the names of the results among the counts of all gateways.
 _COUNT = "response_cache."
 #: How long a request waits for the same one that is under way.
@@ -160,9 +158,14 @@ class ResponseCache:
         asks_anew = headers.get(b"cache-control", b"").lower() in (b"no-cache", b"no-store")
         if body.request.form not in _FORMS or asks_anew or not is_cacheable(body.fields):
             return None
-        versions = [headers.get(name, b"").decode("latin-1") for name in _VERSIONS]
         return cache_key(
-            proxied.path, client.tenant_id, body.fields, client.name, proxied.query.decode("latin-1"), *versions
+            proxied.path,
+            client.tenant_id,
+            body.fields,
+            client.name,
+            proxied.query.decode("latin-1"),
+            telling_headers(going_on(proxied.headers)),
+            as_written(proxied.body),
         )
 
     # ---- for operators -----------------------------------------------------------------------------

@@ -165,10 +165,15 @@ def _too_much(what: str, setting: str) -> RequestRejected:
 
 
 def to_engine(headers: RawHeaders) -> list[tuple[str, str]]:
+    """The headers of a request that go on to an engine, as texts."""
+    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in going_on(headers)]
+
+
+def going_on(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
     """The headers of a request that go on to an engine."""
     named = _named_by_connection(headers)
     return [
-        (name.decode("latin-1"), value.decode("latin-1"))
+        (name, value)
         for name, value in headers
         if name not in _HOP_BY_HOP and name not in _OWN and name not in named and not _is_own(name)
     ]
