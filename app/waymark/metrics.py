@@ -200,7 +200,7 @@ class Metrics:
     discovery_unregistered = counter("How many publishers discovery unregistered.")
 
     # ---- order
-    gaps = counter("How many gaps there were: batches were missing before a frame.")
+    gaps = counter("How many gaps there were: batches were missing before a frame, or event_ids before an event.")
     batches_lost = counter("How many missing batches no replay could recover.")
     replays = counter("How many replays ended, by outcome.", "outcome")
     replays_running = gauge("How many replays are running.")

@@ -336,3 +336,21 @@ async def test_one_event_takes_a_bounded_number_of_hashes(client: httpx.AsyncCli
     status, body = await post(client, event(1, seq_hashes=list(range(most + 1))))
     assert (status, body["reason"], body["field"]) == (413, "too_large", "seq_hashes")
     assert await post(client, event(1, seq_hashes=list(range(most)))) == (200, {"applied": 1, "stale": 0})
+
+
+@pytest.mark.parametrize(("first", "second", "name"), [("ssd", "nfs", "DISK"), ("npu", "gpu", "GPU")])
+async def test_two_media_of_one_tier_are_two_streams(
+    client: httpx.AsyncClient, first: str, second: str, name: str
+) -> None:
+    assert await post(client, [one(7, 0, medium=first), one(8, 1, medium=first)]) == (200, {"applied": 2, "stale": 0})
+    assert await post(client, [one(1, 1, medium=second), one(2, 2, medium=second)]) == (200, {"applied": 2, "stale": 0})
+    assert (await matched(client))[name] == 6
+    assert await post(client, event(3, "removed", medium=second, seq_hashes=HASHES[1:3])) == (
+        200,
+        {"applied": 1, "stale": 0},
+    )
+    assert (await matched(client))[name] == 4, "the other medium still has the second block"
+    assert await post(client, event(9, "cleared", medium=first)) == (200, {"applied": 1, "stale": 0})
+    assert (await matched(client))[name] == 0
+    code, answer = await post(client, one(5, 0, medium=second.upper()))
+    assert (code, answer["expected"]) == (409, 4)

@@ -137,7 +137,7 @@ class Applier:
             await self._apply(portion, moves, None, {})
             await self._keep_lease()
         await self._apply(last, moves, commit, event_ids)
-        self._counts.applied(batches, parts, time.perf_counter() - began)
+        self._counts.applied(batches, parts, plan.gaps, time.perf_counter() - began)
 
     def _resolve(self, plan: Plan, fold: Sequence[Incoming]) -> Slices[Parts]:
         parts: Parts = []

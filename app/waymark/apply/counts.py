@@ -27,8 +27,11 @@ class Counts:
         self._model = metrics.model(resolver.registration.model_name)
         self._waiting_dropped = 0
 
-    def applied(self, batches: Sequence[Batch], parts: Sequence[Part], seconds: float) -> None:
-        """Count a fold: its ``batches``, the ``parts`` they were resolved to, and the ``seconds`` that Redis took."""
+    def applied(self, batches: Sequence[Batch], parts: Sequence[Part], gaps: int, seconds: float) -> None:
+        """Count a fold: its ``batches``, the ``parts`` they were resolved to, and the ``seconds`` that Redis took.
+
+        ``gaps`` is how often event_ids were missing.
+        """
         metrics = self._metrics
         metrics.apply_duration_seconds.observe(seconds)
         self._count_parts(parts)
@@ -39,6 +42,9 @@ class Counts:
         if newest is not None:
             metrics.lag_seconds.observe(max(0.0, time.time() - newest))
         self._count_events(batches)
+        if gaps:
+            self._counters["gaps"] += gaps
+            metrics.gaps.inc(gaps)
         self._count_resolved()
         self._count_held()
 

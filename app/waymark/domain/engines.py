@@ -47,6 +47,8 @@ class EngineTraits:
     tells_events: bool = True
     aliases: frozenset[str] = frozenset()
     """Other names of the kind, in lower case."""
+    numbers_events: bool = False
+    """The event_ids of each of its streams rise by one."""
     is_opaque: bool = False
     """It names prefixes by hashes of its own, in an event stream over HTTP; nothing is known of their blocks."""
     may_alias: bool = True
@@ -80,7 +82,7 @@ TRAITS: Final[Mapping[EngineKind, EngineTraits]] = MappingProxyType(
             sockets_path="/server_info",
         ),
         EngineKind.MOONCAKE: EngineTraits("mooncake", first_seq=1, scope="shared"),
-        EngineKind.STANDARD: EngineTraits("standard", needs_endpoint=False),
+        EngineKind.STANDARD: EngineTraits("standard", needs_endpoint=False, numbers_events=True),
         EngineKind.CONTINUUM: EngineTraits("standard", aliases=frozenset({"sse"}), is_opaque=True),
         # It is there for requests to be sent to; nothing is known of its cache.
         EngineKind.NONE: EngineTraits("standard", needs_endpoint=False, tells_events=False),

@@ -27,6 +27,9 @@ class Envelope:
     model_name: str | None
     block_size: int | None
     dp_rank: int | None
+    spelling: str = ""
+    """The name of the medium in the event, in upper case, if it is another than the medium's own: ``NFS`` and ``SSD``
+    are one medium in answers, and two streams."""
     object_shard: str | None = None
     """The part of the block that an object in a pool is, as 16 hex digits. The object's hash comes from another
     engine."""

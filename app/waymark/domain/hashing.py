@@ -139,7 +139,10 @@ def derived_hash(engine_hash: int, number: int) -> int:
     return xxh3_64_intdigest(_PAIR(engine_hash, number))
 
 
-def dimensions_digest(backend_id: str, adapter: Adapter, salts: Sequence[str]) -> str:
-    """16 hex digits that stand for the dimensions of a standard event's stream, beside rank and medium."""
-    packed: bytes = msgpack.packb([backend_id, adapter, list(salts)], use_bin_type=True)
+def dimensions_digest(backend_id: str, adapter: Adapter, salts: Sequence[str], spelling: str = "") -> str:
+    """16 hex digits that stand for the dimensions of a standard event's stream, beside rank and medium.
+
+    ``spelling`` is the name of the medium in the event, if it is another than the medium's own.
+    """
+    packed: bytes = msgpack.packb([backend_id, adapter, list(salts), *filter(None, [spelling])], use_bin_type=True)
     return blake2b(packed, digest_size=8).hexdigest()

@@ -19,6 +19,8 @@ EXTRA_KEYS = "extra_keys"
 """Flag: this life has reported a salt or an image."""
 UNTRUSTED = "untrusted"
 """Flag: batches were lost, so counts of copies are not what they seem."""
+EVENTS_MISSING = "events_missing"
+"""Flag: event_ids of a standard stream are missing, although no batch is."""
 
 COPIES_LEFT = "copies:left"
 """Flag: removals of this life have said how many copies of a block are left."""

@@ -13,7 +13,7 @@ from functools import lru_cache
 from waymark.domain import chunks
 from waymark.domain.events import Batch, Cleared, Envelope, Event, PlainEvents, Removed, Stored
 from waymark.domain.generations import Generations
-from waymark.domain.life_facts import LifeFacts
+from waymark.domain.life_facts import EVENTS_MISSING, LifeFacts
 from waymark.domain.media import UNNAMED
 from waymark.domain.names import GROUP, Holder, HolderName, Registration, Unit
 from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices
@@ -40,6 +40,8 @@ class Plan:
     """Flags or the main group have changed and must be kept before anything is applied."""
     last_clear: dict[Unit, tuple[int, int]] = field(default_factory=dict)
     """(batch, event) of the last clear of a unit in the fold; what it has before that is not written at all."""
+    gaps: int = 0
+    """How often event_ids were missing before an event."""
     epochs: list[Mapping[HolderName, int]] = field(default_factory=list)
     """The generations for the stores of each batch, by lasting name; empty if the group has no bounds."""
 
@@ -63,6 +65,10 @@ class Planner:
         self._publisher = publisher
         self._generations = generations
         self._facts = facts
+        # Over HTTP, an event behind missing ones is refused before it comes here.
+        self._finds_gaps = registration.kind.traits.numbers_events and registration.endpoint is not None
+        self._unread = 0
+        """Events that were received and not read, so that their event_ids seem to be missing."""
 
     def plan(
         self,
@@ -81,6 +87,7 @@ class Planner:
         for i, batch in enumerate(batches):
             if type(batch.events) is PlainEvents:
                 continue  # there is no clear among them
+            self._unread += batch.rejected.total() + batch.ignored.total()
             for start in range(0, len(batch.events), _EVENTS_AT_ONCE):
                 self._find_clears(plan, i, batch, start, seen)
                 if len(batch.events) > _EVENTS_AT_ONCE:
@@ -116,10 +123,21 @@ class Planner:
                     plan.last_clear[self.rank(batch, event)] = (i, j)
             elif not self._skip_reason_of(batch, event):
                 name = self._lasting_name(batch, event)
-                if envelope.event_id > seen.get(name, -1):
+                if envelope.event_id > (last := seen.get(name, -1)):
+                    if name in seen and envelope.event_id > last + 1 and self._finds_gaps:
+                        self._find_gap(plan, envelope.event_id - last - 1)
                     seen[name] = envelope.event_id
                     if isinstance(event, Cleared):
                         plan.last_clear[name] = (i, j)
+
+    def _find_gap(self, plan: Plan, missing: int) -> None:
+        """Note so many missing event_ids, unless they are those of events that could not be read."""
+        if missing <= self._unread:
+            self._unread -= missing
+            return
+        self._unread = 0
+        plan.gaps += 1
+        self._facts.flags.add(EVENTS_MISSING)
 
     def _find_holders(
         self, plan: Plan, i: int, batch: Batch, start: int, kept: set[HolderName], names: set[HolderName]

@@ -37,7 +37,7 @@ class Spaces:
 
     def dimensions(self, event: Event, envelope: Envelope) -> str:
         """What stands, beside rank and medium, for the stream of a standard event."""
-        return dimensions_digest(envelope.backend_id, self._adapter(event), self._salts_of(event))
+        return dimensions_digest(envelope.backend_id, self._adapter(event), self._salts_of(event), envelope.spelling)
 
     def _adapter(self, event: Event) -> Adapter:
         return self._lora_name if event.adapter is None else event.adapter

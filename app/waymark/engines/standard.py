@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from waymark.domain.events import Cleared, Envelope, Event, Removed, Stored
+from waymark.domain.media import normal_medium
 from waymark.domain.names import DEFAULT_TENANT, U32_MAX, U64_MASK
 from waymark.engines import wire
 from waymark.engines.batches import Decoder
@@ -168,7 +169,15 @@ def read_envelope(event: Mapping[Any, Any]) -> Envelope:
         model_name=_text(event, "model_name"),
         block_size=None if event.get("block_size") is None else wire.block_size(event["block_size"]),
         dp_rank=_u32(event, "dp_rank"),
+        spelling=_spelling(event.get("medium")),
     )
+
+
+def _spelling(medium: Any) -> str:
+    """The name of the medium in upper case; empty if it is the medium's own, or none."""
+    if not isinstance(medium, str) or medium.upper() == normal_medium(medium):
+        return ""
+    return medium.upper()
 
 
 def _text(event: Mapping[Any, Any], field: str, *, secret: bool = False) -> str | None:

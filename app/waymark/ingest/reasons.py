@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from waymark.domain import life_facts
+
+EVENTS_MISSING = life_facts.EVENTS_MISSING
 JOINED_LATE = "joined_late"
 BATCHES_LOST = "batches_lost"
 OVER_CEILING = "over_ceiling"
@@ -19,6 +22,7 @@ GAP_AT = "gap_at:"
 REASONS = {
     JOINED_LATE: "this life began before the first batch that the publisher can replay",
     BATCHES_LOST: "batches of this life were lost and cannot be replayed",
+    EVENTS_MISSING: "event_ids of this life are missing: the publisher left events out of its batches",
     OVER_CEILING: "a batch of this life was above a ceiling and was not read",
     REPLAY_SILENT: "the replay endpoint does not answer",
     REPLAY_INCOMPLETE: "the last replay ended early",

@@ -13,7 +13,7 @@ import logging
 from waymark.apply.redis_calls import Fenced
 from waymark.domain.status import StreamStatus
 from waymark.ingest.life import Life
-from waymark.ingest.reasons import REASONS
+from waymark.ingest.reasons import EVENTS_MISSING, REASONS
 from waymark.ingest.replaying import Replaying
 from waymark.ingest.subscriber import Subscriber
 from waymark.logs import fields
@@ -56,6 +56,8 @@ class StatusReporter:
 
     async def report(self, now: float) -> None:
         """Write what is new, if the status has changed, or the last report was a while ago."""
+        if EVENTS_MISSING in self._life.applier.resolver.flags:
+            self._life.reasons.add(EVENTS_MISSING)
         status = self._current_status()
         if status == self.status and now - self._reported <= _REPORT_SECONDS:
             return
