@@ -41,6 +41,7 @@ APPLIED = {
     "decode_errors.*": "counted after the apply is acknowledged",
     "ignored.*": "counted after the apply is acknowledged",
     "unresolved": "counted after the apply is acknowledged",
+    "copies_contradicted": "counted after the apply is acknowledged",
     "unsalted_events": "counted after the apply is acknowledged",
     "waiting": "how many wait, as of the last apply that was acknowledged",
     "missing": "an estimate, as of the last apply or change of holders that was acknowledged",
