@@ -138,6 +138,7 @@ async def test_json_has_every_publisher_and_worker(streams: list[Stream], waymar
         "status": "active", "worker": "worker-1", "has_live_worker": True, "watermark": 41,
         "blocks": {"GPU": 5, "CPU": 2}, "known": 1.0, "prefixes": {}, "gaps": 2, "replays": 4, "restarts": 1,
         "batches_lost": 0, "last_error": None,
+        "copies": {"rule": "count", "why": "its type, vLLM, announces and removes each copy"},
         "complaint": WITHOUT_REPLAY,
         "counters": {"gaps": 2, "replays.complete": 3, "replays.silent": 1, "restarts": 1},
     }  # fmt: skip

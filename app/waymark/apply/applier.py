@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from waymark.apply.bounding import Bounding
 from waymark.apply.counts import Counts
@@ -114,6 +115,12 @@ class Applier:
 
         Raises Fenced, and StoreUnavailable if the applier is not patient.
         """
+        *others, last = _cut_at_clears(fold)
+        for some in others:
+            await self._apply_fold(some, None)
+        await self._apply_fold(last, commit)
+
+    async def _apply_fold(self, fold: Sequence[Incoming], commit: Commit | None) -> None:
         resolver, batches = self.resolver, [incoming.batch for incoming in fold]
         self.bounding.begin_fold()
         plan = await self.slices.run(resolver.plan(batches))
@@ -275,3 +282,13 @@ class Applier:
         if above is None:
             raise Fenced
         return above
+
+
+def _cut_at_clears(fold: Sequence[Incoming]) -> list[Sequence[Incoming]]:
+    """The fold in pieces, each of which begins with the fold or with a batch that clears a device alone.
+
+    Blocks off the device are known by the device's blocks before the clear. A fold leaves those out, so they must be in
+    a fold before it.
+    """
+    starts = [i for i, each in enumerate(fold) if i and each.batch.clears_device]
+    return [fold[start:end] for start, end in pairwise([0, *starts, len(fold)])]

@@ -179,3 +179,13 @@ class Batch:
     """One short description per kind in ``rejected``, for the log; never any token."""
     lost: str | None = None
     """The reason why the batch cannot be read. Its events are lost permanently, because a replay has the same bytes."""
+
+    @property
+    def clears_device(self) -> bool:
+        """Whether it has a clear that is of the device alone: one of a process that names itself.
+
+        vLLM means that in the releases that name the process. Blocks that were offloaded stay.
+        """
+        if self.publisher_id is None or type(self.events) is PlainEvents:
+            return False
+        return any(isinstance(event, Cleared) and event.envelope is None for event in self.events)

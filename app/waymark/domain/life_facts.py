@@ -5,6 +5,7 @@ A record keeps them as ``flags`` and ``main_group``, so that a worker that takes
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Literal, NamedTuple
 
@@ -27,10 +28,22 @@ COPIES_LEFT = "copies:left"
 COPIES_REUSED = "copies:reused"
 """Flag: stores of this life have said whether their blocks are new or only announced again."""
 
+PUBLISHER = "publisher:"
+"""A flag that begins so names the id of the process whose life this is, in hex digits."""
+
 WINDOW = "window:"
 """Flags of this life that begin so name the windows of groups that are not main attention."""
+_PUBLISHER = re.compile(PUBLISHER + "((?:[0-9a-f]{2}){1,64})")
 WINDOWS_MAX = 64
 """Groups beyond these count for nothing."""
+
+
+def publisher_of(flags: Collection[str]) -> bytes | None:
+    """The id of the process whose life this is, if its batches name it."""
+    for flag in flags:
+        if match := _PUBLISHER.fullmatch(flag):
+            return bytes.fromhex(match[1])
+    return None
 
 
 class CopiesRule(NamedTuple):
@@ -67,11 +80,14 @@ class LifeFacts:
         self.chunk_blocks = 1
         """How many blocks the largest chunk has had, in this life; ``flags`` has it, too."""
         self._block_size = registration.block_size
+        self._has_one_counter = registration.sequence == "publisher"
+        self._publisher_id: bytes | None = None
         self._reads_windows = reads_windows and registration.scope == "instance"
 
     def restore(self, flags: frozenset[str], main_group: int | None) -> None:
         """Take the facts of this life as its record has them."""
         self.flags = set(flags)
+        self._publisher_id = publisher_of(flags)
         self.main_group = main_group
         self.shards = {flag.removeprefix(SHARD) for flag in flags if flag.startswith(SHARD)}
         windows = [Window.parse(flag.removeprefix(WINDOW)) for flag in flags if flag.startswith(WINDOW)]
@@ -81,6 +97,7 @@ class LifeFacts:
     def forget(self) -> None:
         """The life has ended."""
         self.flags.clear()
+        self._publisher_id = None
         self.shards.clear()
         self.windows.clear()
         self.chunk_blocks = 1
@@ -89,6 +106,13 @@ class LifeFacts:
     def kept(self) -> tuple[frozenset[str], int | None]:
         """What a record keeps, as it is now."""
         return frozenset(self.flags), self.main_group
+
+    def learn_publisher(self, publisher_id: bytes) -> None:
+        """Learn which process sends the batches of this life. A stream of several counters has several."""
+        if publisher_id != self._publisher_id and self._has_one_counter:
+            self.flags -= {flag for flag in self.flags if flag.startswith(PUBLISHER)}
+            self.flags.add(PUBLISHER + publisher_id.hex())
+            self._publisher_id = publisher_id
 
     def learn_removal(self, event: Removed) -> None:
         """Learn what a removal shows."""

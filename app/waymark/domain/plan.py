@@ -14,7 +14,7 @@ from waymark.domain import chunks
 from waymark.domain.events import Batch, Cleared, Envelope, Event, PlainEvents, Removed, Stored
 from waymark.domain.generations import Generations
 from waymark.domain.life_facts import EVENTS_MISSING, LifeFacts
-from waymark.domain.media import UNNAMED
+from waymark.domain.media import DEVICE, UNNAMED
 from waymark.domain.names import GROUP, Holder, HolderName, Registration, Unit
 from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices
 from waymark.domain.spaces import Spaces
@@ -33,7 +33,7 @@ class Plan:
     """The work that must be done before a fold can be resolved."""
 
     ended: list[Unit] = field(default_factory=list)
-    """A rank, or the name of a standard stream's holder."""
+    """A rank, a rank and a medium, or the name of a standard stream's holder."""
     begun: dict[HolderName, Holder] = field(default_factory=dict)
     """Holders to begin, by name."""
     facts_changed: bool = False
@@ -85,6 +85,8 @@ class Planner:
         before = self._facts.kept()
         seen = {name.lasting: event_ids[h] for name, h in holders.items() if h in event_ids}
         for i, batch in enumerate(batches):
+            if batch.publisher_id is not None:
+                self._facts.learn_publisher(batch.publisher_id)
             if type(batch.events) is PlainEvents:
                 continue  # there is no clear among them
             self._unread += batch.rejected.total() + batch.ignored.total()
@@ -120,7 +122,7 @@ class Planner:
             envelope = event.envelope
             if envelope is None:
                 if isinstance(event, Cleared) and not self._skip_reason_of(batch, event):
-                    plan.last_clear[self.rank(batch, event)] = (i, j)
+                    plan.last_clear |= dict.fromkeys(self._cleared_units(batch, event), (i, j))
             elif not self._skip_reason_of(batch, event):
                 name = self._lasting_name(batch, event)
                 if envelope.event_id > (last := seen.get(name, -1)):
@@ -138,6 +140,15 @@ class Planner:
         self._unread = 0
         plan.gaps += 1
         self._facts.flags.add(EVENTS_MISSING)
+
+    def _cleared_units(self, batch: Batch, event: Cleared) -> Sequence[Unit]:
+        """What a clear without an envelope ends: in a stream that names its process, the blocks on the device alone.
+
+        vLLM means that by it in the releases that name the process: blocks that were offloaded stay. A clear of others
+        ends the rank.
+        """
+        rank = self.rank(batch, event)
+        return (rank,) if batch.publisher_id is None else tuple(_name(rank, medium) for medium in DEVICE)
 
     def _find_holders(
         self, plan: Plan, i: int, batch: Batch, start: int, kept: set[HolderName], names: set[HolderName]
@@ -233,8 +244,11 @@ class Planner:
 
     def is_cleared(self, plan: Plan, batch: Batch, event: Event, i: int, j: int) -> bool:
         """Whether a later event of the fold clears it away."""
-        units: list[Unit] = [self.rank(batch, event)]
-        if event.envelope is not None:
+        rank = self.rank(batch, event)
+        units: list[Unit] = [rank]
+        if event.envelope is None:
+            units.append(_name(rank, event.medium or UNNAMED))
+        else:
             units.append(self._lasting_name(batch, event))
         return any((i, j) < plan.last_clear.get(unit, (-1, -1)) for unit in units)
 

@@ -8,18 +8,19 @@ except the next batch in order.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from typing import Literal
 
 from waymark.apply.applier import Applier, Incoming
 from waymark.domain.events import Batch
+from waymark.domain.life_facts import publisher_of
 from waymark.domain.parts import Commit
 from waymark.domain.resolver import UNTRUSTED
 from waymark.domain.status import StreamStatus
 from waymark.engines import Decoder
 from waymark.ingest.batch_decoder import BatchDecoder
 from waymark.ingest.counters import LifeCounter, metrics_of_life
-from waymark.ingest.order import FrameOrder
+from waymark.ingest.order import FrameOrder, FramePosition
 from waymark.ingest.reasons import (
     BATCHES_LOST,
     BUFFER_FULL,
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 #: Bytes of frames in one fold. The decoded batches of a fold are in memory together.
 _FOLD_BYTES = 2**20
+_FORMER_IDS_MAX = 8
 
 
 class Life:
@@ -73,6 +75,12 @@ class Life:
         """The watermark that Redis has acknowledged."""
         self.is_proven = False
         """It is proven that the publisher of this connection is in the life that the watermark belongs to."""
+        self.publisher_id = publisher_of(state.flags) if state.watermark is not None else None
+        """The id of the process whose life this is; None if its batches do not name it."""
+        self.former_ids: deque[bytes] = deque(maxlen=_FORMER_IDS_MAX)
+        """The ids of processes that another one has followed on this connection: their frames come too late."""
+        self._last_id = self.publisher_id
+        self._has_one_process = registration.sequence == "publisher"
         self.begun = 0
         """How many times holders and watermark have ended here."""
         self._opened_at = seq_in(state.flags, OPENED_AT) if state.watermark is not None else None
@@ -102,8 +110,42 @@ class Life:
             return batch.dp_rank
         return None if batch.rejected and not batch.events else self._dp_rank
 
+    def is_of_another_process(self, batch: Batch) -> bool:
+        """Whether a batch names another process than the one whose life this is."""
+        told = batch.publisher_id if self._has_one_process else None
+        return told is not None and self.publisher_id is not None and told != self.publisher_id
+
+    def is_of_same_process(self, batch: Batch) -> bool:
+        """Whether a batch names the process whose life this is."""
+        return self._has_one_process and batch.publisher_id is not None and batch.publisher_id == self.publisher_id
+
+    def judge(self, position: FramePosition, batch: Batch) -> FramePosition:
+        """What a live frame means by its process, if it names one; ``position`` is what it means by its number.
+
+        An id is never used again. So another one is another life, whatever the number; with the same one, a number
+        that does not grow is a frame that came before.
+        """
+        if position is FramePosition.MIXED or not self._has_one_process:
+            return position
+        if batch.publisher_id in self.former_ids:
+            return FramePosition.STALE
+        if self.is_of_another_process(batch):
+            return FramePosition.RESTART
+        is_repeated = position is FramePosition.RESTART and self.is_of_same_process(batch)
+        return FramePosition.STALE if is_repeated else position
+
+    def _hear(self, publisher_id: bytes) -> None:
+        """Note the process that has sent the next batch of this life."""
+        if publisher_id == self.publisher_id:
+            self.prove()
+        if self._last_id is not None and publisher_id != self._last_id:
+            self.former_ids.append(self._last_id)
+        self.publisher_id = self._last_id = publisher_id
+
     def append(self, incoming: Incoming) -> None:
         """Put the next batch into the open fold."""
+        if incoming.batch.publisher_id is not None and self._has_one_process:
+            self._hear(incoming.batch.publisher_id)
         self._fold.append(incoming)
         self._fold_bytes += incoming.size
         self.order.advance(incoming.seq, incoming.digest, incoming.batch.ts)
@@ -222,7 +264,7 @@ class Life:
         self.count_passed()
         self.begun += 1
         self._opened_at = self._gap_at = self._unproven = None
-        self.acknowledged = None
+        self.acknowledged = self.publisher_id = None
         self.order.restart()
         # The other reasons concern only the life that has ended.
         self.reasons &= {REPLAY_SILENT}

@@ -175,7 +175,7 @@ class _ReplayRequest:
                 incoming: Incoming | None = frame
             else:
                 incoming = await life.decoder.decode(frame.seq, frame.payload, frame.topic)
-            if incoming is not None:
+            if incoming is not None and not life.is_of_another_process(incoming.batch):
                 await self._read(incoming)
                 if self.is_over:
                     return
@@ -217,6 +217,12 @@ class _ReplayRequest:
                 return True
             await life.begin_anew("other batch at the watermark")
             return False
+        if life.is_of_another_process(first.batch):
+            await life.begin_anew("another publisher_id")
+            return False
+        if life.is_of_same_process(first.batch):
+            life.prove()
+            await life.found()
         if life.is_proven:
             assert life.order.watermark is not None
             if first.seq > life.order.watermark + 1:

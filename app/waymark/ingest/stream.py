@@ -200,7 +200,8 @@ class Stream:
                 await self._rank_streams.live(frame, incoming)
                 continue
             dp_rank = life.rank_of(incoming.batch)
-            judgement = life.order.judge(frame, incoming.digest, incoming.batch.ts, dp_rank)
+            position = life.order.judge(frame, incoming.digest, incoming.batch.ts, dp_rank)
+            judgement = life.judge(position, incoming.batch)
             if judgement is not FramePosition.IN_ORDER:
                 await life.flush()
                 received.settling = incoming
@@ -228,12 +229,15 @@ class Stream:
             life.count("gaps")
         for _ in range(_SETTLE_TRIES):
             if judgement is FramePosition.RESTART:
-                await life.begin_anew("a lower seq")
+                is_other = life.is_of_another_process(incoming.batch)
+                await life.begin_anew("another publisher_id" if is_other else "a lower seq")
                 self._pauses.reset()
             if judgement is not FramePosition.BEGINNING or incoming.seq > life.first_seq:
                 await self._run_replay(needed_by=incoming.seq)
                 if self._received.is_applied(incoming.seq):
                     return FramePosition.APPLIED
+            if life.is_of_another_process(incoming.batch):
+                return FramePosition.STALE  # the replay came from a later process than the frame
             judgement = self._place(incoming)
             if judgement is not FramePosition.RESTART:
                 break
@@ -258,7 +262,8 @@ class Stream:
         return judgement
 
     def _place(self, incoming: Incoming) -> FramePosition:
-        return self._life.order.place(incoming.seq, incoming.digest, incoming.batch.ts)
+        position = self._life.order.place(incoming.seq, incoming.digest, incoming.batch.ts)
+        return self._life.judge(position, incoming.batch)
 
     # ---- connections and replays -------------------------------------------------------------------
 
@@ -267,6 +272,7 @@ class Stream:
         self._pauses.reset()
         self._life.is_proven = False
         self._life.order.connected()
+        self._life.former_ids.clear()
         self._rank_streams.connected()
         await self._run_replay()
 
