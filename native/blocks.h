@@ -9,14 +9,14 @@
 
 #include "places.h"
 
-enum { PIECE_BLOCKS = 32, CHUNK_BLOCKS = 256 };
+enum { PIECE_BLOCKS = 32, CHUNK_BLOCKS = 256, IS_COLLECTED = 2 };
 
 typedef struct {
     uint64_t hash; /* the engine hash; of a free one: the number of the next free one, and 1 */
     uint64_t key;
     uint32_t place;
     uint8_t depth;
-    uint8_t is_first; /* of the hashes of its block */
+    uint8_t is_first; /* of the hashes of its block; with IS_COLLECTED while it is being collected */
 } Block;
 
 typedef struct {

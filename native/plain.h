@@ -60,14 +60,15 @@ int are_beside(KnownBlocks *known, PyObject *gone);
 /* Take engine hashes out of those of a tuple, from the one with number `first` on. */
 void discard_beside(PyObject *gone, Py_ssize_t first, const uint64_t *hashes, size_t count);
 
-/* The blocks of these hashes into `blocks`, if all are here, each once, and not among `several`, a dict by keys. 1, 0,
- * or -1 with an exception. */
-int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, PyObject *several, Block *blocks);
+/* The blocks of these hashes into `blocks`, and their numbers into `numbers`, if all are here, each once, and not among
+ * `several`, a dict by keys. 1, 0, or -1 with an exception. */
+int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, PyObject *several, Block *blocks,
+            uint32_t *numbers);
 
 /* The end of the blocks from `start` on that are at one place, as many as a part may have. */
 size_t end_of_group(const Block *blocks, size_t start, size_t count);
 
 /* Move collected blocks to `gone`. 0 with an exception; some have moved then. */
-int move_blocks(KnownBlocks *known, KnownBlocks *gone, const Block *blocks, size_t count);
+int move_blocks(KnownBlocks *known, KnownBlocks *gone, const Block *blocks, const uint32_t *numbers, size_t count);
 
 #endif

@@ -33,29 +33,37 @@ static int is_among(PyObject *several, const Block *block)
     return found;
 }
 
-int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, PyObject *several, Block *blocks)
+int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, PyObject *several, Block *blocks,
+            uint32_t *numbers)
 {
+    int outcome = 1;
+    size_t collected = 0;
     fetch_blocks(known, hashes, count);
-    for (size_t i = 0; i < count; i++) {
-        const int64_t number = find_hash(known, hashes[i]);
-        if (number < 0)
-            return 0;
-        blocks[i] = *block_at(known, (uint32_t)number);
-        fetch_slot(&known->by_key, spread(blocks[i].key));
-        const int found = is_among(several, &blocks[i]);
-        if (found != 0)
-            return found < 0 ? -1 : 0;
+    while (outcome == 1 && collected < count) {
+        const int64_t number = find_hash(known, hashes[collected]);
+        Block *block = number < 0 ? NULL : block_at(known, (uint32_t)number);
+        if (block == NULL || block->is_first & IS_COLLECTED) { /* nobody has it, or it is there twice */
+            outcome = 0;
+            break;
+        }
+        blocks[collected] = *block;
+        numbers[collected++] = (uint32_t)number;
+        block->is_first |= IS_COLLECTED;
+        fetch_slot(&known->by_key, spread(block->key));
+        const int found = is_among(several, block);
+        outcome = found < 0 ? -1 : !found;
     }
-    const int is_repeated = has_repeats(hashes, count);
-    return is_repeated < 0 ? -1 : !is_repeated;
+    for (size_t i = 0; i < collected; i++)
+        block_at(known, numbers[i])->is_first &= ~IS_COLLECTED;
+    return outcome;
 }
 
-int move_blocks(KnownBlocks *known, KnownBlocks *gone, const Block *blocks, size_t count)
+int move_blocks(KnownBlocks *known, KnownBlocks *gone, const Block *blocks, const uint32_t *numbers, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
         if (!put_block(gone, blocks[i].hash, blocks[i].key, blocks[i].place, blocks[i].depth))
             return 0;
-        remove_block(known, (uint32_t)find_hash(known, blocks[i].hash));
+        remove_block(known, numbers[i]);
     }
     return 1;
 }
@@ -81,7 +89,8 @@ static PyObject *describe_group(KnownBlocks *known, const Block *blocks, size_t 
 }
 
 /* Move collected blocks to `gone`, and describe them by places: a list, or NULL with an exception. */
-static PyObject *take_blocks(KnownBlocks *known, KnownBlocks *gone, const Block *blocks, size_t count)
+static PyObject *take_blocks(KnownBlocks *known, KnownBlocks *gone, const Block *blocks, const uint32_t *numbers,
+                             size_t count)
 {
     PyObject *groups = PyList_New(0);
     for (size_t start = 0, end; groups != NULL && start < count; start = end) {
@@ -91,7 +100,7 @@ static PyObject *take_blocks(KnownBlocks *known, KnownBlocks *gone, const Block 
             Py_CLEAR(groups);
         Py_XDECREF(group);
     }
-    if (groups != NULL && !move_blocks(known, gone, blocks, count))
+    if (groups != NULL && !move_blocks(known, gone, blocks, numbers, count))
         Py_CLEAR(groups);
     return groups;
 }
@@ -115,13 +124,14 @@ PyObject *known_take(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         return PyErr_Format(PyExc_TypeError, "take() takes a place for what is gone, and a dict");
     uint64_t *hashes = read_numbers(args[0], &count);
     Block *blocks = hashes == NULL ? NULL : PyMem_New(Block, count);
+    uint32_t *numbers = blocks == NULL ? NULL : PyMem_New(uint32_t, count);
     PyObject *groups = NULL;
-    if (blocks != NULL) {
-        const int is_plain = collect(known, hashes, count, args[2], blocks);
+    if (numbers != NULL) {
+        const int is_plain = collect(known, hashes, count, args[2], blocks, numbers);
         if (is_plain == 1) {
             KnownBlocks *gone = (KnownBlocks *)PyTuple_GetItem(args[1], 0);
             fetch_slots(&gone->by_hash, hashes, count);
-            groups = take_blocks(known, gone, blocks, count);
+            groups = take_blocks(known, gone, blocks, numbers, count);
             if (groups != NULL)
                 discard_beside(args[1], 1, hashes, count);
         } else if (is_plain == 0)
@@ -130,5 +140,6 @@ PyObject *known_take(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         PyErr_NoMemory();
     PyMem_Free(hashes);
     PyMem_Free(blocks);
+    PyMem_Free(numbers);
     return groups;
 }

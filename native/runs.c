@@ -15,8 +15,9 @@ typedef struct {
     uint64_t holder, namespace;
     uint64_t *keys;
     Block *blocks;
+    uint32_t *numbers; /* of those blocks */
     PartBlock *some;
-    size_t room; /* of these three, in hashes */
+    size_t room; /* of these four, in hashes */
     Xxh3 state;
     int piece_blocks, may_store, may_remove;
     Py_ssize_t stores, stored, removed;
@@ -46,6 +47,7 @@ static void free_room(Run *run)
 {
     PyMem_Free(run->keys);
     PyMem_Free(run->blocks);
+    PyMem_Free(run->numbers);
     PyMem_Free(run->some);
 }
 
@@ -58,8 +60,9 @@ static int make_room(Run *run, size_t hashes)
     run->room = hashes + PIECE_BLOCKS;
     run->keys = PyMem_New(uint64_t, run->room);
     run->blocks = PyMem_New(Block, run->room);
+    run->numbers = PyMem_New(uint32_t, run->room);
     run->some = PyMem_New(PartBlock, run->room);
-    if (run->keys != NULL && run->blocks != NULL && run->some != NULL)
+    if (run->keys != NULL && run->blocks != NULL && run->numbers != NULL && run->some != NULL)
         return 1;
     PyErr_NoMemory();
     return 0;
@@ -106,7 +109,7 @@ static int run_removal(KnownBlocks *known, Run *run, const PlainEvent *event, in
     const uint64_t *hashes = run->events->hashes + event->hashes;
     const size_t count = event->hashes_count;
     KnownBlocks *gone = (KnownBlocks *)PyTuple_GetItem(run->gone, 0);
-    const int is_plain = collect(known, hashes, count, run->several, run->blocks);
+    const int is_plain = collect(known, hashes, count, run->several, run->blocks, run->numbers);
     if (is_plain != 1)
         return is_plain;
     for (size_t start = 0, end; start < count; start = end) {
@@ -118,7 +121,7 @@ static int run_removal(KnownBlocks *known, Run *run, const PlainEvent *event, in
             return -1;
     }
     fetch_slots(&gone->by_hash, hashes, count);
-    if (!move_blocks(known, gone, run->blocks, count))
+    if (!move_blocks(known, gone, run->blocks, run->numbers, count))
         return -1;
     discard_beside(run->gone, 1, hashes, count);
     run->removed += (Py_ssize_t)count;
