@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check coverage matrix wheel test chaos sanitize fuzz conformance bench house lint publishable redis-server nginx chromium screenshots clean
+.PHONY: help demo check coverage matrix wheel test chaos hostile sanitize fuzz conformance bench house lint publishable redis-server nginx chromium screenshots clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ test: $(VENV)/.installed-dev redis-server nginx chromium lint ## check everythin
 
 chaos: $(VENV)/.installed-dev redis-server ## break anything in the middle of anything; SEED=1 SECONDS=75 CHAOS='--cluster --seeds 10'
 	@$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS)) $(CHAOS)
+
+hostile: $(VENV)/.installed-dev redis-server ## lie at every door beside honest clients; SEED=1 SECONDS=120 HOSTILE='--only page'
+	@$(BIN)/python -m tests.hostile $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS)) $(HOSTILE)
 
 sanitize: $(VENV)/.installed-dev redis-server ## run the tests of the C module with the address and undefined-behaviour sanitizers (gcc)
 	@$(BIN)/python -m tests.sanitize

@@ -32,6 +32,7 @@ class Live:
     port: int
     log: Path
     token: str | None = None
+    pid: int = 0
 
     @property
     def url(self) -> str:
@@ -64,13 +65,13 @@ class Live:
 async def start(role: str, redis_url: str, log: Path, **settings: Any) -> AsyncIterator[Live]:
     """``waymark <role>`` on a free port, ready; ``settings`` by their field names. It must end well."""
     port = unused_port()
-    values = {"redis_url": redis_url, "host": "127.0.0.1", "port": port} | settings
+    values: dict[str, Any] = {"redis_url": redis_url, "host": "127.0.0.1", "port": port} | settings
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
     environ |= {f"WAYMARK_{name.upper()}": str(value) for name, value in values.items()}
     with log.open("wb") as output:
         process = forked.start([role], environ, output, Path.cwd())
     try:
-        live = Live(port, log, settings.get("api_token"))
+        live = Live(values["port"], log, settings.get("api_token"), process.pid)
         async with live.client() as client:
 
             async def is_ready() -> bool:

@@ -26,6 +26,7 @@ OUTSIDE_DIRECTORIES = {
     "e2e",
     "endurance",
     "epp",
+    "hostile",
     "ingest",
     "lua",
     "serving",

@@ -1,0 +1,172 @@
+"""Honest traffic beside an attack: every answer is compared, and timed by its ratio to the quiet run before.
+
+A process holds others up in two ways. Its loop works on something else: then its main thread was on the CPU while an
+honest client waited, and that is measured on any machine, however busy. Or it waits for something: then the client's
+own clock tells, with a bound that a busy machine makes wider.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from tests.patience import patient
+
+Check = Callable[[], Awaitable[None]]
+"""One honest request; AssertionError if its answer is wrong."""
+
+#: Nobody is held for longer by what others send.
+HELD_SECONDS = 0.25
+#: An answer is late only if it also took so many times as long as the slowest of the quiet run.
+RATIO = 8.0
+#: By so much a process may grow while it is attacked, with all of its children.
+GROWTH_MIB = 400.0
+_PAUSE_SECONDS = 0.05
+_QUIET_ROUNDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that must not be, and where it was seen."""
+
+    door: str
+    attack: str
+    seed: int
+    seen: str
+
+    def __str__(self) -> str:
+        return f"{self.door}/{self.attack} seed {self.seed}: {self.seen}"
+
+
+@dataclass(slots=True)
+class Times:
+    """What one check took, in seconds."""
+
+    count: int = 0
+    worst: float = 0.0
+    total: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.worst = max(self.worst, seconds)
+        self.total += seconds
+
+    @property
+    def mean(self) -> float:
+        return self.total / max(1, self.count)
+
+
+@dataclass(slots=True)
+class Processes:
+    """The processes that are attacked, by their ids."""
+
+    pids: Sequence[int]
+
+    def on_cpu(self) -> float:
+        """Seconds that the busiest of their main threads has run, in all."""
+        return max((self._main_thread(pid) for pid in self.pids), default=0.0)
+
+    def each_on_cpu(self) -> list[float]:
+        return [self._main_thread(pid) for pid in self.pids]
+
+    @staticmethod
+    def _main_thread(pid: int) -> float:
+        with suppress(OSError):  # it has ended, which the session sees
+            return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+        return 0.0
+
+    def resident_mib(self) -> float:
+        """Memory in use by the largest of them, with its children."""
+        children: dict[int, list[int]] = {}
+        sizes: dict[int, float] = {}
+        for entry in os.listdir("/proc"):
+            if entry.isdecimal():
+                with suppress(OSError, IndexError):
+                    words = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                    children.setdefault(int(words[1]), []).append(int(entry))
+                    sizes[int(entry)] = int(words[21]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+        def of(pid: int) -> float:
+            return sizes.get(pid, 0.0) + sum(map(of, children.get(pid, ())))
+
+        return max(map(of, self.pids), default=0.0)
+
+
+@dataclass(slots=True)
+class Beside:
+    """Runs ``checks``; ``slow`` are those that wait for more than an answer, so that their times have no bound."""
+
+    door: str
+    processes: Processes
+    checks: Mapping[str, Check]
+    slow: Mapping[str, Check] = field(default_factory=dict)
+    attack: str = "none"
+    seed: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    quiet_times: dict[str, Times] = field(default_factory=dict)
+    times: dict[str, Times] = field(default_factory=dict)
+    peak_mib: float = 0.0
+    quiet_mib: float = 0.0
+
+    async def quiet(self) -> None:
+        """The run that the others are compared with."""
+        for _ in range(_QUIET_ROUNDS):
+            for name, check in {**self.checks, **self.slow}.items():
+                began = monotonic()
+                await check()
+                self.quiet_times.setdefault(name, Times()).add(monotonic() - began)
+        self.quiet_mib = self.peak_mib = self.processes.resident_mib()
+
+    def found(self, seen: str) -> None:
+        self.findings.append(Finding(self.door, self.attack, self.seed, seen))
+
+    async def run(self, is_over: asyncio.Event) -> None:
+        """Until the attack is over."""
+        async with asyncio.TaskGroup() as tasks:
+            for name, check in self.checks.items():
+                tasks.create_task(self._keep_asking(name, check, is_over, is_bounded=True))
+            for name, check in self.slow.items():
+                tasks.create_task(self._keep_asking(name, check, is_over, is_bounded=False))
+            tasks.create_task(self._keep_weighing(is_over))
+
+    async def _keep_asking(self, name: str, check: Check, is_over: asyncio.Event, *, is_bounded: bool) -> None:
+        while not is_over.is_set():
+            attack = self.attack
+            cpu, began = self.processes.each_on_cpu(), monotonic()
+            try:
+                await check()
+            except (Exception, pytest.fail.Exception) as error:
+                sentence = str(error).splitlines()[0] if str(error) else type(error).__name__
+                self.found(f"the honest {name} failed after {monotonic() - began:.2f} s: {sentence[:300]}")
+            waited = monotonic() - began
+            held = max(now - then for now, then in zip(self.processes.each_on_cpu(), cpu, strict=True))
+            self.times.setdefault(name, Times()).add(waited)
+            if is_bounded and self._is_late(name, waited, held):
+                before = "" if attack == self.attack else f", begun beside {attack}"
+                self.found(
+                    f"the honest {name} took {waited:.2f} s, {held:.2f} s of them on the CPU of the main thread; "
+                    f"the slowest of the quiet run took {self.quiet_times[name].worst:.3f} s{before}"
+                )
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    def _is_late(self, name: str, waited: float, held: float) -> bool:
+        if waited < RATIO * self.quiet_times[name].worst:
+            return False
+        return held > HELD_SECONDS or waited > patient(2 * HELD_SECONDS)
+
+    async def _keep_weighing(self, is_over: asyncio.Event) -> None:
+        is_told = False
+        while not is_over.is_set():
+            now = self.processes.resident_mib()
+            self.peak_mib = max(self.peak_mib, now)
+            if now - self.quiet_mib > GROWTH_MIB and not is_told:
+                is_told = True
+                self.found(f"memory has grown from {self.quiet_mib:.0f} to {now:.0f} MiB")
+            await asyncio.sleep(0.1)

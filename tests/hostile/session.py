@@ -1,0 +1,105 @@
+"""One session: a door is opened, measured while it is quiet, attacked by a process of its own, and looked at again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.hostile.beside import Beside, Finding, Processes
+from tests.hostile.doors import DOORS
+from tests.patience import VARIABLE, patience
+
+ROOT = Path(__file__).parents[2]
+_LINE_BYTES_MAX = 2**20
+#: What a process logs of a defect of its own.
+_FAILURE = re.compile(r"^\S+ ERROR |Traceback \(most", re.MULTILINE)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a session did, and what it found."""
+
+    door: str
+    attacks: list[str] = field(default_factory=list)
+    done: Counter[str] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)
+    """How long the attacks took in all."""
+    findings: list[Finding] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    """For people: what honest clients saw."""
+
+
+async def run(
+    door: str, redis_url: str, directory: Path, *, seed: int, seconds: float, only: Sequence[str] = ()
+) -> Outcome:
+    """Attack a door until so many seconds have passed."""
+    outcome = Outcome(door)
+    async with DOORS[door](redis_url, directory) as opened:
+        beside = Beside(door, Processes([live.pid for live in opened.processes]), opened.checks, opened.slow)
+        await beside.quiet()
+        is_over = asyncio.Event()
+        told = {"door": door, "seed": seed, "seconds": seconds, "target": opened.target, "only": list(only)}
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(beside.run(is_over))
+            try:
+                await _attack(told, beside, outcome)
+            finally:
+                is_over.set()
+        for name, check in {**opened.checks, **opened.slow}.items():
+            try:
+                await check()
+            except (Exception, pytest.fail.Exception) as error:
+                beside.found(f"after the attacks the honest {name} fails: {str(error)[:300]}")
+        for live in opened.processes:
+            beside.attack = "any"
+            wrong = _FAILURE.search(live.said())
+            if wrong is not None:
+                beside.found(f"it has logged a failure: {live.said()[wrong.start() :][:3000]}")
+        for name, times in beside.times.items():
+            quiet = beside.quiet_times[name]
+            outcome.lines.append(
+                f"{name}: {times.count} answers, {1000 * times.mean:.1f} ms in the mean and {1000 * times.worst:.0f} "
+                f"at most; quiet {1000 * quiet.mean:.1f} and {1000 * quiet.worst:.0f}"
+            )
+        outcome.lines.append(f"memory: {beside.quiet_mib:.0f} MiB before, {beside.peak_mib:.0f} at most")
+        outcome.findings += beside.findings
+    return outcome
+
+
+async def _attack(told: dict[str, object], beside: Beside, outcome: Outcome) -> None:
+    """Start the attacker, and follow what it says until it ends."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.hostile.attacker", json.dumps(told)),
+        stdout=asyncio.subprocess.PIPE,
+        limit=_LINE_BYTES_MAX,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), VARIABLE: str(patience())},
+    )
+    assert process.stdout is not None
+    try:
+        async for line in process.stdout:
+            said = json.loads(line)
+            if "attacks" in said:
+                outcome.attacks = said["attacks"]
+            elif "begin" in said:
+                beside.attack, beside.seed = said["begin"], said["seed"]
+            elif "found" in said:
+                beside.found(said["found"])
+            else:
+                outcome.done[said["end"]] += 1
+                outcome.seconds[said["end"]] += said["seconds"]
+        if await process.wait():
+            beside.found(f"the attacker itself has ended with {process.returncode}")
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
