@@ -107,6 +107,8 @@ class Beside:
     processes: Processes
     checks: Mapping[str, Check]
     slow: Mapping[str, Check] = field(default_factory=dict)
+    tell: Callable[[str], None] | None = None
+    """Is told of every finding at once."""
     attack: str = "none"
     seed: int = 0
     findings: list[Finding] = field(default_factory=list)
@@ -125,7 +127,10 @@ class Beside:
         self.quiet_mib = self.peak_mib = self.processes.resident_mib()
 
     def found(self, seen: str) -> None:
-        self.findings.append(Finding(self.door, self.attack, self.seed, seen))
+        finding = Finding(self.door, self.attack, self.seed, seen)
+        self.findings.append(finding)
+        if self.tell is not None:
+            self.tell(f"FOUND {finding}")
 
     async def run(self, is_over: asyncio.Event) -> None:
         """Until the attack is over."""

@@ -55,7 +55,9 @@ class EngineServer(Attacker):
             )
         finally:
             await self._gone()
-        expect(status in (200, 400, 502, 503, 504), f"registration by URL is answered with {status}: {said[:300]!r}")
+        expect(
+            status in (200, 400, 409, 502, 503, 504), f"registration by URL is answered with {status}: {said[:300]!r}"
+        )
         expect(status == 200 or b'"error"' in said, f"{status} without a sentence: {said[:300]!r}")
         return status
 

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,12 +39,19 @@ class Outcome:
 
 
 async def run(
-    door: str, redis_url: str, directory: Path, *, seed: int, seconds: float, only: Sequence[str] = ()
+    door: str,
+    redis_url: str,
+    directory: Path,
+    *,
+    seed: int,
+    seconds: float,
+    only: Sequence[str] = (),
+    tell: Callable[[str], None] | None = None,
 ) -> Outcome:
     """Attack a door until so many seconds have passed."""
     outcome = Outcome(door)
     async with DOORS[door](redis_url, directory) as opened:
-        beside = Beside(door, Processes([live.pid for live in opened.processes]), opened.checks, opened.slow)
+        beside = Beside(door, Processes([live.pid for live in opened.processes]), opened.checks, opened.slow, tell)
         await beside.quiet()
         is_over = asyncio.Event()
         told = {"door": door, "seed": seed, "seconds": seconds, "target": opened.target, "only": list(only)}

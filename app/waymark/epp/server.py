@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 
 from waymark.epp import messages, tls
@@ -55,7 +56,10 @@ class Processor(ext_proc.ExternalProcessorServicer):  # type: ignore[misc]
         metrics = self._picker.metrics
 
         async def read() -> Any:
-            message = await context.read()
+            try:
+                message = await context.read()
+            except DecodeError:
+                raise StreamCut("unexpected", "a message is not a ProcessingRequest") from None
             return None if message is grpc.aio.EOF else message
 
         place = self._streams.enter(context.peer())
