@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
+
+class BrokenAnswer(Exception):
+    """An answer that cannot be ended, which only the end of the connection can say. It is no failure of ours."""
+
+
 AsgiScope: TypeAlias = MutableMapping[str, Any]
 """What the server knows about a request before its body."""
 AsgiMessage: TypeAlias = MutableMapping[str, Any]

@@ -115,16 +115,17 @@ def attacker_of(door: str) -> type[Attacker]:
 
 async def attack(door: str, seed: int, seconds: float, target: Mapping[str, Any], only: Sequence[str]) -> None:
     """All attacks in an order by the seed, and again with the next seed, until so many seconds have passed."""
-    began = monotonic()
     async with AsyncExitStack() as stack:
         attacker = attacker_of(door)(target, stack)
         await attacker.open()
+        began, number = monotonic(), 0
         names = [name for name in attacker.attacks() if not only or name in only]
         say(attacks=names)
         for of_round in range(seed, sys.maxsize):
             for name in Random(of_round).sample(names, len(names)):
-                if monotonic() - began > seconds:
+                if number and monotonic() - began > seconds:
                     return
+                number += 1
                 attacker.random = Random(f"{name} {of_round}")
                 say(begin=name, seed=of_round)
                 since = monotonic()

@@ -29,6 +29,8 @@ REFUSALS = {
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.OK,
+    # What this client makes of a stream that has ended while it still sends. A defect of the picker is UNKNOWN.
+    grpc.StatusCode.INTERNAL,
 }
 
 

@@ -21,7 +21,7 @@ from tests.patience import VARIABLE, patience
 ROOT = Path(__file__).parents[2]
 _LINE_BYTES_MAX = 2**20
 #: What a process logs of a defect of its own.
-_FAILURE = re.compile(r"^\S+ ERROR |Traceback \(most", re.MULTILINE)
+_FAILURE = re.compile(r'^\S+ ERROR .* at="|Traceback \(most', re.MULTILINE)
 
 
 @dataclass(slots=True)

@@ -154,7 +154,14 @@ class Template(Attacker):
         ]
         for _ in range(12):
             messages: Any = [{"role": pick.choice(["user", "", "x" * 5000, 1]), "content": pick.choice(values)}]
-            messages = pick.choice([messages, messages * 5000, pick.choice(values), [pick.choice(values)]])
+            messages = pick.choice(
+                [
+                    messages,
+                    messages * (5000 if len(str(messages)) < 1000 else 2),
+                    pick.choice(values),
+                    [pick.choice(values)],
+                ]
+            )
             body = {"model": path.name, "messages": messages, "tools": pick.choice([None, values, [{}] * 1000])}
             body["chat_template_kwargs"] = pick.choice([None, {"a": values}, {"messages": []}])
             await self._post(f"{self.target['url']}/query", body)

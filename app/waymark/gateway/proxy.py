@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import aiohttp
 
-from waymark.asgi import AsgiSend, RawHeaders
+from waymark.asgi import AsgiSend, BrokenAnswer, RawHeaders
 from waymark.chat.requests import Form
 from waymark.chat.session import SESSION, session_token
 from waymark.domain.targets import host_and_port
@@ -48,10 +48,6 @@ _LAST_EVENT = re.compile(
 #: More than what the pattern finds has bytes.
 _LAST_EVENT_BYTES = 128
 _ENDS_WITH_BLANK_LINE = re.compile(rb"(?:\n\r?\n|\r\r)\Z").search
-
-
-class BrokenAnswer(Exception):
-    """An answer without an end, which only the end of the connection can say."""
 
 
 @dataclass(slots=True)

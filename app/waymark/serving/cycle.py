@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Protocol
 
-from waymark.asgi import AsgiApplication, AsgiMessage, AsgiScope
+from waymark.asgi import AsgiApplication, AsgiMessage, AsgiScope, BrokenAnswer
 from waymark.logs import failure, fields
-from waymark.serving.limits import FAULT, Connections
+from waymark.serving.limits import BROKEN, FAULT, Connections, Rejection
 
 log = logging.getLogger(__name__)
 
@@ -175,21 +175,23 @@ class RequestCycle:
         except asyncio.CancelledError:  # the process ends, and has waited for long enough
             self._break_off()
             raise
+        except BrokenAnswer:  # the application has said so in the log
+            self._fail(BROKEN)
         except Exception as exc:
             log.error("request failed", extra=fields(request_id=self.scope.get("request_id", "none"), **failure(exc)))
-            self._fail()
+            self._fail(FAULT)
         finally:
             self._connection.ended(self)
 
-    def _fail(self) -> None:
+    def _fail(self, rejection: Rejection) -> None:
         if self.is_answered or self.is_disconnected:
             return
         if self.is_on_wire:
             self._break_off()
             return
         self.keep_alive = False
-        body = self._connection.all.shape(self.scope["path"], FAULT)
-        self._write(FAULT.answer(self._connection.default_lines, body, has_body=self.scope["method"] != "HEAD"))
+        body = self._connection.all.shape(self.scope["path"], rejection)
+        self._write(rejection.answer(self._connection.default_lines, body, has_body=self.scope["method"] != "HEAD"))
         self._end()
 
     def _break_off(self) -> None:

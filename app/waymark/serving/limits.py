@@ -98,6 +98,9 @@ SLOW = Rejection(
     "unavailable",
     "the request did not arrive within WAYMARK_REQUEST_SECONDS; send it faster",
 )
+BROKEN = Rejection(
+    "broken", "502 Bad Gateway", "interrupted", "the engine has broken off its answer; send the request again"
+)
 FAULT = Rejection(
     "fault", "500 Internal Server Error", "internal", "this service has failed; its log contains the error"
 )
