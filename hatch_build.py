@@ -113,7 +113,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
 
 
 def _digest(source: Path) -> str:
-    """The digest that ``waymark.native`` compares with that of the files in a checkout; see ``digest_of`` there."""
+    """Return the digest that ``waymark.base.native`` compares with the one of the checkout; see ``digest_of`` there."""
     files = sorted(path for path in source.glob("[!.]*.[ch]") if path.is_file())
     return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()[:16]
 

@@ -19,14 +19,14 @@
  *                  how the script of Redis reads it                                               calls.c
  *     Events       plain events of one batch that differ in their blocks alone                    events.c
  *
- * The module is optional: app/waymark/native.py has the types and says where the same is done in Python; the same tests
+ * The module is optional: app/waymark/base/native.py has the types and says where the same is done in Python; the same tests
  * run over both. No function raises for what a client sent: `cut` returns None
  * for anything but a plain list of plain numbers, and the JSON parser decides what is wrong with it.
  */
 
 #include "native.h"
 
-/* The digest of the files that the module is built from: app/waymark/native.py refuses a module of other files. */
+/* The digest of the files that the module is built from: app/waymark/base/native.py refuses a module of other files. */
 #ifndef WAYMARK_SOURCES
 #error "define WAYMARK_SOURCES, as hatch_build.py does"
 #endif

@@ -31,7 +31,7 @@ from tests.unit import pytest_configure as pytest_configure
 from tests.unit import pytest_ignore_collect as pytest_ignore_collect
 from tests.unit import pytest_runtest_protocol as pytest_runtest_protocol
 from tests.unit import pytest_xdist_auto_num_workers as pytest_xdist_auto_num_workers
-from waymark import native
+from waymark.base import native
 
 SERVER_START_SECONDS = 10.0
 
@@ -115,7 +115,7 @@ async def redis(request: pytest.FixtureRequest) -> AsyncIterator[Redis]:
         yield client
 
 
-#: What the loops of ``waymark.native`` can run by here: where there was no compiler it is Python only.
+#: What the loops of ``waymark.base.native`` can run by here: where there was no compiler it is Python only.
 IMPLEMENTATIONS: list[native.Implementation] = ["pure", "native"] if native.is_built else ["pure"]
 
 

@@ -7,7 +7,7 @@ import inspect
 from itertools import pairwise
 from typing import NamedTuple
 
-from waymark.settings import PREFIX, Settings, default_text, type_text
+from waymark.base.settings import PREFIX, Settings, default_text, type_text
 
 
 class Described(NamedTuple):

@@ -47,7 +47,7 @@ def test_without_a_compiler_there_is_a_wheel_for_every_platform(
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert not [name for name in names if name.endswith(".so")]
-    assert "waymark/native.py" in names
+    assert "waymark/base/native.py" in names
 
 
 def test_a_wheel_that_needs_the_c_is_not_built_without_it(tmp_path: Path) -> None:

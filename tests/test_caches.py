@@ -16,8 +16,8 @@ import pytest
 
 from waymark.api.conductor import Conductor
 from waymark.api.texts import PromptTokenizer
-from waymark.metrics import Metrics
-from waymark.settings import Settings
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.store.hot import HotRows
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers

@@ -148,7 +148,7 @@ def test_the_sanitizers_see_the_frames_of_engines() -> None:
     names = names_of_tests()
     frames = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "engines").glob("test_*.py")}
     assert "tests/engines/test_fuzz.py" in frames
-    assert frames | {"tests/test_native.py", "tests/domain/test_known.py"} <= set(names)
+    assert frames | {"tests/base/test_native.py", "tests/domain/test_known.py"} <= set(names)
 
 
 def test_the_pythons_of_the_rows_are_those_of_the_package() -> None:

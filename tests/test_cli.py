@@ -17,7 +17,8 @@ import pytest
 from pydantic import BaseModel
 
 from tests.patience import patient
-from waymark import __version__, cli, native
+from waymark import __version__, cli
+from waymark.base import native
 from waymark.cli.exits import MEANINGS
 from waymark.simulator.faults import AnswerFaults, Faults
 from waymark.simulator.options import SimulateOptions
@@ -34,7 +35,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No settings but those of the test; and the log stays pytest's."""
     for name in [name for name in os.environ if name.startswith("WAYMARK_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr("waymark.logs.configure", lambda level, form: None)
+    monkeypatch.setattr("waymark.base.logs.configure", lambda level, form: None)
 
 
 @pytest.fixture

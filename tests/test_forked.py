@@ -15,7 +15,8 @@ from tests.conftest import wait_until
 from tests.forked import Process
 from tests.patience import patient
 from tests.ports import unused_port
-from waymark import __version__, native
+from waymark import __version__
+from waymark.base import native
 
 pytestmark = pytest.mark.outside
 

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from waymark import demo
 from waymark.apply import applier
 from waymark.apply.options import ApplyOptions
+from waymark.base.settings import Settings
 from waymark.domain.status import StreamStatus
-from waymark.settings import Settings
 from waymark.simulator.options import SimulateOptions
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +24,7 @@ PACKAGE = ROOT / "app" / "waymark"
 LINES_MAX = 500
 LONG = {
     "domain/resolver.py": "one state machine: from events to changes of rows",
-    "settings.py": "a table: a field and a sentence for each setting",
+    "base/settings.py": "a table: a field and a sentence for each setting",
 }
 #: Names of the standard library: nobody else defines them.
 STANDARD_NAMES = {"Sequence", "Path", "Mapping", "Iterable"}
@@ -75,7 +75,7 @@ def test_a_value_of_a_stranger_is_shown_by_one_function() -> None:
     conversion = re.compile(r"""![ra]\}|%r|\brepr\(|'\{(?:self\.)?[a-z_.]+(?:\([a-z_.]*\))?\}'(?! or)""")
     assert conversion.search('raise InvalidValue(f"the field is {value!r}")')
     assert {name for name, text in sources().items() if conversion.search(text)} == {
-        "shown.py",
+        "base/shown.py",
         *("store/index.py", "store/reservations.py"),  # numbers, as Redis has them
         *("simulator/cache.py", "tokenization/tokenizers.py"),  # what is hashed
         *("discovery/reconciler.py", "ingest/polling.py", "ingest/running.py"),  # defects, in a log or an activity
@@ -106,7 +106,7 @@ def test_engines_are_asked_over_http_by_one_client() -> None:
     """The gateway passes requests on, and bounds them otherwise; the others ask a Waymark."""
     opened = re.compile(r"\b(?:aiohttp\.ClientSession|httpx\.(?:Async)?Client)\(")
     assert {name for name, text in sources().items() if opened.search(text)} == {
-        *("asker.py", "gateway/upstream.py"),
+        *("base/asker.py", "gateway/upstream.py"),
         *("client/asynchronous.py", "client/blocking.py", "remote/service.py"),
     }
 

@@ -10,10 +10,10 @@ from redis.asyncio import Redis
 from tests.patience import within
 from tests.store.factories import registration
 from waymark import runtime
+from waymark.base.errors import SettingsError
+from waymark.base.settings import Settings
 from waymark.cli.entry import main
 from waymark.domain.rows import FORMAT
-from waymark.errors import SettingsError
-from waymark.settings import Settings
 from waymark.store import keys
 from waymark.store.store import Store
 

@@ -140,7 +140,7 @@ def imported(module: str, tree: ast.AST) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}, line {node.lineno}: imports here are absolute"
-            # `from waymark import logs` means waymark.logs, `from waymark import __version__` does not.
+            # `from waymark.base import logs` means waymark.base.logs, `from waymark import __version__` does not.
             is_ours = str(node.module).partition(".")[0] == "waymark"
             names |= {f"{node.module}.{alias.name}" for alias in node.names} if is_ours else {str(node.module)}
     return names - {"waymark", "waymark.__version__"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import patience
-from waymark.settings import Settings
+from waymark.base.settings import Settings
 
 TESTS = Path(__file__).parent
 #: Programs that measure, and are no tests.

@@ -14,7 +14,7 @@ from tests.patience import patient
 RUN = """
 import asyncio, gc, os, signal, sys
 from waymark import runtime
-from waymark.settings import Settings
+from waymark.base.settings import Settings
 
 async def main():
     settings = Settings(port=int(sys.argv[2]), host="127.0.0.1")
@@ -49,7 +49,7 @@ TARGETS, CALLS = 100, 60
 FIRST_CALLS = """
 import asyncio, gc, json, os, signal, sys, urllib.request
 from waymark import runtime
-from waymark.settings import Settings
+from waymark.base.settings import Settings
 
 port, targets, calls, seconds = map(int, sys.argv[1:])
 

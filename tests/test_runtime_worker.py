@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 
 from waymark.apply.options import ApplyOptions
+from waymark.base.settings import Settings
 from waymark.ingest.stream import StreamOptions
 from waymark.runtime_worker import worker_options
-from waymark.settings import Settings
 
 
 def test_ceilings_of_what_a_publisher_may_send_are_as_published() -> None:

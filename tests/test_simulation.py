@@ -27,7 +27,7 @@ from tests.benchmarks.simulate_routers import Chance, Router, Stickiness, Truth
 from tests.benchmarks.simulate_run import Course, Step, play
 from tests.benchmarks.simulate_trace import Request, made_up, spread, traced
 from tests.patience import patience
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 from waymark.simulator.wire import BlockRemoved, BlockStored, WireEvent
 
 SMALL = Simulation(

@@ -19,9 +19,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
+from waymark.base.shown import shown
 from waymark.client import AsyncClient, Refused, Unavailable
 from waymark.remote.service import RemoteService
-from waymark.shown import shown
 from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.wire import CPU, GPU
 from waymark.simulator.workload import SimulatedPrompt

@@ -23,13 +23,13 @@ import yaml
 
 from waymark.api.registration_schemas import RegisterByUrlRequest
 from waymark.api.registrations import registration_of
+from waymark.base.endpoints import AllowedEndpoints
+from waymark.base.errors import InvalidValue, SettingsError
+from waymark.base.shown import kind, shown
 from waymark.discovery.describe import instance_id_of
 from waymark.discovery.pods import role_in
 from waymark.discovery.wanted import WantedEngine
 from waymark.domain.names import DEFAULT_TENANT, Origin, Registration
-from waymark.endpoints import AllowedEndpoints
-from waymark.errors import InvalidValue, SettingsError
-from waymark.shown import kind, shown
 
 _FILE_BYTES_MAX = 16 * 2**20
 _COMPLAINTS_MAX = 20

@@ -17,18 +17,18 @@ from typing import Any
 
 import uvicorn
 
-from waymark import native
 from waymark.api.access import openness
 from waymark.api.application import create_app, create_probes
 from waymark.api.engine_addresses import EngineAddresses
-from waymark.asker import Asker
-from waymark.errors import SettingsError, StoreUnavailable
-from waymark.logs import fields
-from waymark.metrics import Metrics
+from waymark.base import native
+from waymark.base.asker import Asker
+from waymark.base.errors import SettingsError, StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.serving.connection import protocol
 from waymark.serving.limits import Connections, ServerBounds, Shape, files_for
 from waymark.serving.listening import listen
-from waymark.settings import Settings
 from waymark.store.credentials import Credentials
 from waymark.store.hot import HotRows
 from waymark.store.store import Store

@@ -6,15 +6,16 @@ import asyncio
 import socket
 from collections.abc import Sequence
 
-from waymark import native
 from waymark.api.application import create_probes
 from waymark.api.engine_addresses import EngineAddresses
+from waymark.base import native
+from waymark.base.errors import SettingsError, StoreUnavailable
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.epp.bodies import BodyBytes
 from waymark.epp.options import EppOptions
 from waymark.epp.process_call import CallContext
 from waymark.epp.server import EppServer
-from waymark.errors import SettingsError, StoreUnavailable
-from waymark.metrics import Metrics
 from waymark.runtime import freeze_heap, http_server, open_store, report_redis, stop_signal
 from waymark.selection.options import SelectionOptions
 from waymark.selection.reported import ReportedPrompts
@@ -24,7 +25,6 @@ from waymark.selection.startup import StartupGate
 from waymark.selection.under_way import RequestsUnderWay
 from waymark.serving.limits import ServerBounds, files_for
 from waymark.serving.listening import listen
-from waymark.settings import Settings
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 

@@ -8,18 +8,18 @@ from typing import Any
 
 from waymark.api.application import create_gateway_admin
 from waymark.api.registrations import registration_of
-from waymark.asker import Asker
+from waymark.base.asker import Asker
+from waymark.base.endpoints import AllowedEndpoints
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.discovery.describe import Describer
 from waymark.discovery.engines import EngineRegistrations
-from waymark.endpoints import AllowedEndpoints
 from waymark.gateway.application import Gateway
 from waymark.gateway.engines import GivenEngines
 from waymark.gateway.mongo import MongoArchive
 from waymark.gateway.response_cache import ResponseCache
 from waymark.gateway.responses import Responses
 from waymark.gateway.shapes import body_of_rejection
-from waymark.metrics import Metrics
-from waymark.settings import Settings
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 

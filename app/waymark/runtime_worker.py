@@ -12,22 +12,22 @@ from functools import partial
 
 from waymark.api.registrations import registration_of
 from waymark.apply.options import ApplyOptions
-from waymark.asker import Asker
+from waymark.base.asker import Asker
+from waymark.base.endpoints import AllowedEndpoints
+from waymark.base.errors import SettingsError
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings, hide_password
+from waymark.base.shown import shown
 from waymark.discovery.describe import Describer
 from waymark.discovery.kubernetes import ApiServer
 from waymark.discovery.pods import PodPorts
 from waymark.discovery.run import DiscoveryOptions, EngineDiscovery
 from waymark.domain.targets import URL, is_url
-from waymark.endpoints import AllowedEndpoints
-from waymark.errors import SettingsError
 from waymark.ingest.descriptors import room_for
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
-from waymark.metrics import Metrics
 from waymark.publishers_file import read_publishers, read_wanted
-from waymark.settings import Settings, hide_password
-from waymark.shown import shown
 from waymark.store.store import Store
 
 #: Where a pod has the token and the CA of its ServiceAccount.

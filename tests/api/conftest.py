@@ -14,11 +14,11 @@ import pytest
 from tests.patience import patient, patient_settings
 from tests.store.factories import Change, apply_changes
 from waymark.api.application import create_app
-from waymark.asker import Asker
+from waymark.base.asker import Asker
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.domain.hashing import extend, namespace, token_bytes
 from waymark.domain.names import Adapter, Holder, HolderName
-from waymark.metrics import Metrics
-from waymark.settings import Settings
 from waymark.store.records import NewHolder
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store

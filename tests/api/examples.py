@@ -18,9 +18,9 @@ import httpx
 from tests.tokenization import small
 from waymark import __version__
 from waymark.api.application import create_app
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.domain.hashing import extend, token_bytes
-from waymark.metrics import Metrics
-from waymark.settings import Settings
 from waymark.store.store import Store
 
 FILE = Path(__file__).parents[2] / "app" / "waymark" / "api" / "examples.json"

@@ -8,8 +8,8 @@ import pytest
 
 from tests.patience import within
 from waymark.api.admission import AdmissionQueue
-from waymark.errors import InvalidValue, StoreUnavailable
-from waymark.settings import Settings
+from waymark.base.errors import InvalidValue, StoreUnavailable
+from waymark.base.settings import Settings
 from waymark.store.client import CONNECTIONS
 
 

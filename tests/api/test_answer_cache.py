@@ -9,9 +9,9 @@ import pytest
 
 from tests.domain.prompts import BLOCK_SIZE, holder, publisher, table, value, walk
 from waymark.api.answer_cache import AnswerCache, in_tokens
+from waymark.base.metrics import Metrics
 from waymark.domain.match import Walk, conductor_rows
 from waymark.domain.table import HolderTable
-from waymark.metrics import Metrics
 
 
 def of_holders(count: int, first: int = 1) -> HolderTable:

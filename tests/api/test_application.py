@@ -14,8 +14,8 @@ import pytest
 from tests.api.conftest import MakeClient
 from waymark.api.admission import AdmissionQueue
 from waymark.api.application import create_app
-from waymark.metrics import Metrics
-from waymark.settings import Settings
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.store.store import Store
 
 QUERY = {"model": "m", "block_size": 2, "token_ids": [1, 2]}

@@ -11,9 +11,9 @@ import pytest
 
 from tests.api.conftest import Hold, MakeClient
 from waymark.api.answer_cache import in_tokens
+from waymark.base.metrics import Metrics
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.match import ConductorRow
-from waymark.metrics import Metrics
 from waymark.store.reader import Reading
 from waymark.store.store import Store
 

@@ -20,11 +20,11 @@ from waymark.api.application import create_app
 from waymark.api.inspection_schemas import StatusAnswer
 from waymark.api.query_schemas import QueryRequest
 from waymark.api.registration_schemas import RegisterRequest
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.domain.held import HeldBlocks
 from waymark.domain.moves import Moves
 from waymark.domain.parts import Commit
-from waymark.metrics import Metrics
-from waymark.settings import Settings
 from waymark.store.store import Store
 
 PATHS = {

@@ -13,11 +13,11 @@ import pytest
 from tests.api.conftest import Hold, MakeClient
 from tests.api.test_decisions import PROMPT, Register, pods, post, scores
 from tests.tokenization import small
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.domain.hashing import extend, namespace, token_bytes
-from waymark.metrics import Metrics
 from waymark.selection.loads import Loads
 from waymark.selection.readings import Readings
-from waymark.settings import Settings
 from waymark.store.store import Store
 
 __all__ = ["pods"]

@@ -13,8 +13,8 @@ import pytest
 
 from tests.api.conftest import Hold, MakeClient
 from tests.conftest import wait_until
+from waymark.base.errors import StoreUnavailable
 from waymark.domain.hashing import extend, namespace, token_bytes
-from waymark.errors import StoreUnavailable
 from waymark.selection.selector import Selector
 from waymark.store.client import RedisClient
 from waymark.store.fetch import Fetcher

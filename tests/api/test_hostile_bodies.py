@@ -15,7 +15,7 @@ from tests.unit import examples
 from waymark.api.bodies import Format, decode
 from waymark.api.errors import InvalidBody
 from waymark.api.prompts import hashes, token_bytes
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 
 pytestmark = pytest.mark.slow
 

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from tests.api.conftest import Hold
 from tests.api.test_lists import NOT_BELIEVED, PIECES, PLAIN, UNUSUAL
 from tests.unit import examples
-from waymark import native
 from waymark.api.bodies import CONTAINERS_MAX, Format, LongList, decode
 from waymark.api.errors import InvalidBody
 from waymark.api.prompts import hashes, token_bytes
 from waymark.api.query_schemas import QueryByHashRequest
 from waymark.api.request_cache import RequestCache
-from waymark.errors import InvalidValue
-from waymark.metrics import Metrics
+from waymark.base import native
+from waymark.base.errors import InvalidValue
+from waymark.base.metrics import Metrics
 
 pytestmark = pytest.mark.usefixtures("implementation_kept")
 

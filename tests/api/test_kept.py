@@ -10,10 +10,10 @@ import pytest
 
 from tests.api.conftest import MakeClient
 from waymark.apply.kept import KeptMemories
+from waymark.base.errors import StoreUnavailable
+from waymark.base.metrics import Metrics
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.held import HeldBlocks
-from waymark.errors import StoreUnavailable
-from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.index import Index
 from waymark.store.store import Store

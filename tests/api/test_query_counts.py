@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.api.conftest import MakeClient
-from waymark.metrics import Metrics
+from waymark.base.metrics import Metrics
 from waymark.store.store import Store
 
 TOKENS = [1, 2, 3, 4]

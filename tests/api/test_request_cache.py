@@ -12,8 +12,8 @@ from waymark.api.bodies import Body, Format, LongList, decode
 from waymark.api.errors import InvalidBody
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.request_cache import RequestCache
-from waymark.errors import InvalidValue
-from waymark.metrics import Metrics
+from waymark.base.errors import InvalidValue
+from waymark.base.metrics import Metrics
 
 
 def lists(cache: RequestCache, operation: bytes = b"/query") -> LongList:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.api.conftest import MakeClient
 from tests.conftest import wait_until
-from waymark.settings import Settings
+from waymark.base.settings import Settings
 from waymark.store.store import Store
 
 SELECT = {"model": "m", "token_ids": [1, 2], "reserve": False}

@@ -19,12 +19,12 @@ from tests.conftest import wait_until
 from tests.tokenization import small
 from waymark.api.application import create_app
 from waymark.api.engine_addresses import EngineAddresses
+from waymark.base.errors import StoreUnavailable
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.domain.hashing import extend, pack_tokens, token_bytes
 from waymark.domain.multimodal import PromptItem, seq_hashes_with
-from waymark.errors import StoreUnavailable
-from waymark.metrics import Metrics
 from waymark.selection.selector import Selector
-from waymark.settings import Settings
 from waymark.store.store import Store
 from waymark.tokenization import tokenizers as face
 from waymark.tokenization.prompt import Prompt, TokenizedPrompt

@@ -22,10 +22,10 @@ from waymark.api.operations import Operation, Resource
 from waymark.api.registrations import Registrations
 from waymark.api.texts import PromptTokenizer
 from waymark.api.tokens_file import Caller, TokensFile
-from waymark.asker import Asker
-from waymark.errors import SettingsError
-from waymark.metrics import Metrics
-from waymark.settings import Settings
+from waymark.base.asker import Asker
+from waymark.base.errors import SettingsError
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 

@@ -6,7 +6,7 @@ from tests.store.factories import Stream
 from waymark.apply.applier import Applier
 from waymark.apply.options import ApplyOptions
 from waymark.apply.resuming import resumed
-from waymark.metrics import Metrics
+from waymark.base.metrics import Metrics
 from waymark.store.store import Store
 
 

@@ -13,10 +13,10 @@ from tests.apply.factories import applier_of
 from tests.factories import batch, removed, stored
 from tests.store.factories import Stream, registration, stream_of
 from waymark.apply.applier import Applier, Incoming
+from waymark.base.errors import StoreUnavailable
+from waymark.base.metrics import Metrics
 from waymark.domain.events import Batch
 from waymark.domain.parts import Commit
-from waymark.errors import StoreUnavailable
-from waymark.metrics import Metrics
 from waymark.store.store import Store
 
 

@@ -11,8 +11,8 @@ from redis.asyncio import Redis
 from tests.apply.factories import applier_of
 from tests.store.factories import Stream, hgetall
 from waymark.apply.redis_calls import Fenced
+from waymark.base.errors import StoreUnavailable
 from waymark.domain.names import HolderName
-from waymark.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.client import RedisClient, Reply
 from waymark.store.store import Store

@@ -9,7 +9,7 @@ from tests.store.factories import Stream, apart
 from waymark.apply.options import ApplyOptions
 from waymark.apply.redis_calls import Fenced
 from waymark.apply.resuming import resumed
-from waymark.metrics import Metrics
+from waymark.base.metrics import Metrics
 from waymark.store.store import Store
 
 

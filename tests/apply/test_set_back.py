@@ -20,10 +20,10 @@ from waymark.apply.options import ApplyOptions
 from waymark.apply.pool_hashes import KEPT
 from waymark.apply.redis_calls import Fenced
 from waymark.apply.resuming import resumed
+from waymark.base.metrics import Metrics
 from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
 from waymark.domain.parts import Commit
 from waymark.domain.status import StreamStatus
-from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.client import RedisClient, Reply
 from waymark.store.store import Store

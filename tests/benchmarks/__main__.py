@@ -39,9 +39,10 @@ from tests.benchmarks import (
 from tests.benchmarks.options import Options
 from tests.benchmarks.processes import redis_server
 from tests.benchmarks.report import Row, beside, table, write_json, write_markdown
-from waymark import __version__, native
+from waymark import __version__
+from waymark.base import native
+from waymark.base.shown import several
 from waymark.console.progress import Progress
-from waymark.shown import several
 
 _EXAMPLES = """\
 examples:

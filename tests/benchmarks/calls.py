@@ -25,12 +25,12 @@ from statistics import median
 from tests.benchmarks.index import Owner, keys, owner
 from tests.benchmarks.processes import RedisServer, redis_server
 from tests.benchmarks.report import aligned
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.domain.moves import Moves
 from waymark.domain.parts import Commit
 from waymark.domain.placing import Placer
 from waymark.ingest.sweeping import keep_sweeping
-from waymark.metrics import Metrics
-from waymark.settings import Settings
 from waymark.store import keys as names
 from waymark.store.lua import SCRIPTS
 from waymark.store.store import Store

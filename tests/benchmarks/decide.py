@@ -27,7 +27,7 @@ from tests.benchmarks.decide_gateways import gateways
 from tests.benchmarks.decide_load import Arrival, Bursts, bursts, made_up, merged, traced
 from tests.benchmarks.decide_run import HEAD, Figures, run
 from tests.benchmarks.report import aligned
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 from waymark.routing.presets import PRESETS, preset
 
 LAG_SECONDS = 0.05

@@ -25,7 +25,7 @@ from tests.benchmarks.decide_engines import PIECE_TOKENS, Change, Job
 from tests.benchmarks.prompts import BLOCK_SIZE, MODEL
 from tests.benchmarks.simulate_service import Waymark, started
 from tests.conformance.services import process, until_up, unused_port
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 from waymark.simulator.encode import Encoder
 from waymark.simulator.publisher import SimulatedPublisher
 from waymark.simulator.wire import GPU, BlockRemoved, BlockStored, WireEvent

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tests.benchmarks import simulate_trace
 from tests.benchmarks.decide_engines import PIECE_TOKENS
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 
 #: Far above the names of any trace.
 _FRESH = 10**9

@@ -29,15 +29,15 @@ from tests.e2e.redis_server import redis_server
 from tests.gateway.conftest import registration
 from tests.patience import patient
 from tests.ports import unused_port
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.gateway.bodies import body_of_request
-from waymark.metrics import Metrics
 from waymark.selection.decision import SelectParameters
 from waymark.selection.options import SelectionOptions
 from waymark.selection.requests import RequestSelector
 from waymark.selection.selector import Selector
 from waymark.selection.startup import StartupGate
 from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay
-from waymark.settings import Settings
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 

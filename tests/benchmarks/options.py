@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 
-from waymark.native import Implementation
+from waymark.base.native import Implementation
 
 
 @dataclass(frozen=True, slots=True)

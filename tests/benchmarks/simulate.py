@@ -32,7 +32,7 @@ from tests.benchmarks.simulate_routers import Chance, Router, Stickiness, Truth
 from tests.benchmarks.simulate_run import Course, play
 from tests.benchmarks.simulate_service import Waymark, started
 from tests.benchmarks.simulate_trace import Request, made_up, traced
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 
 KILLED_REPLICAS = 2
 """How many there are in the run with a kill."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.benchmarks import prompts
 from tests.benchmarks.prompts import BLOCK_SIZE, PIECE_TOKENS
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 
 LAST_GAP_SECONDS = 1.0
 """Over how long requests with the last of all times are spread."""

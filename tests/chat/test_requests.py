@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from waymark.base.errors import InvalidValue
 from waymark.chat.requests import Form, form_of, read_request
 from waymark.chat.truncation import Truncation
-from waymark.errors import InvalidValue
 
 CHAT = [{"role": "user", "content": "hello"}]
 

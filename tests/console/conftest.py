@@ -10,12 +10,12 @@ import pytest
 from redis.asyncio import Redis
 
 from waymark import cli
+from waymark.base.settings import Settings
 from waymark.console.run_inspect import run_inspect
 from waymark.console.run_status import run_status
 from waymark.console.screen import Screen
 from waymark.domain.hashing import extend, token_bytes
 from waymark.inspection.inspector import Inspector
-from waymark.settings import Settings
 from waymark.store.client import RedisClient
 from waymark.store.store import Store
 

@@ -12,16 +12,16 @@ from redis.asyncio import Redis
 from tests.console.conftest import Run
 from tests.patience import patient
 from tests.store.factories import Stream, registration, removed, stored, stream_of
+from waymark.base.errors import InvalidValue, NotFound
+from waymark.base.settings import Settings
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import namespace
 from waymark.domain.names import GroupName
 from waymark.domain.prefixes import Change, PrefixChange, prefix_key
-from waymark.errors import InvalidValue, NotFound
 from waymark.inspection import commands, search
 from waymark.inspection.holdings import SHOWN_MAX, kind_of, slots_of
 from waymark.inspection.inspector import InspectedGroup
 from waymark.inspection.redis_cli import RedisCli
-from waymark.settings import Settings
 from waymark.store import keys
 from waymark.store.directory import GroupEntry
 from waymark.store.store import Store

@@ -14,10 +14,10 @@ from tests.console.conftest import Run, blocks, words
 from tests.settings_table import describe
 from tests.store.factories import registration, stored, stream_of
 from waymark import cli
+from waymark.base.instruments import rows
+from waymark.base.metrics import Metrics
 from waymark.domain.engines import EngineKind
 from waymark.ingest import prefix_stream, reasons
-from waymark.instruments import rows
-from waymark.metrics import Metrics
 from waymark.store.store import Store
 
 ROOT = Path(__file__).parents[2]

@@ -14,9 +14,9 @@ from tests.console.conftest import Run, blocks, words
 from tests.patience import patient
 from tests.store.factories import Stream, registration, removed, stored, stream_of
 from tests.tokenization import small
+from waymark.base.errors import InvalidValue, NotFound
 from waymark.console.cells import Cell, scaled
 from waymark.domain.hashing import namespace
-from waymark.errors import InvalidValue, NotFound
 from waymark.store.store import Store
 
 PROMPT = list(range(1000, 1160))

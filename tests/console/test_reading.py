@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from waymark.base.errors import InvalidValue
 from waymark.console.prompts import read_file, read_hashes, read_tokens
-from waymark.errors import InvalidValue
 
 
 @pytest.mark.parametrize("given", ["1 2 3", "1,2,3", "[1, 2, 3]", " 1\n2\t3 ", '["1", "2", "3"]'])

@@ -346,7 +346,7 @@ def silent_port() -> Iterator[int]:
 def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("WAYMARK_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr("waymark.logs.configure", lambda level, form: None)
+    monkeypatch.setattr("waymark.base.logs.configure", lambda level, form: None)
 
 
 @pytest.mark.usefixtures("no_settings")

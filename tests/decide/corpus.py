@@ -34,19 +34,19 @@ from tests.decide.corpus_files import PICKER_FILES
 from tests.patience import patient_settings
 from tests.tokenization import small
 from waymark.api.application import create_app
-from waymark.asker import Asker
+from waymark.base.asker import Asker
+from waymark.base.errors import WaymarkError
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.chat.requests import read_request
 from waymark.domain.gauges import Gauges
 from waymark.domain.names import GroupName
-from waymark.errors import WaymarkError
-from waymark.metrics import Metrics
 from waymark.routing.presets import PRESETS
 from waymark.selection.decision import SelectParameters
 from waymark.selection.options import SelectionOptions
 from waymark.selection.requests import RequestSelector, RoutedRequest
 from waymark.selection.selector import Selector
 from waymark.selection.startup import StartupGate
-from waymark.settings import Settings
 from waymark.store.reservations import Offer, ReservationPart, ReservationTerms
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers

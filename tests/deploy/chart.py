@@ -1,7 +1,7 @@
 """The Helm chart as tests see it: its values, what they render to, and the parts of it that are written by a program.
 
 ``python -m tests.deploy.chart`` writes those parts: the settings in ``values.yaml`` and ``values.schema.json``, and
-the table of values in ``README.md``. A setting that is added to ``app/waymark/settings.py`` needs nothing else.
+the table of values in ``README.md``. A setting that is added to ``app/waymark/base/settings.py`` needs nothing else.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 from promql_parser import AggregateExpr, BinaryExpr, Call, Expr, MatrixSelector, VectorSelector, parse, walk
 
+from waymark.base.instruments import rows
+from waymark.base.metrics import Metrics
 from waymark.engines import gauges
-from waymark.instruments import rows
-from waymark.metrics import Metrics
 
 #: Labels that a scrape puts on every sample.
 TARGET = frozenset({"namespace", "job", "instance"})

@@ -30,8 +30,8 @@ from tests.deploy.chart import (
 from tests.deploy.values import every_value, given
 from tests.settings_table import describe
 from waymark.api.registration_schemas import RegisterRequest
+from waymark.base.settings import Settings
 from waymark.publishers_file import read_publishers
-from waymark.settings import Settings
 
 # ---- the schema ------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.base.test_metrics import EXPORTED
 from tests.deploy.promql import ENGINES, complaints, labels_of, read, selected
-from tests.test_metrics import EXPORTED
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "helm/files/dashboard.json").read_text(encoding="utf-8"))

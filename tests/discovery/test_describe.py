@@ -10,11 +10,11 @@ import pytest
 from aiohttp import web
 
 from tests.discovery.conftest import Engine, recorded, vllm_metrics, vllm_models
-from waymark.asker import Asker
+from waymark.base.asker import Asker
+from waymark.base.endpoints import AllowedEndpoints
+from waymark.base.errors import InvalidValue, RemoteUnavailable
 from waymark.discovery.describe import RANKS_MAX, Describer, RankSockets, instance_id_of
 from waymark.domain.engines import EngineKind
-from waymark.endpoints import AllowedEndpoints
-from waymark.errors import InvalidValue, RemoteUnavailable
 
 pytestmark = pytest.mark.outside
 

@@ -16,15 +16,15 @@ from tests.conftest import wait_until
 from tests.discovery.api_server import SELECTOR, ApiServerStub, pod
 from tests.discovery.conftest import Engine
 from waymark.api.registrations import registration_of
-from waymark.asker import Asker
+from waymark.base.asker import Asker
+from waymark.base.endpoints import AllowedEndpoints
+from waymark.base.metrics import Metrics
 from waymark.discovery import kubernetes
 from waymark.discovery.describe import Describer
 from waymark.discovery.kubernetes import ApiServer
 from waymark.discovery.pods import PodPorts
 from waymark.discovery.run import DiscoveryOptions, EngineDiscovery
 from waymark.domain.names import BY_CLIENT, Registration
-from waymark.endpoints import AllowedEndpoints
-from waymark.metrics import Metrics
 from waymark.store.store import Store
 
 pytestmark = pytest.mark.outside

@@ -17,13 +17,13 @@ from tests.conftest import wait_until
 from tests.discovery.conftest import Engine, vllm_models
 from tests.discovery.test_kubernetes import names, until_named, until_said
 from waymark.api.registrations import registration_of
-from waymark.asker import Asker
+from waymark.base.asker import Asker
+from waymark.base.endpoints import AllowedEndpoints
+from waymark.base.metrics import Metrics
 from waymark.discovery.describe import Describer
 from waymark.discovery.engines import EngineRegistrations
 from waymark.discovery.run import DiscoveryOptions, EngineDiscovery, Restarts
 from waymark.domain.names import Origin
-from waymark.endpoints import AllowedEndpoints
-from waymark.metrics import Metrics
 from waymark.publishers_file import read_wanted
 from waymark.store import keys
 from waymark.store.store import Store

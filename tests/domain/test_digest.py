@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from waymark import native
+from waymark.base import native
 from waymark.domain.names import U64_MASK
 
 U64 = st.integers(0, U64_MASK)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from tests.conftest import IMPLEMENTATIONS
-from waymark import native
+from waymark.base import native
 from waymark.domain.hashing import dimensions_digest, extend, extend_local, extra_digest, namespace, token_bytes
 from waymark.domain.names import U32_MAX, U64_MASK, Adapter
 

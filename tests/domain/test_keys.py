@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from tests.conftest import IMPLEMENTATIONS
-from waymark import native
+from waymark.base import native
 from waymark.domain.hashing import block_keys, extend, extend_local, local_keys, token_bytes
 from waymark.domain.keys import pack, unpack
 from waymark.domain.names import U64_MASK

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import IMPLEMENTATIONS
 from tests.domain.known_model import STEPS, Model, play
-from waymark import native
+from waymark.base import native
 from waymark.domain.known import KnownBlocks, Places, Spot
 from waymark.domain.new_known import new_known, new_places
 from waymark.domain.rows import Place

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from waymark.base.errors import InvalidValue
 from waymark.client import block_hashes
 from waymark.domain import keys
 from waymark.domain.hashing import block_keys, extend, pack_tokens
@@ -25,7 +26,6 @@ from waymark.domain.multimodal import (
     items_of,
     seq_hashes_with,
 )
-from waymark.errors import InvalidValue
 
 SESSION = json.loads((Path(__file__).parents[1] / "fixtures" / "wire" / "vllm_0.33_session.json").read_text())
 

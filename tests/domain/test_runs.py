@@ -18,7 +18,7 @@ import pytest
 from tests.domain.index import Index
 from tests.factories import BLOCK_SIZE, registration
 from tests.unit import seeds
-from waymark import native
+from waymark.base import native
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, PlainEvents, Removed, Stored
 from waymark.domain.moves import Moves

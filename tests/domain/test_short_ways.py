@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.unit import seeds
-from waymark import native
+from waymark.base import native
 from waymark.domain.hashing import extend
 from waymark.domain.held import HeldBlocks
 from waymark.domain.part_list import PartList

@@ -13,11 +13,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from redis.asyncio import Redis
 
+from tests.base.test_metrics import EXPORTED
 from tests.conftest import wait_until
 from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start
 from tests.patience import patient
 from tests.ports import unused_port
-from tests.test_metrics import EXPORTED
 from waymark.domain.names import PublisherName
 from waymark.simulator.engine import SimulatedEngine
 from waymark.simulator.workload import SimulatedPrompt

@@ -27,6 +27,8 @@ from tests.patience import patient
 from waymark.api.application import create_app
 from waymark.apply.options import ApplyOptions
 from waymark.apply.resuming import resumed
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.domain.hashing import DEFAULT_SEED, extend, token_bytes
 from waymark.domain.names import DEFAULT_TENANT, PublisherName
 from waymark.engines import decoder
@@ -34,8 +36,6 @@ from waymark.ingest.life import Life
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
-from waymark.metrics import Metrics
-from waymark.settings import Settings
 from waymark.simulator.faults import Faults
 from waymark.simulator.publisher import SimulatedPublisher
 from waymark.simulator.wire import WireEvent

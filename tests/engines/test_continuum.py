@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from waymark.base.errors import Undecodable
 from waymark.domain.prefixes import Change, PrefixEvent, PrefixSource, change_of
 from waymark.engines.continuum import PrefixReport, read_event
-from waymark.errors import Undecodable
 
 HASH = "9f2c" * 16
 

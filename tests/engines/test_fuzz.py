@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit import examples
+from waymark.base.errors import InvalidValue, Undecodable
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
 from waymark.domain.media import normal_medium
 from waymark.engines import decoder, vllm
 from waymark.engines.standard import decode_event
 from waymark.engines.wire import Ignored
-from waymark.errors import InvalidValue, Undecodable
 
 pytestmark = pytest.mark.slow
 

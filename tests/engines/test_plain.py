@@ -12,12 +12,12 @@ import pytest
 
 from tests.conftest import IMPLEMENTATIONS
 from tests.engines.test_fuzz import captured, mutated
-from waymark import native
+from waymark.base import native
+from waymark.base.errors import Undecodable
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Removed, Stored
 from waymark.engines import Ceilings, OverCeiling, decoder, plain
 from waymark.engines.parts import PART_HASHES
-from waymark.errors import Undecodable
 
 pytestmark = [
     pytest.mark.usefixtures("implementation_kept"),

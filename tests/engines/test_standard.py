@@ -11,11 +11,11 @@ import msgpack
 import orjson
 import pytest
 
+from waymark.base.errors import InvalidValue, Undecodable
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
 from waymark.engines import decoder
 from waymark.engines.standard import decode_event
-from waymark.errors import InvalidValue, Undecodable
 
 STANDARD = EngineKind.STANDARD
 ENVELOPE = Envelope(

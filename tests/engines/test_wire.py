@@ -8,10 +8,10 @@ from collections.abc import Callable
 import msgpack
 import pytest
 
+from waymark.base.errors import Undecodable
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Cleared, Removed
 from waymark.engines import decoder, wire
-from waymark.errors import Undecodable
 
 CLEARED = ["AllBlocksCleared"]
 GOOD = b"\x91\xb0AllBlocksCleared"

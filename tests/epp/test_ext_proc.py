@@ -15,10 +15,10 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from tests.conftest import wait_until
 from tests.epp.conftest import StartEpp, loads, register
 from tests.epp.proxy import Stream, destinations, header_map, mutation, refused
+from waymark.base.metrics import Metrics
 from waymark.domain.names import GroupName
 from waymark.domain.targets import Role
 from waymark.epp.options import EppOptions
-from waymark.metrics import Metrics
 from waymark.store.store import Store
 
 CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello"}], "stream": True}

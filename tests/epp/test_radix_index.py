@@ -16,12 +16,12 @@ from tests.epp.conftest import PLACES, Epp, StartEpp, register
 from tests.epp.proxy import destinations
 from tests.patience import within
 from tests.store.factories import registration
+from waymark.base.errors import StoreUnavailable
+from waymark.base.metrics import Metrics
 from waymark.domain.hashing import token_bytes
 from waymark.domain.targets import Target
 from waymark.epp.options import EppOptions
 from waymark.epp.radix_index import BLOCKS_MAX, BYTES, CLASSES, SERVICE, TOKENS
-from waymark.errors import StoreUnavailable
-from waymark.metrics import Metrics
 from waymark.store.store import Store
 
 __all__ = ["hold"]

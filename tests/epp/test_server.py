@@ -17,9 +17,9 @@ from tests.conftest import wait_until
 from tests.epp.conftest import StartEpp
 from tests.epp.proxy import Stream, destinations
 from tests.patience import patient, within
+from waymark.base.errors import SettingsError
 from waymark.epp.health import HealthService
 from waymark.epp.options import EppOptions
-from waymark.errors import SettingsError
 from waymark.store.store import Store
 
 CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello"}]}

@@ -15,6 +15,8 @@ from aiohttp import web
 from tests.patience import patient, patient_settings
 from tests.serving.wire import connections, served
 from waymark.api.application import create_gateway_admin
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import Registration
 from waymark.domain.targets import Target
@@ -23,9 +25,7 @@ from waymark.gateway.response_cache import ResponseCache
 from waymark.gateway.response_stores import Archive
 from waymark.gateway.responses import Responses
 from waymark.gateway.shapes import body_of_rejection
-from waymark.metrics import Metrics
 from waymark.serving.connection import protocol
-from waymark.settings import Settings
 from waymark.store.reservations import Load
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers

@@ -17,9 +17,9 @@ from tests.gateway.conftest import Running, Start, chat
 from tests.patience import patient
 from tests.serving.wire import served
 from waymark.api.application import create_app
-from waymark.asker import Asker
-from waymark.metrics import Metrics
-from waymark.settings import Settings
+from waymark.base.asker import Asker
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.store.store import Store
 
 __all__ = ["engine", "start_engine"]

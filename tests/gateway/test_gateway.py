@@ -18,14 +18,14 @@ from aiohttp import web
 from tests.conftest import wait_until
 from tests.e2e.redis_server import redis_server
 from tests.gateway.conftest import Start, chat, events, registration
+from waymark.base.errors import SettingsError
+from waymark.base.settings import Settings
 from waymark.chat.session import session_token
 from waymark.domain.targets import Role, Target
-from waymark.errors import SettingsError
 from waymark.gateway.security import ApiKeys
 from waymark.gateway.shapes import PATHS
 from waymark.gateway.upstream import Upstream
 from waymark.serving.limits import SLOW
-from waymark.settings import Settings
 
 pytestmark = pytest.mark.outside
 

@@ -20,11 +20,11 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from tests.gateway.mongo_server import MongoServer, mongo_server
 from tests.patience import patient
-from waymark.errors import RemoteUnavailable, SettingsError, StoreUnavailable
+from waymark.base.errors import RemoteUnavailable, SettingsError, StoreUnavailable
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.gateway.mongo import MongoArchive
 from waymark.gateway.response_stores import RedisResponses
-from waymark.metrics import Metrics
-from waymark.settings import Settings
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.responses import ResponseBounds

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from waymark.asgi import AsgiMessage
+from waymark.base.asgi import AsgiMessage
 from waymark.gateway.recorder import Recorder
 
 TOLD = {"previous_response_id": "resp_0"}

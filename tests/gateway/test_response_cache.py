@@ -13,11 +13,11 @@ from aiohttp import web
 
 from tests.conftest import wait_until
 from tests.gateway.conftest import Running, Start, chat, events, registration
+from waymark.base.metrics import Metrics
 from waymark.chat.cache_key import cache_key, is_cacheable
 from waymark.gateway.answer_store import MemoryAnswers
 from waymark.gateway.bounded import CacheSize
 from waymark.gateway.kept_answer import KeptAnswer
-from waymark.metrics import Metrics
 
 DELTA = b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":null}]}\n\n'
 LAST = b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n'

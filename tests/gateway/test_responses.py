@@ -12,10 +12,10 @@ from aiohttp import web
 
 from tests.e2e.redis_server import redis_server
 from tests.gateway.conftest import Engine, Running, Start, events
-from waymark.errors import SettingsError
+from waymark.base.errors import SettingsError
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.gateway.response_stores import MemoryResponses
-from waymark.metrics import Metrics
-from waymark.settings import Settings
 
 pytestmark = pytest.mark.outside
 

@@ -14,13 +14,13 @@ from tests.e2e.redis_server import RedisServer, redis_server
 from tests.gateway.conftest import Start, chat
 from tests.gateway.test_response_cache import answering, results
 from tests.patience import patient
-from waymark.errors import SettingsError, StoreUnavailable
+from waymark.base.errors import SettingsError, StoreUnavailable
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.gateway.answer_store import MemoryAnswers
 from waymark.gateway.bounded import CacheSize
 from waymark.gateway.kept_answer import KeptAnswer
 from waymark.gateway.shared_answers import SharedAnswers
-from waymark.metrics import Metrics
-from waymark.settings import Settings
 from waymark.store.store import Store
 
 pytestmark = pytest.mark.outside

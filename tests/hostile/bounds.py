@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 
-from waymark.settings import PREFIX, Settings
+from waymark.base.settings import PREFIX, Settings
 
 
 @dataclass(frozen=True, slots=True)

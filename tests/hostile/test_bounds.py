@@ -19,12 +19,12 @@ from tests.hostile.raw_server import Pieces, RawServer, http
 from tests.listening import listening, port_of
 from tests.patience import patient
 from tests.serving.wire import connections, echo, served
-from waymark.asker import Asker
-from waymark.bounded_json import TooMuchJson, bounded_loads
+from waymark.base.asker import Asker
+from waymark.base.bounded_json import TooMuchJson, bounded_loads
+from waymark.base.endpoints import AllowedEndpoints
 from waymark.chat.sse import EventStreamParser, EventTooLong
 from waymark.discovery.describe import Describer
 from waymark.domain.engines import EngineKind
-from waymark.endpoints import AllowedEndpoints
 from waymark.engines import decoder
 from waymark.engines.ceilings import OverCeiling
 from waymark.engines.samples import SampleParser

@@ -26,18 +26,18 @@ from redis.asyncio import Redis
 from tests.conftest import _wait_for_server, wait_until
 from tests.patience import patient
 from tests.store.factories import blocks_of
+from waymark.base.errors import StoreUnavailable
+from waymark.base.instruments import rows
+from waymark.base.metrics import Metrics
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import GroupName, PublisherName, Registration
-from waymark.errors import StoreUnavailable
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.sockets import ZmqContext
 from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
-from waymark.instruments import rows
-from waymark.metrics import Metrics
 from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.workload import SimulatedPrompt
 from waymark.store import keys

@@ -12,9 +12,9 @@ from tests.store.factories import hgetall
 from waymark.apply.applier import Incoming
 from waymark.apply.options import ApplyOptions
 from waymark.apply.resuming import resumed
+from waymark.base.metrics import Metrics
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Envelope, Stored
-from waymark.metrics import Metrics
 from waymark.simulator.workload import SimulatedPrompt
 from waymark.store import keys
 

@@ -8,9 +8,9 @@ from typing import Any, cast, get_args
 
 import pytest
 
+from waymark.base.metrics import Metrics
 from waymark.ingest.counters import LifeCounter, metrics_of_life
 from waymark.ingest.life import Life
-from waymark.metrics import Metrics
 
 NAMES: tuple[LifeCounter, ...] = get_args(LifeCounter)
 

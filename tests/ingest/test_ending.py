@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from tests.conftest import wait_until
+from waymark.base.metrics import Metrics
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
-from waymark.metrics import Metrics
 from waymark.store.store import Store
 
 TRIES = 30

@@ -12,10 +12,10 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from tests.store.factories import client_of, registration, stream_of
 from tests.store.histories import Fleet
+from waymark.base.metrics import Metrics
 from waymark.ingest import overdue
 from waymark.ingest.overdue import Overdue
 from waymark.ingest.shares import Shares
-from waymark.metrics import Metrics
 from waymark.store import keys, reservations
 from waymark.store.reservations import OVERDUE_MAX
 from waymark.store.store import Store

@@ -17,7 +17,7 @@ from aiohttp import web
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, Bench, Hand
 from tests.patience import patient
-from waymark.asker import Asker, EngineKey
+from waymark.base.asker import Asker, EngineKey
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import PublisherName, Registration
 from waymark.domain.prefixes import PrefixSource, prefix_key

@@ -13,7 +13,7 @@ import zmq
 
 from tests.conftest import wait_until
 from tests.patience import within
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 from waymark.ingest.frames import ReplayedBatch
 from waymark.ingest.replay import Replay, ReplayOutcome
 from waymark.ingest.sockets import ZmqContext

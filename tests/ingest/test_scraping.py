@@ -13,9 +13,9 @@ from aiohttp import web
 from tests.api.conftest import MakeClient, client, make_client, register
 from tests.conftest import wait_until
 from tests.ingest.conftest import QUICK
+from waymark.base.metrics import Metrics
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.worker import Worker
-from waymark.metrics import Metrics
 from waymark.store.store import Store
 
 __all__ = ["client", "make_client", "register"]

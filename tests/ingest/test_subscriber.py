@@ -15,7 +15,7 @@ import zmq
 from tests.conftest import wait_until
 from tests.listening import listening, port_of
 from tests.patience import within
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 from waymark.ingest import sockets
 from waymark.ingest import subscriber as module
 from waymark.ingest.frames import Frame

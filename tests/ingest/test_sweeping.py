@@ -11,8 +11,8 @@ from typing import cast
 
 import pytest
 
+from waymark.base.metrics import Metrics
 from waymark.ingest import sweeping
-from waymark.metrics import Metrics
 from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from redis.asyncio import Redis
 
 from tests.store.factories import registration, stream_of
+from waymark.base.metrics import Metrics
 from waymark.ingest.unclaimed import UnclaimedWatch
-from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.directory import GroupEntry

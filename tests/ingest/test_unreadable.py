@@ -21,13 +21,13 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import WITHOUT_PROBES, Bench, Hand, Pod
 from tests.store.factories import Stream, registration, stored, stream_of
 from waymark.api.application import create_app
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.names import PublisherName
 from waymark.inspection import status, status_json
 from waymark.inspection.inspector import Inspector
-from waymark.metrics import Metrics
-from waymark.settings import Settings
 from waymark.store import keys
 from waymark.store.store import Store
 

@@ -13,10 +13,10 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, WITHOUT_PROBES, Bench, Pod, Server
 from tests.patience import patient, within
+from waymark.base.errors import StoreUnavailable
 from waymark.domain.engines import EngineKind
 from waymark.domain.status import StreamStatus
 from waymark.domain.targets import Target
-from waymark.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.client import RedisClient

@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.store.factories import Stream, snapshot, stored
-from waymark.errors import StoreUnavailable
+from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.scripts import Arg, Outcome, Scripts, Verdict

@@ -19,10 +19,10 @@ from tests.live import Live, start
 from tests.patience import within
 from tests.ports import unused_port
 from waymark import cli
+from waymark.base.settings import Settings
 from waymark.domain.hashing import extend, token_bytes
 from waymark.remote import ask, select
 from waymark.remote.service import RemoteService
-from waymark.settings import Settings
 
 pytestmark = pytest.mark.outside
 

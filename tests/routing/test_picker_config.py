@@ -8,8 +8,8 @@ from textwrap import dedent
 import pytest
 
 from tests.routing.conftest import busy, prompt, target
+from waymark.base.errors import InvalidValue
 from waymark.domain.targets import Role
-from waymark.errors import InvalidValue
 from waymark.routing.picker_config import read_picker_config
 from waymark.routing.plugins import PLUGINS, PluginKind
 from waymark.routing.profile import PickerConfig

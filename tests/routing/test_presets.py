@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from tests.routing.conftest import busy, prompt, target
+from waymark.base.errors import InvalidValue
 from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.gauges import Gauges
 from waymark.domain.targets import Role
-from waymark.errors import InvalidValue
 from waymark.routing import constants
 from waymark.routing.policy import Decision, Inputs, Ranking, Scored, new_tokens
 from waymark.routing.presets import DEFAULT, PRESETS, preset

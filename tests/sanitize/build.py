@@ -44,7 +44,9 @@ class Variant(Enum):
 
 def build(variant: Variant) -> Path:
     """Compile the module; ``SystemExit`` with what is missing, or what the compiler says."""
-    from waymark.native import digest_of  # here only: a Python that preloads a module must not load another one before
+    from waymark.base.native import (
+        digest_of,  # here only: a Python that preloads a module must not load another one before
+    )
 
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     target = DIRECTORY / f"{variant.value}.so"
@@ -109,6 +111,6 @@ def preload() -> None:
 
 def check_preloaded() -> None:
     """Fail where Waymark runs anything but the module that ``run`` names."""
-    from waymark import native
+    from waymark.base import native
 
     assert getattr(native.selected, "__file__", None) == os.environ[VARIABLE], "another module is loaded"

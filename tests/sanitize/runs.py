@@ -11,7 +11,7 @@ import msgpack
 from xxhash import xxh3_64_intdigest
 
 from tests.sanitize import batches
-from waymark import native
+from waymark.base import native
 from waymark.domain.events import Cleared, Removed, Stored
 from waymark.domain.known import Spot
 from waymark.domain.parts import Part

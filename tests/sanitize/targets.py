@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from tests.domain.known_model import STEPS, Model, play
 from tests.sanitize import batches, runs
-from waymark import native
+from waymark.base import native
 from waymark.domain.events import Cleared, Removed, Stored
 from waymark.domain.known import Spot
 from waymark.domain.rows import Place

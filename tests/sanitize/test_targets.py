@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.base.test_native import DECLARED
 from tests.sanitize.fuzz import Finding, change, check
 from tests.sanitize.targets import TARGETS
-from tests.test_native import DECLARED
-from waymark import native
+from waymark.base import native
 
 pytestmark = pytest.mark.slow
 

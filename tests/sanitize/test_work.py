@@ -15,7 +15,7 @@ import msgpack
 import pytest
 
 from tests.sanitize.build import VARIABLE
-from waymark import native
+from waymark.base import native
 from waymark.domain.events import Cleared, Removed, Stored
 from waymark.domain.known import Spot
 from waymark.domain.parts import Part

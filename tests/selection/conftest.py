@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import pytest
 
 from tests.patience import patient, patient_settings
-from waymark.metrics import Metrics
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.selection.options import SelectionOptions
 from waymark.selection.requests import RequestSelector
 from waymark.selection.selector import Selector
 from waymark.selection.startup import StartupGate
-from waymark.settings import Settings
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from waymark.errors import SettingsError
+from waymark.base.errors import SettingsError
+from waymark.base.settings import Settings
 from waymark.selection.options import SelectionOptions
-from waymark.settings import Settings
 
 
 def test_the_settings_are_taken_in_their_units() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.api.conftest import Hold, MakeClient, away, client, hold, make_client, memory_store, register, store
 from tests.conftest import wait_until
-from waymark.metrics import Metrics
+from waymark.base.metrics import Metrics
 from waymark.store.store import Store
 
 __all__ = ["away", "client", "hold", "make_client", "memory_store", "register", "store"]

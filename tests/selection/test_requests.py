@@ -12,12 +12,12 @@ from tests.conftest import wait_until
 from tests.selection.conftest import MakeSelector
 from tests.store.factories import registration
 from tests.tokenization import small
+from waymark.base.errors import NoTarget, Saturated, Starting, StoreUnavailable, UnknownModel
+from waymark.base.metrics import Metrics
 from waymark.chat.requests import InferenceRequest, read_request
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import GroupName
 from waymark.domain.targets import Target
-from waymark.errors import NoTarget, Saturated, Starting, StoreUnavailable, UnknownModel
-from waymark.metrics import Metrics
 from waymark.selection.decision import SelectParameters
 from waymark.selection.requests import RequestSelector, RoutedRequest
 from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay

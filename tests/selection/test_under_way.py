@@ -9,7 +9,7 @@ from typing import cast
 from unittest.mock import AsyncMock
 
 from tests.conftest import wait_until
-from waymark.errors import StoreUnavailable
+from waymark.base.errors import StoreUnavailable
 from waymark.selection.requests import RoutedRequest
 from waymark.selection.selector import Selector
 from waymark.selection.under_way import RequestsUnderWay, RequestUnderWay

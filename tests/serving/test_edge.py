@@ -8,7 +8,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from tests.serving.wire import LAST, Answer, answer, ask, connections, echo, post, request, served
-from waymark.metrics import Metrics
+from waymark.base.metrics import Metrics
 from waymark.serving.connection import protocol
 
 # ---- Upgrade (RFC 9110, 7.8): a server may ignore it ------------------------------------------------

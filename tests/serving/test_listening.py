@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from waymark.errors import PortUnavailable
+from waymark.base.errors import PortUnavailable
 from waymark.serving.listening import listen
 
 pytestmark = pytest.mark.outside

@@ -13,7 +13,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from tests.patience import patient, within
-from waymark.metrics import Metrics
+from waymark.base.metrics import Metrics
 from waymark.serving.connection import protocol
 from waymark.serving.limits import Connections, ServerBounds, Shape
 

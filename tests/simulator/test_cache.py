@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit import examples
+from waymark.base.errors import InvalidValue
 from waymark.domain.hashing import extend, token_bytes
-from waymark.errors import InvalidValue
 from waymark.simulator.cache import Prefix, PrefixCache
 from waymark.simulator.wire import CPU, DISK, GPU, AllBlocksCleared, BlockRemoved, BlockStored, WireEvent
 from waymark.simulator.workload import SimulatedPrompt

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 from waymark.simulator.encode import DIALECTS, Dimensions, Encoder
 from waymark.simulator.wire import CPU, AllBlocksCleared, BlockRemoved, BlockStored, UnknownEvent, WireEvent
 

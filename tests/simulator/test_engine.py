@@ -12,7 +12,7 @@ import msgpack
 import pytest
 
 from tests.simulator.peers import Peer, subscribed
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 from waymark.simulator.encode import DIALECTS, WITHOUT_MEDIUM
 from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.faults import Faults

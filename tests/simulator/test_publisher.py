@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.simulator.peers import subscribed
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 from waymark.simulator.encode import Encoder, ReplayFraming
 from waymark.simulator.faults import Faults
 from waymark.simulator.publisher import END_SEQ, SimulatedPublisher

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.patience import within
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 from waymark.simulator.options import SimulateOptions
 from waymark.simulator.run import EngineStarted, _due, simulate
 from waymark.simulator.workload import SimulatedPrompt

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 from waymark.simulator.workload import conversations, read_trace, trace_tokens
 
 TRACE = """\

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 from redis.asyncio import Redis
 
+from waymark.base.errors import StoreUnavailable
 from waymark.domain.engines import EngineKind
 from waymark.domain.held import HeldBlocks
 from waymark.domain.keys import pack
@@ -19,7 +20,6 @@ from waymark.domain.names import GroupName, Holder, HolderName, Registration
 from waymark.domain.parts import Commit, Mode, Part
 from waymark.domain.placing import Placer
 from waymark.domain.rows import PIECE_BLOCKS, Place
-from waymark.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.address import parse
 from waymark.store.claims import Claim

@@ -20,13 +20,13 @@ from redis.asyncio import Redis
 
 from tests.store.direct_redis import DirectRedis
 from tests.store.factories import registration
+from waymark.base.errors import RecordDamaged, StoreUnavailable
+from waymark.base.metrics import Metrics
 from waymark.domain.held import HeldBlocks
 from waymark.domain.moves import Moves
 from waymark.domain.parts import Commit, Mode, Part, Parts, joined, packed
 from waymark.domain.placing import Placer
 from waymark.domain.rows import DEPTHS, SAME_HASH, Place, Row, parse, parse_entry, parse_field
-from waymark.errors import RecordDamaged, StoreUnavailable
-from waymark.metrics import Metrics
 from waymark.store import calls as calls_module
 from waymark.store import keys
 from waymark.store.claims import Claim

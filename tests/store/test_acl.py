@@ -13,7 +13,7 @@ import pytest
 from tests.live import start
 from tests.store.flow import live_and_end
 from tests.topologies import Server, farm, start_cluster
-from waymark.errors import StoreUnavailable
+from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.credentials import Credentials

@@ -5,7 +5,7 @@ from __future__ import annotations
 from redis.asyncio import Redis
 
 from tests.conftest import wait_until
-from waymark.metrics import Metrics
+from waymark.base.metrics import Metrics
 from waymark.store import activity, keys
 from waymark.store.activity import ActivityKind, is_entry_id
 from waymark.store.client import RedisClient

@@ -13,7 +13,7 @@ from tests.patience import within
 from tests.proxy import proxy_to
 from tests.store.factories import GROUP, registration
 from tests.topologies import Server, farm
-from waymark.errors import StoreUnavailable
+from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.address import parse
 from waymark.store.client import RedisClient

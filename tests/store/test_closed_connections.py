@@ -8,7 +8,7 @@ import pytest
 import uvloop
 
 from tests.listening import listening, port_of
-from waymark.errors import StoreUnavailable
+from waymark.base.errors import StoreUnavailable
 from waymark.store.client import RedisClient
 
 

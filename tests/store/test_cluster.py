@@ -14,8 +14,8 @@ from tests.patience import patient, within
 from tests.store.factories import registration, resolved_of, stored
 from tests.store.flow import BLOCKS, applied, asked, begun, granted, live_and_end
 from tests.topologies import Cluster, Server, farm, is_cluster_ok, moving, start_cluster
+from waymark.base.errors import StoreUnavailable
 from waymark.domain.names import HolderName
-from waymark.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.store import Store
 

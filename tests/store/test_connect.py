@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from waymark.errors import SettingsError
-from waymark.settings import Settings
+from waymark.base.errors import SettingsError
+from waymark.base.settings import Settings
 from waymark.store.address import Address, parse
 from waymark.store.client import RedisClient
 from waymark.store.cluster import Cluster

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from redis import exceptions
 
-from waymark.errors import StoreUnavailable
-from waymark.metrics import Metrics
+from waymark.base.errors import StoreUnavailable
+from waymark.base.metrics import Metrics
 from waymark.store.client import RedisClient
 from waymark.store.failures import kind_of
 from waymark.store.store import Store

@@ -15,7 +15,7 @@ import pytest
 from tests.listening import listening, port_of
 from tests.patience import patient
 from tests.topologies import farm
-from waymark.errors import StoreUnavailable
+from waymark.base.errors import StoreUnavailable
 from waymark.store.client import RedisClient
 from waymark.store.credentials import Credentials
 from waymark.store.read_connection import Replies

@@ -12,9 +12,9 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from tests.listening import listening, port_of
 from tests.store.factories import GROUP, Stream, registration, stored, stream_of
+from waymark.base.errors import StoreUnavailable
 from waymark.domain.keys import KEY_BYTES, pack
 from waymark.domain.match import conductor_rows
-from waymark.errors import StoreUnavailable
 from waymark.store.client import RedisClient
 from waymark.store.store import Store
 

@@ -15,9 +15,9 @@ from redis.asyncio import Redis
 from tests.patience import within
 from tests.store.factories import registration
 from waymark.api.application import create_probes
-from waymark.errors import StoreUnavailable
-from waymark.metrics import Metrics
-from waymark.settings import Settings
+from waymark.base.errors import StoreUnavailable
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.store.client import RedisClient
 from waymark.store.health import HealthReason, HealthWatch
 from waymark.store.store import Store

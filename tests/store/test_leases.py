@@ -19,7 +19,7 @@ from tests.store.factories import (
     stored,
     stream_of,
 )
-from waymark.errors import StoreUnavailable
+from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.scripts import Verdict

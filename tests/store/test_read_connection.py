@@ -21,8 +21,8 @@ from redis.exceptions import ResponseError
 
 from tests.conftest import wait_until
 from tests.patience import within
-from waymark.errors import StoreUnavailable
-from waymark.metrics import Metrics
+from waymark.base.errors import StoreUnavailable
+from waymark.base.metrics import Metrics
 from waymark.store.client import RedisClient
 from waymark.store.credentials import Credentials
 from waymark.store.read_connection import QUESTIONS_MAX, Replies

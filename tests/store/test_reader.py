@@ -21,11 +21,11 @@ from tests.store.factories import (
     stream_of,
 )
 from tests.store.test_chain import value
+from waymark.base.errors import StoreUnavailable
 from waymark.domain.hashing import namespace
 from waymark.domain.keys import pack
 from waymark.domain.match import ConductorRow, conductor_rows
 from waymark.domain.names import GroupName
-from waymark.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.reader import Reader, Reading

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from tests.store.factories import apply_changes, begins, blocks_of, registration, stored
+from waymark.base.errors import Conflict, StoreUnavailable
+from waymark.base.metrics import Metrics
 from waymark.domain.names import PublisherName, Registration
 from waymark.domain.table import HolderTable
-from waymark.errors import Conflict, StoreUnavailable
 from waymark.ingest.keeper import RegistrationKeeper
-from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.client import RedisClient

@@ -20,10 +20,10 @@ from tests.store.factories import (
     stored,
     stream_of,
 )
+from waymark.base.errors import Conflict, RecordDamaged, StoreUnavailable
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import GroupName, PublisherName
 from waymark.domain.targets import Role, Target
-from waymark.errors import Conflict, RecordDamaged, StoreUnavailable
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.client import RedisClient

@@ -11,8 +11,8 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from tests.store.factories import Stream, claim_of, registration, snapshot, stream_of
 from tests.store.histories import Fleet, History
+from waymark.base.errors import InvalidValue
 from waymark.domain.first_tokens import FirstTokens
-from waymark.errors import InvalidValue
 from waymark.store import keys
 from waymark.store.reservations import (
     CANDIDATES_MAX,

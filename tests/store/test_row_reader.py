@@ -11,8 +11,8 @@ from redis.asyncio import Redis
 from tests.store.factories import GROUP, Stream, registration, stream_of
 from tests.store.test_chain import CHAIN, SHARED, TAIL, Values, branching, name, value, whole
 from tests.store.test_reader import Source, longest, read, rows
+from waymark.base.metrics import Metrics
 from waymark.domain.names import GroupName
-from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.directory import Directory

@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.store.factories import Dying, Stream, claim_of, registration, snapshot, stored, stream_of
-from waymark.errors import StoreUnavailable
+from waymark.base.errors import StoreUnavailable
 from waymark.store import keys, sweep
 from waymark.store.client import RedisClient
 from waymark.store.store import Store

@@ -13,7 +13,7 @@ import trustme
 from tests.patience import patient
 from tests.store.flow import live_and_end
 from tests.topologies import Farm, Server, farm, start_cluster
-from waymark.errors import StoreUnavailable
+from waymark.base.errors import StoreUnavailable
 from waymark.store.client import RedisClient
 from waymark.store.credentials import Credentials
 from waymark.store.store import Store

@@ -18,10 +18,10 @@ from tokenizers import AddedToken, Tokenizer
 
 from tests.tokenization import small
 from tests.unit import examples
+from waymark.base.errors import InvalidValue
+from waymark.base.metrics import Metrics
 from waymark.chat.truncation import Truncation
 from waymark.domain.hashing import pack_tokens, unpack_tokens
-from waymark.errors import InvalidValue
-from waymark.metrics import Metrics
 from waymark.tokenization import templates
 from waymark.tokenization.local import LocalTokenizer
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt

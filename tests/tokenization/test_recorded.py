@@ -17,14 +17,14 @@ from tests.tokenization import record_eagle, record_sglang, record_tools, record
 from tests.tokenization.record import CALL, PARTS, RECORDED, bodies, templates
 from waymark.api.text_schemas import TokenizeRequest
 from waymark.api.texts import prompt_of
+from waymark.base.errors import InvalidValue
+from waymark.base.metrics import Metrics
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Stored
 from waymark.domain.hashing import block_keys, namespace, unpack_tokens
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.names import GroupName
 from waymark.engines import decoder
-from waymark.errors import InvalidValue
-from waymark.metrics import Metrics
 from waymark.tokenization.local import LocalTokenizer
 from waymark.tokenization.prompt import ChatPrompt, Prompt
 from waymark.tokenization.segments import SegmentMemo

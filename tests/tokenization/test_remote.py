@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from waymark.asker import Asker
+from waymark.base.asker import Asker
+from waymark.base.endpoints import AllowedEndpoints
+from waymark.base.errors import InvalidValue, TokenizerUnavailable
+from waymark.base.metrics import Metrics
 from waymark.chat.truncation import Truncation
 from waymark.domain.multimodal import PromptItem
 from waymark.domain.names import GroupName
-from waymark.endpoints import AllowedEndpoints
-from waymark.errors import InvalidValue, TokenizerUnavailable
-from waymark.metrics import Metrics
 from waymark.tokenization.engines import EngineTokenizer
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt
 from waymark.tokenization.remote import RemoteTokenizer

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.patience import patient, wait_for
-from waymark.errors import InvalidValue, TokenizerUnavailable
-from waymark.metrics import Metrics
+from waymark.base.errors import InvalidValue, TokenizerUnavailable
+from waymark.base.metrics import Metrics
 from waymark.tokenization import renderers, rendering
 from waymark.tokenization.prompt import ChatPrompt
 from waymark.tokenization.renderers import PROCESSES_MAX, Rendered, Renderers

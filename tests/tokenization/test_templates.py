@@ -14,8 +14,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.tokenization.small import CHATML, TEMPLATES
 from tests.unit import examples
+from waymark.base.errors import InvalidValue
 from waymark.chat.openai import for_template
-from waymark.errors import InvalidValue
 from waymark.tokenization.prompt import ChatPrompt
 from waymark.tokenization.template_source import takes_parts
 from waymark.tokenization.templates import ChatTemplate

@@ -12,8 +12,8 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.tokenization import small
-from waymark.errors import InvalidValue, TokenizerUnavailable
-from waymark.metrics import Metrics
+from waymark.base.errors import InvalidValue, TokenizerUnavailable
+from waymark.base.metrics import Metrics
 from waymark.tokenization import tokenizers as face
 from waymark.tokenization.prompt import ChatPrompt, Prompt, SourcedTokens, TextPrompt, TokenizedPrompt
 from waymark.tokenization.sources import directory_of, found_in

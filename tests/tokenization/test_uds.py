@@ -12,10 +12,10 @@ import grpc
 import pytest
 
 from tests.grpc_loops import events_of_this_loop as events_of_this_loop
+from waymark.base.errors import InvalidValue, TokenizerUnavailable
+from waymark.base.metrics import Metrics
 from waymark.chat.truncation import Truncation
 from waymark.domain.multimodal import PromptItem
-from waymark.errors import InvalidValue, TokenizerUnavailable
-from waymark.metrics import Metrics
 from waymark.tokenization.prompt import ChatPrompt, TextPrompt, TokenizedPrompt
 from waymark.tokenization.tokenizers import Tokenizers
 from waymark.tokenization.uds import CLASSES, METHODS, SERVICE, UdsTokenizer

@@ -10,11 +10,11 @@ from typing import Any, Literal, TypeAlias
 from waymark.api.bodies import Body
 from waymark.api.errors import Forbidden, Unauthorized
 from waymark.api.tokens_file import EVERYONE, Caller, TokensFile
-from waymark.asgi import RawHeaders
+from waymark.base.asgi import RawHeaders
+from waymark.base.endpoints import is_loopback
+from waymark.base.settings import Settings
+from waymark.base.shown import shown
 from waymark.domain.names import DEFAULT_TENANT
-from waymark.endpoints import is_loopback
-from waymark.settings import Settings
-from waymark.shown import shown
 
 Access: TypeAlias = Literal["open", "read", "admin", "write"]
 """Who may call a path. ``open``: every client. ``read``: a token is needed only if reads are protected. ``admin``

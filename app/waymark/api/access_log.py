@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from waymark.api.operations import METHODS, Operation
 from waymark.api.request_id import REQUEST_ID, request_id_of
-from waymark.logs import fields
+from waymark.base.logs import fields
 
 log = logging.getLogger(__name__)
 

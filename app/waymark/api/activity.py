@@ -17,11 +17,11 @@ import orjson
 from waymark.api.answers import Answer
 from waymark.api.bodies import Body
 from waymark.api.tokens_file import Caller
-from waymark.errors import InvalidValue, StoreUnavailable
-from waymark.logs import fields
-from waymark.metrics import Metrics
-from waymark.settings import Settings
-from waymark.shown import shown
+from waymark.base.errors import InvalidValue, StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
+from waymark.base.shown import shown
 from waymark.store.activity import Activity, ActivityEntry, is_entry_id
 
 log = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from waymark.api.admin_schemas import ClearRequest, InvalidateRequest
 from waymark.api.answers import Answer
 from waymark.api.bodies import Body
 from waymark.api.views import publisher_states
+from waymark.base.settings import Settings
 from waymark.domain.prefixes import DEFAULT
 from waymark.domain.status import StreamStatus
 from waymark.routing.presets import PRESETS
-from waymark.settings import Settings
 from waymark.store.publisher_states import PublisherState
 from waymark.store.store import Store
 

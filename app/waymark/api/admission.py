@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from waymark.errors import StoreUnavailable
+from waymark.base.errors import StoreUnavailable
 
 #: Longer than any number of healthy queries takes; a request that waits longer waits for a Redis that hangs.
 WAIT_SECONDS = 10.0

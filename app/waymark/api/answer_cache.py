@@ -12,10 +12,10 @@ from typing import Any
 
 import orjson
 
+from waymark.base.metrics import Metrics
 from waymark.domain.match import ConductorRow, DynamoRank, Walk, conductor_rows, dynamo_rows
 from waymark.domain.media import BEST, IN_EVERY_ANSWER
 from waymark.domain.table import View
-from waymark.metrics import Metrics
 
 InTokens = dict[str, dict[str, Any]]
 """An answer's rows, by instance."""

@@ -43,10 +43,10 @@ from waymark.api.registrations import Registrations
 from waymark.api.request_cache import RequestCache
 from waymark.api.texts import PromptTokenizer
 from waymark.api.views import Views
-from waymark.asker import Asker
-from waymark.metrics import Metrics
+from waymark.base.asker import Asker
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.selection.startup import StartupGate
-from waymark.settings import Settings
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 

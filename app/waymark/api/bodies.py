@@ -20,9 +20,9 @@ from waymark.api.errors import InvalidBody
 from waymark.api.lists import cut, cut_hashes
 from waymark.api.request_cache import ParsedFields, RequestCache
 from waymark.api.tokens_file import EVERYONE, Caller
-from waymark.asgi import RawHeaders
-from waymark.errors import InvalidValue
-from waymark.shown import kind, shown
+from waymark.base.asgi import RawHeaders
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import kind, shown
 
 T = TypeVar("T")
 

@@ -17,13 +17,13 @@ from waymark.api.given_prompts import GivenPrompts, text_of
 from waymark.api.query_reader import KeysOf, QueryReader
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.texts import ModelPrompt, PromptTokenizer
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.domain.block_size import block_size_of
 from waymark.domain.hashing import namespace
 from waymark.domain.match import ConductorRow
 from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import GroupName
-from waymark.metrics import Metrics
-from waymark.settings import Settings
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
 

@@ -12,12 +12,13 @@ from waymark.api.errors import InvalidBody
 from waymark.api.given_prompts import text_of
 from waymark.api.query_reader import KeysOf
 from waymark.api.texts import ModelPrompt
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
 from waymark.chat.prefix_key import prefix_key
 from waymark.domain.gauges import Gauges
 from waymark.domain.hashing import namespace, text_hash
 from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import Adapter, GroupName
-from waymark.errors import InvalidValue
 from waymark.routing.presets import preset
 from waymark.selection.decision import (
     GivenValues,
@@ -28,7 +29,6 @@ from waymark.selection.decision import (
     SelectParameters,
 )
 from waymark.selection.served import ServedModel
-from waymark.shown import shown
 
 T = TypeVar("T", ScoreRequest, SelectRequest)
 

@@ -24,8 +24,9 @@ from waymark.api.errors import InvalidBody
 from waymark.api.given_prompts import GivenPrompts
 from waymark.api.texts import ModelPrompt, PromptTokenizer
 from waymark.api.tokens_file import Caller
-from waymark.errors import InvalidValue
-from waymark.metrics import Metrics
+from waymark.base.errors import InvalidValue
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.routing.policy import Decision, Scored
 from waymark.routing.presets import PRESETS
 from waymark.selection.decision import RankingRequest
@@ -33,7 +34,6 @@ from waymark.selection.options import SelectionOptions
 from waymark.selection.selector import Selector
 from waymark.selection.served import ServedNames
 from waymark.selection.startup import StartupGate
-from waymark.settings import Settings
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens

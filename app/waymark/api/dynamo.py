@@ -21,16 +21,16 @@ from waymark.api.dynamo_schemas import (
 from waymark.api.errors import short
 from waymark.api.prompts import LocalHashKeys, TokenKeys, hashes, token_bytes
 from waymark.api.query_reader import KeysOf, PromptKeys, QueryReader
+from waymark.base.endpoints import AllowedEndpoints
+from waymark.base.errors import Conflict, InvalidValue, NotFound
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
+from waymark.base.shown import shown
 from waymark.domain.engines import UNNAMED
 from waymark.domain.hashing import namespace
 from waymark.domain.match import DynamoRank, dynamo_rows
 from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U64_MASK, GroupName, Registration, is_endpoint
 from waymark.domain.table import HolderTable
-from waymark.endpoints import AllowedEndpoints
-from waymark.errors import Conflict, InvalidValue, NotFound
-from waymark.metrics import Metrics
-from waymark.settings import Settings
-from waymark.shown import shown
 from waymark.store.reader import Reading
 from waymark.store.store import Store
 

@@ -10,14 +10,14 @@ from waymark.api.bodies import Body
 from waymark.api.dynamo import is_worker_id
 from waymark.api.dynamo_select_schemas import DynamoPromptRequest, DynamoReservationRequest, DynamoSelectRequest
 from waymark.api.prompts import LocalHashKeys, hashes, token_bytes
+from waymark.base.errors import InvalidValue, NoTarget
+from waymark.base.settings import Settings
 from waymark.domain.hashing import block_keys, namespace
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.names import GroupName
-from waymark.errors import InvalidValue, NoTarget
 from waymark.routing.presets import PRESETS
 from waymark.selection.decision import HashedPrompt, PolicyChoice, PromptOf
 from waymark.selection.selector import Selector
-from waymark.settings import Settings
 from waymark.store.store import Store
 
 PromptRequest: TypeAlias = DynamoSelectRequest | DynamoPromptRequest | DynamoReservationRequest

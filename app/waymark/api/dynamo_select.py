@@ -19,10 +19,10 @@ from waymark.api.dynamo_select_schemas import (
     DynamoSelectRequest,
     OutputBlockRequest,
 )
+from waymark.base.errors import Conflict, InvalidValue, NoTarget, NotFound
 from waymark.domain.keys import unpack
 from waymark.domain.match import Walk, dynamo_rows
 from waymark.domain.names import GroupName
-from waymark.errors import Conflict, InvalidValue, NoTarget, NotFound
 from waymark.routing.target import Candidate
 from waymark.selection.decision import HashedPrompt, RankingRequest, SelectParameters
 from waymark.selection.selector import Selector

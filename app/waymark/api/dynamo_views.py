@@ -13,8 +13,8 @@ from waymark.api.bodies import Body
 from waymark.api.dynamo import is_worker_id
 from waymark.api.dynamo_schemas import PeerRequest
 from waymark.api.views import publisher_states
+from waymark.base.errors import InvalidValue, NotFound
 from waymark.domain.status import StreamStatus
-from waymark.errors import InvalidValue, NotFound
 from waymark.store.publisher_states import PublisherState
 from waymark.store.store import Store
 

@@ -14,13 +14,13 @@ import orjson
 from waymark.api.answers import Answer
 from waymark.api.bodies import Body
 from waymark.api.dynamo_select_schemas import WorkerPatch, WorkerRequest
+from waymark.base.endpoints import AllowedEndpoints
+from waymark.base.errors import Conflict, InvalidValue, NotFound, Saturated
+from waymark.base.settings import Settings
+from waymark.base.shown import shown, shown_url
 from waymark.domain.engines import UNNAMED
 from waymark.domain.names import ENDPOINT, U64_MASK, GroupName, PublisherName, Registration, is_endpoint
 from waymark.domain.targets import ENGINE_URL, Target, is_engine_url
-from waymark.endpoints import AllowedEndpoints
-from waymark.errors import Conflict, InvalidValue, NotFound, Saturated
-from waymark.settings import Settings
-from waymark.shown import shown, shown_url
 from waymark.store.scripts import Verdict
 from waymark.store.selections import WORKERS_MAX
 from waymark.store.store import Store

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from waymark.api.models import Model
-from waymark.errors import (
+from waymark.base.errors import (
     Conflict,
     InvalidValue,
     NoTarget,
@@ -23,7 +23,7 @@ from waymark.errors import (
     StoreUnavailable,
     WaymarkError,
 )
-from waymark.shown import SHOWN_MAX, kind, shown, shown_url
+from waymark.base.shown import SHOWN_MAX, kind, shown, shown_url
 
 #: Fields whose values are secrets of a tenant; an error names them and shows nothing.
 _SECRET = frozenset({"additionalsalt", "additional_salt", "cache_salt"})

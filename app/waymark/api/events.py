@@ -22,15 +22,15 @@ from waymark.apply.kept import KeptMemories
 from waymark.apply.options import ApplyOptions
 from waymark.apply.redis_calls import Fenced
 from waymark.apply.resuming import resumed
+from waymark.base.errors import Conflict, InvalidValue, NotFound, StoreUnavailable
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
+from waymark.base.shown import shown
 from waymark.domain.engines import OVER_HTTP
 from waymark.domain.events import Batch, Envelope, Event
 from waymark.domain.names import PublisherName
 from waymark.domain.status import StreamStatus
 from waymark.engines.standard import decode_event
-from waymark.errors import Conflict, InvalidValue, NotFound, StoreUnavailable
-from waymark.metrics import Metrics
-from waymark.settings import Settings
-from waymark.shown import shown
 from waymark.store.claims import Claim
 from waymark.store.leases import Grant
 from waymark.store.store import Store

@@ -18,15 +18,15 @@ from waymark.api.inspection_queue import InspectionQueue
 from waymark.api.prompts import hashes, packed_hashes, token_bytes
 from waymark.api.query_schemas import InspectRequest
 from waymark.api.texts import PromptTokenizer
+from waymark.base.errors import InvalidValue, StoreUnavailable
+from waymark.base.settings import Settings
 from waymark.domain.block_size import only_block_size
 from waymark.domain.multimodal import check_blocks
 from waymark.domain.rows import PIECE_BLOCKS, Place
-from waymark.errors import InvalidValue, StoreUnavailable
 from waymark.inspection.explanation import PromptExplanation, as_json, explain
 from waymark.inspection.inspector import Inspector
 from waymark.inspection.prompt import InspectedPrompt
 from waymark.inspection.why import unknown_group
-from waymark.settings import Settings
 from waymark.store.store import Store
 
 #: Instances in an explanation beside an answer.

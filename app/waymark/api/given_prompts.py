@@ -12,9 +12,9 @@ from waymark.api.prompts import SeqHashKeys, TokenKeys, hashes, packed_hashes, t
 from waymark.api.query_reader import KeysOf, PromptKeys
 from waymark.api.query_schemas import PromptFields
 from waymark.api.texts import ModelPrompt, prompt_of
+from waymark.base.settings import Settings
 from waymark.domain.multimodal import PromptItems, check_blocks
 from waymark.domain.names import GroupName
-from waymark.settings import Settings
 
 
 def text_of(group: GroupName, request: PromptFields, *others: str) -> ModelPrompt | None:

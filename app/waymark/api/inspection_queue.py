@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from waymark.api.admission import AdmissionQueue
-from waymark.errors import StoreUnavailable
-from waymark.settings import Settings
+from waymark.base.errors import StoreUnavailable
+from waymark.base.settings import Settings
 
 T = TypeVar("T")
 

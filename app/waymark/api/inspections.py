@@ -10,8 +10,10 @@ from waymark.api.answers import Answer, Paused
 from waymark.api.bodies import Body
 from waymark.api.inspection_queue import InspectionQueue
 from waymark.api.inspection_schemas import InspectBlockRequest, InspectHolderRequest, InspectKeysRequest
+from waymark.base.errors import InvalidValue
+from waymark.base.settings import Settings
+from waymark.base.shown import shown
 from waymark.domain.status import StreamStatus
-from waymark.errors import InvalidValue
 from waymark.inspection.blocks import find_block
 from waymark.inspection.commands import every_key
 from waymark.inspection.holders import find_holder
@@ -19,8 +21,6 @@ from waymark.inspection.inspector import InspectedGroup, Inspector, pick
 from waymark.inspection.redis_cli import RedisCli
 from waymark.inspection.status import PublisherFilter, gather
 from waymark.inspection.status_json import as_json
-from waymark.settings import Settings
-from waymark.shown import shown
 from waymark.store.store import Store
 
 PARAMETERS = ("tenant_id", "model", "status")

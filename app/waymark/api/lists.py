@@ -6,7 +6,7 @@ import re
 
 import orjson
 
-from waymark import native
+from waymark.base import native
 from waymark.domain.hashing import pack_tokens
 
 _LIST_FOLLOWS = re.compile(rb"[ \n\r\t]*:[ \n\r\t]*\[")

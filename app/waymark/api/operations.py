@@ -27,11 +27,11 @@ from waymark.api.query_schemas import PromptFields
 from waymark.api.request_cache import RequestCache
 from waymark.api.request_id import request_id_of
 from waymark.api.tokens_file import EVERYONE, Caller
-from waymark.asgi import RawHeaders
-from waymark.errors import InvalidValue, StoreUnavailable, WaymarkError
-from waymark.logs import failure, fields
-from waymark.metrics import Metrics
-from waymark.settings import Settings
+from waymark.base.asgi import RawHeaders
+from waymark.base.errors import InvalidValue, StoreUnavailable, WaymarkError
+from waymark.base.logs import failure, fields
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 
 log = logging.getLogger(__name__)
 

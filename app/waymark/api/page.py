@@ -12,8 +12,8 @@ from typing import Final
 
 from waymark.api.answers import Answer
 from waymark.api.bodies import Body
-from waymark.errors import NotFound
-from waymark.shown import shown
+from waymark.base.errors import NotFound
+from waymark.base.shown import shown
 
 _FOLDER: Final = Path(__file__).parent / "ui"
 _MEDIA_TYPES: Final = {".css": b"text/css; charset=utf-8", ".js": b"text/javascript; charset=utf-8"}

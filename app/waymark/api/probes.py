@@ -11,7 +11,7 @@ import asyncio
 from waymark.api.answers import Answer
 from waymark.api.bodies import Body
 from waymark.api.texts import PromptTokenizer
-from waymark.metrics import Metrics
+from waymark.base.metrics import Metrics
 from waymark.selection.startup import StartupGate
 from waymark.store.health import HealthReason, RedisHealth
 from waymark.store.store import Store

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from waymark.api.errors import InvalidBody, is_beyond_64_bits
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import kind, shown
 from waymark.domain.hashing import block_keys, local_keys, pack_tokens
 from waymark.domain.keys import KEY_BYTES, pack
 from waymark.domain.multimodal import PromptItems, block_keys_with
 from waymark.domain.names import U32_MAX, U64_MASK
-from waymark.errors import InvalidValue
-from waymark.shown import kind, shown
 
 _I64_MIN = -(2**63)
 

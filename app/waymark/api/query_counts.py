@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from waymark.base.metrics import NO_MODEL, Metrics
 from waymark.domain.names import GroupName
-from waymark.metrics import NO_MODEL, Metrics
 from waymark.store.reader import Reading
 
 

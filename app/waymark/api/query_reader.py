@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from waymark.api.query_counts import QueryCounts
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.domain.names import GroupName
 from waymark.domain.table import HolderTable
-from waymark.metrics import Metrics
-from waymark.settings import Settings
 from waymark.store.chain import KeySource
 from waymark.store.reader import Reader, Reading
 

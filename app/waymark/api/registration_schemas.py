@@ -36,6 +36,7 @@ from waymark.api.publisher_fields import (
     OptionalUrl,
     Weight,
 )
+from waymark.base.shown import shown
 from waymark.domain.engines import Copies, EngineKind, Scope, kinds_where
 from waymark.domain.media import normal_medium, order_of
 from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, Registration, SeqCounter
@@ -51,7 +52,6 @@ from waymark.domain.prefixes import (
     is_source,
 )
 from waymark.domain.targets import ENGINE_URL, LABEL_BYTES_MAX, LABELS_MAX, URL, WEIGHT_MAX, Role, Target
-from waymark.shown import shown
 
 _TYPE = f"one of {', '.join(EngineKind)}, in upper or lower case"
 _MODEL_NAMES = AliasChoices("modelname", "model_name", "model")

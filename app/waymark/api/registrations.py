@@ -11,14 +11,14 @@ from waymark.api.answers import Answer, Paused
 from waymark.api.bodies import Body
 from waymark.api.errors import short
 from waymark.api.registration_schemas import RegisterByUrlRequest, RegisterRequest, UnregisterRequest, WeightRequest
-from waymark.asker import Asker
+from waymark.base.asker import Asker
+from waymark.base.endpoints import AllowedEndpoints
+from waymark.base.errors import NotFound
+from waymark.base.settings import Settings
+from waymark.base.shown import shown
 from waymark.discovery.describe import Describer, base_of
 from waymark.discovery.engines import EngineRegistrations
 from waymark.domain.names import DEFAULT_TENANT, Origin, PublisherName, Registration
-from waymark.endpoints import AllowedEndpoints
-from waymark.errors import NotFound
-from waymark.settings import Settings
-from waymark.shown import shown
 from waymark.store.store import Store
 
 _NO_REPAIR = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from waymark.metrics import Metrics
+from waymark.base.metrics import Metrics
 
 #: Longer texts hardly come twice.
 _TEXT_BYTES_MAX = 4096

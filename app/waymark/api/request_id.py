@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 
-from waymark.asgi import RawHeaders
+from waymark.base.asgi import RawHeaders
 
 REQUEST_ID = b"x-request-id"
 

@@ -10,9 +10,9 @@ from waymark.api.bodies import Body
 from waymark.api.errors import InvalidBody
 from waymark.api.prompts import check_count, token_bytes
 from waymark.api.text_schemas import DetokenizeRequest, TextFields, TokenizeRequest
+from waymark.base.settings import Settings
 from waymark.domain.hashing import unpack_tokens
 from waymark.domain.names import GroupName
-from waymark.settings import Settings
 from waymark.tokenization.prompt import ChatPrompt, Prompt, SourcedTokens, TextPrompt
 from waymark.tokenization.tokenizers import Tokenizers
 

@@ -17,9 +17,9 @@ from typing import Any, Final
 
 import orjson
 
-from waymark.errors import SettingsError
-from waymark.shown import kind, shown
-from waymark.watched_file import WatchedFile
+from waymark.base.errors import SettingsError
+from waymark.base.shown import kind, shown
+from waymark.base.watched_file import WatchedFile
 
 TOKENS_MAX = 1000
 _FILE_BYTES_MAX = 2**20

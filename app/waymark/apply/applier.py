@@ -31,6 +31,8 @@ from waymark.apply.pool_hashes import PoolHashes
 from waymark.apply.portions import portions_of
 from waymark.apply.redis_calls import Fenced, RedisCalls
 from waymark.apply.slices import SliceRunner
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.domain.events import Batch
 from waymark.domain.moves import Moves
 from waymark.domain.names import Holder, HolderName, Unit
@@ -38,8 +40,6 @@ from waymark.domain.parts import Commit, Part, Parts, has_singles, joined
 from waymark.domain.plan import Plan
 from waymark.domain.resolver import Resolver
 from waymark.domain.slices import Slices
-from waymark.logs import fields
-from waymark.metrics import Metrics
 from waymark.store.activity import ActivityKind, about
 from waymark.store.entries import GroupEntries
 from waymark.store.hashes import ReportedBlock

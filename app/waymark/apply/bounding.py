@@ -6,9 +6,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
+from waymark.base.metrics import Metrics
 from waymark.domain.names import HolderName
 from waymark.domain.resolver import Resolver
-from waymark.metrics import Metrics
 from waymark.store.entries import GroupEntries
 
 #: Seconds between two writes of the block counts: few enough that a bound is enforced within a second.

@@ -7,11 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.domain.events import Batch, PlainEvents, Removed, Stored
 from waymark.domain.parts import Part, blocks_of, stored_of
 from waymark.domain.resolver import Resolver
-from waymark.logs import fields
-from waymark.metrics import Metrics
 from waymark.store.stream_fields import BLOCKS, MISSING
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from waymark.base.metrics import Metrics
 from waymark.domain.held import HeldBlocks
 from waymark.domain.resolver import Resolver
-from waymark.metrics import Metrics
 from waymark.store.claims import Claim
 from waymark.store.leases import Grant
 from waymark.store.records import StreamRecord

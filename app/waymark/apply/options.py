@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
+from waymark.base.settings import Settings
 from waymark.domain.generations import BlockBounds
-from waymark.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
 class ApplyOptions:
-    """Each field has the name, unit and default of the setting in ``waymark.settings``."""
+    """Each field has the name, unit and default of the setting in ``waymark.base.settings``."""
 
     hash_seed: int = 1337
     stream_blocks_max: int = 4_000_000

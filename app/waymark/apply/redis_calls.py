@@ -7,9 +7,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from waymark.errors import RecordDamaged, StoreUnavailable
-from waymark.logs import fields
-from waymark.metrics import Metrics
+from waymark.base.errors import RecordDamaged, StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from waymark.base.errors import InvalidValue
 from waymark.chat.media import kind_of
-from waymark.errors import InvalidValue
 
 #: Types of a content part that are text, and the field in which it stands.
 _TEXT_PARTS = {

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
 from waymark.chat.truncation import Truncation, truncation_of
-from waymark.errors import InvalidValue
-from waymark.shown import shown
 
 #: Names are kept in caches by model; a longer one is no model.
 _NAME_CHARACTERS_MAX = 4096

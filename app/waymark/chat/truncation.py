@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 
 _ID_BYTES = 4
 

@@ -6,6 +6,14 @@ import os
 import sys
 from collections.abc import Sequence
 
+from waymark.base.errors import (
+    NotFound,
+    PortUnavailable,
+    ServiceRefused,
+    ServiceUnreachable,
+    StoreUnavailable,
+    WaymarkError,
+)
 from waymark.cli import completion
 from waymark.cli.commands import COMMANDS
 from waymark.cli.exits import (
@@ -18,14 +26,6 @@ from waymark.cli.exits import (
     EXIT_USAGE,
 )
 from waymark.cli.parser import parse, parser_of
-from waymark.errors import (
-    NotFound,
-    PortUnavailable,
-    ServiceRefused,
-    ServiceUnreachable,
-    StoreUnavailable,
-    WaymarkError,
-)
 
 #: A package that only a trial needs.
 _TRIAL_PACKAGES = {"fakeredis", "lupa"}

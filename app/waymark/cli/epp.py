@@ -24,7 +24,8 @@ def add_flags(parser: argparse.ArgumentParser, _: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from waymark import logs, runtime_epp
+    from waymark import runtime_epp
+    from waymark.base import logs
     from waymark.cli import loop
 
     settings = loop.settings_with(

@@ -83,7 +83,7 @@ def _through_redis(arguments: argparse.Namespace) -> int:
     import asyncio
     import signal
 
-    from waymark import logs
+    from waymark.base import logs
     from waymark.cli import loop
     from waymark.console.screen import Screen
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import uvloop
 
-from waymark.settings import PREFIX, Settings
+from waymark.base.settings import PREFIX, Settings
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:

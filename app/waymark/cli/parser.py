@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from waymark import native  # only here: a C module that cannot be used is then an error of the command
+        from waymark.base import native  # only here: a C module that cannot be used is then an error of the command
 
         print(f"waymark {__version__} ({native.implementation()})")
         parser.exit()

@@ -130,7 +130,7 @@ def _print_answer(service: RemoteService, arguments: argparse.Namespace, screen:
 
 
 def _drain(service: RemoteService, arguments: argparse.Namespace) -> int:
-    from waymark.errors import WaymarkError
+    from waymark.base.errors import WaymarkError
     from waymark.remote.drain import NotDrained, drain, left_as
 
     def say(line: str) -> None:

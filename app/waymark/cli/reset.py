@@ -21,7 +21,7 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from waymark import logs
+    from waymark.base import logs
     from waymark.cli import loop
     from waymark.store.credentials import Credentials
     from waymark.store.store import Store

@@ -65,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from waymark import logs, runtime
+    from waymark import runtime
+    from waymark.base import logs
     from waymark.cli import loop
 
     has_api, has_worker = _ROLES[arguments.command]

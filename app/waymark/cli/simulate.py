@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     import signal
     from dataclasses import asdict
 
-    from waymark import logs
+    from waymark.base import logs
     from waymark.cli import loop
     from waymark.console.progress import Progress
     from waymark.simulator.flags import options_of

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
 from waymark.domain.hashing import DEFAULT_SEED, token_bytes
 from waymark.domain.multimodal import items_of, seq_hashes_with
-from waymark.errors import InvalidValue
-from waymark.shown import shown
 
 
 def block_hashes(

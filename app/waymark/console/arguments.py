@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from waymark.base.shown import shown
 from waymark.domain.names import DEFAULT_TENANT
 from waymark.domain.status import StreamStatus
-from waymark.shown import shown
 
 Subcommands = Any
 """The result of ``add_subparsers``; argparse has no public name for its type."""

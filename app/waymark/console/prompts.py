@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
 from waymark.domain.names import U32_MAX, U64_MASK
-from waymark.errors import InvalidValue
-from waymark.shown import shown
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt
 
 _HEX = re.compile(r"(0x)?[0-9a-fA-F]{16}")

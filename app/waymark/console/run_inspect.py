@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from waymark.base.errors import InvalidValue, NotFound
+from waymark.base.settings import Settings
 from waymark.console import cells, lookups
 from waymark.console.prompts import read_file, read_hash, read_hashes, read_prompt, read_tokens
 from waymark.console.screen import Screen, ScreenPart, joined, text
 from waymark.domain.hashing import pack_tokens
 from waymark.domain.names import Adapter, GroupName
-from waymark.errors import InvalidValue, NotFound
 from waymark.inspection.blocks import find_block
 from waymark.inspection.commands import every_key
 from waymark.inspection.explanation import PromptExplanation, explain
@@ -19,7 +20,6 @@ from waymark.inspection.inspector import InspectedGroup, Inspector, open_inspect
 from waymark.inspection.prompt import InspectedPrompt
 from waymark.inspection.redis_cli import RedisCli
 from waymark.inspection.why import unknown_group
-from waymark.settings import Settings
 
 
 async def run_inspect(arguments: argparse.Namespace, settings: Settings, screen: Screen) -> None:
@@ -83,7 +83,7 @@ async def _asked(arguments: argparse.Namespace, settings: Settings) -> Inspected
         tokens = pack_tokens(list(read_tokens(arguments.tokens, option="--tokens")))
     else:
         # Only a prompt in words needs tokenizers.
-        from waymark.metrics import Metrics
+        from waymark.base.metrics import Metrics
         from waymark.tokenization.tokenizers import Tokenizers
 
         prompt = read_prompt(arguments.text, arguments.messages)

@@ -8,12 +8,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
+from waymark.base.errors import StoreUnavailable
+from waymark.base.settings import Settings
 from waymark.console import status_view
 from waymark.console.screen import Screen, ScreenPart, text
-from waymark.errors import StoreUnavailable
 from waymark.inspection import status, status_json
 from waymark.inspection.inspector import open_inspector
-from waymark.settings import Settings
 
 
 async def run_status(arguments: argparse.Namespace, settings: Settings, screen: Screen) -> None:
@@ -52,7 +52,7 @@ async def _tokenizer_warnings(settings: Settings) -> list[str]:
     if not settings.tokenizers:
         return []
     # Only they need the packages for text.
-    from waymark.metrics import Metrics
+    from waymark.base.metrics import Metrics
     from waymark.tokenization.tokenizers import Tokenizers
 
     tokenizers = Tokenizers.of(settings, Metrics())

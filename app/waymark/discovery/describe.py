@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from waymark.asker import Asker, HttpReply, in_pieces
+from waymark.base.asker import Asker, HttpReply, in_pieces
+from waymark.base.endpoints import AllowedEndpoints
+from waymark.base.errors import InvalidValue, RemoteUnavailable, Unanswered
+from waymark.base.shown import shown
 from waymark.discovery.sockets import HostNames, UnusableSocket
 from waymark.domain.engines import EngineKind, naming_sockets_at
 from waymark.domain.targets import ADAPTERS_MAX
-from waymark.endpoints import AllowedEndpoints
 from waymark.engines.samples import SampleParser
-from waymark.errors import InvalidValue, RemoteUnavailable, Unanswered
-from waymark.shown import shown
 
 #: How long an engine may take for all of its answers.
 SECONDS = 5.0

@@ -7,11 +7,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
 from waymark.discovery.describe import Describer, Description, RankSockets, host_of, instance_id_of
 from waymark.domain.engines import UNNAMED, EngineKind
 from waymark.domain.names import BY_CLIENT, Origin, Registration
-from waymark.errors import InvalidValue
-from waymark.shown import shown
 
 RegistrationOf = Callable[[dict[str, Any]], Registration]
 """Makes a registration of the fields of ``POST /register``; raises InvalidValue where one does not fit."""

@@ -21,12 +21,12 @@ from urllib.parse import quote, urlencode
 
 import orjson
 
-from waymark.asker import Asker
+from waymark.base.asker import Asker
+from waymark.base.errors import InvalidValue, Unanswered
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
+from waymark.base.shown import shown
 from waymark.discovery.pods import Pod, pod_of
-from waymark.errors import InvalidValue, Unanswered
-from waymark.logs import fields
-from waymark.metrics import Metrics
-from waymark.shown import shown
 
 log = logging.getLogger(__name__)
 

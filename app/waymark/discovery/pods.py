@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
 from waymark.discovery.wanted import WantedEngine
 from waymark.domain.engines import UNNAMED
 from waymark.domain.names import Origin
 from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX, Role
-from waymark.errors import InvalidValue
-from waymark.shown import shown
 
 ANNOTATION = "waymark.dev/"
 #: Labels that name a role; the annotation comes first.

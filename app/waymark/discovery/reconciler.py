@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any, NamedTuple
 
+from waymark.base.errors import Conflict, InvalidValue, RecordDamaged, RemoteUnavailable, StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.discovery.engines import EngineRegistrations, RegistrationOf, fields_of, usual_sockets
 from waymark.discovery.wanted import WantedEngine, WantedKey
 from waymark.domain.names import Origin, OriginKind, PublisherName, Registration
-from waymark.errors import Conflict, InvalidValue, RecordDamaged, RemoteUnavailable, StoreUnavailable
-from waymark.logs import fields
-from waymark.metrics import Metrics
 from waymark.store.store import Store
 
 log = logging.getLogger(__name__)

@@ -11,6 +11,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from waymark.base.errors import InvalidValue, SettingsError, StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.discovery.describe import Describer
 from waymark.discovery.engines import EngineRegistrations, RegistrationOf
 from waymark.discovery.kubernetes import ApiServer, PodWatch
@@ -19,9 +22,6 @@ from waymark.discovery.reconciler import CONFIRM_SECONDS, Reconciler
 from waymark.discovery.wanted import WantedEngine, WantedKey
 from waymark.domain.names import Origin, OriginKind
 from waymark.domain.status import StreamStatus
-from waymark.errors import InvalidValue, SettingsError, StoreUnavailable
-from waymark.logs import fields
-from waymark.metrics import Metrics
 from waymark.store.discovery import DiscoveryState
 from waymark.store.store import Store
 

@@ -11,10 +11,10 @@ import socket
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from waymark.base.endpoints import AllowedEndpoints, is_loopback
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
 from waymark.domain.names import ENDPOINT, is_endpoint
-from waymark.endpoints import AllowedEndpoints, is_loopback
-from waymark.errors import InvalidValue
-from waymark.shown import shown
 
 _WILDCARDS = frozenset({"*", "0.0.0.0", "::", ""})
 

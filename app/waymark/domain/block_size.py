@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from waymark.base.errors import InvalidValue
 from waymark.domain.table import HolderTable
-from waymark.errors import InvalidValue
 
 
 def only_block_size(sizes: Collection[int]) -> int | None:

@@ -19,7 +19,7 @@ from typing import Any
 import msgpack
 from xxhash import xxh3_64_intdigest
 
-from waymark import native
+from waymark.base import native
 from waymark.domain import keys
 from waymark.domain.names import Adapter
 

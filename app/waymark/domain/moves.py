@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from waymark.base.errors import RecordDamaged
 from waymark.domain.held import HeldBlocks
 from waymark.domain.parts import STEP, Part
 from waymark.domain.rows import Place
-from waymark.errors import RecordDamaged
 
 REFUSALS_MAX = 65_536
 """The most refusals in one fold. Each refusal places a block, unless a row is damaged."""

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from waymark.base.errors import InvalidValue
 from waymark.domain import keys
 from waymark.domain.hashing import DEFAULT_SEED, extend, extra_digest
-from waymark.errors import InvalidValue
 
 #: Of one prompt.
 ITEMS_MAX = 4096

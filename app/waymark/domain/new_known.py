@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from waymark import native
+from waymark.base import native
 from waymark.domain.known import KnownBlocks, Places, Spot
 from waymark.domain.pure_known import PureKnownBlocks, PurePlaces
 from waymark.domain.rows import Place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from waymark import native
+from waymark.base import native
 from waymark.domain.keys import KEY_BYTES, pack
 from waymark.domain.parts import STEP, UNCHANGED, PackedParts, Part, PartKind, Parts
 from waymark.domain.rows import DEPTHS, SLOT_CHARS, Place

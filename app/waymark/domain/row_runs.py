@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from waymark import native
+from waymark.base import native
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.rows import DEPTHS, PIECE_BLOCKS, ROW_SLOTS, SLOT_CHARS
 

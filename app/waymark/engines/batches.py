@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgpack
 
+from waymark.base.errors import Undecodable
 from waymark.domain.events import Batch, Cleared, Event, PlainEvents
 from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices, finish
 from waymark.engines.ceilings import Ceilings, frame_too_large, too_many_events, too_many_hashes
@@ -25,7 +26,6 @@ from waymark.engines.parts import PART_HASHES, hashes_of, parts
 from waymark.engines.plain import PlainBatch, ReadPlain
 from waymark.engines.unpacking import BAD_MSGPACK, unpack, unpack_event
 from waymark.engines.wire import Ignored, Rejected, is_u32
-from waymark.errors import Undecodable
 
 ReadEvent: TypeAlias = Callable[[Any], Event | Ignored]
 

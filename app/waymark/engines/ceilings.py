@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from waymark.errors import Undecodable
+from waymark.base.errors import Undecodable
 
 
 @dataclass(frozen=True, slots=True)

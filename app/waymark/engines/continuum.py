@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+from waymark.base.errors import Undecodable
+from waymark.base.shown import shown
 from waymark.domain.prefixes import PrefixEvent, is_prefix_hash
-from waymark.errors import Undecodable
-from waymark.shown import shown
 
 U53_MAX = 2**53 - 1
 _EVENTS = frozenset(PrefixEvent)

@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import msgpack
 
+from waymark.base.errors import Undecodable
 from waymark.domain.names import U64_MASK
 from waymark.domain.slices import Slices
 from waymark.engines.ceilings import Ceilings, misshapen, too_many_events, too_many_hashes
-from waymark.errors import Undecodable
 
 WINDOW_BYTES: Final = 65_536
 """A payload, an event or a value that fits is unpacked in one go: at most a few ms and some MB."""

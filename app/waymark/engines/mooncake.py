@@ -11,13 +11,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from waymark.base.shown import shown
 from waymark.domain.events import Event, Removed, Stored
 from waymark.engines import sglang, standard, vllm, wire
 from waymark.engines.batches import Decoder
 from waymark.engines.ceilings import Ceilings
 from waymark.engines.object_keys import parse_object_key
 from waymark.engines.wire import Ignored, Rejected
-from waymark.shown import shown
 
 
 def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from waymark import native
+from waymark.base import native
 from waymark.domain.events import Cleared, Event, PlainEvents, Removed, Stored
 from waymark.domain.media import normal_medium
 

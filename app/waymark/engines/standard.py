@@ -11,6 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import kind as kind_of
+from waymark.base.shown import shown
 from waymark.domain.events import Cleared, Envelope, Event, Removed, Stored
 from waymark.domain.media import normal_medium
 from waymark.domain.names import DEFAULT_TENANT, U32_MAX, U64_MASK
@@ -18,9 +21,6 @@ from waymark.engines import wire
 from waymark.engines.batches import Decoder
 from waymark.engines.ceilings import Ceilings
 from waymark.engines.wire import Ignored, Rejected
-from waymark.errors import InvalidValue
-from waymark.shown import kind as kind_of
-from waymark.shown import shown
 
 _DECIMAL: Final = re.compile(r"-?[0-9]{1,20}", re.ASCII)
 _TOO_LONG_DECIMAL: Final = re.compile(r"-?[0-9]{21,}", re.ASCII)

@@ -6,9 +6,9 @@ from typing import Any, Final
 
 import msgpack
 
+from waymark.base.errors import Undecodable
 from waymark.domain.slices import EVENT_WORK, Slices
 from waymark.engines.long import UNREADABLE
-from waymark.errors import Undecodable
 
 BAD_MSGPACK: Final = (msgpack.UnpackException, ValueError, TypeError, MemoryError)
 

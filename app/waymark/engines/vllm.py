@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
+from waymark.base.shown import shown
 from waymark.domain.events import Cleared, Event, Removed, Stored
 from waymark.domain.hashing import extra_digest
 from waymark.domain.names import U32_MAX, Adapter
@@ -17,7 +18,6 @@ from waymark.engines import plain, wire
 from waymark.engines.batches import Decoder
 from waymark.engines.ceilings import Ceilings
 from waymark.engines.wire import Ignored, Rejected
-from waymark.shown import shown
 
 STORED_FIELDS: Final = (
     "block_hashes",

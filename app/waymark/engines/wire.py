@@ -11,10 +11,10 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, Final, TypeGuard
 
+from waymark.base.shown import shown
 from waymark.domain.hashing import token_bytes
 from waymark.domain.media import normal_medium
 from waymark.domain.names import U32_MAX, U64_MASK
-from waymark.shown import shown
 
 BLOCK_SIZE_MAX: Final = 65536
 

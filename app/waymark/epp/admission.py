@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from waymark.metrics import Metrics
+from waymark.base.metrics import Metrics
 
 
 class StreamPlace:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from waymark.metrics import Metrics
+from waymark.base.metrics import Metrics
 
 
 class BodyBytes:

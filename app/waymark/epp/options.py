@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from waymark.settings import Settings
+from waymark.base.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

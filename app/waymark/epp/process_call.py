@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import orjson
 
+from waymark.base.errors import InvalidValue, WaymarkError
+from waymark.base.metrics import Metrics
 from waymark.chat.requests import Form, InferenceRequest, form_of, read_request
 from waymark.chat.session import SESSION, session_of
 from waymark.domain.targets import host_and_port, names_engines
@@ -24,8 +26,6 @@ from waymark.epp.admission import StreamPlace
 from waymark.epp.answers import HeldAnswer, is_whole
 from waymark.epp.bodies import BodyBytes
 from waymark.epp.rejections import ImmediateAnswer, misconfigured, overloaded, rejection_of, too_large
-from waymark.errors import InvalidValue, WaymarkError
-from waymark.metrics import Metrics
 from waymark.selection.decision import SelectParameters
 from waymark.selection.requests import RequestSelector, RoutedRequest
 from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay, RequestUnderWay

@@ -13,11 +13,11 @@ from typing import Any
 
 import grpc
 
-from waymark.errors import StoreUnavailable
-from waymark.metrics import Metrics
-from waymark.protobuf import message_classes
+from waymark.base.errors import StoreUnavailable
+from waymark.base.metrics import Metrics
+from waymark.base.protobuf import message_classes
+from waymark.base.shown import shown
 from waymark.selection.reported import HolderMatch, Keyspace, ReportedPrompts
-from waymark.shown import shown
 
 PACKAGE = "radix_index"
 SERVICE = f"{PACKAGE}.RadixIndex"

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import orjson
 
+from waymark.base.errors import InvalidValue, NoTarget, Saturated, Starting, StoreUnavailable, WaymarkError
 from waymark.chat.requests import Form
-from waymark.errors import InvalidValue, NoTarget, Saturated, Starting, StoreUnavailable, WaymarkError
 
 _RETRY_SECONDS = "1"
 #: An error -> status, slug, the type that OpenAI's API gives such an error.

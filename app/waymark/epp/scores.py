@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 
 import grpc
 
+from waymark.base.errors import InvalidValue, RemoteUnavailable, StoreUnavailable
+from waymark.base.protobuf import message_classes
 from waymark.chat.requests import Form, InferenceRequest
 from waymark.domain.targets import host_and_port
-from waymark.errors import InvalidValue, RemoteUnavailable, StoreUnavailable
-from waymark.protobuf import message_classes
 from waymark.routing.target import Candidate
 from waymark.selection.requests import RequestSelector
 

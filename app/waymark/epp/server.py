@@ -12,6 +12,8 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2_grpc
 
+from waymark.base.errors import SettingsError
+from waymark.base.logs import fields
 from waymark.epp import messages, tls
 from waymark.epp.admission import Streams
 from waymark.epp.health import HealthService
@@ -19,8 +21,6 @@ from waymark.epp.options import EppOptions
 from waymark.epp.process_call import CallContext, ProcessCall, StreamCut
 from waymark.epp.radix_index import RadixIndex
 from waymark.epp.scores import PodScores
-from waymark.errors import SettingsError
-from waymark.logs import fields
 from waymark.selection.reported import ReportedPrompts
 
 log = logging.getLogger(__name__)

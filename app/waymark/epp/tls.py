@@ -15,8 +15,8 @@ from typing import Any
 
 import grpc
 
-from waymark.errors import SettingsError
-from waymark.logs import fields
+from waymark.base.errors import SettingsError
+from waymark.base.logs import fields
 
 log = logging.getLogger(__name__)
 

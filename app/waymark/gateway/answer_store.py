@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from waymark.base.metrics import Metrics
 from waymark.gateway.bounded import BoundedCache, CacheSize
 from waymark.gateway.kept_answer import KeptAnswer
-from waymark.metrics import Metrics
 
 
 class CacheLookup(NamedTuple):

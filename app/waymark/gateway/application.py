@@ -11,10 +11,12 @@ from time import perf_counter
 
 import orjson
 
-from waymark.asgi import AsgiApplication, AsgiMessage, AsgiReceive, AsgiScope, AsgiSend, RawHeaders
+from waymark.base.asgi import AsgiApplication, AsgiMessage, AsgiReceive, AsgiScope, AsgiSend, RawHeaders
+from waymark.base.errors import StoreUnavailable, WaymarkError
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.chat.requests import Form
 from waymark.chat.session import SESSION, session_of
-from waymark.errors import StoreUnavailable, WaymarkError
 from waymark.gateway.bodies import InferenceBody, body_of_request, with_cache_control
 from waymark.gateway.models import served_models
 from waymark.gateway.proxy import ProxiedRequest, Proxy
@@ -23,13 +25,11 @@ from waymark.gateway.responses import Responses
 from waymark.gateway.security import ApiKeys, GatewayCaller, KeyLimits
 from waymark.gateway.shapes import PATHS, RequestRejected, body_of, rejected_by
 from waymark.gateway.upstream import Upstream
-from waymark.metrics import Metrics
 from waymark.selection.options import SelectionOptions
 from waymark.selection.requests import RequestSelector
 from waymark.selection.selector import Selector
 from waymark.selection.startup import StartupGate
 from waymark.selection.under_way import RequestsUnderWay
-from waymark.settings import Settings
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from waymark.bounded_json import TooMuchJson, bounded_loads
+from waymark.base.bounded_json import TooMuchJson, bounded_loads
 from waymark.chat.requests import Form, InferenceRequest, read_request
 from waymark.gateway.shapes import RequestRejected
 

@@ -6,12 +6,12 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from waymark.base.errors import Conflict, InvalidValue, RemoteUnavailable, StoreUnavailable
+from waymark.base.logs import fields
 from waymark.discovery.describe import base_of
 from waymark.discovery.engines import EngineRegistrations
 from waymark.domain.engines import WITHOUT_EVENTS
 from waymark.domain.names import Origin, Registration
-from waymark.errors import Conflict, InvalidValue, RemoteUnavailable, StoreUnavailable
-from waymark.logs import fields
 from waymark.store.store import Store
 
 log = logging.getLogger(__name__)

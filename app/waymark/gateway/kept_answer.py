@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from waymark.asgi import AsgiMessage, AsgiSend
-from waymark.bounded_json import bounded_loads
+from waymark.base.asgi import AsgiMessage, AsgiSend
+from waymark.base.bounded_json import bounded_loads
 from waymark.chat.requests import Form
 
 #: Ways in which a model itself ends an answer. An aborted one is none of them.

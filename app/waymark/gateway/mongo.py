@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from waymark.errors import RemoteUnavailable, SettingsError, StoreUnavailable
-from waymark.logs import fields
-from waymark.metrics import Metrics
-from waymark.settings import Settings
+from waymark.base.errors import RemoteUnavailable, SettingsError, StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.store.responses import QueuedResponse, StoredResponses
 from waymark.store.store import Store
 

@@ -15,17 +15,17 @@ from typing import NamedTuple
 
 import aiohttp
 
-from waymark.asgi import AsgiSend, BrokenAnswer, RawHeaders
+from waymark.base.asgi import AsgiSend, BrokenAnswer, RawHeaders
+from waymark.base.errors import NoTarget, Saturated
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.chat.requests import Form
 from waymark.chat.session import SESSION, session_token
 from waymark.domain.targets import host_and_port
-from waymark.errors import NoTarget, Saturated
 from waymark.gateway.avoided import Avoided
 from waymark.gateway.security import to_client, to_engine
 from waymark.gateway.shapes import RequestRejected, event_of
 from waymark.gateway.upstream import Interrupted, Unreachable, Upstream, is_events, is_framed
-from waymark.logs import fields
-from waymark.metrics import Metrics
 from waymark.selection.decision import SelectParameters
 from waymark.selection.requests import PreparedRequest, RequestSelector, RoutedRequest
 from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay, RequestUnderWay

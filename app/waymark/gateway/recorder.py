@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from waymark.asgi import AsgiMessage, AsgiSend
-from waymark.bounded_json import bounded_loads
+from waymark.base.asgi import AsgiMessage, AsgiSend
+from waymark.base.bounded_json import bounded_loads
 
 KeepResponse = Callable[[dict[str, Any]], Awaitable[None]]
 

@@ -10,7 +10,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
-from waymark.asgi import RawHeaders
+from waymark.base.asgi import RawHeaders
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.chat.cache_key import as_written, cache_key, is_cacheable, telling_headers
 from waymark.chat.requests import Form
 from waymark.gateway.answer_store import AnswerStore, CacheLookup, MemoryAnswers
@@ -19,8 +21,6 @@ from waymark.gateway.kept_answer import AnswerCollector, KeptAnswer, send_again
 from waymark.gateway.proxy import ProxiedRequest
 from waymark.gateway.security import GatewayCaller, going_on
 from waymark.gateway.shared_answers import ERRORS, SharedAnswers
-from waymark.metrics import Metrics
-from waymark.settings import Settings
 from waymark.store.background import StartTask
 from waymark.store.replica_counts import ReplicaCounts
 from waymark.store.store import Store

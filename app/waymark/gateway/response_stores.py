@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from waymark.errors import StoreUnavailable
+from waymark.base.errors import StoreUnavailable
+from waymark.base.metrics import Metrics
 from waymark.gateway.bounded import BoundedCache, CacheSize
-from waymark.metrics import Metrics
 from waymark.store.responses import ResponseBounds, ResponseChange, StoredResponses
 
 

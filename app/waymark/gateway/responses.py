@@ -14,14 +14,14 @@ from typing import Any
 
 import orjson
 
-from waymark.errors import RemoteUnavailable, StoreUnavailable
+from waymark.base.errors import RemoteUnavailable, StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.gateway.recorder import Recorder
 from waymark.gateway.response_stores import Archive, MemoryResponses, RedisResponses, ResponseStore
 from waymark.gateway.security import GatewayCaller
 from waymark.gateway.shapes import RequestRejected
-from waymark.logs import fields
-from waymark.metrics import Metrics
-from waymark.settings import Settings
 from waymark.store.background import StartTask
 from waymark.store.responses import ResponseBounds
 from waymark.store.store import Store

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from waymark.asgi import RawHeaders
+from waymark.base.asgi import RawHeaders
+from waymark.base.errors import SettingsError
+from waymark.base.settings import Settings
+from waymark.base.shown import shown
+from waymark.base.watched_file import WatchedFile
 from waymark.domain.names import DEFAULT_TENANT
 from waymark.domain.targets import names_engines
-from waymark.errors import SettingsError
 from waymark.gateway.shapes import RequestRejected
-from waymark.settings import Settings
-from waymark.shown import shown
-from waymark.watched_file import WatchedFile
 
 _FILE_BYTES_MAX = 2**20
 _KEY = re.compile(r"(?P<name>[A-Za-z0-9_.-]{1,128}):(?P<digest>[0-9a-f]{64})(?::(?P<tenant>[^\s:,]{1,255}))?")

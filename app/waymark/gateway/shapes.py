@@ -8,8 +8,7 @@ from typing import Any, Final
 
 import orjson
 
-from waymark.chat.requests import Form
-from waymark.errors import (
+from waymark.base.errors import (
     InvalidValue,
     NoTarget,
     RemoteUnavailable,
@@ -19,8 +18,9 @@ from waymark.errors import (
     UnknownModel,
     WaymarkError,
 )
+from waymark.base.shown import shown
+from waymark.chat.requests import Form
 from waymark.serving.limits import Rejection
-from waymark.shown import shown
 
 PATHS: Final[Mapping[str, Form]] = MappingProxyType({f"/v1{form}": form for form in Form})
 

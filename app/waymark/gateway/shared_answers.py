@@ -14,12 +14,12 @@ from contextlib import suppress
 from time import perf_counter
 from typing import Final, TypeVar
 
-from waymark.errors import StoreUnavailable
+from waymark.base.errors import StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.gateway.answer_store import CacheLookup, MemoryAnswers
 from waymark.gateway.bounded import CacheSize
 from waymark.gateway.kept_answer import KeptAnswer
-from waymark.logs import fields
-from waymark.metrics import Metrics
 from waymark.store.answers import AnswersSize, StoredAnswers, kind_of_failure
 from waymark.store.background import StartTask
 

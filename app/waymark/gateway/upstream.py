@@ -14,10 +14,10 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
-from waymark.asker import EngineKey
-from waymark.endpoints import AllowedEndpoints
-from waymark.errors import InvalidValue, SettingsError
-from waymark.settings import Settings
+from waymark.base.asker import EngineKey
+from waymark.base.endpoints import AllowedEndpoints
+from waymark.base.errors import InvalidValue, SettingsError
+from waymark.base.settings import Settings
 
 #: Below the five seconds after which engines close a connection that is idle: one that is closed just now costs a try.
 _KEEP_ALIVE_SECONDS = 4.0

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from waymark.apply.applier import Incoming
 from waymark.apply.slices import SliceRunner
+from waymark.base.errors import Undecodable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.domain.events import Batch
 from waymark.engines import Decoder, OverCeiling
 from waymark.engines.batches import MORE, SHORT_BYTES
-from waymark.errors import Undecodable
 from waymark.ingest.counters import LifeCounter
 from waymark.ingest.frames import DIGEST_SLICE_BYTES, digest, digest_slices
-from waymark.logs import fields
-from waymark.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from waymark.instruments import Counter
-from waymark.metrics import Metrics
+from waymark.base.instruments import Counter
+from waymark.base.metrics import Metrics
 
 LifeCounter: TypeAlias = Literal[
     "batches_lost", "buffer_dropped", "frames_malformed", "gaps", "holes", "restarts", "stale_batches"

@@ -12,7 +12,7 @@ import os
 import resource
 from typing import NamedTuple
 
-from waymark.logs import fields
+from waymark.base.logs import fields
 from waymark.store.client import CONNECTIONS
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
-from waymark.asker import Asker
+from waymark.base.asker import Asker
+from waymark.base.errors import InvalidValue, Unanswered
+from waymark.base.shown import shown
 from waymark.chat.sse import EventStreamParser, EventTooLong, ServerSentEvent
-from waymark.errors import InvalidValue, Unanswered
-from waymark.shown import shown
 
 QUEUE_EVENTS = 10_000
 PAUSE_SECONDS = 1.0

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
+from waymark.base.metrics import Metrics
 from waymark.domain.names import Registration
 from waymark.domain.resolver import Resolver
 from waymark.domain.status import StreamStatus
 from waymark.ingest.replay_places import ReplayPlaces
-from waymark.metrics import Metrics
 from waymark.store.pacing import Pacer
 
 

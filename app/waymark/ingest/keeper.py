@@ -11,10 +11,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
+from waymark.base.errors import Conflict, RecordDamaged
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.domain.names import PublisherName, Registration
-from waymark.errors import Conflict, RecordDamaged
-from waymark.logs import fields
-from waymark.metrics import Metrics
 from waymark.store.store import Store
 
 log = logging.getLogger(__name__)

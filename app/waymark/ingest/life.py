@@ -12,6 +12,8 @@ from collections import Counter, deque
 from typing import Literal
 
 from waymark.apply.applier import Applier, Incoming
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.domain.events import Batch
 from waymark.domain.life_facts import publisher_of
 from waymark.domain.parts import Commit
@@ -32,8 +34,6 @@ from waymark.ingest.reasons import (
     REPLAY_WAITING,
     seq_in,
 )
-from waymark.logs import fields
-from waymark.metrics import Metrics
 from waymark.store.activity import ActivityKind
 from waymark.store.records import StreamRecord
 

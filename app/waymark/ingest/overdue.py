@@ -9,9 +9,9 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 
-from waymark.errors import StoreUnavailable
-from waymark.logs import fields
-from waymark.metrics import Metrics
+from waymark.base.errors import StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.store.reservations import OVERDUE_MAX
 from waymark.store.store import Store
 

@@ -12,9 +12,11 @@ import time
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
+from waymark.base.errors import RecordDamaged, StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.domain.names import PublisherName
 from waymark.domain.status import StreamStatus
-from waymark.errors import RecordDamaged, StoreUnavailable
 from waymark.ingest.gauges import ServedPair, WorkerGauges
 from waymark.ingest.keeper import RegistrationKeeper
 from waymark.ingest.options import WorkerOptions
@@ -23,8 +25,6 @@ from waymark.ingest.running import Running, StreamRunner
 from waymark.ingest.scraping import Scraper
 from waymark.ingest.shares import RegisteredRanks, Shares
 from waymark.ingest.unclaimed import UnclaimedWatch
-from waymark.logs import fields
-from waymark.metrics import Metrics
 from waymark.store.claims import Claim
 from waymark.store.directory import GroupEntry
 from waymark.store.store import Store

@@ -12,17 +12,17 @@ import time
 
 from waymark.apply.applier import Applier
 from waymark.apply.redis_calls import Fenced
-from waymark.asker import Asker
+from waymark.base.asker import Asker
+from waymark.base.errors import Undecodable
+from waymark.base.logs import fields
+from waymark.base.metrics import OTHER_MODELS, Metrics
 from waymark.chat.sse import ServerSentEvent
 from waymark.domain.names import Holder, HolderName
 from waymark.domain.prefixes import HOT, WARM, PrefixChange, PrefixEvent, change_of, prefix_key
 from waymark.domain.status import StreamStatus
 from waymark.engines.continuum import read_event
-from waymark.errors import Undecodable
 from waymark.ingest.counters import PrefixCounter, PrefixCounterByReason
 from waymark.ingest.event_source import PAUSE_SECONDS, EventSource
-from waymark.logs import fields
-from waymark.metrics import OTHER_MODELS, Metrics
 from waymark.store.prefixes import CHANGES_MAX
 from waymark.store.records import Facts, StreamRecord
 from waymark.store.store import Store

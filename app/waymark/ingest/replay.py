@@ -16,7 +16,7 @@ from typing import Self
 
 import zmq
 
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 from waymark.ingest.frames import SEQ_BYTES, ReplayedBatch, is_end_marker, parse_replay
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ZmqContext, connect, open_socket
 

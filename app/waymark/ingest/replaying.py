@@ -6,13 +6,13 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.ingest.life import Life
 from waymark.ingest.received import ReceivedFrames
 from waymark.ingest.replay_attempt import AttemptResult, ReplayAttempt
 from waymark.ingest.replay_places import ReplayPlace, ReplayPlaces
 from waymark.ingest.sockets import ZmqContext
-from waymark.logs import fields
-from waymark.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

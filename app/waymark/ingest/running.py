@@ -11,12 +11,14 @@ from typing import TypeVar
 from waymark.apply.applier import Applier
 from waymark.apply.redis_calls import Fenced
 from waymark.apply.resuming import resumed
-from waymark.asker import Asker
+from waymark.base.asker import Asker
+from waymark.base.errors import InvalidValue, StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.domain.names import PublisherName
 from waymark.domain.resolver import Resolver
 from waymark.domain.status import StreamStatus
 from waymark.engines import Ceilings, decoder
-from waymark.errors import InvalidValue, StoreUnavailable
 from waymark.ingest.gauges import ServedStream
 from waymark.ingest.life import Life
 from waymark.ingest.options import WorkerOptions
@@ -25,8 +27,6 @@ from waymark.ingest.reasons import OPENED_AT, seq_in
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.sockets import ZmqContext
 from waymark.ingest.stream import Stream
-from waymark.logs import fields
-from waymark.metrics import Metrics
 from waymark.store.activity import ActivityKind, about
 from waymark.store.claims import Claim
 from waymark.store.leases import Grant

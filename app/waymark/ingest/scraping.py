@@ -11,12 +11,12 @@ import logging
 import random
 from collections.abc import Iterable, Sequence
 
-from waymark.asker import Asker, in_pieces
+from waymark.base.asker import Asker, in_pieces
+from waymark.base.errors import InvalidValue, StoreUnavailable, Unanswered
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.domain.names import Registration
 from waymark.engines.gauges import GaugesParser, gauges_of
-from waymark.errors import InvalidValue, StoreUnavailable, Unanswered
-from waymark.logs import fields
-from waymark.metrics import Metrics
 from waymark.store.claims import Claim
 from waymark.store.store import Store
 

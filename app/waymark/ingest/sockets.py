@@ -10,9 +10,9 @@ from typing import TypeAlias
 
 import zmq
 
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
 from waymark.ingest.connection_failure import Attempt
-from waymark.shown import shown
 
 ZmqContext: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 

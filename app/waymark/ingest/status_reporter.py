@@ -11,12 +11,12 @@ import asyncio
 import logging
 
 from waymark.apply.redis_calls import Fenced
+from waymark.base.logs import fields
 from waymark.domain.status import StreamStatus
 from waymark.ingest.life import Life
 from waymark.ingest.reasons import EVENTS_MISSING, REASONS
 from waymark.ingest.replaying import Replaying
 from waymark.ingest.subscriber import Subscriber
-from waymark.logs import fields
 from waymark.store.records import Facts
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,10 @@ from typing import Literal
 
 from waymark.apply.applier import Incoming
 from waymark.apply.redis_calls import Fenced
+from waymark.base.errors import InvalidValue
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.domain.status import StreamStatus
-from waymark.errors import InvalidValue
 from waymark.ingest.life import Life
 from waymark.ingest.order import FramePosition
 from waymark.ingest.rank_streams import RankStreams
@@ -29,8 +31,6 @@ from waymark.ingest.replaying import Replaying
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ZmqContext
 from waymark.ingest.status_reporter import StatusReporter
 from waymark.ingest.subscriber import Subscriber
-from waymark.logs import fields
-from waymark.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

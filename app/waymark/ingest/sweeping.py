@@ -12,10 +12,10 @@ import time
 from collections import deque
 from collections.abc import Coroutine
 
+from waymark.base.errors import RecordDamaged, StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.domain.names import GroupName
-from waymark.errors import RecordDamaged, StoreUnavailable
-from waymark.logs import fields
-from waymark.metrics import Metrics
 from waymark.store.activity import ActivityKind
 from waymark.store.directory import GroupEntry
 from waymark.store.store import Store

@@ -10,9 +10,9 @@ import logging
 import time
 from collections.abc import Sequence
 
-from waymark.errors import RecordDamaged
-from waymark.logs import fields
-from waymark.metrics import Metrics
+from waymark.base.errors import RecordDamaged
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.store.claims import Claim
 from waymark.store.directory import GroupEntry
 from waymark.store.store import Store

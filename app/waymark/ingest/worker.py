@@ -7,9 +7,11 @@ import logging
 
 import zmq
 
-from waymark.asker import Asker
-from waymark.endpoints import AllowedEndpoints
-from waymark.errors import StoreUnavailable
+from waymark.base.asker import Asker
+from waymark.base.endpoints import AllowedEndpoints
+from waymark.base.errors import StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.overdue import Overdue
 from waymark.ingest.polling import Poller
@@ -18,8 +20,6 @@ from waymark.ingest.running import StreamRunner
 from waymark.ingest.scraping import Scraper
 from waymark.ingest.sockets import ZmqContext
 from waymark.ingest.sweeping import keep_sweeping
-from waymark.logs import fields
-from waymark.metrics import Metrics
 from waymark.store.store import Store
 
 log = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from waymark.base.errors import NotFound
 from waymark.domain.engines import Scope
 from waymark.domain.table import HolderTable
-from waymark.errors import NotFound
 from waymark.inspection.holding import not_counted
 from waymark.inspection.inspector import InspectedGroup, Inspector, group_text
 from waymark.inspection.search import ROWS_MAX, FoundValue, Search

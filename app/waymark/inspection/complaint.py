@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+from waymark.base.shown import shown
 from waymark.domain.status import StreamStatus
-from waymark.shown import shown
 from waymark.store.publisher_states import PublisherState
 
 #: Counters of a stream, by their beginning, that count events without effect.

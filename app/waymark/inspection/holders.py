@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from waymark.base.errors import NotFound
 from waymark.domain.engines import EngineKind, Scope
 from waymark.domain.names import Holder
 from waymark.domain.status import StreamStatus
 from waymark.domain.table import HolderTable
-from waymark.errors import NotFound
 from waymark.inspection.holding import not_counted
 from waymark.inspection.holdings import HeldRow, HolderContents, ShardHoldings, holdings
 from waymark.inspection.inspector import InspectedGroup, Inspector, group_text

@@ -7,14 +7,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from waymark.base.errors import NotFound, SettingsError
+from waymark.base.settings import Settings
+from waymark.base.shown import shown
 from waymark.domain.keys import pack
 from waymark.domain.names import GroupName
 from waymark.domain.row_runs import pieces_of
 from waymark.domain.rows import HolderEntry, Place, parse_entry
 from waymark.domain.table import HolderTable
-from waymark.errors import NotFound, SettingsError
-from waymark.settings import Settings
-from waymark.shown import shown
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.credentials import Credentials

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from waymark.base.settings import Settings
 from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.domain.table import HolderTable
 from waymark.inspection.inspector import InspectedGroup, places_that_begin_with
-from waymark.settings import Settings
 from waymark.store import keys
 from waymark.store.address import Address, parse
 

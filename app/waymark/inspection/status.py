@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from waymark.base.errors import StoreUnavailable
 from waymark.domain.status import StreamStatus
-from waymark.errors import StoreUnavailable
 from waymark.inspection.complaint import Complaints
 from waymark.inspection.inspector import Inspector
 from waymark.store import keys

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
+from waymark.base.shown import shown
 from waymark.domain.hashing import DEFAULT_SEED
 from waymark.domain.names import GroupName, Registration
 from waymark.domain.rows import parse_entry, parse_field
@@ -21,7 +22,6 @@ from waymark.inspection.complaint import complaint
 from waymark.inspection.holding import PromptHoldings, not_counted
 from waymark.inspection.inspector import InspectedGroup, Inspector
 from waymark.inspection.prompt import InspectedPrompt
-from waymark.shown import shown
 from waymark.store import keys
 from waymark.store.publisher_states import PublisherState
 

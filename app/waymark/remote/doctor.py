@@ -13,13 +13,13 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from waymark import __version__
+from waymark.base.errors import SettingsError
+from waymark.base.settings import Settings
+from waymark.base.shown import shown
 from waymark.console.screen import ScreenPart, joined, text
 from waymark.domain.status import StreamStatus
-from waymark.errors import SettingsError
 from waymark.remote.publishers import UNUSABLE, complaint, drains
 from waymark.remote.service import RemoteService
-from waymark.settings import Settings
-from waymark.shown import shown
 
 FindingLevel: TypeAlias = Literal["ok", "warning", "failed"]
 

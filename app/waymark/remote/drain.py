@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from waymark.errors import NotFound, WaymarkError
+from waymark.base.errors import NotFound, WaymarkError
+from waymark.base.shown import several, shown
 from waymark.remote.publishers import drains
 from waymark.remote.service import RemoteService
-from waymark.shown import several, shown
 
 _PAUSE_SECONDS = 0.5
 

@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 from urllib.parse import urlencode
 
+from waymark.base.errors import InvalidValue
 from waymark.console.prompts import read_file, read_hash, read_hashes, read_prompt, read_tokens
-from waymark.errors import InvalidValue
 from waymark.remote.publishers import warnings
 from waymark.remote.service import RemoteService
 from waymark.tokenization.prompt import TextPrompt

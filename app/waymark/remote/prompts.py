@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from waymark.base.errors import InvalidValue, NotFound
+from waymark.base.shown import shown
 from waymark.domain.names import U32_MAX
-from waymark.errors import InvalidValue, NotFound
 from waymark.remote.service import RemoteService
-from waymark.shown import shown
 
 _FROM_INPUT = "-"
 #: Token ids of one range: as many as a prompt may have by default.

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 import httpx
 
-from waymark.errors import InvalidValue, ServiceRefused, ServiceUnreachable
-from waymark.shown import shown
+from waymark.base.errors import InvalidValue, ServiceRefused, ServiceUnreachable
+from waymark.base.shown import shown
 
 DEFAULT_URL = "http://127.0.0.1:13333"
 #: For how long a command waits for an answer.

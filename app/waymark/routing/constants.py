@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from waymark.errors import InvalidValue
-from waymark.shown import SHOWN_MAX, shown
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import SHOWN_MAX, shown
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from waymark.base.errors import InvalidValue
 from waymark.domain.targets import Role
-from waymark.errors import InvalidValue
 from waymark.routing.scorers import context_ranges
 from waymark.routing.target import Candidate, RoutingRequest
 

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
 from waymark.routing.constants import nearest
 from waymark.routing.filters import OPERATORS
-from waymark.shown import shown
 
 #: Go's durations: numbers with units, such as ``2m`` or ``1h30m``.
 _DURATION = re.compile(r"([0-9]+(\.[0-9]*)?(ns|us|ms|s|m|h))+")

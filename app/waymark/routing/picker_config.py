@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
 from waymark.routing import deciders, filters
 from waymark.routing.constants import nearest, read_constants
 from waymark.routing.deciders import Decider
@@ -20,7 +21,6 @@ from waymark.routing.pickers import PICKERS, Picker, max_score
 from waymark.routing.plugins import PLUGINS, Plugin, PluginKind
 from waymark.routing.profile import PickerConfig, Profile, WeightedScorer
 from waymark.routing.scorers import CONTEXT_LABEL, SCORERS, scored_by_label
-from waymark.shown import shown
 
 KIND = "EndpointPickerConfig"
 _FIELDS = ("apiVersion", "kind", "featureGates", "plugins", "schedulingProfiles", "data", "saturationDetector")

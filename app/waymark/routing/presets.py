@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
 from waymark.routing.constants import Constant, Values, nearest
 from waymark.routing.policy import (
     CREDITS,
@@ -27,7 +28,6 @@ from waymark.routing.policy import (
 )
 from waymark.routing.ring import EPSILON, POINTS, Ring, bound
 from waymark.routing.target import Candidate, RoutingRequest
-from waymark.shown import shown
 
 # ---- ours -----------------------------------------------------------------------------------------
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
 from waymark.domain.gauges import Gauges
-from waymark.errors import InvalidValue
 from waymark.routing.constants import Constant, Values
 from waymark.routing.policy import least_new
 from waymark.routing.target import Candidate, RoutingRequest
-from waymark.shown import shown
 
 Scores: TypeAlias = list[float | None]
 """The scores of the candidates, in their order."""

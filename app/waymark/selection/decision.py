@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Self
 
+from waymark.base.errors import InvalidValue
 from waymark.domain.gauges import Gauges
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
 from waymark.domain.targets import host_and_port
-from waymark.errors import InvalidValue
 from waymark.routing.constants import Values
 from waymark.routing.policy import Decision, Preset, Scored
 from waymark.routing.target import Candidate

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from waymark.errors import StoreUnavailable
-from waymark.logs import fields
-from waymark.metrics import Metrics
+from waymark.base.errors import StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.selection.group_loads import GroupLoads
 from waymark.store.background import StartTask
 from waymark.store.reservations import OVERDUE_MAX, Load, Reservations

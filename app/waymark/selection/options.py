@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from waymark.errors import InvalidValue, SettingsError
-from waymark.logs import fields
+from waymark.base.errors import InvalidValue, SettingsError
+from waymark.base.logs import fields
+from waymark.base.settings import Settings
 from waymark.routing.picker_config import read_picker_config
 from waymark.routing.policy import Preset
 from waymark.routing.presets import PRESETS, preset
 from waymark.routing.profile import PickerConfig
-from waymark.settings import Settings
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from waymark.base.errors import StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.domain.names import GroupName
 from waymark.domain.table import HolderTable
-from waymark.errors import StoreUnavailable
-from waymark.logs import fields
-from waymark.metrics import Metrics
 from waymark.store.background import StartTask
 from waymark.store.directory import GroupEntry
 from waymark.store.reader import Reader

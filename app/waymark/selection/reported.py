@@ -11,17 +11,17 @@ from array import array
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from waymark.base.errors import InvalidValue
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.domain import keys
 from waymark.domain.hashing import DEFAULT_SEED, extend_local, namespace, text_hash
 from waymark.domain.match import target_rows
 from waymark.domain.names import GroupName
-from waymark.errors import InvalidValue
-from waymark.metrics import Metrics
 from waymark.selection.decision import PackedKeys
 from waymark.selection.fleet import Fleet, FleetMember
 from waymark.selection.requests import RequestSelector
 from waymark.selection.served import ServedModel
-from waymark.settings import Settings
 from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+from waymark.base.errors import InvalidValue
+from waymark.base.settings import Settings
 from waymark.chat.requests import Form, InferenceRequest
 from waymark.domain.hashing import block_keys, namespace, pack_tokens
 from waymark.domain.multimodal import PromptItems, block_keys_with, check_blocks
-from waymark.errors import InvalidValue
 from waymark.selection.decision import HashedPrompt, PromptOf
 from waymark.selection.sequences import SEQUENCES_MAX
 from waymark.selection.served import ServedModel
-from waymark.settings import Settings
 from waymark.tokenization.prompt import ChatPrompt, SourcedTokens, TextPrompt
 from waymark.tokenization.prompt import Prompt as TextOrChat
 from waymark.tokenization.tokenizers import Tokenizers

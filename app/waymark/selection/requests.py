@@ -12,13 +12,15 @@ from dataclasses import replace
 from time import monotonic, perf_counter
 from typing import NamedTuple
 
+from waymark.base.errors import InvalidValue, NoTarget, RemoteUnavailable, StoreUnavailable, UnknownModel
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
+from waymark.base.shown import shown
 from waymark.chat.media import has_media
 from waymark.chat.prefix_key import prefix_key
 from waymark.chat.requests import InferenceRequest
 from waymark.domain.names import DEFAULT_TENANT, GroupName
-from waymark.errors import InvalidValue, NoTarget, RemoteUnavailable, StoreUnavailable, UnknownModel
-from waymark.logs import fields
-from waymark.metrics import Metrics
 from waymark.routing.presets import PRESETS
 from waymark.selection.decision import (
     PolicyChoice,
@@ -34,8 +36,6 @@ from waymark.selection.selector import Selector
 from waymark.selection.sequences import SequenceLoad, further_sequences, reserve_sequences
 from waymark.selection.served import ServedModel, ServedNames
 from waymark.selection.startup import StartupGate
-from waymark.settings import Settings
-from waymark.shown import shown
 from waymark.store.reservations import Reservation
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from time import perf_counter
 
+from waymark.base.errors import NoTarget, Saturated, StoreUnavailable, nothing_registered
+from waymark.base.metrics import Metrics
+from waymark.base.shown import shown
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.names import GroupName
-from waymark.errors import NoTarget, Saturated, StoreUnavailable, nothing_registered
-from waymark.metrics import Metrics
 from waymark.routing.policy import Decision
 from waymark.routing.presets import PRESETS
 from waymark.routing.target import Candidate
@@ -30,7 +31,6 @@ from waymark.selection.prefill_progress import PrefillProgress
 from waymark.selection.ranking import RankedStages, rank, stages
 from waymark.selection.taking import TargetReserver, headers_of
 from waymark.selection.target_reader import TargetLookup, TargetReader, request_of
-from waymark.shown import shown
 from waymark.store.reservations import CANDIDATES_MAX, Offer, Reservation, ReservationPart, ReservationTerms
 from waymark.store.store import Store
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from waymark.base.errors import NoTarget, Saturated, StoreUnavailable
 from waymark.domain.names import GroupName
-from waymark.errors import NoTarget, Saturated, StoreUnavailable
 from waymark.routing.target import Candidate
 from waymark.selection.selector import Selector
 from waymark.store.reservations import Reservation

@@ -11,10 +11,10 @@ import logging
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from waymark.base.errors import InvalidValue, StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.shown import shown
 from waymark.domain.names import Adapter, GroupName, Registration
-from waymark.errors import InvalidValue, StoreUnavailable
-from waymark.logs import fields
-from waymark.shown import shown
 from waymark.store.background import StartTask
 from waymark.store.directory import Directory
 from waymark.store.reader import Reader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from time import monotonic
 
-from waymark.errors import Starting
+from waymark.base.errors import Starting
 from waymark.store.directory import Directory
 
 #: How long a count of instances is used while the gate is closed.

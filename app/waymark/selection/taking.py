@@ -9,12 +9,13 @@ from dataclasses import replace
 from time import perf_counter
 from typing import NamedTuple
 
+from waymark.base.errors import Saturated
+from waymark.base.metrics import Metrics
+from waymark.base.shown import shown
 from waymark.domain.hashing import text_hash
 from waymark.domain.keys import KEY_BYTES, key_at
 from waymark.domain.row_runs import last_piece
 from waymark.domain.targets import host_and_port
-from waymark.errors import Saturated
-from waymark.metrics import Metrics
 from waymark.routing.policy import Decision, Scored
 from waymark.routing.target import Candidate
 from waymark.selection.decision import RankingRequest, SelectedTarget, SelectParameters
@@ -24,7 +25,6 @@ from waymark.selection.options import SelectionOptions
 from waymark.selection.prefill_progress import PrefillProgress, WatchedReservation
 from waymark.selection.ranking import RankedStages
 from waymark.selection.target_reader import TargetLookup
-from waymark.shown import shown
 from waymark.store import keys
 from waymark.store.reservations import (
     NO_LOAD,

@@ -11,6 +11,8 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import NamedTuple
 
+from waymark.base.errors import StoreUnavailable
+from waymark.base.metrics import Metrics
 from waymark.domain.block_size import only_block_size
 from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.gauges import Gauges
@@ -19,8 +21,6 @@ from waymark.domain.match import Walk, pool_bitmap, target_rows
 from waymark.domain.names import GroupName
 from waymark.domain.prefixes import prefix_key
 from waymark.domain.table import HolderTable
-from waymark.errors import StoreUnavailable
-from waymark.metrics import Metrics
 from waymark.routing.target import RoutingRequest
 from waymark.selection.decision import HashedPrompt, PackedKeys, PolicyChoice, RankingRequest
 from waymark.selection.fleet import Fleet, OpaquePrefix, PromptState

@@ -10,9 +10,9 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from waymark.base.errors import StoreUnavailable
+from waymark.base.logs import fields
 from waymark.domain.targets import host_and_port
-from waymark.errors import StoreUnavailable
-from waymark.logs import fields
 from waymark.selection.requests import RoutedRequest
 from waymark.selection.selector import Selector
 from waymark.selection.sequences import SequenceLoad, reserve_sequences

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import uvicorn
 from uvicorn.server import ServerState
 
-from waymark.asgi import AsgiApplication
+from waymark.base.asgi import AsgiApplication
 from waymark.serving.cycle import WHOLE, RequestCycle
 from waymark.serving.limits import AHEAD, AHEAD_MAX, CONNECTIONS, SLOW, Connections, Rejection
 from waymark.serving.request_reader import RequestReader, Stop

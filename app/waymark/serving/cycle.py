@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Protocol
 
-from waymark.asgi import AsgiApplication, AsgiMessage, AsgiScope, BrokenAnswer
-from waymark.logs import failure, fields
+from waymark.base.asgi import AsgiApplication, AsgiMessage, AsgiScope, BrokenAnswer
+from waymark.base.logs import failure, fields
 from waymark.serving.limits import BROKEN, FAULT, Connections, Rejection
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from typing import NamedTuple, Protocol
 
 import orjson
 
-from waymark.logs import fields
-from waymark.metrics import Metrics
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

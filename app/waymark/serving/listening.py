@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 
-from waymark.errors import PortUnavailable
+from waymark.base.errors import PortUnavailable
 
 _WHY = {
     errno.EADDRINUSE: "another process listens on it",

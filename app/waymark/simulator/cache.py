@@ -23,8 +23,8 @@ from hashlib import blake2b
 from struct import pack
 from typing import NamedTuple
 
+from waymark.base.errors import InvalidValue
 from waymark.domain.hashing import extend, extra_digest, token_bytes
-from waymark.errors import InvalidValue
 from waymark.simulator.medium_blocks import Block, MediumBlocks
 from waymark.simulator.wire import CPU, DISK, GPU, AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys, WireEvent
 

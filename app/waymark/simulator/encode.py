@@ -30,8 +30,8 @@ from typing import Any, Literal, TypeAlias
 
 import msgpack
 
-from waymark.errors import InvalidValue
-from waymark.shown import shown
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
 from waymark.simulator.wire import CPU, DISK, AllBlocksCleared, BlockRemoved, BlockStored, UnknownEvent, WireEvent
 
 _VLLM_LISTS = {f"vllm-list-{length}": length for length in (6, 7, 8, 9, 10, 12)}

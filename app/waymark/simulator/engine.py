@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 from waymark.simulator.cache import PrefixCache
 from waymark.simulator.encode import WITHOUT_MEDIUM, Dimensions, Encoder, ReplayFraming
 from waymark.simulator.faults import Faults, is_due

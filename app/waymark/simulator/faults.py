@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from waymark.errors import InvalidValue
-from waymark.shown import shown
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
 
 #: What a person reads of a bound, where pydantic's own words are for programs.
 _WANTED = {

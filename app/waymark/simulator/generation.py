@@ -11,7 +11,7 @@ import itertools
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 from waymark.simulator.engine import SimulatedEngine
 from waymark.simulator.faults import AnswerFaults, is_due
 from waymark.simulator.wire import GPU

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 from waymark.simulator.engine import SimulatedEngine
 from waymark.simulator.faults import AnswerFaults
 from waymark.simulator.generation import EngineSpeed, Generator

@@ -7,8 +7,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from waymark.errors import InvalidValue
-from waymark.shown import shown
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
 from waymark.simulator.encode import DIALECTS, ReplayFraming
 from waymark.simulator.faults import AnswerFaults, Faults, Options
 

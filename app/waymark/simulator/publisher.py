@@ -18,7 +18,7 @@ from types import TracebackType
 import zmq
 import zmq.asyncio
 
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 from waymark.simulator.encode import Encoder, ReplayFraming
 from waymark.simulator.faults import Faults, is_due
 from waymark.simulator.wire import WireEvent

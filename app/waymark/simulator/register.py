@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from waymark.base.errors import InvalidValue
 from waymark.client import AsyncClient, Refused, Unavailable
-from waymark.errors import InvalidValue
 
 PAUSE_SECONDS = 0.5
 

@@ -16,8 +16,8 @@ from hashlib import shake_128
 from pathlib import Path
 from typing import Any
 
-from waymark.errors import InvalidValue
-from waymark.shown import shown
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
 from waymark.simulator.wire import ExtraKeys
 
 TRACE_BLOCK_TOKENS = 512

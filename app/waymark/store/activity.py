@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from waymark.base.errors import StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.domain.names import Registration
-from waymark.errors import StoreUnavailable
-from waymark.logs import fields
-from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.background import StartTask
 from waymark.store.client import RedisClient

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, cast
 from urllib.parse import unquote
 
-from waymark.errors import SettingsError
-from waymark.settings import hide_password
-from waymark.shown import shown
+from waymark.base.errors import SettingsError
+from waymark.base.settings import hide_password
+from waymark.base.shown import shown
 
 HostPort: TypeAlias = tuple[str, int]
 """Host and port."""

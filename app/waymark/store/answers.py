@@ -10,7 +10,7 @@ import secrets
 from time import time
 from typing import NamedTuple
 
-from waymark.errors import StoreUnavailable
+from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.failures import kind_of

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from waymark.base.errors import Conflict, StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.shown import shown
 from waymark.domain.names import PublisherName, Registration
 from waymark.domain.rows import FORMAT
-from waymark.errors import Conflict, StoreUnavailable
-from waymark.logs import fields
-from waymark.shown import shown
 from waymark.store import keys
 from waymark.store.activity import ActivityKind, about
 from waymark.store.claims import Claim

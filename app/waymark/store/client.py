@@ -16,9 +16,9 @@ from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from redis.exceptions import NoScriptError, RedisError
 
-from waymark.errors import StoreUnavailable
-from waymark.metrics import Metrics
-from waymark.settings import hide_password
+from waymark.base.errors import StoreUnavailable
+from waymark.base.metrics import Metrics
+from waymark.base.settings import hide_password
 from waymark.store.address import parse
 from waymark.store.cluster import Cluster
 from waymark.store.connect import WaitingPool

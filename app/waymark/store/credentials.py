@@ -14,8 +14,8 @@ from typing import Any, Literal
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError
 
-from waymark.errors import SettingsError
-from waymark.settings import Settings
+from waymark.base.errors import SettingsError
+from waymark.base.settings import Settings
 from waymark.store.address import Address
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from waymark.base.errors import Conflict
+from waymark.base.shown import shown
 from waymark.domain.names import GroupName, PublisherName, Registration
-from waymark.errors import Conflict
-from waymark.shown import shown
 from waymark.store import keys
 from waymark.store.claims import SHARDS_MAX, Claim
 from waymark.store.client import RedisClient

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, cast
 import hiredis
 from redis.exceptions import InvalidResponse
 
+from waymark.base.errors import StoreUnavailable
+from waymark.base.metrics import Metrics
 from waymark.domain.keys import KEY_BYTES, unpack
-from waymark.errors import StoreUnavailable
-from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.chain import ValueName, WantedValues
 from waymark.store.client import RedisClient

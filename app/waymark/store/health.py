@@ -17,10 +17,10 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
+from waymark.base.errors import StoreUnavailable
+from waymark.base.logs import fields
 from waymark.domain.hashing import DEFAULT_SEED
 from waymark.domain.names import U64_MASK
-from waymark.errors import StoreUnavailable
-from waymark.logs import fields
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.parsing import Malformed, RecordKind, RecordParser

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from waymark.metrics import Metrics
+from waymark.base.metrics import Metrics
 
 #: A row with at least this many holders is hot. A row with fewer is read from Redis each time.
 _HOLDERS_MIN = 8

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from waymark.base.shown import shown
 from waymark.domain.rows import FORMAT
-from waymark.shown import shown
 
 #: The field of ``wm:groups`` with the format of the index. The script that writes the first group writes this field.
 FIELD = "format"

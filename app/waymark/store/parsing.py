@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import orjson
 
-from waymark.logs import fields
-from waymark.metrics import Metrics
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

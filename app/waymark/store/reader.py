@@ -11,13 +11,13 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from waymark.base.errors import StoreUnavailable
+from waymark.base.metrics import Metrics
 from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
 from waymark.domain.row_runs import Runs
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.table import HolderTable
-from waymark.errors import StoreUnavailable
-from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.chain import Chain, KeySource
 from waymark.store.client import RedisClient

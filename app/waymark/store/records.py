@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
+from waymark.base.errors import RecordDamaged
 from waymark.domain.names import Holder, HolderName
 from waymark.domain.status import StreamStatus
-from waymark.errors import RecordDamaged
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.holder_tables import decode_table, encode_holder

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from waymark.base.errors import Conflict, InvalidValue
+from waymark.base.shown import shown
 from waymark.domain.names import BY_CLIENT, PublisherName, Registration
-from waymark.errors import Conflict, InvalidValue
-from waymark.shown import shown
 from waymark.store import keys
 from waymark.store.activity import ActivityKind, about
 from waymark.store.claim_writer import ATTEMPTS, ClaimWriter, contended

@@ -11,8 +11,8 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 
-from waymark.errors import StoreUnavailable
-from waymark.logs import fields
+from waymark.base.errors import StoreUnavailable
+from waymark.base.logs import fields
 from waymark.store import keys
 from waymark.store.background import StartTask
 from waymark.store.client import RedisClient

@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
-from waymark.errors import InvalidValue, StoreUnavailable
+from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.store import keys
 from waymark.store.background import StartTask
 from waymark.store.client import RedisClient

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from waymark.metrics import Metrics
+from waymark.base.metrics import Metrics
 from waymark.store.client import RedisClient, Reply
 from waymark.store.parsing import lenient_text
 

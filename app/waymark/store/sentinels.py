@@ -16,7 +16,7 @@ from redis.asyncio.sentinel import (
     SentinelManagedSSLConnection,
 )
 
-from waymark.shown import shown
+from waymark.base.shown import shown
 from waymark.store.address import Address, HostPort
 from waymark.store.connect import Packing, WaitingPool, common_options, first
 from waymark.store.credentials import Credentials

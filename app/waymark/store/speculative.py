@@ -14,7 +14,7 @@ from typing import Any, cast
 import hiredis
 from redis.exceptions import InvalidResponse
 
-from waymark.errors import StoreUnavailable
+from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.read_connection import Replies

@@ -7,9 +7,9 @@ from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
+from waymark.base.errors import StoreUnavailable
+from waymark.base.metrics import Metrics
 from waymark.domain.hashing import DEFAULT_SEED
-from waymark.errors import StoreUnavailable
-from waymark.metrics import Metrics
 from waymark.store import index_format, keys
 from waymark.store.activity import Activity
 from waymark.store.answers import StoredAnswers

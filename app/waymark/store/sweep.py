@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
+from waymark.base.metrics import Metrics
 from waymark.domain.rows import Place, parse_field
-from waymark.metrics import Metrics
 from waymark.store import keys
 from waymark.store.client import RedisClient
 from waymark.store.directory import GroupEntry

@@ -7,10 +7,10 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from waymark.asker import Asker
+from waymark.base.asker import Asker
+from waymark.base.errors import InvalidValue, TokenizerUnavailable
+from waymark.base.shown import shown
 from waymark.domain.names import GroupName
-from waymark.errors import InvalidValue, TokenizerUnavailable
-from waymark.shown import shown
 from waymark.tokenization.prompt import Prompt, TokenizedPrompt
 from waymark.tokenization.remote import RemoteTokenizer
 

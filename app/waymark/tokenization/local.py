@@ -19,11 +19,11 @@ from pathlib import Path
 
 from xxhash import xxh3_128_digest
 
+from waymark.base.errors import InvalidValue, TokenizerUnavailable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
 from waymark.chat.media import has_media
 from waymark.domain.hashing import pack_tokens
-from waymark.errors import InvalidValue, TokenizerUnavailable
-from waymark.logs import fields
-from waymark.metrics import Metrics
 from waymark.tokenization.model_files import read_templates, read_tokenizer, splitter_of
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt
 from waymark.tokenization.renderers import Renderers

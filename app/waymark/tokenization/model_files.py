@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from waymark.errors import InvalidValue
+from waymark.base.errors import InvalidValue
 from waymark.tokenization.prompt import ChatPrompt
 from waymark.tokenization.renderers import Renderers
 from waymark.tokenization.segments import SegmentMemo, Splitter

@@ -9,13 +9,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from waymark.asker import Asker
-from waymark.bounded_json import bounded_loads
+from waymark.base.asker import Asker
+from waymark.base.bounded_json import bounded_loads
+from waymark.base.errors import InvalidValue, TokenizerUnavailable, Unanswered
 from waymark.chat.media import has_media
 from waymark.chat.openai import as_message
 from waymark.domain.hashing import pack_tokens
 from waymark.domain.multimodal import items_of
-from waymark.errors import InvalidValue, TokenizerUnavailable, Unanswered
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt, is_cut
 
 #: An answer that is longer is not read. An id and its comma take at most this many bytes, each stands for a byte of the

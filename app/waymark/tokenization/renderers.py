@@ -21,8 +21,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 
-from waymark.errors import TokenizerUnavailable
-from waymark.metrics import Metrics
+from waymark.base.errors import TokenizerUnavailable
+from waymark.base.metrics import Metrics
 from waymark.tokenization import rendering
 from waymark.tokenization.rendering import (
     ANSWER,

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from waymark.errors import InvalidValue, TokenizerUnavailable
-from waymark.shown import shown
+from waymark.base.errors import InvalidValue, TokenizerUnavailable
+from waymark.base.shown import shown
 
 #: Directories below WAYMARK_TOKENIZERS_DIR that are looked at; a volume may hold anything.
 _DIRECTORIES_MAX = 10_000

@@ -12,8 +12,8 @@ from datetime import datetime
 from os.path import commonprefix
 from typing import Any
 
+from waymark.base.errors import InvalidValue
 from waymark.chat import openai, sglang
-from waymark.errors import InvalidValue
 from waymark.tokenization import rendering
 from waymark.tokenization.prompt import ChatPrompt
 from waymark.tokenization.renderers import Renderers

@@ -16,12 +16,12 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
-from waymark.asker import Asker
+from waymark.base.asker import Asker
+from waymark.base.errors import InvalidValue, TokenizerUnavailable
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
+from waymark.base.shown import shown
 from waymark.domain.names import DEFAULT_TENANT, GroupName
-from waymark.errors import InvalidValue, TokenizerUnavailable
-from waymark.metrics import Metrics
-from waymark.settings import Settings
-from waymark.shown import shown
 from waymark.tokenization.engines import Addresses, EngineTokenizer
 from waymark.tokenization.prompt import Prompt, Source, SourcedTokens
 from waymark.tokenization.remote import RemoteTokenizer

@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from tests.settings_table import describe
-from waymark.errors import SettingsError
-from waymark.settings import Settings, hide_password
+from waymark.base.errors import SettingsError
+from waymark.base.settings import Settings, hide_password
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:

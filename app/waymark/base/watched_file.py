@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from waymark.errors import SettingsError
-from waymark.logs import fields
+from waymark.base.errors import SettingsError
+from waymark.base.logs import fields
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ import trustme
 from aiohttp import web
 
 from tests.listening import listening, port_of
-from waymark.asker import Asker, EngineKey, HttpReply
-from waymark.endpoints import AllowedEndpoints
-from waymark.errors import InvalidValue, SettingsError, Unanswered
-from waymark.settings import Settings
+from waymark.base.asker import Asker, EngineKey, HttpReply
+from waymark.base.endpoints import AllowedEndpoints
+from waymark.base.errors import InvalidValue, SettingsError, Unanswered
+from waymark.base.settings import Settings
 
 pytestmark = pytest.mark.outside
 

@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
 
-from waymark.errors import InvalidValue
-from waymark.shown import shown
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
 
 
 class AllowedEndpoints:

@@ -15,14 +15,14 @@ import pytest
 
 from tests.sanitize.batches import BATCHES
 from tests.sanitize.targets import TARGETS
-from waymark import native
+from waymark.base import native
+from waymark.base.errors import StaleBuild
 from waymark.domain.events import Cleared, Removed, Stored
 from waymark.domain.known import KnownBlocks, Places
 from waymark.domain.media import normal_medium
 from waymark.domain.parts import PackedParts
-from waymark.errors import StaleBuild
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("implementation_kept")
 

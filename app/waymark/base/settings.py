@@ -30,8 +30,8 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from waymark.errors import SettingsError
-from waymark.shown import shown
+from waymark.base.errors import SettingsError
+from waymark.base.shown import shown
 
 PREFIX = "WAYMARK_"
 

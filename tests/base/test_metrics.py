@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from waymark import __version__
-from waymark.instruments import MetricRow, rows
-from waymark.metrics import Metrics
+from waymark.base.instruments import MetricRow, rows
+from waymark.base.metrics import Metrics
 
 EXPORTED = [
     "waymark_activity_clients",
@@ -179,7 +179,7 @@ def test_help_is_a_sentence_that_says_how_many_how_long_or_when() -> None:
 
 
 def test_the_page_of_operations_holds_their_table() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "operations.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
     table = page.partition("<!-- metrics -->")[2].partition("<!-- /metrics -->")[0].strip()
     wanted = Metrics().markdown_table()
     assert table == wanted, f"put this between the markers in docs/operations.md:\n\n{wanted}\n"

@@ -17,10 +17,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from waymark.endpoints import AllowedEndpoints, place_of
-from waymark.errors import InvalidValue, Unanswered
-from waymark.settings import Settings
-from waymark.shown import shown
+from waymark.base.endpoints import AllowedEndpoints, place_of
+from waymark.base.errors import InvalidValue, Unanswered
+from waymark.base.settings import Settings
+from waymark.base.shown import shown
 
 if TYPE_CHECKING:
     import aiohttp

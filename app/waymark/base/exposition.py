@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from waymark.instruments import PREFIX, Instrument, Labelled, MetricRow, rows
+from waymark.base.instruments import PREFIX, Instrument, Labelled, MetricRow, rows
 
 
 class Exposition(Collector):

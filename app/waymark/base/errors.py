@@ -26,7 +26,7 @@ nobody a zmq one. Outcomes that a caller can decide about are values, not except
 
 from __future__ import annotations
 
-from waymark.shown import shown
+from waymark.base.shown import shown
 
 
 class WaymarkError(Exception):

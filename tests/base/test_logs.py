@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import SecretStr
 
-from waymark.logs import configure, fields
+from waymark.base.logs import configure, fields
 
 log = logging.getLogger("waymark.test")
 

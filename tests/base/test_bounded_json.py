@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from waymark.bounded_json import DEPTH_MAX, PARTS_MAX, TooMuchJson, bounded_loads
+from waymark.base.bounded_json import DEPTH_MAX, PARTS_MAX, TooMuchJson, bounded_loads
 
 BRACKETS = ((b"[", b"]"), (b'{"a":', b"}"), (b'[{"a":', b"}]"))
 

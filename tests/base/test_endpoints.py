@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from waymark.endpoints import AllowedEndpoints
-from waymark.errors import InvalidValue
+from waymark.base.endpoints import AllowedEndpoints
+from waymark.base.errors import InvalidValue
 
 
 @pytest.mark.parametrize(

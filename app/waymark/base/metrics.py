@@ -1,7 +1,7 @@
 """Every metric, as one table.
 
 A line is a metric: its name (without ``waymark_`` and ``_total``), kind, help and labels. Counting with a name or a
-label that is not in the table is an error. Names and labels are an API for dashboards: ``tests/test_metrics.py`` holds
+label that is not in the table is an error. Names and labels are an API: ``tests/base/test_metrics.py`` has
 the list, ``docs/operations.md`` says how the numbers of several processes are added up. Labels are bounded: a matched
 route, never a path; a status, a reason, never a holder, a hash, a tenant or an endpoint. A label may be a registered
 model, up to a ceiling. It may be an instance only in metrics that another project's dashboards name, up to the same
@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from waymark import __version__
-from waymark.instruments import counter, gauge, histogram, rows, table
+from waymark.base.instruments import counter, gauge, histogram, rows, table
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -364,12 +364,12 @@ class Metrics:
     @cached_property
     def registry(self) -> CollectorRegistry:
         """What the Prometheus library reads."""
-        from waymark import exposition
+        from waymark.base import exposition
 
         return exposition.registry(self)
 
     def render(self) -> tuple[bytes, str]:
         """The metrics as Prometheus text, and its content type."""
-        from waymark import exposition
+        from waymark.base import exposition
 
         return exposition.render(self.registry)

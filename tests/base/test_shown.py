@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waymark.shown import SHOWN_MAX, kind, shown
+from waymark.base.shown import SHOWN_MAX, kind, shown
 
 VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.binary(), st.text(st.characters(), max_size=200)

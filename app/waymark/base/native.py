@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
-from waymark.errors import StaleBuild
+from waymark.base.errors import StaleBuild
 
 Implementation: TypeAlias = Literal["native", "pure"]
 
@@ -83,7 +83,7 @@ try:
 except ImportError:
     _built = None
 else:
-    check_built_from(Path(__file__).parents[2] / "native", _built)
+    check_built_from(Path(__file__).parents[3] / "native", _built)
 
 is_built = _built is not None
 

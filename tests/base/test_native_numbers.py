@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.base.test_native_limits import loaded
 from tests.patience import patient
-from tests.test_native_limits import loaded
 from waymark.domain.known import Spot
 from waymark.domain.rows import Place
 
-SOURCES = sorted(str(path) for path in (Path(__file__).parents[1] / "native").glob("*.c"))
+SOURCES = sorted(str(path) for path in (Path(__file__).parents[2] / "native").glob("*.c"))
 BLOCKS_MAX, PLACES_MAX = 768, 1023
 """Blocks of a table, in whole chunks of 256, and places."""
 

@@ -1,0 +1,1 @@
+"""What every room needs; it imports nothing of the other rooms."""
