@@ -19,11 +19,11 @@ SOURCES = ROOT / "app" / "waymark"
 
 #: (file below app/waymark, name as it is written there) -> (package that it is from, why it is used).
 BORROWED: dict[tuple[str, str], tuple[str, str]] = {
-    ("store/connect.py", "self._in_use_connections"): (
+    ("store/redis/connect.py", "self._in_use_connections"): (
         "redis",
         "a connection that is released while its task is cancelled must not be missing from the pool for good",
     ),
-    ("store/read_connection.py", "redis._parsers.BaseParser"): (
+    ("store/redis/read_connection.py", "redis._parsers.BaseParser"): (
         "redis",
         "an error reply becomes the driver's own exception class",
     ),

@@ -29,8 +29,8 @@ from waymark.base.settings import Settings
 from waymark.serving.connection import protocol
 from waymark.serving.limits import Connections, ServerBounds, Shape, files_for
 from waymark.serving.listening import listen
-from waymark.store.credentials import Credentials
 from waymark.store.hot import HotRows
+from waymark.store.redis.credentials import Credentials
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import ENGINE, Tokenizers
 

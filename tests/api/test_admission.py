@@ -10,7 +10,7 @@ from tests.patience import within
 from waymark.api.admission import AdmissionQueue
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.settings import Settings
-from waymark.store.client import CONNECTIONS
+from waymark.store.redis.client import CONNECTIONS
 
 
 async def inside(queue: AdmissionQueue, outcome: asyncio.Future[None]) -> None:

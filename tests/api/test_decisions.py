@@ -16,8 +16,8 @@ from tests.conftest import wait_until
 from waymark.base.errors import StoreUnavailable
 from waymark.domain.hashing import extend, namespace, token_bytes
 from waymark.selection.selector import Selector
-from waymark.store.client import RedisClient
 from waymark.store.fetch import Fetcher
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 Register = Callable[..., Awaitable[None]]

@@ -14,7 +14,7 @@ from tests.api.conftest import Hold, MakeClient
 from tests.conformance.selector import BLOCK_SIZE, TOKENS, steps, told
 from tests.conftest import wait_until
 from waymark.store import keys
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 RECORDED = json.loads((Path(__file__).parents[1] / "fixtures" / "dynamo" / "select.json").read_text())

@@ -14,7 +14,7 @@ from waymark.apply.redis_calls import Fenced
 from waymark.base.errors import StoreUnavailable
 from waymark.domain.names import HolderName
 from waymark.store import keys
-from waymark.store.client import RedisClient, Reply
+from waymark.store.redis.client import RedisClient, Reply
 from waymark.store.store import Store
 
 

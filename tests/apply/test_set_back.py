@@ -25,7 +25,7 @@ from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
 from waymark.domain.parts import Commit
 from waymark.domain.status import StreamStatus
 from waymark.store import keys
-from waymark.store.client import RedisClient, Reply
+from waymark.store.redis.client import RedisClient, Reply
 from waymark.store.store import Store
 
 BLOCK_SIZE = 16

@@ -29,10 +29,10 @@ from waymark.domain.parts import Commit
 from waymark.domain.placing import Placer
 from waymark.store import keys
 from waymark.store.claims import Claim
-from waymark.store.client import RedisClient
 from waymark.store.directory import GroupEntry
 from waymark.store.index import Index
 from waymark.store.leases import Grant
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts, Verdict
 from waymark.store.sweep import Sweeper
 

@@ -27,7 +27,7 @@ from tests.benchmarks.calls import Engine
 from tests.benchmarks.index import keys, owner
 from tests.benchmarks.processes import RedisServer, redis_server
 from tests.benchmarks.report import aligned
-from waymark.store.lua import SCRIPTS, Script
+from waymark.store.redis.lua import SCRIPTS, Script
 from waymark.store.store import Store
 
 #: Calls of a case in a round.

@@ -16,8 +16,8 @@ from waymark.domain.rows import PIECE_BLOCKS, parse
 from waymark.domain.table import HolderTable
 from waymark.inspection.inspector import InspectedGroup, Inspector
 from waymark.store import keys
-from waymark.store.client import RedisClient
 from waymark.store.places import holders_of
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 _REDIS_SECONDS = 20.0

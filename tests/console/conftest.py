@@ -16,7 +16,7 @@ from waymark.console.run_status import run_status
 from waymark.console.screen import Screen
 from waymark.domain.hashing import extend, token_bytes
 from waymark.inspection.inspector import Inspector
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 Run = Callable[..., Awaitable[str]]

@@ -28,7 +28,7 @@ from waymark.inspection.inspector import Inspector
 from waymark.inspection.status import PublisherFilter, gather
 from waymark.store import keys
 from waymark.store.claims import Claim
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 ROOT = Path(__file__).parents[2]

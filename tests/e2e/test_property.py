@@ -40,7 +40,7 @@ from waymark.simulator.faults import Faults
 from waymark.simulator.publisher import SimulatedPublisher
 from waymark.simulator.wire import WireEvent
 from waymark.store import keys
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 Questions = Sequence[tuple[Tokens, Space]]

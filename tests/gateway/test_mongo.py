@@ -26,7 +26,7 @@ from waymark.base.settings import Settings
 from waymark.gateway.mongo import MongoArchive
 from waymark.gateway.response_stores import RedisResponses
 from waymark.store import keys
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 from waymark.store.responses import ResponseBounds
 from waymark.store.store import Store
 

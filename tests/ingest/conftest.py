@@ -41,9 +41,9 @@ from waymark.ingest.worker import Worker
 from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.workload import SimulatedPrompt
 from waymark.store import keys
-from waymark.store.client import RedisClient
 from waymark.store.holder_tables import decode_table
 from waymark.store.publisher_states import PublisherState
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 GROUP = GroupName("default", "m")

@@ -18,7 +18,7 @@ from waymark.ingest.descriptors import FILES_PER_REPLAY, FILES_PER_STREAM, OTHER
 from waymark.ingest.replay import Replay
 from waymark.ingest.sockets import ZmqContext
 from waymark.ingest.subscriber import Subscriber
-from waymark.store.client import CONNECTIONS
+from waymark.store.redis.client import CONNECTIONS
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench
 from waymark.store import keys
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 
 PODS = 12
 

@@ -8,8 +8,8 @@ from tests.store.factories import registration, stream_of
 from waymark.base.metrics import Metrics
 from waymark.ingest.unclaimed import UnclaimedWatch
 from waymark.store import keys
-from waymark.store.client import RedisClient
 from waymark.store.directory import GroupEntry
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 

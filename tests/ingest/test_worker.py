@@ -19,8 +19,8 @@ from waymark.domain.status import StreamStatus
 from waymark.domain.targets import Target
 from waymark.store import keys
 from waymark.store.claims import Claim
-from waymark.store.client import RedisClient
 from waymark.store.leases import Grant, Leases
+from waymark.store.redis.client import RedisClient
 
 
 async def has_worker(pod: Pod, worker_id: str | None) -> None:

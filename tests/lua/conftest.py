@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.store.conftest import client, key_table, redis, shards, store, stream
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts
 
 __all__ = ["client", "key_table", "redis", "scripts", "shards", "store", "stream"]

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from tests.store.factories import Stream, snapshot, stored
 from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Arg, Outcome, Scripts, Verdict
 
 HOLDERS, DEAD, FENCE, WORD = keys.holders(1), keys.dead(1), keys.fence(1, 0), "f" * 16

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from tests.store.factories import Stream, client_of, snapshot, stream_of
 from tests.store.key_table import KeyTable
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 

@@ -21,18 +21,18 @@ from waymark.domain.parts import Commit, Mode, Part
 from waymark.domain.placing import Placer
 from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.store import keys
-from waymark.store.address import parse
 from waymark.store.claims import Claim
-from waymark.store.client import RedisClient, Reply
-from waymark.store.credentials import Credentials
 from waymark.store.directory import GroupEntry
 from waymark.store.hashes import FIND_HASHES
 from waymark.store.index import Index
 from waymark.store.leases import Grant
 from waymark.store.places import holders_of
-from waymark.store.read_connection import ReplyReader
-from waymark.store.read_pool import Dialer, ReadPool
 from waymark.store.records import NewHolder
+from waymark.store.redis.address import parse
+from waymark.store.redis.client import RedisClient, Reply
+from waymark.store.redis.credentials import Credentials
+from waymark.store.redis.read_connection import ReplyReader
+from waymark.store.redis.read_pool import Dialer, ReadPool
 from waymark.store.scripts import Arg, Outcome, Scripts, Verdict
 from waymark.store.store import Store
 from waymark.store.stream_fields import BLOCKS

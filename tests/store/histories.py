@@ -27,7 +27,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from waymark.store import keys
-from waymark.store.client import RedisClient, Reply
+from waymark.store.redis.client import RedisClient, Reply
 from waymark.store.reservations import (
     CANDIDATES_MAX,
     Load,

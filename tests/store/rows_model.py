@@ -30,11 +30,11 @@ from waymark.domain.rows import DEPTHS, SAME_HASH, Place, Row, parse, parse_entr
 from waymark.store import calls as calls_module
 from waymark.store import keys
 from waymark.store.claims import Claim
-from waymark.store.client import RedisClient, Reply
 from waymark.store.directory import GroupEntry
 from waymark.store.index import Index
 from waymark.store.leases import Grant
 from waymark.store.parsing import RecordParser
+from waymark.store.redis.client import RedisClient, Reply
 from waymark.store.scripts import Scripts, Verdict
 from waymark.store.sweep import Sweeper
 from waymark.store.takeover import Takeover

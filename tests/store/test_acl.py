@@ -15,8 +15,8 @@ from tests.store.flow import live_and_end
 from tests.topologies import Server, farm, start_cluster
 from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
-from waymark.store.client import RedisClient
-from waymark.store.credentials import Credentials
+from waymark.store.redis.client import RedisClient
+from waymark.store.redis.credentials import Credentials
 from waymark.store.store import Store
 
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ from tests.conftest import wait_until
 from waymark.base.metrics import Metrics
 from waymark.store import activity, keys
 from waymark.store.activity import ActivityKind, is_entry_id
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 

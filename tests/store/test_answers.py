@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from waymark.store import keys
 from waymark.store.answers import AnswersSize
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 KEYS = [bytes([n]) * 32 for n in range(8)]

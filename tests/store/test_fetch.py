@@ -15,7 +15,7 @@ from tests.store.factories import GROUP, Stream, registration, stored, stream_of
 from waymark.base.errors import StoreUnavailable
 from waymark.domain.keys import KEY_BYTES, pack
 from waymark.domain.match import conductor_rows
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 CHAIN = list(range(1, 601))

@@ -18,8 +18,8 @@ from waymark.api.application import create_probes
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.store.client import RedisClient
 from waymark.store.health import HealthReason, HealthWatch
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 SOUND = {

@@ -13,10 +13,10 @@ from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import GroupName
 from waymark.store import keys
-from waymark.store.client import RedisClient
 from waymark.store.fetch import Fetched
 from waymark.store.hot import HotRows
 from waymark.store.incarnation import Incarnation
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 CHAIN = list(range(1, 601))

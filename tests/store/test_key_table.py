@@ -23,12 +23,12 @@ from waymark.domain.prefixes import Change, PrefixChange, prefix_key
 from waymark.domain.rows import Place
 from waymark.domain.targets import Role, Target
 from waymark.store import keys
-from waymark.store.client import RedisClient, Reply
 from waymark.store.discovery import DiscoveryState
 from waymark.store.hashes import ReportedBlock
 from waymark.store.leases import Grant
-from waymark.store.lua import SCRIPTS
 from waymark.store.records import Facts
+from waymark.store.redis.client import RedisClient, Reply
+from waymark.store.redis.lua import SCRIPTS
 from waymark.store.reservations import Offer, ReservationPart, ReservationTerms
 from waymark.store.responses import ResponseBounds
 from waymark.store.scripts import Verdict

@@ -21,7 +21,7 @@ from tests.store.factories import (
 )
 from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 

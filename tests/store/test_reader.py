@@ -27,8 +27,8 @@ from waymark.domain.keys import pack
 from waymark.domain.match import ConductorRow, conductor_rows
 from waymark.domain.names import GroupName
 from waymark.store import keys
-from waymark.store.client import RedisClient
 from waymark.store.reader import Reader, Reading
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 CHAIN = list(range(1, 3001))

@@ -23,9 +23,9 @@ from tests.store.factories import registration, stored, stream_of
 from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import GroupName
-from waymark.store.client import RedisClient
 from waymark.store.hot import HotRows
 from waymark.store.reader import Reader
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 CHAIN = list(range(1, 601))

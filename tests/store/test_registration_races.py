@@ -25,8 +25,8 @@ from waymark.domain.table import HolderTable
 from waymark.ingest.keeper import RegistrationKeeper
 from waymark.store import keys
 from waymark.store.claims import Claim
-from waymark.store.client import RedisClient
 from waymark.store.holder_tables import decode_table
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 ROUNDS = 25

@@ -26,8 +26,8 @@ from waymark.domain.names import GroupName, PublisherName
 from waymark.domain.targets import Role, Target
 from waymark.store import keys
 from waymark.store.claims import Claim
-from waymark.store.client import RedisClient
 from waymark.store.directory import GroupEntry
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 POD = registration()

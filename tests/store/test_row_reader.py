@@ -14,12 +14,12 @@ from tests.store.test_reader import Source, longest, read, rows
 from waymark.base.metrics import Metrics
 from waymark.domain.names import GroupName
 from waymark.store import keys
-from waymark.store.client import RedisClient
 from waymark.store.directory import Directory
 from waymark.store.hot import HotRows
 from waymark.store.incarnation import Incarnation
 from waymark.store.parsing import RecordParser
 from waymark.store.reader import Reader
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 SHARDS = pytest.mark.parametrize("shards", [1, 3])

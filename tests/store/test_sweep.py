@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from tests.store.factories import Dying, Stream, claim_of, registration, snapshot, stored, stream_of
 from waymark.base.errors import StoreUnavailable
 from waymark.store import keys, sweep
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 BLOCKS = list(range(1, 901))

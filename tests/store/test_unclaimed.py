@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from tests.store.factories import Meeting, Stream, claim_of, hgetall, registration, stored
 from tests.store.flow import asked
 from waymark.store import keys
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 from waymark.store.unclaimed import UnclaimedPublisher
 

@@ -23,7 +23,7 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from waymark.base import logs
     from waymark.cli import loop
-    from waymark.store.credentials import Credentials
+    from waymark.store.redis.credentials import Credentials
     from waymark.store.store import Store
 
     settings = loop.settings_with({"redis_url": arguments.redis_url})

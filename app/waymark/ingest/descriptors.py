@@ -13,7 +13,7 @@ import resource
 from typing import NamedTuple
 
 from waymark.base.logs import fields
-from waymark.store.client import CONNECTIONS
+from waymark.store.redis.client import CONNECTIONS
 
 log = logging.getLogger(__name__)
 

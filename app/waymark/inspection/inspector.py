@@ -17,11 +17,11 @@ from waymark.domain.rows import HolderEntry, Place, parse_entry
 from waymark.domain.table import HolderTable
 from waymark.store import keys
 from waymark.store.claims import Claim
-from waymark.store.credentials import Credentials
 from waymark.store.directory import GroupEntry
 from waymark.store.holder_tables import decode_table
 from waymark.store.places import holders_of, key_of, values_of
 from waymark.store.publisher_states import PublisherState
+from waymark.store.redis.credentials import Credentials
 from waymark.store.store import Store
 
 #: Hash commands in one pipeline, about: Redis answers others between two of them.

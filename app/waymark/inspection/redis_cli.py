@@ -10,7 +10,7 @@ from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.domain.table import HolderTable
 from waymark.inspection.inspector import InspectedGroup, places_that_begin_with
 from waymark.store import keys
-from waymark.store.address import Address, parse
+from waymark.store.redis.address import Address, parse
 
 
 class RedisCli:

@@ -22,7 +22,7 @@ from waymark.base.metrics import Metrics
 from waymark.domain.names import Registration
 from waymark.store import keys
 from waymark.store.background import StartTask
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts
 
 log = logging.getLogger(__name__)

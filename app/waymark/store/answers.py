@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
-from waymark.store.client import RedisClient
-from waymark.store.failures import kind_of
+from waymark.store.redis.client import RedisClient
+from waymark.store.redis.failures import kind_of
 from waymark.store.scripts import Scripts, Verdict
 
 _KEYS = (keys.ANSWERS, keys.ANSWERS_KEPT, keys.ANSWERS_DUE)

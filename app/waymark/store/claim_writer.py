@@ -21,9 +21,9 @@ from waymark.domain.rows import FORMAT
 from waymark.store import keys
 from waymark.store.activity import ActivityKind, about
 from waymark.store.claims import Claim
-from waymark.store.client import RedisClient
 from waymark.store.directory import Directory
 from waymark.store.leases import Leases, random_nonce
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Outcome, Scripts, Verdict
 
 log = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from waymark.base.shown import shown
 from waymark.domain.names import GroupName, PublisherName, Registration
 from waymark.store import keys
 from waymark.store.claims import SHARDS_MAX, Claim
-from waymark.store.client import RedisClient
 from waymark.store.holder_tables import decode_group
 from waymark.store.parsing import Malformed, RecordKind, RecordParser, integer_of, names_of
+from waymark.store.redis.client import RedisClient
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import orjson
 
 from waymark.store import keys
 from waymark.store.claims import Claim
-from waymark.store.client import RedisClient
 from waymark.store.parsing import lenient_text
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts
 
 

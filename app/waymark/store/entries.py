@@ -13,8 +13,8 @@ from typing import Final
 
 from waymark.store import keys
 from waymark.store.claims import Claim
-from waymark.store.client import RedisClient
 from waymark.store.leases import Grant
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts
 
 #: For how many milliseconds one worker alone may choose a cut.

@@ -20,9 +20,9 @@ from waymark.base.metrics import Metrics
 from waymark.domain.keys import KEY_BYTES, unpack
 from waymark.store import keys
 from waymark.store.chain import ValueName, WantedValues
-from waymark.store.client import RedisClient
 from waymark.store.directory import GroupEntry
-from waymark.store.read_connection import Replies
+from waymark.store.redis.client import RedisClient
+from waymark.store.redis.read_connection import Replies
 
 
 class Fetched(NamedTuple):

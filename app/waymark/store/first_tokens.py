@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from waymark.domain.first_tokens import FirstTokens
 from waymark.store import keys
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 
 
 class FirstTokenTimes:

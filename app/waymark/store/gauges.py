@@ -11,7 +11,7 @@ import orjson
 
 from waymark.domain.gauges import Gauges
 from waymark.store import keys
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts
 
 

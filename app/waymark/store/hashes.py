@@ -14,8 +14,8 @@ from waymark.domain.keys import pack
 from waymark.domain.known import Spot
 from waymark.domain.rows import DEPTHS, Place
 from waymark.store import keys
-from waymark.store.client import RedisClient
 from waymark.store.leases import Grant
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Arg, Scripts, Verdict
 
 GENERATIONS: Final = 10

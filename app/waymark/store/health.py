@@ -22,8 +22,8 @@ from waymark.base.logs import fields
 from waymark.domain.hashing import DEFAULT_SEED
 from waymark.domain.names import U64_MASK
 from waymark.store import keys
-from waymark.store.client import RedisClient
 from waymark.store.parsing import Malformed, RecordKind, RecordParser
+from waymark.store.redis.client import RedisClient
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from waymark.domain.rows import ROW_SLOTS
 from waymark.domain.waves import waves_of
 from waymark.store import keys
 from waymark.store.calls import ApplyCall, ApplyCalls
-from waymark.store.client import RedisClient
 from waymark.store.leases import Grant
 from waymark.store.pacing import Pacer
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Arg, Outcome, Scripts, Verdict
 
 #: The most bytes of rows that a call reads. Redis takes about 2 ms for them, and every reader waits that long.

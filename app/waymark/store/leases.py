@@ -15,9 +15,9 @@ from typing import Protocol
 
 from waymark.store import keys
 from waymark.store.claims import Claim
-from waymark.store.client import RedisClient
 from waymark.store.holder_tables import holders_of
 from waymark.store.parsing import lenient_text
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Outcome, Scripts, Verdict
 
 

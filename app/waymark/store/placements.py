@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from waymark.store import keys
-from waymark.store.client import RedisClient
 from waymark.store.parsing import pairs
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts
 
 #: Blocks in one call. Redis needs less than 1 ms for them.

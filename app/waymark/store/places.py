@@ -8,8 +8,8 @@ from typing import TypeAlias
 from waymark.domain.keys import unpack
 from waymark.domain.rows import Place, Row, parse
 from waymark.store import keys
-from waymark.store.client import RedisClient
 from waymark.store.directory import GroupEntry
+from waymark.store.redis.client import RedisClient
 
 Holders: TypeAlias = list[set[int]]
 """The holder ids of each block of a piece."""

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 
 from waymark.domain.prefixes import Change, PrefixChange
 from waymark.store import keys
-from waymark.store.client import RedisClient
 from waymark.store.leases import Grant
 from waymark.store.parsing import pairs
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts
 
 #: Changes in one call. Redis needs about 2 ms for them.

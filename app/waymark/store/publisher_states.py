@@ -11,8 +11,8 @@ from waymark.domain.names import HolderName, Registration
 from waymark.domain.status import StreamStatus
 from waymark.store import keys
 from waymark.store.claims import Claim
-from waymark.store.client import RedisClient
 from waymark.store.parsing import RecordParser
+from waymark.store.redis.client import RedisClient
 from waymark.store.stream_fields import BLOCKS, COUNTER, HOLDER, MISSING, StreamFields
 
 

@@ -20,7 +20,6 @@ from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.table import HolderTable
 from waymark.store import keys
 from waymark.store.chain import Chain, KeySource
-from waymark.store.client import RedisClient
 from waymark.store.directory import Directory, GroupEntry
 from waymark.store.fetch import Fetcher
 from waymark.store.holder_tables import decode_table
@@ -28,6 +27,7 @@ from waymark.store.hot import HotRows
 from waymark.store.incarnation import Incarnation
 from waymark.store.parsing import RecordKind, RecordParser
 from waymark.store.places import holders_of
+from waymark.store.redis.client import RedisClient
 
 #: The two sizes of the first portion, in rows. The small one is usual, because most new prompts have no match. The
 #: large one is used if more than ``_LONG_SHARE`` of the recent prompts matched the whole small portion: it saves a

@@ -14,10 +14,10 @@ from waymark.base.errors import RecordDamaged
 from waymark.domain.names import Holder, HolderName
 from waymark.domain.status import StreamStatus
 from waymark.store import keys
-from waymark.store.client import RedisClient
 from waymark.store.holder_tables import decode_table, encode_holder
 from waymark.store.leases import Grant, random_nonce
 from waymark.store.parsing import RecordParser
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Arg, Scripts
 from waymark.store.stream_fields import COUNTER, EVENT, HOLDER, SHARD, StreamFields, holder_id
 

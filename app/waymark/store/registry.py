@@ -20,9 +20,9 @@ from waymark.store import keys
 from waymark.store.activity import ActivityKind, about
 from waymark.store.claim_writer import ATTEMPTS, ClaimWriter, contended
 from waymark.store.claims import Claim
-from waymark.store.client import RedisClient
 from waymark.store.directory import Directory
 from waymark.store.leases import Leases, random_nonce
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts
 
 #: The fields that may not change under a publisher's name, by their names on the wire.

@@ -15,8 +15,8 @@ from waymark.base.errors import StoreUnavailable
 from waymark.base.logs import fields
 from waymark.store import keys
 from waymark.store.background import StartTask
-from waymark.store.client import RedisClient
 from waymark.store.parsing import lenient_text
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.store import keys
 from waymark.store.background import StartTask
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts, Verdict
 
 #: How many of the best candidates Redis ranks again. The caller ranks all candidates before.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from waymark.store import keys
 from waymark.store.answers import AnswersSize
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts, Verdict
 
 _GROUP = "mongo-sync"

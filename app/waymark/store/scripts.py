@@ -13,8 +13,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from waymark.base.metrics import Metrics
-from waymark.store.client import RedisClient, Reply
 from waymark.store.parsing import lenient_text
+from waymark.store.redis.client import RedisClient, Reply
 
 Arg = str | bytes | int | float
 

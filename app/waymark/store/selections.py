@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from waymark.domain.hashing import text_hash
 from waymark.store import keys
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts, Verdict
 
 #: Workers that are described at once.

@@ -16,8 +16,8 @@ from redis.exceptions import InvalidResponse
 
 from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
-from waymark.store.client import RedisClient
-from waymark.store.read_connection import Replies
+from waymark.store.redis.client import RedisClient
+from waymark.store.redis.read_connection import Replies
 
 _FIRST = 8
 _ID_DIGITS_MAX = 16

@@ -14,8 +14,6 @@ from waymark.store import index_format, keys
 from waymark.store.activity import Activity
 from waymark.store.answers import StoredAnswers
 from waymark.store.claim_writer import ClaimWriter
-from waymark.store.client import RedisClient, Subscription
-from waymark.store.credentials import Credentials
 from waymark.store.directory import Directory
 from waymark.store.discovery import DiscoveryLease
 from waymark.store.entries import Entries
@@ -35,6 +33,8 @@ from waymark.store.prefixes import Prefixes
 from waymark.store.publisher_states import PublisherStates
 from waymark.store.reader import Reader
 from waymark.store.records import Records
+from waymark.store.redis.client import RedisClient, Subscription
+from waymark.store.redis.credentials import Credentials
 from waymark.store.registry import Registry
 from waymark.store.replica_counts import ReplicaCounts
 from waymark.store.reservations import Reservations

@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Sequence
 from waymark.base.metrics import Metrics
 from waymark.domain.rows import Place, parse_field
 from waymark.store import keys
-from waymark.store.client import RedisClient
 from waymark.store.directory import GroupEntry
 from waymark.store.parsing import Malformed, RecordKind, RecordParser, integer_of
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Outcome, Scripts, Verdict
 
 #: Rows written in one step: less than 1 ms of Redis, for which readers wait.

@@ -12,10 +12,10 @@ from waymark.domain.held import HeldBlocks
 from waymark.domain.known import Spot
 from waymark.domain.rows import SAME_HASH, HolderEntry, Place, Row, parse, parse_entry, parse_field
 from waymark.store import keys
-from waymark.store.client import RedisClient
 from waymark.store.hashes import ReportedBlock
 from waymark.store.leases import Grant
 from waymark.store.parsing import Malformed, RecordKind, RecordParser
+from waymark.store.redis.client import RedisClient
 
 #: The number of fields in one HSCAN, and of their rows in the MGET after it.
 _FIELDS = 512

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from waymark.store import keys
-from waymark.store.client import RedisClient
 from waymark.store.directory import Directory
 from waymark.store.leases import Leases
+from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts
 
 _ROW = b"publisher:"

@@ -19,7 +19,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from waymark.base.errors import RecordDamaged, StoreUnavailable
-from waymark.store.credentials import SecretUnreadable
+from waymark.store.redis.credentials import SecretUnreadable
 
 #: Parts of the errors that mean that a value has another type, or that a script cannot use it. Redis 6.2 to 8, Valkey
 #: and the embedded Redis write them.

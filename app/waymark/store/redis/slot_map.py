@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS
 from redis.exceptions import ClusterDownError, MovedError
 
-from waymark.store.address import HostPort
+from waymark.store.redis.address import HostPort
 
 #: For how long a node that failed is passed over, in seconds.
 _PASSED_OVER_SECONDS = 5.0

@@ -15,11 +15,11 @@ from tests.store.factories import GROUP, registration
 from tests.topologies import Server, farm
 from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
-from waymark.store.address import parse
-from waymark.store.client import RedisClient
-from waymark.store.connect import server
-from waymark.store.credentials import Credentials
-from waymark.store.lua import REPEATABLE, SCRIPTS
+from waymark.store.redis.address import parse
+from waymark.store.redis.client import RedisClient
+from waymark.store.redis.connect import server
+from waymark.store.redis.credentials import Credentials
+from waymark.store.redis.lua import REPEATABLE, SCRIPTS
 from waymark.store.reservations import Offer, Reservations, ReservationTerms
 from waymark.store.scripts import Scripts, Verdict
 from waymark.store.store import Store

@@ -14,8 +14,8 @@ from tests.patience import patient
 from tests.store.flow import live_and_end
 from tests.topologies import Farm, Server, farm, start_cluster
 from waymark.base.errors import StoreUnavailable
-from waymark.store.client import RedisClient
-from waymark.store.credentials import Credentials
+from waymark.store.redis.client import RedisClient
+from waymark.store.redis.credentials import Credentials
 from waymark.store.store import Store
 
 

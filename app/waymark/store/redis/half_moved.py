@@ -12,7 +12,7 @@ from typing import Any
 
 from redis.exceptions import AskError
 
-from waymark.store.address import HostPort
+from waymark.store.redis.address import HostPort
 
 Pipeline = Callable[[HostPort, Sequence[Sequence[Any]]], Awaitable[list[Any]]]
 """The replies of a node to commands in one pipeline, errors among them."""

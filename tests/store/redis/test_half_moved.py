@@ -18,9 +18,9 @@ from waymark.domain.match import conductor_rows
 from waymark.domain.names import GroupName
 from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.store import keys
-from waymark.store.address import HostPort
-from waymark.store.half_moved import read_singly
 from waymark.store.leases import Grant
+from waymark.store.redis.address import HostPort
+from waymark.store.redis.half_moved import read_singly
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 

@@ -16,7 +16,7 @@ from redis.exceptions import AuthenticationError
 
 from waymark.base.errors import SettingsError
 from waymark.base.settings import Settings
-from waymark.store.address import Address
+from waymark.store.redis.address import Address
 
 
 @dataclass(frozen=True, slots=True)

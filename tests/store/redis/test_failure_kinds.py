@@ -10,8 +10,8 @@ from redis import exceptions
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
-from waymark.store.client import RedisClient
-from waymark.store.failures import kind_of
+from waymark.store.redis.client import RedisClient
+from waymark.store.redis.failures import kind_of
 from waymark.store.store import Store
 
 

@@ -24,8 +24,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
-from waymark.store.address import Address, HostPort
-from waymark.store.credentials import Credentials
+from waymark.store.redis.address import Address, HostPort
+from waymark.store.redis.credentials import Credentials
 
 A = TypeVar("A")
 T = TypeVar("T")

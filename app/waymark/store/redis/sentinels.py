@@ -17,10 +17,10 @@ from redis.asyncio.sentinel import (
 )
 
 from waymark.base.shown import shown
-from waymark.store.address import Address, HostPort
-from waymark.store.connect import Packing, WaitingPool, common_options, first
-from waymark.store.credentials import Credentials
-from waymark.store.read_pool import FindServers
+from waymark.store.redis.address import Address, HostPort
+from waymark.store.redis.connect import Packing, WaitingPool, common_options, first
+from waymark.store.redis.credentials import Credentials
+from waymark.store.redis.read_pool import FindServers
 
 
 class _BoundedConnect:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from redis.asyncio import Redis
 
-from waymark.store.address import Address, HostPort
-from waymark.store.cluster import Cluster
-from waymark.store.connect import server
-from waymark.store.credentials import Credentials
-from waymark.store.read_pool import Dialer, FindServers, ReadPool
-from waymark.store.sentinels import behind_sentinels, found_by
+from waymark.store.redis.address import Address, HostPort
+from waymark.store.redis.cluster import Cluster
+from waymark.store.redis.connect import server
+from waymark.store.redis.credentials import Credentials
+from waymark.store.redis.read_pool import Dialer, FindServers, ReadPool
+from waymark.store.redis.sentinels import behind_sentinels, found_by
 
 
 def connected(

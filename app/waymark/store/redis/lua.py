@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 # The folder is next to the package in a checkout, and inside it after an installation.
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 LUA_DIR = next(folder for folder in (_PACKAGE / "lua", _PACKAGE.parents[1] / "lua") if folder.is_dir())
 
 

@@ -14,9 +14,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from waymark.store.address import Address, HostPort
-from waymark.store.credentials import Credentials
-from waymark.store.read_connection import ReadConnection, Replies, ReplyReader
+from waymark.store.redis.address import Address, HostPort
+from waymark.store.redis.credentials import Credentials
+from waymark.store.redis.read_connection import ReadConnection, Replies, ReplyReader
 
 T = TypeVar("T")
 

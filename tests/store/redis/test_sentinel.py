@@ -12,8 +12,8 @@ from tests.store.factories import registration, stored
 from tests.store.flow import BLOCKS, applied, asked, begun, granted, live_and_end
 from tests.topologies import Sentinels, farm, start_sentinels
 from waymark.base.errors import StoreUnavailable
-from waymark.store.client import RedisClient
-from waymark.store.credentials import Credentials
+from waymark.store.redis.client import RedisClient
+from waymark.store.redis.credentials import Credentials
 from waymark.store.store import Store
 
 PASSWORD = "of-the-sentinels"

@@ -23,9 +23,9 @@ from tests.conftest import wait_until
 from tests.patience import within
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
-from waymark.store.client import RedisClient
-from waymark.store.credentials import Credentials
-from waymark.store.read_connection import QUESTIONS_MAX, Replies
+from waymark.store.redis.client import RedisClient
+from waymark.store.redis.credentials import Credentials
+from waymark.store.redis.read_connection import QUESTIONS_MAX, Replies
 
 LOOPS = pytest.mark.parametrize(
     "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]

@@ -8,10 +8,10 @@ import pytest
 
 from waymark.base.errors import SettingsError
 from waymark.base.settings import Settings
-from waymark.store.address import Address, parse
-from waymark.store.client import RedisClient
-from waymark.store.cluster import Cluster
-from waymark.store.credentials import Credentials
+from waymark.store.redis.address import Address, parse
+from waymark.store.redis.client import RedisClient
+from waymark.store.redis.cluster import Cluster
+from waymark.store.redis.credentials import Credentials
 from waymark.store.store import Store
 
 

@@ -9,7 +9,7 @@ import uvloop
 
 from tests.listening import listening, port_of
 from waymark.base.errors import StoreUnavailable
-from waymark.store.client import RedisClient
+from waymark.store.redis.client import RedisClient
 
 
 async def _ask_what_closes_at_once() -> set[type]:

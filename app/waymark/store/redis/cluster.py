@@ -25,12 +25,12 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from waymark.store.address import HostPort
-from waymark.store.connect import first
-from waymark.store.half_moved import read_singly
-from waymark.store.read_connection import ReplyReader
-from waymark.store.read_pool import ReadPool
-from waymark.store.slot_map import ClusterSlots, SlotMap
+from waymark.store.redis.address import HostPort
+from waymark.store.redis.connect import first
+from waymark.store.redis.half_moved import read_singly
+from waymark.store.redis.read_connection import ReplyReader
+from waymark.store.redis.read_pool import ReadPool
+from waymark.store.redis.slot_map import ClusterSlots, SlotMap
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ from tests.listening import listening, port_of
 from tests.patience import patient
 from tests.topologies import farm
 from waymark.base.errors import StoreUnavailable
-from waymark.store.client import RedisClient
-from waymark.store.credentials import Credentials
-from waymark.store.read_connection import Replies
+from waymark.store.redis.client import RedisClient
+from waymark.store.redis.credentials import Credentials
+from waymark.store.redis.read_connection import Replies
 
 #: Of one connection or reply, where something is answered; and where nothing is, which every command waits for.
 TIMEOUT_SECONDS = 5.0

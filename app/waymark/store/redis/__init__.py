@@ -1,0 +1,1 @@
+"""The transport to Redis: clients, Cluster, Sentinel and read connections."""
