@@ -17,9 +17,9 @@ from typing import Any
 
 import uvicorn
 
-from waymark.api.access import openness
 from waymark.api.application import create_app, create_probes
 from waymark.api.engine_addresses import EngineAddresses
+from waymark.api.http.access import openness
 from waymark.base import native
 from waymark.base.asker import Asker
 from waymark.base.errors import SettingsError, StoreUnavailable

@@ -19,7 +19,7 @@ from tests.e2e.redis_server import redis_server
 from tests.live import Live, start
 from tests.patience import patient, within
 from waymark.api import activity as feed
-from waymark.api.tokens_file import EVERYONE
+from waymark.api.http.tokens_file import EVERYONE
 from waymark.store.activity import ActivityEntry
 from waymark.store.store import Store
 

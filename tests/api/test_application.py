@@ -12,8 +12,8 @@ import msgpack
 import pytest
 
 from tests.api.conftest import MakeClient
-from waymark.api.admission import AdmissionQueue
 from waymark.api.application import create_app
+from waymark.api.http.admission import AdmissionQueue
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.store.store import Store

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit import examples
-from waymark.api.bodies import Format, decode
-from waymark.api.errors import InvalidBody
-from waymark.api.prompts import hashes, token_bytes
+from waymark.api.http.bodies import Format, decode
+from waymark.api.http.errors import InvalidBody
+from waymark.api.http.prompts import hashes, token_bytes
 from waymark.base.errors import InvalidValue
 
 pytestmark = pytest.mark.slow

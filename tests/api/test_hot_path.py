@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.api.conftest import Hold
-from tests.api.test_lists import NOT_BELIEVED, PIECES, PLAIN, UNUSUAL
+from tests.api.http.test_lists import NOT_BELIEVED, PIECES, PLAIN, UNUSUAL
 from tests.unit import examples
-from waymark.api.bodies import CONTAINERS_MAX, Format, LongList, decode
-from waymark.api.errors import InvalidBody
-from waymark.api.prompts import hashes, token_bytes
+from waymark.api.http.bodies import CONTAINERS_MAX, Format, LongList, decode
+from waymark.api.http.errors import InvalidBody
+from waymark.api.http.prompts import hashes, token_bytes
+from waymark.api.http.request_cache import RequestCache
 from waymark.api.query_schemas import QueryByHashRequest
-from waymark.api.request_cache import RequestCache
 from waymark.base import native
 from waymark.base.errors import InvalidValue
 from waymark.base.metrics import Metrics

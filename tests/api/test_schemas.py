@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from waymark.api.errors import InvalidBody
-from waymark.api.fields import NAME_BYTES_MAX
+from waymark.api.http.errors import InvalidBody
+from waymark.api.http.fields import NAME_BYTES_MAX
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.registration_schemas import RegisterRequest, UnregisterRequest
 from waymark.domain.engines import EngineKind

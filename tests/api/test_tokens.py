@@ -14,14 +14,14 @@ import httpx
 import pytest
 
 from tests.api.conftest import Hold, MakeClient
-from waymark.api.access import Gate
 from waymark.api.activity import ActivityFeed
 from waymark.api.application import _by_path, _dependencies, _operations
 from waymark.api.contract import Contract
+from waymark.api.http.access import Gate
+from waymark.api.http.tokens_file import Caller, TokensFile
 from waymark.api.operations import Operation, Resource
 from waymark.api.registrations import Registrations
 from waymark.api.texts import PromptTokenizer
-from waymark.api.tokens_file import Caller, TokensFile
 from waymark.base.asker import Asker
 from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics

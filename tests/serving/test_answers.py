@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from tests.patience import within
 from tests.serving.wire import LAST, answers, ask, post, request, served, wire
-from waymark.api import answers as api_answers
+from waymark.api.http import answers as api_answers
 from waymark.serving import cycle
 from waymark.serving.connection import HttpConnection
 

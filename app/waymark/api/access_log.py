@@ -11,8 +11,8 @@ from time import perf_counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from waymark.api.http.request_id import REQUEST_ID, request_id_of
 from waymark.api.operations import METHODS, Operation
-from waymark.api.request_id import REQUEST_ID, request_id_of
 from waymark.base.logs import fields
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import orjson
 
-from waymark.api.answers import Answer
-from waymark.api.bodies import Body
-from waymark.api.tokens_file import Caller
+from waymark.api.http.answers import Answer
+from waymark.api.http.bodies import Body
+from waymark.api.http.tokens_file import Caller
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics

@@ -11,8 +11,8 @@ from time import time
 from typing import Any
 
 from waymark.api.admin_schemas import ClearRequest, InvalidateRequest
-from waymark.api.answers import Answer
-from waymark.api.bodies import Body
+from waymark.api.http.answers import Answer
+from waymark.api.http.bodies import Body
 from waymark.api.views import publisher_states
 from waymark.base.settings import Settings
 from waymark.domain.prefixes import DEFAULT

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from waymark.api.fields import RequestBody
-from waymark.api.models import Model
+from waymark.api.http.fields import RequestBody
+from waymark.api.http.models import Model
 
 
 class ClearRequest(RequestBody):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from waymark.api.models import Model
+from waymark.api.http.models import Model
 from waymark.domain.engines import EngineKind, Scope
 from waymark.domain.media import IN_EVERY_ANSWER, MEDIA
 from waymark.domain.names import OriginKind

@@ -14,17 +14,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from waymark.api import path_docs as docs
-from waymark.api.access import Access, Gate, openness
 from waymark.api.access_log import AccessLog
 from waymark.api.activity import ActivityFeed
 from waymark.api.admin import Admin, ResponseCacheAdmin
-from waymark.api.admission import AdmissionQueue
-from waymark.api.answers import Handler
-from waymark.api.bodies import Format, encode
 from waymark.api.conductor import Conductor
 from waymark.api.contract import Contract
 from waymark.api.decisions import Decisions
-from waymark.api.doc import Doc, Queue
 from waymark.api.dynamo import Dynamo
 from waymark.api.dynamo_inputs import DynamoInputs
 from waymark.api.dynamo_loads import DynamoLoadHandlers
@@ -34,13 +29,18 @@ from waymark.api.dynamo_workers import DynamoWorkerHandlers
 from waymark.api.engine_addresses import EngineAddresses
 from waymark.api.events import Events
 from waymark.api.explanations import Explanations
+from waymark.api.http.access import Access, Gate, openness
+from waymark.api.http.admission import AdmissionQueue
+from waymark.api.http.answers import Handler
+from waymark.api.http.bodies import Format, encode
+from waymark.api.http.doc import Doc, Queue
+from waymark.api.http.request_cache import RequestCache
 from waymark.api.inspection_queue import InspectionQueue
 from waymark.api.inspections import Inspections
 from waymark.api.operations import Dependencies, Method, Operation, Resource
 from waymark.api.page import Page
 from waymark.api.probes import Probes
 from waymark.api.registrations import Registrations
-from waymark.api.request_cache import RequestCache
 from waymark.api.texts import PromptTokenizer
 from waymark.api.views import Views
 from waymark.base.asker import Asker

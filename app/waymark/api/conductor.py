@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import orjson
 
 from waymark.api.answer_cache import NOTHING, AnswerCache, in_tokens
-from waymark.api.answers import Answer, Paused
-from waymark.api.bodies import Body, Format
 from waymark.api.by_address import AddressTables
-from waymark.api.errors import InvalidBody
 from waymark.api.given_prompts import GivenPrompts, text_of
-from waymark.api.query_reader import KeysOf, QueryReader
+from waymark.api.http.answers import Answer, Paused
+from waymark.api.http.bodies import Body, Format
+from waymark.api.http.errors import InvalidBody
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.texts import ModelPrompt, PromptTokenizer
 from waymark.base.metrics import Metrics
@@ -24,6 +23,7 @@ from waymark.domain.hashing import namespace
 from waymark.domain.match import ConductorRow
 from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import GroupName
+from waymark.store.query_reader import KeysOf, QueryReader
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
 

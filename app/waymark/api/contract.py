@@ -16,13 +16,13 @@ from pydantic import BaseModel, RootModel
 from pydantic.json_schema import models_json_schema
 
 from waymark import __version__
-from waymark.api import docs_page
-from waymark.api.answers import Answer
-from waymark.api.bodies import Body, Format
-from waymark.api.doc import Doc
 from waymark.api.dynamo_schemas import DynamoErrorBody
-from waymark.api.errors import ErrorBody
-from waymark.api.fields import RequestBody
+from waymark.api.http import docs_page
+from waymark.api.http.answers import Answer
+from waymark.api.http.bodies import Body, Format
+from waymark.api.http.doc import Doc
+from waymark.api.http.errors import ErrorBody
+from waymark.api.http.fields import RequestBody
 from waymark.api.operations import Operation
 
 _REF = "#/components/schemas/{model}"

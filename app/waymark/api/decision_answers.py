@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from waymark.api.answers import Answer
 from waymark.api.decision_schemas import SelectRequest
+from waymark.api.http.answers import Answer
 from waymark.routing.policy import Scored
 from waymark.routing.target import Candidate
 from waymark.selection.decision import SelectedTarget

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Set
 from typing import Any, NamedTuple, TypeVar
 
 from waymark.api.decision_schemas import NAMES_MAX, DecisionRequest, GivenCandidate, ScoreRequest, SelectRequest
-from waymark.api.errors import InvalidBody
 from waymark.api.given_prompts import text_of
-from waymark.api.query_reader import KeysOf
+from waymark.api.http.errors import InvalidBody
 from waymark.api.texts import ModelPrompt
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
@@ -29,6 +28,7 @@ from waymark.selection.decision import (
     SelectParameters,
 )
 from waymark.selection.served import ServedModel
+from waymark.store.query_reader import KeysOf
 
 T = TypeVar("T", ScoreRequest, SelectRequest)
 

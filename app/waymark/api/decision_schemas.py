@@ -8,8 +8,17 @@ from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandle
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from waymark.api.answer_schemas import Explanation
-from waymark.api.fields import NAME, OPTIONAL_NAME, RANK, BlockSize, NonEmptyName, OptionalName, RankNumber, RequestBody
-from waymark.api.models import Model
+from waymark.api.http.fields import (
+    NAME,
+    OPTIONAL_NAME,
+    RANK,
+    BlockSize,
+    NonEmptyName,
+    OptionalName,
+    RankNumber,
+    RequestBody,
+)
+from waymark.api.http.models import Model
 from waymark.api.query_schemas import OPTIONAL_BLOCK_SIZE, Named, PromptFields
 from waymark.routing.policy import Decision
 from waymark.routing.presets import PRESETS

@@ -6,8 +6,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from time import perf_counter
 
-from waymark.api.answers import Answer, Paused
-from waymark.api.bodies import Body
 from waymark.api.decision_answers import best_by_address, score_row, select_answer
 from waymark.api.decision_bodies import (
     DecisionBody,
@@ -20,10 +18,12 @@ from waymark.api.decision_bodies import (
     without_tokens,
 )
 from waymark.api.decision_schemas import RELEASES_MAX, ReleaseRequest, ScoreRequest, SelectRequest
-from waymark.api.errors import InvalidBody
 from waymark.api.given_prompts import GivenPrompts
+from waymark.api.http.answers import Answer, Paused
+from waymark.api.http.bodies import Body
+from waymark.api.http.errors import InvalidBody
+from waymark.api.http.tokens_file import Caller
 from waymark.api.texts import ModelPrompt, PromptTokenizer
-from waymark.api.tokens_file import Caller
 from waymark.base.errors import InvalidValue
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings

@@ -9,8 +9,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from waymark.api.answers import Answer
-from waymark.api.bodies import Body
 from waymark.api.conductor import PARTIAL
 from waymark.api.dynamo_schemas import (
     DynamoQueryByHashRequest,
@@ -18,9 +16,10 @@ from waymark.api.dynamo_schemas import (
     DynamoRegisterRequest,
     DynamoUnregisterRequest,
 )
-from waymark.api.errors import short
-from waymark.api.prompts import LocalHashKeys, TokenKeys, hashes, token_bytes
-from waymark.api.query_reader import KeysOf, PromptKeys, QueryReader
+from waymark.api.http.answers import Answer
+from waymark.api.http.bodies import Body
+from waymark.api.http.errors import short
+from waymark.api.http.prompts import LocalHashKeys, TokenKeys, hashes, token_bytes
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import Conflict, InvalidValue, NotFound
 from waymark.base.metrics import Metrics
@@ -31,6 +30,7 @@ from waymark.domain.hashing import namespace
 from waymark.domain.match import DynamoRank, dynamo_rows
 from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U64_MASK, GroupName, Registration, is_endpoint
 from waymark.domain.table import HolderTable
+from waymark.store.query_reader import KeysOf, PromptKeys, QueryReader
 from waymark.store.reader import Reading
 from waymark.store.store import Store
 

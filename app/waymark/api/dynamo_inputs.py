@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
-from waymark.api.bodies import Body
 from waymark.api.dynamo import is_worker_id
 from waymark.api.dynamo_select_schemas import DynamoPromptRequest, DynamoReservationRequest, DynamoSelectRequest
-from waymark.api.prompts import LocalHashKeys, hashes, token_bytes
+from waymark.api.http.bodies import Body
+from waymark.api.http.prompts import LocalHashKeys, hashes, token_bytes
 from waymark.base.errors import InvalidValue, NoTarget
 from waymark.base.settings import Settings
 from waymark.domain.hashing import block_keys, namespace

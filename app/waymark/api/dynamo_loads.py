@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from waymark.api.answers import Answer
-from waymark.api.bodies import Body
 from waymark.api.dynamo import is_worker_id
 from waymark.api.dynamo_inputs import DynamoInputs, remembered
 from waymark.api.dynamo_select_schemas import DynamoPromptRequest
+from waymark.api.http.answers import Answer
+from waymark.api.http.bodies import Body
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import DynamoRank, Walk, dynamo_rows
 from waymark.domain.names import GroupName

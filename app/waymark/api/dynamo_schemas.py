@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, Field
 
-from waymark.api.fields import (
+from waymark.api.http.fields import (
     NAME,
     OPTIONAL_NAME,
     HashList,
@@ -16,7 +16,7 @@ from waymark.api.fields import (
     RequestBody,
     TokenIds,
 )
-from waymark.api.models import Model, Root
+from waymark.api.http.models import Model, Root
 from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U32_MAX, U64_MASK
 
 _GROUP = f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'"

@@ -10,8 +10,6 @@ import asyncio
 from typing import Any
 from uuid import uuid4
 
-from waymark.api.answers import Answer
-from waymark.api.bodies import Body
 from waymark.api.dynamo_inputs import DynamoInputs, none_schedulable, remembered
 from waymark.api.dynamo_loads import NONE_THERE
 from waymark.api.dynamo_select_schemas import (
@@ -19,6 +17,8 @@ from waymark.api.dynamo_select_schemas import (
     DynamoSelectRequest,
     OutputBlockRequest,
 )
+from waymark.api.http.answers import Answer
+from waymark.api.http.bodies import Body
 from waymark.base.errors import Conflict, InvalidValue, NoTarget, NotFound
 from waymark.domain.keys import unpack
 from waymark.domain.match import Walk, dynamo_rows

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from waymark.api.answers import Answer
-from waymark.api.bodies import Body
 from waymark.api.dynamo import is_worker_id
 from waymark.api.dynamo_schemas import PeerRequest
+from waymark.api.http.answers import Answer
+from waymark.api.http.bodies import Body
 from waymark.api.views import publisher_states
 from waymark.base.errors import InvalidValue, NotFound
 from waymark.domain.status import StreamStatus

@@ -11,9 +11,9 @@ from typing import Any
 
 import orjson
 
-from waymark.api.answers import Answer
-from waymark.api.bodies import Body
 from waymark.api.dynamo_select_schemas import WorkerPatch, WorkerRequest
+from waymark.api.http.answers import Answer
+from waymark.api.http.bodies import Body
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import Conflict, InvalidValue, NotFound, Saturated
 from waymark.base.settings import Settings

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from waymark.api.fields import BLOCK_SIZE, RANK, BlockSize, Hash, HashList, RankNumber, TokenIds
-from waymark.api.models import Model, Root
+from waymark.api.http.fields import BLOCK_SIZE, RANK, BlockSize, Hash, HashList, RankNumber, TokenIds
+from waymark.api.http.models import Model, Root
 from waymark.domain.media import UNNAMED
 from waymark.domain.names import DEFAULT_TENANT, U64_MASK
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from waymark.api.answers import Answer
-from waymark.api.bodies import Body
-from waymark.api.prompts import check_count
+from waymark.api.http.answers import Answer
+from waymark.api.http.bodies import Body
+from waymark.api.http.prompts import check_count
 from waymark.apply.applier import Applier, Incoming
 from waymark.apply.kept import KeptMemories
 from waymark.apply.options import ApplyOptions

@@ -11,11 +11,11 @@ from typing import Any
 
 import orjson
 
-from waymark.api.answers import Answer, Handler, Paused
-from waymark.api.bodies import Body
 from waymark.api.given_prompts import text_of
+from waymark.api.http.answers import Answer, Handler, Paused
+from waymark.api.http.bodies import Body
+from waymark.api.http.prompts import hashes, packed_hashes, token_bytes
 from waymark.api.inspection_queue import InspectionQueue
-from waymark.api.prompts import hashes, packed_hashes, token_bytes
 from waymark.api.query_schemas import InspectRequest
 from waymark.api.texts import PromptTokenizer
 from waymark.base.errors import InvalidValue, StoreUnavailable

@@ -5,16 +5,16 @@ from __future__ import annotations
 from array import array
 from functools import partial
 
-from waymark.api.bodies import Body
-from waymark.api.errors import InvalidBody
-from waymark.api.fields import RequestBody
-from waymark.api.prompts import SeqHashKeys, TokenKeys, hashes, packed_hashes, token_bytes
-from waymark.api.query_reader import KeysOf, PromptKeys
+from waymark.api.http.bodies import Body
+from waymark.api.http.errors import InvalidBody
+from waymark.api.http.fields import RequestBody
+from waymark.api.http.prompts import SeqHashKeys, TokenKeys, hashes, packed_hashes, token_bytes
 from waymark.api.query_schemas import PromptFields
 from waymark.api.texts import ModelPrompt, prompt_of
 from waymark.base.settings import Settings
 from waymark.domain.multimodal import PromptItems, check_blocks
 from waymark.domain.names import GroupName
+from waymark.store.query_reader import KeysOf, PromptKeys
 
 
 def text_of(group: GroupName, request: PromptFields, *others: str) -> ModelPrompt | None:

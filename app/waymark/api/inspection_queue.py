@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from waymark.api.admission import AdmissionQueue
+from waymark.api.http.admission import AdmissionQueue
 from waymark.base.errors import StoreUnavailable
 from waymark.base.settings import Settings
 

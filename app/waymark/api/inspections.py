@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from waymark.api.answers import Answer, Paused
-from waymark.api.bodies import Body
+from waymark.api.http.answers import Answer, Paused
+from waymark.api.http.bodies import Body
 from waymark.api.inspection_queue import InspectionQueue
 from waymark.api.inspection_schemas import InspectBlockRequest, InspectHolderRequest, InspectKeysRequest
 from waymark.base.errors import InvalidValue

@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from waymark.api.answers import Answer
-from waymark.api.bodies import Body
+from waymark.api.http.answers import Answer
+from waymark.api.http.bodies import Body
 from waymark.base.errors import NotFound
 from waymark.base.shown import shown
 

@@ -10,7 +10,7 @@ from waymark.api import dynamo_select_schemas as select_bodies
 from waymark.api import event_schemas, query_schemas, registration_schemas
 from waymark.api import inspection_schemas as inspections
 from waymark.api import text_schemas as text_bodies
-from waymark.api.doc import Doc
+from waymark.api.http.doc import Doc
 from waymark.api.inspections import PARAMETERS
 
 _TEXT, _HTML = "text/plain", "text/html"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 
-from waymark.api.answers import Answer
-from waymark.api.bodies import Body
+from waymark.api.http.answers import Answer
+from waymark.api.http.bodies import Body
 from waymark.api.texts import PromptTokenizer
 from waymark.base.metrics import Metrics
 from waymark.selection.startup import StartupGate

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field
 
-from waymark.api.errors import InvalidBody
-from waymark.api.fields import (
+from waymark.api.http.errors import InvalidBody
+from waymark.api.http.fields import (
     BLOCK_SIZE,
     NAME,
     OPTIONAL_NAME,

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, Field
 
-from waymark.api.errors import InvalidBody
-from waymark.api.fields import (
+from waymark.api.http.errors import InvalidBody
+from waymark.api.http.fields import (
     BLOCK_SIZE,
     NAME,
     OPTIONAL_NAME,
@@ -22,7 +22,7 @@ from waymark.api.fields import (
     RankNumber,
     RequestBody,
 )
-from waymark.api.models import Root
+from waymark.api.http.models import Root
 from waymark.api.publisher_fields import (
     KINDS,
     MEDIA_MAX,

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from waymark.api.answers import Answer, Paused
-from waymark.api.bodies import Body
-from waymark.api.errors import short
+from waymark.api.http.answers import Answer, Paused
+from waymark.api.http.bodies import Body
+from waymark.api.http.errors import short
 from waymark.api.registration_schemas import RegisterByUrlRequest, RegisterRequest, UnregisterRequest, WeightRequest
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints

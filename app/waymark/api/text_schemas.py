@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from waymark.api.fields import NAME, OPTIONAL_NAME, NonEmptyName, OptionalName, RequestBody, TokenIds
-from waymark.api.models import Model
+from waymark.api.http.fields import NAME, OPTIONAL_NAME, NonEmptyName, OptionalName, RequestBody, TokenIds
+from waymark.api.http.models import Model
 from waymark.chat.truncation import Truncation
 from waymark.domain.names import DEFAULT_TENANT, GroupName
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from waymark.api.answers import Answer
-from waymark.api.bodies import Body
-from waymark.api.errors import InvalidBody
-from waymark.api.prompts import check_count, token_bytes
+from waymark.api.http.answers import Answer
+from waymark.api.http.bodies import Body
+from waymark.api.http.errors import InvalidBody
+from waymark.api.http.prompts import check_count, token_bytes
 from waymark.api.text_schemas import DetokenizeRequest, TextFields, TokenizeRequest
 from waymark.base.settings import Settings
 from waymark.domain.hashing import unpack_tokens

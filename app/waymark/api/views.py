@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from waymark.api.answers import Answer
-from waymark.api.bodies import Body
-from waymark.api.tokens_file import Caller
+from waymark.api.http.answers import Answer
+from waymark.api.http.bodies import Body
+from waymark.api.http.tokens_file import Caller
 from waymark.domain.names import Registration
 from waymark.inspection.complaint import Complaints
 from waymark.store.publisher_states import PublisherState

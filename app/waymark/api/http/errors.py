@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from waymark.api.models import Model
+from waymark.api.http.models import Model
 from waymark.base.errors import (
     Conflict,
     InvalidValue,

@@ -20,8 +20,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from waymark.api.errors import InvalidBody, unfit
-from waymark.api.models import Model
+from waymark.api.http.errors import InvalidBody, unfit
+from waymark.api.http.models import Model
 from waymark.domain.names import U32_MAX, U64_MASK
 
 NAME = "a text of 1 to 4096 bytes"

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from starlette.types import Receive, Scope, Send
 
-from waymark.api.bodies import Body, Format, encode
+from waymark.api.http.bodies import Body, Format, encode
 
 #: ``serving`` has it. Most answers are one message to such a server, a fifteenth less Python for a short query.
 _WHOLE = "waymark.response.whole"

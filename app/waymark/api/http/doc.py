@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import BaseModel
 
-from waymark.api.access import Reach
+from waymark.api.http.access import Reach
 
 Queue: TypeAlias = Literal["read", "write", "decide"]
 

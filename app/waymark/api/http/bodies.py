@@ -16,10 +16,10 @@ import msgpack
 import orjson
 from starlette.types import Receive
 
-from waymark.api.errors import InvalidBody
-from waymark.api.lists import cut, cut_hashes
-from waymark.api.request_cache import ParsedFields, RequestCache
-from waymark.api.tokens_file import EVERYONE, Caller
+from waymark.api.http.errors import InvalidBody
+from waymark.api.http.lists import cut, cut_hashes
+from waymark.api.http.request_cache import ParsedFields, RequestCache
+from waymark.api.http.tokens_file import EVERYONE, Caller
 from waymark.base.asgi import RawHeaders
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import kind, shown

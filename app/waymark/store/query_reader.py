@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from waymark.api.query_counts import QueryCounts
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.domain.names import GroupName
 from waymark.domain.table import HolderTable
 from waymark.store.chain import KeySource
+from waymark.store.query_counts import QueryCounts
 from waymark.store.reader import Reader, Reading
 
 #: How often a query starts again because its group has another block size by now.

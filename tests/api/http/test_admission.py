@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.patience import within
-from waymark.api.admission import AdmissionQueue
+from waymark.api.http.admission import AdmissionQueue
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.settings import Settings
 from waymark.store.redis.client import CONNECTIONS

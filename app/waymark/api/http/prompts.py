@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from waymark.api.errors import InvalidBody, is_beyond_64_bits
+from waymark.api.http.errors import InvalidBody, is_beyond_64_bits
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import kind, shown
 from waymark.domain.hashing import block_keys, local_keys, pack_tokens

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from waymark.api.bodies import Body
-from waymark.api.errors import Forbidden, Unauthorized
-from waymark.api.tokens_file import EVERYONE, Caller, TokensFile
+from waymark.api.http.bodies import Body
+from waymark.api.http.errors import Forbidden, Unauthorized
+from waymark.api.http.tokens_file import EVERYONE, Caller, TokensFile
 from waymark.base.asgi import RawHeaders
 from waymark.base.endpoints import is_loopback
 from waymark.base.settings import Settings

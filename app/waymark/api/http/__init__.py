@@ -1,0 +1,1 @@
+"""What HTTP needs of any API: bodies, formats, fields, access, errors and the docs page."""
