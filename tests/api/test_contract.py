@@ -15,8 +15,10 @@ from pydantic import BaseModel
 
 from tests.api import examples
 from tests.api.conftest import Hold
-from waymark.api import admin_schemas, answer_schemas, dynamo_schemas, dynamo_select_schemas
+from waymark.api import admin_schemas, answer_schemas
 from waymark.api.application import create_app
+from waymark.api.dynamo import schemas as dynamo_schemas
+from waymark.api.dynamo import select_schemas
 from waymark.api.inspection_schemas import StatusAnswer
 from waymark.api.query_schemas import QueryRequest
 from waymark.api.registration_schemas import RegisterRequest
@@ -79,7 +81,7 @@ VIEWS: dict[str, type[BaseModel]] = {
     "/admin/prefix-routing/stats": admin_schemas.PrefixRoutingStats,
     "/admin/kv-index/stats": admin_schemas.IndexStats,
     "/admin/kv-index/backends": admin_schemas.IndexBackends,
-    "/dynamo/loads": dynamo_select_schemas.DynamoAllLoads,
+    "/dynamo/loads": select_schemas.DynamoAllLoads,
 }
 
 

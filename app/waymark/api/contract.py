@@ -16,7 +16,7 @@ from pydantic import BaseModel, RootModel
 from pydantic.json_schema import models_json_schema
 
 from waymark import __version__
-from waymark.api.dynamo_schemas import DynamoErrorBody
+from waymark.api.dynamo.schemas import DynamoErrorBody
 from waymark.api.http import docs_page
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body, Format

@@ -5,11 +5,11 @@ from __future__ import annotations
 from waymark.api import admin_schemas as admin_bodies
 from waymark.api import answer_schemas as answers
 from waymark.api import decision_schemas as decision_bodies
-from waymark.api import dynamo_schemas as dynamo_bodies
-from waymark.api import dynamo_select_schemas as select_bodies
 from waymark.api import event_schemas, query_schemas, registration_schemas
 from waymark.api import inspection_schemas as inspections
 from waymark.api import text_schemas as text_bodies
+from waymark.api.dynamo import schemas as dynamo_bodies
+from waymark.api.dynamo import select_schemas as select_bodies
 from waymark.api.http.doc import Doc
 from waymark.api.inspections import PARAMETERS
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from waymark.api.conductor import PARTIAL
-from waymark.api.dynamo_schemas import (
+from waymark.api.dynamo.schemas import (
     DynamoQueryByHashRequest,
     DynamoQueryRequest,
     DynamoRegisterRequest,

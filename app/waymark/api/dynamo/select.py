@@ -10,9 +10,9 @@ import asyncio
 from typing import Any
 from uuid import uuid4
 
-from waymark.api.dynamo_inputs import DynamoInputs, none_schedulable, remembered
-from waymark.api.dynamo_loads import NONE_THERE
-from waymark.api.dynamo_select_schemas import (
+from waymark.api.dynamo.inputs import DynamoInputs, none_schedulable, remembered
+from waymark.api.dynamo.loads import NONE_THERE
+from waymark.api.dynamo.select_schemas import (
     DynamoReservationRequest,
     DynamoSelectRequest,
     OutputBlockRequest,

@@ -17,7 +17,7 @@ from waymark.store import keys
 from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
-RECORDED = json.loads((Path(__file__).parents[1] / "fixtures" / "dynamo" / "select.json").read_text())
+RECORDED = json.loads((Path(__file__).parents[2] / "fixtures" / "dynamo" / "select.json").read_text())
 SOCKETS = ("tcp://127.0.0.1:15557", "tcp://127.0.0.1:15558")
 WORKER = {
     "worker_id": 1,

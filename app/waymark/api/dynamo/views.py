@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from waymark.api.dynamo import is_worker_id
-from waymark.api.dynamo_schemas import PeerRequest
+from waymark.api.dynamo.queries import is_worker_id
+from waymark.api.dynamo.schemas import PeerRequest
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.views import publisher_states

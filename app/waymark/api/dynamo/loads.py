@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from waymark.api.dynamo import is_worker_id
-from waymark.api.dynamo_inputs import DynamoInputs, remembered
-from waymark.api.dynamo_select_schemas import DynamoPromptRequest
+from waymark.api.dynamo.inputs import DynamoInputs, remembered
+from waymark.api.dynamo.queries import is_worker_id
+from waymark.api.dynamo.select_schemas import DynamoPromptRequest
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.domain.keys import KEY_BYTES

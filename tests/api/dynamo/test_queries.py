@@ -10,8 +10,8 @@ import msgpack
 import pytest
 
 from tests.api.conftest import Hold, MakeClient
-from waymark.api.dynamo import is_worker_id
-from waymark.api.dynamo_views import PEERS_MAX
+from waymark.api.dynamo.queries import is_worker_id
+from waymark.api.dynamo.views import PEERS_MAX
 from waymark.domain.hashing import extend, token_bytes
 from waymark.store.reader import Reading
 from waymark.store.store import Store

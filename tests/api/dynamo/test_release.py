@@ -17,7 +17,7 @@ from tests.api.conftest import Hold
 
 pytestmark = pytest.mark.peer
 
-SESSION = json.loads((Path(__file__).parents[1] / "fixtures" / "dynamo" / "session.json").read_text())
+SESSION = json.loads((Path(__file__).parents[2] / "fixtures" / "dynamo" / "session.json").read_text())
 TOKENS = [101, 15, 100, 55, 89, 63, 7, 8, 9, 10]
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
-from waymark.api.dynamo import is_worker_id
-from waymark.api.dynamo_select_schemas import DynamoPromptRequest, DynamoReservationRequest, DynamoSelectRequest
+from waymark.api.dynamo.queries import is_worker_id
+from waymark.api.dynamo.select_schemas import DynamoPromptRequest, DynamoReservationRequest, DynamoSelectRequest
 from waymark.api.http.bodies import Body
 from waymark.api.http.prompts import LocalHashKeys, hashes, token_bytes
 from waymark.base.errors import InvalidValue, NoTarget

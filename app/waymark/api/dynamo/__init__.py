@@ -1,0 +1,1 @@
+"""The API of Dynamo: its indexer and its selector."""
