@@ -80,7 +80,7 @@ def test_a_value_of_a_stranger_is_shown_by_one_function() -> None:
         *("simulator/cache.py", "tokenization/tokenizers.py"),  # what is hashed
         *("discovery/reconciler.py", "ingest/polling.py", "ingest/running.py"),  # defects, in a log or an activity
         "domain/events.py",  # a __repr__
-        *("remote/drain.py", "inspection/redis_cli.py"),  # commands to run
+        *("console/drain.py", "inspection/redis_cli.py"),  # commands to run
         "demo.py",  # its own prompts
     }
 
@@ -107,7 +107,7 @@ def test_engines_are_asked_over_http_by_one_client() -> None:
     opened = re.compile(r"\b(?:aiohttp\.ClientSession|httpx\.(?:Async)?Client)\(")
     assert {name for name, text in sources().items() if opened.search(text)} == {
         *("base/asker.py", "gateway/upstream.py"),
-        *("client/asynchronous.py", "client/blocking.py", "remote/service.py"),
+        *("client/asynchronous.py", "client/blocking.py", "console/service.py"),
     }
 
 

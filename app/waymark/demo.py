@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from waymark.base.shown import shown
 from waymark.client import AsyncClient, Refused, Unavailable
-from waymark.remote.service import RemoteService
+from waymark.console.service import RemoteService
 from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.wire import CPU, GPU
 from waymark.simulator.workload import SimulatedPrompt

@@ -11,7 +11,7 @@ from waymark.console.arguments import add_inspect, add_status
 
 if TYPE_CHECKING:
     from waymark.console.screen import Screen, ScreenPart
-    from waymark.remote.service import RemoteService
+    from waymark.console.service import RemoteService
 
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
@@ -35,7 +35,7 @@ def _over_http(arguments: argparse.Namespace) -> int:
     import os
 
     from waymark.console.screen import Screen
-    from waymark.remote.service import RemoteService
+    from waymark.console.service import RemoteService
 
     screen = Screen()
     with RemoteService(arguments.url, arguments.api_token or os.environ.get("WAYMARK_API_TOKEN") or None) as service:
@@ -43,8 +43,8 @@ def _over_http(arguments: argparse.Namespace) -> int:
             _inspect(service, arguments, screen)
             return EXIT_OK
         from waymark.console import status_view
+        from waymark.console.inspections import status_of
         from waymark.inspection import status_json
-        from waymark.remote.inspections import status_of
 
         if arguments.json:
             screen.write(json.dumps(status_of(service, arguments), indent=2))
@@ -61,11 +61,10 @@ def _over_http(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(service: RemoteService, arguments: argparse.Namespace, screen: Screen) -> None:
-    from waymark.console import lookups
+    from waymark.console import inspections, lookups
     from waymark.console.run_inspect import drawn
     from waymark.inspection import blocks, explanation, holders
     from waymark.inspection.commands import ShellCommands
-    from waymark.remote import inspections
 
     match arguments.what:
         case "prompt":

@@ -13,7 +13,7 @@ from waymark.domain.status import StreamStatus
 
 if TYPE_CHECKING:
     from waymark.console.screen import Screen
-    from waymark.remote.service import RemoteService
+    from waymark.console.service import RemoteService
 
 _STATUSES = (*map(str, StreamStatus), "draining", "drained")
 
@@ -93,7 +93,7 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from waymark.console.screen import Screen
-    from waymark.remote.service import RemoteService
+    from waymark.console.service import RemoteService
 
     settle(arguments)
     screen = Screen()
@@ -113,14 +113,14 @@ def _print_answer(service: RemoteService, arguments: argparse.Namespace, screen:
     """The commands that print one answer."""
     match arguments.command:
         case "ask":
-            from waymark.remote.ask import ask as command
-            from waymark.remote.ask import parts
+            from waymark.console.ask import ask as command
+            from waymark.console.ask import parts
         case "select":
-            from waymark.remote.select import parts
-            from waymark.remote.select import select as command
+            from waymark.console.select import parts
+            from waymark.console.select import select as command
         case _:
-            from waymark.remote.publishers import parts
-            from waymark.remote.publishers import publishers as command
+            from waymark.console.publishers import parts
+            from waymark.console.publishers import publishers as command
     found = command(service, arguments)
     if arguments.json:
         screen.write(json.dumps(found, indent=2))
@@ -131,7 +131,7 @@ def _print_answer(service: RemoteService, arguments: argparse.Namespace, screen:
 
 def _drain(service: RemoteService, arguments: argparse.Namespace) -> int:
     from waymark.base.errors import WaymarkError
-    from waymark.remote.drain import NotDrained, drain, left_as
+    from waymark.console.drain import NotDrained, drain, left_as
 
     def say(line: str) -> None:
         print(json.dumps({"message": line}) if arguments.json else line, flush=True)
@@ -154,7 +154,7 @@ def _drain(service: RemoteService, arguments: argparse.Namespace) -> int:
 
 
 def _top(service: RemoteService, arguments: argparse.Namespace, screen: Screen) -> int:
-    from waymark.remote import top
+    from waymark.console import top
 
     if arguments.json:
         screen.write(json.dumps(service.get("/workers"), indent=2))
@@ -164,7 +164,7 @@ def _top(service: RemoteService, arguments: argparse.Namespace, screen: Screen) 
 
 
 def _doctor(service: RemoteService, arguments: argparse.Namespace, screen: Screen) -> int:
-    from waymark.remote.doctor import examine, parts
+    from waymark.console.doctor import examine, parts
 
     found = examine(service, arguments)
     if arguments.json:

@@ -20,9 +20,9 @@ from tests.patience import within
 from tests.ports import unused_port
 from waymark import cli
 from waymark.base.settings import Settings
+from waymark.console import ask, select
+from waymark.console.service import RemoteService
 from waymark.domain.hashing import extend, token_bytes
-from waymark.remote import ask, select
-from waymark.remote.service import RemoteService
 
 pytestmark = pytest.mark.outside
 
@@ -344,7 +344,7 @@ def test_an_interrupted_drain_says_so_where_waymark_does_not_answer(
         yield "a gets no new requests"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("waymark.remote.drain.drain", drain)
+    monkeypatch.setattr("waymark.console.drain.drain", drain)
     url = f"http://127.0.0.1:{unused_port()}"
     assert cli.main(["drain", "a", "--url", url]) == cli.EXIT_INTERRUPTED
     begun, left = capsys.readouterr().out.splitlines()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from waymark.console.prompt_flags import fields_of, group_of, token_ids
+from waymark.console.publishers import UNUSABLE, drains
 from waymark.console.screen import Grid, ScreenPart, joined, text
-from waymark.remote.prompts import fields_of, group_of, token_ids
-from waymark.remote.publishers import UNUSABLE, drains
-from waymark.remote.service import RemoteService
+from waymark.console.service import RemoteService
 
 
 def select(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from rich.console import Console
 
 from tests.live import start
 from tests.patience import patient, within
+from waymark.console import top
 from waymark.console.screen import Grid, Screen
-from waymark.remote import top
-from waymark.remote.service import RemoteService
-from waymark.remote.top import SORTS, TopView
+from waymark.console.service import RemoteService
+from waymark.console.top import SORTS, TopView
 
 
 def publisher(name: str, **values: Any) -> dict[str, Any]:
@@ -152,7 +152,9 @@ class Answers:
 
 def test_a_file_gets_rates_too(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([100.0, 103.0])
-    monkeypatch.setattr("waymark.remote.top.time", SimpleNamespace(sleep=lambda _: None, monotonic=lambda: next(times)))
+    monkeypatch.setattr(
+        "waymark.console.top.time", SimpleNamespace(sleep=lambda _: None, monotonic=lambda: next(times))
+    )
     output = io.StringIO()
     top.run(cast(RemoteService, Answers()), 3.0, Screen(output))
     assert output.getvalue().splitlines()[-1].split()[:4] == ["a", "0", "active", "10"]

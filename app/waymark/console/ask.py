@@ -8,11 +8,11 @@ from typing import Any
 
 from waymark.base.errors import NotFound
 from waymark.base.shown import shown
+from waymark.console.prompt_flags import fields_of, group_of, token_ids
 from waymark.console.screen import Grid, ScreenPart, Text, joined, text
+from waymark.console.service import RemoteService
 from waymark.domain.media import IN_EVERY_ANSWER, order_of
 from waymark.domain.names import DEFAULT_TENANT
-from waymark.remote.prompts import fields_of, group_of, token_ids
-from waymark.remote.service import RemoteService
 
 #: How wide a picture is at most.
 _CELLS_MAX = 32

@@ -16,10 +16,10 @@ from waymark import __version__
 from waymark.base.errors import SettingsError
 from waymark.base.settings import Settings
 from waymark.base.shown import shown
+from waymark.console.publishers import UNUSABLE, complaint, drains
 from waymark.console.screen import ScreenPart, joined, text
+from waymark.console.service import RemoteService
 from waymark.domain.status import StreamStatus
-from waymark.remote.publishers import UNUSABLE, complaint, drains
-from waymark.remote.service import RemoteService
 
 FindingLevel: TypeAlias = Literal["ok", "warning", "failed"]
 

@@ -8,8 +8,8 @@ from urllib.parse import urlencode
 
 from waymark.base.errors import InvalidValue
 from waymark.console.prompts import read_file, read_hash, read_hashes, read_prompt, read_tokens
-from waymark.remote.publishers import warnings
-from waymark.remote.service import RemoteService
+from waymark.console.publishers import warnings
+from waymark.console.service import RemoteService
 from waymark.tokenization.prompt import TextPrompt
 
 #: A request has an additional salt and a cache salt.

@@ -10,8 +10,8 @@ from typing import Any
 
 from waymark.base.errors import NotFound, WaymarkError
 from waymark.base.shown import several, shown
-from waymark.remote.publishers import drains
-from waymark.remote.service import RemoteService
+from waymark.console.publishers import drains
+from waymark.console.service import RemoteService
 
 _PAUSE_SECONDS = 0.5
 

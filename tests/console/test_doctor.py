@@ -13,8 +13,8 @@ import pytest
 
 from tests.ports import unused_port
 from waymark import __version__
-from waymark.remote.doctor import Finding, examine
-from waymark.remote.service import RemoteService
+from waymark.console.doctor import Finding, examine
+from waymark.console.service import RemoteService
 
 
 def publisher(**values: Any) -> dict[str, Any]:

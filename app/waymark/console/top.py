@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 
 from waymark.base.errors import ServiceUnreachable
 from waymark.base.shown import several
+from waymark.console.publishers import complaint, drains, state
 from waymark.console.screen import Grid, Screen, ScreenPart, text
+from waymark.console.service import RemoteService
 from waymark.console.status_styles import STATUS_STYLES
 from waymark.console.units import seconds_text
 from waymark.domain.media import IN_EVERY_ANSWER
-from waymark.remote.publishers import complaint, drains, state
-from waymark.remote.service import RemoteService
 
 PublisherAnswer: TypeAlias = Mapping[str, Any]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from waymark.base.errors import InvalidValue, NotFound
 from waymark.base.shown import shown
+from waymark.console.service import RemoteService
 from waymark.domain.names import U32_MAX
-from waymark.remote.service import RemoteService
 
 _FROM_INPUT = "-"
 #: Token ids of one range: as many as a prompt may have by default.

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from waymark.console.screen import Grid, ScreenPart, Text, joined, text
+from waymark.console.service import RemoteService
 from waymark.console.status_styles import STATUS_STYLES
 from waymark.console.units import held_text, seconds_text
 from waymark.domain.status import StreamStatus
-from waymark.remote.service import RemoteService
 
 #: An engine of these gets no requests.
 UNUSABLE = (StreamStatus.LOST, StreamStatus.FAILED)
