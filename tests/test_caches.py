@@ -24,7 +24,7 @@ from waymark.tokenization.tokenizers import Tokenizers
 
 ROOT = Path(__file__).parents[1] / "app" / "waymark"
 #: The parts that see what Redis answers; `domain` and `serving` keep what these hand them.
-PARTS = ("api", "apply", "ingest", "selection", "store")
+PARTS = ("api", "apply", "ingest", "decide", "store")
 CONTAINERS = {
     "dict", "set", "list", "deque", "defaultdict", "Counter", "OrderedDict", "WeakKeyDictionary", "WeakValueDictionary",
     "WeakSet",
@@ -73,19 +73,21 @@ ELSEWHERE = {
     "store.publisher_states:PublisherState": "one answer",
     "store.holder_tables:_holder": "what a record says, by its bytes",
     "store.holder_tables:_row": "what a record says, by its bytes",
-    "selection.degraded:Degraded": "what was known last, to decide by while Redis is away",
-    "selection.fleets:Fleets": "made by the incarnation",
-    "selection.fleet:Fleet": "bound to a table, which never changes",
-    "selection.readings:Readings": "made by the incarnation",
-    "selection.readings:_GroupReadings": "of Readings",
-    "selection.loads:Loads": "made by the incarnation",
-    "selection.prefill_progress:PrefillProgress": "made by the incarnation",
-    "selection.requests:RequestSelector._decided": "when models were decided, for a Redis that has forgotten them",
-    "selection.requests:RequestSelector._logged": "what the log says already",
-    "selection.served:ServedNames": "made by the incarnation",
-    "selection.group_loads:GroupLoads": "of Loads",
-    "selection.order:LoadOrder": "of Fleet, and of the loads that it was asked with last",
-    "selection.under_way:RequestsUnderWay": "requests under way",
+    "decide.degraded:Degraded": "what was known last, to decide by while Redis is away",
+    "decide.fleets:Fleets": "made by the incarnation",
+    "decide.policies.constants:Values": "constants of a policy, as the file has them",
+    "decide.policies.plugins:Plugin": "parameters of a plugin, as the table has them",
+    "decide.fleet:Fleet": "bound to a table, which never changes",
+    "decide.readings:Readings": "made by the incarnation",
+    "decide.readings:_GroupReadings": "of Readings",
+    "decide.loads:Loads": "made by the incarnation",
+    "decide.prefill_progress:PrefillProgress": "made by the incarnation",
+    "decide.requests:RequestSelector._decided": "when models were decided, for a Redis that has forgotten them",
+    "decide.requests:RequestSelector._logged": "what the log says already",
+    "decide.served:ServedNames": "made by the incarnation",
+    "decide.group_loads:GroupLoads": "of Loads",
+    "decide.order:LoadOrder": "of Fleet, and of the loads that it was asked with last",
+    "decide.under_way:RequestsUnderWay": "requests under way",
     "store.chain:Chain": "one query",
     "store.chain:_PieceValues": "one query",
     "store.fetch:_of_group": "computed from an id alone",

@@ -23,7 +23,7 @@ from tests.benchmarks.decide_live import KINDS, Live, check_kind
 from tests.benchmarks.decide_load import Arrival, Bursts, bursts, made_up, traced
 from tests.benchmarks.decide_run import run
 from tests.benchmarks.simulate_service import Waymark
-from waymark.routing.presets import preset
+from waymark.decide.policies.presets import preset
 
 
 def job(pieces: int, *, tokens: int | None = None, output: int = 1, at: float = 0.0, name: int = 0) -> Job:

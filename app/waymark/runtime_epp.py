@@ -12,17 +12,17 @@ from waymark.base import native
 from waymark.base.errors import SettingsError, StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.decide.options import SelectionOptions
+from waymark.decide.reported import ReportedPrompts
+from waymark.decide.requests import RequestSelector
+from waymark.decide.selector import Selector
+from waymark.decide.startup import StartupGate
+from waymark.decide.under_way import RequestsUnderWay
 from waymark.epp.bodies import BodyBytes
 from waymark.epp.options import EppOptions
 from waymark.epp.process_call import CallContext
 from waymark.epp.server import EppServer
 from waymark.runtime import freeze_heap, http_server, open_store, report_redis, stop_signal
-from waymark.selection.options import SelectionOptions
-from waymark.selection.reported import ReportedPrompts
-from waymark.selection.requests import RequestSelector
-from waymark.selection.selector import Selector
-from waymark.selection.startup import StartupGate
-from waymark.selection.under_way import RequestsUnderWay
 from waymark.serving.limits import ServerBounds, files_for
 from waymark.serving.listening import listen
 from waymark.store.store import Store

@@ -15,9 +15,9 @@ from tests.api.test_decisions import PROMPT, Register, pods, post, scores
 from tests.tokenization import small
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.decide.loads import Loads
+from waymark.decide.readings import Readings
 from waymark.domain.hashing import extend, namespace, token_bytes
-from waymark.selection.loads import Loads
-from waymark.selection.readings import Readings
 from waymark.store.store import Store
 
 __all__ = ["pods"]

@@ -14,8 +14,8 @@ import pytest
 from tests.api.conftest import Hold, MakeClient
 from tests.conftest import wait_until
 from waymark.base.errors import StoreUnavailable
+from waymark.decide.selector import Selector
 from waymark.domain.hashing import extend, namespace, token_bytes
-from waymark.selection.selector import Selector
 from waymark.store.fetch import Fetcher
 from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store

@@ -17,7 +17,7 @@ import orjson
 import pytest
 
 from tests.api.conftest import MakeClient
-from waymark.routing.presets import PRESETS
+from waymark.decide.policies.presets import PRESETS
 from waymark.store.store import Store
 
 pytestmark = pytest.mark.slow

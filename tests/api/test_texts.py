@@ -22,9 +22,9 @@ from waymark.api.engine_addresses import EngineAddresses
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.decide.selector import Selector
 from waymark.domain.hashing import extend, pack_tokens, token_bytes
 from waymark.domain.multimodal import PromptItem, seq_hashes_with
-from waymark.selection.selector import Selector
 from waymark.store.store import Store
 from waymark.tokenization import tokenizers as face
 from waymark.tokenization.prompt import Prompt, TokenizedPrompt

@@ -28,7 +28,7 @@ from tests.benchmarks.decide_load import Arrival, Bursts, bursts, made_up, merge
 from tests.benchmarks.decide_run import HEAD, Figures, run
 from tests.benchmarks.report import aligned
 from waymark.base.errors import InvalidValue
-from waymark.routing.presets import PRESETS, preset
+from waymark.decide.policies.presets import PRESETS, preset
 
 LAG_SECONDS = 0.05
 

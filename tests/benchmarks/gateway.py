@@ -31,13 +31,13 @@ from tests.patience import patient
 from tests.ports import unused_port
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.decide.decision import SelectParameters
+from waymark.decide.options import SelectionOptions
+from waymark.decide.requests import RequestSelector
+from waymark.decide.selector import Selector
+from waymark.decide.startup import StartupGate
+from waymark.decide.under_way import RESERVED_MS, RequestsUnderWay
 from waymark.gateway.bodies import body_of_request
-from waymark.selection.decision import SelectParameters
-from waymark.selection.options import SelectionOptions
-from waymark.selection.requests import RequestSelector
-from waymark.selection.selector import Selector
-from waymark.selection.startup import StartupGate
-from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 

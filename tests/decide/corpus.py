@@ -39,14 +39,14 @@ from waymark.base.errors import WaymarkError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.chat.requests import read_request
+from waymark.decide.decision import SelectParameters
+from waymark.decide.options import SelectionOptions
+from waymark.decide.policies.presets import PRESETS
+from waymark.decide.requests import RequestSelector, RoutedRequest
+from waymark.decide.selector import Selector
+from waymark.decide.startup import StartupGate
 from waymark.domain.gauges import Gauges
 from waymark.domain.names import GroupName
-from waymark.routing.presets import PRESETS
-from waymark.selection.decision import SelectParameters
-from waymark.selection.options import SelectionOptions
-from waymark.selection.requests import RequestSelector, RoutedRequest
-from waymark.selection.selector import Selector
-from waymark.selection.startup import StartupGate
 from waymark.store.reservations import Offer, ReservationPart, ReservationTerms
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers

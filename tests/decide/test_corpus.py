@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.decide import corpus
-from waymark.routing.presets import PRESETS
+from waymark.decide.policies.presets import PRESETS
 
 #: A part of the scenarios is enough to see that a rule has changed; it has every policy, door and picker file.
 PART = range(2, corpus.SCENARIOS, 5)

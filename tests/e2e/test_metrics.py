@@ -128,7 +128,7 @@ ELSEWHERE = {
         ("tests/tokenization/test_tokenizers.py", "test_what_was_made_is_counted"),
     ),
     "waymark_decisions_without_tokens_total": (
-        "tests/selection/test_requests.py",
+        "tests/decide/test_requests.py",
         "test_without_tokens_the_prefix_decides_and_it_is_counted",
     ),
     **dict.fromkeys(

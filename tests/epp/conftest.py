@@ -11,13 +11,15 @@ from typing import Any, Protocol
 import grpc
 import pytest
 
+from tests.decide.conftest import MakeSelector, make_selector, metrics, store
 from tests.epp.proxy import Stream
 from tests.grpc_loops import events_of_this_loop
 from tests.patience import patient, within
-from tests.selection.conftest import MakeSelector, make_selector, metrics, store
 from tests.store.factories import registration
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.decide.reported import ReportedPrompts
+from waymark.decide.under_way import RequestsUnderWay
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import GroupName
 from waymark.domain.targets import Target
@@ -25,8 +27,6 @@ from waymark.epp.bodies import BodyBytes
 from waymark.epp.options import EppOptions
 from waymark.epp.process_call import CallContext
 from waymark.epp.server import EppServer
-from waymark.selection.reported import ReportedPrompts
-from waymark.selection.under_way import RequestsUnderWay
 from waymark.store.reservations import Load
 from waymark.store.store import Store
 

@@ -15,9 +15,9 @@ from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.views import publisher_states
 from waymark.base.settings import Settings
+from waymark.decide.policies.presets import PRESETS
 from waymark.domain.prefixes import DEFAULT
 from waymark.domain.status import StreamStatus
-from waymark.routing.presets import PRESETS
 from waymark.store.publisher_states import PublisherState
 from waymark.store.store import Store
 

@@ -46,7 +46,7 @@ from waymark.api.views import Views
 from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.selection.startup import StartupGate
+from waymark.decide.startup import StartupGate
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from waymark.api.decision_schemas import SelectRequest
 from waymark.api.http.answers import Answer
-from waymark.routing.policy import Scored
-from waymark.routing.target import Candidate
-from waymark.selection.decision import SelectedTarget
+from waymark.decide.decision import SelectedTarget
+from waymark.decide.policies.policy import Scored
+from waymark.decide.policies.target import Candidate
 
 
 def best_by_address(scored: list[Scored]) -> list[Scored]:

@@ -14,12 +14,7 @@ from waymark.api.texts import ModelPrompt
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
 from waymark.chat.prefix_key import prefix_key
-from waymark.domain.gauges import Gauges
-from waymark.domain.hashing import namespace, text_hash
-from waymark.domain.multimodal import PromptItems
-from waymark.domain.names import Adapter, GroupName
-from waymark.routing.presets import preset
-from waymark.selection.decision import (
+from waymark.decide.decision import (
     GivenValues,
     HashedPrompt,
     PolicyChoice,
@@ -27,7 +22,12 @@ from waymark.selection.decision import (
     RankingRequest,
     SelectParameters,
 )
-from waymark.selection.served import ServedModel
+from waymark.decide.policies.presets import preset
+from waymark.decide.served import ServedModel
+from waymark.domain.gauges import Gauges
+from waymark.domain.hashing import namespace, text_hash
+from waymark.domain.multimodal import PromptItems
+from waymark.domain.names import Adapter, GroupName
 from waymark.store.query_reader import KeysOf
 
 T = TypeVar("T", ScoreRequest, SelectRequest)

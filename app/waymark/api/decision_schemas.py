@@ -20,8 +20,8 @@ from waymark.api.http.fields import (
 )
 from waymark.api.http.models import Model
 from waymark.api.query_schemas import OPTIONAL_BLOCK_SIZE, Named, PromptFields
-from waymark.routing.policy import Decision
-from waymark.routing.presets import PRESETS
+from waymark.decide.policies.policy import Decision
+from waymark.decide.policies.presets import PRESETS
 
 #: Candidates, and instances in ``only`` or ``exclude``, that one request may name.
 NAMES_MAX = 4096

@@ -27,13 +27,13 @@ from waymark.api.texts import ModelPrompt, PromptTokenizer
 from waymark.base.errors import InvalidValue
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.routing.policy import Decision, Scored
-from waymark.routing.presets import PRESETS
-from waymark.selection.decision import RankingRequest
-from waymark.selection.options import SelectionOptions
-from waymark.selection.selector import Selector
-from waymark.selection.served import ServedNames
-from waymark.selection.startup import StartupGate
+from waymark.decide.decision import RankingRequest
+from waymark.decide.options import SelectionOptions
+from waymark.decide.policies.policy import Decision, Scored
+from waymark.decide.policies.presets import PRESETS
+from waymark.decide.selector import Selector
+from waymark.decide.served import ServedNames
+from waymark.decide.startup import StartupGate
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens

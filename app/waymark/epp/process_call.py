@@ -20,15 +20,15 @@ from waymark.base.errors import InvalidValue, WaymarkError
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import Form, InferenceRequest, form_of, read_request
 from waymark.chat.session import SESSION, session_of
+from waymark.decide.decision import SelectParameters
+from waymark.decide.requests import RequestSelector, RoutedRequest
+from waymark.decide.under_way import RESERVED_MS, RequestsUnderWay, RequestUnderWay
 from waymark.domain.targets import host_and_port, names_engines
 from waymark.epp import messages
 from waymark.epp.admission import StreamPlace
 from waymark.epp.answers import HeldAnswer, is_whole
 from waymark.epp.bodies import BodyBytes
 from waymark.epp.rejections import ImmediateAnswer, misconfigured, overloaded, rejection_of, too_large
-from waymark.selection.decision import SelectParameters
-from waymark.selection.requests import RequestSelector, RoutedRequest
-from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay, RequestUnderWay
 
 #: Targets that the answer names to the proxy: the best, and those to try if it does not answer.
 _TARGETS_MAX = 3

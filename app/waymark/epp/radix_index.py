@@ -17,7 +17,7 @@ from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.protobuf import message_classes
 from waymark.base.shown import shown
-from waymark.selection.reported import HolderMatch, Keyspace, ReportedPrompts
+from waymark.decide.reported import HolderMatch, Keyspace, ReportedPrompts
 
 PACKAGE = "radix_index"
 SERVICE = f"{PACKAGE}.RadixIndex"

@@ -15,9 +15,9 @@ import grpc
 from waymark.base.errors import InvalidValue, RemoteUnavailable, StoreUnavailable
 from waymark.base.protobuf import message_classes
 from waymark.chat.requests import Form, InferenceRequest
+from waymark.decide.policies.target import Candidate
+from waymark.decide.requests import RequestSelector
 from waymark.domain.targets import host_and_port
-from waymark.routing.target import Candidate
-from waymark.selection.requests import RequestSelector
 
 PACKAGE = "indexer.v1"
 SERVICE = f"{PACKAGE}.IndexerService"

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from waymark.base.errors import SettingsError
 from waymark.base.logs import fields
+from waymark.decide.reported import ReportedPrompts
 from waymark.epp import messages, tls
 from waymark.epp.admission import Streams
 from waymark.epp.health import HealthService
@@ -21,7 +22,6 @@ from waymark.epp.options import EppOptions
 from waymark.epp.process_call import CallContext, ProcessCall, StreamCut
 from waymark.epp.radix_index import RadixIndex
 from waymark.epp.scores import PodScores
-from waymark.selection.reported import ReportedPrompts
 
 log = logging.getLogger(__name__)
 

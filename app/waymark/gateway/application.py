@@ -17,6 +17,11 @@ from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.chat.requests import Form
 from waymark.chat.session import SESSION, session_of
+from waymark.decide.options import SelectionOptions
+from waymark.decide.requests import RequestSelector
+from waymark.decide.selector import Selector
+from waymark.decide.startup import StartupGate
+from waymark.decide.under_way import RequestsUnderWay
 from waymark.gateway.bodies import InferenceBody, body_of_request, with_cache_control
 from waymark.gateway.models import served_models
 from waymark.gateway.proxy import ProxiedRequest, Proxy
@@ -25,11 +30,6 @@ from waymark.gateway.responses import Responses
 from waymark.gateway.security import ApiKeys, GatewayCaller, KeyLimits
 from waymark.gateway.shapes import PATHS, RequestRejected, body_of, rejected_by
 from waymark.gateway.upstream import Upstream
-from waymark.selection.options import SelectionOptions
-from waymark.selection.requests import RequestSelector
-from waymark.selection.selector import Selector
-from waymark.selection.startup import StartupGate
-from waymark.selection.under_way import RequestsUnderWay
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 

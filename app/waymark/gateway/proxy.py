@@ -21,14 +21,14 @@ from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import Form
 from waymark.chat.session import SESSION, session_token
+from waymark.decide.decision import SelectParameters
+from waymark.decide.requests import PreparedRequest, RequestSelector, RoutedRequest
+from waymark.decide.under_way import RESERVED_MS, RequestsUnderWay, RequestUnderWay
 from waymark.domain.targets import host_and_port
 from waymark.gateway.avoided import Avoided
 from waymark.gateway.security import to_client, to_engine
 from waymark.gateway.shapes import RequestRejected, event_of
 from waymark.gateway.upstream import Interrupted, Unreachable, Upstream, is_events, is_framed
-from waymark.selection.decision import SelectParameters
-from waymark.selection.requests import PreparedRequest, RequestSelector, RoutedRequest
-from waymark.selection.under_way import RESERVED_MS, RequestsUnderWay, RequestUnderWay
 
 log = logging.getLogger(__name__)
 

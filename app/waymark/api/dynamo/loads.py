@@ -10,13 +10,13 @@ from waymark.api.dynamo.queries import is_worker_id
 from waymark.api.dynamo.select_schemas import DynamoPromptRequest
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
+from waymark.decide.decision import HashedPrompt, RankingRequest
+from waymark.decide.policies.policy import Scored
+from waymark.decide.policies.target import Candidate
+from waymark.decide.selector import Selector
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import DynamoRank, Walk, dynamo_rows
 from waymark.domain.names import GroupName
-from waymark.routing.policy import Scored
-from waymark.routing.target import Candidate
-from waymark.selection.decision import HashedPrompt, RankingRequest
-from waymark.selection.selector import Selector
 from waymark.store.store import Store
 
 NONE_THERE = DynamoRank()

@@ -20,12 +20,12 @@ from waymark.api.dynamo.select_schemas import (
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.base.errors import Conflict, InvalidValue, NoTarget, NotFound
+from waymark.decide.decision import HashedPrompt, RankingRequest, SelectParameters
+from waymark.decide.policies.target import Candidate
+from waymark.decide.selector import Selector
 from waymark.domain.keys import unpack
 from waymark.domain.match import Walk, dynamo_rows
 from waymark.domain.names import GroupName
-from waymark.routing.target import Candidate
-from waymark.selection.decision import HashedPrompt, RankingRequest, SelectParameters
-from waymark.selection.selector import Selector
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
 from waymark.store.store import Store
 

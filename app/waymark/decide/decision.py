@@ -1,0 +1,172 @@
+"""The input and the result of a decision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, NamedTuple, Self
+
+from waymark.base.errors import InvalidValue
+from waymark.decide.policies.constants import Values
+from waymark.decide.policies.policy import Decision, Preset, Scored
+from waymark.decide.policies.target import Candidate
+from waymark.domain.gauges import Gauges
+from waymark.domain.keys import KEY_BYTES
+from waymark.domain.match import Walk
+from waymark.domain.names import GroupName
+from waymark.domain.targets import host_and_port
+from waymark.store.reservations import Reservation
+
+ProfileName = Literal["single", "disagg"]
+
+
+class HashedPrompt(NamedTuple):
+    """A prompt, once the size of a block is known."""
+
+    tokens: int
+    keys: bytes
+    """The packed keys of its complete blocks."""
+
+
+class PackedKeys:
+    """The keys of a prompt that are all there, a piece at a time."""
+
+    def __init__(self, keys: bytes) -> None:
+        self._keys = keys
+        self._at = 0
+
+    def __call__(self, count: int) -> bytes:
+        start, self._at = self._at, self._at + KEY_BYTES * count
+        return self._keys[start : self._at]
+
+
+PromptOf = Callable[[int], HashedPrompt]
+"""Makes the prompt of a block size."""
+
+
+class GivenValues(NamedTuple):
+    """The values of a target that a caller of ``/score`` knows; None for a value that it does not know."""
+
+    tokens: int | None = None
+    requests: int | None = None
+    health: float | None = None
+    gauges: Gauges | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no stored value is needed in addition."""
+        return self.tokens is not None and self.requests is not None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChoice:
+    """The policy of a decision; of a file's profiles where ``preset`` is None."""
+
+    preset: Preset | None
+    values: Values | None = None
+    """The constants of the preset."""
+
+    @classmethod
+    def of(cls, preset: Preset) -> Self:
+        """A preset with its own constants."""
+        return cls(preset, preset.values({}))
+
+    @property
+    def name(self) -> str:
+        return "endpoint-picker-config" if self.preset is None else self.preset.name
+
+
+class RankingRequest(NamedTuple):
+    """A request to rank the targets for a prompt."""
+
+    group: GroupName
+    prompt: PromptOf
+    policy: PolicyChoice
+    block_size: int | None = None
+    """The block size; None: that of the group."""
+    prefix_key: bytes | None = None
+    """The prefix key; None: the block that ends at or before 512 tokens."""
+    lora_name: str | None = None
+    served_as: str | None = None
+    """The other name of the model in the request. Only targets that are known to serve it are candidates."""
+    session: str | None = None
+    """The instance that the session token names."""
+    is_multimodal: bool = False
+    given: Mapping[tuple[str, int], GivenValues] | None = None
+    """The targets to rank, by instance and rank; None: all."""
+    needs_source: InvalidValue | None = None
+    """The error where no target reports opaque prefixes: the prompt has no tokens, and the policy needs a match."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelectParameters:
+    """The fields of a selection that a ranking does not have."""
+
+    only: frozenset[str] | None = None
+    """Instances or addresses; None: all."""
+    exclude: frozenset[str] = frozenset()
+    profile: ProfileName | None = None
+    """The profile; None: that of the configuration."""
+    count: int = 1
+    """The number of targets to name, with the one that is taken."""
+    is_reserved: bool = True
+    expects: bool | None = None
+    """Whether speculative entries are written; None: as the settings say."""
+    milliseconds: int = 120_000
+    request_id: str | None = None
+    """The id of the request: 16 hex digits."""
+    needs_address: bool = False
+    """Whether only targets with an address are candidates."""
+
+    @property
+    def allows_all(self) -> bool:
+        return self.only is None and not self.exclude
+
+    def allows(self, instance_id: str, address: str | None) -> bool:
+        names = {instance_id}
+        if address is not None:
+            names |= {address, host_and_port(address)}
+        return names.isdisjoint(self.exclude) and (self.only is None or not names.isdisjoint(self.only))
+
+
+@dataclass(frozen=True, slots=True)
+class RankedTargets:
+    """All candidates, best first."""
+
+    scored: Sequence[Scored]
+    policy: PolicyChoice
+    decision: Decision
+    tokens: int
+    block_size: int
+    prefix_key: bytes | None
+    is_partial: bool = False
+    walk: Walk | None = None
+    """The walk over the prompt's blocks."""
+    there: Set[tuple[str, int]] = frozenset()
+    """Instance and rank of the given targets that are there, of those too that a file's filters leave out."""
+
+    @property
+    def is_cost(self) -> bool:
+        return self.policy.preset is not None and self.policy.preset.is_cost
+
+
+class SelectedTarget(NamedTuple):
+    """The target of a request, and how it was decided."""
+
+    target: Scored
+    others: Sequence[Candidate]
+    policy: PolicyChoice
+    decision: Decision
+    tokens: int
+    """The number of tokens in the prompt."""
+    prefix_key: bytes | None = None
+    prefill: Scored | None = None
+    encode: Sequence[Scored] = ()
+    reservations: Sequence[Reservation] = ()
+    is_degraded: bool = False
+    group_id: int = 0
+    block_size: int = 0
+    walk: Walk | None = None
+    """The walk over the prompt's blocks."""
+    headers: Mapping[str, str] = MappingProxyType({})

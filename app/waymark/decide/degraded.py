@@ -1,0 +1,120 @@
+"""Decisions without Redis: by the table that was known last, with load tables of this replica's own.
+
+Sticky: the same prefix goes to the same target in every replica, as far as the targets' loads allow. What is decided
+here is released here; a reservation that nobody releases runs out as any other does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from waymark.decide.fleet import Fleet, PromptState
+from waymark.domain.names import GroupName
+from waymark.store.directory import GroupEntry
+from waymark.store.reservations import Load, Reservation, ReservationPart
+
+_GROUPS_MAX = 1024
+#: Reservations that are remembered; beyond it the oldest is forgotten.
+_RESERVATIONS_MAX = 100_000
+#: Ends that are kept beyond two for each reservation.
+_ENDS_SPARE = 1_000
+
+
+@dataclass(slots=True)
+class KnownGroup:
+    """A group, and its last table."""
+
+    entry: GroupEntry
+    fleet: Fleet
+
+
+@dataclass(slots=True)
+class _OwnReservation:
+    reservation: Reservation
+    group: GroupName
+    ends_at: float
+
+
+class Degraded:
+    """The tables and reservations that a replica has without Redis."""
+
+    def __init__(self) -> None:
+        self.groups: dict[GroupName, KnownGroup] = {}
+        self._own: dict[str, _OwnReservation] = {}
+        self._ends: list[tuple[float, str]] = []
+        """A heap of when they may be over; who was renewed has two entries, and who has ended may have one still."""
+        self._requests: dict[GroupName, Counter[int]] = {}
+
+    def remember(self, group: GroupName, entry: GroupEntry, fleet: Fleet) -> None:
+        known = self.groups.get(group)
+        if known is not None and known.fleet is fleet:
+            return
+        if known is None and len(self.groups) >= _GROUPS_MAX:
+            self.groups.pop(next(iter(self.groups)))
+        self.groups[group] = KnownGroup(entry, fleet)
+
+    def seen(self, group: GroupName) -> PromptState:
+        """Nothing of any block, and the requests that this replica has sent meanwhile."""
+        self._end_overdue()
+        loads = {publisher: Load(requests=count) for publisher, count in self._requests.get(group, {}).items()}
+        return PromptState({}, loads, {}, {})
+
+    def reserve(self, group: GroupName, publisher: int, context: int, milliseconds: int) -> Reservation:
+        if len(self._own) >= _RESERVATIONS_MAX:
+            self._end(next(iter(self._own)))
+        reservation = Reservation(self.groups[group].entry.group_id, publisher, 0, context, secrets.token_hex(8))
+        self._own[reservation.nonce] = own = _OwnReservation(reservation, group, _in(milliseconds))
+        self._ends_at(own)
+        self._requests.setdefault(group, Counter())[publisher] += 1
+        return reservation
+
+    def release(
+        self, reservations: Sequence[Reservation], part: ReservationPart, milliseconds: int
+    ) -> list[Reservation]:
+        """End those that were made here; the others."""
+        others = []
+        for reservation in reservations:
+            own = self._own.get(reservation.nonce)
+            if own is None:
+                others.append(reservation)
+            elif part is ReservationPart.RENEW:
+                own.ends_at = _in(milliseconds)
+                self._ends_at(own)
+            elif part is not ReservationPart.PREFILL:
+                self._end(reservation.nonce)
+        return others
+
+    def _ends_at(self, own: _OwnReservation) -> None:
+        if len(self._ends) > 2 * len(self._own) + _ENDS_SPARE:
+            # Most are of reservations that were released or renewed since.
+            self._ends = [(each.ends_at, nonce) for nonce, each in self._own.items()]
+            heapq.heapify(self._ends)
+        else:
+            heapq.heappush(self._ends, (own.ends_at, own.reservation.nonce))
+
+    def _end(self, nonce: str) -> None:
+        own = self._own.pop(nonce)
+        requests = self._requests[own.group]
+        requests[own.reservation.publisher] -= 1
+        if requests[own.reservation.publisher] == 0:
+            del requests[own.reservation.publisher]
+        if not requests:
+            del self._requests[own.group]
+
+    def _end_overdue(self) -> None:
+        now = _in(0)
+        while self._ends and self._ends[0][0] <= now:
+            nonce = heapq.heappop(self._ends)[1]
+            own = self._own.get(nonce)
+            if own is not None and own.ends_at <= now:
+                self._end(nonce)
+
+
+def _in(milliseconds: int) -> float:
+    """So long from now, by the loop's clock."""
+    return asyncio.get_running_loop().time() + milliseconds / 1000

@@ -1,0 +1,73 @@
+"""What a replica decides by, from the settings and the file that they name."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from waymark.base.errors import InvalidValue, SettingsError
+from waymark.base.logs import fields
+from waymark.base.settings import Settings
+from waymark.decide.policies.picker_config import read_picker_config
+from waymark.decide.policies.policy import Preset
+from waymark.decide.policies.presets import PRESETS, preset
+from waymark.decide.policies.profile import PickerConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionOptions:
+    """Times in seconds unless the name says otherwise."""
+
+    policy: Preset = PRESETS["least-work"]
+    picker: PickerConfig | None = None
+    """The content of an ``EndpointPickerConfig``; it decides if a request names no policy."""
+    deadline_seconds: float = 1.0
+    loads_seconds: float = 0.1
+    """The greatest age of loads that candidates are ranked by; 0: they are read for each decision."""
+    target_requests_max: int = 0
+    reservations_max: int = 100_000
+    is_speculative: bool = False
+    speculative_milliseconds: int = 2_000
+    approximate_milliseconds: int = 600_000
+    """The time for which a target without events counts as having a prompt."""
+    prefill_tokens_per_second: float = 0.0
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """``SettingsError`` where the policy is unknown, or the file cannot be read."""
+        try:
+            policy = preset(settings.policy, "WAYMARK_POLICY")
+        except InvalidValue as exc:
+            raise SettingsError(exc.sentence) from None
+        picker = None if settings.picker_config is None else _read(settings.picker_config)
+        needs_gauges = policy.needs_gauges if picker is None else picker.needs_gauges
+        if needs_gauges and settings.gauges_seconds == 0:
+            log.warning("the policy needs gauges of engines, but WAYMARK_GAUGES_SECONDS is 0: none are read")
+        return cls(
+            policy=policy,
+            picker=picker,
+            deadline_seconds=settings.query_deadline_ms / 1000,
+            loads_seconds=settings.loads_ms / 1000,
+            target_requests_max=settings.target_requests_max,
+            reservations_max=settings.reservations_max,
+            is_speculative=settings.speculative,
+            speculative_milliseconds=settings.speculative_ttl_ms,
+            approximate_milliseconds=1000 * settings.approximate_seconds,
+            prefill_tokens_per_second=settings.prefill_tokens_per_second,
+        )
+
+
+def _read(path: str) -> PickerConfig:
+    try:
+        config = read_picker_config(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as exc:
+        raise SettingsError(f"WAYMARK_PICKER_CONFIG {path} cannot be used: {exc}") from None
+    except InvalidValue as exc:
+        raise SettingsError(f"WAYMARK_PICKER_CONFIG {path}: {exc.sentence}") from None
+    for note in config.notes:
+        log.info("an entry of the picker file works differently in waymark", extra=fields(note=note))
+    return config

@@ -1,0 +1,1 @@
+"""Rules that order targets. Pure: no I/O, no clock, and no randomness except what is passed in."""

@@ -1,0 +1,105 @@
+"""Filters: which candidates a profile may pick at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from waymark.base.errors import InvalidValue
+from waymark.decide.policies.scorers import context_ranges
+from waymark.decide.policies.target import Candidate, RoutingRequest
+from waymark.domain.targets import Role
+
+Filter: TypeAlias = Callable[[RoutingRequest, Sequence[Candidate]], list[Candidate]]
+
+#: Labels that name a role; a registration's own ``role`` comes first.
+ROLE_LABELS = ("mif.moreh.io/role", "llm-d.ai/role")
+_ENCODE = {Role.ENCODE.value, Role.ENCODE_PREFILL.value, Role.ENCODE_PREFILL_DECODE.value}
+
+
+def role_of(candidate: Candidate) -> str | None:
+    """The role that the registration or a label names; None where neither does."""
+    if candidate.role is not Role.BOTH:
+        return candidate.role.value
+    return next((candidate.labels[label] for label in ROLE_LABELS if label in candidate.labels), None)
+
+
+def prefill_filter(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Targets for prefill."""
+    return [each for each in candidates if role_of(each) == Role.PREFILL]
+
+
+def decode_filter(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Targets for decode, for both, and without a role."""
+    return [each for each in candidates if role_of(each) in (None, Role.DECODE, Role.BOTH)]
+
+
+def encode_filter(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Targets that encode images."""
+    return [each for each in candidates if role_of(each) in _ENCODE]
+
+
+def by_label(label: str, valid: frozenset[str], allows_no_label: bool) -> Filter:
+    """Targets whose label has one of the values, or that have no such label where that is allowed."""
+
+    def keep(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
+        return [
+            each for each in candidates if (each.labels[label] in valid if label in each.labels else allows_no_label)
+        ]
+
+    return keep
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """One row of Kubernetes' ``matchExpressions``."""
+
+    key: str
+    operator: str
+    """``In``, ``NotIn``, ``Exists`` or ``DoesNotExist``."""
+    values: frozenset[str] = frozenset()
+
+    def matches(self, labels: Mapping[str, str]) -> bool:
+        value = labels.get(self.key)
+        match self.operator:
+            case "In":
+                return value is not None and value in self.values
+            case "NotIn":
+                return value is None or value not in self.values
+            case "Exists":
+                return value is not None
+        return value is None
+
+
+OPERATORS = ("In", "NotIn", "Exists", "DoesNotExist")
+
+
+def by_selector(labels: Mapping[str, str], requirements: Sequence[Requirement]) -> Filter:
+    """Targets that have all the labels and meet all the requirements."""
+
+    def keep(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
+        return [
+            each
+            for each in candidates
+            if all(each.labels.get(key) == value for key, value in labels.items())
+            and all(requirement.matches(each.labels) for requirement in requirements)
+        ]
+
+    return keep
+
+
+def by_context_length(label: str) -> Filter:
+    """Targets whose range of lengths has the prompt's, or that name none."""
+
+    def keep(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
+        return [each for each in candidates if label not in each.labels or _covers(each.labels[label], request.tokens)]
+
+    return keep
+
+
+def _covers(text: str, tokens: int) -> bool:
+    try:
+        return any(least <= tokens <= most for least, most in context_ranges(text))
+    except InvalidValue:
+        return False

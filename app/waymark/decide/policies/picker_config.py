@@ -1,0 +1,273 @@
+"""``EndpointPickerConfig``, the YAML of llm-d's and Heimdall's endpoint pickers, read as it is.
+
+The file has ``plugins`` (type, name, parameters), ``schedulingProfiles`` (which plugins in which order, scorers with a
+weight) and what is about other parts of a gateway. Whatever it says that is not known is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
+from waymark.decide.policies import deciders, filters
+from waymark.decide.policies.constants import nearest, read_constants
+from waymark.decide.policies.deciders import Decider
+from waymark.decide.policies.filters import Filter
+from waymark.decide.policies.parameters import check_parameters
+from waymark.decide.policies.pickers import PICKERS, Picker, max_score
+from waymark.decide.policies.plugins import PLUGINS, Plugin, PluginKind
+from waymark.decide.policies.profile import PickerConfig, Profile, WeightedScorer
+from waymark.decide.policies.scorers import CONTEXT_LABEL, SCORERS, scored_by_label
+
+KIND = "EndpointPickerConfig"
+_FIELDS = ("apiVersion", "kind", "featureGates", "plugins", "schedulingProfiles", "data", "saturationDetector")
+#: Fields of the file that a setting stands for.
+_ELSEWHERE = {
+    "data": "ingest workers read the gauges of engines, every WAYMARK_GAUGES_SECONDS",
+    "saturationDetector": "a target is full at WAYMARK_TARGET_REQUESTS_MAX requests",
+}
+_ROLES: Mapping[str, Filter] = {
+    "prefill-filter": filters.prefill_filter,
+    "decode-filter": filters.decode_filter,
+    "encode-filter": filters.encode_filter,
+}
+
+
+class DeclaredPlugin:
+    """One entry of ``plugins``: its type's row, its name and its parameters, checked."""
+
+    def __init__(self, entry: Any, at: int) -> None:
+        where = f"plugins[{at}]"
+        fields = _mapping(entry, where)
+        _only(fields, ("type", "name", "parameters"), where)
+        self.type = _text(fields.get("type"), f"{where}.type")
+        if self.type not in PLUGINS:
+            sentence = f"{where}.type is {shown(self.type)}, which is no plugin; {nearest(self.type, PLUGINS)}"
+            raise InvalidValue(sentence, field=f"{where}.type")
+        self.row: Plugin = PLUGINS[self.type]
+        self.name = _text(fields.get("name", self.type), f"{where}.name")
+        self.where = f"{where}.parameters"
+        self.parameters = _mapping(fields.get("parameters") or {}, self.where)
+        check_parameters(self.parameters, self.row.parameters, self.where)
+
+
+def read_picker_config(text: str) -> PickerConfig:
+    """What the file says; ``InvalidValue`` names the first thing that is wrong and the way out."""
+    import yaml  # here, since a replica without such a file does without it
+
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as exc:
+        raise InvalidValue(f"the file is not YAML: {' '.join(str(exc).split())}") from exc
+    top = _mapping(content, "the file")
+    _only(top, _FIELDS, "the file")
+    if top.get("kind", KIND) != KIND:
+        raise InvalidValue(f"kind is {shown(top['kind'])}; it must be {KIND}", field="kind")
+    declared: dict[str, DeclaredPlugin] = {}
+    for at, entry in enumerate(_list(top.get("plugins"), "plugins")):
+        plugin = DeclaredPlugin(entry, at)
+        if plugin.name in declared:
+            raise InvalidValue(f"plugins[{at}].name {shown(plugin.name)} is used twice; give each plugin another name")
+        declared[plugin.name] = plugin
+    profiles: dict[str, Profile] = {}
+    for at, entry in enumerate(_list(top.get("schedulingProfiles"), "schedulingProfiles")):
+        profile = _profile(entry, f"schedulingProfiles[{at}]", declared)
+        if profile.name in profiles:
+            raise InvalidValue(
+                f"schedulingProfiles[{at}].name {shown(profile.name)} is used twice; give each profile another name"
+            )
+        profiles[profile.name] = profile
+    if not profiles:
+        raise InvalidValue("schedulingProfiles is empty; name at least one profile", field="schedulingProfiles")
+    notes = [f"{each.type}: {each.row.note}" for each in declared.values() if each.row.note]
+    notes += [f"{name}: {_ELSEWHERE[name]}" for name in _ELSEWHERE if name in top]
+    return _handled(declared, profiles, tuple(dict.fromkeys(notes)))
+
+
+# ---- profiles --------------------------------------------------------------------------------------
+
+
+def _profile(entry: Any, where: str, declared: Mapping[str, DeclaredPlugin]) -> Profile:
+    fields = _mapping(entry, where)
+    _only(fields, ("name", "plugins"), where)
+    kept: list[Filter] = []
+    scorers: list[WeightedScorer] = []
+    picker: Picker = max_score
+    endpoints = 1
+    for at, reference in enumerate(_list(fields.get("plugins"), f"{where}.plugins")):
+        here = f"{where}.plugins[{at}]"
+        given = _mapping(reference, here)
+        _only(given, ("pluginRef", "weight"), here)
+        name = _text(given.get("pluginRef"), f"{here}.pluginRef")
+        if name not in declared:
+            raise InvalidValue(f"{here}.pluginRef {shown(name)} is not in plugins; {nearest(name, declared)}")
+        plugin = declared[name]
+        if plugin.row.kind in (PluginKind.FILTER, PluginKind.FILTER_AND_SCORER):
+            kept += _filter(plugin)
+        if plugin.row.kind in (PluginKind.SCORER, PluginKind.FILTER_AND_SCORER):
+            scorers.append(_scorer(plugin, _weight(given.get("weight", 1), f"{here}.weight")))
+        elif plugin.row.kind is PluginKind.PICKER:
+            picker, endpoints = _picker(plugin)
+        elif plugin.row.kind is not PluginKind.FILTER:
+            what = f"{here}.pluginRef {shown(name)} is of kind {plugin.row.kind}"
+            sentence = f"{what}; a profile has filters, scorers, pickers"
+            raise InvalidValue(sentence, field=f"{here}.pluginRef")
+    return Profile(_text(fields.get("name"), f"{where}.name"), tuple(kept), tuple(scorers), picker, endpoints)
+
+
+def _filter(plugin: DeclaredPlugin) -> list[Filter]:
+    given = plugin.parameters
+    if plugin.type in _ROLES:
+        return [_ROLES[plugin.type]]
+    if plugin.type == "context-length-aware":
+        label = str(given.get("label", CONTEXT_LABEL))
+        return [filters.by_context_length(label)] if given.get("enableFiltering", False) else []
+    if plugin.type == "by-label":
+        allows_no_label = bool(given.get("allowsNoLabel", False))
+        label = _text(given.get("label"), f"{plugin.where}.label")
+        valid = frozenset(given.get("validValues", ()))
+        if not valid and not allows_no_label:
+            raise InvalidValue(f"{plugin.where}.validValues is missing; name the values, or set allowsNoLabel")
+        return [filters.by_label(label, valid, allows_no_label)]
+    requirements = [
+        filters.Requirement(row["key"], row["operator"], frozenset(row.get("values", ())))
+        for row in given.get("matchExpressions", ())
+    ]
+    return [filters.by_selector(given.get("matchLabels", {}), requirements)]
+
+
+def _scorer(plugin: DeclaredPlugin, weight: float) -> WeightedScorer:
+    if plugin.type == "context-length-aware":
+        label = str(plugin.parameters.get("label", CONTEXT_LABEL))
+        return WeightedScorer(plugin.name, weight, partial(scored_by_label, label=label))
+    row = SCORERS[plugin.type]
+    if "blockSize" in plugin.parameters and "blockSizeTokens" not in plugin.parameters:
+        where = f"{plugin.where}.blockSize"
+        raise InvalidValue(f"{where} is a number of characters; give blockSizeTokens, a number of tokens", field=where)
+    own = {each.name for each in row.parameters}
+    given = {name: value for name, value in plugin.parameters.items() if name in own}
+    values = read_constants(row.parameters, given, plugin.where)
+    return WeightedScorer(
+        plugin.name,
+        weight,
+        lambda request, candidates: row.score(request, candidates, values),
+        needs_gauges=row.needs_gauges,
+        needs_first_tokens=row.needs_first_tokens,
+    )
+
+
+def _picker(plugin: DeclaredPlugin) -> tuple[Picker, int]:
+    endpoints = plugin.parameters.get("maxNumOfEndpoints", 1)
+    if not (isinstance(endpoints, int) and endpoints >= 1):
+        raise InvalidValue(f"{plugin.where}.maxNumOfEndpoints is {shown(endpoints)}; it must be a number of at least 1")
+    return PICKERS[plugin.type], endpoints
+
+
+def _weight(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e6:
+        raise InvalidValue(f"{where} is {shown(value)}; it must be a number of 0 to 1000000", field=where)
+    return float(value)
+
+
+# ---- handlers and deciders -------------------------------------------------------------------------
+
+
+def _handled(
+    declared: Mapping[str, DeclaredPlugin], profiles: Mapping[str, Profile], notes: tuple[str, ...]
+) -> PickerConfig:
+    handlers = [each for each in declared.values() if each.row.kind is PluginKind.HANDLER]
+    if len(handlers) > 1:
+        names = ", ".join(each.name for each in handlers)
+        raise InvalidValue(f"plugins has several profile handlers ({names}); keep one")
+    has_headers = any(each.type in ("disagg-headers-handler", "prefill-header-handler") for each in declared.values())
+    handler = handlers[0] if handlers else None
+    if handler is None or handler.type == "single-profile-handler":
+        if len(profiles) > 1:
+            raise InvalidValue(
+                f"schedulingProfiles has {len(profiles)} profiles ({', '.join(profiles)}), and a single profile runs "
+                "without disagg-profile-handler; declare it, or keep one profile"
+            )
+        return PickerConfig(profiles, next(iter(profiles)), has_headers=has_headers, notes=notes)
+    given = handler.parameters
+    nested, asked = given.get("profiles", {}), given.get("deciders", {})
+    decode = str(nested.get("decode", given.get("decodeProfile", "decode")))
+    prefill = str(nested.get("prefill", given.get("prefillProfile", "prefill")))
+    encode = str(nested.get("encode", given.get("encodeProfile", "encode")))
+    if "primaryPort" in given:
+        notes = (*notes, _primary_port(given["primaryPort"], f"{handler.where}.primaryPort"))
+    legacy = sorted(given.keys() - {"profiles", "deciders"})
+    if legacy and handler.type == "disagg-profile-handler":
+        notes = (*notes, f"{handler.type}: {', '.join(legacy)} are older names; write profiles.* and deciders.*")
+    default = "prefix-based-pd-decider" if handler.type == "pd-profile-handler" else None
+    first = given.get("prefillDeciderPluginName", given.get("deciderPluginName", default))
+    prefill_decider = _decider(declared, asked.get("prefill", first), handler.where)
+    encode_decider = _decider(declared, asked.get("encode", given.get("encodeDeciderPluginName")), handler.where)
+    if (prefill_decider or encode_decider) and not has_headers:
+        raise InvalidValue(f"{handler.type} with a decider needs disagg-headers-handler among plugins; add it")
+    for name, is_needed in ((decode, True), (prefill, prefill_decider), (encode, encode_decider)):
+        if is_needed and name not in profiles:
+            way_out = nearest(name, profiles)
+            raise InvalidValue(f"{handler.where}: profile {shown(name)} is not in schedulingProfiles; {way_out}")
+    return PickerConfig(
+        profiles,
+        decode,
+        prefill if prefill_decider else None,
+        encode if encode_decider else None,
+        prefill_decider,
+        encode_decider,
+        has_headers,
+        notes,
+    )
+
+
+def _primary_port(port: Any, where: str) -> str:
+    if not (isinstance(port, int) and 0 <= port <= 65535):
+        raise InvalidValue(f"{where} is {shown(port)}; it must be a port, or 0", field=where)
+    return "primaryPort: requests go to the port in the address of each registration"
+
+
+def _decider(declared: Mapping[str, DeclaredPlugin], name: Any, where: str) -> Decider | None:
+    if name is None:
+        return None
+    plugin = declared.get(name)
+    if plugin is None or plugin.row.kind is not PluginKind.DECIDER:
+        known = [each.name for each in declared.values() if each.row.kind is PluginKind.DECIDER]
+        raise InvalidValue(f"{where}: decider {shown(name)} is not a decider in plugins; {nearest(str(name), known)}")
+    if plugin.type == "prefix-based-pd-decider":
+        tokens = plugin.parameters.get("nonCachedTokens", 0)
+        if not (isinstance(tokens, int) and tokens >= 0):
+            raise InvalidValue(f"{plugin.where}.nonCachedTokens is {shown(tokens)}; it must be a number of at least 0")
+        return deciders.prefix_based(tokens)
+    return deciders.multimodal if plugin.type == "always-disagg-multimodal-decider" else deciders.always
+
+
+# ---- shapes ----------------------------------------------------------------------------------------
+
+
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise InvalidValue(f"{where} must be a mapping by name", field=where, reason="invalid_type")
+    return value
+
+
+def _list(value: Any, where: str) -> Sequence[Any]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise InvalidValue(f"{where} must be a list", field=where, reason="invalid_type")
+    return value
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidValue(f"{where} is missing, or is no text", field=where, reason="missing")
+    return value
+
+
+def _only(fields: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for name in fields:
+        if name not in known:
+            raise InvalidValue(f"{where}: {shown(name)} is not known; {nearest(name, known)}", field=name)

@@ -1,0 +1,318 @@
+"""The policies: one function and one row of ``PRESETS`` each.
+
+Most are published by others, and keep the constants they were published with. Costs are in tokens or blocks and the
+least wins; scores are without unit and the greatest wins. What a policy makes of a candidate has a name of its own in
+``parts``, so that a decision can be explained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
+from waymark.decide.policies.constants import Constant, Values, nearest
+from waymark.decide.policies.policy import (
+    CREDITS,
+    Decision,
+    Inputs,
+    Linear,
+    Preset,
+    Ranking,
+    Scored,
+    count_new,
+    credited,
+    ranked,
+)
+from waymark.decide.policies.ring import EPSILON, POINTS, Ring, bound
+from waymark.decide.policies.target import Candidate, RoutingRequest
+
+# ---- ours -----------------------------------------------------------------------------------------
+
+
+def _work(request: RoutingRequest, values: Values) -> Callable[[Candidate], Scored]:
+    new_of = count_new(request, values)
+    new_weight, active_weight = values.number("new_weight"), values.number("active_weight")
+
+    def scored(candidate: Candidate) -> Scored:
+        wait, new = candidate.queue, new_weight * new_of(candidate)
+        active = active_weight * candidate.requests
+        return Scored(candidate, wait + new + active, {"wait": wait, "new": new, "active": active})
+
+    return scored
+
+
+def _least_work(inputs: Inputs) -> Ranking:
+    request, candidates, values, random, _ = inputs
+    return ranked(list(map(_work(request, values), candidates)), random, is_cost=True)
+
+
+def _longest(inputs: Inputs) -> Ranking:
+    request, candidates, values, random, _ = inputs
+    least = min(candidate.queue for candidate in candidates)
+    new_of = count_new(request, values)
+    scored = []
+    for candidate in candidates:
+        is_over = candidate.queue > least + values.number("wait_max")
+        parts = {
+            "new": _LONGEST_NEW * new_of(candidate),
+            "wait": candidate.queue,
+            "over": _OVER if is_over else 0.0,
+        }
+        scored.append(Scored.sum_of(candidate, parts))
+    return ranked(scored, random, is_cost=True)
+
+
+#: A token to be computed outweighs any queue that ``wait_max`` lets through.
+_LONGEST_NEW = 2.0**20
+#: What a longer queue costs: more than any prompt, and still exact beside its other parts.
+_OVER = 2.0**52
+
+# ---- published by others --------------------------------------------------------------------------
+
+
+def _composite(inputs: Inputs) -> Ranking:
+    _, candidates, values, random, _ = inputs
+    most_matched = max(candidate.matched for candidate in candidates)
+    most_active = max(candidate.requests for candidate in candidates)
+    scored, best = [], 0.0
+    for candidate in candidates:
+        below = candidate.matched - candidate.device
+        tiered = values.number("gpu_tier_weight") * candidate.device + values.number("storage_tier_weight") * below
+        overlap = tiered / most_matched if most_matched else 0.0
+        load = 1.0 - candidate.requests / most_active if most_active else 1.0
+        best = max(best, overlap)
+        parts = {
+            "overlap": values.number("overlap_weight") * overlap,
+            "load": values.number("load_weight") * load,
+            "health": values.number("health_weight") * candidate.health,
+        }
+        scored.append(Scored.sum_of(candidate, parts))
+    if best >= values.number("min_overlap_threshold"):
+        return ranked(scored, random, is_cost=False)
+    fallback = PRESETS[values.word("fallback")]
+    order = fallback.rank(inputs._replace(values=fallback.values({}))).scored
+    return Ranking([Scored(each.candidate, 0.0, {}) for each in order], Decision.FALLBACK)
+
+
+def _check_composite(values: Values) -> None:
+    weights = {name: values.number(name) for name in ("overlap_weight", "load_weight", "health_weight")}
+    total = sum(weights.values())
+    if abs(total - 1.0) > 1e-6:
+        shown = ", ".join(f"{name} {value:g}" for name, value in weights.items())
+        raise InvalidValue(f"{shown}: the three weights add up to {total:g}; they must add up to 1", field="overrides")
+
+
+def _dynamo(inputs: Inputs) -> Ranking:
+    request, candidates, values, random, _ = inputs
+    size = request.block_size
+    prefill_weight = values.number("overlap_score_weight") * values.number("prefill_load_scale")
+    scored = []
+    for candidate in candidates:
+        wait = candidate.queue if values.is_on("track_prefill_tokens") else 0.0
+        parts = {
+            "prefill": prefill_weight * (wait + max(0.0, request.tokens - credited(candidate, values))) / size,
+            "decode": (candidate.context / candidate.weight + request.tokens) / size,
+            "active": values.number("active_weight") * candidate.requests,
+        }
+        scored.append(Scored.sum_of(candidate, parts))
+    return _softened(scored, values.number("router_temperature"), random)
+
+
+def _softened(scored: Sequence[Scored], temperature: float, random: Random) -> Ranking:
+    """The lowest cost first. With a temperature above 0, drawn by a softmax over the costs, scaled to their range."""
+    least, most = min(each.value for each in scored), max(each.value for each in scored)
+    if temperature == 0 or least == most:
+        return ranked(scored, random, is_cost=True)
+
+    def drawn(each: Scored) -> float:
+        # The largest of logits with Gumbel noise is a draw from their softmax, and so is each next one of the rest.
+        return (each.value - least) / ((most - least) * temperature) + math.log(-math.log(1.0 - random.random()))
+
+    return Ranking(sorted(scored, key=drawn))
+
+
+def _hicache(inputs: Inputs) -> Ranking:
+    request, candidates, values, random, _ = inputs
+    size = request.block_size
+    scored = []
+    for candidate in candidates:
+        beyond = request.pool_blocks_beyond(candidate.device // size)
+        prefill = candidate.queue + request.tokens - (candidate.device if values.is_on("deduct_device") else 0)
+        reduction = values.number("shared_cache_multiplier") * beyond * size
+        parts = {
+            "prefill": values.number("overlap_score_weight") * max(0.0, prefill - reduction) / size,
+            "decode": candidate.context / candidate.weight / size,
+        }
+        scored.append(Scored.sum_of(candidate, parts))
+    return ranked(scored, random, is_cost=True)
+
+
+def _lmetric(inputs: Inputs) -> Ranking:
+    request, candidates, values, random, _ = inputs
+    new_of = count_new(request, values)
+    scored = []
+    for candidate in candidates:
+        work = candidate.queue + new_of(candidate)
+        requests = candidate.requests + 1
+        scored.append(Scored(candidate, work * requests, {"work": work, "requests": requests}))
+    return ranked(scored, random, is_cost=True)
+
+
+def _llm_d(inputs: Inputs) -> Ranking:
+    request, candidates, values, random, _ = inputs
+    waiting = [each.gauges.waiting for each in candidates if each.gauges is not None]
+    least, most = (min(waiting), max(waiting)) if waiting else (0, 0)
+    scored = []
+    for candidate in candidates:
+        gauges = candidate.gauges
+        queue = None if gauges is None else (most - gauges.waiting) / (most - least) if most > least else 1.0
+        parts = {
+            "prefix": values.number("prefix_weight") * candidate.matched / max(1, request.tokens),
+            "kv_cache": None if gauges is None else values.number("kv_cache_weight") * (1.0 - gauges.kv_usage),
+            "queue": None if queue is None else values.number("queue_weight") * queue,
+        }
+        scored.append(Scored.sum_of(candidate, parts))
+    return ranked(scored, random, is_cost=False)
+
+
+def _sticky(inputs: Inputs) -> Ranking:
+    request, candidates, values, random, ring = inputs
+    if request.prefix_key is None:
+        scored = [Scored(each, each.requests, {"active": each.requests}) for each in candidates]
+        return ranked(scored, random, is_cost=True, decision=Decision.FALLBACK)
+    by_name = {(each.instance_id, each.dp_rank): each for each in candidates}
+    ring = ring or Ring(by_name, int(values.number("virtual_nodes")))
+    order = [by_name[name] for name in ring.clockwise(request.prefix_key) if name in by_name]
+    most = bound(candidates, values.number("load_factor_epsilon"))
+    ordered = [each for each in order if each.active < most] + [each for each in order if each.active >= most]
+    decision = Decision.PREFIX_HASH if ordered[0] is order[0] else Decision.OVERFLOW
+    return Ranking(
+        [Scored(each, float(place), {"place": float(place)}) for place, each in enumerate(ordered)], decision
+    )
+
+
+# ---- the table ----------------------------------------------------------------------------------
+
+_PRESETS = (
+    Preset(
+        "least-work",
+        "Waymark",
+        "least `wait + new_weight * new + active_weight * active`",
+        _least_work,
+        is_cost=True,
+        constants=(
+            *CREDITS,
+            Constant("new_weight", 3.0, "Cost of one token to compute: 1 for this request, and 2 for the requests that "
+                     "wait behind it and the blocks that it evicts.", most=1e6),
+            Constant("active_weight", 512.0, "Cost of one request in progress, in tokens.", most=1e9),
+        ),
+        linear=lambda values: Linear(values.number("new_weight"), values.number("active_weight")),
+        sum_of=_work,
+    ),
+    Preset(
+        "composite",
+        "Continuum Router",
+        "greatest `overlap_weight * overlap * tier + load_weight * (1 - active / most active) + health_weight * "
+        "health`; the policy `fallback` decides if the best overlap is below `min_overlap_threshold`",
+        _composite,
+        is_cost=False,
+        constants=(
+            Constant("overlap_weight", 0.6, "Weight of the cached share of the prompt.", most=1),
+            Constant("load_weight", 0.3, "Weight of the number of requests in progress.", most=1),
+            Constant("health_weight", 0.1, "Weight of the share of requests that succeeded.", most=1),
+            Constant("gpu_tier_weight", 1.0, "What a token on the device is worth.", most=16),
+            Constant("storage_tier_weight", 0.6, "What a token below the device is worth.", most=16),
+            Constant("min_overlap_threshold", 0.3, "Minimum overlap. If the best overlap is lower, the policy "
+                     "`fallback` decides.", most=1),
+            Constant("fallback", "sticky", "The policy that decides below `min_overlap_threshold`.",
+                     choices=("sticky", "least-work", "lmetric", "longest")),
+        ),
+        check=_check_composite,
+    ),
+    Preset(
+        "dynamo",
+        "NVIDIA Dynamo",
+        "least `prefill_load_scale * (wait + prompt - cached) / block_size + (context + prompt) / block_size + "
+        "active_weight * active`",
+        _dynamo,
+        is_cost=True,
+        constants=(
+            *CREDITS,
+            Constant("prefill_load_scale", 1.0, "Weight of the blocks to be computed.", most=1e6),
+            Constant("overlap_score_weight", 1.0, "Older name of `prefill_load_scale`. The two are multiplied.",
+                     most=1e6),
+            Constant("active_weight", 0.0, "Cost of one request in progress, in blocks.", most=1e9),
+            Constant("router_temperature", 0.0, "0 picks the lowest cost. A higher value picks at random, with "
+                     "softmax probabilities of the costs.", most=1e3),
+            Constant("track_prefill_tokens", True, "Whether the prefill tokens that wait at a target count."),
+            Constant("assume_kv_reuse", True, "No effect: a block that two requests share counts twice."),
+        ),
+    ),
+    Preset(
+        "hicache",
+        "SGLang HiCache with Dynamo",
+        "least `overlap_score_weight * max(0, prefill - shared_cache_multiplier * pool blocks beyond the device * "
+        "block_size) / block_size + decode blocks`",
+        _hicache,
+        is_cost=True,
+        constants=(
+            Constant("overlap_score_weight", 1.0, "Weight of the blocks to be computed.", most=1e6),
+            Constant("shared_cache_multiplier", 0.5, "What a block in the pool is worth; 0 ignores the pool.", most=16),
+            Constant("deduct_device", True, "Whether `prefill` leaves out tokens on the device. `true` follows "
+                     "HiCache's code, `false` the example in HiCache's documentation."),
+        ),
+    ),
+    Preset("lmetric", "LMetric", "least `(wait + new) * (active + 1)`", _lmetric, is_cost=True, constants=CREDITS),
+    Preset(
+        "llm-d",
+        "llm-d's guide",
+        "greatest `prefix_weight * prefix + kv_cache_weight * (1 - kv_usage) + queue_weight * queue`",
+        _llm_d,
+        is_cost=False,
+        constants=(
+            Constant("prefix_weight", 2.0, "Weight of the share of the prompt that is cached.", most=1e6),
+            Constant("kv_cache_weight", 1.0, "Weight of the free share of the KV cache.", most=1e6),
+            Constant("queue_weight", 1.0, "Weight of the queue: 1 for the shortest queue of the candidates, 0 for the "
+                     "longest.", most=1e6),
+        ),
+        needs_gauges=True,
+    ),
+    Preset(
+        "sticky",
+        "consistent hashing with bounded loads",
+        "the first target clockwise from the prefix key with `active < ceil((1 + load_factor_epsilon) * mean)`; "
+        "without a key least active",
+        _sticky,
+        is_cost=True,
+        constants=(
+            Constant("load_factor_epsilon", EPSILON, "How far the requests of a target may be above the mean, as a "
+                     "share of the mean.", least=0.01, most=10),
+            Constant("virtual_nodes", float(POINTS), "Number of points of each target on the hash ring.",
+                     least=1, most=10_000),
+        ),
+    ),
+    Preset(
+        "longest",
+        "Waymark",
+        "longest match among targets whose wait is at most `wait_max` above the least",
+        _longest,
+        is_cost=True,
+        constants=(*CREDITS, Constant("wait_max", 16_384.0, "How many tokens longer than the shortest wait the wait "
+                                      "of a target may be.", most=1e9)),
+        linear=lambda values: Linear(_LONGEST_NEW, 0.0),
+    ),
+)  # fmt: skip
+
+PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _PRESETS}
+DEFAULT = "least-work"
+
+
+def preset(name: str, field: str = "policy") -> Preset:
+    """A policy by name; ``InvalidValue`` names the nearest one."""
+    found = PRESETS.get(name)
+    if found is None:
+        raise InvalidValue(f"{field} is {shown(name)}, which is no policy; {nearest(name, PRESETS)}", field=field)
+    return found

@@ -1,0 +1,103 @@
+"""A profile: filters, then scorers with their weights, then a picker; and which profiles a request goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from waymark.decide.policies.deciders import Decider
+from waymark.decide.policies.filters import Filter
+from waymark.decide.policies.pickers import Picker, max_score
+from waymark.decide.policies.policy import Scored
+from waymark.decide.policies.scorers import Scores
+from waymark.decide.policies.target import Candidate, RoutingRequest
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedScorer:
+    """A scorer as a profile refers to it, its parameters bound."""
+
+    name: str
+    weight: float
+    score: Callable[[RoutingRequest, Sequence[Candidate]], Scores]
+    needs_gauges: bool = False
+    needs_first_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The filters, scorers and the picker that find one target."""
+
+    name: str
+    filters: tuple[Filter, ...] = ()
+    scorers: tuple[WeightedScorer, ...] = ()
+    picker: Picker = max_score
+    endpoints_max: int = 1
+    """The number of targets that the picker gives to its caller."""
+
+    def run(self, request: RoutingRequest, candidates: Sequence[Candidate], random: Random) -> Sequence[Scored]:
+        """The candidates that pass the filters, in the picker's order; none where none pass."""
+        kept = list(candidates)
+        for keep in self.filters:
+            kept = keep(request, kept)
+        if not kept:
+            return []
+        columns = {scorer.name: (scorer.weight, scorer.score(request, kept)) for scorer in self.scorers}
+        scored = []
+        for at, candidate in enumerate(kept):
+            parts = {name: _weighted(weight, scores[at]) for name, (weight, scores) in columns.items()}
+            scored.append(Scored.sum_of(candidate, parts))
+        return self.picker(scored, random)
+
+
+def _weighted(weight: float, score: float | None) -> float | None:
+    return None if score is None else weight * min(1.0, max(0.0, score))
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileStages:
+    """The targets of a request: for decode, and for the stages before it that its deciders require."""
+
+    decode: Sequence[Scored]
+    prefill: Sequence[Scored] = ()
+    encode: Sequence[Scored] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PickerConfig:
+    """The part of an ``EndpointPickerConfig`` that is about picking."""
+
+    profiles: Mapping[str, Profile]
+    decode: str
+    """The profile that finds the primary target."""
+    prefill: str | None = None
+    encode: str | None = None
+    prefill_decider: Decider | None = None
+    encode_decider: Decider | None = None
+    has_headers: bool = False
+    """Whether the targets of the other stages go into request headers."""
+    notes: tuple[str, ...] = field(default=())
+    """Sentences for the log at start about fields that belong elsewhere."""
+
+    @property
+    def needs_gauges(self) -> bool:
+        return any(scorer.needs_gauges for profile in self.profiles.values() for scorer in profile.scorers)
+
+    @property
+    def needs_first_tokens(self) -> bool:
+        return any(scorer.needs_first_tokens for profile in self.profiles.values() for scorer in profile.scorers)
+
+    def run(self, request: RoutingRequest, candidates: Sequence[Candidate], random: Random) -> ProfileStages:
+        """Decode first; then encode and prefill, each where its decider wants it and a target for it is there."""
+        decode = self.profiles[self.decode].run(request, candidates, random)
+        if not decode:
+            return ProfileStages(())
+        target = decode[0].candidate
+
+        def stage(name: str | None, decider: Decider | None) -> Sequence[Scored]:
+            if name is None or decider is None or not decider(request, target):
+                return ()
+            return self.profiles[name].run(request, candidates, random)
+
+        return ProfileStages(decode, stage(self.prefill, self.prefill_decider), stage(self.encode, self.encode_decider))

@@ -1,0 +1,45 @@
+"""Consistent hashing with bounded loads: a key keeps its target while that one is not much busier than the others.
+
+Every target has 150 points on a ring of 64-bit numbers, XXH3-64 of ``<instance>|<rank>#<i>``. A key starts at the
+number that its first eight bytes are, big-endian, and takes the first target clockwise whose load is below the bound:
+the mean load, the new request included, times ``1 + epsilon``, rounded up.
+
+Mirrokni, Thorup and Zadimoghaddam describe the scheme in "Consistent Hashing with Bounded Loads" (2016).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+from waymark.decide.policies.target import Candidate
+from waymark.domain.hashing import text_hash
+
+POINTS = 150
+EPSILON = 0.25
+
+
+class Ring:
+    """The points of some targets. It depends on their names only, so it is built once for a set of targets."""
+
+    def __init__(self, names: Iterable[tuple[str, int]], points: int = POINTS) -> None:
+        """``names`` are instance id and rank of each target."""
+        placed = sorted(
+            (text_hash(f"{instance_id}|{dp_rank}#{i}"), (instance_id, dp_rank))
+            for instance_id, dp_rank in names
+            for i in range(points)
+        )
+        self._points = [point for point, _ in placed]
+        self._names = [name for _, name in placed]
+
+    def clockwise(self, key: bytes) -> list[tuple[str, int]]:
+        """The names of all targets, each once, in the order in which the key meets them."""
+        start = bisect_left(self._points, int.from_bytes(key[:8], "big"))
+        return list(dict.fromkeys(self._names[start:] + self._names[:start]))
+
+
+def bound(candidates: Sequence[Candidate], epsilon: float = EPSILON) -> int:
+    """Requests that a target may have: the mean with the new request, times ``1 + epsilon``, rounded up."""
+    total = sum(candidate.active for candidate in candidates)
+    return math.ceil((1 + epsilon) * (total + 1) / len(candidates))

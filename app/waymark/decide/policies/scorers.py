@@ -1,0 +1,250 @@
+"""Scorers: each gives every candidate a score from 0 to 1; a profile adds them up, each with its weight.
+
+Names, parameters and formulas come from the ``EndpointPickerConfig`` plugins of llm-d's router and of Heimdall, which
+began as a copy of that router. A scorer that needs gauges gives None, and not 0, to a candidate that has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
+from waymark.decide.policies.constants import Constant, Values
+from waymark.decide.policies.policy import least_new
+from waymark.decide.policies.target import Candidate, RoutingRequest
+from waymark.domain.gauges import Gauges
+
+Scores: TypeAlias = list[float | None]
+"""The scores of the candidates, in their order."""
+ScoreFunction: TypeAlias = Callable[[RoutingRequest, Sequence[Candidate], Values], Scores]
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """A scorer by its plugin type."""
+
+    name: str
+    sentence: str
+    score: ScoreFunction
+    parameters: tuple[Constant, ...] = ()
+    needs_gauges: bool = False
+    needs_first_tokens: bool = False
+
+
+# ---- what is cached --------------------------------------------------------------------------------
+
+
+def _precise_prefix(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
+    whole = request.blocks * request.block_size
+    if whole == 0:
+        return [0.0 for _ in candidates]
+    return [(each.device + 0.8 * (each.matched - each.device)) / whole for each in candidates]
+
+
+def _expected_prefix(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
+    whole = min(request.blocks, int(values.number("maxPrefixBlocksToMatch"))) * request.block_size
+    if whole == 0:
+        return [0.0 for _ in candidates]
+    return [min(each.expected, whole) / whole for each in candidates]
+
+
+def _no_hit_lru(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
+    if any(each.matched or each.expected for each in candidates):
+        return [0.5 for _ in candidates]
+    if len(candidates) == 1:
+        return [1.0]
+    # Those that never took a cold request come first, in their order; then the one that did so longest ago.
+    places = sorted(range(len(candidates)), key=lambda at: (candidates[at].last_cold, at))
+    scores: Scores = [0.0] * len(candidates)
+    for rank, at in enumerate(places):
+        scores[at] = 1.0 - rank / (len(candidates) - 1)
+    return scores
+
+
+def _session(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
+    return [1.0 if each.instance_id == request.session else 0.0 for each in candidates]
+
+
+# ---- load ------------------------------------------------------------------------------------------
+
+
+def _active_requests(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
+    most = max(each.requests for each in candidates)
+    idle, best_busy = values.number("idleThreshold"), values.number("maxBusyScore")
+    return [1.0 if each.active <= idle else (most - each.requests) / most * best_busy for each in candidates]
+
+
+def _lmetric(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
+    size = request.block_size
+    costs = [(request.blocks - each.matched // size) * size * (each.requests + 1) for each in candidates]
+    return _least_is_one(costs)
+
+
+def _predicted_latency(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
+    return _where_known([_first_token_ms(request, each) for each in candidates])
+
+
+def _first_token_ms(request: RoutingRequest, candidate: Candidate) -> float | None:
+    if candidate.first_tokens is None:
+        return None
+    new = max(request.tokens - max(candidate.matched, candidate.expected), least_new(request))
+    return candidate.first_tokens.predict(candidate.wait + new)
+
+
+# ---- what engines report ---------------------------------------------------------------------------
+
+
+def _kv_cache(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
+    return [None if each.gauges is None else 1.0 - each.gauges.kv_usage for each in candidates]
+
+
+def _queue(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
+    return _by_gauge(candidates, lambda gauges: gauges.waiting)
+
+
+def _running(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
+    return _by_gauge(candidates, lambda gauges: gauges.running)
+
+
+def _load_aware(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
+    threshold = values.number("threshold")
+    return [
+        None if each.gauges is None else 0.5 * (1.0 - min(each.gauges.waiting, threshold) / threshold)
+        for each in candidates
+    ]
+
+
+def _adapter(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
+    return [None if each.gauges is None else _of_adapter(request.lora_name, each.gauges) for each in candidates]
+
+
+def _of_adapter(name: str | None, gauges: Gauges) -> float:
+    if name in gauges.adapters_running:
+        return 1.0
+    if len(gauges.adapters_running) + len(gauges.adapters_waiting) < gauges.adapters_max:
+        return 0.8
+    return 0.6 if name in gauges.adapters_waiting else 0.0
+
+
+# ---- labels ----------------------------------------------------------------------------------------
+
+CONTEXT_LABEL = "mif.moreh.io/context-length-range"
+
+
+def context_ranges(text: str) -> list[tuple[int, int]]:
+    """``"0-2048,8192-32768"`` as pairs of least and most tokens; ``InvalidValue`` where it is no such text."""
+    ranges = []
+    for part in text.split(","):
+        least, dash, most = part.partition("-")
+        if not (dash and least.strip().isdecimal() and most.strip().isdecimal() and int(least) <= int(most)):
+            raise InvalidValue(f"a range of context lengths is {shown(part)}; it must be least-most, such as 0-2048")
+        ranges.append((int(least), int(most)))
+    return ranges
+
+
+def context_score(tokens: int, label: str | None) -> float:
+    """How well a range fits: 0.3 to 1 inside of it, tighter and with more room above is better; below 0.3 outside."""
+    if label is None:
+        return 0.5
+    try:
+        return max(_in_range(tokens, least, most) for least, most in context_ranges(label))
+    except InvalidValue:
+        return 0.0  # a label is the operator's, and no request waits for its repair
+
+
+def _in_range(tokens: int, least: int, most: int) -> float:
+    if not least <= tokens <= most:
+        distance = tokens - most if tokens > most else least - tokens
+        return 0.3 / (1.0 + distance / 1000.0)
+    width = most - least
+    if width == 0:
+        return 1.0
+    return 0.3 + 0.7 * (0.7 / (1.0 + width / 10_000.0) + 0.3 * (most - tokens) / width)
+
+
+# ---- how they are made ----------------------------------------------------------------------------
+
+
+def _least_is_one(costs: Sequence[float]) -> Scores:
+    """1 for the least and 0 for the greatest; all equal ones get 1."""
+    least, most = min(costs), max(costs)
+    return [(most - cost) / (most - least) if most > least else 1.0 for cost in costs]
+
+
+def _by_gauge(candidates: Sequence[Candidate], amount: Callable[[Gauges], int]) -> Scores:
+    return _where_known([None if each.gauges is None else float(amount(each.gauges)) for each in candidates])
+
+
+def _where_known(costs: Sequence[float | None]) -> Scores:
+    """The scores of ``_least_is_one`` for the candidates that have a cost; None for the others."""
+    known = {at: cost for at, cost in enumerate(costs) if cost is not None}
+    if not known:
+        return [None for _ in costs]
+    scores = dict(zip(known, _least_is_one(list(known.values())), strict=True))
+    return [scores.get(at) for at in range(len(costs))]
+
+
+# ---- the table ------------------------------------------------------------------------------------
+
+_SCORERS = (
+    Scorer(
+        "precise-prefix-cache-scorer",
+        "share of the prompt's blocks that are cached: 1 for a block on the device, 0.8 below it",
+        _precise_prefix,
+    ),
+    Scorer(
+        "prefix-cache-scorer",
+        "share of the prompt that the target will probably have, because it was sent there before",
+        _expected_prefix,
+        (Constant("maxPrefixBlocksToMatch", 256.0, "Blocks that are looked at.", least=1, most=1e6),),
+    ),
+    Scorer(
+        "no-hit-lru-scorer",
+        "if no target has a block of the prompt: 1 for the target that got its last such prompt longest ago, less for "
+        "each later one; else 0.5",
+        _no_hit_lru,
+    ),
+    Scorer("session-affinity-scorer", "1 for the target that the session token names", _session),
+    Scorer(
+        "active-request-scorer",
+        "1 up to `idleThreshold` requests in progress, and less with each further request",
+        _active_requests,
+        (
+            Constant("idleThreshold", 0.0, "Requests up to which a target is idle.", most=1e6),
+            Constant("maxBusyScore", 1.0, "The best score of a busy target.", most=1),
+        ),
+    ),
+    Scorer("lmetric-scorer", "1 for the lowest `new blocks * (active + 1)`", _lmetric),
+    Scorer(
+        "predicted-latency-scorer",
+        "1 for the shortest predicted time to the first token. The prediction uses the target's latest `ttft_ms` and "
+        "the tokens that it had to compute for each; null with fewer than five",
+        _predicted_latency,
+        needs_first_tokens=True,
+    ),
+    Scorer("kv-cache-utilization-scorer", "free share of the KV cache", _kv_cache, needs_gauges=True),
+    Scorer("queue-scorer", "1 for the shortest queue, 0 for the longest", _queue, needs_gauges=True),
+    Scorer("running-requests-size-scorer", "1 for the fewest running requests", _running, needs_gauges=True),
+    Scorer(
+        "load-aware-scorer",
+        "0.5 for an empty queue, falling to 0 at `threshold`",
+        _load_aware,
+        (Constant("threshold", 128.0, "Waiting requests from which the score is 0.", least=1, most=1e6),),
+        needs_gauges=True,
+    ),
+    Scorer(
+        "lora-affinity-scorer",
+        "1 if the engine runs the adapter, 0.8 if it has room for it, 0.6 if the adapter waits there, else 0",
+        _adapter,
+        needs_gauges=True,
+    ),
+)
+SCORERS: Mapping[str, Scorer] = {scorer.name: scorer for scorer in _SCORERS}
+
+
+def scored_by_label(request: RoutingRequest, candidates: Sequence[Candidate], label: str) -> Scores:
+    """``context-length-aware``: by the range of lengths in each candidate's label."""
+    return [context_score(request.tokens, each.labels.get(label)) for each in candidates]

@@ -1,0 +1,48 @@
+"""The tables of ``docs/routing.md``, from the rows that the code goes by."""
+
+from __future__ import annotations
+
+from waymark.decide.policies.plugins import PLUGINS, PluginKind
+from waymark.decide.policies.presets import DEFAULT, PRESETS
+from waymark.decide.policies.scorers import SCORERS
+
+
+def policies() -> str:
+    """Every policy, its order, and whether it needs what engines report of themselves."""
+    lines = ["| Policy | From | Order | Needs |", "|---|---|---|---|"]
+    for preset in PRESETS.values():
+        name = f"**`{preset.name}`** (default)" if preset.name == DEFAULT else f"`{preset.name}`"
+        needs = "gauges" if preset.needs_gauges else "prefix key" if preset.name == "sticky" else ""
+        lines.append(f"| {name} | {preset.source} | {preset.order} | {needs} |")
+    return "\n".join(lines)
+
+
+def constants() -> str:
+    """Every constant of every policy: what a request may override."""
+    lines = ["| Policy | Constant | Default | Range | What it means |", "|---|---|---|---|---|"]
+    for preset in PRESETS.values():
+        for each in preset.constants:
+            default = str(each.default).lower() if isinstance(each.default, bool) else each.default
+            shown = f"{default:g}" if isinstance(default, float) else default
+            lines.append(f"| `{preset.name}` | `{each.name}` | `{shown}` | {each.range_text()} | {each.sentence} |")
+    return "\n".join(lines)
+
+
+def scorers() -> str:
+    """Every scorer of an ``EndpointPickerConfig``."""
+    lines = ["| Scorer | Score, 0 to 1 | Needs |", "|---|---|---|"]
+    for scorer in SCORERS.values():
+        needs = "gauges" if scorer.needs_gauges else "`ttft_ms`" if scorer.needs_first_tokens else ""
+        lines.append(f"| `{scorer.name}` | {scorer.sentence} | {needs} |")
+    return "\n".join(lines)
+
+
+def others() -> str:
+    """Plugins that a file may name and that something else here does."""
+    lines = ["| Plugin | Here |", "|---|---|"]
+    lines += [f"| `{each.type}` | {each.note} |" for each in PLUGINS.values() if each.kind is PluginKind.OTHER]
+    return "\n".join(lines)
+
+
+TABLES = {"policies": policies, "constants": constants, "scorers": scorers, "others": others}
+"""The tables of the page of routing, by the name between the page's marks."""

@@ -1,0 +1,88 @@
+"""From candidates to an order: by a preset, or by the profiles of a file, in one stage or in several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from waymark.decide.decision import PolicyChoice, ProfileName
+from waymark.decide.fleet import Fleet
+from waymark.decide.policies.filters import decode_filter, prefill_filter
+from waymark.decide.policies.policy import Decision, Inputs, Ranking, Scored
+from waymark.decide.policies.profile import PickerConfig
+from waymark.decide.policies.ring import POINTS
+from waymark.decide.policies.target import Candidate, RoutingRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RankedStages:
+    """The candidates of each stage, best first."""
+
+    decode: Sequence[Scored]
+    prefill: Sequence[Scored] = ()
+    encode: Sequence[Scored] = ()
+    decision: Decision = Decision.KV_AWARE
+
+
+def rank(
+    policy: PolicyChoice,
+    picker: PickerConfig | None,
+    request: RoutingRequest,
+    candidates: Sequence[Candidate],
+    fleet: Fleet,
+    random: Random,
+) -> Ranking:
+    """All candidates in the order of a policy; of a file, those that its decode profile lets through."""
+    if not candidates:
+        return Ranking(())
+    if policy.preset is None:
+        assert picker is not None
+        return Ranking(picker.profiles[picker.decode].run(request, candidates, random))
+    assert policy.values is not None
+    ring = None
+    if policy.preset.name == "sticky":
+        ring = fleet.ring(int(policy.values.number("virtual_nodes")))
+    elif policy.preset.name == "composite" and policy.values.word("fallback") == "sticky":
+        ring = fleet.ring(POINTS)
+    return _session_first(policy.preset.rank(Inputs(request, candidates, policy.values, random, ring)), request.session)
+
+
+def _session_first(found: Ranking, session: str | None) -> Ranking:
+    """The ranks of the session's instance before all others; a session whose instance is no candidate is a new one."""
+    own = [each for each in found.scored if each.candidate.instance_id == session]
+    if not own:
+        return found
+    others = [each for each in found.scored if each.candidate.instance_id != session]
+    return Ranking([*own, *others], Decision.SESSION)
+
+
+def stages(
+    policy: PolicyChoice,
+    picker: PickerConfig | None,
+    profile: ProfileName | None,
+    request: RoutingRequest,
+    candidates: Sequence[Candidate],
+    fleet: Fleet,
+    random: Random,
+) -> RankedStages | None:
+    """Who could take the request, and its stages before decode; None where nobody could.
+
+    In a single stage all candidates are for whole requests.
+    """
+    if policy.preset is None and profile != "single":
+        assert picker is not None
+        of = picker.run(request, candidates, random)
+        prefill = of.prefill[: picker.profiles[picker.prefill].endpoints_max] if picker.prefill else ()
+        encode = of.encode[: picker.profiles[picker.encode].endpoints_max] if picker.encode else ()
+        return RankedStages(of.decode, prefill, encode) if of.decode else None
+    is_split = profile == "disagg"
+    able = decode_filter(request, candidates) if is_split else candidates
+    decode = rank(policy, picker, request, able, fleet, random)
+    if not decode.scored:
+        return None
+    if not is_split:
+        return RankedStages(decode.scored, decision=decode.decision)
+    before = prefill_filter(request, candidates)
+    prefill_first = rank(policy, picker, request._replace(session=None), before, fleet, random)
+    return RankedStages(decode.scored, prefill_first.scored, decision=decode.decision)

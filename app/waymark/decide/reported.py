@@ -1,0 +1,165 @@
+"""What a router outside asks and reports by block hashes: who has a prompt, and where it has sent one.
+
+smg and this index use the same hashes: XXH3-64 of a block's tokens, little-endian. Reports, called placements, count
+for engines without events, and for blocks of text, because no engine has events of these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from waymark.base.errors import InvalidValue
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
+from waymark.decide.decision import PackedKeys
+from waymark.decide.fleet import Fleet, FleetMember
+from waymark.decide.requests import RequestSelector
+from waymark.decide.served import ServedModel
+from waymark.domain import keys
+from waymark.domain.hashing import DEFAULT_SEED, extend_local, namespace, text_hash
+from waymark.domain.match import target_rows
+from waymark.domain.names import GroupName
+from waymark.store.directory import GroupEntry
+from waymark.store.store import Store
+
+
+class Keyspace(NamedTuple):
+    """Blocks that can match one another."""
+
+    model_name: str
+    is_text: bool
+    """Blocks of ``block_size`` bytes of text; else of so many tokens."""
+    block_size: int
+
+
+class HolderMatch(NamedTuple):
+    """A holder, by the address of its registration or the name in a report, and its blocks from the first on."""
+
+    holder: str
+    blocks: int
+    tells_events: bool
+
+
+PlacementResult = Literal["kept", "has_events", "unknown_model"]
+
+
+class ReportedPrompts:
+    """The index by addresses, with placements, of one tenant."""
+
+    def __init__(
+        self, store: Store, requests: RequestSelector, settings: Settings, metrics: Metrics, tenant_id: str
+    ) -> None:
+        self._store = store
+        self._requests = requests
+        self._metrics = metrics
+        self._tenant_id = tenant_id
+        self._deadline_seconds = settings.query_deadline_ms / 1000
+        self._milliseconds = 1000 * settings.placement_seconds
+        self._blocks_max = settings.placements_max
+        self.has_same_hashes = settings.hash_seed == DEFAULT_SEED
+        """Whether this index hashes as smg does."""
+
+    async def match(self, keyspace: Keyspace, local_hashes: Sequence[int]) -> list[HolderMatch]:
+        """Who has the beginning of a prompt, the longest match first. Raises StoreUnavailable."""
+        served = await self._served(keyspace)
+        if served is None or not local_hashes or not keyspace.block_size:
+            return []
+        hashes = extend_local(None, array("Q", local_hashes))
+        if keyspace.is_text:
+            found = await self._placed(served, keyspace, hashes)
+        else:
+            found, placed = await asyncio.gather(
+                self._indexed(served, keyspace, hashes), self._placed(served, keyspace, hashes)
+            )
+            precise = _with_events(self._requests.selector.fleets.at_hand(served.group))
+            found |= {holder: each for holder, each in placed.items() if holder not in precise}
+        return _sorted(found)
+
+    async def place(
+        self, keyspace: Keyspace, holder: str, parent: int | None, local_hashes: Sequence[int]
+    ) -> PlacementResult:
+        """Note that a prompt was sent to a holder. ``parent``: the seq_hash that it goes on from.
+
+        Raises StoreUnavailable.
+        """
+        served = await self._served(keyspace)
+        entry = None if served is None else await self._entry(served)
+        if served is None or entry is None:
+            return "unknown_model"
+        if not keyspace.is_text:
+            selector = self._requests.selector
+            fleet = selector.fleets.at_hand(served.group) or await selector.fleets.newest(served.group)
+            if holder in _with_events(fleet):
+                return "has_events"
+        block_keys = _placement_keys(served, keyspace, extend_local(parent, array("Q", local_hashes)))
+        dropped = await self._store.placements.place(
+            entry.group_id, block_keys, holder, milliseconds=self._milliseconds, blocks_max=self._blocks_max
+        )
+        self._metrics.placements_dropped.inc(dropped)
+        return "kept"
+
+    async def holders(self) -> list[tuple[Keyspace, HolderMatch]]:
+        """Every registered address with its model, without its blocks. Raises StoreUnavailable."""
+        found: dict[tuple[Keyspace, str], bool] = {}
+        for each in await self._store.directory.registrations():
+            if each.tenant_id == self._tenant_id and each.scope == "instance" and each.target.address is not None:
+                key = Keyspace(each.model_name, False, each.block_size), each.target.address
+                found[key] = found.get(key, False) or each.endpoint is not None
+        return [(keyspace, HolderMatch(holder, 0, tells)) for (keyspace, holder), tells in found.items()]
+
+    async def _served(self, keyspace: Keyspace) -> ServedModel | None:
+        named = GroupName(self._tenant_id, keyspace.model_name)
+        try:
+            return await self._requests.further_name(named) or ServedModel(named)
+        except InvalidValue:
+            return None  # a name of several models is none
+
+    async def _entry(self, served: ServedModel) -> GroupEntry | None:
+        group = served.group
+        return self._store.reader.entry_at_hand(group) or await self._store.directory.group(group)
+
+    async def _indexed(self, served: ServedModel, keyspace: Keyspace, hashes: Sequence[int]) -> dict[str, HolderMatch]:
+        packed = keys.pack(hashes, namespace(served.adapter, []))
+        reading = await self._store.reader.read(
+            served.group, keyspace.block_size, PackedKeys(packed), deadline_seconds=self._deadline_seconds
+        )
+        fleet = self._requests.selector.fleets.at_hand(served.group)
+        if reading is None or fleet is None:
+            return {}
+        rows = target_rows(reading.walk)
+        found: dict[str, HolderMatch] = {}
+        for member in fleet.members:
+            address, row = member.target.address, rows.get(member.name)
+            if address is not None and row is not None and row.blocks:
+                before = found.get(address)
+                if before is None or before.blocks < row.blocks:  # ranks of one address are one holder
+                    found[address] = HolderMatch(address, row.blocks, member.tells_events)
+        return found
+
+    async def _placed(self, served: ServedModel, keyspace: Keyspace, hashes: Sequence[int]) -> dict[str, HolderMatch]:
+        entry = await self._entry(served)
+        if entry is None:
+            return {}
+        until = asyncio.get_running_loop().time() + self._deadline_seconds
+        block_keys = _placement_keys(served, keyspace, hashes)
+        found = await self._store.placements.match(entry.group_id, block_keys, until=until)
+        return {holder: HolderMatch(holder, blocks, tells_events=False) for holder, blocks in found.items()}
+
+
+def _with_events(fleet: Fleet | None) -> frozenset[str]:
+    """The addresses of engines whose events say what they have."""
+    members: Sequence[FleetMember] = () if fleet is None else fleet.members
+    return frozenset(each.target.address for each in members if each.tells_events and each.target.address is not None)
+
+
+def _placement_keys(served: ServedModel, keyspace: Keyspace, hashes: Sequence[int]) -> list[int]:
+    """The keys of the blocks' placements: blocks of text are not those of tokens, nor are other sizes."""
+    number = namespace(served.adapter, []) ^ text_hash(f"{keyspace.is_text} {keyspace.block_size}")
+    return [each ^ number for each in hashes]
+
+
+def _sorted(found: dict[str, HolderMatch]) -> list[HolderMatch]:
+    return sorted(found.values(), key=lambda each: (-each.blocks, each.holder))

@@ -1,0 +1,92 @@
+"""The prompts of an inference request: their token ids, and the keys of the blocks of the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from waymark.base.errors import InvalidValue
+from waymark.base.settings import Settings
+from waymark.chat.requests import Form, InferenceRequest
+from waymark.decide.decision import HashedPrompt, PromptOf
+from waymark.decide.sequences import SEQUENCES_MAX
+from waymark.decide.served import ServedModel
+from waymark.domain.hashing import block_keys, namespace, pack_tokens
+from waymark.domain.multimodal import PromptItems, block_keys_with, check_blocks
+from waymark.tokenization.prompt import ChatPrompt, SourcedTokens, TextPrompt
+from waymark.tokenization.prompt import Prompt as TextOrChat
+from waymark.tokenization.tokenizers import Tokenizers
+
+
+def no_prompt(block_size: int) -> HashedPrompt:
+    """What is known of a prompt without tokens, in any block size."""
+    return HashedPrompt(0, b"")
+
+
+class RequestPrompts:
+    """The prompts of requests, as tokens."""
+
+    def __init__(self, tokenizers: Tokenizers, settings: Settings) -> None:
+        self._tokenizers = tokenizers
+        self._seed = settings.hash_seed
+        self._tokens_max = settings.max_tokens
+
+    async def tokens(self, request: InferenceRequest, served: ServedModel) -> list[SourcedTokens]:
+        """The tokens of each prompt, of ``SEQUENCES_MAX`` at most; none for a request without a prompt.
+
+        Raises InvalidValue (``no_tokenizer`` where the model has no tokenizer), TokenizerUnavailable,
+        StoreUnavailable.
+        """
+        group = served.group
+        return [
+            each
+            if isinstance(each, SourcedTokens)
+            else await self._tokenizers.tokens(group.model_name, each, group.tenant_id)
+            for each in _said(request)
+        ]
+
+    def keyed(self, tokens: SourcedTokens, request: InferenceRequest, served: ServedModel) -> PromptOf:
+        """The keys of a prompt in any block size. Raises InvalidValue where it has too many tokens."""
+        if len(tokens.ids) // 4 > self._tokens_max:
+            raise InvalidValue(
+                f"the prompt has more than {self._tokens_max} tokens; send less, or raise WAYMARK_MAX_TOKENS",
+                reason="too_large",
+            )
+        salts = [] if request.cache_salt is None else [request.cache_salt]
+        return partial(_keyed, tokens.ids, tokens.items, namespace(served.adapter, salts), self._seed)
+
+
+def _said(request: InferenceRequest) -> Iterator[TextOrChat | SourcedTokens]:
+    if request.form is Form.EMBEDDINGS:
+        return  # nothing of them is found again, so the load alone decides
+    if request.messages:
+        yield ChatPrompt(
+            request.messages,
+            request.tools,
+            request.template_kwargs,
+            request.add_generation_prompt,
+            request.continue_final_message,
+            bool(request.add_special_tokens),
+            request.system,
+            request.truncation,
+        )
+    for prompt in request.prompts[:SEQUENCES_MAX]:
+        if isinstance(prompt, str):
+            yield TextPrompt(prompt, request.add_special_tokens is not False, request.truncation)
+        else:
+            try:
+                ids = pack_tokens(list(prompt))
+            except (TypeError, OverflowError, ValueError):
+                raise InvalidValue("prompt has an element that is no token id", field="prompt") from None
+            yield SourcedTokens(ids if request.truncation is None else request.truncation.cut(ids, b"", b""), "request")
+
+
+def _keyed(ids: bytes, items: PromptItems, space: int, seed: int, block_size: int) -> HashedPrompt:
+    count = len(ids) // 4
+    if not items:
+        return HashedPrompt(count, block_keys(None, ids, block_size, namespace=space, seed=seed))
+    try:
+        check_blocks(items, count, block_size)
+    except InvalidValue:
+        return HashedPrompt(count, b"")  # decided without a match, as whatever cannot be looked up
+    return HashedPrompt(count, block_keys_with(items, None, ids, block_size, first=0, namespace=space, seed=seed))

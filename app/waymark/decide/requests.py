@@ -1,0 +1,280 @@
+"""A decision about a whole inference request: its names and its prompts first, then the selection.
+
+It fails open. A prompt whose tokens are not available is decided by its prefix alone (policy ``sticky``). While Redis
+is unavailable, the targets are those that were known last. A request is refused only if no target can take it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from time import monotonic, perf_counter
+from typing import NamedTuple
+
+from waymark.base.errors import InvalidValue, NoTarget, RemoteUnavailable, StoreUnavailable, UnknownModel
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
+from waymark.base.shown import shown
+from waymark.chat.media import has_media
+from waymark.chat.prefix_key import prefix_key
+from waymark.chat.requests import InferenceRequest
+from waymark.decide.decision import (
+    PolicyChoice,
+    ProfileName,
+    PromptOf,
+    RankedTargets,
+    RankingRequest,
+    SelectedTarget,
+    SelectParameters,
+)
+from waymark.decide.policies.presets import PRESETS
+from waymark.decide.request_prompts import RequestPrompts, no_prompt
+from waymark.decide.selector import Selector
+from waymark.decide.sequences import SequenceLoad, further_sequences, reserve_sequences
+from waymark.decide.served import ServedModel, ServedNames
+from waymark.decide.startup import StartupGate
+from waymark.domain.names import DEFAULT_TENANT, GroupName
+from waymark.store.reservations import Reservation
+from waymark.store.store import Store
+from waymark.tokenization.prompt import SourcedTokens
+from waymark.tokenization.tokenizers import Tokenizers
+
+log = logging.getLogger(__name__)
+
+_LEAST_WORK = PolicyChoice(PRESETS["least-work"], PRESETS["least-work"].values({}))
+_STICKY = PolicyChoice(PRESETS["sticky"], PRESETS["sticky"].values({}))
+#: How long the targets of a model that Redis does not know any more are used: so long its workers need to register
+#: them again in a Redis that came back empty.
+_FORGOTTEN_SECONDS = 30.0
+#: Models whose last decision is remembered.
+_DECIDED_MAX = 1024
+
+
+class PreparedRequest(NamedTuple):
+    """A request that can be decided, any number of times."""
+
+    ranking: RankingRequest
+    served: ServedModel
+    tokens: tuple[int, ...]
+    """The number of tokens of each prompt; empty if that is not known."""
+    further: tuple[SequenceLoad, ...]
+    """The load of the sequences beyond the first."""
+
+
+class RoutedRequest(NamedTuple):
+    """The target of a request, and the meaning of its model's name."""
+
+    selected: SelectedTarget
+    served: ServedModel
+    further: tuple[SequenceLoad, ...] = ()
+    """The load of the sequences beyond the first."""
+    reservations: Sequence[Reservation] = ()
+    """The reservations of all sequences, and of a prefill target."""
+
+    @property
+    def address(self) -> str:
+        """The address of the target; only a decision among targets with an address has one."""
+        address = self.selected.target.candidate.address
+        assert address is not None
+        return address
+
+
+class RequestSelector:
+    """Decides where inference requests go, in one process."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        metrics: Metrics,
+        selector: Selector,
+        tokenizers: Tokenizers,
+        gate: StartupGate,
+    ) -> None:
+        self.selector = selector
+        self._directory = store.directory
+        deadline = settings.query_deadline_ms / 1000
+        self._served = store.incarnation.cache(ServedNames(store.directory, store.reader, store.begin, deadline))
+        self._prompts = RequestPrompts(tokenizers, settings)
+        self._gate = gate
+        self._metrics = metrics
+        self._observe_tokens = metrics.decision_duration_seconds.labels(part="tokens").observe
+        self._profile: ProfileName | None = None if settings.profile == "auto" else settings.profile
+        self._prefix_bytes = settings.prefix_bytes
+        self._decided: dict[GroupName, float] = {}
+        """The time of the last decision with Redis, by model and by the monotonic clock."""
+        self._logged: set[str] = set()
+        """Reasons for decisions without tokens that the log names already."""
+
+    async def prepare(
+        self,
+        request: InferenceRequest,
+        *,
+        tenant_id: str = DEFAULT_TENANT,
+        session: str | None = None,
+        counts_tokens: bool = False,
+    ) -> PreparedRequest:
+        """Read what a decision needs of a request. ``session`` is the instance that its session token names.
+
+        ``counts_tokens``: the caller needs the tokens even where they do not decide. Raises InvalidValue where the
+        model is a name of several models.
+        """
+        named = GroupName(tenant_id, request.model)
+        further_name = await self.further_name(named)
+        served = further_name or ServedModel(named)
+        policy, key = self.selector.default_policy, self._prefix_key(request)
+        is_sticky = policy.preset is PRESETS["sticky"]
+        several: Sequence[SourcedTokens] = ()
+        prompt: PromptOf = no_prompt
+        refused = None
+        if not is_sticky or key is None or counts_tokens:
+            try:
+                began = perf_counter()
+                several = await self._prompts.tokens(request, served)
+                self._observe_tokens(perf_counter() - began)
+                if several:
+                    prompt = self._prompts.keyed(several[0], request, served)
+            except (InvalidValue, RemoteUnavailable, StoreUnavailable) as exc:
+                refused = exc
+                self._count(exc)
+        needs_source = None
+        if refused is not None and not is_sticky:
+            if key is not None and isinstance(refused, InvalidValue) and await self._has_sources(served.group):
+                needs_source = refused
+            else:
+                policy = _STICKY
+        ranking = RankingRequest(
+            served.group,
+            prompt,
+            policy,
+            prefix_key=key,
+            lora_name=served.adapter if isinstance(served.adapter, str) else None,
+            served_as=None if further_name is None else request.model,
+            session=session,
+            is_multimodal=request.messages is not None and has_media(request.messages),
+            needs_source=needs_source,
+        )
+        tokens = tuple(len(each.ids) // 4 for each in several)
+        further = further_sequences(tokens or (0,) * request.prompts_to_answer, request.copies)
+        return PreparedRequest(ranking, served, tokens, further)
+
+    async def further_name(self, named: GroupName) -> ServedModel | None:
+        """The model that a name means; None where it is a model of its own, or nobody serves it.
+
+        Raises InvalidValue where it is a name of several models.
+        """
+        try:
+            return await self._served.of(named)
+        except StoreUnavailable:
+            return self._served.at_hand(named)
+
+    async def take(self, prepared: PreparedRequest, parameters: SelectParameters) -> RoutedRequest:
+        """Take a target, for every sequence of the request.
+
+        Raises NoTarget (UnknownModel where nothing serves the model), Saturated, Starting, and StoreUnavailable where
+        Redis is unavailable and no target of the model is known; then nothing is taken.
+        """
+        ranking = prepared.ranking
+        if self._profile is not None and parameters.profile is None:
+            parameters = replace(parameters, profile=self._profile)
+        try:
+            await self._gate.check()
+            selected = await self.selector.select(ranking, parameters)
+        except StoreUnavailable:
+            self._gate.check_latched()
+            selected = self.selector.select_without_redis(ranking, parameters)
+        except NoTarget:
+            if not await self._is_forgotten(ranking):
+                raise
+            selected = self.selector.select_without_redis(ranking, parameters)
+        reservations = tuple(selected.reservations)
+        if not selected.is_degraded:
+            self._remember(ranking.group)
+            if prepared.further and parameters.is_reserved:
+                reservations += await reserve_sequences(
+                    self.selector, ranking.group, selected.target.candidate, prepared.further, parameters.milliseconds
+                )
+        return RoutedRequest(selected, prepared.served, prepared.further, reservations)
+
+    async def select(
+        self,
+        request: InferenceRequest,
+        parameters: SelectParameters,
+        *,
+        tenant_id: str = DEFAULT_TENANT,
+        session: str | None = None,
+    ) -> RoutedRequest:
+        """Take a target for a request that is decided once; raises as ``prepare`` and ``take``."""
+        return await self.take(await self.prepare(request, tenant_id=tenant_id, session=session), parameters)
+
+    async def score(self, request: InferenceRequest, *, tenant_id: str = DEFAULT_TENANT) -> RankedTargets | None:
+        """How much of the prompt each target has; None for a model that nobody has registered.
+
+        It does not fail open: raises InvalidValue (``no_tokenizer`` where the model has no tokenizer),
+        TokenizerUnavailable, StoreUnavailable.
+        """
+        named = GroupName(tenant_id, request.model)
+        served = await self._served.of(named) or ServedModel(named)
+        if await self.selector.fleets.newest(served.group) is None:
+            return None
+        several = await self._prompts.tokens(request, served)
+        prompt = self._prompts.keyed(several[0], request, served) if several else no_prompt
+        return await self.selector.score(RankingRequest(served.group, prompt, _LEAST_WORK))
+
+    async def select_any(self, parameters: SelectParameters, *, tenant_id: str = DEFAULT_TENANT) -> RoutedRequest:
+        """Take a target of any model, for a request that names none; raises as ``select``."""
+        registrations = await self._directory.registrations()
+        for group in dict.fromkeys(each.group for each in registrations if each.tenant_id == tenant_id):
+            try:
+                return await self.select(InferenceRequest(group.model_name), parameters, tenant_id=tenant_id)
+            except NoTarget:
+                continue
+        raise NoTarget(f"no target is left for tenant {shown(tenant_id)}; register one with an address")
+
+    async def _is_forgotten(self, ranking: RankingRequest) -> bool:
+        """Whether Redis has forgotten a model that was served a moment ago, as one does that came back empty.
+
+        Raises UnknownModel where nothing serves the model; StoreUnavailable is as good as a Redis that has forgotten.
+        """
+        group = ranking.group
+        try:
+            if await self.selector.fleets.newest(group) is not None:
+                return False
+        except StoreUnavailable:
+            return True
+        if monotonic() - self._decided.get(group, float("-inf")) < _FORGOTTEN_SECONDS:
+            return True
+        raise UnknownModel(group.model_name, group.tenant_id)
+
+    def _remember(self, group: GroupName) -> None:
+        if group not in self._decided and len(self._decided) >= _DECIDED_MAX:
+            self._decided.clear()
+        self._decided[group] = monotonic()
+
+    async def _has_sources(self, group: GroupName) -> bool:
+        """Whether a target reports opaque prefixes, which are found by the prefix key."""
+        try:
+            fleet = await self.selector.fleets.newest(group)
+        except StoreUnavailable:
+            return False
+        return fleet is not None and fleet.has_sources
+
+    def _prefix_key(self, request: InferenceRequest) -> bytes | None:
+        if request.messages is not None:
+            said, system = request.messages, request.system
+        elif request.prompts and isinstance(request.prompts[0], str):
+            said, system = [{"role": "user", "content": request.prompts[0]}], None
+        else:
+            return None
+        return prefix_key(request.model, said, system, prefix_bytes=self._prefix_bytes)
+
+    def _count(self, refused: InvalidValue | RemoteUnavailable | StoreUnavailable) -> None:
+        reason = "unavailable"
+        if isinstance(refused, InvalidValue):
+            reason = refused.reason if refused.reason in ("no_tokenizer", "too_large") else "unfit"
+        self._metrics.decisions_without_tokens.labels(reason=reason).inc()
+        if reason not in self._logged and reason != "unfit":
+            self._logged.add(reason)
+            log.warning("a prompt is routed by its prefix alone", extra=fields(reason=reason, error=refused.sentence))

@@ -1,0 +1,290 @@
+"""The use case: a prompt's blocks, the targets' loads, a policy, a reservation.
+
+A decision looks as a query does, ranks all targets by loads that are a moment old, and lets Redis take the best of the
+first few by their loads of that instant. So it costs one round trip more than a query, and any number of replicas
+decide as one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from random import Random
+from time import perf_counter
+
+from waymark.base.errors import NoTarget, Saturated, StoreUnavailable, nothing_registered
+from waymark.base.metrics import Metrics
+from waymark.base.shown import shown
+from waymark.decide.decision import PolicyChoice, RankedTargets, RankingRequest, SelectedTarget, SelectParameters
+from waymark.decide.degraded import Degraded
+from waymark.decide.fleet import Fleet, FleetMember
+from waymark.decide.fleets import Fleets
+from waymark.decide.loads import Loads
+from waymark.decide.offers import SumOffers
+from waymark.decide.options import SelectionOptions
+from waymark.decide.policies.policy import Decision
+from waymark.decide.policies.presets import PRESETS
+from waymark.decide.policies.target import Candidate
+from waymark.decide.prefill_progress import PrefillProgress
+from waymark.decide.ranking import RankedStages, rank, stages
+from waymark.decide.taking import TargetReserver, headers_of
+from waymark.decide.target_reader import TargetLookup, TargetReader, request_of
+from waymark.domain.keys import KEY_BYTES
+from waymark.domain.names import GroupName
+from waymark.store.reservations import CANDIDATES_MAX, Offer, Reservation, ReservationPart, ReservationTerms
+from waymark.store.store import Store
+
+#: How often a decision starts over because its group's table has changed meanwhile.
+_LOOKUPS_MAX = 3
+#: After Redis did not answer, decisions are made without it for so long before it is asked again.
+_AWAY_SECONDS = 1.0
+
+
+class Selector:
+    """Decisions of one replica."""
+
+    def __init__(self, store: Store, options: SelectionOptions, metrics: Metrics, random: Random | None = None) -> None:
+        self._store = store
+        self._options = options
+        self._metrics = metrics
+        self._random = random or Random()
+        self.fleets = store.incarnation.cache(Fleets(store.reader, options.deadline_seconds))
+        self._loads = store.incarnation.cache(Loads(store.reservations, store.begin, options.loads_seconds, metrics))
+        self._progress = store.incarnation.cache(
+            PrefillProgress(store.reader, store.reservations, store.begin, metrics)
+        )
+        self._reserver = TargetReserver(store.reservations, self._loads, self._progress, options, metrics)
+        self._degraded = Degraded()
+        self._targets = TargetReader(store, options, metrics, self._loads, self.fleets, self._degraded.remember)
+        self._away_until = float("-inf")
+        self._default_policy = PolicyChoice(None) if options.picker is not None else PolicyChoice.of(options.policy)
+        self._observe_policy = metrics.decision_duration_seconds.labels(part="policy").observe
+        metrics.prefix_routing_prefix_cardinality.set_function(lambda: store.counts.prefixes_seen)
+        metrics.prefix_routing_backend_distribution.set_function(lambda: metrics.backends(self._under_way()))
+
+    @property
+    def default_policy(self) -> PolicyChoice:
+        """What decides where a request names no policy."""
+        return self._default_policy
+
+    # ---- without a reservation ---------------------------------------------------------------------
+
+    async def score(self, ranking: RankingRequest) -> RankedTargets | None:
+        """All candidates, best first; None where nothing is registered for the group.
+
+        Raises StoreUnavailable.
+        """
+        lookup = await self._targets.read(ranking, expects=None)
+        if lookup is None:
+            return None
+        # A caller that names candidates knows what they serve.
+        members = None if ranking.given is not None else lookup.fleet.serving(ranking.served_as)
+        candidates = lookup.fleet.candidates(lookup.seen, lookup.request.block_size, ranking.given, members)
+        found = rank(ranking.policy, self._options.picker, lookup.request, candidates, lookup.fleet, self._random)
+        decision = found.decision if candidates else Decision.KV_AWARE
+        self._metrics.decisions.labels(policy=ranking.policy.name, decision=decision).inc()
+        return RankedTargets(
+            found.scored,
+            ranking.policy,
+            decision,
+            lookup.request.tokens,
+            lookup.request.block_size,
+            lookup.request.prefix_key,
+            lookup.is_partial,
+            lookup.walk,
+            frozenset() if ranking.given is None else {(each.instance_id, each.dp_rank) for each in candidates},
+        )
+
+    # ---- with one ----------------------------------------------------------------------------------
+
+    async def select(self, ranking: RankingRequest, parameters: SelectParameters) -> SelectedTarget:
+        """Take a target. Raises NoTarget, Saturated, StoreUnavailable; then nothing is taken."""
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._away_until:
+            raise StoreUnavailable("Redis did not answer a moment ago; try again in a moment")
+        try:
+            async with asyncio.timeout(2 * self._options.deadline_seconds):
+                selected = await self._select(ranking, parameters)
+        except (StoreUnavailable, TimeoutError) as exc:
+            self._away_until = loop.time() + _AWAY_SECONDS
+            if isinstance(exc, TimeoutError):
+                seconds = 2 * self._options.deadline_seconds
+                raise StoreUnavailable(f"Redis did not answer within {seconds:g} s; try again in a moment") from None
+            raise
+        counted_as = "prefix_routing" if selected.policy.name == "sticky" else "kv_index"
+        self._store.counts.add(f"{counted_as}.{selected.decision}", ranking.prefix_key)
+        if counted_as == "kv_index":
+            self._metrics.kv_index_routing_decisions.labels(decision=selected.decision).inc()
+        else:
+            self._metrics.prefix_routing_requests.labels(strategy=selected.decision).inc()
+        return selected
+
+    async def _select(self, ranking: RankingRequest, parameters: SelectParameters) -> SelectedTarget:
+        for _ in range(_LOOKUPS_MAX):
+            lookup = await self._targets.read(ranking, expects=parameters.expects)
+            if lookup is None:
+                break
+            began = perf_counter()
+            of = self._sums(ranking, parameters, lookup) or self._stages(ranking, parameters, lookup)
+            self._observe_policy(perf_counter() - began)
+            if of is None:
+                raise NoTarget(_none_allowed(ranking, parameters, lookup.fleet))
+            taken = await self._reserver.take(of, lookup, ranking, parameters)
+            if taken is not None:
+                return taken
+            # Every target that was offered is gone: the cached table is older than that.
+            await self._store.reader.table(ranking.group, deadline_seconds=self._options.deadline_seconds)
+        raise NoTarget(nothing_registered(ranking.group.model_name, ranking.group.tenant_id))
+
+    def _sums(self, ranking: RankingRequest, parameters: SelectParameters, lookup: TargetLookup) -> SumOffers | None:
+        """The targets by sums alone, where the policy is one and nothing else decides; None: by ``_stages``."""
+        preset, seen = ranking.policy.preset, lookup.seen
+        if preset is None or preset.sum_of is None or ranking.session is not None or parameters.profile == "disagg":
+            return None
+        if seen.prefixes or seen.gauges or seen.first_tokens:
+            return None
+        members = self._members(ranking, parameters, lookup)
+        if not members:
+            return None
+        blocks = len(lookup.keys) // KEY_BYTES
+        return SumOffers(members, seen, ranking.policy, lookup.request, blocks, self._random)
+
+    def _stages(
+        self, ranking: RankingRequest, parameters: SelectParameters, lookup: TargetLookup
+    ) -> RankedStages | None:
+        members = self._members(ranking, parameters, lookup)
+        candidates = lookup.fleet.candidates(lookup.seen, lookup.request.block_size, members=members)
+        return stages(
+            ranking.policy,
+            self._options.picker,
+            parameters.profile,
+            lookup.request,
+            candidates,
+            lookup.fleet,
+            self._random,
+        )
+
+    def _members(
+        self, ranking: RankingRequest, parameters: SelectParameters, lookup: TargetLookup
+    ) -> Sequence[FleetMember]:
+        """The targets that a decision has to rank."""
+        policy = ranking.policy
+        members = lookup.fleet.serving(ranking.served_as)
+        if not parameters.allows_all:
+            members = [each for each in members if parameters.allows(each.name[0], each.target.address)]
+        if parameters.needs_address and not lookup.fleet.have_addresses:
+            members = [each for each in members if each.target.address is not None]
+        if parameters.profile == "disagg" or (policy.preset is None and parameters.profile is None):
+            return members
+        if policy.preset is None or policy.preset.linear is None or policy.values is None:
+            return [each for each in members if each.is_whole]
+        most = max(CANDIDATES_MAX, parameters.count)
+        return lookup.fleet.shortlist(
+            lookup.seen,
+            policy.preset.linear(policy.values),
+            most,
+            self._random,
+            allowed=None if members is lookup.fleet.members else members,
+            session=ranking.session,
+        )
+
+    def select_without_redis(self, ranking: RankingRequest, parameters: SelectParameters) -> SelectedTarget:
+        """Take a target by what is known; StoreUnavailable where nothing of the group is."""
+        known = self._degraded.groups.get(ranking.group)
+        if known is None:
+            raise StoreUnavailable(
+                "Redis is unavailable, and this process knows no target of this model yet; try again in a moment"
+            )
+        sizes = known.fleet.block_sizes
+        prompt = ranking.prompt(ranking.block_size or max(sizes, default=1))
+        request = request_of(ranking, prompt, ranking.block_size or max(sizes, default=1), 0)
+        seen = self._degraded.seen(ranking.group)
+        lookup = TargetLookup(known.entry, request, known.fleet, seen, prompt.keys)
+        sticky = PRESETS["sticky"]
+        degraded = ranking._replace(policy=PolicyChoice.of(sticky))
+        of = self._stages(degraded, parameters, lookup)
+        if of is None:
+            raise NoTarget(_none_allowed(ranking, parameters, known.fleet))
+        best, *others = of.decode
+        prefill = of.prefill[0] if of.prefill else None
+        reservations = []
+        if parameters.is_reserved:
+            reservations = [
+                self._degraded.reserve(
+                    ranking.group, stage.candidate.publisher, request.tokens, parameters.milliseconds
+                )
+                for stage in (best, prefill)
+                if stage is not None
+            ]
+        self._metrics.decisions.labels(policy=sticky.name, decision="degraded").inc()
+        return SelectedTarget(
+            best,
+            [each.candidate for each in others[: parameters.count - 1]],
+            degraded.policy,
+            of.decision,
+            request.tokens,
+            request.prefix_key,
+            prefill,
+            of.encode,
+            reservations,
+            is_degraded=True,
+            group_id=known.entry.group_id,
+            block_size=request.block_size,
+            headers=headers_of(best.candidate, prefill and prefill.candidate, [each.candidate for each in of.encode]),
+        )
+
+    async def reserve(
+        self, group: GroupName, candidate: Candidate, tokens: int, context: int, milliseconds: int
+    ) -> Reservation:
+        """Reserve a target that the caller has chosen. Raises NoTarget, Saturated."""
+        entry = self._store.reader.entry_at_hand(group)
+        if entry is None:
+            raise NoTarget(nothing_registered(group.model_name, group.tenant_id))
+        terms = ReservationTerms(
+            context=context,
+            milliseconds=milliseconds,
+            limit=self._options.target_requests_max,
+            reservations_max=self._options.reservations_max,
+        )
+        found = await self._store.reservations.reserve(entry.group_id, [Offer(candidate.publisher, tokens)], terms)
+        self._metrics.reservations_expired.inc(found.overdue)
+        if found.reservation is None:
+            raise Saturated(f"target {shown(candidate.instance_id)} cannot take a request now; try again in a moment")
+        return found.reservation
+
+    async def release(
+        self,
+        reservations: Sequence[Reservation],
+        part: ReservationPart,
+        *,
+        milliseconds: int = 120_000,
+        ttft_ms: float | None = None,
+    ) -> tuple[int, int]:
+        """End reservations, or a part of them; how many were there, and how many were gone."""
+        others = self._degraded.release(reservations, part, milliseconds)
+        own = len(reservations) - len(others)
+        if not others:
+            return own, 0
+        self._progress.told(others, part)
+        released, gone = await self._store.reservations.release(
+            others, part, milliseconds=milliseconds, ttft_ms=ttft_ms
+        )
+        return own + released, gone
+
+    def _under_way(self) -> Iterator[tuple[str, float]]:
+        """Requests under way, by instance, in the groups that this replica decides in."""
+        for group, fleet in self.fleets:
+            entry = self._store.reader.entry_at_hand(group)
+            loads = {} if entry is None else self._loads.known(entry.group_id)
+            for member in fleet.members:
+                load = loads.get(member.publisher)
+                yield member.name[0], 0.0 if load is None else load.requests
+
+
+def _none_allowed(ranking: RankingRequest, parameters: SelectParameters, fleet: Fleet) -> str:
+    homeless = sum(each.target.address is None for each in fleet.members) if parameters.needs_address else 0
+    return (
+        f"no target is left for model {shown(ranking.group.model_name)}: of {len(fleet.members)} registered ones "
+        + f"none is allowed{f' ({homeless} without an address)' if homeless else ''}; "
+        + "look at only, exclude, roles and weights"
+    )

@@ -1,0 +1,242 @@
+"""Reads what a decision goes by: the targets of its group, what each has of the prompt, their loads and other readings.
+
+The blocks are read as a query reads them. What is read beside them is a moment old, or is asked for at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from types import MappingProxyType
+from typing import NamedTuple
+
+from waymark.base.errors import StoreUnavailable
+from waymark.base.metrics import Metrics
+from waymark.decide.decision import HashedPrompt, PackedKeys, PolicyChoice, RankingRequest
+from waymark.decide.fleet import Fleet, OpaquePrefix, PromptState
+from waymark.decide.fleets import Fleets
+from waymark.decide.loads import Loads
+from waymark.decide.options import SelectionOptions
+from waymark.decide.policies.target import RoutingRequest
+from waymark.decide.readings import Readings
+from waymark.domain.block_size import only_block_size
+from waymark.domain.first_tokens import FirstTokens
+from waymark.domain.gauges import Gauges
+from waymark.domain.keys import KEY_BYTES, key_at
+from waymark.domain.match import Walk, pool_bitmap, target_rows
+from waymark.domain.names import GroupName
+from waymark.domain.prefixes import prefix_key
+from waymark.domain.table import HolderTable
+from waymark.store.directory import GroupEntry
+from waymark.store.reservations import Load
+from waymark.store.speculative import depths
+from waymark.store.store import Store
+
+#: How often a lookup starts over because its group's table has changed meanwhile.
+_TRIES_MAX = 3
+_TOKENS_MAX = 2**53
+#: Tokens by whose last block ``sticky`` finds its place, where no prefix key is given.
+_STICKY_TOKENS = 512
+
+
+class TargetLookup(NamedTuple):
+    """The result of a lookup for a group and a prompt."""
+
+    entry: GroupEntry
+    request: RoutingRequest
+    fleet: Fleet
+    seen: PromptState
+    keys: bytes
+    walk: Walk | None = None
+    is_partial: bool = False
+
+
+class _SideReads(NamedTuple):
+    """The values of targets that are read together with the blocks."""
+
+    loads: Mapping[int, Load]
+    expected: Mapping[int, int]
+    gauges: Mapping[int, Gauges]
+    prefixes: Mapping[tuple[str, int], OpaquePrefix] = MappingProxyType({})
+    first_tokens: Mapping[int, FirstTokens] = MappingProxyType({})
+
+
+class TargetReader:
+    def __init__(
+        self,
+        store: Store,
+        options: SelectionOptions,
+        metrics: Metrics,
+        loads: Loads,
+        fleets: Fleets,
+        remember: Callable[[GroupName, GroupEntry, Fleet], None],
+    ) -> None:
+        """``remember`` is called with each group that was found."""
+        self._store = store
+        self._options = options
+        self._loads = loads
+        self._fleets = fleets
+        self._remember = remember
+        self._gauges = store.incarnation.cache(Readings(store.gauges.read, store.begin))
+        self._first_tokens = store.incarnation.cache(Readings(store.first_tokens.read, store.begin))
+        self._observe = metrics.decision_duration_seconds.labels(part="walk").observe
+
+    async def read(self, ranking: RankingRequest, *, expects: bool | None) -> TargetLookup | None:
+        """The group's targets, and what is known of each; None where nothing is registered for the group."""
+        began = perf_counter()
+        table = self._store.reader.table_at_hand(ranking.group)
+        if table is None and ranking.block_size is None:
+            table = await self._store.reader.table(ranking.group, deadline_seconds=self._options.deadline_seconds)
+        for _ in range(_TRIES_MAX):
+            fleet = None if table is None else self._fleets.of(ranking.group, table)
+            block_size = ranking.block_size or _block_size(fleet)
+            prompt = ranking.prompt(block_size)
+            lookup, table = await self._read_with(ranking, fleet, prompt, block_size, expects=expects)
+            if lookup is not None:
+                self._observe(perf_counter() - began)
+                return lookup
+            if table is None:
+                if ranking.needs_source is not None:
+                    raise ranking.needs_source
+                return None
+        raise StoreUnavailable("the registrations of this model change all the time; try again in a moment")
+
+    async def _read_with(
+        self,
+        ranking: RankingRequest,
+        fleet: Fleet | None,
+        prompt: HashedPrompt,
+        block_size: int,
+        *,
+        expects: bool | None,
+    ) -> tuple[TargetLookup | None, HolderTable | None]:
+        """What was found, and the table of that moment; no lookup where it asks for another block size."""
+        reader = self._store.reader
+        entry = reader.entry_at_hand(ranking.group)
+        aside = None
+        at_hand = None
+        if entry is not None and fleet is not None:
+            at_hand = self._aside_at_hand(ranking, entry, fleet, prompt, expects=expects)
+            if at_hand is None:
+                aside = asyncio.ensure_future(self._aside(ranking, entry, fleet, prompt, expects=expects))
+        try:
+            reading = await reader.read(
+                ranking.group, block_size, PackedKeys(prompt.keys), deadline_seconds=self._options.deadline_seconds
+            )
+            table, now = reader.table_at_hand(ranking.group), reader.entry_at_hand(ranking.group)
+            if reading is None or table is None or now is None:
+                return None, None
+            if fleet is None or fleet.table is not table:
+                fleet = self._fleets.of(ranking.group, table)
+                if ranking.block_size is None and _block_size(fleet) != block_size:
+                    return None, table
+            self._remember(ranking.group, now, fleet)
+            if ranking.needs_source is not None and not fleet.has_sources:
+                raise ranking.needs_source
+            if at_hand is not None and now == entry:
+                beside = at_hand
+            elif aside is not None and now == entry:
+                beside = await aside
+            else:
+                beside = await self._aside(ranking, now, fleet, prompt, expects=expects)
+        finally:
+            if aside is not None and not aside.cancel() and not aside.cancelled():
+                aside.exception()  # retrieved: the walk's own error is the one that counts
+        walk = reading.walk
+        rows = target_rows(walk)
+        seen = PromptState(rows, *beside)
+        if not prompt.tokens and seen.prefixes:
+            # The longest that anybody has of it is all that is known of its length.
+            prompt = prompt._replace(tokens=max(each.tokens for each in seen.prefixes.values()))
+        request = request_of(ranking, prompt, block_size, pool_bitmap(walk))
+        return TargetLookup(now, request, fleet, seen, prompt.keys, walk, reading.is_partial), table
+
+    def _aside_at_hand(
+        self, ranking: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, *, expects: bool | None
+    ) -> _SideReads | None:
+        """The values beside the blocks, if it is the loads alone, and these are known."""
+        if ranking.given is not None or self._needs_gauges(ranking.policy) or self._needs_first_tokens(ranking.policy):
+            return None
+        if (ranking.prefix_key is not None and fleet.has_sources) or self._expects(fleet, expects):
+            return None
+        loads = self._loads.at_hand(entry.group_id)
+        return None if loads is None else _SideReads(loads, {}, {})
+
+    def _expects(self, fleet: Fleet, expects: bool | None) -> bool:
+        """Whether speculative entries are read."""
+        return fleet.has_silent or (self._options.is_speculative if expects is None else expects)
+
+    async def _aside(
+        self, ranking: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, *, expects: bool | None
+    ) -> _SideReads:
+        """The values beside the blocks: loads, gauges and speculative entries."""
+        given = None if ranking.given is None else ranking.given.values()
+        loads: Mapping[int, Load] = {}
+        gauges: Mapping[int, Gauges] = {}
+        if given is None or not all(each.is_whole for each in given):
+            loads = await self._loads.of(entry.group_id)
+        if self._needs_gauges(ranking.policy) and (given is None or any(each.gauges is None for each in given)):
+            gauges = await self._gauges.of(entry.group_id, fleet.scraped)
+        first_tokens: Mapping[int, FirstTokens] = {}
+        if self._needs_first_tokens(ranking.policy):
+            first_tokens = await self._first_tokens.of(entry.group_id, list(fleet.by_publisher))
+        until = asyncio.get_running_loop().time() + self._options.deadline_seconds
+        prefixes = await self._prefixes(ranking, entry, fleet, prompt, until)
+        at = depths(len(prompt.keys) // KEY_BYTES) if self._expects(fleet, expects) else []
+        if not at:
+            return _SideReads(loads, {}, gauges, prefixes, first_tokens)
+        numbers = [key_at(prompt.keys, depth) for depth in at]
+        try:
+            publishers = await self._store.speculative.read(entry.group_id, numbers, until=until)
+        except TimeoutError:
+            return _SideReads(loads, {}, gauges, prefixes, first_tokens)
+        # The deepest wins, being last.
+        expected = {publisher: depth for publisher, depth in zip(publishers, at, strict=True) if publisher is not None}
+        return _SideReads(loads, expected, gauges, prefixes, first_tokens)
+
+    async def _prefixes(
+        self, ranking: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, until: float
+    ) -> Mapping[tuple[str, int], OpaquePrefix]:
+        """What sources of opaque prefixes have of the prompt; nothing where there are none, or the time is over."""
+        if ranking.prefix_key is None or not fleet.has_sources:
+            return {}
+        try:
+            found = await self._store.prefixes.read(entry.group_id, prefix_key(ranking.prefix_key.hex()), until=until)
+            if max(found, default=0) > fleet.newest:
+                # The cached table is older than a holder that has begun since.
+                table = await self._store.reader.table(ranking.group, deadline_seconds=self._options.deadline_seconds)
+                fleet = fleet if table is None else self._fleets.of(ranking.group, table)
+        except TimeoutError:
+            return {}
+        return fleet.prefixes(found, prompt.tokens or _TOKENS_MAX)
+
+    def _needs_gauges(self, policy: PolicyChoice) -> bool:
+        if policy.preset is not None:
+            return policy.preset.needs_gauges
+        return self._options.picker is not None and self._options.picker.needs_gauges
+
+    def _needs_first_tokens(self, policy: PolicyChoice) -> bool:
+        return policy.preset is None and self._options.picker is not None and self._options.picker.needs_first_tokens
+
+
+def request_of(ranking: RankingRequest, prompt: HashedPrompt, block_size: int, pool: int) -> RoutingRequest:
+    """The request as policies see it; ``pool`` are the blocks that shared pools have."""
+    prefix_key = ranking.prefix_key
+    blocks = min(_STICKY_TOKENS // block_size, len(prompt.keys) // KEY_BYTES)
+    if prefix_key is None and blocks:
+        prefix_key = prompt.keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES]
+    return RoutingRequest(
+        prompt.tokens,
+        block_size,
+        pool,
+        ranking.lora_name,
+        ranking.session,
+        prefix_key,
+        ranking.is_multimodal,
+    )
+
+
+def _block_size(fleet: Fleet | None) -> int:
+    """The one block size of a group; InvalidValue where it has several, and 1 where it has none."""
+    return (None if fleet is None else only_block_size(fleet.block_sizes)) or 1

@@ -1,0 +1,141 @@
+"""Requests that this process has sent to targets: their reservations are renewed while they run, and end with them.
+
+A reservation is short and renewed, so what a process that dies leaves behind is over within half a minute.
+No request waits for Redis here: a release that fails is left to the reservation's own end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from waymark.base.errors import StoreUnavailable
+from waymark.base.logs import fields
+from waymark.decide.requests import RoutedRequest
+from waymark.decide.selector import Selector
+from waymark.decide.sequences import SequenceLoad, reserve_sequences
+from waymark.domain.targets import host_and_port
+from waymark.store.background import StartTask
+from waymark.store.reservations import Reservation, ReservationPart
+
+log = logging.getLogger(__name__)
+
+RESERVED_MS = 30_000
+"""The time that a reservation lasts if it is not renewed."""
+RENEW_SECONDS = 10.0
+
+
+class RequestsUnderWay:
+    """The requests of a process that are under way, and the task that renews their reservations."""
+
+    def __init__(self, selector: Selector, begin: StartTask, *, renew_seconds: float = RENEW_SECONDS) -> None:
+        """``begin`` starts work that ends with the process at the latest."""
+        self._selector = selector
+        self._begin = begin
+        self._renew_seconds = renew_seconds
+        self._running: set[RequestUnderWay] = set()
+        self._releasing: set[asyncio.Task[None]] = set()
+        self._renewing: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def add(self, routed: RoutedRequest) -> RequestUnderWay:
+        """A request that was just given its targets. Its caller must ``end`` it."""
+        request = RequestUnderWay(self, routed)
+        self._running.add(request)
+        if self._renewing is None or self._renewing.done():
+            self._renewing = self._begin(self._keep_renewing())
+        return request
+
+    async def _keep_renewing(self) -> None:
+        while self._running:
+            await asyncio.sleep(self._renew_seconds)
+            now = asyncio.get_running_loop().time()
+            due = [each for each in self._running if now - each.since >= self._renew_seconds]
+            await self.release([one for each in due for one in each.reservations], ReservationPart.RENEW)
+
+    async def release(
+        self, reservations: Sequence[Reservation], part: ReservationPart, ttft_ms: float | None = None
+    ) -> None:
+        if not reservations:
+            return
+        try:
+            await self._selector.release(reservations, part, milliseconds=RESERVED_MS, ttft_ms=ttft_ms)
+        except StoreUnavailable as exc:
+            log.debug("reservations not released", extra=fields(part=part.value, error=exc.sentence))
+
+    def begin_release(
+        self, reservations: Sequence[Reservation], part: ReservationPart, ttft_ms: float | None = None
+    ) -> None:
+        if reservations:
+            task = self._begin(self.release(reservations, part, ttft_ms))
+            self._releasing.add(task)
+            task.add_done_callback(self._releasing.discard)
+
+    async def settle(self) -> None:
+        """Wait for the releases that have begun: before the store is closed."""
+        await asyncio.gather(*self._releasing, return_exceptions=True)
+
+    async def reserve(self, routed: RoutedRequest, address: str) -> tuple[Reservation, ...]:
+        """Reservations of the target at ``address``; none if there is no such target, or it cannot be reserved."""
+        group, tokens = routed.served.group, routed.selected.tokens
+        try:
+            fleet = await self._selector.fleets.newest(group)
+        except StoreUnavailable:
+            return ()
+        found = None if fleet is None else fleet.at(address)
+        if found is None:
+            return ()
+        loads = (SequenceLoad(tokens, tokens), *routed.further)
+        return await reserve_sequences(self._selector, group, found, loads, RESERVED_MS)
+
+    def ended(self, request: RequestUnderWay) -> None:
+        self._running.discard(request)
+
+
+class RequestUnderWay:
+    """One request, from its decision to its end. Every method but ``move`` returns at once."""
+
+    def __init__(self, of: RequestsUnderWay, routed: RoutedRequest) -> None:
+        self.routed = routed
+        self.since = asyncio.get_running_loop().time()
+        self.reservations: Sequence[Reservation] = tuple(routed.reservations)
+        self._of = of
+        self._has_prefilled = False
+        self._was_moved = False
+        """Nobody knows when the target that has it now got it."""
+        self._has_ended = False
+
+    def prefilled(self) -> None:
+        """The first byte of an answer has come: its prompt is computed."""
+        if not self._has_prefilled and not self._has_ended:
+            self._has_prefilled = True
+            ttft_ms = None if self._was_moved else 1e3 * (asyncio.get_running_loop().time() - self.since)
+            self._of.begin_release(self.reservations, ReservationPart.PREFILL, ttft_ms)
+
+    async def move(self, address: str) -> bool:
+        """The target at ``address`` has it now, and the first one counts as failed.
+
+        False if that is the first one itself, or no target: then nothing changes.
+        """
+        own = self.routed.selected.target.candidate.address
+        if own is not None and host_and_port(own) == host_and_port(address):
+            return False
+        found = await self._of.reserve(self.routed, address)
+        if not found:
+            return False
+        left, self.reservations = self.reservations, found
+        self._was_moved = True
+        if self._has_ended:
+            left = (*left, *found)
+        self._of.begin_release(left, ReservationPart.FAILED)
+        return True
+
+    def end(self, *, is_ok: bool) -> None:
+        """It is over, well or not; what follows changes nothing."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._of.ended(self)
+            self._of.begin_release(self.reservations, ReservationPart.OK if is_ok else ReservationPart.FAILED)

@@ -1,0 +1,301 @@
+"""``EndpointPickerConfig``: the published samples load and pick; what is not known is refused by name."""
+
+from __future__ import annotations
+
+from random import Random
+from textwrap import dedent
+
+import pytest
+
+from tests.decide.policies.conftest import busy, prompt, target
+from waymark.base.errors import InvalidValue
+from waymark.decide.policies.picker_config import read_picker_config
+from waymark.decide.policies.plugins import PLUGINS, PluginKind
+from waymark.decide.policies.profile import PickerConfig
+from waymark.domain.targets import Role
+
+DISAGGREGATED = """
+plugins:
+- type: disagg-headers-handler
+- type: prefix-based-pd-decider
+  parameters:
+    nonCachedTokens: 16
+- type: prefill-filter
+- type: decode-filter
+- type: max-score-picker
+- type: disagg-profile-handler
+  parameters:
+    deciders:
+      prefill: prefix-based-pd-decider
+schedulingProfiles:
+- name: prefill
+  plugins:
+  - pluginRef: prefill-filter
+  - pluginRef: max-score-picker
+- name: decode
+  plugins:
+  - pluginRef: decode-filter
+  - pluginRef: max-score-picker
+"""
+"""Heimdall's minimal example of disaggregated prefill."""
+
+WEIGHTED = """
+apiVersion: inference.networking.x-k8s.io/v1alpha1
+kind: EndpointPickerConfig
+featureGates: [prepareDataPlugins]
+plugins:
+- type: single-profile-handler
+- type: tokenizer
+  parameters:
+    modelName: meta-llama/Llama-3.2-1B-Instruct
+    udsTokenizerConfig:
+      socketFile: /tmp/tokenizer/tokenizer-uds.socket
+- type: precise-prefix-cache-scorer
+  parameters:
+    tokenProcessorConfig: {blockSize: 16}
+    indexerConfig:
+      tokenizersPoolConfig: {modelName: meta-llama/Llama-3.2-1B-Instruct}
+    kvEventsConfig: {topicFilter: "kv@", discoverPods: true, podDiscoveryConfig: {socketPort: 5557}}
+    speculativeIndexing: true
+    speculativeTTL: 2s
+- type: kv-cache-utilization-scorer
+- type: queue-scorer
+- type: max-score-picker
+schedulingProfiles:
+- name: default
+  plugins:
+  - pluginRef: precise-prefix-cache-scorer
+    weight: 2
+  - pluginRef: kv-cache-utilization-scorer
+  - pluginRef: queue-scorer
+    weight: 1.0
+  - pluginRef: max-score-picker
+"""
+
+
+def read(text: str) -> PickerConfig:
+    return read_picker_config(dedent(text))
+
+
+def test_the_weighted_profile_gives_the_published_sum() -> None:
+    config = read(WEIGHTED)
+    cached = target("cached", device=64, gauges=busy(5, kv_usage=0.5))
+    idle = target("idle", gauges=busy(0, kv_usage=0.25))
+
+    stages = config.run(prompt(64), [cached, idle], Random(1))
+
+    assert {each.candidate.instance_id: each.value for each in stages.decode} == {"cached": 2.5, "idle": 1.75}
+    assert stages.decode[0].parts == {
+        "precise-prefix-cache-scorer": 2.0,
+        "kv-cache-utilization-scorer": 0.5,
+        "queue-scorer": 0.0,
+    }
+    assert (stages.prefill, stages.encode) == ((), ())
+    assert config.needs_gauges
+    assert any(note.startswith("tokenizer: ") and "WAYMARK_TOKENIZERS" in note for note in config.notes)
+    assert any("WAYMARK_SPECULATIVE" in note for note in config.notes)
+
+
+def test_prefill_is_apart_where_enough_is_not_cached() -> None:
+    config = read(DISAGGREGATED)
+    prefill, decode = target("p", role=Role.PREFILL), target("d", labels={"mif.moreh.io/role": "decode"}, device=48)
+
+    apart = config.run(prompt(64), [prefill, decode], Random(1))
+    together = config.run(prompt(63), [prefill, decode], Random(1))
+
+    assert [each.candidate.instance_id for each in apart.decode] == ["d"]
+    assert [each.candidate.instance_id for each in apart.prefill] == ["p"]
+    assert together.prefill == ()
+    assert config.run(prompt(64), [prefill], Random(1)).decode == ()
+
+
+def test_the_older_flat_form_means_the_same_and_says_so() -> None:
+    flat = DISAGGREGATED.replace(
+        "    deciders:\n      prefill: prefix-based-pd-decider\n",
+        "    decodeProfile: decode\n    prefillProfile: prefill\n    deciderPluginName: prefix-based-pd-decider\n",
+    )
+    config = read(flat)
+    some = [target("p", role=Role.PREFILL), target("d", role=Role.DECODE)]
+
+    assert [each.candidate.instance_id for each in config.run(prompt(64), some, Random(1)).prefill] == ["p"]
+    assert any("deciderPluginName" in note and "older names" in note for note in config.notes)
+
+
+def test_the_handler_before_that_finds_its_decider_by_default() -> None:
+    older = DISAGGREGATED.replace("disagg-profile-handler\n", "pd-profile-handler\n").replace(
+        "    deciders:\n      prefill: prefix-based-pd-decider\n", "    primaryPort: 8000\n"
+    )
+
+    assert read(older).prefill == "prefill"
+
+
+def test_encoding_is_a_stage_of_its_own_for_requests_with_images() -> None:
+    config = read(
+        """
+        plugins:
+        - type: prefill-header-handler
+        - type: always-disagg-multimodal-decider
+        - type: encode-filter
+        - type: decode-filter
+        - type: disagg-profile-handler
+          parameters: {deciders: {encode: always-disagg-multimodal-decider}}
+        schedulingProfiles:
+        - name: encode
+          plugins: [{pluginRef: encode-filter}]
+        - name: decode
+          plugins: [{pluginRef: decode-filter}]
+        """
+    )
+    some = [target("e", role=Role.ENCODE), target("d")]
+
+    assert [
+        each.candidate.instance_id for each in config.run(prompt(8, is_multimodal=True), some, Random(1)).encode
+    ] == ["e"]
+    assert config.run(prompt(8), some, Random(1)).encode == ()
+    assert config.has_headers
+
+
+def test_labels_lengths_and_several_endpoints() -> None:
+    config = read(
+        """
+        plugins:
+        - type: by-label
+          name: only-h100
+          parameters: {label: gpu, validValues: [h100, h200]}
+        - type: by-label-selector
+          parameters:
+            matchLabels: {zone: a}
+            matchExpressions: [{key: drained, operator: DoesNotExist}]
+        - type: context-length-aware
+          parameters: {enableFiltering: true}
+        - type: weighted-random-picker
+          parameters: {maxNumOfEndpoints: 3}
+        schedulingProfiles:
+        - name: any
+          plugins:
+          - pluginRef: only-h100
+          - pluginRef: by-label-selector
+          - pluginRef: context-length-aware
+            weight: 0.5
+          - pluginRef: weighted-random-picker
+        """
+    )
+    fit = {"gpu": "h100", "zone": "a"}
+    some = [
+        target("yes", labels=fit),
+        target("drained", labels=fit | {"drained": "soon"}),
+        target("other", labels={"gpu": "a100", "zone": "a"}),
+        target("short", labels=fit | {"mif.moreh.io/context-length-range": "0-10"}),
+    ]
+
+    stages = config.run(prompt(64), some, Random(1))
+
+    assert [(each.candidate.instance_id, each.value) for each in stages.decode] == [("yes", 0.25)]
+    assert config.profiles["any"].endpoints_max == 3
+
+
+def plugins(*lines: str) -> str:
+    return "plugins:\n" + "\n".join(lines) + "\nschedulingProfiles: [{name: a, plugins: []}]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        pytest.param("[", "the file is not YAML", id="no-yaml"),
+        pytest.param("- a", "the file must be a mapping", id="a-list"),
+        pytest.param("kind: Pod", 'kind is "Pod"; it must be EndpointPickerConfig', id="kind"),
+        pytest.param("plugin: []", '"plugin" is not known; did you mean plugins?', id="field"),
+        pytest.param("plugins: {}", "plugins must be a list", id="no-list"),
+        pytest.param("plugins: []", "schedulingProfiles is empty", id="no-profile"),
+        pytest.param(plugins("- type: queue-scorr"), "did you mean queue-scorer?", id="type"),
+        pytest.param(plugins("- name: a"), "plugins[0].type is missing", id="no-type"),
+        pytest.param(
+            plugins("- type: load-aware-scorer", "  parameters: {treshold: 3}"),
+            "plugins[0].parameters.treshold is not known; did you mean threshold?",
+            id="parameter",
+        ),
+        pytest.param(
+            plugins("- type: responses-store", "  parameters: {storeConfig: {inMemoryConfig: {maxEntrys: 1}}}"),
+            "storeConfig.inMemoryConfig.maxEntrys is not known; did you mean maxEntries?",
+            id="nested-parameter",
+        ),
+        pytest.param(
+            plugins("- type: queue-scorer", "  parameters: {a: 1}"), "a is not known; it takes none", id="takes-none"
+        ),
+        pytest.param(
+            plugins("- type: active-request-scorer", "  parameters: {requestTimeout: 2 minutes}"),
+            "it must be a duration such as 2s, 5m or 1h30m",
+            id="duration",
+        ),
+        pytest.param(
+            plugins("- type: active-request-scorer", "  parameters: {maxBusyScore: 1.5}") + "",
+            "",
+            id="not-referred-to",
+        ),
+        pytest.param(plugins("- type: queue-scorer", "- type: queue-scorer"), "is used twice", id="twice"),
+        pytest.param(
+            "plugins: [{type: queue-scorer}]\nschedulingProfiles: [{name: a, plugins: [{pluginRef: queue}]}]",
+            'pluginRef "queue" is not in plugins; known are queue-scorer',
+            id="reference",
+        ),
+        pytest.param(
+            "plugins: [{type: queue-scorer}]\n"
+            "schedulingProfiles: [{name: a, plugins: [{pluginRef: queue-scorer, weight: -1}]}]",
+            "weight is -1; it must be a number of 0 to 1000000",
+            id="weight",
+        ),
+        pytest.param(
+            "plugins: [{type: active-request-scorer, parameters: {maxBusyScore: 1.5}}]\n"
+            "schedulingProfiles: [{name: a, plugins: [{pluginRef: active-request-scorer}]}]",
+            "maxBusyScore is 1.5; it must be 0 to 1",
+            id="out-of-range",
+        ),
+        pytest.param(
+            "plugins: [{type: tokenizer}]\nschedulingProfiles: [{name: a, plugins: [{pluginRef: tokenizer}]}]",
+            "is of kind other; a profile has filters, scorers, pickers",
+            id="no-place",
+        ),
+        pytest.param(
+            "plugins: [{type: by-label, parameters: {label: a}}]\n"
+            "schedulingProfiles: [{name: a, plugins: [{pluginRef: by-label}]}]",
+            "validValues is missing",
+            id="by-label",
+        ),
+        pytest.param(
+            "plugins: []\nschedulingProfiles: [{name: a, plugins: []}, {name: b, plugins: []}]",
+            "a single profile runs without disagg-profile-handler",
+            id="two-profiles",
+        ),
+        pytest.param(
+            DISAGGREGATED.replace("- type: disagg-headers-handler\n", ""),
+            "needs disagg-headers-handler",
+            id="no-headers",
+        ),
+        pytest.param(
+            DISAGGREGATED.replace("prefill: prefix-based-pd-decider", "prefill: prefill-filter"),
+            "is not a decider in plugins; known are prefix-based-pd-decider",
+            id="no-decider",
+        ),
+        pytest.param(
+            DISAGGREGATED.replace("- name: decode\n", "- name: decoding\n"),
+            'profile "decode" is not in schedulingProfiles; did you mean decoding?',
+            id="no-decode-profile",
+        ),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(text: str, sentence: str) -> None:
+    if not sentence:
+        read_picker_config(text)  # a scorer that no profile refers to is never asked
+        return
+    with pytest.raises(InvalidValue) as refused:
+        read_picker_config(text)
+    assert sentence in refused.value.sentence
+
+
+def test_every_plugin_that_is_documented_is_known() -> None:
+    kinds = {kind: sorted(plugin.type for plugin in PLUGINS.values() if plugin.kind is kind) for kind in PluginKind}
+
+    assert kinds[PluginKind.HANDLER] == ["disagg-profile-handler", "pd-profile-handler", "single-profile-handler"]
+    assert len(kinds[PluginKind.SCORER]) == 12
+    assert len(kinds[PluginKind.PICKER]) == 3
+    assert all(plugin.note for plugin in PLUGINS.values() if plugin.kind is PluginKind.OTHER)

@@ -1,0 +1,346 @@
+"""Where whole inference requests go, over an emulated and a real Redis, and what becomes of their reservations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import wait_until
+from tests.decide.conftest import MakeSelector
+from tests.store.factories import registration
+from tests.tokenization import small
+from waymark.base.errors import NoTarget, Saturated, Starting, StoreUnavailable, UnknownModel
+from waymark.base.metrics import Metrics
+from waymark.chat.requests import InferenceRequest, read_request
+from waymark.decide.decision import SelectParameters
+from waymark.decide.requests import RequestSelector, RoutedRequest
+from waymark.decide.under_way import RESERVED_MS, RequestsUnderWay
+from waymark.domain.engines import EngineKind
+from waymark.domain.names import GroupName
+from waymark.domain.targets import Target
+from waymark.store.reservations import Load, ReservationPart
+from waymark.store.store import Store
+
+ADDRESSES = {f"pod-{n}": f"http://10.0.0.{n}:8000" for n in (1, 2, 3)}
+TAKING = SelectParameters(count=3, milliseconds=30_000, needs_address=True)
+
+
+def chat(text: str, **fields: Any) -> InferenceRequest:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+    return read_request("/v1/chat/completions", {"model": "llama", "messages": messages} | fields)
+
+
+async def register(store: Store, name: str, model: str = "llama", **target: Any) -> None:
+    said: dict[str, Any] = {"address": ADDRESSES.get(name)} | target
+    await store.registry.register(
+        registration(name, kind=EngineKind.NONE, model_name=model, endpoint=None, target=Target(**said))
+    )
+
+
+@pytest.fixture
+async def pods(store: Store) -> list[str]:
+    for name in ADDRESSES:
+        await register(store, name)
+    return list(ADDRESSES)
+
+
+async def loads(store: Store) -> dict[str, Load]:
+    """The loads that are not zero, by instance."""
+    table = await store.reader.table(GroupName("default", "llama"))
+    entry = await store.directory.group(GroupName("default", "llama"))
+    assert table is not None
+    assert entry is not None
+    found = await store.reservations.loads(entry.group_id)
+    return {table.publishers[publisher].instance_id: load for publisher, load in found.items() if load.requests}
+
+
+def taken(routed: RoutedRequest) -> str:
+    return routed.selected.target.candidate.instance_id
+
+
+async def served(selector: RequestSelector, request: InferenceRequest) -> RoutedRequest:
+    """A request that is over."""
+    routed = await selector.select(request, TAKING)
+    await selector.selector.release(routed.selected.reservations, ReservationPart.OK)
+    return routed
+
+
+async def test_a_conversation_goes_where_its_beginning_is(
+    store: Store, pods: list[str], make_selector: MakeSelector, tmp_path: Path, metrics: Metrics
+) -> None:
+    small.directory(tmp_path / "llama", template=small.CHATML)
+    selector = make_selector(store, tokenizers_dir=str(tmp_path), loads_ms=0)
+    first = await served(selector, chat("What is the weather in Paris? " * 20))
+    assert first.selected.policy.name == "least-work"
+    assert first.selected.tokens > 100
+    again = await selector.select(chat("What is the weather in Paris? " * 20 + "And in Rome?"), TAKING)
+    assert taken(again) == taken(first)
+    assert again.selected.target.candidate.expected > 100
+    other = await selector.select(chat("Something else. " * 20, cache_salt="tenant"), TAKING)
+    assert other.selected.target.candidate.expected == 0, "a salted prompt shares no block"
+    assert len(first.selected.others) == 2
+    assert metrics.decisions_without_tokens.labels(reason="no_tokenizer").value == 0
+
+
+async def test_token_ids_need_no_tokenizer(store: Store, pods: list[str], make_selector: MakeSelector) -> None:
+    selector = make_selector(store, loads_ms=0)
+    request = read_request("/v1/completions", {"model": "llama", "prompt": list(range(64))})
+    first, again = [await served(selector, request) for _ in range(2)]
+    assert (first.selected.policy.name, first.selected.tokens) == ("least-work", 64)
+    assert taken(again) == taken(first)
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (chat("hello"), "no_tokenizer"),
+        (read_request("/v1/completions", {"model": "llama", "prompt": "hello " * 9}), "no_tokenizer"),
+        (read_request("/v1/completions", {"model": "llama", "prompt": [1, -1]}), "unfit"),
+    ],
+)
+async def test_without_tokens_the_prefix_decides_and_it_is_counted(
+    store: Store,
+    pods: list[str],
+    make_selector: MakeSelector,
+    metrics: Metrics,
+    request_: InferenceRequest,
+    reason: str,
+) -> None:
+    replicas = [make_selector(store) for _ in range(2)]
+    found = [
+        await replica.select(request_, SelectParameters(is_reserved=False)) for replica in replicas for _ in range(3)
+    ]
+    assert {each.selected.policy.name for each in found} == {"sticky"}
+    if reason == "no_tokenizer":
+        assert len({taken(each) for each in found}) == 1, "every replica finds the same target"
+    assert metrics.decisions_without_tokens.labels(reason=reason).value == 6  # waymark_decisions_without_tokens_total
+
+
+async def test_a_request_without_a_prompt_goes_to_any_target(
+    store: Store, pods: list[str], make_selector: MakeSelector
+) -> None:
+    selector = make_selector(store, loads_ms=0)
+    request = read_request("/v1/audio/speech", {"model": "llama"})
+    assert Counter([taken(await selector.select(request, TAKING)) for _ in range(6)]) == dict.fromkeys(pods, 2)
+
+
+async def test_a_model_may_be_an_alias_or_an_adapter(store: Store, make_selector: MakeSelector) -> None:
+    await register(store, "pod-1", aliases=("short", "mistral"), adapters=("sql",))
+    await register(store, "pod-2", model="mistral")
+    selector = make_selector(store)
+    for name, instance, lora in (
+        ("llama", "pod-1", None),
+        ("short", "pod-1", None),
+        ("sql", "pod-1", "sql"),
+        ("mistral", "pod-2", None),
+    ):
+        request = read_request("/v1/completions", {"model": name, "prompt": [1, 2, 3]})
+        routed = await selector.select(request, TAKING)
+        assert (taken(routed), routed.served.adapter) == (instance, lora), name
+    with pytest.raises(UnknownModel, match="unknown"):
+        await selector.select(read_request("/v1/completions", {"model": "unknown", "prompt": [1]}), TAKING)
+    other = read_request("/v1/completions", {"model": "short", "prompt": [1]})
+    with pytest.raises(NoTarget):
+        await selector.select(other, TAKING, tenant_id="another tenant")
+
+
+@pytest.mark.parametrize(
+    ("fields", "loads_"),
+    [
+        # Sequences of one prompt share its prefill.
+        ({"prompt": list(range(64)), "n": 3}, (64, 3, 192)),
+        ({"prompt": [list(range(64)), list(range(32))]}, (96, 2, 96)),
+        ({"prompt": [list(range(64)), list(range(32))], "n": 2}, (96, 4, 192)),
+        ({"prompt": "hello", "n": 2}, (0, 2, 0)),
+        ({"prompt": ["hello", "again"]}, (0, 2, 0)),
+        ({"prompt": [1], "n": 10**9}, (1, 64, 64)),
+        ({"prompt": [[each] for each in range(100)]}, (64, 64, 64)),
+    ],
+)
+async def test_every_sequence_of_a_request_is_reserved_and_released(
+    store: Store, make_selector: MakeSelector, fields: dict[str, Any], loads_: tuple[int, int, int]
+) -> None:
+    await register(store, "pod-1")
+    selector = make_selector(store)
+    under_way = RequestsUnderWay(selector.selector, store.begin)
+    request = read_request("/v1/completions", {"model": "llama"} | fields)
+    routed = await selector.select(request, TAKING)
+    assert (await loads(store))["pod-1"][:3] == loads_
+    under_way.add(routed).end(is_ok=True)
+    await under_way.settle()
+    assert await loads(store) == {}
+    await selector.select(request, SelectParameters(is_reserved=False))
+    assert await loads(store) == {}
+
+
+async def test_embeddings_are_one_request_by_load(
+    store: Store, pods: list[str], make_selector: MakeSelector, metrics: Metrics
+) -> None:
+    selector = make_selector(store, loads_ms=0)
+    request = read_request("/v1/embeddings", {"model": "llama", "input": ["one", "two"]})
+    found = [await selector.select(request, TAKING) for _ in range(3)]
+    assert {each.selected.policy.name for each in found} == {"least-work"}
+    assert {name: load.requests for name, load in (await loads(store)).items()} == dict.fromkeys(pods, 1)
+    assert metrics.decisions_without_tokens.labels(reason="no_tokenizer").value == 0
+
+
+async def test_a_profile_of_the_settings_is_that_of_every_request(store: Store, make_selector: MakeSelector) -> None:
+    await register(store, "pod-1", role="prefill")
+    await register(store, "pod-2", role="decode")
+    routed = await make_selector(store, profile="disagg").select(chat("hello"), TAKING)
+    assert taken(routed) == "pod-2"
+    assert routed.selected.prefill is not None
+    assert set(await loads(store)) == {"pod-1", "pod-2"}
+
+
+async def test_a_target_without_an_address_is_none_where_one_is_needed(
+    store: Store, make_selector: MakeSelector
+) -> None:
+    await register(store, "pod-1")
+    await register(store, "hidden")
+    selector = make_selector(store, loads_ms=0)
+    assert {taken(await selector.select(chat("hello"), TAKING)) for _ in range(4)} == {"pod-1"}
+    only = SelectParameters(only=frozenset({"10.0.0.1:8000"}), needs_address=True)
+    assert taken(await selector.select(chat("hello"), only)) == "pod-1"
+    with pytest.raises(NoTarget):
+        await selector.select(chat("hello"), SelectParameters(only=frozenset({"10.0.0.9:8000"})))
+    with pytest.raises(NoTarget, match="1 without an address"):
+        await selector.select(chat("hello"), SelectParameters(only=frozenset({"hidden"}), needs_address=True))
+
+
+async def test_the_gate_and_the_limit_refuse(store: Store, pods: list[str], make_selector: MakeSelector) -> None:
+    with pytest.raises(Starting):
+        await make_selector(store, min_initial_workers=4).select(chat("hello"), TAKING)
+    selector = make_selector(store, target_requests_max=1, loads_ms=0)
+    for _ in range(3):
+        await selector.select(chat("hello"), TAKING)
+    with pytest.raises(Saturated):
+        await selector.select(chat("hello"), TAKING)
+
+
+async def test_without_redis_the_targets_known_last_take_requests(
+    pods: list[str], store: Store, make_selector: MakeSelector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    selector = make_selector(store)
+    await selector.select(chat("hello"), TAKING)
+
+    async def fails(*_: object, **__: object) -> object:
+        raise StoreUnavailable("Redis is unavailable")
+
+    monkeypatch.setattr(selector.selector, "_select", fails)
+    routed = await selector.select(chat("hello"), TAKING)
+    assert routed.selected.is_degraded
+    with pytest.raises(StoreUnavailable):
+        await selector.select(read_request("/v1/completions", {"model": "other", "prompt": [1]}), TAKING)
+
+
+# ---- until the end -----------------------------------------------------------------------------------
+
+
+async def dispatched(
+    store: Store, selector: RequestSelector, copies: int = 1
+) -> tuple[RequestsUnderWay, RoutedRequest]:
+    under_way = RequestsUnderWay(selector.selector, store.begin)
+    prompt = read_request("/v1/completions", {"model": "llama", "prompt": list(range(64)), "n": copies})
+    return under_way, await selector.select(prompt, TAKING)
+
+
+@pytest.mark.parametrize("is_ok", [True, False])
+async def test_prefill_ends_with_the_first_byte_and_all_with_the_end(
+    store: Store, pods: list[str], make_selector: MakeSelector, is_ok: bool
+) -> None:
+    under_way, routed = await dispatched(store, make_selector(store))
+    name = taken(routed)
+    request = under_way.add(routed)
+    assert (await loads(store))[name][:2] == (64, 1)
+    request.prefilled()
+
+    async def is_computed() -> bool:
+        return (await loads(store))[name][:2] == (0, 1)
+
+    await wait_until(is_computed, "its prefill is over")
+    for _ in range(2):
+        request.end(is_ok=is_ok)
+    request.prefilled()
+
+    async def is_over() -> bool:
+        return not await loads(store)
+
+    await wait_until(is_over, "all of it is over")
+    assert len(under_way) == 0
+    candidate = (
+        await make_selector(store, loads_ms=0).select(chat("x"), SelectParameters(only=frozenset({name})))
+    ).selected
+    assert candidate.target.candidate.health == (1.0 if is_ok else 0.5)
+
+
+async def test_a_fallback_that_served_has_the_load(store: Store, pods: list[str], make_selector: MakeSelector) -> None:
+    under_way, routed = await dispatched(store, make_selector(store), copies=2)
+    first = taken(routed)
+    other = next(name for name in pods if name != first)
+    request = under_way.add(routed)
+    assert not await request.move(ADDRESSES[first].removeprefix("http://")), "it is there already"
+    assert not await request.move("10.9.9.9:1"), "nothing is there"
+    assert set(await loads(store)) == {first}
+    assert await request.move(ADDRESSES[other].removeprefix("http://"))
+
+    async def has_moved() -> bool:
+        return set(await loads(store)) == {other}
+
+    await wait_until(has_moved, "the other one has it")
+    assert (await loads(store))[other][:3] == (64, 2, 128)
+    request.end(is_ok=True)
+
+    async def is_over() -> bool:
+        return not await loads(store)
+
+    await wait_until(is_over, "all of it is over")
+
+
+async def test_a_request_that_ends_while_it_moves_leaves_nothing(
+    store: Store, pods: list[str], make_selector: MakeSelector
+) -> None:
+    under_way, routed = await dispatched(store, make_selector(store))
+    request = under_way.add(routed)
+    request.end(is_ok=True)
+    await request.move(next(ADDRESSES[name] for name in pods if name != taken(routed)))
+
+    async def is_over() -> bool:
+        return not await loads(store)
+
+    await wait_until(is_over, "all of it is over")
+
+
+async def test_a_long_request_keeps_its_reservation(store: Store, pods: list[str], make_selector: MakeSelector) -> None:
+    selector = make_selector(store)
+    under_way = RequestsUnderWay(selector.selector, store.begin, renew_seconds=0.05)
+    prompt = read_request("/v1/completions", {"model": "llama", "prompt": list(range(64))})
+    routed = await selector.select(prompt, SelectParameters(milliseconds=1_000))
+    until = await ends_at(store)
+    request = under_way.add(routed)
+
+    async def is_renewed() -> bool:
+        return await ends_at(store) > until + 10_000
+
+    await wait_until(is_renewed, "it lasts longer")
+    left = await ends_at(store) - await now(store)
+    assert left <= RESERVED_MS, "a process that dies leaves load for half a minute at most"
+    request.end(is_ok=True)
+
+
+async def ends_at(store: Store) -> float:
+    """When the first reservation of the group is over, in ms of Redis; 0 where there is none."""
+    entry = await store.directory.group(GroupName("default", "llama"))
+    assert entry is not None
+    found = await store._client.several([("ZRANGE", f"wm:{{{entry.group_id}}}:reservations", 0, 0, "WITHSCORES")])
+    assert isinstance(found[0], list)
+    return float(found[0][1]) if found[0] else 0.0
+
+
+async def now(store: Store) -> float:
+    """The time of Redis in ms."""
+    seconds, microseconds = (int(each) for each in (await store._client.several([("TIME",)]))[0])
+    return 1000 * seconds + microseconds / 1000

@@ -1,0 +1,99 @@
+"""What is asked of Redis for requests under way: each end once, renewals together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import cast
+from unittest.mock import AsyncMock
+
+from tests.conftest import wait_until
+from waymark.base.errors import StoreUnavailable
+from waymark.decide.requests import RoutedRequest
+from waymark.decide.selector import Selector
+from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
+from waymark.store.reservations import Reservation, ReservationPart
+
+
+class Recorded:
+    """What is asked of the selector; Redis fails where ``fails``."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, ReservationPart]] = []
+        self.timed: list[bool] = []
+        self.fails = False
+
+    async def release(
+        self, reservations: Sequence[Reservation], part: ReservationPart, *, milliseconds: int, ttft_ms: float | None
+    ) -> tuple[int, int]:
+        self.calls.append((len(reservations), part))
+        self.timed.append(ttft_ms is not None and ttft_ms >= 0)
+        if self.fails:
+            raise StoreUnavailable("redis is unavailable")
+        return len(reservations), 0
+
+
+def all_of(recorded: Recorded, renew_seconds: float = 1000.0) -> RequestsUnderWay:
+    return RequestsUnderWay(cast(Selector, recorded), asyncio.ensure_future, renew_seconds=renew_seconds)
+
+
+def begun(of: RequestsUnderWay, reservations: Sequence[Reservation]) -> RequestUnderWay:
+    target = SimpleNamespace(candidate=SimpleNamespace(address=None))
+    routed = SimpleNamespace(reservations=reservations, selected=SimpleNamespace(target=target))
+    return of.add(cast(RoutedRequest, routed))
+
+
+RESERVATIONS = [Reservation(1, 2, 3, 4, "0" * 16), Reservation(1, 3, 3, 4, "1" * 16)]
+
+
+async def test_each_end_counts_once() -> None:
+    recorded = Recorded()
+    request = begun(all_of(recorded), RESERVATIONS)
+    for _ in range(2):
+        request.prefilled()
+    for is_ok in (True, False):
+        request.end(is_ok=is_ok)
+    request.prefilled()
+    await asyncio.sleep(0)
+    assert recorded.calls == [(2, ReservationPart.PREFILL), (2, ReservationPart.OK)]
+
+
+async def test_the_first_content_is_timed_unless_another_target_has_taken_over() -> None:
+    recorded = Recorded()
+    of = all_of(recorded)
+    request = begun(of, RESERVATIONS[:1])
+    request.prefilled()
+    request.end(is_ok=True)
+    await of.settle()
+    assert recorded.timed == [True, False]
+
+    moved = begun(of, RESERVATIONS[:1])
+    of.reserve = AsyncMock(return_value=tuple(RESERVATIONS[1:]))  # type: ignore[method-assign]
+    assert await moved.move("10.0.0.2:8000")
+    moved.prefilled()
+    moved.end(is_ok=True)
+    await of.settle()
+    assert recorded.calls[2:] == [(1, ReservationPart.FAILED), (1, ReservationPart.PREFILL), (1, ReservationPart.OK)]
+    assert not any(recorded.timed[2:])
+
+
+async def test_nothing_is_asked_for_what_was_not_reserved() -> None:
+    recorded = Recorded()
+    request = begun(all_of(recorded), [])
+    request.prefilled()
+    request.end(is_ok=False)
+    await asyncio.sleep(0)
+    assert recorded.calls == []
+
+
+async def test_what_runs_is_renewed_together_until_it_ends() -> None:
+    recorded = Recorded()
+    recorded.fails = True  # a Redis that is away ends no renewal
+    of = all_of(recorded, 0.01)
+    one, two = begun(of, RESERVATIONS[:1]), begun(of, RESERVATIONS[1:])
+    await wait_until(lambda: recorded.calls.count((2, ReservationPart.RENEW)) >= 2, "both are renewed", 10)
+    one.end(is_ok=True)
+    await wait_until(lambda: recorded.calls[-1] == (1, ReservationPart.RENEW), "one is renewed", 10)
+    two.end(is_ok=True)
+    await wait_until(lambda: of._renewing is not None and of._renewing.done(), "nothing is renewed", 10)
