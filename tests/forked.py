@@ -150,7 +150,7 @@ def _serve(requests: socket.socket) -> list[str]:
 
 if __name__ == "__main__":
     import waymark.gateway.application
-    import waymark.runtime  # noqa: F401  # gRPC does not bear a fork, so a picker imports it by itself
+    import waymark.runtime.replica  # noqa: F401  # gRPC does not bear a fork, so a picker imports it by itself
     from waymark.cli import main
 
     gc.freeze()

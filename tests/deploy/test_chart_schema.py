@@ -31,7 +31,7 @@ from tests.deploy.values import every_value, given
 from tests.settings_table import describe
 from waymark.api.registration_schemas import RegisterRequest
 from waymark.base.settings import Settings
-from waymark.publishers_file import read_publishers
+from waymark.runtime.publishers_file import read_publishers
 
 # ---- the schema ------------------------------------------------------------------------------------
 

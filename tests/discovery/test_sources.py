@@ -24,7 +24,7 @@ from waymark.discovery.describe import Describer
 from waymark.discovery.engines import EngineRegistrations
 from waymark.discovery.run import DiscoveryOptions, EngineDiscovery, Restarts
 from waymark.domain.names import Origin
-from waymark.publishers_file import read_wanted
+from waymark.runtime.publishers_file import read_wanted
 from waymark.store import keys
 from waymark.store.store import Store
 

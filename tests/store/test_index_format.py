@@ -9,11 +9,11 @@ from redis.asyncio import Redis
 
 from tests.patience import within
 from tests.store.factories import registration
-from waymark import runtime
 from waymark.base.errors import SettingsError
 from waymark.base.settings import Settings
 from waymark.cli.entry import main
 from waymark.domain.rows import FORMAT
+from waymark.runtime import replica
 from waymark.store import keys
 from waymark.store.store import Store
 
@@ -53,10 +53,10 @@ async def test_no_role_runs_on_another_format(
     for field, value in fields.items():
         await redis.hset(keys.GROUPS, field, value)
     settings = Settings(redis_url=redis_url, port=free_port, ingest_port=0, host="127.0.0.1")
-    sockets = runtime.open_port(settings, has_api=roles[0])
+    sockets = replica.open_port(settings, has_api=roles[0])
     async with within(30):
         with pytest.raises(SettingsError, match="waymark reset --yes") as refused:
-            await runtime.run(settings, has_api=roles[0], has_worker=roles[1], sockets=sockets)
+            await replica.run(settings, has_api=roles[0], has_worker=roles[1], sockets=sockets)
     assert f"found: {name}, wanted: {FORMAT}" in str(refused.value)
     assert await redis.exists(keys.WORKERS) == 0, "no worker has begun"
 

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     from waymark.console.demo_view import parts
     from waymark.console.progress import Progress
     from waymark.console.screen import Screen
-    from waymark.demo import DemoFailed, run_demo
+    from waymark.runtime.demo import DemoFailed, run_demo
 
     try:
         with Progress("waymark demo") as progress:

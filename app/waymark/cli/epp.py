@@ -24,9 +24,9 @@ def add_flags(parser: argparse.ArgumentParser, _: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from waymark import runtime_epp
     from waymark.base import logs
     from waymark.cli import loop
+    from waymark.runtime import picker
 
     settings = loop.settings_with(
         {
@@ -43,9 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return EXIT_USAGE
-    sockets = runtime_epp.open_port(settings)
+    sockets = picker.open_port(settings)
     try:
-        loop.run(runtime_epp.run(settings, sockets=sockets))
+        loop.run(picker.run(settings, sockets=sockets))
     finally:
         for each in sockets:
             each.close()

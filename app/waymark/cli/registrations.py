@@ -44,7 +44,7 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import asyncio
 
-    from waymark import registering
+    from waymark.cli import registering
 
     settle(arguments)
     lines = {"register": registering.register, "unregister": registering.unregister}[arguments.command]

@@ -65,9 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from waymark import runtime
     from waymark.base import logs
     from waymark.cli import loop
+    from waymark.runtime import replica
 
     has_api, has_worker = _ROLES[arguments.command]
     has_gateway = arguments.command == _GATEWAY
@@ -87,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
             return EXIT_USAGE
         if "host" not in settings.model_fields_set:  # a trial is not open to the network unless someone asks for it
             settings = settings.model_copy(update={"host": _TRIAL_HOST})
-    sockets = runtime.open_port(settings, has_api=has_api or has_gateway)
+    sockets = replica.open_port(settings, has_api=has_api or has_gateway)
     if settings.redis_url == "memory://":
         print(
             f"waymark {__version__} runs on an embedded, emulated Redis, for a trial. The index is lost when the "
@@ -97,7 +97,7 @@ def _run(arguments: argparse.Namespace) -> int:
         )
     try:
         loop.run(
-            runtime.run(settings, has_api=has_api, has_worker=has_worker, sockets=sockets, has_gateway=has_gateway)
+            replica.run(settings, has_api=has_api, has_worker=has_worker, sockets=sockets, has_gateway=has_gateway)
         )
     finally:
         for each in sockets:

@@ -13,7 +13,7 @@ from tests.patience import patient
 #: Runs a role until it has been set up, and prints how many objects a full collection goes through, and how many not.
 RUN = """
 import asyncio, gc, os, signal, sys
-from waymark import runtime
+from waymark.runtime import replica
 from waymark.base.settings import Settings
 
 async def main():
@@ -48,7 +48,7 @@ TARGETS, CALLS = 100, 60
 #: many a full one would go through afterwards, how many are left out of all, and which modules the calls have imported.
 FIRST_CALLS = """
 import asyncio, gc, json, os, signal, sys, urllib.request
-from waymark import runtime
+from waymark.runtime import replica
 from waymark.base.settings import Settings
 
 port, targets, calls, seconds = map(int, sys.argv[1:])

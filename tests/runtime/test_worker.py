@@ -7,7 +7,7 @@ from dataclasses import fields
 from waymark.apply.options import ApplyOptions
 from waymark.base.settings import Settings
 from waymark.ingest.stream import StreamOptions
-from waymark.runtime_worker import worker_options
+from waymark.runtime.worker import worker_options
 
 
 def test_ceilings_of_what_a_publisher_may_send_are_as_published() -> None:

@@ -23,7 +23,7 @@ from waymark.cli.exits import MEANINGS
 from waymark.simulator.faults import AnswerFaults, Faults
 from waymark.simulator.options import SimulateOptions
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RUNNING = ("serve", "query", "ingest", "register", "unregister", "reset", "demo", "status", "inspect", "simulate")
 REMOTE = ("ask", "select", "publishers", "drain", "top", "doctor")
 COMMANDS = (*RUNNING, "gateway", *REMOTE, "epp", "bench", "completion")
@@ -46,9 +46,9 @@ def roles(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     async def run(settings: Any, **roles: Any) -> None:
         ran.append({"settings": settings, **roles})
 
-    monkeypatch.setattr("waymark.runtime.open_port", lambda settings, *, has_api: [])
+    monkeypatch.setattr("waymark.runtime.replica.open_port", lambda settings, *, has_api: [])
 
-    monkeypatch.setattr("waymark.runtime.run", run)
+    monkeypatch.setattr("waymark.runtime.replica.run", run)
     return ran
 
 

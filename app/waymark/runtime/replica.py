@@ -134,7 +134,7 @@ async def run(
     ``sockets`` come from ``open_port``. The caller closes them.
     """
     if has_worker:
-        from waymark import runtime_worker  # a query replica starts sooner without it
+        from waymark.runtime import worker as runtime_worker  # a query replica starts sooner without it
 
         options = runtime_worker.checked_options(settings)  # what is wrong ends the process before anything is opened
     role = "serve" if has_api and has_worker else "query" if has_api else "gateway" if has_gateway else "ingest"
@@ -153,7 +153,7 @@ async def run(
     stop = stop_signal()
     gateway = None
     if has_gateway:
-        from waymark import runtime_gateway
+        from waymark.runtime import gateway as runtime_gateway
 
         gateway = runtime_gateway.GatewayRole(store, settings, metrics, tokenizers, asker)
         server = http_server(

@@ -28,7 +28,7 @@ from waymark.domain.hashing import extend, token_bytes
 from waymark.simulator.engine import build_engine
 from waymark.simulator.workload import SimulatedPrompt
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MODEL, BLOCK_SIZE = "demo", 16
 
 Handler = Callable[[httpx.Request], httpx.Response]

@@ -27,7 +27,7 @@ from waymark.ingest.descriptors import room_for
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
-from waymark.publishers_file import read_publishers, read_wanted
+from waymark.runtime.publishers_file import read_publishers, read_wanted
 from waymark.store.store import Store
 
 #: Where a pod has the token and the CA of its ServiceAccount.

@@ -22,7 +22,7 @@ from waymark.epp.bodies import BodyBytes
 from waymark.epp.options import EppOptions
 from waymark.epp.process_call import CallContext
 from waymark.epp.server import EppServer
-from waymark.runtime import freeze_heap, http_server, open_store, report_redis, stop_signal
+from waymark.runtime.replica import freeze_heap, http_server, open_store, report_redis, stop_signal
 from waymark.serving.limits import ServerBounds, files_for
 from waymark.serving.listening import listen
 from waymark.store.store import Store

@@ -22,7 +22,7 @@ from waymark import cli
 
 pytestmark = pytest.mark.outside
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 #: What moves the cursor back to the beginning of the line and clears it: a line that is rewritten.
 AGAIN = "\r\x1b[K"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*3\d[0-9;]*m")

@@ -14,14 +14,15 @@ import pytest
 from tests.live import start
 from tests.patience import patient
 from tests.ports import unused_port
-from waymark import cli, demo
+from waymark import cli
 from waymark.console.demo_view import parts
 from waymark.console.screen import Screen
-from waymark.demo import DemoFailed, PromptMatch, run_demo
+from waymark.runtime import demo
+from waymark.runtime.demo import DemoFailed, PromptMatch, run_demo
 
 pytestmark = pytest.mark.outside
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_demo_ends_well_and_shows_what_each_engine_has() -> None:
