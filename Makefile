@@ -22,16 +22,16 @@ test: $(VENV)/.installed-dev redis-server nginx chromium lint ## check everythin
 	@$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 chaos: $(VENV)/.installed-dev redis-server ## break anything in the middle of anything; SEED=1 SECONDS=75 CHAOS='--cluster --seeds 10'
-	@$(BIN)/python -m tests.chaos $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS)) $(CHAOS)
+	@$(BIN)/python -m tools.chaos $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS)) $(CHAOS)
 
 hostile: $(VENV)/.installed-dev redis-server ## lie at every door beside honest clients; SEED=1 SECONDS=120 HOSTILE='--only page'
 	@$(BIN)/python -m tests.hostile $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS)) $(HOSTILE)
 
 sanitize: $(VENV)/.installed-dev redis-server ## run the tests of the C module with the address and undefined-behaviour sanitizers (gcc)
-	@$(BIN)/python -m tests.sanitize
+	@$(BIN)/python -m tools.sanitize
 
 fuzz: $(VENV)/.installed-dev ## change the inputs of each function of the C module, with sanitizers; SECONDS=60 SEED=1 FUZZ='--only cut'
-	@$(BIN)/python -m tests.sanitize.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(FUZZ)
+	@$(BIN)/python -m tools.sanitize.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(FUZZ)
 
 coverage: $(VENV)/.installed-dev redis-server nginx chromium ## the tests, and how much of the code they run; TESTS='tests/domain'
 	@rm -f .coverage .coverage.*
@@ -52,12 +52,12 @@ publishable: ## fail where a release must not be published: pyproject.toml has n
 	@python="$$(sh scripts/python.sh)" && "$$python" scripts/publishable.py
 
 conformance: $(VENV)-conformance/.installed redis-server ## compare with dynamo.indexer and its selector, which are downloaded; writes docs/conformance.md
-	@$(VENV)-conformance/bin/python -m tests.conformance.compare --output docs/conformance.md
-	@$(VENV)-conformance/bin/python -m tests.conformance.differences --page docs/conformance.md
-	@$(VENV)-conformance/bin/python -m tests.conformance.selector
+	@$(VENV)-conformance/bin/python -m tools.conformance.compare --output docs/conformance.md
+	@$(VENV)-conformance/bin/python -m tools.conformance.differences --page docs/conformance.md
+	@$(VENV)-conformance/bin/python -m tools.conformance.selector
 
 bench: $(VENV)-conformance/.installed redis-server ## measure everything that is claimed, beside dynamo.indexer; BENCH='--only P1 --trace FILE'
-	@$(VENV)-conformance/bin/python -m tests.benchmarks $(BENCH)
+	@$(VENV)-conformance/bin/python -m tools.benchmarks $(BENCH)
 
 house: $(VENV)/.installed-dev ## count rooms, arrows, files, functions and words of the source; TREES='. ../other' HOUSE=--crumbs
 	@$(BIN)/python -m tools.house $(TREES) $(HOUSE)

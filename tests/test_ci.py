@@ -14,7 +14,7 @@ import yaml
 
 from scripts.commit_message import complaint
 from tests.patience import patient
-from tests.sanitize.__main__ import names_of_tests
+from tools.sanitize.__main__ import names_of_tests
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

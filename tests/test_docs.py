@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.conformance import differences
 from tests.live import start
 from tests.settings_table import markdown_table
+from tools.conformance import differences
 
 ROOT = Path(__file__).parents[1]
 

@@ -49,7 +49,7 @@ async def test_it_gets_signals_and_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_it_is_of_the_source_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -m tests.chaos --app DIRECTORY` runs the processes of another checkout."""
+    """`python -m tools.chaos --app DIRECTORY` runs the processes of another checkout."""
     package = tmp_path / "app" / "waymark"
     (package / "gateway").mkdir(parents=True)
     for name in ("__init__", "runtime", "gateway/__init__", "gateway/application"):

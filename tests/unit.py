@@ -19,12 +19,9 @@ from hypothesis import HealthCheck, settings
 
 #: Directories of tests/ in which every test is outside.
 OUTSIDE_DIRECTORIES = {
-    "benchmarks",
     "chaos",
-    "conformance",
     "deploy",
     "e2e",
-    "endurance",
     "epp",
     "hostile",
     "ingest",

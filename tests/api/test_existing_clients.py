@@ -2,7 +2,7 @@
 
 Each client was read in its public source; the version and the file stand beside its test. The bodies here have the
 same fields as theirs, and each ``read_*`` looks at an answer for what the reader of that client looks at. Those that
-run alone are run, too: ``python -m tests.conformance.clients``.
+run alone are run, too: ``python -m tools.conformance.clients``.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.sanitize.batches import BATCHES
-from tests.sanitize.targets import TARGETS
+from tools.sanitize.batches import BATCHES
+from tools.sanitize.targets import TARGETS
 from waymark.base import native
 from waymark.base.errors import StaleBuild
 from waymark.domain.events import Cleared, Removed, Stored

@@ -204,7 +204,7 @@ def test_bench_gives_all_its_words_to_the_benchmarks(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(subprocess, "call", call)
     assert cli.main(["bench", "--quick", "--only", "P5", "--help"]) == 7
-    assert ran == [([sys.executable, "-m", "tests.benchmarks", "--quick", "--only", "P5", "--help"], ROOT)]
+    assert ran == [([sys.executable, "-m", "tools.benchmarks", "--quick", "--only", "P5", "--help"], ROOT)]
 
 
 def test_bench_needs_a_checkout(

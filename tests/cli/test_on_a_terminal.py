@@ -29,8 +29,8 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*3\d[0-9;]*m")
 
 #: Two parts that measure nothing, as the benchmarks of a checkout.
 BENCH = """
-from tests.benchmarks import __main__ as benchmarks
-from tests.benchmarks.report import Row
+from tools.benchmarks import __main__ as benchmarks
+from tools.benchmarks.report import Row
 rows = [Row("P1", "one", 1.0, "s"), Row("P1", "two", 1.0, "s")]
 benchmarks.PARTS = [(("P1",), lambda *_: rows), (("P2",), lambda *_: rows)]
 raise SystemExit(benchmarks.main(["--no-peer"]))
@@ -38,8 +38,8 @@ raise SystemExit(benchmarks.main(["--no-peer"]))
 #: A session of chaos that is over as soon as it has said what it does.
 CHAOS = """
 import sys
-from tests.chaos import __main__ as chaos
-from tests.chaos.session import Session
+from tools.chaos import __main__ as chaos
+from tools.chaos.session import Session
 async def run(self):
     self.trace("step 1: 3 prompts in 0.1 s")
     self.trace("quiet point 1: all answers are right")

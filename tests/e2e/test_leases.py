@@ -1,6 +1,6 @@
 """Leases and fences, shown by stopping, cutting off and killing the processes that have them.
 
-``python -m tests.endurance.takeover`` kills many workers, with the default lease.
+``python -m tools.endurance.takeover`` kills many workers, with the default lease.
 """
 
 from __future__ import annotations

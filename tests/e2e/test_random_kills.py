@@ -1,4 +1,4 @@
-"""Anything may die at any time, and in the end every answer is the model's; `tests.endurance.kills` goes on longer."""
+"""Anything may die at any time, and in the end every answer is the model's; `tools.endurance.kills` goes on longer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.e2e.conftest import Engines
 from tests.e2e.fleet import fleet_of
 from tests.e2e.load import Load
-from tests.endurance.kills import SETTINGS, Kills, open_engines
+from tools.endurance.kills import SETTINGS, Kills, open_engines
 
 STEPS = 14
 

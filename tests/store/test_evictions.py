@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from tests.benchmarks.evictions import Engine, day
+from tools.benchmarks.evictions import Engine, day
 
 
 async def test_keys_are_those_of_the_blocks_that_are_held(redis: Redis, request: pytest.FixtureRequest) -> None:

@@ -18,11 +18,11 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 def run_words(words: Sequence[str]) -> int:
     """Run the benchmarks with these words; their exit code."""
     root = Path(__file__).parents[3]
-    if not (root / "pyproject.toml").is_file() or not (root / "tests" / "benchmarks").is_dir():
+    if not (root / "pyproject.toml").is_file() or not (root / "tools" / "benchmarks").is_dir():
         print(
             "waymark bench: the benchmarks are not in the installed package; run it in a checkout of the repository, "
             "where 'make bench' installs what they need",
             file=sys.stderr,
         )
         return EXIT_USAGE
-    return subprocess.call([sys.executable, "-m", "tests.benchmarks", *words], cwd=root)
+    return subprocess.call([sys.executable, "-m", "tools.benchmarks", *words], cwd=root)

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.api.conftest import Hold, MakeClient
-from tests.conformance.selector import BLOCK_SIZE, TOKENS, steps, told
 from tests.conftest import wait_until
+from tools.conformance.selector import BLOCK_SIZE, TOKENS, steps, told
 from waymark.store import keys
 from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store

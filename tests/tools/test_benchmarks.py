@@ -1,0 +1,326 @@
+"""The benchmarks run, measure what they say, and tell what does not hold. How fast anything is, nothing here asks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from tools.benchmarks import __main__ as benchmarks
+from tools.benchmarks import compare, hybrid, prompts, replicas, visible
+from tools.benchmarks.__main__ import main
+from tools.benchmarks.capacity import Constants, example
+from tools.benchmarks.feed import payloads
+from tools.benchmarks.processes import cpu_seconds, redis_server
+from tools.benchmarks.report import Row, against, beside, table, write_json, write_markdown
+from waymark.domain.hashing import extend, token_bytes
+from waymark.domain.rows import SLOT_CHARS
+
+
+@pytest.mark.outside
+def test_queries_and_bytes_are_measured_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = tmp_path / "rows.json"
+
+    assert main(["--quick", "--no-peer", "--only", "P1,P6", "--json", str(found)]) == 0
+
+    written = json.loads(found.read_text())
+    rows = written["rows"]
+    assert {"P1", "P2", "P3", "P3b", "P4", "P5", "P6"} <= {row["target"] for row in rows}
+    assert all(row["figure"] > 0 for row in rows if "overtaken" not in row["what"])
+    # Bytes are no times: they are the same in every run, up to the connections that Redis has not freed yet.
+    held = {row["what"]: row["holds"] for row in rows if row["target"] == "P6" and row["bar"] is not None}
+    assert len(held) == 4
+    assert all(held.values())
+    bytes_of = {row["what"]: row["figure"] for row in rows if row["target"] == "P6"}
+    # A slot, and a row's 32nd share of its key, its holder and what its allocation is longer than it is.
+    assert SLOT_CHARS < bytes_of["one holder, without its entry, of 30,000 blocks"] < 1.5 * SLOT_CHARS
+    # Eight bytes for an engine hash, and a share of the field; without hashes a share of the field alone.
+    assert 8 < bytes_of["entry of a vLLM publisher"] < 12.5
+    assert 0 < bytes_of["entry of a standard publisher"] < 4
+    printed = capsys.readouterr().out
+    assert all(row["what"] in printed for row in rows)
+    assert written["about"]["quick"] is True
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        pytest.param(SystemExit("no redis-server on PATH"), "P8: no redis-server on PATH", id="a-sentence"),
+        pytest.param(ValueError(), "P8: ValueError", id="none"),
+    ],
+)
+def test_a_part_that_fails_takes_no_rows_of_others_with_it(
+    error: BaseException,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before, own, after = Row("P7", "before", 1.0, "s"), Row("P8", "own", 1.5, "s"), Row("P9", "after", 2.0, "s")
+
+    def failing(*_: object) -> Iterator[Row]:
+        yield own
+        raise error
+
+    parts = [(("P7",), lambda *_: [before]), (("P8",), failing), (("P9",), lambda *_: [after])]
+    monkeypatch.setattr(benchmarks, "PARTS", parts)
+    found = tmp_path / "rows.json"
+
+    assert main(["--no-peer", "--json", str(found)]) == 1
+
+    written = json.loads(found.read_text())
+    assert [row["what"] for row in written["rows"]] == ["before", "own", "after"]
+    assert written["about"]["failed"] == sentence
+    said = capsys.readouterr()
+    assert f"failed: {sentence}" in said.err
+    assert all(row.what in said.out for row in (before, own, after))
+
+
+@pytest.mark.outside
+def test_what_was_measured_before_a_stop_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> Iterator[Row]:
+        yield Row("P8", "own", 1.5, "s")
+        raise KeyboardInterrupt
+
+    later = Row("P9", "after", 2.0, "s")
+    monkeypatch.setattr(benchmarks, "PARTS", [(("P8",), stopped), (("P9",), lambda *_: [later])])
+    found = tmp_path / "rows.json"
+
+    assert main(["--no-peer", "--json", str(found)]) == 1
+
+    written = json.loads(found.read_text())
+    assert [row["what"] for row in written["rows"]] == ["own"]
+    assert written["about"]["failed"] == "P8: stopped"
+
+
+@pytest.mark.outside
+def test_the_probe_sees_what_was_stored(tmp_path: Path) -> None:
+    kept, other = islice(prompts.fresh(1), 2)
+    with redis_server(tmp_path) as redis:
+        is_kept, is_other = (visible.in_redis(redis.path)(prompts.tokens(prompt)) for prompt in (kept, other))
+        assert not is_kept()
+
+        asyncio.run(replicas.fill(redis, [kept], 0))
+
+        assert is_kept()
+        assert not is_other()
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        pytest.param("raise SystemExit('it is not there')", "the probe has failed: it is not there", id="a-sentence"),
+        pytest.param("1 / 0", "the probe has failed: ZeroDivisionError: division by zero", id="an-error"),
+        pytest.param("raise SystemExit(1)", "the probe has failed: it says nothing", id="none"),
+    ],
+)
+def test_a_probe_that_fails_says_why(code: str, sentence: str) -> None:
+    command = (sys.executable, "-c", f"print('tcp://127.0.0.1:1', flush=True); {code}")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        probe = visible.Probe(process, 1)
+        with pytest.raises(SystemExit, match=f"^{sentence}$"):
+            probe.latencies_ms()
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        pytest.param(["--trace", "no-such-file"], "there is no file no-such-file", id="no-trace"),
+        pytest.param(["--no-peer", "--markdown", "no-page"], "there is no page no-page", id="no-page"),
+        pytest.param(["--no-peer", "--beside", "no-run"], "--beside: there is no file no-run", id="no-earlier-run"),
+        pytest.param(["--peer-python", "no-such-python"], "no-such-python has no dynamo.indexer", id="no-peer"),
+    ],
+)
+def test_what_is_missing_is_named_before_anything_starts(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--only", "P1,P99"])
+
+    assert ended.value.code == 2
+    assert (
+        "'P99' is none of P1, P2, P3, P3b, P4, P5, P6, P5b, P6b, P7, P8, P9, P10, P11, P12, long, capacity"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.outside
+def test_two_trees_are_measured_in_turns(tmp_path: Path) -> None:
+    for name in ("now", "before"):
+        scripts = tmp_path / name / ".venv" / "bin"
+        scripts.mkdir(parents=True)
+        (scripts / "waymark").symlink_to(Path(sys.executable).parent / "waymark")
+    sizes = compare.Sizes(1, queries=4, turns=1, frames=32, blocks_max=1024, live_frames=4)
+
+    rows = compare.measure([tmp_path / "now", tmp_path / "before"], compare.KINDS, sizes)
+
+    assert len(rows) == 2 * len(compare.KINDS)
+    assert all(row.figure > 0 and row.other and row.other > 0 and row.ratio for row in rows)
+    assert {row.bar for row in rows if "CPU of the" in row.what or "p50" in row.what} == {compare.BAR}
+
+
+def test_a_tree_without_an_environment_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main([str(tmp_path)]) == 2
+    assert "install it into an environment of its own" in capsys.readouterr().err
+
+
+def test_a_bar_is_for_the_ratio_where_there_is_one() -> None:
+    ours, theirs = [3.0, 1.0, 4.0], [2.0, 1.0, 2.0]
+
+    assert against("P1", "", "ms", ours, theirs, "peer", 1.5).ratio == 1.5
+    assert against("P1", "", "ms", ours, theirs, "peer", 1.5).holds is True
+    assert against("P1", "", "ms", ours, theirs, "peer", 1.4).holds is False
+    assert Row("P6", "", 80.0, "bytes", bar=80).holds is True
+    assert Row("P6", "", 80.1, "bytes", bar=80).holds is False
+    assert Row("P9", "", 1.6, "times", bar=1.7, is_least=True).holds is False
+    assert Row("P9", "", 1.6, "times").holds is None
+
+
+def test_a_bar_that_did_not_hold_in_an_earlier_run_does_not_hold(tmp_path: Path) -> None:
+    earlier = tmp_path / "rows.json"
+    before = [
+        Row("P1", "CPU", 9.6, "ms", 4.0, "peer", 2.4, 2.0),
+        Row("P9", "two", 1.6, "times", bar=1.7, is_least=True),
+    ]
+    write_json(earlier, before, {})
+    now = [Row("P1", "CPU", 7.6, "ms", 4.0, "peer", 1.9, 2.0), Row("P9", "two", 1.8, "times", bar=1.7, is_least=True)]
+    assert [row.holds for row in now] == [True, True]
+
+    lucky = beside([*now, Row("P6", "new here", 1.0, "bytes", bar=2.0)], earlier)
+
+    assert [row.holds for row in lucky] == [False, False, True]
+    lines = table(lucky).splitlines()
+    assert lines[1].split()[-5:] == ["peer", "1.9,", "2.4", "2", "no"]
+    assert lines[3].split() == ["P6", "new", "here", "1", "bytes", "2", "yes"]
+
+
+def test_the_table_says_no_where_a_target_does_not_hold() -> None:
+    lines = table([Row("P6", "a", 81.0, "bytes", bar=80), Row("P6", "b", 12_345.6, "bytes")]).splitlines()
+
+    assert lines[0].split() == ["target", "what", "figure", "unit", "against", "ratio", "bar", "holds"]
+    assert lines[1].split() == ["P6", "a", "81", "bytes", "80", "no"]
+    assert lines[2].split() == ["P6", "b", "12,346", "bytes"]
+
+
+def test_the_table_takes_the_place_of_the_one_before_in_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n<!-- measured -->\nwhat was before\n<!-- /measured -->\n\nmore\n")
+
+    for figure in (1.0, 2.0):
+        row = Row("P1", "CPU", figure, "ms", 4.0, "peer", figure / 4, 1.0)
+        write_markdown(page, [row], {"redis": "7.0.15", "cores": 2})
+
+    text = page.read_text()
+    assert text.startswith("# Title\n\n<!-- measured -->\n")
+    assert text.endswith("Measured with redis 7.0.15, cores 2.\n\n<!-- /measured -->\n\nmore\n")
+    assert "| P1 | CPU | 2 ms | 4 (peer) | 0.5 | 1 | yes |" in text
+    assert "what was before" not in text
+    assert text.count("| P1 |") == 1
+
+
+def test_a_page_without_a_place_for_the_table_is_left_alone(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- measured -->\n")
+
+    with pytest.raises(SystemExit, match="has no place for the table"):
+        write_markdown(page, [], {})
+
+    assert page.read_text() == "<!-- measured -->\n"
+
+
+def test_prompts_of_a_trace_are_its_whole_pieces_and_share_tokens_where_they_share_numbers(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    requests = [
+        {"input_length": 1100, "hash_ids": [0, 1, 2]},
+        {"input_length": 700, "hash_ids": [0, 8]},  # its second piece is not full
+        {"input_length": 2048, "hash_ids": [0, 3, 4, 5]},
+    ]
+    trace.write_text("".join(json.dumps(request) + "\n" for request in requests))
+
+    first, second = prompts.traced(trace, pieces=2)
+
+    assert (first, second) == ((0, 1), (0, 3))
+    assert prompts.tokens(first)[:512] == prompts.tokens(second)[:512]
+    assert prompts.tokens(first)[512:] != prompts.tokens(second)[512:]
+
+
+def test_synthetic_prompts_share_prefixes_and_fresh_ones_nothing() -> None:
+    def seen_before(some: list[prompts.Prompt]) -> float:
+        pieces = [number for prompt in some for number in prompt]
+        return 1 - len(set(pieces)) / len(pieces)
+
+    assert 0.3 < seen_before(list(islice(prompts.synthetic(), 200))) < 0.5
+    assert seen_before(list(islice(prompts.fresh(), 50))) == 0
+
+
+def test_a_body_of_512_blocks_is_51_kilobytes_in_every_api() -> None:
+    prompt = next(prompts.fresh())
+
+    body = json.loads(prompts.by_tokens(prompt))
+    assert len(body["token_ids"]) == 512 * 16
+    assert 49_000 < len(prompts.by_tokens(prompt)) < 53_000
+    rolling = json.loads(prompts.by_hash(prompt))["seq_hashes"]
+    assert rolling == extend(None, token_bytes(body["token_ids"]), 16)
+    local = json.loads(prompts.by_local_hash(prompt))["block_hashes"]
+    second = extend(None, token_bytes(body["token_ids"][16:32]), 16)[0]
+    assert local[1] % 2**64 == second
+    assert all(-(2**63) <= h < 2**63 for h in local)
+
+
+def test_stores_of_a_prompt_follow_each_other_and_leave_out_what_is_held() -> None:
+    prompt = next(prompts.fresh(4))
+    stores = [msgpack.unpackb(payload)[1][0] for payload in payloads(prompt, held=1)]
+
+    assert [len(store["block_hashes"]) for store in stores] == [64, 32]
+    assert stores[0]["parent_block_hash"] == prompts.engine_hashes(prompt[0])[-1]
+    assert stores[1]["parent_block_hash"] == stores[0]["block_hashes"][-1]
+    assert [token for store in stores for token in store["token_ids"]] == prompts.tokens(prompt[1:])
+
+
+def test_cpu_time_is_what_the_process_has_used() -> None:
+    before, own = cpu_seconds(os.getpid()), time.process_time()
+    while time.process_time() - own < 0.05:
+        pass
+
+    assert 0.05 <= cpu_seconds(os.getpid()) - before < 0.5
+    with pytest.raises(OSError, match="no CPU clock of process"):
+        cpu_seconds(2**22 + 1)
+
+
+def test_ten_times_the_engines_need_ten_times_as_much() -> None:
+    constants = Constants(180.0, 2.0, 9.0, 3.0, 3.0, 40.0, 4.0, {512: 0.5}, {512: 0.3})
+
+    hundred, thousand = example(100, constants), example(1_000, constants)
+
+    assert [row.unit for row in hundred] == ["GiB", "cores", "cores", "cores", "cores"]
+    assert hundred[0].figure == pytest.approx(5_000_000 * 180 / 2**30)
+    # Prefill, decode and removals have prices of their own: 300 x 2 + 100 x 9 + 400 x 3 us a second and engine.
+    assert hundred[1].figure == pytest.approx(0.27)
+    assert hundred[3].figure == pytest.approx(0.65)
+    assert [b.figure for b in thousand] == pytest.approx([10 * a.figure for a in hundred])
+
+
+def test_a_hybrid_model_is_measured_beside_a_plain_one() -> None:
+    lines = [line.rsplit(maxsplit=2) for line in hybrid.measure(1)][1:]
+    assert len(lines) == 3 * 7 + 4
+    assert all(float(taken) > 0 for _, taken, _ in lines)
+    assert [name for name, _, ratio in lines if ratio == "1.00" and name.endswith(", plain")] == [
+        name for name, _, _ in lines if name.endswith(", plain")
+    ]

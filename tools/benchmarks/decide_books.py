@@ -1,0 +1,230 @@
+"""Decisions on the simulated clock, by the product's own policies: what Redis keeps is kept in a few dictionaries.
+
+A replica ranks all targets by loads of at most 100 ms ago, and the best eight are looked at again with the loads of
+that instant, as ``reserve`` does. With own loads each replica knows only what it has decided itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any, NamedTuple, Protocol
+
+from tools.benchmarks.decide_engines import PIECE_TOKENS, Change, Job
+from waymark.decide.policies.constants import Values, read_constants
+from waymark.decide.policies.policy import CREDITS, Inputs, Preset, new_tokens
+from waymark.decide.policies.ring import Ring
+from waymark.decide.policies.target import Candidate, RoutingRequest
+from waymark.domain.gauges import Gauges
+from waymark.store.reservations import CANDIDATES_MAX
+from waymark.store.speculative import depths
+
+_CREDITS = read_constants(CREDITS, {}, "overrides")
+_BLOCK_TOKENS = 16
+_PIECE_BLOCKS = PIECE_TOKENS // _BLOCK_TOKENS
+
+
+class Placed(NamedTuple):
+    """A decision."""
+
+    job: Job
+    engine: int
+
+
+class Decider(Protocol):
+    """Where a simulation's requests go."""
+
+    async def decide(self, now: float, jobs: Sequence[Job]) -> list[Placed]:
+        """An engine for each job of one instant; the load of each counts from now on.
+
+        In the order of the answers: a request is sent as soon as its engine is known, and engines serve in that order.
+        """
+
+    async def hear(self, changes: Sequence[Change]) -> None:
+        """What engines have published, which can be seen from now on."""
+
+    async def begun(self, job: Job) -> None:
+        """The first token of a job has come."""
+
+    async def ended(self, job: Job) -> None:
+        """A job has its answer."""
+
+
+async def as_answered(decisions: Iterable[Coroutine[Any, Any, Placed]]) -> list[Placed]:
+    """Decisions that are begun in their order and made at once, in the order of their answers."""
+    answered: list[Placed] = []
+
+    async def answer(decision: Coroutine[Any, Any, Placed]) -> None:
+        answered.append(await decision)
+
+    await asyncio.gather(*map(answer, decisions))
+    return answered
+
+
+class RoundRobin:
+    """Each engine in turn, whatever it has and does."""
+
+    def __init__(self, engines: int) -> None:
+        self._numbers = cycle(range(engines))
+
+    async def decide(self, now: float, jobs: Sequence[Job]) -> list[Placed]:
+        return [Placed(job, next(self._numbers)) for job in jobs]
+
+    async def hear(self, changes: Sequence[Change]) -> None: ...
+
+    async def begun(self, job: Job) -> None: ...
+
+    async def ended(self, job: Job) -> None: ...
+
+
+@dataclass(slots=True)
+class _Load:
+    tokens: int = 0
+    requests: int = 0
+    context: int = 0
+
+
+@dataclass(slots=True)
+class _Books:
+    """The loads, and what one replica knew of them when it looked last."""
+
+    loads: list[_Load]
+    seen: list[_Load] = field(default_factory=list)
+    seen_at: float = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What decides, beside the policy."""
+
+    replicas: int = 1
+    has_own_loads: bool = False
+    loads_seconds: float = 0.1
+    speculative_seconds: float = 0.0
+    """0: none."""
+    speculative_credit: float = 1.0
+    """What a token counts that a target will have soon."""
+    gauges_seconds: float = 1.0
+
+
+class Fast:
+    """All in this process."""
+
+    def __init__(self, preset: Preset, values: Values, engines: int, rules: Rules, seed: int) -> None:
+        self._preset = preset
+        self._values = values
+        self._rules = rules
+        self._random = random.Random(f"{seed}/{preset.name}")
+        self._names = [f"engine-{number}" for number in range(engines)]
+        self._ring = Ring((name, 0) for name in self._names)
+        self._held: list[set[int]] = [set() for _ in range(engines)]
+        shared = [_Load() for _ in range(engines)]
+        self._books = [
+            _Books([_Load() for _ in range(engines)] if rules.has_own_loads else shared) for _ in range(rules.replicas)
+        ]
+        self._jobs: dict[int, tuple[_Load, int]] = {}
+        """By number: whose load it is in, and its prefill tokens there."""
+        self._spec: dict[tuple[int, int], tuple[int, float]] = {}
+        self._turn = 0
+        self._queues = [(0, 0)] * engines
+        self._queues_at = float("-inf")
+
+    async def decide(self, now: float, jobs: Sequence[Job]) -> list[Placed]:
+        return [Placed(job, self._decide(now, job)) for job in jobs]
+
+    async def hear(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            held = self._held[change.engine]
+            (held.add if change.is_stored else held.discard)(change.piece)
+
+    async def begun(self, job: Job) -> None:
+        load, tokens = self._jobs[job.number]
+        load.tokens -= tokens
+        self._jobs[job.number] = load, 0
+
+    async def ended(self, job: Job) -> None:
+        load, _ = self._jobs.pop(job.number)
+        load.requests -= 1
+        load.context -= job.input_tokens
+
+    def _decide(self, now: float, job: Job) -> int:
+        books = self._books[self._turn % len(self._books)]
+        self._turn += 1
+        if now - books.seen_at > self._rules.loads_seconds:
+            books.seen = [_Load(each.tokens, each.requests, each.context) for each in books.loads]
+            books.seen_at = now
+        expected = self._expected(now, job, books)
+        request = RoutingRequest(
+            job.input_tokens,
+            PIECE_TOKENS,
+            prefix_key=job.pieces[0].to_bytes(32, "big") if job.pieces else None,
+        )
+        candidates = [
+            Candidate(
+                number,
+                name,
+                address=name,
+                device=self._matched(number, job.pieces),
+                expected=expected.get(number, 0),
+                wait=load.tokens,
+                active=load.requests,
+                context=load.context,
+                gauges=self._gauges(now, number, books) if self._preset.needs_gauges else None,
+            )
+            for number, (name, load) in enumerate(zip(self._names, books.seen, strict=True))
+        ]
+        ranking = self._preset.rank(Inputs(request, candidates, self._values, self._random, self._ring))
+        best = ranking.scored[0].candidate
+        if self._preset.linear is not None:
+            linear = self._preset.linear(self._values)
+            least = None
+            for scored in ranking.scored[:CANDIDATES_MAX]:
+                before, load = scored.candidate, books.loads[scored.candidate.publisher]
+                cost = scored.value + load.tokens - before.wait + linear.active * (load.requests - before.active)
+                if least is None or cost < least:
+                    best, least = before, cost
+        number = best.publisher
+        has_credits = CREDITS[0] in self._preset.constants
+        tokens = int(new_tokens(request, best, self._values if has_credits else _CREDITS))
+        load = books.loads[number]
+        load.tokens += tokens
+        load.requests += 1
+        load.context += job.input_tokens
+        self._jobs[job.number] = load, tokens
+        if self._rules.speculative_seconds:
+            for depth, piece in _spec_keys(job):
+                self._spec[piece, depth] = number, now + self._rules.speculative_seconds
+        return number
+
+    def _gauges(self, now: float, number: int, books: _Books) -> Gauges:
+        if now - self._queues_at > self._rules.gauges_seconds:
+            self._queues = [(each.requests, each.context) for each in books.loads]
+            self._queues_at = now
+        requests, context = self._queues[number]
+        return Gauges(waiting=requests, kv_usage=min(1.0, context / (2048 * PIECE_TOKENS)))
+
+    def _expected(self, now: float, job: Job, books: _Books) -> dict[int, int]:
+        if not self._rules.speculative_seconds:
+            return {}
+        found: dict[int, int] = {}
+        for depth, piece in _spec_keys(job):
+            entry = self._spec.get((piece, depth))
+            if entry is not None and entry[1] > now:
+                found[entry[0]] = int(self._rules.speculative_credit * depth * _BLOCK_TOKENS)
+        return found
+
+    def _matched(self, number: int, pieces: Sequence[int]) -> int:
+        held = self._held[number]
+        for at, piece in enumerate(pieces):
+            if piece not in held:
+                return at * PIECE_TOKENS
+        return len(pieces) * PIECE_TOKENS
+
+
+def _spec_keys(job: Job) -> list[tuple[int, int]]:
+    """(depth in blocks, the piece that it is in) of a prompt's speculative entries."""
+    blocks = len(job.pieces) * _PIECE_BLOCKS
+    return [(depth, job.pieces[(depth - 1) // _PIECE_BLOCKS]) for depth in depths(blocks)]

@@ -1,0 +1,143 @@
+"""P11: what ``/select`` costs beyond ``/query`` of the same length of prompt, with 8, 100 and 1,000 targets.
+
+Eight engines publish what they have; then the worker ends, and more targets are registered, which have nothing. Every
+round asks a replica for as many decisions as queries, of prompts that an engine has and that were asked by nobody
+before. The difference of the CPU is what a decision costs. Each decision is released, after it was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from tools.benchmarks import prompts
+from tools.benchmarks.feed import publishers, wait_for
+from tools.benchmarks.load import run, write_bodies
+from tools.benchmarks.options import Options
+from tools.benchmarks.processes import RedisServer, Server, redis_server, waymark
+from tools.benchmarks.prompts import BLOCK_SIZE, MODEL, Prompt
+from tools.benchmarks.report import Row
+
+ENGINES = 8
+TARGETS = (8, 100, 1_000)
+REPLICA_MS = 0.15
+REDIS_MS = 0.12
+#: With all the speculative entries of a prompt of 512 blocks.
+REDIS_COLD_MS = 0.20
+
+
+class _Cost(NamedTuple):
+    """Of one request."""
+
+    replica_ms: float
+    redis_ms: float
+    reads: float
+    """How often Redis read from a connection: the round trips."""
+    scripts: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    replica: Server
+    redis: RedisServer
+    folder: Path
+
+    def cost(self, path: str, body: Callable[[Prompt], bytes], asked: Sequence[Prompt]) -> _Cost:
+        file = write_bodies(self.folder / "bodies", map(body, asked))
+        before = self._counts()
+        run(self.replica.port, path, file)
+        after = self._counts()
+        replica, redis, reads, scripts = ((b - a) / len(asked) for a, b in zip(before, after, strict=True))
+        return _Cost(replica * 1e3, redis * 1e3, reads, scripts)
+
+    def _counts(self) -> tuple[float, float, float, float]:
+        reads = int(self.redis.client.info("stats")["total_reads_processed"])
+        return self.replica.cpu(), self.redis.cpu(), reads, self.redis.calls("evalsha")
+
+
+def measure(options: Options) -> list[Row]:
+    """The rows of P11."""
+    rounds, size = (1, 16) if options.is_quick else (5, 50)
+    fresh = prompts.fresh()
+    held = list(islice(fresh, len(TARGETS) * 2 * rounds * size + 40))
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
+        redis = stack.enter_context(redis_server(folder))
+        replica = stack.enter_context(waymark(folder, "query", redis.url))
+        bench = _Bench(replica, redis, folder)
+        _fill(bench, held)
+        _check(bench, held[0])
+        left = iter(held)
+        warm = list(islice(left, 40))
+        for before, count in pairwise((ENGINES, *TARGETS)):
+            _register(replica, range(before + 1, count + 1))
+            bench.cost("/query", prompts.by_tokens, warm)
+            bench.cost("/select", prompts.by_tokens, warm)
+            rows += _rows(bench, f"{count:,} targets", [_part(left, size) for _ in range(rounds)], is_cold=False)
+            rows += _rows(bench, f"{count:,} targets", [_part(fresh, size) for _ in range(rounds)], is_cold=True)
+    return rows
+
+
+def _part(of: Iterator[Prompt], size: int) -> tuple[list[Prompt], list[Prompt]]:
+    return list(islice(of, size)), list(islice(of, size))
+
+
+def _fill(bench: _Bench, held: Sequence[Prompt]) -> None:
+    """Eight engines store the prompts in turn; what the worker costs is not in the figures, for it ends then."""
+    with waymark(bench.folder, "ingest", bench.redis.url), publishers(ENGINES) as engines:
+        for engine in engines:
+            engine.register(bench.replica)
+        last = {}
+        for i, prompt in enumerate(held):
+            engines[i % ENGINES].store(prompt)
+            last[engines[i % ENGINES].number] = prompt
+        wait_for([bench.replica], last)
+
+
+def _register(replica: Server, numbers: range) -> None:
+    """Targets that nobody listens to."""
+    for number in numbers:
+        replica.post(
+            f"{replica.prefix}/register",
+            instance_id=number,
+            model_name=MODEL,
+            block_size=BLOCK_SIZE,
+            endpoint=f"tcp://127.0.0.1:{10_000 + number}",
+            dp_rank=0,
+        )
+
+
+def _check(bench: _Bench, prompt: Prompt) -> None:
+    """A figure of wrong answers is none."""
+    answer = bench.replica.ask("POST", "/select", json.loads(prompts.by_tokens(prompt)))
+    if answer["target"]["device_tokens"] != len(prompts.tokens(prompt)) or not answer["reservation"]:
+        raise SystemExit(f"/select answers {answer} for a prompt that an engine has whole")
+    bench.replica.post("/release", reservation=answer["reservation"])
+
+
+def _rows(
+    bench: _Bench, with_targets: str, parts: Sequence[tuple[list[Prompt], list[Prompt]]], *, is_cold: bool
+) -> list[Row]:
+    beyond: list[_Cost] = []
+    for queried, selected in parts:
+        query = bench.cost("/query", prompts.by_tokens, queried)
+        select = bench.cost("/select", prompts.by_tokens, selected)
+        beyond.append(_Cost(*(a - b for a, b in zip(select, query, strict=True))))
+        # Else the loads would grow, and with them what the next ones decide by.
+        bench.redis.client.delete(*bench.redis.client.keys("wm:*:reservations"), *bench.redis.client.keys("wm:*:load"))
+    found = _Cost(*map(median, zip(*beyond, strict=True)))
+    of = f"/select beyond /query, {with_targets}, prompts that {'nobody' if is_cold else 'an engine'} has"
+    return [
+        Row("P11", f"{of}: the replica's CPU", found.replica_ms, "ms", bar=REPLICA_MS),
+        Row("P11", f"{of}: Redis' CPU", found.redis_ms, "ms", bar=REDIS_COLD_MS if is_cold else REDIS_MS),
+        Row("P11", f"{of}: round trips", found.reads, "reads"),
+        Row("P11", f"{of}: scripts", found.scripts, "calls"),
+    ]

@@ -1,0 +1,154 @@
+"""Engines as far as an indexer sees them: sockets that publish stores as vLLM does, to whoever has subscribed."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+
+import msgpack
+import zmq
+
+from tools.benchmarks import prompts
+from tools.benchmarks.processes import Server, wait_until
+from tools.benchmarks.prompts import BLOCK_SIZE, MODEL, PIECE_BLOCKS, PIECE_TOKENS, Prompt
+
+STORE_BLOCKS = 64
+
+
+def stored(block_hashes: Sequence[int], parent: int | None, token_ids: Sequence[int], rank: int = 0) -> bytes:
+    """The payload of a batch of one store, in vLLM's form."""
+    return _batch(_stored(block_hashes, parent, token_ids), rank=rank)
+
+
+def decoded(steps: Sequence[tuple[int, int | None, Sequence[int]]]) -> bytes:
+    """The payload of one engine step in decode: a store of one block for each sequence that completed one.
+
+    A step is ``(engine hash, its parent's or None, the block's token ids)``.
+    """
+    return _batch(*(_stored([block_hash], parent, token_ids) for block_hash, parent, token_ids in steps))
+
+
+def _stored(block_hashes: Sequence[int], parent: int | None, token_ids: Sequence[int]) -> Mapping[str, object]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": list(block_hashes),
+        "parent_block_hash": parent,
+        "token_ids": list(token_ids),
+        "block_size": BLOCK_SIZE,
+        "medium": "GPU",
+        "extra_keys": [None] * len(block_hashes),
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    }
+
+
+def removed(block_hashes: Sequence[int]) -> bytes:
+    return _batch({"type": "BlockRemoved", "block_hashes": list(block_hashes), "medium": "GPU", "group_idx": 0})
+
+
+def cleared() -> bytes:
+    return _batch({"type": "AllBlocksCleared"})
+
+
+def _batch(*events: Mapping[str, object], rank: int = 0) -> bytes:
+    payload: bytes = msgpack.packb([time.time(), list(events), rank])
+    return payload
+
+
+class Publisher:
+    """One engine's socket. Nothing is lost on the way: there is no bound on what waits to be sent."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], number: int) -> None:
+        self.number = number
+        self.seq = 0
+        self.held: set[int] = set()
+        """Numbers of the pieces it has stored."""
+        self._socket = context.socket(zmq.XPUB)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.XPUB_VERBOSE, 1)  # tell of the second subscriber, too
+        self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self._subscribers = 0
+
+    def has_subscriber(self) -> bool:
+        """Whether anybody has subscribed since the last time this was true."""
+        while self._socket.poll(0):
+            self._subscribers += self._socket.recv()[:1] == b"\x01"
+        if self._subscribers:
+            self._subscribers -= 1
+            return True
+        return False
+
+    def register(self, *servers: Server) -> None:
+        """Register with each, and wait until it has subscribed."""
+        for server in servers:
+            server.post(
+                f"{server.prefix}/register",
+                instance_id=self.number,
+                model_name=MODEL,
+                block_size=BLOCK_SIZE,
+                endpoint=self.endpoint,
+                dp_rank=0,
+            )
+            wait_until(self.has_subscriber, f"{server.name} has subscribed to a publisher")
+
+    def send(self, payload: bytes) -> None:
+        self._socket.send_multipart((b"", struct.pack(">Q", self.seq), payload))
+        self.seq += 1
+
+    def store(self, prompt: Prompt, store_blocks: int = STORE_BLOCKS) -> int:
+        """Store what it has not yet of a prompt; the blocks that were new."""
+        new = [number for number in prompt if number not in self.held]
+        self.held.update(new)
+        for payload in payloads(prompt, len(prompt) - len(new), store_blocks):
+            self.send(payload)
+        return len(new) * PIECE_BLOCKS
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def payloads(prompt: Prompt, held: int = 0, store_blocks: int = STORE_BLOCKS) -> Iterator[bytes]:
+    """The stores of a prompt's pieces from ``held`` on."""
+    hashes = list(chain.from_iterable(map(prompts.engine_hashes, prompt)))
+    token_ids = prompts.tokens(prompt[held:])
+    first = held * PIECE_BLOCKS
+    for start in range(first, len(hashes), store_blocks):
+        of_event = hashes[start : start + store_blocks]
+        at = (start - first) * BLOCK_SIZE
+        parent = hashes[start - 1] if start else None
+        yield stored(of_event, parent, token_ids[at : at + len(of_event) * BLOCK_SIZE])
+
+
+@contextmanager
+def publishers(count: int, first: int = 1) -> Iterator[list[Publisher]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    opened = [Publisher(context, first + i) for i in range(count)]
+    try:
+        yield opened
+    finally:
+        for publisher in opened:
+            publisher.close()
+        context.term()
+
+
+def matched(server: Server, prompt: Prompt, instance: int) -> int:
+    """How many tokens of the prompt the server says an instance has."""
+    answer = server.post(f"{server.prefix}/query", model_name=MODEL, token_ids=prompts.tokens(prompt))
+    row = answer["instances"].get(str(instance), {})
+    return int(row.get("longest_matched", 0))
+
+
+def wait_for(servers: Iterable[Server], last: dict[int, Prompt]) -> None:
+    """Until every server has the last prompt that each publisher stored: streams are in order, so then it has all."""
+    for server in servers:
+        for instance, prompt in last.items():
+            wait_until(
+                lambda server=server, prompt=prompt, instance=instance: (  # type: ignore[misc]
+                    matched(server, prompt, instance) == len(prompt) * PIECE_TOKENS
+                ),
+                f"{server.name} has what publisher {instance} stored",
+            )

@@ -1,0 +1,156 @@
+"""A load generator in a process of its own, so that it shares nothing with the server but the machine.
+
+    python -m tools.benchmarks.load PORT PATH BODIES CONNECTIONS
+
+Every body of the file is posted once, over so many kept connections, each with one request on its way at a time. Prints
+``{"seconds", "failed", "overtaken", "latencies_ms": [...]}``. The file is made by ``write_bodies``.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+_ANSWER_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What came of one run of the load generator."""
+
+    seconds: float
+    requests: int
+    latencies_ms: list[float]
+    overtaken: int = 0
+    """Answers that came after one to a request that was sent later."""
+
+    @property
+    def p50_ms(self) -> float:
+        return self.percentile_ms(50)
+
+    def percentile_ms(self, percent: float) -> float:
+        ordered = sorted(self.latencies_ms)
+        return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+    @property
+    def per_second(self) -> float:
+        return self.requests / self.seconds
+
+
+def write_bodies(path: Path, bodies: Iterable[bytes]) -> Path:
+    with path.open("wb") as file:
+        for body in bodies:
+            file.write(struct.pack(">I", len(body)) + body)
+    return path
+
+
+def start(port: int, path: str, bodies: Path, connections: int) -> subprocess.Popen[bytes]:
+    command = (sys.executable, "-m", "tools.benchmarks.load", str(port), path, str(bodies), str(connections))
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
+def finish(process: subprocess.Popen[bytes]) -> Load:
+    """The result of a started run; SystemExit where an answer was not 200."""
+    output, _ = process.communicate(timeout=600)
+    if process.returncode:
+        raise SystemExit("the load generator failed")
+    found = json.loads(output)
+    if found["failed"]:
+        raise SystemExit(f"{found['failed']} requests were not answered with 200, such as {found['sample']}")
+    return Load(found["seconds"], len(found["latencies_ms"]), found["latencies_ms"], found["overtaken"])
+
+
+def run(port: int, path: str, bodies: Path, connections: int = 1) -> Load:
+    return finish(start(port, path, bodies, connections))
+
+
+# ---- the process -----------------------------------------------------------------------------------
+
+
+class _Connection:
+    def __init__(self, port: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=_ANSWER_SECONDS)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.began = 0.0
+        self.number = 0
+        """Of the request under way, among all in the order in which they were sent."""
+        self._received = b""
+
+    def send(self, request: bytes, number: int) -> None:
+        self.number = number
+        self.began = time.perf_counter()
+        self.socket.sendall(request)
+
+    def answer(self) -> bytes | None:
+        """The whole answer, once it is there."""
+        piece = self.socket.recv(262_144)
+        if not piece:
+            raise SystemExit("the server closed a connection")
+        self._received += piece
+        head, separator, content = self._received.partition(b"\r\n\r\n")
+        if not separator:
+            return None
+        length = next(
+            int(line.partition(b":")[2]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")
+        )
+        if len(content) < length:
+            return None
+        answer, self._received = self._received, b""
+        return answer
+
+
+def read_bodies(path: Path) -> Iterable[bytes]:
+    content, at = path.read_bytes(), 0
+    while at < len(content):
+        (length,) = struct.unpack_from(">I", content, at)
+        yield content[at + 4 : at + 4 + length]
+        at += 4 + length
+
+
+def main() -> None:
+    port, path, connections = int(sys.argv[1]), sys.argv[2], int(sys.argv[4])
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+    head += "Content-Length: %d\r\n\r\n"
+    waiting = deque((head % len(body)).encode() + body for body in read_bodies(Path(sys.argv[3])))
+    latencies: list[float] = []
+    failed, sample = 0, ""
+    numbers, newest, overtaken = count(), -1, 0
+    with selectors.DefaultSelector() as selector:
+        opened = [_Connection(port) for _ in range(connections)]
+        began = time.perf_counter()
+        for connection in opened:
+            if waiting:
+                selector.register(connection.socket, selectors.EVENT_READ, connection)
+                connection.send(waiting.popleft(), next(numbers))
+        while selector.get_map():
+            for key, _ in selector.select(_ANSWER_SECONDS):
+                connection = key.data
+                answer = connection.answer()
+                if answer is None:
+                    continue
+                latencies.append((time.perf_counter() - connection.began) * 1e3)
+                overtaken += connection.number < newest
+                newest = max(newest, connection.number)
+                if not answer.startswith(b"HTTP/1.1 200"):
+                    failed, sample = failed + 1, answer[:300].decode(errors="replace")
+                if waiting:
+                    connection.send(waiting.popleft(), next(numbers))
+                else:
+                    selector.unregister(connection.socket)
+        seconds = time.perf_counter() - began
+    found = {"seconds": seconds, "failed": failed, "sample": sample, "overtaken": overtaken}
+    print(json.dumps(found | {"latencies_ms": latencies}))
+
+
+if __name__ == "__main__":
+    main()

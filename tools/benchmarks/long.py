@@ -1,0 +1,75 @@
+"""Blocks that very many have, such as those of a system prompt that all engines know: storing them, asking for them.
+
+Their values are long, a few bytes for each holder, and go to Redis and back whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from itertools import islice
+from pathlib import Path
+
+from tools.benchmarks import index, prompts
+from tools.benchmarks.load import run, write_bodies
+from tools.benchmarks.options import Options
+from tools.benchmarks.processes import RedisServer, redis_server, waymark
+from tools.benchmarks.prompts import BLOCK_SIZE, Prompt
+from tools.benchmarks.report import Row
+from waymark.store.store import Store
+
+RANKS = 8
+SYSTEM_TOKENS = 2_000
+#: Blocks of a system prompt of 2,000 tokens.
+SYSTEM_BLOCKS = SYSTEM_TOKENS // BLOCK_SIZE
+
+
+def measure(options: Options) -> list[Row]:
+    instances = 10 if options.is_quick else 100
+    asked = 40 if options.is_quick else 300
+    # All begin with the same 512 tokens or more; what follows the system prompt differs.
+    system = next(prompts.fresh(4))
+    long = [system + next(prompts.fresh(12)) for _ in range(asked)]
+    plain = list(islice(prompts.fresh(16), asked))
+    with tempfile.TemporaryDirectory(prefix="wm-") as directory:
+        folder = Path(directory)
+        with redis_server(folder) as redis:
+            rows = asyncio.run(_filled(redis, instances, system, [*long, *plain]))
+            for path in options.paths:
+                with waymark(folder, "query", redis.url, is_pure=path == "pure") as replica:
+                    for name, some in (("", plain), (f", of which {instances * RANKS} have the first 125", long)):
+                        for connections in (1, 8):
+                            file = write_bodies(folder / "bodies", map(prompts.by_tokens, some))
+                            before, redis_before = replica.cpu(), redis.cpu()
+                            load = run(replica.port, "/query", file, connections)
+                            what = f"/query, 512 blocks{name}, {connections} at a time ({path}): "
+                            cpu = (replica.cpu() - before) / load.requests * 1e3
+                            of_redis = (redis.cpu() - redis_before) / load.requests * 1e3
+                            rows.append(Row("long", what + "CPU", cpu, "ms"))
+                            rows.append(Row("long", what + "Redis' CPU", of_redis, "ms"))
+    return rows
+
+
+async def _filled(redis: RedisServer, instances: int, system: Prompt, held: list[Prompt]) -> list[Row]:
+    """Every rank of every instance gets the system prompt, one has the rest; then 512 blocks get one holder more."""
+    store = Store.open(redis.url)
+    try:
+        shared = prompts.seq_hashes(system)[:SYSTEM_BLOCKS]
+        others = index.keys("others", 512 - SYSTEM_BLOCKS)
+        engines = [await index.owner(store, f"engine-{number}", ranks=RANKS) for number in range(instances)]
+        for engine in engines:
+            for rank in range(RANKS):
+                await engine.apply([*shared, *others], rank=rank, first_seq=10 * rank, store_blocks=512)
+        for seq, prompt in enumerate(held, 1):
+            known = len(shared) if prompt[: len(system)] == system else 0
+            await engines[0].apply(prompts.seq_hashes(prompt)[known:], rank=7, first_seq=100 * seq, store_blocks=512)
+        newcomer = await index.owner(store, "newcomer")
+        before, calls = redis.cpu(), redis.calls("evalsha")
+        await newcomer.apply([*shared, *others], store_blocks=512)
+        what = f"512 blocks that {instances * RANKS} holders have, one holder more: "
+        return [
+            Row("long", what + "Redis' CPU", (redis.cpu() - before) * 1e3, "ms"),
+            Row("long", what + "calls, between which readers get their turn", redis.calls("evalsha") - calls, "calls"),
+        ]
+    finally:
+        await store.close()

@@ -1,0 +1,242 @@
+"""P1 to P4: what a query of 512 blocks costs a replica, against dynamo.indexer with the same bodies.
+
+Both are fed by the same sockets with the same frames, so both hold the same blocks: prompts of a trace on eight
+engines in turn, and prompts that share nothing. Every round asks each of them the same bodies, one after the other; a
+body is asked once, except where the row says "once more" or many connections ask at once.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+from typing import TypeAlias
+
+from tools.benchmarks import prompts
+from tools.benchmarks.feed import publishers, wait_for
+from tools.benchmarks.load import run, write_bodies
+from tools.benchmarks.options import Options
+from tools.benchmarks.processes import RedisServer, Server, dynamo, redis_server, waymark
+from tools.benchmarks.prompts import PIECE_TOKENS, Prompt
+from tools.benchmarks.report import Row, against
+
+ENGINES = 8
+PEER = "dynamo.indexer"
+
+Bars: TypeAlias = dict[str, tuple[float | None, float | None]]
+
+#: What the ratio to the peer's may be, where the extension is built, and without it. CPU is that of the replica and of
+#: Redis together, since both serve the request.
+BARS: Bars = {
+    "trace": (0.8, 2.0),
+    "new": (0.9, 2.3),
+    "hash": (2.0, None),
+    "short": (2.0, None),
+    "p50": (1.1, None),
+    "c64": (1.2, None),
+    "c256": (1.2, None),
+}
+#: The same for the CPU of the replica alone.
+ALONE_BARS: Bars = {"trace": (0.6, None)}
+TARGETS = {
+    "trace": "P1",
+    "again": "P1",
+    "new": "P2",
+    "nobody": "P2",
+    "hash": "P3",
+    "local": "P3",
+    "short": "P3b",
+    "p50": "P4",
+    "c8": "P4",
+    "c64": "P4",
+    "c256": "P4",
+}
+SENTENCES = {
+    "trace": "/query, trace-shaped prompts: CPU",
+    "again": "/query, the same prompts once more: CPU",
+    "new": "/query, every prompt new: CPU",
+    "nobody": "/query, prompts that nobody has: CPU",
+    "hash": "/query_by_hash: CPU",
+    "local": "/dynamo/query_by_hash, the peer's own bodies: CPU",
+    "short": "/query, 16 blocks: CPU",
+    "p50": "/query, every prompt new, one connection: p50",
+    "c8": "/query, trace-shaped prompts, 8 connections: time per request",
+    "c64": "/query, 64 connections: p99",
+    "c256": "/query, 256 connections: p99",
+}
+#: Questions by how many connections they come over, whose tail is looked at.
+CROWDS = {"c64": 64, "c256": 256}
+#: In a round each connection of a crowd asks so many times.
+_TURNS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One kind of request: which prompts, and where and how each contender is asked."""
+
+    name: str
+    asked: Sequence[Prompt]
+    body: Callable[[Prompt], bytes] = prompts.by_tokens
+    peer_body: Callable[[Prompt], bytes] = prompts.by_tokens
+    path: str = "/query"
+    peer_path: str = "/query"
+    connections: int = 1
+
+
+@dataclass
+class Figures:
+    """Per question the figures of each contender, one for each round."""
+
+    cpu_ms: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    redis_ms: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    p50_ms: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    each_ms: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    p99_ms: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    overtaken: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Of 100 answers, those that came after one to a request that was sent later."""
+
+    def together_ms(self) -> dict[tuple[str, str], list[float]]:
+        """CPU of a contender and of Redis, which has no part in what the peer answers."""
+        return {
+            key: ours if key[1] == PEER else [sum(pair) for pair in zip(ours, self.redis_ms[key], strict=True)]
+            for key, ours in self.cpu_ms.items()
+        }
+
+
+def measure(options: Options) -> list[Row]:
+    """The rows of P1 to P4."""
+    rounds, size = (1, 16) if options.is_quick else (7, 200)
+    shaped = prompts.synthetic() if options.trace is None else prompts.traced(options.trace)
+    trace = list(islice(shaped, rounds * size))
+    more = list(islice(shaped, rounds * size))
+    new = list(islice(prompts.fresh(), rounds * size))
+    nobody = list(islice(prompts.fresh(), rounds * size))
+    warm = list(islice(prompts.fresh(), 40))
+    figures = Figures()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
+        redis = stack.enter_context(redis_server(folder))
+        worker = stack.enter_context(waymark(folder, "ingest", redis.url))
+        contenders: dict[str, Server] = {
+            name: stack.enter_context(waymark(folder, "query", redis.url, is_pure=name == "pure"))
+            for name in options.paths
+        }
+        first = next(iter(contenders.values()))
+        if options.peer_python is not None:
+            contenders = {PEER: stack.enter_context(dynamo(folder, options.peer_python)), **contenders}
+        peers = [server for server in contenders.values() if server.name == PEER]
+        engines = stack.enter_context(publishers(ENGINES))
+        for engine in engines:
+            engine.register(first, *peers)
+        last = {}
+        for i, prompt in enumerate([*warm, *trace, *more, *new]):
+            engines[i % ENGINES].store(prompt)
+            last[engines[i % ENGINES].number] = prompt
+        wait_for([first, *peers], last)
+        del worker
+
+        asked = [Question("warm", warm)]
+        for name, server in contenders.items():
+            for question in (*asked, Question("warm", warm, prompts.by_hash, prompts.by_local_hash, *_HASH)):
+                _ask(question, name, server, redis, folder, Figures())
+        for number in range(rounds):
+            part = slice(number * size, (number + 1) * size)
+            for question in (*_questions(trace[part], more[part], new[part], nobody[part]), *_crowds(new)):
+                for name, server in contenders.items():
+                    if not (question.name == "local" and name == PEER):
+                        _ask(question, name, server, redis, folder, figures)
+        for name, server in contenders.items():
+            _check(server, name, trace[-1])
+    return _rows(figures, list(options.paths))
+
+
+_HASH = ("/query_by_hash", "/query_by_hash")
+
+
+def _questions(
+    trace: Sequence[Prompt], more: Sequence[Prompt], new: Sequence[Prompt], nobody: Sequence[Prompt]
+) -> list[Question]:
+    return [
+        Question("trace", trace),
+        Question("again", trace),
+        Question("new", new),
+        Question("nobody", nobody),
+        Question("hash", new, prompts.by_hash, prompts.by_local_hash, *_HASH),
+        Question("local", new, prompts.by_local_hash, path="/dynamo/query_by_hash"),
+        Question("short", new, prompts.by_few_tokens, prompts.by_few_tokens),
+        Question("c8", more, connections=8),
+    ]
+
+
+def _crowds(known: Sequence[Prompt]) -> list[Question]:
+    """Many connections at once, as often as there are prompts, which all are known."""
+    return [
+        Question(name, list(islice(cycle(known), _TURNS * connections)), connections=connections)
+        for name, connections in CROWDS.items()
+    ]
+
+
+def _ask(question: Question, name: str, server: Server, redis: RedisServer, folder: Path, figures: Figures) -> None:
+    is_peer = name == PEER
+    body = question.peer_body if is_peer else question.body
+    file = write_bodies(folder / "bodies", map(body, question.asked))
+    before, redis_before = server.cpu(), redis.cpu()
+    path = question.peer_path if is_peer else question.path
+    load = run(server.port, path, file, question.connections)
+    key = (question.name, name)
+    figures.cpu_ms[key].append((server.cpu() - before) / load.requests * 1e3)
+    figures.redis_ms[key].append((redis.cpu() - redis_before) / load.requests * 1e3)
+    figures.p50_ms[key].append(load.p50_ms)
+    figures.each_ms[key].append(1e3 / load.per_second)
+    figures.p99_ms[key].append(load.percentile_ms(99))
+    figures.overtaken[key].append(100 * load.overtaken / load.requests)
+
+
+def _check(server: Server, name: str, prompt: Prompt) -> None:
+    """A figure of wrong answers is none, nor is one of another path than it says."""
+    if name != PEER and f'native="{str(name == "native").lower()}"' not in str(server.ask("GET", "/metrics")):
+        raise SystemExit(f"{server.name} does not hash prompts the {name} way")
+    asked = [(f"{server.prefix}/query", prompts.by_tokens), (f"{server.prefix}/query_by_hash", prompts.by_local_hash)]
+    if name != PEER:
+        asked += [("/query", prompts.by_tokens), ("/query_by_hash", prompts.by_hash)]
+    for path, body in asked:
+        answer = server.ask("POST", path, json.loads(body(prompt)))
+        rows = answer["instances"] if "instances" in answer else answer["default"]
+        found = max(row["longest_matched"] for row in rows.values())
+        if found != len(prompt) * PIECE_TOKENS:
+            raise SystemExit(f"{server.name} says at {path} {found} tokens of a prompt that an engine has whole")
+
+
+def _row(name: str, what: str, path: str, found: Mapping[tuple[str, str], list[float]], bars: Bars) -> Row:
+    asked = {"p50": "new", "local": "hash"}.get(name, name)
+    ours, theirs = found[("local" if name == "local" else asked, path)], found.get((asked, PEER))
+    if theirs is None:
+        return Row(TARGETS[name], what, median(ours), "ms")
+    return against(TARGETS[name], what, "ms", ours, theirs, PEER, bars.get(name, (None, None))[path == "pure"])
+
+
+def _rows(figures: Figures, paths: Sequence[str]) -> list[Row]:
+    rows = []
+    for name, sentence in SENTENCES.items():
+        for path in paths:
+            timed = {"p50": figures.p50_ms, "c8": figures.each_ms, **dict.fromkeys(CROWDS, figures.p99_ms)}.get(name)
+            if timed is not None:
+                rows.append(_row(name, f"{sentence} ({path})", path, timed, BARS))
+            else:
+                together = f"{sentence} of replica and Redis ({path})"
+                rows.append(_row(name, together, path, figures.together_ms(), BARS))
+                rows.append(_row(name, f"{sentence} of the replica alone ({path})", path, figures.cpu_ms, ALONE_BARS))
+    for name, connections in CROWDS.items():
+        for path in (*paths, PEER):
+            if shares := figures.overtaken.get((name, path)):
+                what = f"/query, {connections} connections: answers overtaken ({path})"
+                rows.append(Row("P4", what, median(shares), "%"))
+    redis_ms = median(figures.redis_ms[("trace", paths[0])])
+    rows.append(Row("P1", "/query, trace-shaped prompts: CPU of Redis alone", redis_ms, "ms"))
+    return rows

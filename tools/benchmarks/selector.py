@@ -1,0 +1,155 @@
+"""P11 beside the peer: a whole decision, of a replica and Redis, and of ``dynamo.select_service``, 512 blocks.
+
+Both get the same frames of eight engines and the same prompts, each of which an engine has and nobody asked about
+before. With 100 targets the others have nothing. Reservations are ended after they were measured.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import count, islice, pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tests.ports import unused_port
+from tools.benchmarks import prompts
+from tools.benchmarks.feed import publishers, wait_for
+from tools.benchmarks.load import run, write_bodies
+from tools.benchmarks.options import Options
+from tools.benchmarks.processes import RedisServer, Server, redis_server, running, wait_until, waymark
+from tools.benchmarks.prompts import BLOCK_SIZE, MODEL, Prompt
+from tools.benchmarks.report import Row
+
+ENGINES = 8
+TARGETS = (8, 100)
+#: Of the peer's CPU.
+BARS = {"tokens": 1.0, "hashes": 1.25}
+_START_SECONDS = 30.0
+
+_ids = count()
+
+
+def measure(options: Options) -> list[Row]:
+    """The rows; none without the peer."""
+    if options.peer_python is None:
+        return []
+    rounds, size = (1, 16) if options.is_quick else (5, 50)
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
+        redis = stack.enter_context(redis_server(folder))
+        replica = stack.enter_context(waymark(folder, "query", redis.url))
+        peer = stack.enter_context(_selector(folder, options.peer_python))
+        asked = list(islice(prompts.fresh(), len(TARGETS) * len(BARS) * rounds * size + 20))
+        _fill(folder, replica, redis, peer, asked)
+        _check(replica, peer, asked[0])
+        left = iter(asked)
+        warm = list(islice(left, 20))
+        for before, targets in pairwise((ENGINES, *TARGETS)):
+            for number in range(before + 1, targets + 1):
+                _register(replica, peer, number, f"tcp://127.0.0.1:{10_000 + number}")
+            for by in BARS:
+                _round(folder, replica, redis, peer, warm, by)
+                found = [_round(folder, replica, redis, peer, list(islice(left, size)), by) for _ in range(rounds)]
+                rows.append(_row(found, targets, by))
+    return rows
+
+
+def _row(found: Sequence[tuple[float, float]], targets: int, by: str) -> Row:
+    ours, theirs = (median(each) for each in zip(*found, strict=True))
+    return Row(
+        "P11",
+        f"/select, {targets} targets, 512 blocks by {by}, an engine has them: CPU of replica and Redis",
+        ours,
+        "ms",
+        theirs,
+        "dynamo.select_service",
+        median(one / other for one, other in found),
+        bar=BARS[by],
+    )
+
+
+def _round(
+    folder: Path, replica: Server, redis: RedisServer, peer: Server, asked: Sequence[Prompt], by: str
+) -> tuple[float, float]:
+    """The CPU of one decision in ms: of the replica and Redis, and of the peer."""
+    (folder / "ours").unlink(missing_ok=True)
+    before = replica.cpu() + redis.cpu()
+    run(replica.port, "/select", write_bodies(folder / "ours", map(_OURS[by], asked)))
+    ours = (replica.cpu() + redis.cpu() - before) / len(asked) * 1e3
+    redis.client.delete(*redis.client.keys("wm:*:reservations"), *redis.client.keys("wm:*:load"))
+    names = [f"bench-{next(_ids)}" for _ in asked]
+    bodies = [
+        json.dumps(_THEIRS[by](prompt) | {"model_name": MODEL, "selection_id": name}).encode()
+        for prompt, name in zip(asked, names, strict=True)
+    ]
+    before = peer.cpu()
+    run(peer.port, "/select_and_reserve", write_bodies(folder / "theirs", bodies))
+    theirs = (peer.cpu() - before) / len(asked) * 1e3
+    for name in names:
+        peer.ask("DELETE", f"/reservations/{name}")
+    return ours, theirs
+
+
+_OURS: dict[str, Callable[[Prompt], bytes]] = {"tokens": prompts.by_tokens, "hashes": prompts.by_hash}
+_THEIRS: dict[str, Callable[[Prompt], dict[str, Any]]] = {
+    "tokens": lambda prompt: {"token_ids": prompts.tokens(prompt)},
+    "hashes": lambda prompt: {
+        "block_hashes": json.loads(prompts.by_local_hash(prompt))["block_hashes"],
+        "sequence_hashes": [each - 2**64 if each >= 2**63 else each for each in prompts.seq_hashes(prompt)],
+        "isl_tokens": len(prompts.tokens(prompt)),
+    },
+}
+
+
+@contextmanager
+def _selector(folder: Path, python: str) -> Iterator[Server]:
+    port = unused_port()
+    command = (python, "-m", "dynamo.select_service", "--port", str(port))
+    with running(folder, f"select-{port}", *command, DYN_LOG="warn") as process:
+        server = Server("dynamo.select_service", process.pid, port)
+        wait_until(server.is_up, "dynamo.select_service is up", _START_SECONDS)
+        yield server
+
+
+def _register(replica: Server, peer: Server, number: int, endpoint: str) -> None:
+    at = {"model_name": MODEL, "block_size": BLOCK_SIZE}
+    replica.post(f"{replica.prefix}/register", instance_id=number, endpoint=endpoint, dp_rank=0, **at)
+    address = f"http://127.0.0.1:{number}"
+    peer.ask("POST", "/workers", at | {"worker_id": number, "endpoint": address, "kv_events_endpoint": endpoint})
+
+
+def _fill(folder: Path, replica: Server, redis: RedisServer, peer: Server, held: Sequence[Prompt]) -> None:
+    with waymark(folder, "ingest", redis.url), publishers(ENGINES) as engines:
+        for engine in engines:
+            _register(replica, peer, engine.number, engine.endpoint)
+            for _ in range(2):
+                wait_until(engine.has_subscriber, "both have subscribed to a publisher")
+        last: dict[int, Prompt] = {}
+        for i, prompt in enumerate(held):
+            engine = engines[i % ENGINES]
+            engine.store(prompt)
+            last[engine.number] = prompt
+        wait_for([replica], last)
+        for number, prompt in last.items():
+            wait_until(lambda number=number, prompt=prompt: _picked(peer, prompt) == number, "the peer has all")  # type: ignore[misc]
+
+
+def _picked(peer: Server, prompt: Prompt) -> int:
+    """Whom the peer picks; nothing is reserved."""
+    found = peer.ask("POST", "/select", {"model_name": MODEL, "token_ids": prompts.tokens(prompt)})
+    return int(found["worker_id"])
+
+
+def _check(replica: Server, peer: Server, prompt: Prompt) -> None:
+    """A figure of wrong answers is none."""
+    answer = replica.ask("POST", "/select", json.loads(prompts.by_tokens(prompt)) | {"reserve": False})
+    theirs = _picked(peer, prompt)
+    if answer["target"]["device_tokens"] != len(prompts.tokens(prompt)):
+        raise SystemExit(f"/select answers {answer} for a prompt that an engine has whole")
+    if str(theirs) != answer["target"]["instance_id"]:
+        raise SystemExit(f"the peer picks {theirs}, and /select {answer['target']['instance_id']}")

@@ -1,0 +1,150 @@
+"""Routing by an index that hears the engines: how late it hears them, and what is done when it is killed.
+
+What an engine stores can be seen ``lag_seconds`` later on the trace's clock and not before: its frames are held back so
+long, and nothing is asked before all that was sent can be seen. So a run does not depend on how fast the machine is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tools.benchmarks.prompts import BLOCK_SIZE
+from tools.benchmarks.simulate_routers import Router, Truth
+from tools.benchmarks.simulate_trace import Request
+from waymark.simulator.wire import BlockRemoved, BlockStored, WireEvent
+
+
+class Index(Protocol):
+    def tell(self, engine: int, events: list[WireEvent]) -> None:
+        """An engine publishes."""
+
+    async def settle(self) -> None:
+        """Return when all that was told can be seen."""
+
+    async def matches(self, request: Request, names: Sequence[int]) -> Sequence[int] | None:
+        """Tokens per engine; None: it cannot be asked now."""
+
+    async def kill(self) -> None:
+        """End it without warning."""
+
+    async def restart(self) -> float:
+        """Start it again; after how many seconds it could be asked and had heard what can be heard again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """When an index is killed, and after how long it is started again, on the trace's clock."""
+
+    at_seconds: float
+    outage_seconds: float
+
+
+class ByIndex:
+    """The longest match that the index answers; ``fallback`` while it cannot be asked.
+
+    How long a restart takes by the wall is charged to the trace's clock: so long nobody asks it.
+    """
+
+    def __init__(
+        self, index: Index, fallback: Router, truth: Truth, *, lag_seconds: float = 0.0, kill: Kill | None = None
+    ) -> None:
+        self.answers = 0
+        self.exact = 0
+        """Answers that were just what the caches held."""
+        self.fallbacks = 0
+        self.restart_seconds: float | None = None
+        self._index = index
+        self._fallback = fallback
+        self._truth = truth
+        self._lag_seconds = lag_seconds
+        self._late: deque[tuple[float, int, list[WireEvent]]] = deque()
+        self._kill = kill
+        self._is_killed = False
+        self._asked_from = 0.0
+
+    async def keys(self, request: Request, names: Sequence[int]) -> Sequence[float]:
+        now = request.at_seconds
+        self._tell(now)
+        if self._kill is not None:
+            await self._live_and_die(self._kill, now)
+        matches = None
+        if now >= self._asked_from:
+            if not self._is_killed:
+                await self._index.settle()
+            matches = await self._index.matches(request, names)
+        if matches is None:
+            self.fallbacks += 1
+            return await self._fallback.keys(request, names)
+        self.answers += 1
+        self.exact += list(matches) == self._truth.matches(names)
+        return [-match for match in matches]
+
+    def hear(self, at_seconds: float, engine: int, events: list[WireEvent]) -> None:
+        self._late.append((at_seconds + self._lag_seconds, engine, events))
+
+    async def finish(self) -> None:
+        """Return when everything can be seen."""
+        self._tell(float("inf"))
+        await self._index.settle()
+
+    def _tell(self, now: float) -> None:
+        while self._late and self._late[0][0] <= now:
+            _, engine, events = self._late.popleft()
+            self._index.tell(engine, events)
+
+    async def _live_and_die(self, kill: Kill, now: float) -> None:
+        if self.restart_seconds is not None or now < kill.at_seconds:
+            return
+        if not self._is_killed:
+            self._is_killed = True
+            await self._index.kill()
+        back_at = kill.at_seconds + kill.outage_seconds
+        if now >= back_at:
+            self.restart_seconds = await self._index.restart()
+            self._is_killed = False
+            self._asked_from = back_at + self.restart_seconds
+
+
+class Memory:
+    """A model of an indexer that keeps everything in its own memory and gets nothing back after a kill.
+
+    It is a set of blocks per engine, fed by the same events, and kind to what it stands for: it takes a block whose
+    parent it has never heard of. It has no replay and no peer to copy from, so what an engine stored before the
+    restart it learns only when the engine stores it again. It is no product's figure.
+    """
+
+    def __init__(self, engines: int, restart_seconds: float) -> None:
+        self._restart_seconds = restart_seconds
+        self._held: list[set[int]] = [set() for _ in range(engines)]
+        self._is_up = True
+
+    def tell(self, engine: int, events: list[WireEvent]) -> None:
+        for event in events if self._is_up else ():
+            if isinstance(event, BlockStored):
+                self._held[engine].update(event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                self._held[engine].difference_update(event.block_hashes)
+
+    async def settle(self) -> None:
+        """It hears at once."""
+
+    async def matches(self, request: Request, names: Sequence[int]) -> Sequence[int] | None:
+        if not self._is_up:
+            return None
+        return [_prefix(names, held) * BLOCK_SIZE for held in self._held]
+
+    async def kill(self) -> None:
+        self._is_up = False
+        for held in self._held:
+            held.clear()
+
+    async def restart(self) -> float:
+        self._is_up = True
+        return self._restart_seconds
+
+
+def _prefix(names: Sequence[int], held: set[int]) -> int:
+    return next((i for i, name in enumerate(names) if name not in held), len(names))

@@ -1,0 +1,76 @@
+"""One run of a simulation: a trace through engines by one routing, on the trace's own clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tools.benchmarks.simulate_engines import Engine, pick
+from tools.benchmarks.simulate_index import ByIndex
+from tools.benchmarks.simulate_routers import Router
+from tools.benchmarks.simulate_trace import Request
+
+
+class Step(NamedTuple):
+    """One request, and where it went."""
+
+    at_seconds: float
+    engine: int
+    blocks: int
+    hits: int
+    computed_tokens: int
+    first_token_seconds: float
+
+
+@dataclass
+class Course:
+    """What a run was."""
+
+    name: str
+    steps: list[Step]
+    answers: int = 0
+    """Of an index, where the routing asks one."""
+    exact: int = 0
+    """Answers that were just what the caches held."""
+    fallbacks: int = 0
+    restart_seconds: float | None = None
+    """How long a restart took, by the wall."""
+    idle_answers: int = 0
+    """Of every replica, after the last request, when nothing was on its way any more."""
+    idle_exact: int = 0
+
+    def hit_ratio(self, begin: float = float("-inf"), end: float = float("inf")) -> float | None:
+        """Blocks found over blocks asked for, of requests that arrived in [begin, end); None: there were none."""
+        some = [step for step in self.steps if begin <= step.at_seconds < end]
+        blocks = sum(step.blocks for step in some)
+        return sum(step.hits for step in some) / blocks if blocks else None
+
+    @property
+    def computed_tokens(self) -> int:
+        return sum(step.computed_tokens for step in self.steps)
+
+    @property
+    def first_token_seconds(self) -> float:
+        """The mean over all requests, by the model of the engines' queues."""
+        return sum(step.first_token_seconds for step in self.steps) / len(self.steps)
+
+
+async def play(
+    name: str, requests: Sequence[Request], engines: Sequence[Engine], router: Router, queue_tokens: float
+) -> Course:
+    """Route every request, in their order."""
+    steps = []
+    for request in requests:
+        now, names = request.at_seconds, request.engine_hashes()
+        for engine in engines:
+            engine.advance(now)
+        number = pick(engines, await router.keys(request, names), queue_tokens)
+        served = engines[number].serve(request, names)
+        if served.events:
+            router.hear(now, number, served.events)
+        steps.append(Step(now, number, request.blocks, served.hits, served.computed_tokens, served.first_token_seconds))
+    if not isinstance(router, ByIndex):
+        return Course(name, steps)
+    await router.finish()
+    return Course(name, steps, router.answers, router.exact, router.fallbacks, router.restart_seconds)

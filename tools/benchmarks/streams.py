@@ -1,0 +1,237 @@
+"""P5 and P8: what an ingest worker spends on a block, and how soon an event can be seen.
+
+The frames are really published and a real worker takes them in. A backlog is published at once and timed by CPU until
+the last of it is in the index; dynamo.indexer gets the same frames in turns.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import TypeAlias
+
+from tools.benchmarks import feed, prompts, visible
+from tools.benchmarks.feed import Publisher, publishers
+from tools.benchmarks.options import Options
+from tools.benchmarks.processes import RedisServer, Server, dynamo, redis_server, wait_until, waymark
+from tools.benchmarks.prompts import PIECE_BLOCKS, Prompt
+from tools.benchmarks.report import Row, against
+
+PEER = "dynamo.indexer"
+SIZES = (64, 512)
+WORKER_STORED = "worker's CPU per block, new, 64 a store, from the socket on"
+WORKER_REMOVED = "worker's CPU per block, removed, 64 at a time, from the socket on"
+DECODE = "decode, 1 a store, 16 sequences a step"
+WORKER_DECODED = f"worker's CPU per block, {DECODE}, from the socket on"
+REDIS_DECODED = f"Redis' CPU per block, {DECODE}, from the socket on"
+#: Of the worker alone, times the peer.
+BARS = {WORKER_STORED: 1.5, WORKER_REMOVED: 3.0, WORKER_DECODED: 2.0}
+SEQUENCES = 16
+RATE = 20_000
+LOAD_STREAMS = 8
+
+
+class Bench:
+    """A Redis, a worker, a replica, and the peer where there is one; publishers are registered with either."""
+
+    def __init__(self, folder: Path, redis: RedisServer, worker: Server, replica: Server, peer: Server | None) -> None:
+        self.folder = folder
+        self.redis = redis
+        self.worker = worker
+        self.replica = replica
+        self.peer = peer
+
+    def watermark(self, publisher: int) -> int:
+        """Of the stream that was registered so manieth, from 1; -1 before the first batch."""
+        found = self.redis.client.hget(f"wm:{{1}}:publisher:{publisher}", "watermark")
+        return -1 if found is None else int(found)
+
+    def cpu(self) -> tuple[float, float]:
+        """Of the worker and of Redis."""
+        return self.worker.cpu(), self.redis.cpu()
+
+
+@contextmanager
+def started(options: Options, environ: Mapping[str, str] | None = None, *, has_peer: bool = True) -> Iterator[Bench]:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
+        redis = stack.enter_context(redis_server(folder))
+        replica = stack.enter_context(waymark(folder, "query", redis.url))
+        worker = stack.enter_context(waymark(folder, "ingest", redis.url, environ))
+        peer = None
+        if has_peer and options.peer_python is not None:
+            peer = stack.enter_context(dynamo(folder, options.peer_python))
+        yield Bench(folder, redis, worker, replica, peer)
+
+
+# ---- CPU per block ---------------------------------------------------------------------------------
+
+
+def measure(options: Options) -> list[Row]:
+    """The worker's part of P5."""
+    rounds, blocks = (2, 3_200) if options.is_quick else (7, 32_768)
+    worker_us: dict[str, list[float]] = {}
+    redis_us: dict[str, list[float]] = {}
+    peer_us: dict[str, list[float]] = {}
+    trips: dict[str, float] = {}
+    with started(options) as bench, publishers(2) as (ours, theirs):
+        ours.register(bench.replica)
+        if bench.peer is not None:
+            theirs.register(bench.peer)
+        for number in range(rounds + 1):
+            for name, backlog in _backlogs(blocks):
+                worker, redis, calls = taken_in(bench, ours, backlog)
+                peer = None if bench.peer is None else _taken_in_by_peer(bench.peer, theirs, backlog)
+                if number:  # the first round warms up
+                    total = sum(count for _, count in backlog)
+                    worker_us.setdefault(name, []).append(worker / total * 1e6)
+                    redis_us.setdefault(name, []).append(redis / total * 1e6)
+                    trips[name] = calls / len(backlog)
+                    if peer is not None:
+                        peer_us.setdefault(name, []).append(peer / total * 1e6)
+    rows = []
+    for name, ours_us in worker_us.items():
+        what = f"worker's CPU per block, {name}, from the socket on"
+        if not peer_us:
+            rows.append(Row("P5", what, median(ours_us), "us"))
+        else:
+            rows.append(against("P5", what, "us", ours_us, peer_us[name], PEER, BARS.get(what)))
+            both = [sum(each) for each in zip(ours_us, redis_us[name], strict=True)]
+            rows.append(against("P5", what + ", and Redis'", "us", both, peer_us[name], PEER))
+    rows.append(Row("P5", REDIS_DECODED, median(redis_us[DECODE]), "us"))
+    rows.append(Row("P5", "round trips per batch of 64 blocks, of a backlog", trips["new, 64 a store"], "calls"))
+    rows.append(Row("P5", "round trips per batch of 2 blocks, of a backlog", trips["new, 2 a store"], "calls"))
+    return rows
+
+
+Payload: TypeAlias = tuple[bytes, int]
+"""A batch, and how many blocks it names."""
+
+
+def _backlogs(blocks: int) -> Iterator[tuple[str, list[Payload]]]:
+    """By name. The last batch stores something, so that one can see that all is there."""
+    for size in SIZES:
+        new = list(islice(prompts.fresh(size // PIECE_BLOCKS), blocks // size))
+        yield f"new, {size} a store", _stores(new, size)
+        if size == SIZES[0]:
+            gone = [hashes for prompt in new for hashes in _hashes(prompt, size)]
+            yield f"removed, {size} at a time", [(feed.removed(each), len(each)) for each in gone] + new_stores(64)
+    yield "new, 2 a store", new_stores(blocks // 16, 2)
+    yield DECODE, list(decode_steps(blocks // 8)) + new_stores(64)
+
+
+def decode_steps(blocks: int) -> Iterator[Payload]:
+    """Batches of one block for each of 16 sequences, which is what an engine publishes while it decodes."""
+    length = max(1, blocks // SEQUENCES // PIECE_BLOCKS)
+    sequences = list(islice(prompts.fresh(length), SEQUENCES))
+    hashes = [[each for number in prompt for each in prompts.engine_hashes(number)] for prompt in sequences]
+    token_ids = [prompts.tokens(prompt) for prompt in sequences]
+    for at in range(length * PIECE_BLOCKS):
+        first = at * prompts.BLOCK_SIZE
+        steps = [
+            (hashes[i][at], hashes[i][at - 1] if at else None, token_ids[i][first : first + prompts.BLOCK_SIZE])
+            for i in range(SEQUENCES)
+        ]
+        yield feed.decoded(steps), SEQUENCES
+
+
+def new_stores(blocks: int, size: int = feed.STORE_BLOCKS) -> list[Payload]:
+    """Stores of blocks that nobody has."""
+    pieces = max(1, size // PIECE_BLOCKS)
+    return _stores(list(islice(prompts.fresh(pieces), blocks // (pieces * PIECE_BLOCKS))), size)
+
+
+def _stores(new: Sequence[Prompt], size: int) -> list[Payload]:
+    return [
+        (payload, min(size, len(prompt) * PIECE_BLOCKS)) for prompt in new for payload in feed.payloads(prompt, 0, size)
+    ]
+
+
+def _hashes(prompt: Prompt, size: int) -> Iterator[list[int]]:
+    hashes = [h for number in prompt for h in prompts.engine_hashes(number)]
+    for start in range(0, len(hashes), size):
+        yield hashes[start : start + size]
+
+
+def taken_in(bench: Bench, publisher: Publisher, backlog: list[Payload]) -> tuple[float, float, int]:
+    """CPU seconds of the worker and of Redis, and calls of scripts, until all of it is in the index."""
+    (worker, redis), calls = bench.cpu(), bench.redis.calls("evalsha")
+    for payload, _ in backlog:
+        publisher.send(payload)
+    wait_until(lambda: bench.watermark(1) == publisher.seq - 1, "the worker has taken the backlog in")
+    worker_after, redis_after = bench.cpu()
+    return worker_after - worker, redis_after - redis, bench.redis.calls("evalsha") - calls
+
+
+def _taken_in_by_peer(peer: Server, publisher: Publisher, backlog: list[Payload]) -> float:
+    """CPU seconds until it holds the last store: a prompt of its own, published behind the rest."""
+    (end,) = islice(prompts.fresh(1), 1)
+    before = peer.cpu()
+    for payload, _ in backlog:
+        publisher.send(payload)
+    publisher.store(end)
+    wait_until(lambda: feed.matched(peer, end, publisher.number) > 0, "the peer has taken the backlog in")
+    return peer.cpu() - before
+
+
+# ---- from published to visible ---------------------------------------------------------------------
+
+
+def visibility(options: Options) -> Iterator[Row]:
+    """The rows of P8, as they are measured."""
+    probes, loaded = (20, 40) if options.is_quick else (200, 600)
+    with started(options) as bench, publishers(LOAD_STREAMS, first=100) as load:
+        idle = _probed(bench, "redis", probes)
+        yield Row("P8", "published to visible in Redis, idle: p50", median(idle), "ms", bar=3.0)
+        by_query = median(_probed(bench, "replica", probes))
+        if bench.peer is None:
+            yield Row("P8", "published to visible by /query, idle: p50", by_query, "ms")
+        else:
+            theirs = median(_probed(bench, "peer", probes))
+            what = "published to visible by /query, idle: p50"
+            yield Row("P8", what, by_query, "ms", theirs, PEER, by_query / theirs, 1.5)
+        for publisher in load:
+            publisher.register(bench.replica)
+        backlog = new_stores(loaded * RATE * 64 // 1000)
+        with visible.probing(bench.redis.path, "redis", loaded) as probe:
+            before, began = bench.cpu(), time.monotonic()
+            probe.register(bench.replica)
+            sent = _publish_steadily(load, backlog, probe.is_done)
+            seconds = time.monotonic() - began
+            worker, redis = (after - then for after, then in zip(bench.cpu(), before, strict=True))
+            wait_until(probe.is_done, "the probe is done")
+            under_load = sorted(probe.latencies_ms())
+        name = f"published to visible in Redis, under {RATE:,} blocks/s: "
+        yield Row("P8", name + "p50", median(under_load), "ms")
+        yield Row("P8", name + "p99", under_load[len(under_load) * 99 // 100], "ms", bar=50.0)
+        yield Row("P8", "the blocks/s that were published meanwhile", sent / seconds, "blocks/s")
+        yield Row("P8", "the worker's CPU meanwhile", worker / seconds, "cores")
+        yield Row("P8", "Redis' CPU meanwhile", redis / seconds, "cores")
+
+
+def _probed(bench: Bench, how: str, probes: int) -> list[float]:
+    server = bench.peer if how == "peer" else bench.replica
+    assert server is not None
+    where = bench.redis.path if how == "redis" else f"{server.port}{server.prefix}/query"
+    with visible.probing(where, "redis" if how == "redis" else "query", probes) as probe:
+        probe.register(server)
+        wait_until(probe.is_done, "the probe is done")
+        return probe.latencies_ms()
+
+
+def _publish_steadily(load: Sequence[Publisher], backlog: Sequence[Payload], is_done: Callable[[], bool]) -> int:
+    """Publish at the rate, over all streams in turn, until it is done or there is no more; the blocks that were."""
+    began, sent = time.monotonic(), 0
+    for number, (payload, blocks) in enumerate(backlog):
+        while (ahead := sent / RATE - (time.monotonic() - began)) > 0:
+            time.sleep(min(ahead, 0.01))
+        load[number % len(load)].send(payload)
+        sent += blocks
+        if number % 16 == 0 and is_done():
+            break
+    return sent

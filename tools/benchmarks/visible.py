@@ -1,0 +1,145 @@
+"""A publisher that looks for what it has published: how long until others can see it.
+
+    python -m tools.benchmarks.visible HOW WHERE PROBES
+
+A process of its own. It binds a socket, prints its endpoint, waits for a subscriber, and then publishes one store of
+four new blocks at a time, and asks until the last of them is there: in Redis itself (HOW ``redis``, WHERE its unix
+socket), or by a server's ``/query`` (HOW ``query``, WHERE ``<port><path>``). Prints the milliseconds of each as a list.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import redis
+import zmq
+
+from tools.benchmarks.feed import Publisher, stored
+from tools.benchmarks.processes import Server, wait_until
+from tools.benchmarks.prompts import BLOCK_SIZE, MODEL, VOCABULARY
+from waymark.domain.hashing import extend, token_bytes
+from waymark.domain.rows import parse
+
+BLOCKS = 4
+_PROBE_SECONDS = 30.0
+_PAUSE_SECONDS = 0.000_1
+
+
+class Probe:
+    """The process, seen from the benchmark."""
+
+    def __init__(self, process: subprocess.Popen[str], number: int) -> None:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._process = process
+        self._output = process.stdout
+        self._errors = process.stderr
+        self._number = number
+        self._endpoint = process.stdout.readline().strip()
+
+    def register(self, server: Server) -> None:
+        server.post(
+            f"{server.prefix}/register",
+            instance_id=self._number,
+            model_name=MODEL,
+            block_size=BLOCK_SIZE,
+            endpoint=self._endpoint,
+            dp_rank=0,
+        )
+
+    def is_done(self) -> bool:
+        return self._process.poll() is not None
+
+    def latencies_ms(self) -> list[float]:
+        """Once it is done. SystemExit with what it said last where it has failed."""
+        said = self._errors.read().strip()
+        if self._process.wait():
+            raise SystemExit(f"the probe has failed: {said.rpartition(chr(10))[2] or 'it says nothing'}")
+        found: list[float] = json.loads(self._output.read())
+        return found
+
+
+@contextmanager
+def probing(where: str, how: str, probes: int) -> Iterator[Probe]:
+    number = random.randrange(10**6, 10**9)
+    command = (sys.executable, "-m", "tools.benchmarks.visible", how, where, str(probes))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield Probe(process, number)
+        except BaseException:
+            process.kill()
+            raise
+
+
+# ---- the process -----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    how, where, probes = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    is_there = in_redis(where) if how == "redis" else _by_query(where)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    publisher = Publisher(context, 0)
+    print(publisher.endpoint, flush=True)
+    wait_until(publisher.has_subscriber, "somebody has subscribed")
+    chosen = random.Random()
+    found: list[float] = []
+    for _ in range(probes + 3):
+        tokens = chosen.choices(range(VOCABULARY), k=BLOCKS * BLOCK_SIZE)
+        payload = stored([chosen.getrandbits(64) for _ in range(BLOCKS)], None, tokens)
+        is_visible = is_there(tokens)
+        time.sleep(chosen.uniform(0.005, 0.025))
+        began = time.perf_counter()
+        publisher.send(payload)
+        while not is_visible():
+            if time.perf_counter() - began > _PROBE_SECONDS:
+                raise SystemExit(f"blocks are not visible by {how} {_PROBE_SECONDS:g} s after they were published")
+            time.sleep(_PAUSE_SECONDS)
+        found.append((time.perf_counter() - began) * 1e3)
+    publisher.close()
+    context.term()
+    print(json.dumps(found[3:]))  # the first ones wait for the connection, not for the event
+
+
+def in_redis(path: str) -> Callable[[list[int]], Callable[[], bool]]:
+    """For the tokens of a new prompt of one piece: whether the row of its first block has a holder of the last."""
+    client = redis.Redis(unix_socket_path=path)
+
+    def look_for(tokens: list[int]) -> Callable[[], bool]:
+        keys = extend(None, token_bytes(tokens), BLOCK_SIZE)
+        last = len(keys) - 1
+
+        def is_there() -> bool:
+            value = client.get(f"wm:{{1}}:{keys[0]:016x}")
+            return isinstance(value, bytes) and any(bits >> last & 1 for bits in parse(value).holders.values())
+
+        return is_there
+
+    return look_for
+
+
+def _by_query(where: str) -> Callable[[list[int]], Callable[[], bool]]:
+    port, _, path = where.partition("/")
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=_PROBE_SECONDS)
+
+    def look_for(tokens: list[int]) -> Callable[[], bool]:
+        body = json.dumps({"model_name": MODEL, "token_ids": tokens})
+
+        def is_there() -> bool:
+            connection.request("POST", f"/{path}", body, {"Content-Type": "application/json"})
+            answer = json.loads(connection.getresponse().read())
+            return any(row["longest_matched"] == len(tokens) for row in answer.get("instances", {}).values())
+
+        return is_there
+
+    return look_for
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""A quiet point: everybody is there, all is applied, and every answer is what the engines hold."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tests.e2e.conftest import Api
+from tests.e2e.fleet import Member
+from tests.model import Space, Tokens
+from tools.chaos.controller import Controller
+from tools.chaos.fleet import BUSY_CPU_SECONDS, Crew, Mismatch, answered, cpu_seconds
+from tools.chaos.inside import Inside
+from tools.chaos.model import Bounds
+from tools.chaos.publishers import ALL_SPACES, MODEL_NAME, TENANTS, Publisher
+from tools.chaos.trace import Deadline, Trace
+
+SETTLE_SECONDS = 30.0
+ANSWER_SECONDS = 4.0
+_BEAT_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+_AT_ONCE = 8
+_TOLD = 10
+_COUNTERS = ("batches_lost", "gaps", "restarts", "waiting_lost", "waiting_dropped", "buffer_dropped", "unresolved")
+
+
+class Quiet:
+    def __init__(
+        self,
+        crew: Crew,
+        publishers: Sequence[Publisher],
+        prompts: Mapping[str, Sequence[Tokens]],
+        controller: Controller,
+        trace: Trace,
+        *,
+        keeps_on_gap: bool,
+        insides: Mapping[str, Inside],
+        block_size: int,
+    ) -> None:
+        self.asked = 0
+        self._crew = crew
+        self._publishers = publishers
+        self._prompts = prompts
+        self._controller = controller
+        self._trace = trace
+        self._keeps_on_gap = keeps_on_gap
+        self._insides = insides
+        self._block_size = block_size
+
+    async def compare(self, *, is_strict: bool = False) -> list[Publisher]:
+        """Those that may have lost something and say so. ``is_strict``: nobody has, whatever their status says, whose
+        stream stayed with one worker; on a busy machine a lease may run out without any fault."""
+        await self._controller.restored()
+        for publisher in self._publishers:
+            if publisher.sender is not None:
+                if self._controller.has_lost_writes:
+                    publisher.clear()  # it cannot know what the index has lost, and so begins anew
+                await self._controller.send_events(publisher)
+                if publisher.sender.due() is not None:
+                    raise Mismatch(f"{publisher.spec.label} is listed, and its events are not taken")
+        states = await self._settled()
+        degraded = [each for each in self._publishers if states.get(each, {}).get("status") == "degraded"]
+        for publisher in degraded:
+            if not publisher.excuse:
+                raise Mismatch(
+                    f"{publisher.spec.label} is degraded, and can have lost nothing", *self._about(publisher, states)
+                )
+        unknown = [each for each in degraded if not is_strict or self._crew.has_changed_hands(str(each.spec.name))]
+        await self._agree(unknown, states)
+        for publisher in self._publishers:
+            if publisher not in unknown:
+                publisher.is_exact_now()
+        return unknown
+
+    # ---- until all is applied --------------------------------------------------------------------------
+
+    async def _settled(self) -> dict[Publisher, dict[str, Any]]:
+        """Wait until every stream is where its engine is; the state of each, as ``/workers`` has it."""
+        waiting = [each for each in self._publishers if each.sender is None]
+        states: dict[Publisher, dict[str, Any]] = {}
+        used = {worker.pid: cpu_seconds(worker) for worker in self._crew.workers}
+        deadline, beaten = Deadline(SETTLE_SECONDS), 0.0
+        while True:
+            if time.monotonic() - beaten > _BEAT_SECONDS:
+                beaten = time.monotonic()
+                for publisher in waiting:
+                    # One that is where it should be, and not yet content, asks its engine once that has been silent.
+                    if states.get(publisher, {}).get("watermark") != publisher.last_seq:
+                        publisher.send_empty_batch()
+            states = await self.states()
+            waiting = [each for each in waiting if not self._is_settled(each, states.get(each, {}))]
+            if not waiting:
+                return states
+            self._crew.check()
+            labels = ", ".join(each.spec.label for each in waiting)
+            about = self._about(waiting[0], states)
+            for worker in self._crew.workers:
+                busy = cpu_seconds(worker) - used.get(worker.pid, 0.0)
+                if busy > BUSY_CPU_SECONDS:
+                    raise Mismatch(f"{worker.name} has worked for {busy:.1f} s, and still waiting: {labels}", *about)
+            if deadline.is_over:
+                raise Mismatch(f"not where they should be: {labels}", *about)
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _is_settled(self, publisher: Publisher, state: Mapping[str, Any]) -> bool:
+        statuses = ("active", "degraded") if publisher.excuse else ("active",)
+        return state.get("watermark") == publisher.last_seq and state.get("status") in statuses
+
+    async def states(self) -> dict[Publisher, dict[str, Any]]:
+        """How far each stream is, as ``/workers`` has it."""
+        rows = (await answered(lambda: self._crew.up[0].get("/workers")))["publishers"]
+        by_name = {(row["instance_id"], row["tenant_id"], row["dp_rank"]): row for row in rows}
+        named = {each: by_name.get(each.spec.name.rank) for each in self._publishers}
+        return {each: row for each, row in named.items() if row is not None}
+
+    def _about(self, publisher: Publisher, states: Mapping[Publisher, Mapping[str, Any]]) -> list[str]:
+        state = states.get(publisher)
+        lines = [f"  {publisher.spec}; excuse: {publisher.excuse or 'none'}"]
+        log = [f"    {line}" for line in self._crew.said_of(str(publisher.spec.name))]
+        if state is None:
+            return [*lines, "  it is not listed"]
+        counters = {name: state["counters"][name] for name in _COUNTERS if state["counters"].get(name)}
+        seq = "" if publisher.sender is not None else f" (told {publisher.last_seq})"
+        said = f"status {state['status']}, watermark {state['watermark']}{seq}, worker {state['worker']}"
+        return [*lines, f"  {said}, {counters}", f"  last error: {state['last_error'] or 'none'}", *log]
+
+    # ---- until all answers are right -------------------------------------------------------------------
+
+    async def _agree(self, unknown: Sequence[Publisher], states: Mapping[Publisher, Mapping[str, Any]]) -> None:
+        bounds = self._bounds(unknown)
+        deadline = Deadline(ANSWER_SECONDS)
+        questions = [
+            (tenant, tokens, space) for tenant in TENANTS for tokens in self._prompts[tenant] for space in ALL_SPACES
+        ]
+        while True:
+            wrong = [*await self._wrong(bounds, questions), *await self._wrong_inside(bounds)]
+            if not wrong:
+                return
+            if deadline.is_over:
+                instances = {line.split(": ")[1].split(" ")[0] for line in wrong}
+                suspects = [each for each in self._publishers if each.spec.instance in instances]
+                about = [line for each in suspects[:3] for line in self._about(each, states)]
+                more = [f"  ... and {len(wrong) - _TOLD} more"] if len(wrong) > _TOLD else []
+                raise Mismatch(f"{len(wrong)} answers differ", *wrong[:_TOLD], *more, *about)
+            await asyncio.sleep(_POLL_SECONDS * 5)
+
+    def _bounds(self, unknown: Sequence[Publisher]) -> dict[str, Bounds]:
+        bounds = {tenant: Bounds(self._block_size) for tenant in TENANTS}
+        for publisher in self._publishers:
+            spec, contents = publisher.spec, publisher.contents()
+            mine = bounds[spec.tenant]
+            mine.register(spec.instance, spec.rank, is_pool=spec.is_pool)
+            if publisher not in unknown:
+                mine.hold(contents, contents)
+            else:
+                mine.hold((), contents | publisher.suspects if self._keeps_on_gap else contents)
+        return bounds
+
+    async def _wrong(
+        self,
+        bounds: Mapping[str, Bounds],
+        questions: Sequence[tuple[str, Tokens, Space]],
+    ) -> list[str]:
+        limit = asyncio.Semaphore(_AT_ONCE)
+        replicas = self._crew.up
+
+        async def walk(replica: Member, tenant: str, tokens: Tokens, space: Space) -> list[str]:
+            async with limit:
+                rows = await answered(lambda: ask(replica, tenant, tokens, space, self._block_size))
+            wrong = bounds[tenant].wrong_walk(tokens, space, rows)
+            return [f"  {tenant}, {_shown(tokens, space)}, of {replica.name}: {line}" for line in wrong]
+
+        tasks = [walk(replica, *question) for replica in replicas for question in questions]
+        self.asked += len(tasks)
+        # A difference is told as ``tenant, prompt, of whom: instance: what``.
+        return [line.replace(", of ", " of ", 1) for lines in await asyncio.gather(*tasks) for line in lines]
+
+    async def _wrong_inside(self, bounds: Mapping[str, Bounds]) -> list[str]:
+        """What no query sees: blocks behind others that are missing."""
+        wrong: list[str] = []
+        for tenant, inside in self._insides.items():
+            blocks = sorted(bounds[tenant].blocks(), key=repr)
+            self.asked += len(blocks)
+            for (space, prefix), places in zip(blocks, await inside.places(blocks), strict=True):
+                lines = bounds[tenant].wrong_block(prefix, space, places)
+                wrong += [f"  {tenant}, the last block of {_shown(prefix, space)}: {line}" for line in lines]
+            wrong += [f"  {tenant}, all blocks: {line}" for line in bounds[tenant].wrong_counts(await inside.counts())]
+        return wrong
+
+
+async def ask(replica: Api, tenant: str, tokens: Tokens, space: Space, block_size: int) -> dict[str, Any]:
+    """The rows of an answer."""
+    fields: dict[str, Any] = {"model": MODEL_NAME, "tenant_id": tenant}
+    fields |= {"lora_name": space.lora_name, "lora_id": space.lora_id}
+    if space.salts:
+        fields["cache_salt"] = space.salts[0]
+    answer = await replica.query(tokens, block_size=block_size, **fields)
+    rows: dict[str, Any] = answer.get(tenant, {})
+    return rows
+
+
+def _shown(tokens: Tokens, space: Space) -> str:
+    own = [space.lora_name or str(space.lora_id or ""), *space.salts]
+    return f"prompt {tokens[0]},..{tokens[-1]} of {len(tokens)} tokens {' '.join(filter(None, own))}".strip()
+
+
+def told(publishers: Iterable[Publisher]) -> str:
+    return ", ".join(each.spec.label for each in publishers) or "none"

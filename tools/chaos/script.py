@@ -1,0 +1,189 @@
+"""What a session does, decided by its seed alone: who publishes, under which settings, and which faults come when.
+
+A fault is one thing that goes wrong and is mended again: "a worker is killed, and started a second later". Up to three
+of them, on different resources, happen in one step, in the middle of a burst of batches from all engines.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tests.model import Space, Tokens
+from tools.chaos.model import BLOCK_SIZE
+from tools.chaos.publishers import SPACES, TENANTS
+
+#: Fault: what it takes for itself while it lasts, and how often it comes.
+FAULTS: dict[str, tuple[tuple[str, ...], int]] = {
+    "worker ended": (("worker",), 3),
+    "worker killed": (("worker",), 3),
+    "worker stopped": (("worker",), 3),
+    "worker ended while writes wait": (("worker", "redis"), 4),
+    "worker killed in a takeover": (("worker",), 2),
+    "worker cut off": (("worker line",), 1),
+    "worker unheard": (("worker line",), 1),
+    "worker slowed down": (("worker line",), 1),
+    "replica killed": (("replica",), 1),
+    "replica cut off": (("replica",), 1),
+    "replica unheard": (("replica",), 1),
+    "redis paused": (("redis",), 3),
+    "redis frozen": (("redis",), 2),
+    "redis killed": (("redis",), 2),
+    "redis killed and emptied": (("redis",), 2),
+    "redis set back": (("redis",), 3),
+    "redis flushed": (("redis",), 2),
+    "redis flushed twice": (("redis",), 3),
+    "redis flushed in a sweep": (("redis", "engine big"), 3),
+    "engine restarted": (("engine",), 3),
+    "engine cleared": (("engine",), 3),
+    "engine away": (("engine",), 2),
+    "engine frames lost": (("engine",), 2),
+    "engine replay silent": (("engine",), 1),
+    "engine replay cut": (("engine",), 2),
+    "engine moved": (("engine",), 1),
+    "engine registered anew": (("engine",), 3),
+    "hostile frame": (("hostile",), 2),
+    "hostile record": (("redis",), 2),
+    "hostile client": (("hostile client",), 1),
+}
+
+BIG_PROMPT_BLOCKS = 36
+#: These need a line of their own between a process and Redis; a Cluster tells its clients where to go.
+ON_A_LINE = {name for name, (takes, _) in FAULTS.items() if "line" in takes[0]} | {"replica cut off", "replica unheard"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Numbers are taken modulo what there is, or as a share of what is usual."""
+
+    what: str
+    target: int
+    at: float
+    """Seconds after the step has begun."""
+    size: float
+    other: float
+
+    def __str__(self) -> str:
+        return f"{self.what} (#{self.target}, {self.size:.2f}, {self.other:.2f}) at {self.at:.2f} s"
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A prompt for one rank of one engine."""
+
+    publisher: int
+    prompt: int
+    blocks: int
+    rank: int
+    space: Space
+
+
+@dataclass(frozen=True)
+class Step:
+    number: int
+    seconds: float
+    faults: Sequence[Fault]
+    burst: Sequence[Prefill]
+
+
+@dataclass(frozen=True)
+class Round:
+    """Steps, and then a quiet point; what may have been lost there is known again afterwards, or goes on."""
+
+    number: int
+    steps: Sequence[Step]
+    is_renewed: bool
+    """Publishers that have lost something are restarted after the comparison."""
+
+
+def settings(rng: random.Random, *, is_cluster: bool = False) -> dict[str, Any]:
+    """What all processes of a session go by. A group of several shards is what a Cluster is for."""
+    return {
+        "lease_seconds": rng.choice((1, 2)),
+        "redis_timeout_seconds": rng.choice((0.5, 1)),
+        "probe_seconds": 2,
+        "replay_idle_seconds": 0.5,
+        "replay_seconds": 20,
+        "publisher_timeout": rng.choice((60, 3)),
+        "sweep_blocks_per_second": rng.choice((40, 400, 20_000)),
+        "fold_batches": rng.choice((1, 4, 64)),
+        "on_gap": rng.choice(("keep", "reset")),
+        "shards": rng.choice((1, 4, 4, 4) if is_cluster else (1, 4)),
+        "replays_max": rng.choice((1, 8)),
+        "hot_block_ms": rng.choice((0, 200)),
+    }
+
+
+def block_size(seed: int) -> int:
+    """One token in a block, in a quarter of the sessions."""
+    return random.Random(f"{seed}/block size").choice((1, BLOCK_SIZE, BLOCK_SIZE, BLOCK_SIZE))
+
+
+def prompts(rng: random.Random) -> dict[str, list[Tokens]]:
+    """Of each tenant: some that both know, under three beginnings, and some that nobody else has.
+
+    Many go on from one beginning, in more blocks than a row has slots; and one of them goes on into another row.
+    """
+    beginnings = [_some(rng, 3), _some(rng, 3), _some(rng, 30)]
+    common = [rng.choice(beginnings[1:]) + _some(rng, rng.randint(1, 5)) for _ in range(8)]
+    return {
+        tenant: common
+        + [beginnings[0] + _some(rng, rng.randint(1, 9)) for _ in range(16)]
+        + [rng.choice(beginnings) + _some(rng, rng.randint(1, 5)) for _ in range(4)]
+        + [_some(rng, 4)]
+        for tenant in TENANTS
+    }
+
+
+def big_prompts(rng: random.Random) -> list[Tokens]:
+    """For the one with many blocks: of several rows, a third of them with one beginning that fills a row."""
+    beginning = _some(rng, 11)
+    return [beginning * (i % 3 == 0) + _some(rng, BIG_PROMPT_BLOCKS) for i in range(60)]
+
+
+def _some(rng: random.Random, blocks: int) -> Tokens:
+    return tuple(rng.choices(range(30_000), k=blocks * BLOCK_SIZE))
+
+
+def rounds(
+    seed: int, publishers: int, *, only: Sequence[str] = (), is_cluster: bool = False, batches: int = 160
+) -> Iterator[Round]:
+    """Without end; the first has no faults."""
+    names = [name for name in FAULTS if (not only or name in only) and not (is_cluster and name in ON_A_LINE)]
+    number = step = 0
+    while True:
+        rng = random.Random(f"{seed}/round {number}")
+        steps = []
+        for _ in range(rng.randint(1, 3) if number else 1):
+            seconds = rng.uniform(1.0, 2.5)
+            faults = _faults(rng, names, seconds) if number else []
+            burst = [_prefill(rng, publishers) for _ in range(rng.randint(batches // 2, batches))]
+            steps.append(Step(step, seconds, faults, burst))
+            step += 1
+        yield Round(number, steps, is_renewed=rng.random() < 0.7)
+        number += 1
+
+
+def _faults(rng: random.Random, names: Sequence[str], seconds: float) -> list[Fault]:
+    taken: set[str] = set()
+    faults: list[Fault] = []
+    for _ in range(rng.choice((1, 2, 2, 3))):
+        free = [name for name in names if taken.isdisjoint(FAULTS[name][0])]
+        if not free:
+            break
+        what = rng.choices(free, weights=[FAULTS[name][1] for name in free])[0]
+        taken |= set(FAULTS[what][0])
+        faults.append(Fault(what, rng.randrange(1000), rng.uniform(0, 0.7 * seconds), rng.random(), rng.random()))
+    return sorted(faults, key=lambda fault: fault.at)
+
+
+def _prefill(rng: random.Random, publishers: int) -> Prefill:
+    return Prefill(
+        rng.randrange(publishers),
+        rng.randrange(1000),
+        rng.choice((rng.randint(1, 12), rng.randint(1, 40))),
+        rng.randrange(6),
+        rng.choice(SPACES),
+    )

@@ -1,0 +1,211 @@
+"""What the C module has to make of a whole batch, in plain Python: parts, and the bytes that Redis gets."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any, TypeAlias
+
+import msgpack
+from xxhash import xxh3_64_intdigest
+
+from tools.sanitize import batches
+from waymark.base import native
+from waymark.domain.events import Cleared, Removed, Stored
+from waymark.domain.known import Spot
+from waymark.domain.parts import Part
+from waymark.domain.rows import Place
+
+HOLDER, FIRST, SEED, SEQ = 7, 1, 1337, 2**53
+PREFIX = b"wm:{1}:"
+EVENTS_MAX, JOINED_MAX, CALL_PARTS = 99, 64, 128
+U64_MAX = 2**64 - 1
+
+
+def medium_of(name: str | None) -> str | None:
+    return "GPU" if name is None else name.upper()
+
+
+def use_parts(parts_type: Callable[..., Any], payload: bytes, namespace: int, piece_blocks: int) -> object:
+    """Read a batch, run its events, leaving out each that is not plain, and pack the parts."""
+    loops = native.selected
+    assert loops is not None
+    read = loops.read_batch(payload, EVENTS_MAX, Stored, Removed, Cleared(), medium_of, 10, 3)
+    if read is None or isinstance(read[1], list):
+        return None
+    places = loops.Places(Place, Spot)
+    known, *gone = (loops.KnownBlocks(places, has_keys) for has_keys in (True, False, False))
+    parts = parts_type(Part, Place, SEQ)
+    at, position, counted = 0, FIRST, [0, 0, 0]
+    while at < len(read[1]):
+        # A small bound, so that runs end in the middle of a batch.
+        at, position, *more = known.run(
+            *(read[1], at, position, 5, parts, HOLDER, SEED, namespace, {}, piece_blocks, tuple(gone), {}, True, True)
+        )
+        counted = [one + other for one, other in zip(counted, more, strict=True)]
+        if not any(more) and at < len(read[1]):
+            position += len(read[1][at].engine_hashes)
+            at += 1
+    few = min(len(parts), CALL_PARTS)
+    held = known.blocks(), len(known), len(gone[0]), len(gone[1])
+    return counted, position, held, parts.blocks, parts.stored, parts.singles, parts.pack(0, few, PREFIX)
+
+
+_Block: TypeAlias = tuple[int, int, int]
+"""Key, depth and engine hash."""
+
+
+class _Model:
+    """A stream's blocks: what each engine hash is, and what has gone."""
+
+    def __init__(self, namespace: int, piece_blocks: int) -> None:
+        self.namespace = namespace
+        self.piece_blocks = piece_blocks
+        self.spots: dict[int, tuple[int, int, int]] = {}  # head, depth, key
+        self.gone: set[int] = set()
+        self.parts: list[tuple[bytes, int, int, list[_Block]]] = []  # kind, head, position, blocks
+        self.counted = [0, 0, 0]
+
+    def store(self, event: Stored, position: int) -> None:
+        hashes, width = event.engine_hashes, 4 * event.block_size
+        above = None
+        if event.parent is not None:
+            above = self.spots.get(event.parent)
+            if above is None:
+                return
+        before = None if above is None else above[2] ^ self.namespace
+        depth = 0 if above is None else (above[1] + 1) % self.piece_blocks
+        head = 0 if above is None else above[0]
+        found: list[tuple[int, int, int]] = []
+        for at in range(len(hashes)):
+            local = xxh3_64_intdigest(event.tokens[at * width : (at + 1) * width], SEED)
+            before = local if before is None else xxh3_64_intdigest(struct.pack("<QQ", before, local), SEED)
+            key = before ^ self.namespace
+            head = key if depth == 0 else head
+            found.append((head, depth, key))
+            depth = (depth + 1) % self.piece_blocks
+        keys = {key for _, _, key in found}
+        if U64_MAX in hashes or len(keys) < len(found) or self.spots.keys() & set(hashes):
+            return
+        if keys & {key for _, _, key in self.spots.values()}:
+            return
+        parent = None if above is None or found[0][1] == 0 else above[2]
+        at = 0
+        for _, group in groupby(found, lambda spot: spot[0]):
+            blocks = [
+                (key, depth, engine_hash) for (_, depth, key), engine_hash in zip(group, hashes[at:], strict=False)
+            ]
+            self.add(b"+", found[at][0], position + at, blocks, parent if at == 0 else None)
+            at += len(blocks)
+        self.spots |= dict(zip(hashes, found, strict=True))
+        self.gone -= set(hashes)
+        self.counted = [self.counted[0] + 1, self.counted[1] + len(hashes), self.counted[2]]
+
+    def remove(self, event: Removed, position: int) -> None:
+        hashes = event.engine_hashes
+        if not set(hashes) <= self.spots.keys():
+            return
+        at = 0
+        for head, group in groupby(hashes, lambda each: self.spots[each][0]):
+            blocks = [(self.spots[each][2], self.spots[each][1], each) for each in group]
+            self.add(b"-", head, position + at, blocks, None)
+            at += len(blocks)
+        for each in hashes:
+            del self.spots[each]
+        self.gone |= set(hashes)
+        self.counted[2] += len(hashes)
+
+    def add(
+        self, kind: bytes, head: int, position: int, blocks: list[tuple[int, int, int]], parent: int | None
+    ) -> None:
+        last = self.parts[-1] if self.parts else None
+        if (
+            last is not None
+            and last[:2] == (kind, head)
+            and last[2] + len(last[3]) == position
+            and len(last[3]) + len(blocks) <= JOINED_MAX
+            and (kind == b"-" or parent == last[3][-1][0])
+            and not (kind == b"-" and blocks[0][0] in [key for key, _, _ in last[3]])
+        ):
+            last[3].extend(blocks)
+        else:
+            self.parts.append((kind, head, position, blocks))
+
+
+def parts(payload: bytes, namespace: int, piece_blocks: int) -> object:
+    read: Any = batches.read_batch(payload, EVENTS_MAX, Stored, Removed, Cleared(), medium_of, 10, 3)
+    if read is None or not is_run(read[1]):
+        return None
+    if not 0 <= namespace <= U64_MAX or not -(2**63) <= piece_blocks < 2**63:
+        raise OverflowError
+    if not 1 <= piece_blocks <= 32:
+        raise ValueError
+    model, position = _Model(namespace, piece_blocks), FIRST
+    for event in read[1]:
+        (model.store if isinstance(event, Stored) else model.remove)(event, position)
+        position += len(event.engine_hashes)
+    few = model.parts[:CALL_PARTS]
+    heads = list(dict.fromkeys(head for _, head, _, _ in few))
+    words = [
+        kind
+        + struct.pack(
+            ">HHIHHBB", 1, 1, 2 * (at + len(blocks)) - 1, heads.index(head) + 1, 0, len(blocks), flags(kind, namespace)
+        )
+        + (b"%016x" % namespace if namespace else b"")
+        + b"".join(b"%016x%c" % (key, b"0123456789abcdefghijklmnopqrstuv"[depth]) for key, depth, _ in blocks)
+        + (b"".join(struct.pack(">Q", each) for _, _, each in blocks) if kind == b"+" else b"")
+        for kind, head, at, blocks in few
+    ]
+    blocks, stored = (
+        sum(len(each) for kind, _, _, each in model.parts if kind in kinds) for kinds in ((b"+", b"-"), (b"+",))
+    )
+    held = len(model.spots), len(model.spots), len(model.gone), 0
+    rows = [PREFIX + b"%016x" % head for head in heads]
+    of_few = sum(len(each) for _, _, _, each in few)
+    packed = of_few, [HOLDER] * bool(few), rows, [SEQ] * bool(few), words
+    return model.counted, position, held, blocks, stored, 0, packed
+
+
+def flags(kind: bytes, namespace: int) -> int:
+    return (kind == b"+") + 2 * bool(namespace)
+
+
+def is_run(events: list[Any]) -> bool:
+    """Whether all are stores with the tokens of their blocks, and removals, and neither differ in anything else."""
+    if not events or not all(isinstance(each, Stored | Removed) for each in events):
+        return False
+    shapes: dict[type, set[Any]] = {Stored: set(), Removed: set()}
+    for each in events:
+        if isinstance(each, Stored):
+            if not each.tokens or len(each.tokens) != 4 * each.block_size * len(each.engine_hashes):
+                return False
+            shapes[Stored].add(
+                (each.medium, each.adapter, each.group, each.is_main_attention, each.tells_salts, each.block_size)
+            )
+        else:
+            shapes[Removed].add((each.medium, each.group))
+    return all(len(found) <= 1 for found in shapes.values())
+
+
+def _stored(hashes: list[int], parent: int | None = None, **fields: Any) -> dict[str, Any]:
+    tokens = [each % 5 for each in hashes for _ in range(2)]
+    event = {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent, "token_ids": tokens}
+    return event | {"block_size": 2, "medium": "GPU"} | fields
+
+
+def _removed(*hashes: int) -> list[Any]:
+    return ["BlockRemoved", list(hashes), "GPU"]
+
+
+_LONG = list(range(100, 200))
+RUNS: list[list[Any]] = [
+    [_stored([1]), _stored([2], 1), _stored([3], 2), _removed(2, 3), _stored([3], 1)],
+    [_stored(_LONG, token_ids=list(range(200))), _stored([5], 150), _removed(*_LONG[::-1])],
+    [_stored(_LONG[:40], token_ids=list(range(80))), *([_removed(each) for each in _LONG[:40]])],
+    [_stored([each], each - 1 if each > 1 else None) for each in range(1, 90)],
+    [_stored([1, 2, 3]), _stored([4], 9), _stored([U64_MAX], 3), _stored([1], 2), _removed(7), _removed(1, 9)],
+    [_stored([2**63 + 1], lora_name="a"), _stored([2], 2**63 + 1, lora_name="a")],
+    [_stored([1], token_ids=list(range(200)), block_size=200)],
+]
+PAYLOADS: list[bytes] = [msgpack.packb([1.5, events, 0]) for events in RUNS]

@@ -1,0 +1,397 @@
+"""What is fuzzed: each function of the C module, with first inputs, and what it has to answer, in plain Python.
+
+A reference is written for clearness, not speed, and shares nothing with the implementations of Waymark. Where it
+raises, the function has to raise too.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from xxhash import xxh3_64_intdigest
+
+from tests.domain.known_model import STEPS, Model, play
+from tools.sanitize import batches, runs
+from waymark.base import native
+from waymark.domain.events import Cleared, Removed, Stored
+from waymark.domain.known import Spot
+from waymark.domain.rows import Place
+
+Arguments = tuple[Any, ...]
+
+U64_MAX = 2**64 - 1
+#: Numbers at which something changes, for arguments that are numbers of 64 bits.
+EDGES = [-1, 0, 1, 1337, 2**32, 2**63 - 1, 2**63, U64_MAX, 2**64]
+COUNTS = [-1, 0, 1, 2, 3, 4, 16, 17, 64, 1000, 2**31, 2**62]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One function, what it is first called with, and what it answers; or a type, and a function that uses it."""
+
+    reference: Callable[..., object]
+    seeds: list[Arguments]
+    words: list[bytes] = field(default_factory=list)
+    """What inputs are made of, besides single bytes."""
+    numbers: dict[int, list[int | None]] = field(default_factory=dict)
+    """Of an argument, by its place: the numbers it is set to."""
+    kept: frozenset[int] = frozenset()
+    """The places of arguments that stay as they are in the first inputs."""
+    use: Callable[..., object] | None = None
+    """The function that is called instead, with this one, or this type, as its first argument."""
+
+    def function(self, name: str) -> Callable[..., object]:
+        """What is called with changed inputs."""
+        found: Callable[..., object] = getattr(native.selected, name)
+        return found if self.use is None else partial(self.use, found)
+
+
+# ---- lists in JSON ---------------------------------------------------------------------------------
+
+BLANKS = rb"[ \n\r\t]*"
+TOKEN = re.compile(BLANKS + rb"(0|[1-9][0-9]{0,9})" + BLANKS)
+HASH = re.compile(BLANKS + rb'("?)(-?(?:0|[1-9][0-9]*))\1' + BLANKS)
+#: Quotes that the C module looks at before it leaves a text to the parser.
+QUOTES_MAX = 256
+
+
+def _find_list(body: bytes, name: bytes) -> tuple[int, int] | None:
+    """Where the list under ``name`` stands, brackets included; None where the text is not plain."""
+    at = body.find(name)
+    opened = re.compile(BLANKS + b":" + BLANKS + rb"\[").match(body, at + len(name)) if at >= 0 else None
+    if opened is None:
+        return None
+    start, close = opened.end() - 1, body.find(b"]", opened.end())
+    if close < 0 or name in body[close:] or b"\\" in body[:start] + body[close:]:
+        return None
+    # A quote that is nearer to the end than the name is long begins none.
+    behind = body[close : len(body) - len(name) + 1]
+    if body[:at].count(b'"') >= QUOTES_MAX or behind.count(b'"') >= QUOTES_MAX:
+        return None
+    return start, close + 1
+
+
+def _cut(
+    body: bytes, name: bytes, count_max: int, read: Callable[[bytes], bytes | None]
+) -> tuple[int, int, bytes] | None:
+    if (found := _find_list(body, name)) is None:
+        return None
+    inside = body[found[0] + 1 : found[1] - 1]
+    items = inside.split(b",") if inside.strip(b" \n\r\t") else []
+    numbers = [read(item) for item in items]
+    return None if None in numbers or len(items) > count_max else (*found, b"".join(filter(None, numbers)))
+
+
+def _token(item: bytes) -> bytes | None:
+    found = TOKEN.fullmatch(item)
+    return struct.pack("<I", int(found[1])) if found and int(found[1]) < 2**32 else None
+
+
+def _hash(item: bytes) -> bytes | None:
+    found = HASH.fullmatch(item)
+    if found is None or found[2] == b"-0" or not -(2**63) <= int(found[2]) <= U64_MAX:
+        return None
+    return struct.pack("<Q", int(found[2]) & U64_MAX)
+
+
+def cut(body: bytes, name: bytes, count_max: int) -> object:
+    return _cut(body, name, count_max, _token)
+
+
+def cut_hashes(body: bytes, name: bytes, count_max: int) -> object:
+    return _cut(body, name, count_max, _hash)
+
+
+#: A name is a key in its quotes; it comes from the program, not from a client.
+NAME = frozenset({1})
+
+LISTS: list[Arguments] = [
+    (b'{"t":[1,2,3]}', b'"t"', 9),
+    (b'"t":[7]', b'"t"', 9),
+    (b'"t":[', b'"t"', 9),
+    (b' "t":[12345678,0]', b'"t"', 9),
+    (b'   "t":[,1]', b'"t"', 9),
+    (b'"":[,1]', b'""', 9),
+    (b'  "":[,1]', b'""', 9),
+    (
+        b'{"model":"m","token_ids":[1,22,333,4444,55555,666666,7777777,88888888,999999999,4294967295]}',
+        b'"token_ids"',
+        99,
+    ),
+    (b'{"token_ids": [1, 22, 333, 4444, 55555, 666666, 7777777, 88888888], "model": "m"}', b'"token_ids"', 99),
+    (b'{"token_ids":[' + b",".join(b"%d" % (i * i) for i in range(300)) + b"]}", b'"token_ids"', 300),
+    (b'{"token_ids":[' + b", ".join(b"%d" % i for i in range(90)) + b"]", b'"token_ids"', 90),
+    (b'{"t" :\n[ 1 ,\t2 ] , "u":[]}', b'"t"', 2),
+    (b'{"t":[]}', b'"t"', 0),
+    (b'{"token_ids":[' + b"," * 300 + b"]}", b'"token_ids"', 1000),
+    (b'{"token_ids":[123456789]}', b'"token_ids"', 9),
+    (b'{"token_ids":[1234567890,1]}', b'"token_ids"', 9),
+    (b'{"token_ids":[0,01]}', b'"token_ids"', 9),
+    (b'{"t":[01]}', b'"t"', 9),
+    (b'{"h":[0,01]}', b'"h"', 9),
+    (b'{"h":[1,"2",-3,"-4",18446744073709551615,"-9223372036854775808"]}', b'"h"', 9),
+    (b'{"h":["12345678","1234567812345678",-12345678]', b'"h"', 9),
+    (b'{"h":[' + b",".join(b"%d" % (i * 0x9E3779B97F4A7C15 % 2**64) for i in range(80)) + b"]}", b'"h"', 99),
+    (b'{"a":1,' * 260 + b'"t":[1]}', b'"t"', 9),
+    (b'{"t":[1]}' + b'"' * 260, b'"t"', 9),
+]
+JSON = [
+    *(
+        b"{",
+        b"}",
+        b"[",
+        b"]",
+        b'"',
+        b":",
+        b",",
+        b" ",
+        b", ",
+        b"\n",
+        b"\\",
+        b"-",
+        b"-0",
+        b"0",
+        b"1",
+        b"00",
+        b".5",
+        b"e1",
+    ),
+    *(b'"t"', b'"h"', b'"token_ids"', b'"token_ids":[', b'"":[', b"null", b"4294967295", b"4294967296", b"12345678"),
+    *(
+        b"18446744073709551615",
+        b"18446744073709551616",
+        b"9223372036854775808",
+        b"99999999999999999999",
+        b"\0",
+        b"\xff",
+    ),
+]
+
+
+# ---- hashing ---------------------------------------------------------------------------------------
+
+
+def _check_u64(*numbers: int | None) -> None:
+    for number in numbers:
+        if number is not None and not 0 <= number <= U64_MAX:
+            raise OverflowError
+
+
+def digest(payload: bytes, seed: int) -> object:
+    _check_u64(seed)
+    return xxh3_64_intdigest(payload, seed)
+
+
+def chain(local_hashes: bytes, seed: int, parent: int | None) -> bytes:
+    _check_u64(seed, parent)
+    keys = []
+    for (local,) in struct.iter_unpack("<Q", local_hashes[: len(local_hashes) // 8 * 8]):
+        parent = local if parent is None else xxh3_64_intdigest(struct.pack("<QQ", parent, local), seed)
+        keys.append(struct.pack(">Q", parent))
+    return b"".join(keys)
+
+
+def hash_blocks(tokens: bytes, block_size: int, seed: int, parent: int | None, namespace: int) -> object:
+    if not 1 <= block_size < 2**61:
+        raise ValueError
+    _check_u64(seed, parent, namespace)
+    mask = namespace.to_bytes(8, "big")
+    width = 4 * block_size
+    blocks = [tokens[at : at + width] for at in range(0, len(tokens) - width + 1, width)]
+    keys = chain(b"".join(struct.pack("<Q", xxh3_64_intdigest(block, seed)) for block in blocks), seed, parent)
+    return bytes(key ^ mask[i % 8] for i, key in enumerate(keys))
+
+
+LENGTHS = [0, 1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 96, 97, 128, 129, 143, 144, 160, 239, 240, 241, 256]
+LENGTHS += [257, 319, 320, 321, 1023, 1024, 1025, 1088, 1089, 2048, 2049]
+CONTENT = bytes(i * i % 251 for i in range(3000))
+
+
+# ---- events ----------------------------------------------------------------------------------------
+
+
+def medium_of(name: str | None) -> str | None:
+    """Of any text without a digit."""
+    return "NONE" if name is None else None if re.search("[0-9]", name) else name.upper()
+
+
+def use_read_batch(read: Callable[..., Any], *arguments: Any) -> object:
+    """Which events stay together is what ``Parts`` compares."""
+    found = read(*arguments)
+    return None if found is None else (found[0], list(found[1]), *found[2:])
+
+
+# ---- rows ------------------------------------------------------------------------------------------
+
+ROW = re.compile(rb"((?:[^ ]{17}){0,63}?[^ ]{16}[^ +])(\+?)((?: [1-9][0-9]{0,15}:[1-9a-f][0-9a-f]{0,15})*)", re.DOTALL)
+
+
+def _own(keys: bytes) -> list[bytes]:
+    """The slots of the blocks of one piece."""
+    digits = b"0123456789abcdefghijklmnopqrstuv"
+    return [keys[8 * at : 8 * at + 8].hex().encode() + digits[at : at + 1] for at in range(len(keys) // 8)]
+
+
+def _row(own: list[bytes], value: bytes) -> tuple[int, bool, list[int | None], dict[int, int]] | None:
+    """Which own block is first, whether it is marked, the slot of each own block, the bitmap of each holder."""
+    found = ROW.fullmatch(value)
+    if found is None:
+        return None
+    slots = [found[1][at : at + 17] for at in range(0, len(found[1]), 17)]
+    pairs = [(int(holder), int(bitmap, 16)) for holder, bitmap in (word.split(b":") for word in found[3].split())]
+    if slots[0] not in own or len(dict(pairs)) < len(pairs) or any(bitmap >> len(slots) for _, bitmap in pairs):
+        return None
+    places: list[int | None] = []
+    following = 0
+    for slot in own:
+        here = slots[following : following + 1] == [slot]
+        place = following if here else slots.index(slot) if slot in slots else None
+        following = following if place is None else place + 1
+        places.append(place)
+    return own.index(slots[0]), bool(found[2]), places, dict(pairs)
+
+
+def _has(place: int | None, bitmap: int) -> bool:
+    return place is not None and bool(bitmap >> place & 1)
+
+
+def _equal_runs(holders: list[set[int]]) -> list[tuple[bytes, int]]:
+    head = holders[: holders.index(set())] if set() in holders else holders
+    return [(b" ".join(b"%d" % each for each in sorted(ids)), len(list(run))) for ids, run in groupby(head)]
+
+
+def row_runs(keys: bytes, rows: list[Any]) -> object:
+    holders: list[set[int]] = []
+    for at, value in enumerate(rows):
+        own = _own(keys[256 * at : 256 * at + 256])
+        if value is None or not own:
+            return _equal_runs(holders), at, True
+        if not isinstance(value, bytes):
+            raise TypeError
+        row = _row(own, value)
+        if row is None or row[0] != 0 or (row[1] and None in row[2]):
+            return _equal_runs(holders), at, False
+        holders += [{each for each, bitmap in row[3].items() if _has(place, bitmap)} for place in row[2]]
+        if set() in holders:
+            return _equal_runs(holders), at, True
+    return _equal_runs(holders), len(rows), False
+
+
+def piece_runs(keys: bytes, values: list[Any]) -> object:
+    own = _own(keys)
+    if not 1 <= len(own) <= 32 or len(values) > 64:
+        raise ValueError
+    holders: list[set[int]] = [set() for _ in own]
+    missing = unreadable = 0
+    for at, value in enumerate(values):
+        if value is None:
+            continue
+        if not isinstance(value, bytes):
+            raise TypeError
+        row = _row(own, value)
+        if row is None or (at == 0 and row[0] != 0):
+            unreadable |= 1 << at
+            continue
+        if at == 0 and row[1]:
+            missing = sum(1 << i for i, place in enumerate(row[2]) if place is None)
+        for i, place in enumerate(row[2]):
+            holders[i] |= {each for each, bitmap in row[3].items() if _has(place, bitmap)}
+    return _equal_runs(holders), missing, unreadable
+
+
+KEYS = bytes(range(256)) * 3
+_FIRST, _SECOND = b"".join(_own(KEYS[:256])), b"".join(_own(KEYS[256:512]))
+ROW_VALUES = [
+    _FIRST + b" 17:ffffffff 21:ff",
+    _SECOND + b" 17:ffffffff",
+    _FIRST[:34] + b"+ 21:3 17:1",
+    _FIRST[:17] + b"x" * 17 + _FIRST[17:] + b" 9007199254740991:1fffffffd",
+    _FIRST[:17] + b"y" * 17 * 31 + _FIRST[17:] + b" 1:1 2:8000000100000001",
+    _FIRST[34:] + b" 17:3fffffff 5:1",
+    _FIRST + b"+",
+    _FIRST + b" 17:100000000",
+    _FIRST + b"z" * 17 * 32 + b" 17:ffffffffffffffff",
+    _FIRST + b"z" * 17 * 32 + b"+ 17:ffffffffffffffff",
+    _FIRST + b"z" * 17 * 33 + b" 17:1",
+    b"17 21",
+]
+PIECES: list[Arguments] = [
+    (KEYS[:512], ROW_VALUES[:2]),
+    (KEYS[:512], [ROW_VALUES[0], None]),
+    *((KEYS[:length], [value, value]) for length in (8, 16, 100, 256) for value in ROW_VALUES),
+    (KEYS[:40], [ROW_VALUES[2], ROW_VALUES[5], None]),
+    (b"", []),
+    (KEYS[:8], [5]),
+]
+ROW_WORDS = [b" ", b"+", b":", b" 7:1", b" 17:f", b"0", b"f", b"9" * 16, b"f" * 16, _FIRST[:17], _FIRST[17:34]]
+
+
+# ---- what a stream knows ---------------------------------------------------------------------------
+
+
+def _steps(script: bytes) -> Iterator[tuple[str, int, int, Place, int]]:
+    """Four bytes a step: which one, an engine hash, a key, and where."""
+    for step, one, other, where in zip(*[iter(script)] * 4, strict=False):
+        place = Place(where % 16, where // 16 or None)
+        yield STEPS[step % len(STEPS)], one << 56 | one % 16, other << 56 | other % 16, place, 1 + step // 64
+
+
+def use_known(known_blocks: Callable[..., Any], script: bytes) -> object:
+    assert native.selected is not None
+    table = known_blocks(native.selected.Places(Place, Spot), True)
+    return [
+        (play(table, *step), table.__sizeof__() > 0, len(table), table.get(step[1]), table.first(step[2]))
+        for step in _steps(script)
+    ]
+
+
+def known(script: bytes) -> object:
+    model = Model()
+    return [(model.step(*step), True, *model.state(step[1], step[2])) for step in _steps(script)]
+
+
+TARGETS: dict[str, Target] = {
+    "cut": Target(cut, LISTS, JSON, {2: [*COUNTS]}, NAME),
+    "cut_hashes": Target(cut_hashes, LISTS, JSON, {2: [*COUNTS]}, NAME),
+    "digest": Target(digest, [(CONTENT[:length], 1337) for length in LENGTHS], [], {1: [*EDGES]}),
+    "hash_blocks": Target(
+        hash_blocks,
+        [(CONTENT[: 4 * size * 3 + 2], size, 1337, None, 5) for size in (1, 2, 3, 4, 5, 16, 32, 33, 60, 61, 128)],
+        [],
+        {1: [*COUNTS, 5, 15, 32, 33, 60, 61, 2**61], 2: [*EDGES], 3: [None, *EDGES], 4: [*EDGES]},
+    ),
+    "chain": Target(
+        chain, [(CONTENT[: 8 * count + count % 8], 7, None) for count in range(9)], [], {1: [*EDGES], 2: [None, *EDGES]}
+    ),
+    "read_batch": Target(
+        batches.read_batch,
+        [
+            (each, 99, Stored, Removed, Cleared(), medium_of, *list_fields)
+            for each in batches.BATCHES
+            for list_fields in ((10, 3), (7, 2), (0, 1))
+        ],
+        batches.WORDS,
+        {1: [*COUNTS], 6: [-1, 0, 1, 2, 6, 7, 9, 10, 11], 7: [-1, 0, 1, 2, 3, 4]},
+        # The program's own; only what is unpacked comes from an engine.
+        frozenset({2, 3, 4, 5}),
+        use=use_read_batch,
+    ),
+    "Parts": Target(
+        runs.parts,
+        [(payload, ns, blocks) for payload in runs.PAYLOADS for ns, blocks in ((0, 32), (11, 4), (0, 1))],
+        batches.WORDS,
+        {1: [*EDGES], 2: [-1, 0, 1, 2, 4, 32, 33]},
+        use=runs.use_parts,
+    ),
+    "KnownBlocks": Target(
+        known, [(bytes(range(256)),), (CONTENT[:1024],), (CONTENT[5:2000],)], [bytes(4)], use=use_known
+    ),
+    "row_runs": Target(row_runs, PIECES, ROW_WORDS),
+    "piece_runs": Target(piece_runs, PIECES, ROW_WORDS),
+}
