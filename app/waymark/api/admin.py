@@ -13,7 +13,6 @@ from typing import Any
 from waymark.api.admin_schemas import ClearRequest, InvalidateRequest
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
-from waymark.api.views import publisher_states
 from waymark.base.settings import Settings
 from waymark.decide.policies.presets import PRESETS
 from waymark.domain.prefixes import DEFAULT
@@ -91,7 +90,7 @@ class Admin:
         return [{"backend": name, "in_flight_requests": n} for name, n in requests.items()]
 
     async def kv_index_stats(self, body: Body) -> Answer:
-        states = await publisher_states(self._store, body.caller)
+        states = await self._store.states(body.caller.has)
         counts, _ = await self._store.counts.read()
         decided = {name: counts.get(f"kv_index.{name}", 0) for name in ("kv_aware", "fallback")}
         total = sum(decided.values())
@@ -123,13 +122,13 @@ class Admin:
         )
 
     async def kv_index_backends(self, body: Body) -> Answer:
-        states = await publisher_states(self._store, body.caller)
+        states = await self._store.states(body.caller.has)
         return Answer({"enabled": True, "backends": [_backend(state) for state in states]})
 
     async def kv_index_clear(self, body: Body) -> Answer:
         """End what sources of opaque prefixes hold, or what every publisher does."""
         scope = ClearRequest.of(body.fields).scope
-        states = await publisher_states(self._store, body.caller)
+        states = await self._store.states(body.caller.has)
         claims = {claim.publisher: claim for claim in await self._store.directory.claims() if not claim.is_leaving}
         cleared = 0
         for state in states:

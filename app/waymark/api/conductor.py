@@ -11,7 +11,7 @@ import orjson
 from waymark.api.answer_cache import NOTHING, AnswerCache, in_tokens
 from waymark.api.by_address import AddressTables
 from waymark.api.given_prompts import GivenPrompts, text_of
-from waymark.api.http.answers import Answer, Paused
+from waymark.api.http.answers import PARTIAL, Answer, Paused
 from waymark.api.http.bodies import Body, Format
 from waymark.api.http.errors import InvalidBody
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
@@ -27,7 +27,6 @@ from waymark.store.query_reader import KeysOf, QueryReader
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
 
-PARTIAL = {"X-Waymark-Partial": "true"}
 _JSON = Format.JSON.value
 _UNKNOWN = "no engine is registered for this model and tenant; POST /inspect/prompt names the models that are"
 _SIZES_MAX = 8

@@ -10,7 +10,6 @@ from typing import Any
 
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
-from waymark.api.http.tokens_file import Caller
 from waymark.domain.names import Registration
 from waymark.inspection.complaint import Complaints
 from waymark.store.publisher_states import PublisherState
@@ -33,7 +32,7 @@ class Views:
         return Answer({"count": len(services), "services": services})
 
     async def workers(self, body: Body) -> Answer:
-        states = await publisher_states(self._store, body.caller)
+        states = await self._store.states(body.caller.has)
         streams = Counter(state.worker for state in states)
         alive = await self._store.heartbeats.report("", keep_seconds=WORKER_SECONDS)
         workers = [{"id": worker, "streams": streams[worker], "streams_max": alive[worker]} for worker in alive]
@@ -69,7 +68,7 @@ class Views:
     async def global_view(self, body: Body) -> Answer:
         """Contexts: publishers that agree on model, tenant, block size, adapter and salt."""
         contexts: dict[tuple[Any, ...], dict[str, Any]] = {}
-        for state in await publisher_states(self._store, body.caller):
+        for state in await self._store.states(body.caller.has):
             of = state.registration
             identity = (of.model_name, of.tenant_id, of.block_size, of.lora_name, of.additional_salt)
             context = contexts.setdefault(
@@ -89,16 +88,6 @@ class Views:
             held = context["pools" if of.scope == "shared" else "instances"].setdefault(of.instance_id, Counter())
             held.update(state.blocks)
         return Answer({"count": len(contexts), "contexts": list(contexts.values())})
-
-
-async def publisher_states(store: Store, caller: Caller) -> list[PublisherState]:
-    """The state of every registration that a caller may see, in order of registration."""
-    claims = [
-        claim
-        for claim in await store.directory.claims()
-        if not claim.is_leaving and caller.has(claim.registration.tenant_id)
-    ]
-    return await store.publisher_states.of(claims)
 
 
 def _service(registration: Registration) -> dict[str, Any]:

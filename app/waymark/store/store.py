@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ from waymark.store.pacing import Pacer
 from waymark.store.parsing import RecordParser
 from waymark.store.placements import Placements
 from waymark.store.prefixes import Prefixes
-from waymark.store.publisher_states import PublisherStates
+from waymark.store.publisher_states import PublisherState, PublisherStates
 from waymark.store.reader import Reader
 from waymark.store.records import Records
 from waymark.store.redis.client import RedisClient, Subscription
@@ -173,6 +173,15 @@ class Store:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
+
+    async def states(self, sees: Callable[[str], bool]) -> list[PublisherState]:
+        """Return the state of every registration of the tenants that ``sees`` allows, in order of registration."""
+        claims = [
+            claim
+            for claim in await self.directory.claims()
+            if not claim.is_leaving and sees(claim.registration.tenant_id)
+        ]
+        return await self.publisher_states.of(claims)
 
     async def close(self) -> None:
         background = list(self._background)

@@ -9,14 +9,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from waymark.api.conductor import PARTIAL
 from waymark.api.dynamo.schemas import (
     DynamoQueryByHashRequest,
     DynamoQueryRequest,
     DynamoRegisterRequest,
     DynamoUnregisterRequest,
 )
-from waymark.api.http.answers import Answer
+from waymark.api.http.answers import PARTIAL, Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.errors import short
 from waymark.api.http.prompts import LocalHashKeys, TokenKeys, hashes, token_bytes

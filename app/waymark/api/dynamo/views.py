@@ -12,7 +12,6 @@ from waymark.api.dynamo.queries import is_worker_id
 from waymark.api.dynamo.schemas import PeerRequest
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
-from waymark.api.views import publisher_states
 from waymark.base.errors import InvalidValue, NotFound
 from waymark.domain.status import StreamStatus
 from waymark.store.publisher_states import PublisherState
@@ -44,7 +43,7 @@ class DynamoViews:
 
     async def workers(self, body: Body) -> Answer:
         workers: dict[tuple[str, str, str], dict[str, Any]] = {}
-        for state in await publisher_states(self._store, body.caller):
+        for state in await self._store.states(body.caller.has):
             of = state.registration
             if not is_worker_id(of.instance_id) or of.scope == "shared":
                 continue

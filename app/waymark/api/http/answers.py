@@ -15,6 +15,9 @@ from waymark.api.http.bodies import Body, Format, encode
 #: ``serving`` has it. Most answers are one message to such a server, a fifteenth less Python for a short query.
 _WHOLE = "waymark.response.whole"
 
+#: The headers of an answer that was cut short by its deadline.
+PARTIAL = {"X-Waymark-Partial": "true"}
+
 
 @dataclass(slots=True)
 class Answer:
