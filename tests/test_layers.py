@@ -12,68 +12,57 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOP = {"__main__", "cli", "demo", "registering", "runtime", "runtime_epp", "runtime_gateway", "runtime_worker"}
-TOP |= {"publishers_file"}
-LEAVES = {
-    "asgi",
-    "errors",
-    "instruments",
-    "settings",
-    "metrics",
-    "logs",
-    "native",
-    "shown",
-    "endpoints",
-    "asker",
-    "protobuf",
-}
-LEAVES |= {"watched_file", "exposition", "bounded_json"}
-BELOW_ROLES = LEAVES | {"domain", "engines", "store", "apply"}
+#: A room is a package of waymark, or one of these packages inside a package.
+INNER_ROOMS = {"store.redis", "api.http", "api.dynamo", "decide.policies"}
+#: What packages import that compute only, and the client, which needs nothing of a server.
+LOW = {"base.errors", "base.native", "base.shown"}
 
-# Part of waymark -> the other parts of it that it may import. The version in app/waymark/__init__.py is free for all.
+# Room -> the rooms and modules that it may import: down only. The version in app/waymark/__init__.py is free for all.
 PARTS: dict[str, set[str]] = {
     "__init__": set(),
-    "shown": set(),
-    "errors": {"shown"},
-    **{leaf: {"errors", "shown"} for leaf in LEAVES - {"errors", "native", "shown"}},
-    "exposition": {"instruments"},
-    "metrics": {"exposition", "instruments"},
-    "asker": {"endpoints", "errors", "settings", "shown"},
-    "watched_file": {"errors", "logs"},
-    "native": {"_native", "errors"},
-    "domain": {"errors", "native"},
-    "store": LEAVES | {"domain"},
-    "apply": LEAVES | {"domain", "store"},
-    "tokenization": LEAVES | {"domain", "chat"},
-    "discovery": LEAVES | {"domain", "store", "engines"},
-    "engines": {"domain", "errors", "native", "shown"},
-    "routing": {"domain", "errors", "shown"},
-    "chat": {"domain", "errors", "shown"},
-    "selection": LEAVES | {"domain", "store", "routing", "chat", "tokenization"},
-    "ingest": BELOW_ROLES | {"chat"},
-    "api": BELOW_ROLES | {"discovery", "selection", "routing", "chat", "tokenization", "inspection"},
-    "gateway": LEAVES | {"domain", "store", "selection", "routing", "chat", "tokenization", "discovery", "serving"},
-    "simulator": {"client", "domain", "errors", "shown"},
-    "client": {"domain", "errors", "native", "shown"},
-    "serving": LEAVES,
-    "inspection": LEAVES | {"domain", "store"},
-    "console": LEAVES | {"domain", "store", "tokenization", "inspection"},
-    "remote": {"console", "domain", "errors", "settings", "shown", "tokenization"},
-    "epp": LEAVES | {"domain", "selection", "routing", "chat", "tokenization", "discovery", "serving"},
-    **{
-        top: BELOW_ROLES
-        | TOP
-        | {"api", "epp", "gateway", "serving", "console", "inspection", "client", "remote", "ingest", "simulator"}
-        | {"selection", "tokenization", "discovery"}
-        for top in TOP
+    "base": {"_native"},
+    "domain": {"base.errors", "base.native"},
+    "engines": LOW | {"domain"},
+    "chat": LOW | {"domain"},
+    "decide.policies": LOW | {"domain"},
+    "client": LOW | {"domain"},
+    "simulator": LOW | {"domain", "client"},
+    "store.redis": {"base"},
+    "serving": {"base"},
+    "api.http": {"base", "domain"},
+    "store": {"base", "domain", "store.redis"},
+    "apply": {"base", "domain", "store"},
+    "tokenization": {"base", "domain", "chat"},
+    "discovery": {"base", "domain", "store", "engines"},
+    "inspection": {"base", "domain", "store", "store.redis"},
+    "decide": {"base", "domain", "store", "chat", "tokenization", "decide.policies"},
+    "console": {"base", "domain", "store", "tokenization", "inspection"},
+    "ingest": {"base", "domain", "store", "store.redis", "engines", "chat", "apply"},
+    "gateway": {
+        *("base", "domain", "store", "chat", "tokenization", "decide", "decide.policies", "discovery", "serving"),
     },
+    "epp": {"base", "domain", "chat", "tokenization", "decide", "decide.policies", "discovery", "serving"},
+    "api.dynamo": {"base", "domain", "store", "decide", "decide.policies", "api.http"},
+    "api": {
+        *("base", "domain", "store", "engines", "chat", "apply", "tokenization", "decide", "decide.policies"),
+        *("discovery", "inspection", "api.http", "api.dynamo"),
+    },
+    "runtime": {
+        "api.http",
+        *("base", "domain", "store", "store.redis", "apply", "tokenization", "decide", "discovery", "serving"),
+        *("api", "gateway", "epp", "ingest", "console", "simulator", "client"),
+    },
+    "cli": {
+        *("base", "domain", "store", "store.redis", "inspection", "console", "simulator", "client", "runtime"),
+    },
+    "__main__": {"cli"},
 }
 
-# The parts that write lines of a protocol themselves.
-ON_THE_WIRE = {"store", "serving"}
+# The rooms that write lines of a protocol themselves.
+ON_THE_WIRE = {"store", "store.redis", "serving"}
 
-# The parts that compute, and nothing else: no I/O, no clock, no thread, no environment.
-PURE = {"domain", "engines", "routing", "chat"}
+# The rooms that compute, and nothing else: no I/O, no clock, no thread, no environment.
+PURE = {"domain", "engines", "decide.policies", "chat"}
 # The modules of the standard library that compute.
 COMPUTING = {
     *("__future__", "array", "base64", "binascii", "bisect", "collections", "dataclasses", "difflib", "enum"),
@@ -83,34 +72,45 @@ COMPUTING = {
 NOT_COMPUTING: dict[str, dict[str, str]] = {
     "engines.__init__": {"importlib": "an adapter is imported when an engine first needs it"},
     "engines.batches": {"gc": "the objects of a large batch are collected while they are young"},
-    "routing.pickers": {"random": "equal endpoints are picked at random"},
-    "routing.policy": {"random": "the default of a draw that the caller may pass"},
-    "routing.profile": {"random": "the type of the generator that the caller passes"},
-    "routing.presets": {"random": "a temperature picks at random"},
+    "decide.policies.pickers": {"random": "equal endpoints are picked at random"},
+    "decide.policies.policy": {"random": "the default of a draw that the caller may pass"},
+    "decide.policies.profile": {"random": "the type of the generator that the caller passes"},
+    "decide.policies.presets": {"random": "a temperature picks at random"},
 }
 
 # Third-party package -> the parts or modules that may import it.
 LIBRARIES: dict[str, set[str]] = {
-    "aiohttp": {"asker", "gateway", "simulator"},
+    "aiohttp": {"base.asker", "gateway", "simulator"},
     "argcomplete": {"cli"},
-    "annotated_types": {"settings"},
+    "annotated_types": {"base.settings"},
     "cryptography": {"epp.tls"},
     "envoy": {"epp"},
     "fakeredis": {"store"},
-    "google": {"epp", "protobuf"},
+    "google": {"epp", "base.protobuf"},
     "grpc": {"tokenization.uds", "epp"},
     "grpc_health": {"epp"},
     "httptools": {"serving"},
-    "httpx": {"client", "remote"},
+    "httpx": {"client", "console"},
     "hiredis": {"store"},
     "huggingface_hub": {"tokenization"},
     "minijinja": {"tokenization"},
     "msgpack": {"client", "domain.hashing", "engines", "ingest", "api", "simulator"},
-    "orjson": {"bounded_json", "store", "discovery", "epp", "ingest", "api", "gateway", "serving", *TOP},
-    "prometheus_client": {"exposition", "metrics"},
+    "orjson": {
+        "base.bounded_json",
+        "store",
+        "discovery",
+        "epp",
+        "ingest",
+        "api",
+        "gateway",
+        "serving",
+        "cli",
+        "runtime",
+    },
+    "prometheus_client": {"base.exposition", "base.metrics"},
     "bson": {"gateway.mongo"},
     "pymongo": {"gateway.mongo"},
-    "pydantic": {"settings", "api", "simulator"},
+    "pydantic": {"base.settings", "api", "simulator"},
     "pydantic_core": {"api"},
     "redis": {"store"},
     "rich": {"console"},
@@ -119,7 +119,7 @@ LIBRARIES: dict[str, set[str]] = {
     "uvicorn": {"serving", "runtime"},
     "uvloop": {"cli", "runtime"},
     "xxhash": {"domain.hashing", "ingest", "tokenization"},
-    "yaml": {"publishers_file", "routing.picker_config"},
+    "yaml": {"runtime", "decide.policies.picker_config"},
     "yarl": {"gateway.upstream"},
     "zmq": {"ingest", "simulator"},
 }
@@ -176,7 +176,7 @@ def written(text: str) -> list[object]:
 
 def test_only_where_the_wire_is_does_a_module_write_its_lines(sources: dict[str, str]) -> None:
     """RESP is the store's, HTTP is that of those who speak it."""
-    lines = {module: written(text) for module, text in sources.items() if module.partition(".")[0] not in ON_THE_WIRE}
+    lines = {module: written(text) for module, text in sources.items() if room_of(module) not in ON_THE_WIRE}
     assert {module: found for module, found in lines.items() if found} == {}
     assert any(written(text) for text in sources.values()), "the lines of those that speak a protocol are found"
     assert written(r'f(b"*%d", "$%i", "a\r\n", "*")') == [b"*%d", "$%i", "a\r\n"]
@@ -199,6 +199,17 @@ def test_no_module_imports_itself_by_way_of_others(imports: dict[str, set[str]])
     assert circle(graph) == []
 
 
+def test_rooms_make_no_circle(imports: dict[str, set[str]]) -> None:
+    arrows: dict[str, set[str]] = {room: set() for room in PARTS}
+    for module, names in imports.items():
+        ours = (name.partition(".")[2] for name in names if name.startswith("waymark."))
+        arrows[room_of(module)] |= {room_of(name) for name in ours} & PARTS.keys() - {room_of(module)}
+    assert all(arrows[room] for room in PARTS.keys() - {"__init__", "base"})
+    assert circle(arrows) == []
+    rooms = {room: {room_of(name) for name in names} for room, names in PARTS.items()}
+    assert circle(rooms) == [], "the table allows a circle"
+
+
 def circle(imports: dict[str, set[str]]) -> list[str]:
     """The modules of a circle, the first one again at the end; empty if there is none."""
     try:
@@ -213,15 +224,21 @@ def test_a_circle_is_found() -> None:
     assert sorted(set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}))) == ["a", "b", "c"]
 
 
+def room_of(module: str) -> str:
+    """Return the room that a module, or a name in it, is in."""
+    inner = ".".join(module.split(".")[:2])
+    return inner if inner in INNER_ROOMS else module.partition(".")[0]
+
+
 def may(module: str, name: str) -> bool:
-    part = module.partition(".")[0]
+    part = room_of(module)
     package, _, rest = name.partition(".")
     if package == "waymark":
-        target = rest.partition(".")[0]
-        return target == part or target in PARTS[part]
+        target = room_of(rest)
+        return target == part or target in PARTS[part] or ".".join(rest.split(".")[:2]) in PARTS[part]
     if package in sys.stdlib_module_names:
         return part not in PURE or package in COMPUTING or package in NOT_COMPUTING.get(module, ())
-    return bool({part, module} & LIBRARIES.get(package, set()))
+    return bool({part, part.partition(".")[0], module} & LIBRARIES.get(package, set()))
 
 
 @pytest.mark.parametrize("part", sorted(PURE))
@@ -236,9 +253,7 @@ def test_no_exception_is_left_over(imports: dict[str, set[str]]) -> None:
     assert {module: set(reasons) - imports[module] for module, reasons in NOT_COMPUTING.items()} == {
         module: set() for module in NOT_COMPUTING
     }
-    used = {
-        name.partition(".")[0] for module in imports if module.partition(".")[0] in PURE for name in imports[module]
-    }
+    used = {name.partition(".")[0] for module in imports if room_of(module) in PURE for name in imports[module]}
     assert used >= COMPUTING
 
 
