@@ -92,7 +92,7 @@ ELSEWHERE = {
     "store.chain:_PieceValues": "one query",
     "store.fetch:_of_group": "computed from an id alone",
     "store.redis.client:RedisClient._pipelines": "nodes",
-    "store.pipelines:SharedPipeline": "calls under way",
+    "store.redis.pipelines:SharedPipeline": "calls under way",
     "store.redis.cluster:Cluster": "nodes, which the map of slots corrects",
     "store.redis.slot_map:SlotMap": "nodes and slots, which MOVED corrects",
     "store.replica_counts:ReplicaCounts": "what this process has counted and not added yet",

@@ -19,7 +19,6 @@ from redis.exceptions import NoScriptError, RedisError
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import hide_password
-from waymark.store.pipelines import SharedPipeline
 from waymark.store.redis.address import parse
 from waymark.store.redis.cluster import Cluster
 from waymark.store.redis.connect import WaitingPool
@@ -27,6 +26,7 @@ from waymark.store.redis.credentials import Credentials
 from waymark.store.redis.drivers import connected, embedded
 from waymark.store.redis.failures import is_damage, kind_of, unavailable
 from waymark.store.redis.lua import REPEATABLE, SCRIPTS, TOGETHER, Script
+from waymark.store.redis.pipelines import SharedPipeline
 from waymark.store.redis.read_connection import Replies, ReplyReader
 from waymark.store.redis.read_pool import ReadPool
 
