@@ -51,7 +51,9 @@ class ApiServer(Attacker):
     async def _truth(self, path: str, body: bytes) -> Pieces:
         if self._is_watch(path):
             await asyncio.sleep(0.2)
-            return watched(event("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": "2"}}))
+            # Whoever has listed lies, and watches now, is told by the watch.
+            mark = event("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": "2"}})
+            return watched(event("ADDED", pod(f"true-{self._true}", "127.0.0.1")) + mark)
         return [http(pods(pod(f"true-{self._true}", "127.0.0.1")))]
 
     async def _lie(self, lists: Answer, watches: Answer | None = None, *, most: int = REQUESTS_MAX) -> None:

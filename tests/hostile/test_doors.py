@@ -14,8 +14,10 @@ from tests.hostile.doors import DOORS
 SECONDS = 3.0
 #: Attacks that find something that is known, by what is known of it. They are part of every `make hostile`.
 KNOWN: dict[str, dict[str, str]] = {
-    "api_server": {"pods_of_wrong_types": "beside odd pods a new one is registered late"},
-    "engine_server": {"tokens_of_wrong_types": "the answer [true] of /tokenize is taken for the token 1"},
+    "engine_server": {
+        "tokens_of_wrong_types": "the answer [true] of /tokenize is taken for the token 1",
+        "sources_of_wrong_types": "an engine that names 1,024 ranks holds others while it is registered",
+    },
 }
 
 

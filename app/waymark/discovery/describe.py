@@ -8,13 +8,13 @@ own. What an engine does not say, ``silent`` explains by the field that then has
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 from waymark.base.asker import Asker, HttpReply, in_pieces
+from waymark.base.bounded_json import bounded_loads
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue, RemoteUnavailable, Unanswered
 from waymark.base.shown import shown
@@ -252,8 +252,8 @@ def _json(reply: HttpReply | Unanswered) -> Any:
     if isinstance(reply, Unanswered) or reply.status != 200:
         return None
     try:
-        return json.loads(reply.body)
-    except (ValueError, RecursionError):
+        return bounded_loads(reply.body)
+    except ValueError:
         return None
 
 

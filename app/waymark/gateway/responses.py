@@ -77,7 +77,8 @@ class Responses:
         """Sends the answer of an engine on. ``given`` is what the client asked, ``sent`` what the engine was asked."""
 
         async def keep(response: dict[str, Any]) -> None:
-            if response.get("status") in _KEPT and isinstance(response.get("id"), str):
+            status = response.get("status")
+            if isinstance(status, str) and status in _KEPT and isinstance(response.get("id"), str):
                 items = _items(sent.get("input")) + _items(response.get("output"))
                 # A client that disconnects now may still continue from it.
                 await asyncio.shield(self._begin(self._keep(client, response, items)))
