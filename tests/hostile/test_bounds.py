@@ -187,34 +187,34 @@ async def ranks(_: httpx.AsyncClient, count: int) -> bool:
 
 
 TRIED: dict[str, Take] = {
-    "max_body_bytes": body_bytes,
-    "api.bodies:CONTAINERS_MAX": containers,
-    "max_tokens": tokens,
-    "api.fields:NAME_BYTES_MAX": names,
-    "api.decision_schemas:NAMES_MAX": candidates,
-    "api.decision_schemas:RELEASES_MAX": releases,
-    "domain.targets:LABELS_MAX": labels,
-    "domain.targets:LABEL_BYTES_MAX": label_bytes,
-    "engines.wire:BLOCK_SIZE_MAX": block_sizes,
-    "serving.limits:HEAD_FIELDS_MAX": head_fields,
-    "bounded_json:DEPTH_MAX": depth,
-    "bounded_json:PARTS_MAX": parts,
-    "batch_events_max": batch_events,
-    "event_hashes_max": event_hashes,
-    "engines.samples:LINES_MAX": sample_lines,
-    "engines.samples:LINE_BYTES_MAX": sample_bytes,
-    "chat.sse:EVENT_BYTES_MAX": event_bytes,
-    "discovery.describe:RANKS_MAX": ranks,
+    "the body of a request": body_bytes,
+    "lists and objects of a body": containers,
+    "token ids, or hashes, of a request": tokens,
+    "a name of a model, tenant, instance or salt": names,
+    "candidates of a decision": candidates,
+    "reservations of one release": releases,
+    "labels of a registration": labels,
+    "a label": label_bytes,
+    "tokens of a block": block_sizes,
+    "lines of a head": head_fields,
+    "lists and objects within each other, at the gateway": depth,
+    "lists and objects of a body of the gateway": parts,
+    "events of a batch": batch_events,
+    "hashes of an event": event_hashes,
+    "such lines": sample_lines,
+    "a line of an engine's metrics that is read": sample_bytes,
+    "an event of an answer that the gateway reads": event_bytes,
+    "ranks that an engine names": ranks,
 }
 
 
-@pytest.mark.parametrize("source", TRIED)
+@pytest.mark.parametrize("what", TRIED)
 async def test_what_is_at_a_bound_is_taken_and_one_above_it_is_not(
-    memory_store: Store, make_client: Any, source: str
+    memory_store: Store, make_client: Any, what: str
 ) -> None:
     api = await make_client(memory_store)
-    value = bound_of(source).value
-    assert [await TRIED[source](api, count) for count in (value, value + 1)] == [True, False]
+    value = bound_of(what).value
+    assert [await TRIED[what](api, count) for count in (value, value + 1)] == [True, False]
 
 
 def test_the_docs_have_the_table_of_bounds() -> None:
