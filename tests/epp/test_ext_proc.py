@@ -15,6 +15,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from tests.conftest import wait_until
 from tests.epp.conftest import StartEpp, loads, register
 from tests.epp.proxy import Stream, destinations, header_map, mutation, refused
+from waymark.base.bounded_json import DEPTH_MAX, PARTS_MAX
 from waymark.base.metrics import Metrics
 from waymark.domain.names import GroupName
 from waymark.domain.targets import Role
@@ -242,6 +243,25 @@ async def test_a_body_that_names_no_model_is_400_in_the_shape_of_its_path(
     assert word in said["error"]["message"]
     assert said["error"]["type"] == "invalid_request_error"
     assert (said.get("type") == "error") == (path == "/v1/messages")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/tts"])
+@pytest.mark.parametrize(
+    ("value", "bound"),
+    [
+        (b"[" * DEPTH_MAX + b"]" * DEPTH_MAX, "lists or objects within each other"),
+        (b"[" + b"[]," * PARTS_MAX + b"[]]", "lists, objects or members of objects"),
+    ],
+)
+async def test_a_body_of_too_many_or_too_deep_lists_is_400(
+    store: Store, pods: dict[str, str], start_epp: StartEpp, path: str, value: bytes, bound: str
+) -> None:
+    running = await start_epp(store)
+    answer = await running.stream().ask(b'{"model": "llama", "input": %b}' % value, path)
+    status, error = refused(answer)
+    assert status == 400
+    assert bound in error["error"]["message"]
+    assert await loads(store) == {}
 
 
 async def test_a_body_above_the_bound_is_413_and_too_many_bytes_at_once_503(

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import orjson
 
+from waymark.base.bounded_json import TooMuchJson, bounded_loads
 from waymark.base.errors import InvalidValue, WaymarkError
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import Form, InferenceRequest, form_of, read_request
@@ -216,7 +217,9 @@ class ProcessCall:
         Raises InvalidValue.
         """
         try:
-            fields = orjson.loads(b"".join(self._held.parts))
+            fields = bounded_loads(b"".join(self._held.parts))
+        except TooMuchJson as exc:
+            raise InvalidValue(f"the body cannot be read: {exc}; send less") from None
         except orjson.JSONDecodeError as exc:
             if self._form is None or self._request_mode == messages.NONE:
                 return None
