@@ -107,6 +107,8 @@ class Asker:
     ) -> HttpReply:
         """GET a URL, or POST ``json`` to it. Raises Unanswered; InvalidValue where the place is not allowed."""
         async with self.stream(url, seconds=seconds, json=json, headers=headers) as response:
+            if response.status == 200 and not is_framed(response):
+                raise Unanswered("its answer has neither a Content-Length nor chunks, so nobody knows where it ends")
             return HttpReply(response.status, await _read(response, bytes_max))
 
     @asynccontextmanager
@@ -186,6 +188,11 @@ class Asker:
             # A few bytes could decompress to any number; no request asks for compression.
             auto_decompress=False,
         )
+
+
+def is_framed(response: aiohttp.ClientResponse) -> bool:
+    """Whether the end of an answer is known; else it is whatever has come when the connection ends."""
+    return response.content_length is not None or "Transfer-Encoding" in response.headers
 
 
 def _kept_alive(address: tuple[Any, ...]) -> socket.socket:

@@ -297,6 +297,8 @@ async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                     await asyncio.sleep(0)
         if len(rest) > _LINE_BYTES_MAX:
             raise _ListAgain(f"an event is longer than {_LINE_BYTES_MAX} bytes")
+    if rest.strip():
+        raise Unanswered(f"its watch ended within an event, after {len(rest)} bytes of it")
 
 
 def _refused(status: int) -> str:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import aiohttp
 
 from waymark.base.asgi import AsgiSend, BrokenAnswer, RawHeaders
+from waymark.base.asker import is_framed
 from waymark.base.errors import NoTarget, Saturated
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
@@ -28,7 +29,7 @@ from waymark.domain.targets import host_and_port
 from waymark.gateway.avoided import Avoided
 from waymark.gateway.security import to_client, to_engine
 from waymark.gateway.shapes import RequestRejected, event_of
-from waymark.gateway.upstream import Interrupted, Unreachable, Upstream, is_events, is_framed
+from waymark.gateway.upstream import Interrupted, Unreachable, Upstream, is_events
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
-from waymark.base.asker import EngineKey
+from waymark.base.asker import EngineKey, is_framed
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue, SettingsError
 from waymark.base.settings import Settings
@@ -140,11 +140,6 @@ class Upstream:
 
 def is_events(response: aiohttp.ClientResponse) -> bool:
     return response.headers.get("Content-Type", "").lower().startswith("text/event-stream")
-
-
-def is_framed(response: aiohttp.ClientResponse) -> bool:
-    """Whether the end of an answer is known; else it is whatever has come when the connection ends."""
-    return response.content_length is not None or "Transfer-Encoding" in response.headers
 
 
 def _is_answer(response: aiohttp.ClientResponse) -> bool:
