@@ -250,6 +250,7 @@ def names_in(value: Any) -> set[str]:
     return {*(value if isinstance(value, dict) else ()), *(name for part in parts for name in names_in(part))}
 
 
+@pytest.mark.outside
 async def test_examples_are_what_the_paths_answer_and_none_is_missing(document: dict[str, Any]) -> None:
     written = json.loads(examples.FILE.read_text())
     found = await examples.ask_all()

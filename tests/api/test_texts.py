@@ -30,6 +30,9 @@ from waymark.tokenization import tokenizers as face
 from waymark.tokenization.prompt import Prompt, TokenizedPrompt
 from waymark.tokenization.tokenizers import Tokenizers
 
+# Chat templates are rendered in a process of their own.
+pytestmark = pytest.mark.outside
+
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the weather in Paris?"}]
 TEXT = (
     "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is the weather in Paris?<|im_end|>\n"

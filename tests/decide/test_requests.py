@@ -68,6 +68,7 @@ async def served(selector: RequestSelector, request: InferenceRequest) -> Routed
     return routed
 
 
+@pytest.mark.outside
 async def test_a_conversation_goes_where_its_beginning_is(
     store: Store, pods: list[str], make_selector: MakeSelector, tmp_path: Path, metrics: Metrics
 ) -> None:
@@ -147,6 +148,7 @@ async def test_a_model_may_be_an_alias_or_an_adapter(store: Store, make_selector
         await selector.select(other, TAKING, tenant_id="another tenant")
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize(
     ("fields", "loads_"),
     [

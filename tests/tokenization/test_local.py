@@ -28,6 +28,9 @@ from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, Tokenize
 from waymark.tokenization.segments import SegmentMemo, Splitter
 from waymark.tokenization.templates import ChatTemplate
 
+# Chat templates are rendered in a process of their own.
+pytestmark = pytest.mark.outside
+
 MAX = 2**20
 PECULIAR = (
     AddedToken("<mask>", lstrip=True, special=True, normalized=False),

@@ -20,6 +20,9 @@ from waymark.tokenization.prompt import ChatPrompt
 from waymark.tokenization.template_source import takes_parts
 from waymark.tokenization.templates import ChatTemplate
 
+# Chat templates are rendered in a process of their own.
+pytestmark = pytest.mark.outside
+
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 MAX = 2**20

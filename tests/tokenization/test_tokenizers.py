@@ -19,6 +19,9 @@ from waymark.tokenization.prompt import ChatPrompt, Prompt, SourcedTokens, TextP
 from waymark.tokenization.sources import directory_of, found_in
 from waymark.tokenization.tokenizers import Tokenizers
 
+# Chat templates are rendered in a process of their own.
+pytestmark = pytest.mark.outside
+
 HI = TextPrompt("Hello, world!")
 Make = Callable[..., Tokenizers]
 

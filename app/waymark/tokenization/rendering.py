@@ -20,8 +20,6 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, BinaryIO
 
-from minijinja import Environment, TemplateError
-
 #: Instructions of one rendering: some ten thousand messages, or less than a tenth of a second.
 STEPS_MAX = 1_000_000
 SECONDS_MAX = 1.0
@@ -45,10 +43,18 @@ class _TooLarge(Exception):
     """The output is longer than it may be."""
 
 
+class _TemplateFault(Exception):
+    """The library's error: the template cannot be compiled or rendered."""
+
+
 class Template:
     """A template, compiled, and what is left of the ceiling of the rendering under way."""
 
     def __init__(self, source: str) -> None:
+        # The process that starts this program reads its constants, and need not load the library.
+        from minijinja import Environment, TemplateError
+
+        self._error = TemplateError
         self._left = 0
         self._now = datetime.min
         self._environment = Environment(
@@ -62,11 +68,17 @@ class Template:
             lstrip_blocks=True,
             finalizer=self._counted,
         )
-        self._environment.undeclared_variables_in_template("chat")  # compiles it
+        try:
+            self._environment.undeclared_variables_in_template("chat")  # compiles it
+        except TemplateError as error:
+            raise _TemplateFault(first_line(error)) from None
 
     def render(self, context: Mapping[str, Any], now: datetime, bytes_max: int) -> str:
         self._left, self._now = bytes_max, now
-        text: str = self._environment.render_template("chat", **context)
+        try:
+            text: str = self._environment.render_template("chat", **context)
+        except self._error as error:
+            raise _TemplateFault(first_line(error)) from None
         if len(text) > bytes_max:
             raise _TooLarge
         return text
@@ -89,8 +101,8 @@ def answer(template: Template, request: bytes, bytes_max: int) -> tuple[bytes, s
         return TOO_LARGE, ""
     except MemoryError:
         return OUT_OF_MEMORY, ""
-    except TemplateError as error:
-        return (OUT_OF_STEPS, "") if "out of fuel" in str(error) else (TEMPLATE_ERROR, first_line(error))
+    except _TemplateFault as fault:
+        return (OUT_OF_STEPS, "") if "out of fuel" in str(fault) else (TEMPLATE_ERROR, str(fault))
     except (TypeError, ValueError, RecursionError) as error:
         return UNFIT, first_line(error)
 
@@ -112,8 +124,8 @@ def serve(stream: BinaryIO) -> None:
             kind, text = TEXT, ""
             try:
                 template = Template(request.decode())
-            except TemplateError as error:
-                kind, text = TEMPLATE_ERROR, first_line(error)
+            except _TemplateFault as fault:
+                kind, text = TEMPLATE_ERROR, str(fault)
         else:
             kind, text = answer(template, request, bytes_max)
         signal.setitimer(signal.ITIMER_PROF, 0)
