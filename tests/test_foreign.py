@@ -1,17 +1,22 @@
-"""Private names of other packages: each one that is used is listed here, with its reason, and its package is bounded.
+"""Private and undocumented names of other packages: each one that is used is listed here, with its reason.
 
-A private name may change in any release. So the package that has it is bounded above in ``pyproject.toml``, and the
-list below is exactly what is found in the tree.
+Such a name may change in any release. So the package that has it is bounded above in ``pyproject.toml``, and the lists
+below are exactly what is found in the tree.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
+import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import uvicorn
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +32,53 @@ BORROWED: dict[tuple[str, str], tuple[str, str]] = {
         "redis",
         "an error reply becomes the driver's own exception class",
     ),
+    ("gateway/upstream.py", "self._loop"): ("aiohttp", "the reader of a connection needs the loop of its connector"),
 }
+#: Packages that many names are taken from, also such as they do not promise.
+WATCHED = ("aiohttp", "redis", "uvicorn")
+#: Their modules whose names are all documented. Of every other module only those are that ``__all__`` has.
+DOCUMENTED_MODULES = {
+    "aiohttp.web",
+    "redis.asyncio.retry",
+    "redis.asyncio.sentinel",
+    "redis.backoff",
+    "redis.credentials",
+    "redis.exceptions",
+}
+#: As ``BORROWED``: undocumented names of these packages, and methods and attributes of their classes that ours replace.
+UNDOCUMENTED: dict[tuple[str, str], tuple[str, str]] = {
+    ("gateway/upstream.py", "BaseConnector._factory"): ("aiohttp", "the only way to a reader of our own"),
+    ("gateway/upstream.py", "aiohttp.client_proto.ResponseHandler"): (
+        "aiohttp",
+        "an answer whose line of status is followed by whitespace is refused before the parser takes it for a header",
+    ),
+    ("gateway/upstream.py", "ResponseHandler.data_received"): ("aiohttp", "as ResponseHandler itself"),
+    ("gateway/upstream.py", "ResponseHandler.set_response_params"): ("aiohttp", "as ResponseHandler itself"),
+    ("runtime/replica.py", "Server.capture_signals"): (
+        "uvicorn",
+        "a signal ends the process in our order, so that a worker releases its leases",
+    ),
+    ("serving/connection.py", "uvicorn.server.ServerState"): (
+        "uvicorn",
+        "the set of tasks and connections that a server waits for when it ends",
+    ),
+    ("store/redis/client.py", "redis.asyncio.client.PubSub"): ("redis", "a name for types: Redis.pubsub returns it"),
+    ("store/redis/connect.py", "redis.asyncio.connection.AbstractConnection"): (
+        "redis",
+        "the class that all kinds of connections share; commands are packed in C",
+    ),
+    ("store/redis/connect.py", "AbstractConnection.pack_command"): ("redis", "as AbstractConnection itself"),
+    ("store/redis/connect.py", "AbstractConnection.send_packed_command"): (
+        "redis",
+        "what uvloop raises for a closed connection becomes the driver's own error",
+    ),
+    ("store/redis/connect.py", "BlockingConnectionPool.release"): (
+        "redis",
+        "a connection that is released while its task is cancelled must not be missing from the pool for good",
+    ),
+    ("store/redis/sentinels.py", "Redis.aclose"): ("redis", "the connections to the Sentinels are closed, too"),
+}
+MADE_BY_PYTHON = {"_abc_impl", "_is_protocol", "_is_runtime_protocol"}
 #: Names of the standard library that are public although they begin with an underscore.
 DOCUMENTED = {"_asdict", "_fields", "_make", "_replace"}
 
@@ -91,6 +142,64 @@ def found_in(sources: Path) -> set[tuple[str, str]]:
     return found
 
 
+def undocumented(nodes: list[ast.AST]) -> Iterator[str]:
+    """Names of the watched packages that a module imports, or reads from one of them, and that are not documented."""
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names} & {*WATCHED}
+    for node in nodes:
+        match node:
+            case ast.ImportFrom(module=str(module), names=names) if module.partition(".")[0] in WATCHED:
+                yield from (f"{module}.{alias.name}" for alias in names if not is_documented(module, alias.name))
+            case ast.Attribute(value=ast.Name(id=module), attr=name) if module in imported:
+                if not is_documented(module, name):
+                    yield f"{module}.{name}"
+
+
+def is_documented(module: str, name: str) -> bool:
+    if module in DOCUMENTED_MODULES or f"{module}.{name}" in DOCUMENTED_MODULES:
+        return True
+    return name in getattr(importlib.import_module(module), "__all__", ())
+
+
+def replaced(of: type) -> Iterator[str]:
+    """Methods and attributes of a watched package's class that a class of ours replaces."""
+    names = {name for name in vars(of) if not name.startswith("__") and name not in MADE_BY_PYTHON} | stored(of)
+    for name in names:
+        for base in of.__mro__[1:]:
+            is_watched = base.__module__.partition(".")[0] in WATCHED and base.__module__ not in DOCUMENTED_MODULES
+            if is_watched and (name in vars(base) or name in stored(base)):
+                yield f"{base.__name__}.{name}"
+                break
+
+
+@cache
+def stored(of: type) -> set[str]:
+    """The attributes that the methods of a class give to its objects."""
+    return set(re.findall(r"self\.(\w+)(?:: [^=\n]+)? = ", inspect.getsource(of)))
+
+
+def found_undocumented() -> set[tuple[str, str]]:
+    found = set()
+    for path in SOURCES.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        nodes = list(ast.walk(ast.parse(text)))
+        own = str(path.relative_to(SOURCES))
+        found |= {(own, name) for name in undocumented(nodes)}
+        classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.bases]
+        if classes and any(package in text for package in WATCHED):
+            module = importlib.import_module(".".join(path.relative_to(SOURCES.parent).with_suffix("").parts))
+            for node in classes:
+                of = getattr(module, node.name, None)
+                found |= set() if of is None else {(own, name) for name in replaced(of)}
+    return found
+
+
+@pytest.mark.slow
+def test_every_undocumented_name_of_another_package_is_listed() -> None:
+    found = found_undocumented()
+    assert found - UNDOCUMENTED.keys() == set(), "use what the package documents, or list it here with a reason"
+    assert UNDOCUMENTED.keys() - found == set(), "these are used no more: take them off the list"
+
+
 @pytest.mark.slow
 def test_every_private_name_of_another_package_is_listed() -> None:
     found = found_in(SOURCES)
@@ -106,8 +215,9 @@ def test_a_package_whose_private_names_are_used_is_bounded_above() -> None:
         for requirement in map(Requirement, lines)
         if any(each.operator in ("<", "<=", "==", "~=") for each in requirement.specifier)
     }
-    assert {package for package, _ in BORROWED.values()} - bounded == set()
-    assert all(reason for _, reason in BORROWED.values())
+    listed = [*BORROWED.values(), *UNDOCUMENTED.values()]
+    assert {package for package, _ in listed} - bounded == set()
+    assert all(reason for _, reason in listed)
 
 
 def test_borrowed_names_are_found(tmp_path: Path) -> None:
@@ -134,3 +244,32 @@ def test_borrowed_names_are_found(tmp_path: Path) -> None:
         "thing._secret",
         "getattr(thing, '_asked')",
     }
+
+
+def test_undocumented_names_are_found() -> None:
+    nodes = list(
+        ast.walk(
+            ast.parse(
+                "import aiohttp\n"
+                "from redis.asyncio import Redis\n"
+                "from redis.crc import key_slot\n"
+                "from uvicorn.server import ServerState\n"
+                "aiohttp.ClientSession, aiohttp.helpers, redis.pipeline\n"
+            )
+        )
+    )
+    assert sorted(undocumented(nodes)) == ["aiohttp.helpers", "uvicorn.server.ServerState"]
+
+
+class _Server(uvicorn.Server):
+    """Replaces a method and an attribute, and has an attribute of its own."""
+
+    def __init__(self) -> None:
+        self.started = True
+        self.own = 1
+
+    async def startup(self, sockets: object = None) -> None: ...
+
+
+def test_what_a_class_of_ours_replaces_is_found() -> None:
+    assert set(replaced(_Server)) == {"Server.startup", "Server.started"}
