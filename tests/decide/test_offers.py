@@ -57,7 +57,7 @@ def test_sums_offer_what_ranked_candidates_offer(seed: int) -> None:
     assert policy.preset is not None
     assert policy.values is not None
     ranked = policy.preset.rank(Inputs(request, fleet.candidates(seen, SIZE, members=members), policy.values, random))
-    scored = ScoredOffers(ranked.scored, policy, request, BLOCKS)
+    scored = ScoredOffers(ranked.scored, policy, request, BLOCKS, is_cold=seen.is_cold)
     sums = SumOffers(members, seen, policy, request, BLOCKS, random)
     assert sums.linear == scored.linear
     assert sums.is_cold == scored.is_cold
@@ -106,7 +106,7 @@ def test_what_is_computed_elsewhere_counts_in_the_cost_alone(policy: str) -> Non
     candidates = fleet.candidates(PromptState({}, {}, {}, {}), SIZE)
     ranked = chosen.preset.rank(Inputs(request, candidates, chosen.values, random)).scored
     here, elsewhere = (
-        ScoredOffers(ranked, chosen, request, BLOCKS, is_prefill_elsewhere=is_elsewhere)
+        ScoredOffers(ranked, chosen, request, BLOCKS, is_cold=False, is_prefill_elsewhere=is_elsewhere)
         for is_elsewhere in (False, True)
     )
 

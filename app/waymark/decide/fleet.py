@@ -78,6 +78,11 @@ class PromptState(NamedTuple):
     first_tokens: Mapping[int, FirstTokens] = MappingProxyType({})
     """The time that requests waited for their first token, by publisher, if the policy needs it."""
 
+    @property
+    def is_cold(self) -> bool:
+        """Whether no target has any part of the prompt."""
+        return not (self.rows or self.expected or self.prefixes)
+
 
 class Fleet:
     """The targets of one table. A table never changes, and neither does this."""

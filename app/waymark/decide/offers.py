@@ -56,6 +56,7 @@ class ScoredOffers:
         request: RoutingRequest,
         blocks: int,
         *,
+        is_cold: bool,
         is_by_place: bool = False,
         is_prefill_elsewhere: bool = False,
     ) -> None:
@@ -67,7 +68,7 @@ class ScoredOffers:
         self._whole = blocks * request.block_size or None
         self._is_prefill_elsewhere = is_prefill_elsewhere
         self.linear = BY_PLACE if is_by_place else _linear(policy)
-        self.is_cold = not any(each.candidate.matched or each.candidate.expected for each in scored)
+        self.is_cold = is_cold
 
     def offers(self) -> list[Offer]:
         values, linear = self._policy.values, self.linear
@@ -128,17 +129,15 @@ class SumOffers:
         rows, loads, expected, draw = seen.rows, seen.loads, seen.expected, random.random
         tokens, least, size = request.tokens, least_new(request), request.block_size
         sums: list[_Sum] = []
-        self.is_cold = True
+        self.is_cold = seen.is_cold
         for member in members:
             publisher, has, soon = member.publisher, 0.0, 0
             row, load = rows.get(member.name), loads.get(publisher)
             if row is not None:
                 device, host, shared, disk = row
                 has = device_credit * device + host_credit * host + disk_credit * disk + shared_credit * shared
-                self.is_cold = False
             if expected and (soon := expected.get(publisher, 0)):
                 has = max(has, soon)
-                self.is_cold = False
             new = max(tokens - size * has, least)
             cost = linear.new * new
             if load is not None:

@@ -32,8 +32,12 @@ def rank(
     candidates: Sequence[Candidate],
     fleet: Fleet,
     random: Random,
+    most: int | None = None,
 ) -> Ranking:
-    """All candidates in the order of a policy; of a file, those that its decode profile lets through."""
+    """All candidates in the order of a policy; of a file, those that its decode profile lets through.
+
+    ``most`` is how many places the caller looks at; None: all.
+    """
     if not candidates:
         return Ranking(())
     if policy.preset is None:
@@ -45,7 +49,10 @@ def rank(
         ring = fleet.ring(int(policy.values.number("virtual_nodes")))
     elif policy.preset.name == "composite" and policy.values.word("fallback") == "sticky":
         ring = fleet.ring(POINTS)
-    return _session_first(policy.preset.rank(Inputs(request, candidates, policy.values, random, ring)), request.session)
+    if request.session is not None:
+        most = None  # the ranks of the session's instance come first, wherever the policy has them
+    found = policy.preset.rank(Inputs(request, candidates, policy.values, random, ring, most))
+    return _session_first(found, request.session)
 
 
 def _session_first(found: Ranking, session: str | None) -> Ranking:
@@ -65,10 +72,11 @@ def stages(
     candidates: Sequence[Candidate],
     fleet: Fleet,
     random: Random,
+    most: int | None = None,
 ) -> RankedStages | None:
     """Who could take the request, and its stages before decode; None where nobody could.
 
-    In a single stage all candidates are for whole requests.
+    In a single stage all candidates are for whole requests. ``most`` is how many of a stage the caller looks at.
     """
     if policy.preset is None and profile != "single":
         assert picker is not None
@@ -78,11 +86,11 @@ def stages(
         return RankedStages(of.decode, prefill, encode) if of.decode else None
     is_split = profile == "disagg"
     able = decode_filter(request, candidates) if is_split else candidates
-    decode = rank(policy, picker, request, able, fleet, random)
+    decode = rank(policy, picker, request, able, fleet, random, most)
     if not decode.scored:
         return None
     if not is_split:
         return RankedStages(decode.scored, decision=decode.decision)
     before = prefill_filter(request, candidates)
-    prefill_first = rank(policy, picker, request._replace(session=None), before, fleet, random)
+    prefill_first = rank(policy, picker, request._replace(session=None), before, fleet, random, most)
     return RankedStages(decode.scored, prefill_first.scored, decision=decode.decision)

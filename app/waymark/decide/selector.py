@@ -162,6 +162,7 @@ class Selector:
             candidates,
             lookup.fleet,
             self._random,
+            max(CANDIDATES_MAX, parameters.count),
         )
 
     def _members(

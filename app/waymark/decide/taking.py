@@ -87,10 +87,14 @@ class TargetReserver:
                 ranking.policy,
                 lookup.request,
                 blocks,
+                is_cold=lookup.seen.is_cold,
                 is_by_place=is_by_place,
                 is_prefill_elsewhere=bool(of.prefill),
             )
-            before = ScoredOffers(of.prefill, ranking.policy, lookup.request, blocks) if of.prefill else None
+            before = None
+            if of.prefill:
+                is_cold = lookup.seen.is_cold
+                before = ScoredOffers(of.prefill, ranking.policy, lookup.request, blocks, is_cold=is_cold)
             encode, decision = of.encode, of.decision
         at, before_at = 0, 0
         made: list[Reservation] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -315,6 +315,43 @@ def test_a_key_keeps_its_target_until_that_one_is_a_quarter_above_the_mean() -> 
     assert sorted(order(loaded(3))) == names
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_sticky_goes_as_far_on_the_ring_as_its_caller_looks(seed: int) -> None:
+    random = Random(seed)
+    some = [
+        target(f"engine-{n}", dp_rank=n % 2, active=random.choice((0, 0, 2, 9))) for n in range(random.randint(1, 40))
+    ]
+    ring = Ring([(each.instance_id, each.dp_rank) for each in some] + [("no candidate", 0)])
+    policy, request = PRESETS["sticky"], prompt(64, prefix_key=random.randbytes(32))
+    inputs = Inputs(request, some, policy.values({}), random, ring)
+    limit = math.ceil(1.25 * (sum(each.active for each in some) + 1) / len(some))
+
+    # The order by definition: all clockwise, and then those below the bound before the others.
+    clockwise = list(ring.clockwise(cast("bytes", request.prefix_key)))
+    places = {name: place for place, name in enumerate(clockwise)}
+    by_place = sorted(some, key=lambda each: places[each.instance_id, each.dp_rank])
+    expected = sorted(by_place, key=lambda each: each.active >= limit)
+    for most in (1, 8, 1_000, None):
+        found = policy.rank(inputs._replace(most=most))
+        assert [each.candidate for each in found.scored] == expected[:most]
+        assert (found.decision is Decision.PREFIX_HASH) == (expected[0] is by_place[0])
+
+
+def test_a_walk_over_the_ring_that_stops_early_visits_few_points() -> None:
+    class Counted(list[Any]):
+        visited = 0
+
+        def __getitem__(self, at: Any) -> Any:
+            Counted.visited += 1
+            return super().__getitem__(at)
+
+    ring = Ring((f"engine-{n}", 0) for n in range(100))
+    ring._names = Counted(ring._names)
+    next(ring.clockwise(bytes(range(32))))
+    assert Counted.visited <= 3
+    assert len(list(ring.clockwise(bytes(range(32))))) == 100
+
+
 def test_without_a_key_sticky_takes_the_least_active() -> None:
     found = rank("sticky", prompt(64), target("a", active=3), target("b", active=1))
 
@@ -326,8 +363,8 @@ def test_a_target_that_leaves_moves_only_its_own_keys() -> None:
     ring, without = Ring(names), Ring(names[1:])
     keys = [Random(seed).randbytes(32) for seed in range(500)]
 
-    before = {key: ring.clockwise(key)[0] for key in keys}
-    after = {key: without.clockwise(key)[0] for key in keys}
+    before = {key: next(ring.clockwise(key)) for key in keys}
+    after = {key: next(without.clockwise(key)) for key in keys}
 
     assert all(after[key] == home for key, home in before.items() if home != names[0])
     counts = [list(before.values()).count(name) for name in names]
@@ -338,7 +375,7 @@ def test_the_ring_is_the_same_in_every_process() -> None:
     """Points are XXH3-64 of a text, so these are the places of any replica."""
     ring = Ring([("vllm-1", 0), ("vllm-2", 0), ("vllm-2", 1)])
 
-    places = [ring.clockwise(bytes([first]) * 32) for first in (0, 64, 128, 192)]
+    places = [list(ring.clockwise(bytes([first]) * 32)) for first in (0, 64, 128, 192)]
 
     assert all(sorted(place) == [("vllm-1", 0), ("vllm-2", 0), ("vllm-2", 1)] for place in places)
     points = {

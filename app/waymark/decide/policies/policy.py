@@ -38,7 +38,7 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """All candidates, best first."""
+    """All candidates, best first; at least the first ``Inputs.most`` of them."""
 
     scored: Sequence[Scored]
     decision: Decision = Decision.KV_AWARE
@@ -60,6 +60,8 @@ class Inputs(NamedTuple):
     random: Random
     ring: Ring | None = None
     """A ring of the targets' names; without one it is built for the call."""
+    most: int | None = None
+    """The number of places that the caller looks at, if the others need no place; None: all."""
 
 
 RankFunction: TypeAlias = Callable[[Inputs], Ranking]

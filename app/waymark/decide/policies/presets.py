@@ -45,12 +45,12 @@ def _work(request: RoutingRequest, values: Values) -> Callable[[Candidate], Scor
 
 
 def _least_work(inputs: Inputs) -> Ranking:
-    request, candidates, values, random, _ = inputs
+    request, candidates, values, random, *_ = inputs
     return ranked(list(map(_work(request, values), candidates)), random, is_cost=True)
 
 
 def _longest(inputs: Inputs) -> Ranking:
-    request, candidates, values, random, _ = inputs
+    request, candidates, values, random, *_ = inputs
     least = min(candidate.queue for candidate in candidates)
     new_of = count_new(request, values)
     scored = []
@@ -74,7 +74,7 @@ _OVER = 2.0**52
 
 
 def _composite(inputs: Inputs) -> Ranking:
-    _, candidates, values, random, _ = inputs
+    _, candidates, values, random, *_ = inputs
     most_matched = max(candidate.matched for candidate in candidates)
     most_active = max(candidate.requests for candidate in candidates)
     scored, best = [], 0.0
@@ -106,7 +106,7 @@ def _check_composite(values: Values) -> None:
 
 
 def _dynamo(inputs: Inputs) -> Ranking:
-    request, candidates, values, random, _ = inputs
+    request, candidates, values, random, *_ = inputs
     size = request.block_size
     prefill_weight = values.number("overlap_score_weight") * values.number("prefill_load_scale")
     scored = []
@@ -135,7 +135,7 @@ def _softened(scored: Sequence[Scored], temperature: float, random: Random) -> R
 
 
 def _hicache(inputs: Inputs) -> Ranking:
-    request, candidates, values, random, _ = inputs
+    request, candidates, values, random, *_ = inputs
     size = request.block_size
     scored = []
     for candidate in candidates:
@@ -151,7 +151,7 @@ def _hicache(inputs: Inputs) -> Ranking:
 
 
 def _lmetric(inputs: Inputs) -> Ranking:
-    request, candidates, values, random, _ = inputs
+    request, candidates, values, random, *_ = inputs
     new_of = count_new(request, values)
     scored = []
     for candidate in candidates:
@@ -162,7 +162,7 @@ def _lmetric(inputs: Inputs) -> Ranking:
 
 
 def _llm_d(inputs: Inputs) -> Ranking:
-    request, candidates, values, random, _ = inputs
+    request, candidates, values, random, *_ = inputs
     waiting = [each.gauges.waiting for each in candidates if each.gauges is not None]
     least, most = (min(waiting), max(waiting)) if waiting else (0, 0)
     scored = []
@@ -179,16 +179,26 @@ def _llm_d(inputs: Inputs) -> Ranking:
 
 
 def _sticky(inputs: Inputs) -> Ranking:
-    request, candidates, values, random, ring = inputs
+    request, candidates, values, random, ring, most = inputs
     if request.prefix_key is None:
         scored = [Scored(each, each.requests, {"active": each.requests}) for each in candidates]
         return ranked(scored, random, is_cost=True, decision=Decision.FALLBACK)
     by_name = {(each.instance_id, each.dp_rank): each for each in candidates}
     ring = ring or Ring(by_name, int(values.number("virtual_nodes")))
-    order = [by_name[name] for name in ring.clockwise(request.prefix_key) if name in by_name]
-    most = bound(candidates, values.number("load_factor_epsilon"))
-    ordered = [each for each in order if each.active < most] + [each for each in order if each.active >= most]
-    decision = Decision.PREFIX_HASH if ordered[0] is order[0] else Decision.OVERFLOW
+    limit = bound(candidates, values.number("load_factor_epsilon"))
+    below: list[Candidate] = []
+    above: list[Candidate] = []
+    home: Candidate | None = None
+    for name in ring.clockwise(request.prefix_key):
+        candidate = by_name.get(name)
+        if candidate is None:
+            continue
+        home = home or candidate
+        (below if candidate.active < limit else above).append(candidate)
+        if len(below) == most:
+            break
+    ordered = [*below, *above][:most]
+    decision = Decision.PREFIX_HASH if ordered[0] is home else Decision.OVERFLOW
     return Ranking(
         [Scored(each, float(place), {"place": float(place)}) for place, each in enumerate(ordered)], decision
     )

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from waymark.decide.policies.target import Candidate
 from waymark.domain.hashing import text_hash
@@ -33,10 +34,21 @@ class Ring:
         self._points = [point for point, _ in placed]
         self._names = [name for _, name in placed]
 
-    def clockwise(self, key: bytes) -> list[tuple[str, int]]:
-        """The names of all targets, each once, in the order in which the key meets them."""
-        start = bisect_left(self._points, int.from_bytes(key[:8], "big"))
-        return list(dict.fromkeys(self._names[start:] + self._names[:start]))
+        self._count = len(set(self._names))
+
+    def clockwise(self, key: bytes) -> Iterator[tuple[str, int]]:
+        """Yield the names of all targets, each once, in the order in which the key meets them.
+
+        A caller that stops at the first few has cost no more than these few points.
+        """
+        start, names = bisect_left(self._points, int.from_bytes(key[:8], "big")), self._names
+        met: set[tuple[str, int]] = set()
+        for at in chain(range(start, len(names)), range(start)):
+            if names[at] not in met:
+                met.add(names[at])
+                yield names[at]
+                if len(met) == self._count:
+                    return
 
 
 def bound(candidates: Sequence[Candidate], epsilon: float = EPSILON) -> int:
