@@ -14,10 +14,12 @@ from tests.hostile.doors import DOORS
 SECONDS = 3.0
 #: Attacks that find something that is known, by what is known of it. They are part of every `make hostile`.
 KNOWN: dict[str, dict[str, str]] = {
+    "engine_client": {"frames_that_are_no_frames": "a hundred of them hold others for up to 0.7 s"},
     "engine_server": {
         "tokens_of_wrong_types": "the answer [true] of /tokenize is taken for the token 1",
         "sources_of_wrong_types": "an engine that names 1,024 ranks holds others while it is registered",
     },
+    "gateway_client": {"bodies_that_cost": "the key of the response cache holds others for 0.3 s with 2 million ids"},
 }
 
 
