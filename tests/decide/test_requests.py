@@ -318,7 +318,8 @@ async def test_a_request_that_ends_while_it_moves_leaves_nothing(
 
 async def test_a_long_request_keeps_its_reservation(store: Store, pods: list[str], make_selector: MakeSelector) -> None:
     selector = make_selector(store)
-    under_way = RequestsUnderWay(selector.selector, store.begin, renew_seconds=0.05)
+    under_way = RequestsUnderWay(selector.selector, store.begin)
+    under_way.renew_seconds = 0.05
     prompt = read_request("/v1/completions", {"model": "llama", "prompt": list(range(64))})
     routed = await selector.select(prompt, SelectParameters(milliseconds=1_000))
     until = await ends_at(store)

@@ -35,7 +35,9 @@ class Recorded:
 
 
 def all_of(recorded: Recorded, renew_seconds: float = 1000.0) -> RequestsUnderWay:
-    return RequestsUnderWay(cast(Selector, recorded), asyncio.ensure_future, renew_seconds=renew_seconds)
+    found = RequestsUnderWay(cast(Selector, recorded), asyncio.ensure_future)
+    found.renew_seconds = renew_seconds
+    return found
 
 
 def begun(of: RequestsUnderWay, reservations: Sequence[Reservation]) -> RequestUnderWay:

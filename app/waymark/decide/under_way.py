@@ -23,17 +23,20 @@ log = logging.getLogger(__name__)
 
 RESERVED_MS = 30_000
 """The time that a reservation lasts if it is not renewed."""
-RENEW_SECONDS = 10.0
+_RENEW_SECONDS = 10.0
+"""The pause between two renewals. A request is at most two pauses old when it is renewed first."""
 
 
 class RequestsUnderWay:
     """The requests of a process that are under way, and the task that renews their reservations."""
 
-    def __init__(self, selector: Selector, begin: StartTask, *, renew_seconds: float = RENEW_SECONDS) -> None:
+    reserved_ms = RESERVED_MS
+    renew_seconds = _RENEW_SECONDS
+
+    def __init__(self, selector: Selector, begin: StartTask) -> None:
         """``begin`` starts work that ends with the process at the latest."""
         self._selector = selector
         self._begin = begin
-        self._renew_seconds = renew_seconds
         self._running: set[RequestUnderWay] = set()
         self._releasing: set[asyncio.Task[None]] = set()
         self._renewing: asyncio.Task[None] | None = None
@@ -51,9 +54,9 @@ class RequestsUnderWay:
 
     async def _keep_renewing(self) -> None:
         while self._running:
-            await asyncio.sleep(self._renew_seconds)
+            await asyncio.sleep(self.renew_seconds)
             now = asyncio.get_running_loop().time()
-            due = [each for each in self._running if now - each.since >= self._renew_seconds]
+            due = [each for each in self._running if now - each.since >= self.renew_seconds]
             await self.release([one for each in due for one in each.reservations], ReservationPart.RENEW)
 
     async def release(
@@ -62,7 +65,7 @@ class RequestsUnderWay:
         if not reservations:
             return
         try:
-            await self._selector.release(reservations, part, milliseconds=RESERVED_MS, ttft_ms=ttft_ms)
+            await self._selector.release(reservations, part, milliseconds=self.reserved_ms, ttft_ms=ttft_ms)
         except StoreUnavailable as exc:
             log.debug("reservations not released", extra=fields(part=part.value, error=exc.sentence))
 
@@ -89,7 +92,7 @@ class RequestsUnderWay:
         if found is None:
             return ()
         loads = (SequenceLoad(tokens, tokens), *routed.further)
-        return await reserve_sequences(self._selector, group, found, loads, RESERVED_MS)
+        return await reserve_sequences(self._selector, group, found, loads, self.reserved_ms)
 
     def ended(self, request: RequestUnderWay) -> None:
         self._running.discard(request)

@@ -23,7 +23,7 @@ from waymark.chat.requests import Form, InferenceRequest, form_of, read_request
 from waymark.chat.session import SESSION, session_of
 from waymark.decide.decision import SelectParameters
 from waymark.decide.requests import RequestSelector, RoutedRequest
-from waymark.decide.under_way import RESERVED_MS, RequestsUnderWay, RequestUnderWay
+from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
 from waymark.domain.targets import host_and_port, names_engines
 from waymark.epp import messages
 from waymark.epp.admission import StreamPlace
@@ -189,7 +189,7 @@ class ProcessCall:
         parameters = SelectParameters(
             only=self._subset,
             count=_TARGETS_MAX,
-            milliseconds=RESERVED_MS,
+            milliseconds=self._picker.under_way.reserved_ms,
             needs_address=True,
         )
         try:

@@ -24,7 +24,7 @@ from waymark.chat.requests import Form
 from waymark.chat.session import SESSION, session_token
 from waymark.decide.decision import SelectParameters
 from waymark.decide.requests import PreparedRequest, RequestSelector, RoutedRequest
-from waymark.decide.under_way import RESERVED_MS, RequestsUnderWay, RequestUnderWay
+from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
 from waymark.domain.targets import host_and_port
 from waymark.gateway.avoided import Avoided
 from waymark.gateway.security import to_client, to_engine
@@ -171,14 +171,14 @@ class Proxy:
 
     async def _take(self, prepared: PreparedRequest, tried: frozenset[str]) -> RoutedRequest:
         """A target that was not tried; one that is avoided only where there is no other. Raises NoTarget."""
-        avoided = self._avoided.now() - tried
+        avoided, milliseconds = self._avoided.now() - tried, self._under_way.reserved_ms
         if avoided:
             try:
-                parameters = SelectParameters(exclude=tried | avoided, milliseconds=RESERVED_MS, needs_address=True)
+                parameters = SelectParameters(exclude=tried | avoided, milliseconds=milliseconds, needs_address=True)
                 return await self._selector.take(prepared, parameters)
             except (NoTarget, Saturated):
                 pass  # one that is avoided may be there again
-        parameters = SelectParameters(exclude=tried, milliseconds=RESERVED_MS, needs_address=True)
+        parameters = SelectParameters(exclude=tried, milliseconds=milliseconds, needs_address=True)
         return await self._selector.take(prepared, parameters)
 
     async def _send(self, proxied: ProxiedRequest, routed: RoutedRequest) -> aiohttp.ClientResponse:
