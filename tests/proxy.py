@@ -36,12 +36,12 @@ class Call:
 
 
 class Proxy:
-    """Listens on ``port`` of 127.0.0.1 and passes everything on to ``redis_port``.
+    """Listens on ``port`` of 127.0.0.1 and passes everything on to ``redis``: a port there, or the path of a socket.
 
     ``calls`` has every call since the start where ``keeps_calls`` is set; it is not bounded.
     """
 
-    def __init__(self, redis_port: int, *, keeps_calls: bool = False) -> None:
+    def __init__(self, redis: int | str, *, keeps_calls: bool = False) -> None:
         self.port = 0
         self.delay_seconds = 0.0
         """Before each piece, in each direction."""
@@ -49,7 +49,7 @@ class Proxy:
         """So many replies are to be swallowed, each together with its connection: Redis has done what was asked."""
         self.calls: list[Call] = []
         self._keeps_calls = keeps_calls
-        self._redis_port = redis_port
+        self._redis = redis
         self._whole = asyncio.Event()
         self._whole.set()
         self._connections: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
@@ -89,7 +89,10 @@ class Proxy:
         writers = self._connections[task] = [writer]
         task.add_done_callback(self._connections.pop)
         try:
-            redis_reader, redis_writer = await asyncio.open_connection("127.0.0.1", self._redis_port)
+            if isinstance(self._redis, str):
+                redis_reader, redis_writer = await asyncio.open_unix_connection(self._redis)
+            else:
+                redis_reader, redis_writer = await asyncio.open_connection("127.0.0.1", self._redis)
         except OSError:
             writer.transport.abort()
             return
@@ -169,8 +172,8 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 
 
 @asynccontextmanager
-async def proxy_to(redis_port: int, *, keeps_calls: bool = False) -> AsyncIterator[Proxy]:
-    proxy = Proxy(redis_port, keeps_calls=keeps_calls)
+async def proxy_to(redis: int | str, *, keeps_calls: bool = False) -> AsyncIterator[Proxy]:
+    proxy = Proxy(redis, keeps_calls=keeps_calls)
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     proxy.port = server.sockets[0].getsockname()[1]
     try:

@@ -83,10 +83,10 @@ async def test_an_insane_id_is_replaced(
 async def test_our_own_fault_has_an_id_too(
     memory_store: Store, logged: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken(*_: Any, **__: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("token 424242")
 
-    monkeypatch.setattr(memory_store.reader, "read", broken)
+    monkeypatch.setattr(memory_store.reader, "reading", broken)
     answer = await logged.post("/query", json=QUERY, headers={"x-request-id": "mine"})
     assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
     assert lines(caplog)[0]["status"] == 500

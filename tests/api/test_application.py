@@ -16,6 +16,7 @@ from waymark.api.application import create_app
 from waymark.api.http.admission import AdmissionQueue
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.store.steps import Steps, Waiting
 from waymark.store.store import Store
 
 QUERY = {"model": "m", "block_size": 2, "token_ids": [1, 2]}
@@ -233,10 +234,10 @@ async def test_own_fault_is_500_without_a_word_of_the_request(
     metrics = Metrics()
     client = await make_client(memory_store, metrics=metrics)
 
-    async def broken(*_: Any, **__: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("token 424242")
 
-    monkeypatch.setattr(memory_store.reader, "read", broken)
+    monkeypatch.setattr(memory_store.reader, "reading", broken)
     with caplog.at_level(logging.ERROR):
         answer = await client.post("/query", json=QUERY)
     assert answer.status_code == 500
@@ -276,11 +277,11 @@ async def test_probes_and_writes_are_answered_while_queries_wait(
     client = await make_client(memory_store)
     begun, go_on = asyncio.Event(), asyncio.Event()
 
-    async def slow(*_: Any, **__: Any) -> None:
+    def slow(*_: Any, **__: Any) -> Steps[None]:
         begun.set()
-        await go_on.wait()
+        yield Waiting(go_on.wait())
 
-    monkeypatch.setattr(memory_store.reader, "read", slow)
+    monkeypatch.setattr(memory_store.reader, "reading", slow)
     first = asyncio.create_task(client.post("/query", json=QUERY))
     await begun.wait()
     waited = await client.post("/query", json=QUERY)

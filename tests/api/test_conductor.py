@@ -15,6 +15,7 @@ from waymark.base.metrics import Metrics
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.match import ConductorRow
 from waymark.store.reader import Reading
+from waymark.store.steps import Steps
 from waymark.store.store import Store
 
 TOKENS = [101, 15, 100, 55, 89, 63]
@@ -288,14 +289,14 @@ async def test_partial_reading_is_marked_and_counted(
     complete = await counted.post("/query", json=body)
     assert "x-waymark-partial" not in complete.headers
 
-    read = store.reader.read
+    read = store.reader.reading
 
-    async def cut_short(*args: Any, **options: Any) -> Reading | None:
-        reading = await read(*args, **options)
+    def cut_short(*args: Any, **options: Any) -> Steps[Reading | None]:
+        reading = yield from read(*args, **options)
         assert reading is not None
         return Reading(reading.walk, True, reading.round_trips, reading.blocks)
 
-    monkeypatch.setattr(store.reader, "read", cut_short)
+    monkeypatch.setattr(store.reader, "reading", cut_short)
     partial = await counted.post("/query", json=body)
     assert partial.headers["x-waymark-partial"] == "true"
     assert partial.json() == complete.json()

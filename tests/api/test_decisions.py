@@ -449,9 +449,9 @@ async def test_a_decision_is_one_round_trip_more_than_a_query(
     asked: list[str] = []
     fetch, run = Fetcher.fetch, RedisClient.run
 
-    async def counted_fetch(*given: Any, **named: Any) -> Any:
+    def counted_fetch(*given: Any, **named: Any) -> Any:
         asked.append("rows")
-        return await fetch(*given, **named)
+        return fetch(*given, **named)
 
     async def counted_run(self: RedisClient, name: str, *given: Any) -> Any:
         if name == "reserve":

@@ -13,6 +13,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from tests.patience import patient, within
+from waymark.base.asgi import StraightTable
 from waymark.base.metrics import Metrics
 from waymark.serving.connection import protocol
 from waymark.serving.limits import Connections, ServerBounds, Shape
@@ -76,10 +77,13 @@ async def answer(send: Send, status: int, content: bytes, *headers: tuple[bytes,
     await send({"type": "http.response.body", "body": content})
 
 
-def connections(metrics: Metrics | None = None, shape: Shape | None = None, **bounds: Any) -> Connections:
+def connections(
+    metrics: Metrics | None = None, shape: Shape | None = None, straight: StraightTable | None = None, **bounds: Any
+) -> Connections:
     """A server's connections; wide bounds, but for those that are given."""
     wide = {"request_seconds": patient(SECONDS), "connections_max": 1000, "bodies_max_bytes": 2**26}
-    return Connections(ServerBounds(**wide | bounds), metrics or Metrics(), shape or (lambda path, rejection: None))
+    shape = shape or (lambda path, rejection: None)
+    return Connections(ServerBounds(**wide | bounds), metrics or Metrics(), shape, straight)
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ from waymark.store.fetch import Fetched
 from waymark.store.hot import HotRows
 from waymark.store.incarnation import Incarnation
 from waymark.store.redis.client import RedisClient
+from waymark.store.steps import Step, Steps, Waiting, finished
 from waymark.store.store import Store
 
 CHAIN = list(range(1, 601))
@@ -137,10 +138,13 @@ async def test_an_answer_of_the_redis_before_is_not_kept(
     hot.clear()
     fetch = late.reader._fetcher.fetch
 
-    async def changed(*args: Any, **kwargs: Any) -> Fetched:
-        fetched = await fetch(*args, **kwargs)
-        late.incarnation.forget()
-        return fetched
+    def changed(*args: Any, **kwargs: Any) -> Step:
+        def steps() -> Steps[Fetched]:
+            fetched: Fetched = yield fetch(*args, **kwargs)
+            late.incarnation.forget()
+            return fetched
+
+        return Waiting(finished(steps()))
 
     monkeypatch.setattr(late.reader._fetcher, "fetch", changed)
     assert await asked(late, "a") == {}

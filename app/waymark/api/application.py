@@ -41,8 +41,10 @@ from waymark.api.operations import Dependencies, Method, Operation, Resource
 from waymark.api.page import Page
 from waymark.api.probes import Probes
 from waymark.api.registrations import Registrations
+from waymark.api.straight import Straight, StraightOperation
 from waymark.api.texts import PromptTokenizer
 from waymark.api.views import Views
+from waymark.base.asgi import StraightTable
 from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
@@ -66,8 +68,10 @@ def create_app(
     tokenizers: Tokenizers | None = None,
     asker: Asker | None = None,
     stopping: asyncio.Event | None = None,
-) -> ASGIApp:
-    """The ASGI application over an open store. The caller closes the store, the tokenizers and the asker.
+) -> Shortcut | AccessLog:
+    """The ASGI application over an open store, with its straight questions.
+
+    The caller closes the store, the tokenizers and the asker.
 
     ``stopping`` ends the answers that have no end of their own.
     """
@@ -112,6 +116,9 @@ class Shortcut:
     def __init__(self, app: ASGIApp, queries: Mapping[str, Operation]) -> None:
         self._app = app
         self._queries = queries
+        self.straight: StraightTable = {
+            path.encode(): query for path, query in queries.items() if isinstance(query, StraightOperation)
+        }
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         query = self._queries.get(scope["path"]) if scope["type"] == "http" else None
@@ -161,13 +168,13 @@ def _operations(
     without_redis: dict[str, Handler] = {"/select": decisions.select_without_redis}
     # Starlette tries routes in order: queries first.
     table: list[tuple[Method, str, Access, Handler, Doc]] = [
-        ("POST", "/query", "read", explained(root.query), docs.QUERY),
-        ("POST", "/query_by_hash", "read", explained(root.query_by_hash), docs.QUERY_BY_HASH),
+        ("POST", "/query", "read", explained(Straight(root.query)), docs.QUERY),
+        ("POST", "/query_by_hash", "read", explained(Straight(root.query_by_hash)), docs.QUERY_BY_HASH),
         ("POST", "/select", "write", explained(decisions.select), docs.SELECT),
         ("POST", "/release", "write", decisions.release, docs.RELEASE),
         ("POST", "/score", "read", explained(decisions.score), docs.SCORE),
-        ("POST", "/dynamo/query", "read", dynamo.query, docs.DYNAMO_QUERY),
-        ("POST", "/dynamo/query_by_hash", "read", dynamo.query_by_hash, docs.DYNAMO_QUERY_BY_HASH),
+        ("POST", "/dynamo/query", "read", Straight(dynamo.query), docs.DYNAMO_QUERY),
+        ("POST", "/dynamo/query_by_hash", "read", Straight(dynamo.query_by_hash), docs.DYNAMO_QUERY_BY_HASH),
         ("POST", "/dynamo/query_tiered_by_hash", "read", dynamo.query_tiered_by_hash, docs.DYNAMO_QUERY_TIERED),
         ("POST", "/tokenize", "read", tokenizer.tokenize, docs.TOKENIZE),
         ("POST", "/detokenize", "read", tokenizer.detokenize, docs.DETOKENIZE),
@@ -224,18 +231,20 @@ def _operations(
         ("GET", "/admin/kv-index/backends", "admin", admin.kv_index_backends, docs.INDEX_BACKENDS),
         ("POST", "/admin/kv-index/clear", "write", admin.kv_index_clear, docs.INDEX_CLEAR),
     ]
-    return [
-        Operation(
-            method,
-            path,
-            handler,
-            access=access,
-            doc=doc,
-            dependencies=dependencies,
-            without_redis=without_redis.get(path),
-        )
-        for method, path, access, handler, doc in table
-    ]
+    operations: list[Operation] = []
+    for method, path, access, handler, doc in table:
+        if isinstance(handler, Straight):
+            operations.append(
+                StraightOperation(method, path, handler, access=access, doc=doc, dependencies=dependencies)
+            )
+        else:
+            instead = without_redis.get(path)
+            operations.append(
+                Operation(
+                    method, path, handler, access=access, doc=doc, dependencies=dependencies, without_redis=instead
+                )
+            )
+    return operations
 
 
 def create_probes(store: Store, settings: Settings, metrics: Metrics) -> Starlette:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from waymark.domain.match import ConductorRow
 from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import GroupName
 from waymark.store.query_reader import KeysOf, QueryReader
+from waymark.store.steps import Steps, Waiting, finished
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
 
@@ -33,7 +33,7 @@ _SIZES_MAX = 8
 
 
 class Conductor:
-    """Handlers of ``/query`` and ``/query_by_hash``."""
+    """The steps of ``/query`` and ``/query_by_hash``."""
 
     def __init__(self, store: Store, settings: Settings, metrics: Metrics, tokenizer: PromptTokenizer) -> None:
         self._store = store
@@ -45,36 +45,37 @@ class Conductor:
         self._addresses = store.incarnation.cache(AddressTables())
         self._rows = store.incarnation.cache(AnswerCache(settings.answer_cache_bytes, metrics))
 
-    async def query(self, body: Body) -> Answer | Paused:
+    def query(self, body: Body) -> Steps[Answer] | Paused:
         asked = body.asked(_by_prompt)
         if asked.text is not None:
             return Paused(partial(self._tokenizer.tokens, asked.text), partial(self._answer_text, asked, body.format))
-        return await self._answer(
-            asked, self._given.keys_of(QueryRequest, body, asked.namespace, asked.items), body.format
-        )
+        return self._answer(asked, self._given.keys_of(QueryRequest, body, asked.namespace, asked.items), body.format)
 
     async def _answer_text(self, asked: _QueryFields, body_format: Format, tokens: SourcedTokens) -> Answer:
-        return await self._answer(asked, self._given.of_tokens(tokens.ids, asked.namespace, tokens.items), body_format)
+        keys_of = self._given.of_tokens(tokens.ids, asked.namespace, tokens.items)
+        return await finished(self._answer(asked, keys_of, body_format))
 
-    def query_by_hash(self, body: Body) -> Awaitable[Answer]:
+    def query_by_hash(self, body: Body) -> Steps[Answer]:
         asked = body.asked(_by_hash)
         return self._answer(asked, self._given.keys_of(QueryByHashRequest, body, asked.namespace), body.format)
 
-    async def _answer(self, asked: _QueryFields, keys_of: KeysOf, body_format: Format) -> Answer:
+    def _answer(self, asked: _QueryFields, keys_of: KeysOf, body_format: Format) -> Steps[Answer]:
         group, instance_id, block_size = asked.group, asked.instance_id, asked.block_size
         if block_size is None:
-            block_size, reading = await self._lookup.read_in_size(group, block_size_of, keys_of)
+            block_size, reading = yield from self._lookup.read_in_size(group, block_size_of, keys_of)
         else:
-            reading = await self._lookup.read(group, block_size, keys_of(block_size))
+            reading = yield from self._lookup.read(group, block_size, keys_of(block_size))
         walk = None if reading is None else reading.walk
         if asked.is_by_address and walk is not None:
             table = self._store.reader.table_at_hand(group)
             walk = walk if table is None else self._addresses.walk(table, walk)
         counted = NOTHING if walk is None else self._rows.of(walk)
         # A group without instances may be one of a tenant that is gone: groups outlive their registrations.
-        seconds = self._settings.query_deadline_ms / 1000
-        if not counted.rows and not await self._store.reader.is_tenant_known(group.tenant_id, deadline_seconds=seconds):
-            return Answer(self._shaped({}, {}, body_format), headers={"X-Waymark-Note": _UNKNOWN})
+        if not counted.rows:
+            seconds = self._settings.query_deadline_ms / 1000
+            known = Waiting(self._store.reader.is_tenant_known(group.tenant_id, deadline_seconds=seconds))
+            if not (yield known):
+                return Answer(self._shaped({}, {}, body_format), headers={"X-Waymark-Note": _UNKNOWN})
         headers = PARTIAL if reading is not None and reading.is_partial else {}
         if reading is None or not reading.walk.view.size:
             note = self._note(group, block_size)

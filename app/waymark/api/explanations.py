@@ -6,7 +6,6 @@ the tenant that was asked for, and of no other: whether another one exists is no
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
 from typing import Any
 
 import orjson
@@ -17,6 +16,7 @@ from waymark.api.http.bodies import Body
 from waymark.api.http.prompts import hashes, packed_hashes, token_bytes
 from waymark.api.inspection_queue import InspectionQueue
 from waymark.api.query_schemas import InspectRequest
+from waymark.api.straight import Straight
 from waymark.api.texts import PromptTokenizer
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.settings import Settings
@@ -27,6 +27,7 @@ from waymark.inspection.explanation import PromptExplanation, as_json, explain
 from waymark.inspection.inspector import Inspector
 from waymark.inspection.prompt import InspectedPrompt
 from waymark.inspection.why import unknown_group
+from waymark.store.steps import Steps
 from waymark.store.store import Store
 
 #: Instances in an explanation beside an answer.
@@ -64,10 +65,14 @@ class Explanations:
     def explained(self, handler: Handler) -> Handler:
         """The handler with an explanation beside its answer where a body asks for it."""
 
-        def handle(body: Body) -> Awaitable[Answer | Paused]:
-            return beside(body) if body.fields.get("explain") is True else handler(body)
+        async def handle(body: Body) -> Answer | Paused:
+            return beside(body) if body.fields.get("explain") is True else await handler(body)
 
-        async def beside(body: Body) -> Paused:
+        def steps(body: Body) -> Steps[Answer] | Paused:
+            assert isinstance(handler, Straight)
+            return beside(body) if body.fields.get("explain") is True else handler.steps(body)
+
+        def beside(body: Body) -> Paused:
             async def work() -> dict[str, Any]:
                 return await self._beside(body)
 
@@ -81,7 +86,7 @@ class Explanations:
 
             return Paused(work, resume)
 
-        return handle
+        return Straight(steps) if isinstance(handler, Straight) else handle
 
     async def _beside(self, body: Body) -> dict[str, Any]:
         """An explanation never fails the answer that it stands beside; of a wrong body, that answer is the error."""

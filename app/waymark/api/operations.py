@@ -108,25 +108,33 @@ class Operation:
                 status = 499
                 return
             except Exception as exc:
-                answer, body_format = self._unexpected(scope, exc), Format.JSON
+                answer = self.unexpected(exc, scope["headers"], scope.get("request_id"))
+                body_format = Format.JSON
             status = answer.status
             if answer.stream is None:
                 await send_answer(answer, body_format, scope, send)
         finally:
-            self._duration.observe(perf_counter() - started)
-            self._count(scope["method"], status)
+            self.count(scope["method"], status, perf_counter() - started)
         if answer.stream is not None:  # it may last for hours, which are no duration of a request
             await send_stream(answer, answer.stream, scope, receive, send)
 
-    def _unexpected(self, scope: Scope, error: Exception) -> Answer:
-        """The answer to an exception that nobody expected, which is logged under the request's id."""
-        request_id = scope.get("request_id") or request_id_of(scope["headers"])
+    def unexpected(self, error: Exception, headers: RawHeaders, known_id: str | None) -> Answer:
+        """The answer to an exception that nobody expected, which is logged under the request's id.
+
+        Without ``known_id`` the id is taken from ``headers``, or made, and is in the answer.
+        """
+        request_id = known_id or request_id_of(headers)
         log.error("request failed", extra=fields(request_id=request_id, route=self.path, **failure(error)))
         body = self._error({"error": "this service has failed; its log contains the error", "reason": "internal"})
-        headers = {} if "request_id" in scope else {"X-Request-Id": request_id}
-        return Answer(body, 500, headers)
+        return Answer(body, 500, {} if known_id else {"X-Request-Id": request_id})
 
-    def _count(self, method: str, status: int) -> None:
+    def refusal(self, error: WaymarkError) -> Answer:
+        """The answer to an error that names what is wrong."""
+        return Answer(self._error(body_of(error)), status_of(error, unfit_status=self._unfit_status), headers_of(error))
+
+    def count(self, method: str, status: int, seconds: float) -> None:
+        """Count a request that has been answered, or whose client has gone away."""
+        self._duration.observe(seconds)
         count = self._counts.get((method, status))
         if count is None:
             label = method if method in METHODS else "other"
@@ -172,8 +180,7 @@ class Operation:
                     await self._handle(raw, body_format, path, caller, self._without_redis)
                 ), body_format
         except WaymarkError as exc:
-            status = status_of(exc, unfit_status=self._unfit_status)
-            return Answer(self._error(body_of(exc)), status, headers_of(exc)), body_format
+            return self.refusal(exc), body_format
 
     async def _admitted(
         self, admission: AdmissionQueue, work: Callable[..., Awaitable[Answer | Paused]], *arguments: Any

@@ -21,6 +21,7 @@ from waymark.api.application import create_app, create_probes
 from waymark.api.engine_addresses import EngineAddresses
 from waymark.api.http.access import openness
 from waymark.base import native
+from waymark.base.asgi import StraightTable
 from waymark.base.asker import Asker
 from waymark.base.errors import SettingsError, StoreUnavailable
 from waymark.base.logs import fields
@@ -93,12 +94,13 @@ def http_server(
     *,
     shutdown_seconds: int = _SHUTDOWN_SECONDS,
     shape: Shape = lambda path, rejection: None,
+    straight: StraightTable | None = None,
 ) -> uvicorn.Server:
-    """An HTTP server, which ends when its ``should_exit`` is set."""
+    """An HTTP server, which ends when its ``should_exit`` is set. ``straight`` are questions of ``app``."""
     return _UvicornServer(
         uvicorn.Config(
             app,
-            http=protocol(Connections(bounds, metrics, shape)),
+            http=protocol(Connections(bounds, metrics, shape, straight)),
             interface="asgi3",
             ws="none",
             log_config=None,
@@ -164,7 +166,8 @@ async def run(
             shape=runtime_gateway.body_of_rejection,
         )
     elif has_api:
-        server = http_server(create_app(store, settings, metrics, tokenizers, asker, stop), bounds, metrics)
+        app = create_app(store, settings, metrics, tokenizers, asker, stop)
+        server = http_server(app, bounds, metrics, straight=app.straight)
     else:
         server = http_server(create_probes(store, settings, metrics), bounds, metrics)
     freeze_heap()

@@ -106,12 +106,11 @@ class HttpConnection(asyncio.Protocol):
             self.all.arriving.setdefault(self, self.loop.time())
 
     def take_head(self, scope: dict[str, Any], *, keep_alive: bool, expects_continue: bool) -> None:
-        self._reading = cycle = RequestCycle(
-            self, self._scope | scope, keep_alive=keep_alive, expects_continue=expects_continue
-        )
+        self._reading = cycle = RequestCycle(self, scope, keep_alive=keep_alive, expects_continue=expects_continue)
         self._cycles.append(cycle)
         if len(self._cycles) == 1:
-            self._start(cycle)
+            if self.is_full or expects_continue or not cycle.open_straight(self.all.straight):
+                self.start(cycle)
             return
         self.pause_reading()
         if len(self._cycles) > AHEAD_MAX + 1:
@@ -139,7 +138,9 @@ class HttpConnection(asyncio.Protocol):
 
     # ---- requests and answers --------------------------------------------------------------------------
 
-    def _start(self, cycle: RequestCycle) -> None:
+    def start(self, cycle: RequestCycle) -> None:
+        """Have the request answered by the ASGI application."""
+        cycle.scope = {**self._scope, **cycle.scope}
         cycle.task = self.loop.create_task(cycle.run(self._app))
         self._server.tasks.add(cycle.task)
 
@@ -152,7 +153,7 @@ class HttpConnection(asyncio.Protocol):
             self._part()
             return
         if self._cycles:
-            self._start(self._cycles[0])
+            self.start(self._cycles[0])
         elif self._is_done:
             self._part()
             return

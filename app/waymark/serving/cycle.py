@@ -13,7 +13,15 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Protocol
 
-from waymark.base.asgi import AsgiApplication, AsgiMessage, AsgiScope, BrokenAnswer
+from waymark.base.asgi import (
+    AsgiApplication,
+    AsgiMessage,
+    AsgiScope,
+    BrokenAnswer,
+    RawHeaders,
+    StraightRequest,
+    StraightTable,
+)
 from waymark.base.logs import failure, fields
 from waymark.serving.limits import BROKEN, FAULT, Connections, Rejection
 
@@ -57,6 +65,9 @@ class Carrier(Protocol):
     async def drain(self) -> None:
         """Until the client has taken enough of what was written."""
 
+    def start(self, cycle: RequestCycle) -> None:
+        """Have the request answered by the ASGI application."""
+
     def answered(self, cycle: RequestCycle) -> None:
         """The whole answer of the first request has been written."""
 
@@ -82,6 +93,7 @@ class RequestCycle:
         "_is_chunked",
         "_is_due",
         "_left",
+        "_straight",
         "held",
         "is_answered",
         "is_disconnected",
@@ -115,6 +127,7 @@ class RequestCycle:
         self._head: bytes | None = None  # of the answer; empty once it is on the wire
         self._left: int | None = None  # bytes of the answer's body by its Content-Length
         self._is_chunked = False
+        self._straight: StraightRequest | None = None
 
     # ---- the request -----------------------------------------------------------------------------------
 
@@ -128,19 +141,25 @@ class RequestCycle:
         else:
             self._body = bytearray(self._body) + piece
         self.held += len(piece)
-        if len(self._body) > _BODY_BYTES_MAX:
+        if len(self._body) > _BODY_BYTES_MAX and self._straight is None:
             self._connection.pause_reading()
             self._wake()
 
     def end_body(self) -> None:
         """The request is whole."""
         self.is_whole = True
-        self._wake()
+        if self._straight is None:
+            self._wake()
+        else:
+            self._straight.begin(bytes(self._body), self)
 
     def disconnect(self) -> None:
         """The answer has nowhere to go."""
         self.is_disconnected = True
-        self._wake()
+        if self._straight is None:
+            self._wake()
+        elif not self.is_whole:
+            self._straight.disconnected()
 
     def _wake(self) -> None:
         self._is_due = True
@@ -164,6 +183,46 @@ class RequestCycle:
             self._changed.clear()
         return {"type": "http.disconnect"}
 
+    # ---- the straight way ------------------------------------------------------------------------------
+
+    def open_straight(self, table: StraightTable) -> bool:
+        """Take the straight way, if ``table`` has the question and the request is usual."""
+        scope = self.scope
+        question = table.get(scope["raw_path"])
+        if question is not None and scope["method"] == "POST" and not scope["query_string"]:
+            self._straight = question.open(scope["headers"])
+        return self._straight is not None
+
+    def reply(self, status: int, media_type: bytes, headers: RawHeaders, body: bytes) -> None:
+        try:
+            if self.is_disconnected:
+                return
+            if status == 200 and not headers:
+                self._answer(media_type, body)
+                return
+            lines = [(b"content-type", media_type), (b"content-length", b"%d" % len(body)), *headers]
+            self._start({"type": "http.response.start", "status": status, "headers": lines})
+            self._go_on({"type": "http.response.body", "body": body})
+        except RuntimeError as exc:  # a header that is invalid
+            self._fault(exc)
+        finally:
+            self._connection.ended(self)
+
+    def pass_on(self) -> None:
+        self._straight = None
+        if self.is_disconnected:
+            self._connection.ended(self)
+        else:
+            self._wake()
+            self._connection.start(self)
+
+    def fail(self, error: BaseException) -> None:
+        if isinstance(error, Exception):
+            self._fault(error)
+        else:
+            self._break_off()
+        self._connection.ended(self)
+
     # ---- the answer ------------------------------------------------------------------------------------
 
     async def run(self, app: AsgiApplication) -> None:
@@ -178,10 +237,13 @@ class RequestCycle:
         except BrokenAnswer:  # the application has said so in the log
             self._fail(BROKEN)
         except Exception as exc:
-            log.error("request failed", extra=fields(request_id=self.scope.get("request_id", "none"), **failure(exc)))
-            self._fail(FAULT)
+            self._fault(exc)
         finally:
             self._connection.ended(self)
+
+    def _fault(self, error: Exception) -> None:
+        log.error("request failed", extra=fields(request_id=self.scope.get("request_id", "none"), **failure(error)))
+        self._fail(FAULT)
 
     def _fail(self, rejection: Rejection) -> None:
         if self.is_answered or self.is_disconnected:

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 import orjson
 
+from waymark.base.asgi import StraightTable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 
@@ -142,9 +143,16 @@ class Connection(Protocol):
 class Connections:
     """All connections of one server, by what each is waiting for. The dictionaries are in order of time."""
 
-    def __init__(self, bounds: ServerBounds, metrics: Metrics, shape: Shape = lambda path, rejection: None) -> None:
+    def __init__(
+        self,
+        bounds: ServerBounds,
+        metrics: Metrics,
+        shape: Shape = lambda path, rejection: None,
+        straight: StraightTable | None = None,
+    ) -> None:
         self.bounds = bounds
         self.shape = shape
+        self.straight: StraightTable = straight or {}
         self.keep_alive_seconds = math.inf
         """uvicorn's setting, known with the first connection."""
         self.bodies_bytes = 0

@@ -146,9 +146,9 @@ class RequestReader:
     def on_message_complete(self) -> None:
         if self._without_upgrade is not None:
             return  # its body is still to be read
-        self._connection.request_ends()
         self.unplaced = 0
-        self.is_open = False
+        self.is_open = False  # first: the request may be answered before this returns
+        self._connection.request_ends()
 
     def _stop(self, rejection: Rejection) -> NoReturn:
         self._connection.reject(rejection)

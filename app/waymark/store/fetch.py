@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import hiredis
-from redis.exceptions import InvalidResponse
+from redis.exceptions import InvalidResponse, RedisError
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
@@ -22,7 +22,8 @@ from waymark.store import keys
 from waymark.store.chain import ValueName, WantedValues
 from waymark.store.directory import GroupEntry
 from waymark.store.redis.client import RedisClient
-from waymark.store.redis.read_connection import Replies
+from waymark.store.redis.read_connection import Replies, ReplyReader, ReplyReceiver
+from waymark.store.steps import Step, Waiting
 
 
 class Fetched(NamedTuple):
@@ -61,6 +62,45 @@ class _CheckedReplies(Replies):
         return replies
 
 
+class _Fetch:
+    """One request for values: a step, and the receiver of the replies."""
+
+    __slots__ = ("_began", "_fetcher", "_is_sent", "_receiver", "asked", "entry", "until", "with_version")
+
+    def __init__(
+        self, fetcher: Fetcher, entry: GroupEntry, asked: WantedValues, with_version: bool, until: float
+    ) -> None:
+        self._fetcher = fetcher
+        self.entry = entry
+        self.asked = asked
+        self.with_version = with_version
+        self.until = until
+
+    def begin(self, receiver: ReplyReceiver[Any]) -> None:
+        self._receiver = receiver
+        self._began = time.monotonic()
+        self._is_sent = True
+        if not self._fetcher.send(self):
+            self._fetch_slowly()
+
+    def done(self) -> bool:
+        return self._receiver.done()
+
+    def set_result(self, fetched: Fetched) -> None:
+        self._fetcher.observe(self._began)
+        self._receiver.set_result(fetched)
+
+    def set_exception(self, error: BaseException) -> None:
+        if self._is_sent and isinstance(error, RedisError):
+            self._fetch_slowly()
+        else:
+            self._receiver.set_exception(error)
+
+    def _fetch_slowly(self) -> None:
+        self._is_sent = False
+        Waiting(self._fetcher.fetch_slowly(self)).begin(self)
+
+
 def _values(reply: Any, size: int) -> list[bytes | None]:
     if not isinstance(reply, list) or len(reply) != size:
         raise InvalidResponse(f"no reply to an MGET of {size} keys")
@@ -82,33 +122,69 @@ class _RowsReader:
         return Fetched(version, _values(replies[0], self._rows) if self._rows else [])
 
 
+class _ValuesReader:
+    """Reads the replies to any commands of one server."""
+
+    __slots__ = ("_commands", "_with_version", "count")
+
+    def __init__(self, commands: Sequence[_ReadCommand], with_version: bool) -> None:
+        self._commands = commands
+        self._with_version = with_version
+        self.count = len(commands)
+
+    def parsed(self, replies: list[Any]) -> Fetched:
+        for reply, command in zip(replies, self._commands, strict=True):
+            if command.indexes:
+                _values(reply, len(command.indexes))
+        return _together(self._commands, replies, with_version=self._with_version)
+
+
 class Fetcher:
     def __init__(self, client: RedisClient, metrics: Metrics) -> None:
         self._client = client
         self._duration = metrics.fetch_duration_seconds
 
-    async def fetch(self, entry: GroupEntry, asked: WantedValues, *, with_version: bool, until: float) -> Fetched:
-        """Read the values that ``asked`` names, with one request to each server.
+    def fetch(self, entry: GroupEntry, asked: WantedValues, *, with_version: bool, until: float) -> Step:
+        """The step that reads the values that ``asked`` names, with one request to each server.
 
-        Raises TimeoutError at ``until``, a time of the event loop's clock, and StoreUnavailable.
+        The result is a ``Fetched``. The errors are TimeoutError at ``until``, a time of the event loop's clock, and
+        StoreUnavailable.
         """
-        began = time.monotonic()
-        try:
-            if entry.shards == 1 and not asked.beside:  # the most frequent case: names that are packed in one call
-                prefix, version = _of_group(entry.group_id)
-                packed = _mget(prefix, asked.heads) if asked.heads else b""
-                reader = _RowsReader(len(asked.heads) // KEY_BYTES, with_version)
-                fetched = await self._client.ask(prefix, packed + version if with_version else packed, reader, until)
-            else:
-                commands = _commands(entry, asked, with_version=with_version)
-                fetched = _together(commands, await self._ask(commands, until), with_version=with_version)
-        except StoreUnavailable:
+        return _Fetch(self, entry, asked, with_version, until)
+
+    def send(self, fetch: _Fetch) -> bool:
+        """Send a request whose values are all on one server, if a connection to it is open."""
+        entry, asked, with_version = fetch.entry, fetch.asked, fetch.with_version
+        prefix, version = _of_group(entry.group_id)
+        if entry.shards == 1 and not asked.beside:  # the most frequent case: names that are packed in one call
+            connection = self._client.connection(prefix)
+            packed = _mget(prefix, asked.heads) if asked.heads else b""
+            packed = packed + version if with_version else packed
+            reader: ReplyReader[Fetched] = _RowsReader(len(asked.heads) // KEY_BYTES, with_version)
+        else:
             commands = _commands(entry, asked, with_version=with_version)
+            found = {self._client.connection(command.prefix) for command in commands}
+            connection = found.pop() if len(found) == 1 else None
+            packed = b"".join([hiredis.pack_command(cast("Any", command.words)) for command in commands])
+            reader = _ValuesReader(commands, with_version)
+        if connection is None:
+            return False
+        connection.send(packed, reader, fetch, fetch.until)
+        return True
+
+    def observe(self, began: float) -> None:
+        self._duration.observe(time.monotonic() - began)
+
+    async def fetch_slowly(self, fetch: _Fetch) -> Fetched:
+        """As ``fetch``, from any servers, over connections that may have to be opened, and past every error once."""
+        asked, with_version, until = fetch.asked, fetch.with_version, fetch.until
+        commands = _commands(fetch.entry, asked, with_version=with_version)
+        try:
+            replies = await self._ask(commands, until)
+        except StoreUnavailable:
             async with asyncio.timeout_at(until):
                 replies = await self._client.several([command.words for command in commands])
-            fetched = _together(commands, replies, with_version=with_version)
-        self._duration.observe(time.monotonic() - began)
-        return fetched
+        return _together(commands, replies, with_version=with_version)
 
     async def _ask(self, commands: Sequence[_ReadCommand], until: float) -> list[Any]:
         """The replies to commands for any servers. Raises StoreUnavailable if one of them is an error."""

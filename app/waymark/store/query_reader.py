@@ -12,6 +12,7 @@ from waymark.domain.table import HolderTable
 from waymark.store.chain import KeySource
 from waymark.store.query_counts import QueryCounts
 from waymark.store.reader import Reader, Reading
+from waymark.store.steps import Steps, Waiting
 
 #: How often a query starts again because its group has another block size by now.
 _ATTEMPTS = 3
@@ -40,13 +41,15 @@ class QueryReader:
         self._deadline_seconds = settings.query_deadline_ms / 1000
         self._counts = QueryCounts(metrics)
 
-    async def read(self, group: GroupName, block_size: int, prompt: PromptKeys) -> Reading | None:
+    def read(self, group: GroupName, block_size: int, prompt: PromptKeys) -> Steps[Reading | None]:
         """As ``Reader.read``."""
-        reading = await self._reader.read(group, block_size, prompt.keys, deadline_seconds=self._deadline_seconds)
+        reading = yield from self._reader.reading(
+            group, block_size, prompt.keys, deadline_seconds=self._deadline_seconds
+        )
         self._counts.count(group, prompt.blocks, reading)
         return reading
 
-    async def read_in_size(self, group: GroupName, size_of: SizeOf, keys_of: KeysOf) -> tuple[int, Reading | None]:
+    def read_in_size(self, group: GroupName, size_of: SizeOf, keys_of: KeysOf) -> Steps[tuple[int, Reading | None]]:
         """As ``read``, in the block size that ``size_of`` reads from the group's table; 0 and None if it has none.
 
         The first table is the cached one. The reading replaces it with the current one; if that has another block
@@ -56,12 +59,12 @@ class QueryReader:
         block_size, reading = 0, None
         for _ in range(_ATTEMPTS):
             if table is None or not table.publishers:
-                table = await self._reader.table(group, deadline_seconds=self._deadline_seconds)
+                table = yield Waiting(self._reader.table(group, deadline_seconds=self._deadline_seconds))
             size = size_of(table)
             if size is None:
                 return 0, None
             block_size = size
-            reading = await self.read(group, block_size, keys_of(block_size))
+            reading = yield from self.read(group, block_size, keys_of(block_size))
             now = self._reader.table_at_hand(group)
             if now is table or (now is not None and now.publishers and size_of(now) == block_size):
                 break

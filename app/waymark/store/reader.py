@@ -21,13 +21,14 @@ from waymark.domain.table import HolderTable
 from waymark.store import keys
 from waymark.store.chain import Chain, KeySource
 from waymark.store.directory import Directory, GroupEntry
-from waymark.store.fetch import Fetcher
+from waymark.store.fetch import Fetched, Fetcher
 from waymark.store.holder_tables import decode_table
 from waymark.store.hot import HotRows
 from waymark.store.incarnation import Incarnation
 from waymark.store.parsing import RecordKind, RecordParser
 from waymark.store.places import holders_of
 from waymark.store.redis.client import RedisClient
+from waymark.store.steps import Steps, Waiting, finished
 
 #: The two sizes of the first portion, in rows. The small one is usual, because most new prompts have no match. The
 #: large one is used if more than ``_LONG_SHARE`` of the recent prompts matched the whole small portion: it saves a
@@ -112,17 +113,23 @@ class Reader:
 
         Raises StoreUnavailable if Redis is unavailable, or sends no reply within the deadline.
         """
+        return await finished(self.reading(group, block_size, source, deadline_seconds=deadline_seconds))
+
+    def reading(
+        self, group: GroupName, block_size: int, source: KeySource, *, deadline_seconds: float
+    ) -> Steps[Reading | None]:
+        """The steps of ``read``."""
         query = _Query(block_size, Chain(source, self._hot))
         until = asyncio.get_running_loop().time() + deadline_seconds
         try:
             for _ in range(_STARTS_MAX):
                 changes = self._incarnation.changes
                 known = self._groups.get(group)
-                entry = known or await self._find(group, until)
+                entry = known or (yield Waiting(self._find(group, until)))
                 if entry is None:
                     return None
                 query.begin(entry)
-                if await self._walk(group, entry, query, until, changes):
+                if (yield from self._walk(group, entry, query, until, changes)):
                     self._remember(entry, query.chain)
                     for shard, name in query.chain.unreadable:
                         self._parser.reject(
@@ -135,7 +142,7 @@ class Reader:
                 if changes == self._incarnation.changes:
                     if known is None:
                         return None
-                    await self._doubt(group, known, until)
+                    yield Waiting(self._doubt(group, known, until))
             return None
         except TimeoutError:
             partial = query.reading(is_partial=True)
@@ -210,7 +217,7 @@ class Reader:
         if entry != known:
             self._incarnation.forget()
 
-    async def _walk(self, group: GroupName, entry: GroupEntry, query: _Query, until: float, changes: int) -> bool:
+    def _walk(self, group: GroupName, entry: GroupEntry, query: _Query, until: float, changes: int) -> Steps[bool]:
         """Read to the end of the chain; False if the cached data of the group are old.
 
         Raises TimeoutError at ``until``.
@@ -224,13 +231,13 @@ class Reader:
             asked = chain.ask(pieces, time.monotonic())
             walk = query.walk
             if asked.heads or asked.beside or walk is None:
-                fetched = await self._fetcher.fetch(entry, asked, with_version=walk is None, until=until)
+                fetched: Fetched = yield self._fetcher.fetch(entry, asked, with_version=walk is None, until=until)
                 query.round_trips += 1
                 chain.take(fetched.values)
                 if walk is None:
                     table = self._tables.get(entry.group_id)
                     if table is None or table.version != fetched.version:
-                        table, is_fresh = await self._read_table(entry.group_id, until), True
+                        table, is_fresh = (yield Waiting(self._read_table(entry.group_id, until))), True
                         query.round_trips += 1
                     if table is None or table.group != group or changes != self._incarnation.changes:
                         return False
@@ -243,7 +250,7 @@ class Reader:
                 if is_fresh or walk.newest_seen <= walk.view.newest:
                     return True
                 # A row names a holder that began after the table was read: read the table again, once, and walk again.
-                table, is_fresh = await self._read_table(entry.group_id, until), True
+                table, is_fresh = (yield Waiting(self._read_table(entry.group_id, until))), True
                 query.round_trips += 1
                 if table is None or table.group != group or changes != self._incarnation.changes:
                     return False

@@ -14,6 +14,7 @@ from waymark.api.dynamo.queries import is_worker_id
 from waymark.api.dynamo.views import PEERS_MAX
 from waymark.domain.hashing import extend, token_bytes
 from waymark.store.reader import Reading
+from waymark.store.steps import Steps
 from waymark.store.store import Store
 
 TOKENS = [101, 15, 100, 55, 89, 63]
@@ -300,14 +301,14 @@ async def test_partial_readings_are_marked_here_too(
     ]
     complete = [await client.post(path, json=body) for path, body in requests]
     assert all("x-waymark-partial" not in answer.headers for answer in complete)
-    read = store.reader.read
+    read = store.reader.reading
 
-    async def cut_short(*args: Any, **options: Any) -> Reading | None:
-        reading = await read(*args, **options)
+    def cut_short(*args: Any, **options: Any) -> Steps[Reading | None]:
+        reading = yield from read(*args, **options)
         assert reading is not None
         return Reading(reading.walk, True, reading.round_trips, reading.blocks)
 
-    monkeypatch.setattr(store.reader, "read", cut_short)
+    monkeypatch.setattr(store.reader, "reading", cut_short)
     partial = [await client.post(path, json=body) for path, body in requests]
     assert [answer.headers.get("x-waymark-partial") for answer in partial] == ["true"] * 3
     assert [answer.json() for answer in partial] == [answer.json() for answer in complete]

@@ -31,6 +31,7 @@ from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U64_MASK, GroupName, 
 from waymark.domain.table import HolderTable
 from waymark.store.query_reader import KeysOf, PromptKeys, QueryReader
 from waymark.store.reader import Reading
+from waymark.store.steps import Steps, finished
 from waymark.store.store import Store
 
 
@@ -95,7 +96,7 @@ class Dynamo:
         self._store.reader.forget_rows()
         return Answer({"status": "ok"})
 
-    async def query(self, body: Body) -> Answer:
+    def query(self, body: Body) -> Steps[Answer]:
         request = body.asked(DynamoQueryRequest.of)
         tokens = token_bytes(
             request.token_ids if body.numbers is None else body.numbers,
@@ -110,15 +111,15 @@ class Dynamo:
             keys = TokenKeys(tokens, block_size, ns, self._settings.hash_seed)
             return PromptKeys(keys, len(tokens) // (4 * block_size), len(tokens) // 4)
 
-        return await self._answer(group, prompt)
+        return self._answer(group, prompt)
 
-    async def query_by_hash(self, body: Body) -> Answer:
-        return await self._answer(*self._by_hash(body))
+    def query_by_hash(self, body: Body) -> Steps[Answer]:
+        return self._answer(*self._by_hash(body))
 
     async def query_tiered_by_hash(self, body: Body) -> Answer:
         """Answer the same query in blocks, tier by tier: a selection service without an index of its own reads this."""
         group, prompt = self._by_hash(body)
-        block_size, reading = await self._read(group, prompt)
+        block_size, reading = await finished(self._read(group, prompt))
         rows = {} if reading is None else dynamo_rows(reading.walk)
         headers = PARTIAL if reading is not None and reading.is_partial else {}
         return Answer({"block_size": block_size, "tiered": in_tiers(rows)}, headers=headers)
@@ -145,15 +146,15 @@ class Dynamo:
 
         return _group(request.partition, request.model_name), prompt
 
-    async def _answer(self, group: GroupName, keys_of: KeysOf) -> Answer:
+    def _answer(self, group: GroupName, keys_of: KeysOf) -> Steps[Answer]:
         """The answer for a prompt in blocks of its group's size."""
-        block_size, reading = await self._read(group, keys_of)
+        block_size, reading = yield from self._read(group, keys_of)
         rows = {} if reading is None else dynamo_rows(reading.walk)
         headers = PARTIAL if reading is not None and reading.is_partial else {}
         return Answer(in_tokens(rows, block_size), headers=headers)
 
-    async def _read(self, group: GroupName, keys_of: KeysOf) -> tuple[int, Reading | None]:
-        return await self._lookup.read_in_size(group, partial(_block_size, group), keys_of)
+    def _read(self, group: GroupName, keys_of: KeysOf) -> Steps[tuple[int, Reading | None]]:
+        return self._lookup.read_in_size(group, partial(_block_size, group), keys_of)
 
 
 def _block_size(group: GroupName, table: HolderTable | None) -> int:

@@ -50,8 +50,7 @@ async def send_stream(
     answer: Answer, pieces: AsyncGenerator[bytes], scope: Scope, receive: Receive, send: Send
 ) -> None:
     """Send an answer piece by piece, until its pieces or its client end."""
-    headers = [(b"content-type", answer.media_type)]
-    headers += [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
+    headers = [(b"content-type", answer.media_type), *more_headers(answer)]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     if scope["method"] == "HEAD":
         await send({"type": "http.response.body", "body": b""})
@@ -76,17 +75,24 @@ async def send_stream(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def encoded(answer: Answer, body_format: Format) -> tuple[bytes, bytes]:
+    """The body of an answer, and its media type."""
+    if isinstance(answer.content, bytes):
+        return answer.content, answer.media_type
+    return encode(answer.content, body_format), body_format.value
+
+
+def more_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
+    """The header fields of an answer besides its type and length."""
+    return [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
+
+
 async def send_answer(answer: Answer, body_format: Format, scope: Scope, send: Send) -> None:
     """Send an answer, as two ASGI messages; most answers as one, if the server knows that extension."""
-    if isinstance(answer.content, bytes):
-        content, media_type = answer.content, answer.media_type
-    else:
-        content, media_type = encode(answer.content, body_format), body_format.value
+    content, media_type = encoded(answer, body_format)
     if answer.status == 200 and not answer.headers and _WHOLE in scope.get("extensions", ()):
         await send({"type": _WHOLE, "content_type": media_type, "body": content})
         return
-    headers = [(b"content-type", media_type), (b"content-length", b"%d" % len(content))]
-    if answer.headers:
-        headers += [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
+    headers = [(b"content-type", media_type), (b"content-length", b"%d" % len(content)), *more_headers(answer)]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else content})

@@ -27,7 +27,7 @@ from waymark.store.redis.drivers import connected, embedded
 from waymark.store.redis.failures import is_damage, kind_of, unavailable
 from waymark.store.redis.lua import REPEATABLE, SCRIPTS, TOGETHER, Script
 from waymark.store.redis.pipelines import SharedPipeline
-from waymark.store.redis.read_connection import Replies, ReplyReader
+from waymark.store.redis.read_connection import ReadConnection, Replies, ReplyReader
 from waymark.store.redis.read_pool import ReadPool
 
 Reply: TypeAlias = list[Any]
@@ -270,6 +270,12 @@ class RedisClient:
             with self._translated():
                 raise
         raise StoreUnavailable("the embedded Redis has no connections")
+
+    def connection(self, key: bytes) -> ReadConnection | None:
+        """The read connection to the server that has ``key``; None if none is open, and ``ask`` has to open it."""
+        if self.reads is not None:
+            return self.reads.connection
+        return self._redis.connection(key) if isinstance(self._redis, Cluster) else None
 
     def place(self, key: bytes) -> object:
         """An object that identifies the server that has ``key``, as far as it is known."""

@@ -28,7 +28,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from waymark.store.redis.address import HostPort
 from waymark.store.redis.connect import first
 from waymark.store.redis.half_moved import read_singly
-from waymark.store.redis.read_connection import ReplyReader
+from waymark.store.redis.read_connection import ReadConnection, ReplyReader
 from waymark.store.redis.read_pool import ReadPool
 from waymark.store.redis.slot_map import ClusterSlots, SlotMap
 
@@ -124,6 +124,14 @@ class Cluster:
         except (RedisConnectionError, RedisTimeoutError, ClusterDownError):
             self._map.pass_over(endpoint)
             raise
+
+    def connection(self, key: bytes) -> ReadConnection | None:
+        """The open read connection to the node of ``key``; None if there is none, or the node may be another one."""
+        slot = key_slot(key)
+        if not (self._map.is_usable() and self._map.has(slot)):
+            return None
+        reads = self._reads.get(self._map.pick(slot))
+        return None if reads is None else reads.connection
 
     def place(self, key: bytes) -> object:
         """The node that has ``key``; the slot of ``key`` if no map was read yet."""

@@ -19,6 +19,7 @@ from redis.exceptions import InvalidResponse, RedisError
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
 
 #: The most unanswered questions on one connection. The server handles fewer requests at once.
 QUESTIONS_MAX = 1024
@@ -47,15 +48,40 @@ class Replies:
         return replies
 
 
-class _PendingRead(Generic[T]):
-    __slots__ = ("answer", "reader", "replies", "until")
+class ReplyReceiver(Protocol[T_contra]):
+    """An object that gets one result: a future, or an object that goes on at once instead of in a task."""
 
-    def __init__(self, reader: ReplyReader[T], answer: asyncio.Future[T], until: float) -> None:
+    def done(self) -> bool:
+        """Whether nobody waits for the result any more."""
+
+    def set_result(self, result: T_contra, /) -> None: ...
+
+    def set_exception(self, exception: BaseException, /) -> None: ...
+
+
+class _PendingRead(Generic[T]):
+    __slots__ = ("_is_ended", "answer", "reader", "replies", "until")
+
+    def __init__(self, reader: ReplyReader[T], answer: ReplyReceiver[T], until: float) -> None:
         self.reader = reader
         self.answer = answer
         self.until = until
         self.replies: list[Any] = []
         """The replies that have been parsed so far."""
+        self._is_ended = False
+
+    def done(self) -> bool:
+        """Whether nobody waits for the answer, or no longer."""
+        return self._is_ended or self.answer.done()
+
+    def end(self, answer: Any, error: Exception | None) -> None:
+        if self.done():
+            return
+        self._is_ended = True  # a question that is late stays in the queue, and is ended again with its connection
+        if error is None:
+            self.answer.set_result(answer)
+        else:
+            self.answer.set_exception(error)
 
 
 class ReadConnection(asyncio.Protocol):
@@ -85,6 +111,11 @@ class ReadConnection(asyncio.Protocol):
         TimeoutError at ``until``, by the loop's clock; RedisError if a reply is one or the connection is lost.
         """
         answer: asyncio.Future[T] = self._loop.create_future()
+        self.send(packed, reader, answer, until)
+        return answer
+
+    def send(self, packed: bytes, reader: ReplyReader[T], answer: ReplyReceiver[T], until: float | None) -> None:
+        """As ``ask``, with ``answer`` in place of a future. It may get an error before this returns."""
         now = self._loop.time()
         if self._transport is None:
             answer.set_exception(RedisConnectionError("the connection was lost"))
@@ -102,7 +133,6 @@ class ReadConnection(asyncio.Protocol):
                 self._transport.write(packed)
             except RuntimeError as exc:  # what uvloop says of a connection that the other end has closed
                 self.lose(RedisConnectionError(str(exc)))
-        return answer
 
     def retire(self) -> None:
         """Close the connection when all questions are answered. No new question may follow."""
@@ -121,7 +151,7 @@ class ReadConnection(asyncio.Protocol):
             self._timer.cancel()
         self._timer, self._due = None, math.inf
         while self._questions:
-            self._end(self._questions.popleft(), error=type(error)(*error.args))
+            self._questions.popleft().end(None, type(error)(*error.args))
 
     # ---- asyncio.Protocol ------------------------------------------------------------------------------
 
@@ -157,7 +187,7 @@ class ReadConnection(asyncio.Protocol):
 
     def _answer_parsed(self, question: _PendingRead[Any]) -> None:
         answer, error = _parsed(question.reader, question.replies)
-        self._end(question, answer, error)
+        question.end(answer, error)
         if isinstance(error, InvalidResponse):
             raise InvalidResponse(*error.args)
 
@@ -179,29 +209,16 @@ class ReadConnection(asyncio.Protocol):
         elif self._questions and now >= self._heard + self._silent_seconds:
             self.lose(RedisConnectionError(f"Redis did not reply within {self._silent_seconds:g} s"))
         elif self._questions:
-            untils = [question.until for question in self._questions if not question.answer.done()]
+            untils = [question.until for question in self._questions if not question.done()]
             self._check_by(min([self._heard + self._silent_seconds, *untils]))
 
     def _fail_late(self, now: float) -> bool:
         """Fail the questions that are late. Return whether the oldest open question was late."""
-        is_waited_for = is_lost = False
-        for question in self._questions:
-            if question.answer.done():
-                continue
-            if question.until > now:
-                is_waited_for = True
-            else:
-                self._end(question, error=TimeoutError())
-                is_lost = is_lost or not is_waited_for
-        return is_lost
-
-    def _end(self, question: _PendingRead[Any], answer: Any = None, error: Exception | None = None) -> None:
-        if question.answer.done():  # the caller was cancelled, or waits no longer
-            return
-        if error is None:
-            question.answer.set_result(answer)
-        else:
-            question.answer.set_exception(error)
+        waiting = [question for question in self._questions if not question.done()]
+        for question in waiting:
+            if question.until <= now:
+                question.end(None, TimeoutError())  # whoever gets this may ask at once
+        return bool(waiting) and waiting[0].until <= now
 
 
 def _parsed(reader: ReplyReader[T], replies: list[Any]) -> tuple[T | None, RedisError | None]:

@@ -1,0 +1,487 @@
+"""The straight way of the server: the same answers as through ASGI, to the last byte, and the same bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import msgpack
+import pytest
+
+from tests.api.conftest import MakeClient, hold_blocks
+from tests.api.http.test_lists import NOT_BELIEVED, PLAIN, UNUSUAL
+from tests.conftest import wait_until
+from tests.patience import patient, patient_settings
+from tests.proxy import Proxy, proxy_to
+from tests.serving.wire import connections, served, wire
+from waymark.api.application import create_app
+from waymark.base.asgi import Answering, RawHeaders, StraightQuestion, StraightRequest
+from waymark.base.asker import Asker
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
+from waymark.domain.hashing import extend, token_bytes
+from waymark.serving.connection import protocol
+from waymark.store.store import Store
+
+PATHS = ("/query", "/query_by_hash", "/dynamo/query", "/dynamo/query_by_hash")
+TOKENS = list(range(1, 601))
+"""A prompt of 300 blocks, so that one request for rows is not enough."""
+HASHES = extend(None, token_bytes(TOKENS), 2)
+LOCAL = [extend(None, token_bytes(TOKENS[i : i + 2]), 2)[0] for i in range(0, 600, 2)]
+
+#: Elements of a list of token ids or hashes: some are right for one of them, some for none.
+ELEMENTS = [
+    *(b"0", b"1", b"-1", b"-0", b"01", b"1.0", b"1e3", b"4294967295", b"4294967296", b"18446744073709551615"),
+    *(b"18446744073709551616", b"-9223372036854775808", b"-9223372036854775809", b"123456789012345678901234567890"),
+    *(b"true", b"null", b'"1"', b'"-1"', b'"x"', b'""', b'"18446744073709551615"', b'" 1"', b"[1]", b'{"a":1}', b""),
+    *(b"[", b"1,", b"1 2", b'"\\u0031"', b"\xff", b"NaN", b"[[[[]]]]"),
+]
+#: Lists, in place of their elements.
+LISTS = [b"7", b'"1,2"', b"{}", b"true", b"1.5", b"null", b"[]", b'""', b"[1,2]]"]
+
+#: Fields beside the prompt of a query in the root API, and in the Dynamo API.
+BESIDE: list[dict[str, Any]] = [
+    {},
+    {"instance_id": "a"},
+    {"instance_id": "nobody"},
+    {"tenant_id": "nobody"},
+    {"tenant_id": ""},
+    {"tenant_id": 7},
+    {"model": "unknown"},
+    {"model": ""},
+    {"model": None},
+    {"model": "x" * 5000},
+    {"model_name": "other", "model": "m"},
+    {"block_size": 2},
+    {"block_size": 0},
+    {"block_size": 3},
+    {"block_size": "2"},
+    {"block_size": True},
+    {"by": "address"},
+    {"by": "nothing"},
+    {"cache_salt": "s"},
+    {"additionalsalt": "s"},
+    {"lora_name": "sql"},
+    {"explain": True},
+    {"explain": False},
+    {"unknown": [[], {}, "größer", "\ud7ff"]},
+    {"features": []},
+    {"prompt": "text"},
+    {"messages": [{"role": "user", "content": "text"}]},
+    {"routing_group": "default"},
+]
+
+
+def bodies() -> Iterator[bytes]:
+    """JSON bodies, right and wrong."""
+    yield from (*PLAIN, *UNUSUAL, *NOT_BELIEVED)
+    yield from (b"", b"{}", b"[]", b"7", b"null", b"{", b'{"a":}', b"\xff", b"[" * 3000, b"\x81\xa5model\xa1m")
+    names = (b"token_ids", b"tokens", b"seq_hashes", b"block_hash", b"block_hashes")
+    for name in names:
+        head = b'{"model":"m","model_name":"m","block_size":2,"%b":' % name
+        yield from (head + b"[5,%b,6]}" % element for element in ELEMENTS)
+        yield from (head + value + b"}" for value in LISTS)
+    for more in BESIDE:
+        for prompt in ({"token_ids": TOKENS}, {"seq_hashes": HASHES}, {"block_hashes": LOCAL}, {"token_ids": [9, 9]}):
+            asked = {"model": "m", "model_name": "m", "block_size": 2} | prompt | more
+            yield json.dumps({name: value for name, value in asked.items() if value is not None}).encode()
+            if "block_size" not in more:
+                yield json.dumps({name: value for name, value in asked.items() if name != "block_size"}).encode()
+
+
+def packed_bodies() -> Iterator[bytes]:
+    """Bodies in msgpack, right and wrong."""
+    for name, value in (("token_ids", TOKENS), ("seq_hashes", HASHES), ("block_hashes", LOCAL)):
+        width = 4 if name == "token_ids" else 8
+        binary = b"".join(number.to_bytes(width, "little") for number in value)
+        for each in (value, binary, binary[:-1], b"", tuple(value), {"a": 1}, msgpack.ExtType(5, b"x"), "text", None):
+            body: bytes = msgpack.packb({"model": "m", "model_name": "m", "block_size": 2, name: each})
+            yield body
+            yield body[:-1]
+            yield body + b"\x00"
+
+
+@dataclass
+class Recorded:
+    """A straight question that says what became of its requests."""
+
+    question: StraightQuestion
+    said: list[str]
+
+    def open(self, headers: RawHeaders) -> StraightRequest | None:
+        request = self.question.open(headers)
+        return None if request is None else _RecordedRequest(request, self.said)
+
+
+@dataclass
+class _RecordedRequest:
+    request: StraightRequest
+    said: list[str]
+    answering: Answering | None = None
+
+    def begin(self, body: bytes, answering: Answering) -> None:
+        self.answering = answering
+        self.said.append("begun")
+        self.request.begin(body, self)
+
+    def disconnected(self) -> None:
+        self.said.append("disconnected")
+        self.request.disconnected()
+
+    def reply(self, status: int, media_type: bytes, headers: RawHeaders, body: bytes) -> None:
+        assert self.answering is not None
+        self.said.append("replied")
+        self.answering.reply(status, media_type, headers, body)
+
+    def pass_on(self) -> None:
+        assert self.answering is not None
+        self.said.append("passed on")
+        self.answering.pass_on()
+
+    def fail(self, error: BaseException) -> None:
+        assert self.answering is not None
+        self.answering.fail(error)
+
+
+@dataclass
+class Way:
+    """A server of the application."""
+
+    port: int
+    metrics: Metrics
+    said: list[str] = field(default_factory=list)
+    """What became of the requests on the straight way, in turn."""
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"waymark_{name}", labels) or 0.0
+
+    async def post(self, path: str, body: bytes, *lines: bytes) -> bytes:
+        return await wire(self.port, request(path, body, *lines, b"connection: close"))
+
+
+def request(path: str, body: bytes, *lines: bytes) -> bytes:
+    sent = (
+        lines if any(b"content-type" in line.lower() for line in lines) else (b"content-type: application/json", *lines)
+    )
+    if not any(b"transfer-encoding" in line.lower() for line in lines):
+        sent = (*sent, b"content-length: %d" % len(body))
+    return b"POST %b HTTP/1.1\r\nhost: x\r\n%b\r\n\r\n%b" % (path.encode(), b"\r\n".join(sent), body)
+
+
+@asynccontextmanager
+async def way(store: Store, *, is_straight: bool, **settings: Any) -> AsyncIterator[Way]:
+    given = Settings(**patient_settings() | settings)
+    asker = Asker.of(given)
+    metrics = Metrics()
+    app = create_app(store, given, metrics, asker=asker)
+    said: list[str] = []
+    table = {path: Recorded(question, said) for path, question in app.straight.items()} if is_straight else None
+    try:
+        async with served(app, protocol(connections(metrics, straight=table)), interface="asgi3") as port:
+            yield Way(port, metrics, said)
+    finally:
+        await asker.close()
+
+
+@pytest.fixture
+async def store(redis_url: str, make_client: MakeClient) -> AsyncIterator[Store]:
+    """A store in which ``a`` has the prompt, and ``7``, which the Dynamo API shows too, has half of it."""
+    store = Store.open(redis_url, timeout_seconds=patient(2.0))
+    client = await make_client(store)
+    seqs = count(1)
+    for instance_id, blocks in (("a", 300), ("7", 150)):
+        body = {"type": "vLLM", "endpoint": "tcp://10.0.0.1:5557", "modelname": "m", "block_size": 2}
+        assert (await client.post("/register", json=body | {"instance_id": instance_id})).status_code == 200
+        await hold_blocks(store, seqs, instance_id, TOKENS, blocks=range(blocks))
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def ways(store: Store) -> AsyncIterator[tuple[Way, Way]]:
+    """The straight way, and the ordinary one."""
+    async with AsyncExitStack() as stack:
+        both = [await stack.enter_async_context(way(store, is_straight=each)) for each in (True, False)]
+        yield both[0], both[1]
+
+
+_ID = re.compile(rb"x-request-id: [^\r]*")
+
+
+async def same(ways: tuple[Way, Way], path: str, body: bytes, *lines: bytes) -> bytes:
+    """The answer, which is the same on both ways."""
+    straight, ordinary = [_ID.sub(b"x-request-id", await each.post(path, body, *lines)) for each in ways]
+    assert straight == ordinary, (path, body[:300], lines)
+    assert straight.startswith(b"HTTP/1.1 ")
+    return straight
+
+
+async def test_every_body_has_the_same_answer_on_both_ways(ways: tuple[Way, Way], implementation: str) -> None:
+    """Twice each: the second time, the fields beside the prompt are known."""
+    seen = set()
+    for body in bodies():
+        for path in PATHS:
+            for _ in range(2):
+                seen.add((await same(ways, path, body))[9:12])
+    for body in packed_bodies():
+        for path in PATHS:
+            seen.add((await same(ways, path, body, b"content-type: application/msgpack"))[9:12])
+    assert {b"200", b"400", b"404", b"413", b"422"} >= seen >= {b"200", b"400", b"404", b"422"}
+    straight, _ = ways
+    assert straight.said.count("replied") > 0.8 * straight.said.count("begun")
+
+
+QUERY = json.dumps({"model": "m", "block_size": 2, "token_ids": TOKENS}).encode()
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (b"content-type: text/plain",),
+        (b"content-type: application/json; charset=utf-8",),
+        (b"Content-Type: APPLICATION/JSON",),
+        (b"content-encoding: gzip",),
+        (b"content-encoding: identity",),
+        (b"expect: 100-continue",),
+        (b"x-request-id: mine",),
+        (b"authorization: Bearer wrong",),
+        (b"origin: http://elsewhere", b"sec-fetch-site: cross-site"),
+    ],
+    ids=lambda lines: lines[0].decode(),
+)
+async def test_every_head_has_the_same_answer_on_both_ways(ways: tuple[Way, Way], lines: tuple[bytes, ...]) -> None:
+    await same(ways, "/query", QUERY, *lines)
+
+
+@pytest.mark.parametrize("path", ["/query?explain=true", "/query/", "//query", "/%71uery", "/Query", "/score"])
+async def test_another_target_goes_the_ordinary_way(ways: tuple[Way, Way], path: str) -> None:
+    await same(ways, path, QUERY)
+    assert ways[0].said == []
+
+
+async def test_a_body_without_a_length_goes_the_ordinary_way(ways: tuple[Way, Way]) -> None:
+    chunked = b"%x\r\n%b\r\n0\r\n\r\n" % (len(QUERY), QUERY)
+    assert b"longest_matched" in await same(ways, "/query", chunked, b"transfer-encoding: chunked")
+    assert ways[0].said == []
+
+
+async def test_a_body_beyond_the_limit_is_refused_before_it_has_arrived(store: Store) -> None:
+    async with way(store, is_straight=True, max_body_bytes=1024) as straight:
+        answer = await wire(straight.port, request("/query", QUERY, b"connection: close")[:1500])
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert straight.said == []
+
+
+async def test_a_long_body_in_pieces_goes_the_straight_way(ways: tuple[Way, Way]) -> None:
+    """It is longer than the ordinary way reads ahead."""
+    body = json.dumps({"model": "m", "block_size": 2, "token_ids": TOKENS + [7] * 100_000}).encode()
+    sent = request("/query", body, b"connection: close")
+    pieces = [sent[at : at + 20_000] for at in range(0, len(sent), 20_000)]
+    straight, ordinary = [await wire(each.port, *pieces) for each in ways]
+    assert straight == ordinary
+    assert b'"longest_matched":600' in straight
+    assert ways[0].said == ["begun", "replied"]
+
+
+async def test_a_usual_request_needs_no_task(ways: tuple[Way, Way]) -> None:
+    straight, _ = ways
+    reader, writer = await asyncio.open_connection("127.0.0.1", straight.port)
+    made: list[str] = []
+
+    def noted(loop: asyncio.AbstractEventLoop, coroutine: Any, **named: Any) -> asyncio.Task[Any]:
+        made.append(str(coroutine))
+        return asyncio.Task(coroutine, loop=loop, **named)
+
+    async def answer(body: bytes) -> None:
+        writer.write(request("/query", body))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        found = re.search(rb"content-length: (\d+)", head)
+        assert found is not None
+        assert b'"longest_matched":600' in await reader.readexactly(int(found[1]))
+
+    await answer(QUERY)
+    loop = asyncio.get_running_loop()
+    loop.set_task_factory(noted)
+    try:
+        await answer(QUERY)
+    finally:
+        loop.set_task_factory(None)
+        writer.close()
+    assert made == []
+
+
+async def test_requests_sent_ahead_are_answered_in_order(ways: tuple[Way, Way]) -> None:
+    asked = [json.dumps({"model": "m", "block_size": 2, "token_ids": TOKENS[: 2 * n]}).encode() for n in range(1, 9)]
+    sent = b"".join(request("/query", body) for body in asked[:-1]) + request("/query", asked[-1], b"connection: close")
+    straight, ordinary = [await wire(each.port, sent) for each in ways]
+    assert straight == ordinary
+    assert re.findall(rb'"a":{"longest_matched":(\d+)', straight) == [b"%d" % (2 * n) for n in range(1, 9)]
+    assert ways[0].said == ["begun", "replied"], "the first is alone, as far as the server can know"
+
+
+# ---- metrics, the access log -------------------------------------------------------------------------
+
+
+async def test_both_ways_count_the_same(ways: tuple[Way, Way]) -> None:
+    asked = [
+        (path, body) for path in PATHS for body in (QUERY, b"{", b'{"model":"m","token_ids":[1.5],"block_size":2}')
+    ]
+    for path, body in asked * 2:
+        await same(ways, path, body)
+    straight, ordinary = [
+        {
+            line
+            for line in each.metrics.render()[0].decode().splitlines()
+            if line.startswith(("waymark_http_req", "waymark_quer", "waymark_text_cache", "waymark_answer_cache"))
+            and not re.search("_sum|_bucket|_created", line)
+        }
+        for each in ways
+    ]
+    assert straight == ordinary
+    assert len(ways[0].said) == 2 * len(straight and asked) * 2
+
+
+async def test_the_access_log_has_the_same_lines(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    told: list[list[dict[str, Any]]] = []
+    for is_straight in (True, False):
+        caplog.clear()
+        async with way(store, is_straight=is_straight, access_log=True) as asked:
+            with caplog.at_level(logging.INFO, "waymark.api.access_log"):
+                answer = await asked.post("/query", QUERY, b"x-request-id: mine")
+                assert b"x-request-id: mine\r\n" in answer
+                refused = await asked.post("/query", b"{", b"x-request-id: mine")
+                assert refused.startswith(b"HTTP/1.1 400 ")
+                assert b"x-request-id: mine\r\n" in refused
+            assert bool(asked.said) == is_straight
+        lines = [vars(record)["fields"] for record in caplog.records if record.name == "waymark.api.access_log"]
+        told.append([{name: value for name, value in line.items() if name != "seconds"} for line in lines])
+        assert all(line["seconds"] > 0 for line in lines)
+    assert told[0] == told[1]
+    assert [line["status"] for line in told[0]] == [200, 400]
+
+
+async def test_our_own_fault_is_500_on_both_ways(
+    ways: tuple[Way, Way], store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("token 424242")
+
+    monkeypatch.setattr(store.reader, "reading", broken)
+    with caplog.at_level(logging.ERROR):
+        answer = await same(ways, "/query", QUERY)
+    assert answer.startswith(b"HTTP/1.1 500 ")
+    assert b"x-request-id" in answer
+    assert "424242" not in caplog.text
+    assert ways[0].said == ["begun", "replied"]
+
+
+# ---- bounds ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def proxy(redis_url: str, store: Store) -> AsyncIterator[Proxy]:
+    """Stands before the Redis of ``store``, which has its data."""
+    async with proxy_to(redis_url.removeprefix("unix://")) as proxy:
+        yield proxy
+
+
+@asynccontextmanager
+async def asked_once(proxy: Proxy, *, is_straight: bool = True, **settings: Any) -> AsyncIterator[Way]:
+    """A server that reads through the proxy, and has cached what it needs for ``QUERY``."""
+    store = Store.open(proxy.url, timeout_seconds=patient(2.0))
+    try:
+        async with way(store, is_straight=is_straight, **settings) as found:
+            assert (await found.post("/query", QUERY)).startswith(b"HTTP/1.1 200 ")
+            found.said.clear()
+            yield found
+    finally:
+        await store.close()
+
+
+async def test_a_redis_that_hangs_is_503_at_the_deadline(proxy: Proxy) -> None:
+    async with (
+        asked_once(proxy, query_deadline_ms=1000) as straight,
+        asked_once(proxy, is_straight=False, query_deadline_ms=1000) as ordinary,
+    ):
+        proxy.hold()
+        answer = await same((straight, ordinary), "/query", QUERY)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"did not answer within 1 s" in answer
+        assert straight.said == ["begun", "replied"]
+        proxy.heal()
+        assert (await same((straight, ordinary), "/query", QUERY)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_connection_to_redis_that_is_lost_is_opened_again(proxy: Proxy) -> None:
+    """The request is answered all the same: the command is sent once more."""
+    async with asked_once(proxy) as straight:
+        proxy.hold()
+        asked = asyncio.create_task(straight.post("/query", QUERY))
+        await wait_until(lambda: straight.said == ["begun"], "it is under way")
+        proxy.cut()
+        proxy.heal()
+        assert b'"longest_matched":600' in await asked
+        assert straight.said == ["begun", "replied"]
+
+
+async def test_requests_beyond_the_places_wait_on_the_ordinary_way(proxy: Proxy) -> None:
+    async with asked_once(proxy, requests_at_once=1) as straight:
+        proxy.hold()
+        first = asyncio.create_task(straight.post("/query", QUERY))
+        await wait_until(lambda: straight.said == ["begun"], "the first is under way")
+        second = asyncio.create_task(straight.post("/query", QUERY))
+        await wait_until(lambda: straight.said == ["begun", "begun", "passed on"], "the second waits")
+        proxy.heal()
+        for each in (first, second):
+            assert (await each).startswith(b"HTTP/1.1 200 ")
+        assert straight.value("http_requests_total", route="/query", method="POST", status="200") == 3
+
+
+async def test_a_client_that_goes_away_with_its_body_is_counted(ways: tuple[Way, Way]) -> None:
+    straight, _ = ways
+    _, writer = await asyncio.open_connection("127.0.0.1", straight.port)
+    writer.write(request("/query", QUERY)[:-10])
+    await wait_until(lambda: straight.value("http_bodies_bytes") > 0, "a part of the body has arrived")
+    writer.close()
+    await wait_until(lambda: straight.said == ["disconnected"], "the server has seen it")
+    assert straight.value("http_requests_total", route="/query", method="POST", status="499") == 1
+    assert straight.value("http_bodies_bytes") == 0
+
+
+async def test_a_client_that_goes_away_gives_its_place_back(proxy: Proxy) -> None:
+    async with asked_once(proxy, requests_at_once=1) as straight:
+        proxy.hold()
+        _, writer = await asyncio.open_connection("127.0.0.1", straight.port)
+        writer.write(request("/query", QUERY))
+        await wait_until(lambda: straight.said == ["begun"], "a request is under way")
+        writer.close()
+        await wait_until(lambda: straight.value("http_connections") == 0, "its client has gone")
+        proxy.heal()
+        await wait_until(lambda: straight.said == ["begun", "replied"], "Redis has replied")
+        straight.said.clear()
+        assert (await straight.post("/query", QUERY)).startswith(b"HTTP/1.1 200 ")
+        assert straight.said == ["begun", "replied"], "its place is free"
+        assert straight.value("http_bodies_bytes") == 0
+
+
+async def test_a_request_under_way_is_answered_when_the_process_ends(proxy: Proxy) -> None:
+    async with AsyncExitStack() as stack:
+        straight = await stack.enter_async_context(asked_once(proxy))
+        proxy.hold()
+        asked = asyncio.create_task(wire(straight.port, request("/query", QUERY)))
+        await wait_until(lambda: straight.said == ["begun"], "it is under way")
+        ended = asyncio.create_task(stack.aclose())
+        await asyncio.sleep(0)
+        proxy.heal()
+        answer = await asked
+        await ended
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"connection: close" in answer
