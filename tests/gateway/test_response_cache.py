@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from hashlib import sha256
+from time import thread_time
 from typing import Any
 
 import httpx
@@ -13,6 +15,7 @@ from aiohttp import web
 
 from tests.conftest import wait_until
 from tests.gateway.conftest import Running, Start, chat, events, registration
+from waymark.base.bounded_json import bounded_loads
 from waymark.base.metrics import Metrics
 from waymark.chat.cache_key import cache_key, is_cacheable
 from waymark.gateway.answer_store import MemoryAnswers
@@ -347,12 +350,28 @@ def test_the_most_likely_answer_may_be_kept(temperature: Any, may: bool) -> None
 def test_no_two_requests_share_a_key() -> None:
     fields: list[dict[str, Any]] = [
         {}, {"a": 1}, {"a": "1"}, {"a": 1.5}, {"a": True}, {"a": None}, {"a": [1]}, {"a": {"b": 1}}, {"b": {"a": 1}},
-        {"a": "\ud800"}, {"a": "?"}, {"temperature": 0},
+        {"a": "\u00e9"}, {"a": "e"}, {"a": 1.0}, {"a": 2**64 - 1}, {"temperature": 0},
     ]  # fmt: skip
     keys = {cache_key(path, tenant, each) for path in ("/a", "/b") for tenant in ("t", "u") for each in fields}
     assert len(keys) == 4 * len(fields)
     assert cache_key("/a", "t", {"user": "x", "a": 1}) == cache_key("/a", "t", {"a": 1, "temperature": None})
     assert cache_key("/a", "t", {}, "x") != cache_key("/a", "t", {})
+    assert cache_key("/a", "t", {"a": {"b": 1, "c": 2}}) == cache_key("/a", "t", {"a": {"c": 2, "b": 1}})
+
+
+def test_a_key_costs_less_than_to_read_the_body() -> None:
+    body = b'{"prompt": [' + b"1," * 1_000_000 + b"1]}"
+    fields = bounded_loads(body)
+
+    def seconds(work: Callable[[], object]) -> float:
+        taken = []
+        for _ in range(5):
+            began = thread_time()
+            work()
+            taken.append(thread_time() - began)
+        return min(taken)
+
+    assert seconds(lambda: cache_key("/a", "t", fields)) < seconds(lambda: bounded_loads(body))
 
 
 @pytest.mark.outside

@@ -16,10 +16,8 @@ SECONDS = 3.0
 KNOWN: dict[str, dict[str, str]] = {
     "engine_client": {"frames_that_are_no_frames": "a hundred of them hold others for up to 0.7 s"},
     "engine_server": {
-        "tokens_of_wrong_types": "the answer [true] of /tokenize is taken for the token 1",
         "sources_of_wrong_types": "an engine that names 1,024 ranks holds others while it is registered",
     },
-    "gateway_client": {"bodies_that_cost": "the key of the response cache holds others for 0.3 s with 2 million ids"},
 }
 
 

@@ -7,12 +7,13 @@ unknown here, makes another key and never a wrong answer.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from operator import itemgetter
 from typing import Any
+
+import orjson
 
 #: Fields that say whose request it is.
 _NEUTRAL = frozenset({"user"})
@@ -57,5 +58,5 @@ def cache_key(path: str, tenant_id: str, fields: Mapping[str, Any], *more: Any) 
     said = {name: value for name, value in fields.items() if name not in _NEUTRAL}
     if said.get("temperature") is None:
         said.pop("temperature", None)
-    text = json.dumps([path, tenant_id, said, more], sort_keys=True, ensure_ascii=True, separators=(",", ":"))
-    return sha256(text.encode()).digest()
+    # `json` would take ten times as long, and hold everybody else with millions of token ids.
+    return sha256(orjson.dumps([path, tenant_id, said, more], option=orjson.OPT_SORT_KEYS)).digest()
