@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
+from itertools import pairwise
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from aiohttp import web
 from tests.api.conftest import MakeClient, client, make_client, register
 from tests.conftest import wait_until
 from tests.ingest.conftest import QUICK
+from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.ingest.options import WorkerOptions
+from waymark.ingest.scraping import Scraper
 from waymark.ingest.worker import Worker
 from waymark.store.store import Store
 
@@ -27,6 +31,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
+        self.asked_at: list[float] = []
         self.waiting = 5
         self.status = 200
         self.is_silent = False
@@ -34,6 +39,7 @@ class Engine:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.asked[request.path] += 1
+        self.asked_at.append(monotonic())
         if self.is_silent:
             await asyncio.sleep(3600)
         text = f'vllm:num_requests_waiting{{engine="0"}} {self.waiting}\nvllm:kv_cache_usage_perc{{engine="0"}} 0.5\n'
@@ -167,3 +173,29 @@ async def test_a_publisher_that_is_unregistered_is_scraped_no_more_and_leaves_no
         return await store.gauges.read(1, [1]) == {}
 
     await wait_until(is_empty, "its gauges are gone")
+
+
+async def test_an_engine_that_fails_is_asked_after_pauses_that_double_until_it_answers(
+    store: Store, make_client: MakeClient, register: Any, engines: list[Engine]
+) -> None:
+    await make_client(store)
+    engine, seconds, pauses = engines[0], 0.02, 7
+    engine.status = 503
+    await register("a", address=engine.url)
+    claims = await store.directory.claims()
+    asker = Asker()
+    scraper = Scraper(store, Metrics(), asker, seconds)
+    scraper.see(claims, claims)
+    try:
+        await wait_until(lambda: len(engine.asked_at) > pauses, "it is asked again and again", 30)
+        gaps = [later - earlier for earlier, later in pairwise(engine.asked_at)]
+        # A request takes some of the pause behind it.
+        assert [gap for number, gap in enumerate(gaps, 1) if gap < seconds * 2**number / 2] == []
+        engine.status = 200
+        before = len(engine.asked_at)
+        await wait_until(lambda: len(engine.asked_at) > before + 10, "it is asked at its pace", 30)
+        after = [later - earlier for earlier, later in pairwise(engine.asked_at[before:])]
+        assert min(after) < seconds * 2**pauses / 2
+    finally:
+        await scraper.close()
+        await asker.close()

@@ -27,8 +27,9 @@ _BYTES_MAX = 8 * 2**20
 _ANSWER_SECONDS_MAX = 5.0
 #: A reading is valid for this many intervals.
 _INTERVALS = 3
-#: The most intervals between two requests to an engine that does not answer.
-_BACK_OFF_MAX = 32
+#: The longest pause between two requests to an engine that does not answer. Of thousands whose pods are not ready, each
+#: would otherwise be asked every few seconds.
+_PAUSE_SECONDS_MAX = 60.0
 
 
 class Scraper:
@@ -68,17 +69,17 @@ class Scraper:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep_scraping(self, url: str) -> None:
-        intervals, error = 1, ""
+        pause, error = self._seconds, ""
         # A random delay, so that not all engines are scraped at the same moment.
         await asyncio.sleep(random.uniform(0, self._seconds))
         while True:
             began = asyncio.get_running_loop().time()
             try:
                 outcome = "ok" if await self._scrape(url) else "empty"
-                intervals, now = 1, ""
+                pause, now = self._seconds, ""
             except (Unanswered, InvalidValue, ValueError) as exc:
                 outcome, now = "failed", getattr(exc, "sentence", str(exc))
-                intervals = min(2 * intervals, _BACK_OFF_MAX)
+                pause = min(2 * pause, max(_PAUSE_SECONDS_MAX, self._seconds))
             except StoreUnavailable as exc:
                 outcome, now = "failed", exc.sentence
             self._metrics.gauge_scrapes.labels(outcome=outcome).inc()
@@ -86,7 +87,7 @@ class Scraper:
                 log.warning("metrics of an engine cannot be read", extra=fields(url=url, error=now))
             error = now
             passed = asyncio.get_running_loop().time() - began
-            await asyncio.sleep(max(0.0, intervals * self._seconds - passed))
+            await asyncio.sleep(max(0.0, pause - passed))
 
     async def _scrape(self, url: str) -> bool:
         """Read and write the gauges of an engine. Return whether it reports any."""
