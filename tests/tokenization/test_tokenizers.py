@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -199,16 +200,64 @@ async def test_a_text_that_many_ask_for_is_worked_on_once(make: Make, slow: Slow
 
 
 async def test_one_text_more_than_may_be_is_refused_at_once(make: Make, slow: Slow) -> None:
-    tokenizers = make({"a": "file:///a"}, seconds=600)
+    tokenizers = make({f"m{number}": f"file:///{number}" for number in range(99)}, seconds=600)
     most = face.UNDER_WAY_MAX
-    tasks = [asyncio.create_task(tokenizers.tokens("a", TextPrompt(str(number)))) for number in range(most)]
+    tasks = [asyncio.create_task(tokenizers.tokens(f"m{number}", HI)) for number in range(most)]
     await wait_until(lambda: slow.calls == most, "as many as may be are under way")
     with pytest.raises(TokenizerUnavailable, match="32 texts") as caught:
-        await tokenizers.tokens("a", TextPrompt("one more"))
+        await tokenizers.tokens("m98", HI)
     assert caught.value.retry_after_seconds >= 1
     slow.may_answer.set()
     await asyncio.gather(*tasks)
-    assert (await tokenizers.tokens("a", TextPrompt("one more"))).ids == b"\1\0\0\0"
+    assert (await tokenizers.tokens("m98", HI)).ids == b"\1\0\0\0"
+    assert not tokenizers._of_models
+
+
+async def test_one_model_leaves_places_to_others(make: Make, slow: Slow) -> None:
+    tokenizers = make({"greedy": "file:///a", "other": "file:///b"}, seconds=600)
+    most = face.UNDER_WAY_MAX * 3 // 4
+    tasks = [asyncio.create_task(tokenizers.tokens("greedy", TextPrompt(str(number)))) for number in range(most)]
+    await wait_until(lambda: slow.calls == most, "as many as may be are under way")
+    with pytest.raises(
+        TokenizerUnavailable, match='24 texts of the model "greedy" are being tokenized, and the other 8'
+    ):
+        await tokenizers.tokens("greedy", TextPrompt("one more"))
+    tasks += [asyncio.create_task(tokenizers.tokens("other", TextPrompt(str(number)))) for number in range(6)]
+    await wait_until(lambda: slow.calls == most + 6, "the other model has places")
+    slow.may_answer.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_a_refusal_of_files_is_remembered_for_a_while(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = small.directory(tmp_path / "m", template="{{ raise_exception('no') }}").as_uri()
+    metrics = Metrics()
+    tokenizers = make({"m": source}, metrics=metrics)
+    asked: list[bytes] = []
+    once = tokenizers._once
+
+    async def counted(model: str, key: bytes, work: Any) -> Any:
+        asked.append(key)
+        return await once(model, key, work)
+
+    monkeypatch.setattr(tokenizers, "_once", counted)
+
+    async def refused(text: str) -> None:
+        with pytest.raises(InvalidValue, match="no"):
+            await tokenizers.tokens("m", ChatPrompt([{"role": "user", "content": text}]))
+
+    await refused("opens the source")
+    for _ in range(3):
+        await refused("a")
+    assert len(asked) == 2
+    monkeypatch.setattr(face, "_REFUSALS_MAX", 1)
+    await refused("b")
+    await refused("a")
+    assert len(asked) == 4, "only the newest is remembered"
+    monkeypatch.setattr(face, "monotonic", lambda: monotonic() + 6)
+    await refused("a")
+    assert len(asked) == 5, "and not for long"
 
 
 async def test_work_that_nobody_waits_for_any_more_keeps_its_place(make: Make, slow: Slow) -> None:

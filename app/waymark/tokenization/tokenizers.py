@@ -1,13 +1,15 @@
 """The one face: text or messages of a model to token ids, within bounds, or a refusal that names the way out.
 
 A text that many send at once is made into tokens once. At most ``UNDER_WAY_MAX`` are worked on; one more is refused
-at once. A request waits ``SECONDS`` at most, and the work that it waited for keeps its place until it ends.
+at once. A model has at most three times as many of them as are free: one with slow files leaves places to all others. A
+request waits ``SECONDS`` at most, and the work that it waited for keeps its place until it ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -32,8 +34,12 @@ from waymark.tokenization.sources import directory_of, found_in, is_for_sglang, 
 T = TypeVar("T")
 
 UNDER_WAY_MAX = 32
+_SHARE = 3
+"""The most places that a model has for each one that is free: 24 of 32 if no other model has any."""
+_REFUSALS_MAX = 1024
 SECONDS = 5.0
-#: How long a directory that was searched is not searched again, nor a source tried again that could not be opened.
+#: How long a directory that was searched is not searched again, nor a source tried again that could not be opened, nor
+#: a prompt that the files of its model refused.
 _AGAIN_SECONDS = 5.0
 
 
@@ -87,6 +93,10 @@ class Tokenizers:
         self._open: dict[str, Source] = {}
         self._failed: dict[str, tuple[float, InvalidValue | TokenizerUnavailable]] = {}
         self._under_way: dict[bytes, asyncio.Task[Any]] = {}
+        self._of_models: Counter[str] = Counter()
+        """How many of them each model has."""
+        self._refusals: dict[bytes, tuple[float, InvalidValue]] = {}
+        """Prompts that files of a model refused, and until when; the oldest first."""
 
     @classmethod
     def of(
@@ -119,7 +129,16 @@ class Tokenizers:
         known = None if source is None or key is None else source.known(key)
         if source is None or known is None:
             work = _digest(model, prompt, tenant_id) if key is None else key
-            tokens = await self._once(work, lambda: self._made(GroupName(tenant_id, model), prompt, key))
+            until, refusal = self._refusals.get(work, (0.0, None))
+            if refusal is not None and monotonic() < until:
+                raise refusal.with_traceback(None)
+            try:
+                tokens = await self._once(model, work, lambda: self._made(GroupName(tenant_id, model), prompt, key))
+            except InvalidValue as error:
+                # An engine may be another one by now; files stay as they were opened.
+                if source is not None and source.kind == "local":
+                    self._refuse(work, error)
+                raise
         else:
             tokens = SourcedTokens(known.ids, source.kind, known.items)
         self._metrics.tokenize_duration_seconds.labels(source=tokens.source).observe(monotonic() - began)
@@ -128,7 +147,7 @@ class Tokenizers:
     async def text(self, model: str, ids: Sequence[int], tenant_id: str = DEFAULT_TENANT) -> str:
         """The text of token ids; raises as ``tokens`` does."""
         key = blake2b(repr((model, tenant_id, ids)).encode("utf-8", "replace"), digest_size=32).digest()
-        return await self._once(b"text" + key, lambda: self._text(GroupName(tenant_id, model), ids))
+        return await self._once(model, b"text" + key, lambda: self._text(GroupName(tenant_id, model), ids))
 
     def warnings(self) -> list[str]:
         """A sentence for each open source that costs more than it could."""
@@ -167,16 +186,23 @@ class Tokenizers:
 
     # ---- one piece of work -------------------------------------------------------------------------
 
-    async def _once(self, key: bytes, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _once(self, model: str, key: bytes, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What ``work`` returns, or what the same work returns that is under way already."""
         task = self._under_way.get(key)
         if task is None:
-            if len(self._under_way) >= UNDER_WAY_MAX:
+            free, own = UNDER_WAY_MAX - len(self._under_way), self._of_models[model]
+            if not free:
                 raise TokenizerUnavailable(
                     f"{UNDER_WAY_MAX} texts are being tokenized, which is the maximum; try again in a moment"
                 )
+            if own >= _SHARE * free:
+                raise TokenizerUnavailable(
+                    f"{own} texts of the model {shown(model)} are being tokenized, and the other {free} places are for "
+                    "other models; try again in a moment"
+                )
+            self._of_models[model] = own + 1
             task = self._under_way[key] = asyncio.create_task(work())
-            task.add_done_callback(partial(self._ended, key))
+            task.add_done_callback(partial(self._ended, model, key))
         try:
             async with asyncio.timeout(self._seconds):
                 return await asyncio.shield(task)
@@ -185,8 +211,18 @@ class Tokenizers:
                 f"the text was not tokenized within {self._seconds:g} s; try again in a moment"
             ) from None
 
-    def _ended(self, key: bytes, task: asyncio.Task[Any]) -> None:
+    def _refuse(self, key: bytes, refusal: InvalidValue) -> None:
+        """Remember for a while that the files of a model refuse a prompt: its template may have taken a second."""
+        self._refusals.pop(key, None)
+        self._refusals[key] = (monotonic() + _AGAIN_SECONDS, refusal)
+        if len(self._refusals) > _REFUSALS_MAX:
+            del self._refusals[next(iter(self._refusals))]
+
+    def _ended(self, model: str, key: bytes, task: asyncio.Task[Any]) -> None:
         del self._under_way[key]
+        self._of_models[model] -= 1
+        if not self._of_models[model]:
+            del self._of_models[model]
         if not task.cancelled():
             task.exception()  # every caller that waits gets it; without any, it is not needed
 
