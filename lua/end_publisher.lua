@@ -22,7 +22,8 @@
 local fields = redis.call('HGETALL', KEYS[2])
 local ids, token, unclaimed, life = {}, nil, false, nil
 for i = 1, #fields, 2 do
-  if fields[i]:sub(1, 7) == 'holder:' then ids[#ids + 1] = fields[i + 1] end
+  local beginning = fields[i]:sub(1, 7)
+  if beginning == 'holder:' or beginning == 'staged:' then ids[#ids + 1] = fields[i + 1] end
   if fields[i] == 'token' then token = fields[i + 1] end
   if fields[i] == 'unclaimed' then unclaimed = true end
   if fields[i] == 'life' then life = fields[i + 1] end

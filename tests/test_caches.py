@@ -49,6 +49,7 @@ ELSEWHERE = {
     "api.http.request_cache:RequestCache": "what texts of requests say, by their bytes",
     "api.activity:ActivityFeed._clients": "connections of clients",
     "api.http.admission:AdmissionQueue": "requests that wait",
+    "apply.applier:Applier._staged": "one snapshot, under one grant",
     "apply.kept:KeptMemories": "made by the incarnation",
     "apply.options:ApplyOptions": "settings",
     "ingest.batch_decoder:BatchDecoder": "what the log says already",

@@ -55,6 +55,7 @@ async def test_one_url_registers_every_rank(engine: Engine, post: Post, store: S
                     "dp_rank": r,
                     "endpoint": f"tcp://127.0.0.1:{5557 + r}",
                     "replay_endpoint": f"tcp://127.0.0.1:{5657 + r}",
+                    "snapshot_endpoint": None,
                 }
                 for r in range(2)
             ],

@@ -67,6 +67,7 @@ def test_published_registration_is_taken_whole() -> None:
         ("lora_name", "lora_name", None),
         ("additionalsalt", "additional_salt", None),
         ("replay_endpoint", "replay_endpoint", None),
+        ("snapshot_endpoint", "snapshot_endpoint", None),
     ],
 )
 def test_absent_null_and_empty_are_the_same(nothing: Any, field: str, attribute: str, default: Any) -> None:
@@ -191,6 +192,19 @@ def test_a_source_that_does_not_fit_is_named(fields: dict[str, Any], field: str)
     with pytest.raises(InvalidBody) as caught:
         registration(**({"type": "continuum", "endpoint": SOURCE} | fields))
     assert caught.value.field == field
+
+
+def test_a_snapshot_endpoint_belongs_to_one_counter() -> None:
+    assert registration(snapshot_endpoint="tcp://1.1.1.1:5757").snapshot_endpoint == "tcp://1.1.1.1:5757"
+    for fields in (
+        {"type": "continuum", "endpoint": SOURCE},
+        {"type": "standard", "endpoint": None},
+        {"topic": "kv"},
+        {"sequence": "rank"},
+    ):
+        with pytest.raises(InvalidBody, match="one ZMQ endpoint") as caught:
+            registration(**{"snapshot_endpoint": "tcp://1.1.1.1:5757", **fields})
+        assert caught.value.field == "snapshot_endpoint"
 
 
 def test_type_none_has_no_endpoint() -> None:

@@ -74,6 +74,20 @@ async def test_the_sources_of_vllm_have_several_shapes(engine: Engine, describer
     ]
 
 
+async def test_the_snapshot_sockets_of_vllm_are_read(engine: Engine, describer: Describer) -> None:
+    """No release has the field yet; its name and its port are those of the open change."""
+    engine.is_vllm()
+    sources = recorded("vllm_0.33_kv_event_sources", "two_ranks")
+    sources["0"]["snapshot_endpoint"] = "tcp://*:5757"
+    engine.answers["/kv_event_sources"] = sources
+    found = await describer.describe(engine.url)
+    assert [each.snapshot_endpoint for each in found.ranks] == ["tcp://127.0.0.1:5757", None]
+    sources["1"]["snapshot_endpoint"] = "tcp://10.9.9.9:5758"
+    found = await describer.describe(engine.url)
+    assert found.ranks == ()
+    assert "snapshot_endpoint" in found.silent["endpoint"]
+
+
 async def test_full_attention_decides_the_block_size(engine: Engine, describer: Describer) -> None:
     engine.is_vllm(block_size=16, effective=64)
     assert (await describer.describe(engine.url)).block_size == 64

@@ -313,6 +313,7 @@ class Bench:
         *,
         transport: str = "ipc",
         has_replay: bool = True,
+        has_snapshots: bool = False,
         kind: EngineKind = EngineKind.VLLM,
         is_registered: bool = True,
         fields: dict[str, Any] | None = None,
@@ -322,7 +323,9 @@ class Bench:
         clock = Clock()
         options: dict[str, Any] = {"block_size": BLOCK_SIZE, "gpu_blocks": 40, "cpu_blocks": 60, "clock": clock}
         options |= changes
-        engine = build_engine(self.address(transport), self.address(transport) if has_replay else None, **options)
+        replay = self.address(transport) if has_replay else None
+        snapshots = self.address(transport) if has_snapshots else None
+        engine = build_engine(self.address(transport), replay, snapshots, **options)
         await self._stack.enter_async_context(engine.publisher)
         registration = Registration(
             kind=kind,
@@ -338,6 +341,7 @@ class Bench:
             scope="instance",
             copies="count" if kind in (EngineKind.VLLM, EngineKind.SGLANG) else "set",
             sequence="publisher",
+            snapshot_endpoint=engine.publisher.snapshot_endpoint,
         )
         pod = Pod(self, engine, replace(registration, **(fields or {})), clock)
         if is_registered:

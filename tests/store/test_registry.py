@@ -101,6 +101,7 @@ async def test_every_field_of_a_registration_comes_back(store: Store) -> None:
         dp_rank=7,
         endpoint=None,
         replay_endpoint="tcp://10.0.0.1:5558",
+        snapshot_endpoint="tcp://10.0.0.1:5559",
         lora_name="lora",
         additional_salt="salt",
         scope="shared",
@@ -167,7 +168,7 @@ async def test_a_change_that_was_left_half_way_is_finished_by_the_same_again(
     assert table.targets == {1: changed.target}
 
 
-@pytest.mark.parametrize("field", ["endpoint", "replay_endpoint"])
+@pytest.mark.parametrize("field", ["endpoint", "replay_endpoint", "snapshot_endpoint"])
 async def test_a_new_endpoint_is_a_new_life(store: Store, redis: Redis, field: str) -> None:
     stream = await stream_of(store, redis)
     (gpu,) = await stream.begin("0 GPU")
@@ -500,7 +501,11 @@ async def test_a_group_whose_id_turns_out_to_be_anothers_gets_a_new_one(store: S
 def test_where_a_publisher_moves_comes_back_from_its_claim() -> None:
     address = Target(address="http://10.0.0.2:8000", labels={"zone": "a"})
     for to in (
-        registration(endpoint="tcp://10.0.0.2:5557", replay_endpoint="tcp://10.0.0.2:5558"),
+        registration(
+            endpoint="tcp://10.0.0.2:5557",
+            replay_endpoint="tcp://10.0.0.2:5558",
+            snapshot_endpoint="tcp://10.0.0.2:5559",
+        ),
         registration(endpoint=None),
         registration(target=address),
     ):

@@ -42,6 +42,7 @@ class RegisteredRank(Model):
     dp_rank: int
     endpoint: str | None
     replay_endpoint: str | None
+    snapshot_endpoint: str | None
 
 
 class UnregisterAnswer(Model):
@@ -171,6 +172,7 @@ class Service(Model):
 
     Endpoint: str
     ReplayEndpoint: str
+    SnapshotEndpoint: str
     Type: EngineKind
     ModelName: str
     LoraName: str

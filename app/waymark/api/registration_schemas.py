@@ -65,6 +65,9 @@ class _PublisherFields(RequestBody):
         f"{kinds_where('needs_endpoint', False)} may leave it out",
     )
     replay_endpoint: Endpoint = Field(default=None, description=ENDPOINT)
+    snapshot_endpoint: Endpoint = Field(
+        default=None, description=f"{ENDPOINT}: the socket that answers with a snapshot of the engine's cache"
+    )
     medium_endpoints: MediumEndpoints | None = Field(
         default=None,
         description=f"an object of at most {MEDIA_MAX} endpoints by medium, such as npu, cpu or disk: the sockets of "
@@ -168,7 +171,11 @@ class RegisterRequest(_PublisherFields):
             )
         first = self.model_copy(update={"endpoint": endpoints[0], "store_backend": None}).registration()
         further = replace(
-            first, replay_endpoint=None, is_further=True, target=replace(first.target, weight=0.0, metrics_url=None)
+            first,
+            replay_endpoint=None,
+            snapshot_endpoint=None,
+            is_further=True,
+            target=replace(first.target, weight=0.0, metrics_url=None),
         )
         return [first, *(replace(further, endpoint=endpoint) for endpoint in endpoints[1:])]
 
@@ -203,6 +210,7 @@ class RegisterRequest(_PublisherFields):
             object_shards=self.shards or 0 if scope == "shared" else 0,
             is_further=is_further,
             topic=self.topic,
+            snapshot_endpoint=self.snapshot_endpoint,
         )
 
     def _check_endpoints(self) -> None:
@@ -230,6 +238,18 @@ class RegisterRequest(_PublisherFields):
             )
         if self.replay_endpoint is not None and self.endpoint is None:
             raise InvalidBody("replay_endpoint is given without an endpoint; send both", field="replay_endpoint")
+        if self.snapshot_endpoint is not None and (
+            self.endpoint is None
+            or traits.is_opaque
+            or self.topic is not None
+            or self.sequence == "rank"
+            or self.medium_endpoints
+        ):
+            raise InvalidBody(
+                f"snapshot_endpoint is {shown(self.snapshot_endpoint)}, but a snapshot is of all that one ZMQ endpoint "
+                'sends under one counter; send that endpoint, without topic, medium_endpoints or "sequence": "rank"',
+                field="snapshot_endpoint",
+            )
         if self.topic is not None and (self.endpoint is None or traits.is_opaque or self.sequence == "rank"):
             raise InvalidBody(
                 f"topic is {shown(self.topic)}, but a topic needs a ZMQ endpoint whose topics share one counter; "

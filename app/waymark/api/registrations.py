@@ -49,6 +49,7 @@ def registration_of(fields: dict[str, Any], allowed: AllowedEndpoints) -> Regist
 def _checked(registration: Registration, allowed: AllowedEndpoints) -> Registration:
     allowed.check(registration.endpoint, "endpoint")
     allowed.check(registration.replay_endpoint, "replay_endpoint")
+    allowed.check(registration.snapshot_endpoint, "snapshot_endpoint")
     allowed.check(registration.target.address, "address")
     allowed.check(registration.target.metrics_url, "metrics_url")
     return registration
@@ -125,7 +126,12 @@ class Registrations:
                 "block_size": first.block_size,
                 "adapters": list(first.target.adapters),
                 "ranks": [
-                    {"dp_rank": each.dp_rank, "endpoint": each.endpoint, "replay_endpoint": each.replay_endpoint}
+                    {
+                        "dp_rank": each.dp_rank,
+                        "endpoint": each.endpoint,
+                        "replay_endpoint": each.replay_endpoint,
+                        "snapshot_endpoint": each.snapshot_endpoint,
+                    }
                     for each in registrations
                 ],
                 **_warnings(registrations),

@@ -94,6 +94,7 @@ def _service(registration: Registration) -> dict[str, Any]:
     return {
         "Endpoint": registration.endpoint or "",
         "ReplayEndpoint": registration.replay_endpoint or "",
+        "SnapshotEndpoint": registration.snapshot_endpoint or "",
         "Type": registration.kind,
         "ModelName": registration.model_name,
         "LoraName": registration.lora_name or "",

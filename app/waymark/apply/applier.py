@@ -79,7 +79,9 @@ class Applier:
         *,
         pool_hashes_max: int = 0,
         is_patient: bool = True,
+        is_staged: bool = False,
     ) -> None:
+        """``is_staged``: what is applied belongs to a life that readers do not see before ``take_place``."""
         self.grant = grant
         self.resolver = resolver
         self.counters = counters
@@ -99,8 +101,10 @@ class Applier:
             self._keep_hashes,
             self.keep_facts,
         )
+        self._is_staged = is_staged
         self._pool_hashes_max = pool_hashes_max
         self._counts = Counts(resolver, counters, metrics)
+        self._staged: list[NewHolder] = []
         self._asked = 0
         self._has_singles = False
         self._lease_at = time.monotonic()
@@ -175,7 +179,9 @@ class Applier:
     ) -> None:
         index = self._store.index
         hold = self._hold if self.calls.is_patient else None
-        verdict = await self.calls.answered(lambda: index.apply(self.grant, parts, moves, commit, event_ids, hold=hold))
+        verdict = await self.calls.answered(
+            lambda: index.apply(self.grant, parts, moves, commit, event_ids, hold=hold, is_staged=self._is_staged)
+        )
         if verdict is Verdict.LOST:
             await self._lost()
         if verdict is Verdict.FENCED:
@@ -196,10 +202,14 @@ class Applier:
 
         The next worker reads the flags and the main KV-cache group before it applies a batch.
         """
+        if not self._is_staged:
+            await self.write({**self._facts, **(told or {})}, {})
+
+    @property
+    def _facts(self) -> Facts:
         resolver = self.resolver
         group = "" if resolver.main_group is None else str(resolver.main_group)
-        facts: Facts = {"flags": " ".join(sorted(resolver.flags)), "main_groups": group}
-        await self.write({**facts, **(told or {})}, {})
+        return {"flags": " ".join(sorted(resolver.flags)), "main_groups": group}
 
     async def write(self, facts: Facts, counters: Mapping[str, int]) -> None:
         await self.calls.accepted(lambda: self._store.records.write(self.grant, facts, counters))
@@ -259,8 +269,36 @@ class Applier:
     async def begin(self, begun: Mapping[HolderName, Holder]) -> None:
         """Begin holders by their names; the resolver knows their ids afterwards. Raises Fenced."""
         begin = [NewHolder(name, holder) for name, holder in begun.items()]
-        ids = await self._change(unit="", is_restart=False, begin=begin)
+        if self._is_staged:
+            ids = await self._stage(begin)
+        else:
+            ids = await self._change(unit="", is_restart=False, begin=begin)
         self.resolver.begin(list(begun), ids)
+
+    # ---- a life that readers do not see ------------------------------------------------------------
+
+    async def _stage(self, begin: Sequence[NewHolder]) -> list[int]:
+        above, nonce = await self._above(), random_nonce()
+        ids = await self.calls.answered(lambda: self._store.records.stage(self.grant, begin, above, nonce))
+        if ids is None:
+            raise Fenced
+        self._staged += begin
+        return ids
+
+    async def take_place(self, commit: Commit) -> None:
+        """End the life of the stream, and let what was applied here be its life. Raises Fenced."""
+        nonce = random_nonce()
+        records = self._store.records
+        await self.calls.accepted(lambda: records.take_staged(self.grant, commit, self._facts, self._staged, nonce))
+        self.grant.change.wants_repair = False
+        self._is_staged, self._staged = False, []
+        self.resolver.is_snapshot = False
+        self.resolver.memory.end_snapshot()
+
+    async def drop_staged(self) -> None:
+        """Forget what was applied here; the life of the stream stays. Raises Fenced."""
+        nonce = random_nonce()
+        await self.calls.accepted(lambda: self._store.records.drop_staged(self.grant, nonce))
 
     async def _change(self, *, unit: str, is_restart: bool, begin: Sequence[NewHolder]) -> list[int]:
         """End holders, or begin others, and return the ids of those begun. Redis makes a repeated change only once."""

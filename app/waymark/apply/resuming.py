@@ -55,6 +55,9 @@ async def resumed(
     applier = Applier(
         grant, store, resolver, metrics, counters, pool_hashes_max=options.pool_hashes_max, is_patient=is_patient
     )
+    if state.has_staged:
+        # The previous worker stopped in the middle of a snapshot.
+        await applier.drop_staged()
     if state.is_damaged:
         log.warning("record of a stream is damaged", extra=fields(stream=str(grant.claim.registration.name)))
         await store.records.adopt(grant, state)
@@ -72,14 +75,31 @@ async def resumed(
     return applier, state
 
 
+def staged(
+    grant: Grant,
+    store: Store,
+    metrics: Metrics,
+    options: ApplyOptions,
+    counters: Counter[str],
+    foreign_ranks: frozenset[int],
+) -> Applier:
+    """Return an applier for a snapshot, which begins without blocks; readers see its life when it is whole."""
+    resolver = _resolver(grant, None, options, foreign_ranks, HeldBlocks(is_of_snapshot=True))
+    resolver.is_snapshot = True
+    return Applier(grant, store, resolver, metrics, counters, pool_hashes_max=options.pool_hashes_max, is_staged=True)
+
+
 def _resolver(
     grant: Grant,
-    state: StreamRecord,
+    state: StreamRecord | None,
     options: ApplyOptions,
     foreign_ranks: frozenset[int],
     memory: HeldBlocks | None,
 ) -> Resolver:
-    """A resolver with the holders, flags and event_ids of the record. Without ``memory`` it knows no blocks."""
+    """A resolver with the holders, flags and event_ids of the record. Without ``memory`` it knows no blocks.
+
+    Without ``state`` it begins a life.
+    """
     resolver = Resolver(
         grant.claim.registration,
         grant.publisher,
@@ -93,6 +113,8 @@ def _resolver(
         bounds=BlockBounds() if grant.claim.registration.kind.traits.is_opaque else options.bounds,
         reads_windows=options.hybrid == "boundary",
     )
+    if state is None:
+        return resolver
     main_group = int(state.main_groups) if state.main_groups else None
     resolver.resume(state.holders, state.flags, main_group, state.event_ids)
     return resolver

@@ -206,6 +206,7 @@ class Metrics:
     replays_running = gauge("How many replays are running.")
     replays_waiting = gauge("How many streams wait for a place to replay.")
     replay_places_yielded = counter("How many times a replay gave up its place to another stream, by reason.", "reason")
+    snapshots = counter("How many snapshots of an engine's cache ended, by outcome.", "outcome")
     restarts = counter("How many times a publisher restarted and began a new life.")
     stale_batches = counter("How many batches were skipped because they had been applied before.")
     lag_seconds = histogram("How long it took from the timestamp of a batch until the batch was applied.", _LAG_BUCKETS)

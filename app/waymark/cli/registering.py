@@ -44,6 +44,7 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
         "block_size",
         "endpoint",
         "replay_endpoint",
+        "snapshot_endpoint",
         "dp_rank",
         "role",
         "tenant_id",

@@ -16,6 +16,7 @@ _FIELDS = {
     "block_size": "the number of tokens per block, if the engine's API does not report it",
     "endpoint": "the event socket, if the engine's API does not report it",
     "replay_endpoint": "the replay socket, if the engine's API does not report it",
+    "snapshot_endpoint": "the socket for snapshots, if the engine's API does not report it",
     "dp_rank": "register this rank only",
     "role": "the role: prefill, decode or both",
 }

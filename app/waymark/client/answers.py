@@ -108,6 +108,7 @@ class Service:
     block_size: int
     dp_rank: int
     additional_salt: str
+    snapshot_endpoint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +226,7 @@ def read_services(answer: httpx.Response) -> list[Service]:
         Service(
             endpoint=service["Endpoint"],
             replay_endpoint=service["ReplayEndpoint"],
+            snapshot_endpoint=service.get("SnapshotEndpoint", ""),
             type=service["Type"],
             model=service["ModelName"],
             lora_name=service["LoraName"],

@@ -35,11 +35,17 @@ _CACHE_CONFIG = "vllm:cache_config_info"
 
 @dataclass(frozen=True, slots=True)
 class RankSockets:
-    """The sockets of one rank: its events, and its replay."""
+    """The sockets of one rank: its events, its replay, and its snapshots."""
 
     dp_rank: int
     endpoint: str
     replay_endpoint: str | None
+    snapshot_endpoint: str | None = None
+
+
+_FIELDS = ("endpoint", "replay_endpoint", "snapshot_endpoint")
+_Stated = tuple[int, str, str | None, str | None]
+"""A rank, and its sockets in the order of ``_FIELDS``, as an engine states them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +125,13 @@ class Describer:
             silent["type"] = f"it answers neither {_SOURCES} nor {_SERVER}"
         sockets: list[RankSockets] = []
         try:
-            for rank, endpoint, replay_endpoint in ranks:
+            for rank, endpoint, *others in ranks:
                 own = await self._names.own(base, endpoint, "endpoint", rank)
-                replay = None
-                if replay_endpoint is not None:
-                    replay = await self._names.own(base, replay_endpoint, "replay_endpoint", rank)
-                sockets.append(RankSockets(rank, own, replay))
+                replay, snapshot = [
+                    None if each is None else await self._names.own(base, each, name, rank)
+                    for name, each in zip(_FIELDS[1:], others, strict=True)
+                ]
+                sockets.append(RankSockets(rank, own, replay, snapshot))
         except UnusableSocket as error:
             sockets, silent["endpoint"] = [], error.sentence
         if not sockets and "endpoint" not in silent:
@@ -145,10 +152,8 @@ class Describer:
 # ---- vLLM ------------------------------------------------------------------------------------------
 
 
-def _ranks_of_vllm(
-    sources: Any, silent: dict[str, str], reply: HttpReply | Unanswered
-) -> list[tuple[int, str, str | None]]:
-    """``{"0": {...}}``, a list, or ``{"sources": [...]}``: rank, endpoint and replay endpoint of each."""
+def _ranks_of_vllm(sources: Any, silent: dict[str, str], reply: HttpReply | Unanswered) -> list[_Stated]:
+    """``{"0": {...}}``, a list, or ``{"sources": [...]}``: the rank and the sockets of each."""
     if isinstance(sources, dict) and isinstance(sources.get("sources"), list | dict):
         sources = sources["sources"]
     if isinstance(sources, list):
@@ -160,9 +165,12 @@ def _ranks_of_vllm(
     for rank, source in sources.items():
         if not isinstance(source, dict) or not _is_number(str(rank)):
             continue
-        endpoint, replay = source.get("endpoint"), source.get("replay_endpoint")
+        endpoint = source.get("endpoint")
+        replay, snapshot = (
+            each if isinstance(each, str) and each else None for each in (source.get(name) for name in _FIELDS[1:])
+        )
         if isinstance(endpoint, str) and source.get("publisher", "zmq") == "zmq":
-            found.append((int(str(rank)), endpoint, replay if isinstance(replay, str) and replay else None))
+            found.append((int(str(rank)), endpoint, replay, snapshot))
     if len(found) > RANKS_MAX:
         silent["endpoint"] = f"it names the sockets of {len(found)} ranks, and at most {RANKS_MAX} are read"
         return []
@@ -216,7 +224,7 @@ def _is_number(text: str) -> bool:
 
 def _ranks_of_sglang(
     server: Mapping[str, Any], silent: dict[str, str], reply: HttpReply | Unanswered
-) -> tuple[list[tuple[int, str, str | None]], int | None]:
+) -> tuple[list[_Stated], int | None]:
     stated = server.get("kv_events")
     if not isinstance(stated, dict):
         page, dcp = server.get("page_size"), server.get("dcp_size", 1)
@@ -240,7 +248,7 @@ def _ranks_of_sglang(
         return [], size
     place = f"[{host}]" if ":" in host and not host.startswith("[") else host
     return [
-        (rank, f"tcp://{place}:{base + rank}", f"tcp://{place}:{replay + rank}" if type(replay) is int else None)
+        (rank, f"tcp://{place}:{base + rank}", f"tcp://{place}:{replay + rank}" if type(replay) is int else None, None)
         for rank in range(dp_size)
     ], size
 

@@ -72,7 +72,12 @@ def _kind_of(text: str | None) -> EngineKind | None:
 def fields_of(each: RankSockets | None) -> dict[str, Any]:
     if each is None:
         return {}
-    return {"dp_rank": each.dp_rank, "endpoint": each.endpoint, "replay_endpoint": each.replay_endpoint}
+    return {
+        "dp_rank": each.dp_rank,
+        "endpoint": each.endpoint,
+        "replay_endpoint": each.replay_endpoint,
+        "snapshot_endpoint": each.snapshot_endpoint,
+    }
 
 
 def _known(registration: Registration, description: Description, origin: Origin) -> Registration:

@@ -40,9 +40,10 @@ class BlockCopies:
 class HolderCopies:
     """The copies and the further engine hashes of the blocks of one holder."""
 
-    def __init__(self, known: KnownBlocks) -> None:
-        """``known`` are all blocks of the holder."""
+    def __init__(self, known: KnownBlocks, *, notes_left: bool = True) -> None:
+        """``known`` are all blocks of the holder. ``notes_left``: removals that leave a copy may contradict stores."""
         self._known = known
+        self.notes_left = notes_left
         self.contradictions = 0
         """Blocks of which the engine has another number of copies than was counted; the owner reads and clears it."""
         self._are_removed_each = False
@@ -97,7 +98,7 @@ class HolderCopies:
             first = self._known.first(key)
             assert first is not None
             several = BlockCopies(1, [first])
-        several.copies, several.is_left = left, copies_left is None
+        several.copies, several.is_left = left, copies_left is None and self.notes_left
         if several.is_left or several.text != NO_COPIES:
             self.several[key] = several
         else:

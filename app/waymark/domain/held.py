@@ -60,9 +60,11 @@ class HeldBlocks:
     its entry), and a number of copies.
     """
 
-    def __init__(self, gone_max: int = GONE_MAX) -> None:
+    def __init__(self, gone_max: int = GONE_MAX, *, is_of_snapshot: bool = False) -> None:
+        """``is_of_snapshot``: a block may leave and come back until ``end_snapshot``, so no hash is forgotten."""
         self.full = FullPlaces()
         self._gone_max = gone_max
+        self._is_of_snapshot = is_of_snapshot
         self._held: dict[int, _HolderBlocks] = {}
         self._gone: dict[int, GoneHashes] = {}
         self._ranks: dict[int, list[int]] = {}
@@ -76,7 +78,8 @@ class HeldBlocks:
         """A holder to remember for."""
         if holder not in self._held:
             known = new_known(self._places, has_keys=True)
-            self._held[holder] = _HolderBlocks(dp_rank, known, HolderCopies(known))
+            copies = HolderCopies(known, notes_left=not self._is_of_snapshot)
+            self._held[holder] = _HolderBlocks(dp_rank, known, copies)
             self._ranks.setdefault(dp_rank, []).append(holder)
             if dp_rank not in self._gone:
                 self._gone[dp_rank] = GoneHashes(self._places)
@@ -295,12 +298,18 @@ class HeldBlocks:
         for each in [first] if several is None else several.hashes:
             held.known.move(each, place)
 
+    def end_snapshot(self) -> None:
+        """The snapshot is whole: blocks that leave from now on are forgotten in the end."""
+        self._is_of_snapshot = False
+        for held in self._held.values():
+            held.copies.notes_left = True
+
     # ---- bounds ------------------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
         """There are too many that are gone."""
-        return any(gone.is_over(self._gone_max) for gone in self._gone.values())
+        return not self._is_of_snapshot and any(gone.is_over(self._gone_max) for gone in self._gone.values())
 
     def trim(self) -> Slices[None]:
         """Forget the oldest that are gone, where there are too many. Between folds only."""

@@ -96,6 +96,8 @@ class Registration:
     """A further socket of a rank that has several: its blocks are the rank's, and nobody picks it."""
     topic: str | None = None
     """The topic of this publisher's frames, where several publishers share a socket and its counter."""
+    snapshot_endpoint: str | None = None
+    """The socket that answers with a snapshot of the engine's cache, if it has one."""
 
     @property
     def name(self) -> PublisherName:

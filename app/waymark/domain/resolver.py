@@ -93,6 +93,10 @@ class Resolver:
         """Hashes that nobody knows: of removals and placeholders."""
         self.missing = 0
         """About how many blocks the publisher has that are not known here, besides those of the waiting room."""
+        self.is_snapshot = False
+        """The events are those of a snapshot, which stores and removes each copy."""
+        self.below_zero = 0
+        """Removals of blocks of which no copy was there; the owner of a snapshot reads it."""
         self.contradictions = 0
         """Blocks of which the engine has another number of copies than was counted."""
         self.unsalted = 0
@@ -210,6 +214,8 @@ class Resolver:
 
     def mode(self, holder: int) -> Mode:
         """How copies of this holder count now."""
+        if self.is_snapshot:
+            return "count"
         if self.registration.copies == "set":
             return "set"
         return "all" if UNTRUSTED in self.flags else "count"
@@ -749,6 +755,7 @@ class Resolver:
             if self._object_removed(holder, event, h):
                 continue
             is_found = self.placer.remove(parts, holder, position + i, h, mode=mode, copies_left=left)
+            self.below_zero += not is_found
             if not is_found and not left and not self.memory.gone(holder, h):
                 self._cannot_find(1)
 

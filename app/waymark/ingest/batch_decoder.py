@@ -40,7 +40,7 @@ class BatchDecoder:
         self._stream = stream
         self._topic = None if topic is None else topic.encode()
         self._decode = decode
-        self._slices = slices
+        self.slices = slices
         self._count = count
         self._metrics = metrics
         self._logged: set[str] = set()
@@ -59,7 +59,7 @@ class BatchDecoder:
         is_other = self._topic is not None and topic != self._topic
         batch = _NO_BATCH if is_known or is_other else await self._batch(payload)
         digested = (
-            await self._slices.run(digest_slices(payload)) if len(payload) > DIGEST_SLICE_BYTES else digest(payload)
+            await self.slices.run(digest_slices(payload)) if len(payload) > DIGEST_SLICE_BYTES else digest(payload)
         )
         return Incoming(seq, digested, batch, len(payload))
 
@@ -68,7 +68,7 @@ class BatchDecoder:
             if len(payload) <= SHORT_BYTES:
                 batch = self._decode.short(payload)
             else:
-                batch = await self._slices.run(self._decode.slices(payload))
+                batch = await self.slices.run(self._decode.slices(payload))
         except Undecodable as exc:
             batch = Batch(None, (), lost=exc.sentence if isinstance(exc, OverCeiling) else None)
             batch.rejected[exc.kind] += 1

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
+from waymark.apply.applier import Applier
 from waymark.base.metrics import Metrics
 from waymark.domain.names import Registration
 from waymark.domain.resolver import Resolver
@@ -24,6 +25,10 @@ class ServedStream(Protocol):
 
     @property
     def status(self) -> StreamStatus: ...
+
+    @property
+    def applier(self) -> Applier:
+        """Its present applier; a snapshot replaces it."""
 
     @property
     def buffered(self) -> tuple[int, int]:

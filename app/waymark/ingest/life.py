@@ -30,8 +30,10 @@ from waymark.ingest.reasons import (
     JOINED_LATE,
     OPENED_AT,
     OVER_CEILING,
+    REPAIRABLE,
     REPLAY_SILENT,
     REPLAY_WAITING,
+    SNAPSHOT_FAILED,
     seq_in,
 )
 from waymark.store.activity import ActivityKind
@@ -269,6 +271,40 @@ class Life:
         # The other reasons concern only the life that has ended.
         self.reasons &= {REPLAY_SILENT}
         await self.found()
+
+    @property
+    def wants_snapshot(self) -> bool:
+        """Whether something of this life is lost or unknown that a snapshot has, or somebody asks for a repair."""
+        return bool(self.reasons & REPAIRABLE) or self.applier.grant.change.wants_repair
+
+    async def take_snapshot(self, staged: Applier, seq: int, ts: float | None, publisher_id: bytes) -> None:
+        """Let a snapshot, which ``staged`` has applied whole, take the place of this life; it ends with batch ``seq``.
+
+        Readers see one step from the old life to the new one.
+        """
+        await self.flush()
+        await staged.take_place(Commit(seq, ts, ts, ""))
+        self.applier, self.decoder.slices = staged, staged.slices
+        self.count_passed()
+        self.begun += 1
+        self._opened_at = self._gap_at = self._unproven = None
+        self.order.begin_behind(seq, ts)
+        self.acknowledged = seq
+        self._hear(publisher_id)
+        self.prove()
+        self.reasons.clear()
+        self.details.clear()
+        self.has_written_status = True
+        await self.found()
+
+    def note_snapshot(self, outcome: str, why: str = "") -> None:
+        """Count a snapshot; ``why`` says why it could not be used."""
+        self.counters[f"snapshots.{outcome}"] += 1
+        self._metrics.snapshots.labels(outcome=outcome).inc()
+        self.reasons.discard(SNAPSHOT_FAILED)
+        if why:
+            self.reasons.add(SNAPSHOT_FAILED)
+            self.details[SNAPSHOT_FAILED] = f"{why}; it is asked for again"
 
     async def join_late(self) -> None:
         """The life began before the first batch that can be replayed. The record keeps this for the next worker."""

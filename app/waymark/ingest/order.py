@@ -90,6 +90,10 @@ class FrameOrder:
         if ts is not None and (self.newest_ts is None or ts > self.newest_ts):
             self.newest_ts = ts
 
+    def begin_behind(self, seq: int, ts: float | None) -> None:
+        """Begin a new life behind the batch ``seq``, whose bytes are not known."""
+        self.watermark, self.digest, self.newest_ts = seq, "", ts
+
     def restart(self) -> None:
         """Begin a new life: without a watermark, and without live frames of the process before."""
         self.watermark, self.digest, self.newest_ts = None, "", None

@@ -92,6 +92,10 @@ class PrefixStream:
         self._logged: set[str] = set()
 
     @property
+    def applier(self) -> Applier:
+        return self._applier
+
+    @property
     def buffered(self) -> tuple[int, int]:
         """(about how many bytes, events) that were received and are not applied yet."""
         return _BYTES_PER_EVENT * self._source.waiting, self._source.waiting

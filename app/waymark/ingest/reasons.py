@@ -12,6 +12,10 @@ REPLAY_SILENT = "replay_silent"
 REPLAY_INCOMPLETE = "replay_incomplete"
 REPLAY_WAITING = "replay_waiting"
 BUFFER_FULL = "buffer_full"
+SNAPSHOT_FAILED = "snapshot_failed"
+
+#: The reasons that a snapshot of the engine's cache ends.
+REPAIRABLE = frozenset({JOINED_LATE, BATCHES_LOST, OVER_CEILING, BUFFER_FULL})
 
 #: A flag of a life that began before a replay was answered. The seq of its first live frame follows.
 OPENED_AT = "opened_at:"
@@ -27,6 +31,7 @@ REASONS = {
     REPLAY_SILENT: "the replay endpoint does not answer",
     REPLAY_INCOMPLETE: "the last replay ended early",
     REPLAY_WAITING: "this stream waits for a place to replay (WAYMARK_REPLAYS_MAX); live frames are applied meanwhile",
+    SNAPSHOT_FAILED: "no snapshot of the engine's cache could be had; it is asked for again",
     BUFFER_FULL: "frames were dropped that no replay can recover: WAYMARK_STREAM_BUFFER_BYTES "
     "or WAYMARK_STREAM_BUFFER_FRAMES was reached",
 }

@@ -18,7 +18,7 @@ import zmq
 
 from waymark.base.errors import InvalidValue
 from waymark.ingest.frames import SEQ_BYTES, ReplayedBatch, is_end_marker, parse_replay
-from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ZmqContext, connect, open_socket
+from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ZmqContext, connect, open_socket, readable
 
 
 class ReplayOutcome(StrEnum):
@@ -104,7 +104,7 @@ class Replay:
             if seconds <= 0:
                 break
             if is_drained:
-                await self._readable(seconds)
+                await readable(self._socket, seconds)
             else:
                 await asyncio.sleep(0)
         self.outcome = ReplayOutcome.DEADLINE if self._clock() >= self._deadline else ReplayOutcome.IDLE
@@ -130,22 +130,3 @@ class Replay:
         except zmq.Again:
             return found, True
         return found, False
-
-    async def _readable(self, seconds: float) -> None:
-        """Wait until the socket may have a message, or ``seconds`` have passed.
-
-        The descriptor is edge-triggered, so the caller must first read the socket until it is empty.
-        """
-        loop = asyncio.get_running_loop()
-        readable: asyncio.Future[None] = loop.create_future()
-
-        def tell() -> None:
-            if not readable.done():
-                readable.set_result(None)
-
-        descriptor = self._socket.FD
-        loop.add_reader(descriptor, tell)
-        try:
-            await asyncio.wait([readable], timeout=seconds)
-        finally:
-            loop.remove_reader(descriptor)

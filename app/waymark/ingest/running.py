@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from waymark.apply.applier import Applier
 from waymark.apply.redis_calls import Fenced
-from waymark.apply.resuming import resumed
+from waymark.apply.resuming import resumed, staged
 from waymark.base.asker import Asker
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.logs import fields
@@ -25,6 +25,7 @@ from waymark.ingest.options import WorkerOptions
 from waymark.ingest.prefix_stream import PrefixStream
 from waymark.ingest.reasons import OPENED_AT, seq_in
 from waymark.ingest.replay_places import ReplayPlaces
+from waymark.ingest.snapshots import SnapshotSource
 from waymark.ingest.sockets import ZmqContext
 from waymark.ingest.stream import Stream
 from waymark.store.activity import ActivityKind, about
@@ -44,17 +45,23 @@ _STARTS_MAX = 16
 
 @dataclass(slots=True)
 class Running:
-    """A stream of this worker; ``stream``, ``resolver`` and ``applier`` are None until it has its lease."""
+    """A stream of this worker; ``stream`` is None until it has its lease."""
 
     claim: Claim
     foreign_ranks: frozenset[int]
     """Ranks of the stream's instance that have their own streams."""
     task: asyncio.Task[None] | None = None
     stream: ServedStream | None = None
-    resolver: Resolver | None = None
-    applier: Applier | None = None
     has_pool: bool = False
     """The stream's group has a pool that names blocks by the hashes of engines."""
+
+    @property
+    def applier(self) -> Applier | None:
+        return None if self.stream is None else self.stream.applier
+
+    @property
+    def resolver(self) -> Resolver | None:
+        return None if self.applier is None else self.applier.resolver
 
     @property
     def is_done(self) -> bool:
@@ -68,9 +75,8 @@ class Running:
     def see(self, foreign_ranks: frozenset[int], *, has_pool: bool = False) -> None:
         """Pass on which ranks of the instance have a stream of their own now, and whether the group has a pool."""
         self.foreign_ranks, self.has_pool = foreign_ranks, has_pool
-        if self.resolver is not None:
-            self.resolver.foreign_ranks = foreign_ranks
         if self.applier is not None:
+            self.applier.resolver.foreign_ranks = foreign_ranks
             self.applier.pool_hashes.is_wanted = has_pool
 
 
@@ -154,7 +160,6 @@ class StreamRunner:
             await applier.new_life()
             applier, state = await self._resumed(grant, running.foreign_ranks)
         options = self._options
-        running.resolver, running.applier = applier.resolver, applier
         applier.pool_hashes.is_wanted = running.has_pool
         if claim.registration.kind.traits.is_opaque:
             running.stream = PrefixStream(
@@ -171,7 +176,21 @@ class StreamRunner:
         ceilings = Ceilings(by.frame_bytes_max, by.batch_events_max, by.event_hashes_max, by.rejected_events_max)
         decode = decoder(claim.registration.kind, seed=by.hash_seed, ceilings=ceilings)
         life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap)
-        running.stream = Stream(life, self.context, self.places, self._metrics, options.stream)
+        snapshots = self._snapshots_of(grant)
+        running.stream = Stream(life, self.context, self.places, self._metrics, options.stream, snapshots)
+
+    def _snapshots_of(self, grant: Grant) -> SnapshotSource | None:
+        endpoint = grant.claim.registration.snapshot_endpoint
+        if endpoint is None:
+            return None
+
+        def stage(life: Life) -> Applier:
+            ranks = life.applier.resolver.foreign_ranks
+            fresh = staged(grant, self._store, self._metrics, self._options.apply, life.counters, ranks)
+            fresh.pool_hashes.is_wanted = life.applier.pool_hashes.is_wanted
+            return fresh
+
+        return SnapshotSource(endpoint, self._store.snapshots, stage)
 
     async def _resumed(
         self, grant: Grant, foreign_ranks: frozenset[int], *, is_patient: bool = True

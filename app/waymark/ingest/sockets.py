@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import sys
 import time
@@ -68,6 +69,26 @@ def connect(socket: zmq.Socket[bytes], endpoint: str, field: str) -> None:
             f"{field} {shown(endpoint)} cannot be connected to ({error.strerror}); give tcp://host:port or ipc://path"
         )
         raise InvalidValue(sentence, field=field) from error
+
+
+async def readable(socket: zmq.Socket[bytes], seconds: float) -> None:
+    """Wait until the socket may have a message, or ``seconds`` have passed.
+
+    The descriptor is edge-triggered, so the caller must first read the socket until it is empty.
+    """
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[None] = loop.create_future()
+
+    def tell() -> None:
+        if not found.done():
+            found.set_result(None)
+
+    descriptor = socket.FD
+    loop.add_reader(descriptor, tell)
+    try:
+        await asyncio.wait([found], timeout=seconds)
+    finally:
+        loop.remove_reader(descriptor)
 
 
 class LiveConnection:

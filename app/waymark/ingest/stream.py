@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from waymark.apply.applier import Incoming
+from waymark.apply.applier import Applier, Incoming
 from waymark.apply.redis_calls import Fenced
 from waymark.base.errors import InvalidValue
 from waymark.base.logs import fields
@@ -28,6 +28,7 @@ from waymark.ingest.replay_attempt import AttemptResult
 from waymark.ingest.replay_pauses import ReplayPauses
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.replaying import Replaying
+from waymark.ingest.snapshots import Snapshots, SnapshotSource
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ZmqContext
 from waymark.ingest.status_reporter import StatusReporter
 from waymark.ingest.subscriber import Subscriber
@@ -53,14 +54,24 @@ class StreamOptions:
     stream_buffer_frames: int = 20_000
     fold_batches: int = 64
     message_bytes_max: int = MESSAGE_BYTES_MAX
+    snapshot_answer_seconds: float = 30.0
+    snapshot_seconds: float = 120.0
+    snapshot_pause_seconds: float = 60.0
 
 
 class Stream:
     """Applies one publisher's stream until it is cancelled or fenced."""
 
     def __init__(
-        self, life: Life, context: ZmqContext, places: ReplayPlaces, metrics: Metrics, options: StreamOptions
+        self,
+        life: Life,
+        context: ZmqContext,
+        places: ReplayPlaces,
+        metrics: Metrics,
+        options: StreamOptions,
+        snapshots: SnapshotSource | None = None,
     ) -> None:
+        """``snapshots``: where to ask for a snapshot of the engine's cache, if that is possible."""
         registration = life.applier.grant.claim.registration
         assert registration.endpoint is not None
         self._life = life
@@ -91,6 +102,17 @@ class Stream:
             tick=self._tick,
             wake=self._subscriber.wake,
         )
+        self._snapshots = snapshots and Snapshots(
+            life,
+            snapshots,
+            context,
+            self._received,
+            answer_seconds=options.snapshot_answer_seconds,
+            seconds=options.snapshot_seconds,
+            pause_seconds=options.snapshot_pause_seconds,
+            message_bytes_max=options.message_bytes_max,
+            tick=self._tick,
+        )
         self._pauses = ReplayPauses(options.probe_seconds)
         self._answered: int | None = None
         """The number of the life whose replay the publisher has answered to the end; None after any other outcome."""
@@ -120,6 +142,8 @@ class Stream:
                     elif self._is_probe_due():
                         await self._run_replay()
                     await self._tick()
+                    if self._snapshots and self._snapshots.is_due and not self._is_replay_open:
+                        await self._take_snapshot(self._snapshots)
         except Fenced:
             log.info(
                 "the stream stops here: another worker took the stream, or its registration changed",
@@ -130,6 +154,10 @@ class Stream:
             raise
         finally:
             self._replaying.drop()
+
+    @property
+    def applier(self) -> Applier:
+        return self._life.applier
 
     @property
     def status(self) -> StreamStatus:
@@ -264,6 +292,22 @@ class Stream:
     def _place(self, incoming: Incoming) -> FramePosition:
         position = self._life.order.place(incoming.seq, incoming.digest, incoming.batch.ts)
         return self._life.judge(position, incoming.batch)
+
+    @property
+    def _is_replay_open(self) -> bool:
+        """Whether a replay, which comes before a snapshot, waits for its place, or none makes sense."""
+        return self._replaying.is_waiting or self._reporter.is_mixed
+
+    async def _take_snapshot(self, snapshots: Snapshots) -> None:
+        """Ask for a snapshot. Live frames wait meanwhile, and are applied after it."""
+        life, begun = self._life, self._life.begun
+        await snapshots.run()
+        self._heard = time.monotonic()
+        if life.begun != begun:
+            # A replay has nothing that the snapshot lacks.
+            self._answered = life.begun
+            self._dropped_asked = self._subscriber.dropped
+            self._pauses.reset()
 
     # ---- connections and replays -------------------------------------------------------------------
 

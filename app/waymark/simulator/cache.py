@@ -164,6 +164,31 @@ class PrefixCache:
                 counts[medium][block.name] += held.copies(block.key)
         return counts
 
+    def snapshot(self, chunk_blocks: int = 1000) -> list[list[WireEvent]]:
+        """Events that tell all that is held to somebody who knows nothing, in chunks of so many blocks, as vLLM's.
+
+        A chunk stores blocks with their tokens, parents first, those included that are held nowhere any more; then what
+        each medium holds, copy by copy and without tokens; and then it removes the first stores.
+        """
+        ordered: dict[int, Block] = {}
+        for held in self._media.values():
+            for block in held.blocks():
+                chain = [block]
+                while (parent := chain[-1].parent) is not None and parent.key not in ordered:
+                    chain.append(parent)
+                ordered |= {each.key: each for each in reversed(chain)}
+        blocks = list(ordered.values())
+        chunks: list[list[WireEvent]] = []
+        for start in range(0, len(blocks), chunk_blocks):
+            some = blocks[start : start + chunk_blocks]
+            events: list[WireEvent] = [self._told([block], GPU) for block in some]
+            for medium, held in self._media.items():
+                for block in some:
+                    told = BlockStored((block.name,), None, (), self.block_size, medium, kv_cache_spec_kind=None)
+                    events += [told] * held.copies(block.key)
+            chunks.append([*events, *(BlockRemoved((block.name,), GPU) for block in some)])
+        return chunks
+
     def size(self) -> dict[str, int]:
         """Per medium the number of different blocks held."""
         return {medium: sum(1 for _ in held.blocks()) for medium, held in self._media.items()}

@@ -67,6 +67,8 @@ class Encoder:
                 f"dialect {shown(dialect)} is not known; it is one of {', '.join(DIALECTS)}", field="dialect"
             )
         self.dialect = dialect
+        self.publisher_id: bytes | None = None
+        """The id of the process, the fourth element of each batch; None if there is none."""
         self._standard = _Standard(dialect == "standard-tokens", dimensions or Dimensions())
 
     def payload(self, events: Sequence[WireEvent], *, ts: float, rank: int | None = 0) -> bytes:
@@ -74,10 +76,11 @@ class Encoder:
         packed = [each for event in events for each in self._packed(event, ts, rank)]
         without_rank = rank is None and self.dialect == "vllm-list-6"
         head = msgpack.Packer(autoreset=False)
-        head.pack_array_header(2 if without_rank else 3)
+        head.pack_array_header(2 if without_rank else 3 if self.publisher_id is None else 4)
         head.pack(float(ts))
         head.pack_array_header(len(packed))
-        return b"".join([head.bytes(), *packed, b"" if without_rank else _pack(rank)])
+        tail = b"" if without_rank else _pack(rank)
+        return b"".join([head.bytes(), *packed, tail, b"" if self.publisher_id is None else _pack(self.publisher_id)])
 
     def reset(self) -> None:
         """A new process: event ids begin again."""

@@ -33,6 +33,7 @@ class SimulatedEngine:
         self.prompts = 0
         self._clock = clock
         self._batches = 0
+        publisher.snapshot = self._snapshot
 
     def start(self) -> None:
         """What an engine reports before its first prompt: SGLang that it reset its cache, vLLM nothing."""
@@ -58,6 +59,9 @@ class SimulatedEngine:
         await self.publisher.restart(rebind=rebind)
         self.start()
 
+    def _snapshot(self) -> list[tuple[int, list[WireEvent]]]:
+        return [(rank, chunk) for rank, cache in enumerate(self.caches) for chunk in cache.snapshot()]
+
     async def _publish(self, events: list[WireEvent], rank: int) -> int:
         faults = self.publisher.faults
         self._batches += 1
@@ -76,6 +80,7 @@ class SimulatedEngine:
 def build_engine(
     endpoint: str,
     replay_endpoint: str | None = None,
+    snapshot_endpoint: str | None = None,
     *,
     dialect: str = "vllm-map",
     block_size: int = 16,
@@ -119,11 +124,13 @@ def build_engine(
     publisher = SimulatedPublisher(
         endpoint,
         replay_endpoint,
+        snapshot_endpoint,
         encoder=Encoder(dialect, dimensions),
         topic=topic,
         buffer_batches=buffer_batches,
         replay_framing=replay_framing,
         linger_seconds=linger_seconds,
         faults=faults,
+        clock=clock,
     )
     return SimulatedEngine(publisher, caches, clock=clock)

@@ -56,6 +56,16 @@ class Faults(Options):
     """A replay begins this number of batches later than requested."""
     replay_hole_every: int = Field(0, ge=0)
     """Replays omit each n-th batch, always the same ones."""
+    snapshot_unavailable: int = Field(0, ge=0)
+    """The first n requests for a snapshot are answered with -2: ask later."""
+    snapshot_silent: bool = False
+    """A request for a snapshot is received and never answered."""
+    snapshot_cut: bool = False
+    """The last chunk of a snapshot ends in its middle."""
+    snapshot_other_id: bool = False
+    """The last chunk of a snapshot is of another process."""
+    snapshot_below_zero: bool = False
+    """A snapshot removes each of its blocks once too often."""
 
 
 class AnswerFaults(Options):

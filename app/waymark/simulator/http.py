@@ -112,6 +112,7 @@ class EngineHttp:
             "publisher": "zmq",
             "endpoint": _bound(publisher.endpoint),
             "replay_endpoint": None if publisher.replay_endpoint is None else _bound(publisher.replay_endpoint),
+            "snapshot_endpoint": None if publisher.snapshot_endpoint is None else _bound(publisher.snapshot_endpoint),
             "buffer_steps": 10_000,
             "hwm": 100_000,
             "max_queue_size": 100_000,

@@ -30,6 +30,9 @@ class SimulateOptions(Options):
     """The address in registrations, in place of ``host``. It is needed if ``host`` is ``0.0.0.0``."""
     base_port: int = Field(5557, ge=0)
     """Engine i publishes on port ``base_port + 2 i`` and replays on the next port. 0 means any free ports."""
+    snapshot_port: int | None = Field(None, ge=0)
+    """Engine i answers with snapshots of its cache on port ``snapshot_port + i``, names its process in each batch, and
+    sends an empty batch each second. 0 means any free ports."""
     http_port: int | None = Field(None, ge=0)
     """Engine i answers over HTTP on port ``http_port + i``. 0 means any free ports; without it there is no HTTP."""
     has_replay: bool = True
@@ -105,6 +108,15 @@ class SimulateOptions(Options):
         _require(
             self.base_port == 0 or last_port <= PORT_MAX,
             "base_port", f"is {self.base_port}; {self.engines} engines would need port {last_port}",
+        )  # fmt: skip
+        last_port = (self.snapshot_port or 0) + self.engines - 1
+        _require(
+            not self.snapshot_port or last_port <= PORT_MAX,
+            "snapshot_port", f"is {self.snapshot_port}; {self.engines} engines would need port {last_port}",
+        )  # fmt: skip
+        _require(
+            self.snapshot_port is None or self.dialect.startswith("vllm-map"),
+            "snapshot_port", f"needs a dialect that vllm-map begins, not {self.dialect}",
         )  # fmt: skip
         last_port = (self.http_port or 0) + self.engines - 1
         _require(

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
+import time
 from collections import Counter, deque
+from collections.abc import Callable
 from types import TracebackType
 
 import zmq
@@ -21,11 +24,14 @@ import zmq.asyncio
 from waymark.base.errors import InvalidValue
 from waymark.simulator.encode import Encoder, ReplayFraming
 from waymark.simulator.faults import Faults, is_due
-from waymark.simulator.wire import WireEvent
+from waymark.simulator.wire import BlockRemoved, BlockStored, WireEvent
 
 END_SEQ = b"\xff" * 8
 BIND_SECONDS = 5.0
 """The time to wait for an address that the last socket has not released yet."""
+
+BEAT_SECONDS = 1.0
+"""The pause between two empty batches, of an engine that makes snapshots."""
 
 _GARBAGE = b"\xc1 this is no batch"
 
@@ -42,6 +48,7 @@ class SimulatedPublisher:
         self,
         endpoint: str,
         replay_endpoint: str | None = None,
+        snapshot_endpoint: str | None = None,
         *,
         encoder: Encoder,
         topic: str = "",
@@ -50,10 +57,17 @@ class SimulatedPublisher:
         first_seq: int = 0,
         linger_seconds: float = 0.0,
         faults: Faults | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """With ``snapshot_endpoint`` each batch names the process, and an empty one is sent each second."""
         self.endpoint = endpoint
         self.replay_endpoint = replay_endpoint
+        self.snapshot_endpoint = snapshot_endpoint
+        self.snapshot: Callable[[], list[tuple[int, list[WireEvent]]]] = list
+        """Makes the chunks of a snapshot, each with its rank."""
         self.encoder = encoder
+        self._clock = clock
+        self._name_process()
         self.faults = faults or Faults()
         self.counts: Counter[str] = Counter()
         self.first_seq = first_seq
@@ -66,9 +80,10 @@ class SimulatedPublisher:
         self._async_context = zmq.asyncio.Context(shadow=self._context)
         self._live: zmq.Socket[bytes] | None = None
         self._replay: zmq.asyncio.Socket | None = None
+        self._snapshots: zmq.asyncio.Socket | None = None
         self._subscribers = 0
         self._tasks = asyncio.TaskGroup()
-        self._serving: asyncio.Task[None] | None = None
+        self._serving: list[asyncio.Task[None]] = []
 
     # ---- sockets ---------------------------------------------------------------------------------------
 
@@ -104,17 +119,24 @@ class SimulatedPublisher:
         if self.replay_endpoint is not None:
             self._replay = self._async_context.socket(zmq.ROUTER)
             self.replay_endpoint = await _bind(self._replay, self.replay_endpoint)
-            self._serving = self._tasks.create_task(self._serve(self._replay))
+            self._serving.append(self._tasks.create_task(self._serve(self._replay)))
+        if self.snapshot_endpoint is not None:
+            self._snapshots = self._async_context.socket(zmq.ROUTER)
+            self.snapshot_endpoint = await _bind(self._snapshots, self.snapshot_endpoint)
+            self._serving.append(self._tasks.create_task(self._serve_snapshots(self._snapshots)))
+            self._serving.append(self._tasks.create_task(self._beat()))
 
     async def down(self, *, linger_seconds: float = 0.0) -> None:
         """Close both sockets, as a lost network does: seq and buffer stay."""
-        if self._serving is not None:
-            self._serving.cancel()
-            await asyncio.wait({self._serving})
-        for socket in (self._live, self._replay):
+        for task in self._serving:
+            task.cancel()
+        if self._serving:
+            await asyncio.wait(self._serving)
+        for socket in (self._live, self._replay, self._snapshots):
             if socket is not None:
                 socket.close(linger=int(linger_seconds * 1000))
-        self._live = self._replay = self._serving = None
+        self._live = self._replay = self._snapshots = None
+        self._serving.clear()
         self._subscribers = 0
 
     async def restart(self, *, rebind: bool = False) -> None:
@@ -122,6 +144,7 @@ class SimulatedPublisher:
         if rebind:
             await self.down()
         self.encoder.reset()
+        self._name_process()
         self.next_seq = self.first_seq
         self._buffer.clear()
         self.counts["restarts"] += 1
@@ -202,6 +225,44 @@ class SimulatedPublisher:
         for topic, seq, payload in frames:
             rest = [seq, payload] if self._framing == "seq" else [topic, seq, payload]
             await socket.send_multipart([identity, b"", *rest])
+
+    # ---- snapshots -------------------------------------------------------------------------------------
+
+    def _name_process(self) -> None:
+        self.encoder.publisher_id = None if self.snapshot_endpoint is None else secrets.token_bytes(16)
+
+    async def _beat(self) -> None:
+        """Send an empty batch each second, so that a reader sees a loss soon."""
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            self.publish([], ts=self._clock())
+
+    async def _serve_snapshots(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            identity, *request = await socket.recv_multipart()
+            if request != [b"", b"snapshot"]:
+                self.counts["bad_requests"] += 1
+            elif not (self.faults.snapshot_silent or self.is_silent):
+                self.counts["snapshots"] += 1
+                await socket.send_multipart([identity, b"", *self._snapshot()])
+
+    def _snapshot(self) -> list[bytes]:
+        faults, publisher_id = self.faults, self.encoder.publisher_id
+        assert publisher_id is not None
+        if self.counts["snapshots"] <= faults.snapshot_unavailable:
+            return [(-2).to_bytes(8, "big", signed=True), publisher_id]
+        ts = self._clock()
+        chunks = [self.encoder.payload(events, ts=ts, rank=rank) for rank, events in self.snapshot()]
+        if chunks and faults.snapshot_below_zero:
+            rank, events = self.snapshot()[-1]
+            removed = [event for event in events if isinstance(event, BlockRemoved)]
+            removed *= 1 + max(Counter(e.block_hashes for e in events if isinstance(e, BlockStored)).values())
+            chunks.append(self.encoder.payload(list(removed), ts=ts, rank=rank))
+        if chunks and faults.snapshot_cut:
+            chunks[-1] = chunks[-1][: len(chunks[-1]) // 2]
+        if chunks and faults.snapshot_other_id:
+            chunks[-1] = chunks[-1].replace(publisher_id, bytes(16))
+        return [(self.next_seq - 1).to_bytes(8, "big", signed=True), publisher_id, *chunks]
 
 
 async def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, endpoint: str) -> str:

@@ -179,6 +179,11 @@ def _prompts(options: SimulateOptions) -> Iterator[SimulatedPrompt]:
     return conversations(options.seed, lora_names=options.lora_names, cache_salts=options.cache_salts)
 
 
+def _port(first: int, i: int) -> int:
+    """The port of engine ``i``; 0: any free one."""
+    return first + i if first else 0
+
+
 def _instance(options: SimulateOptions, i: int) -> str:
     return f"{options.instance_prefix}-{i}"
 
@@ -189,6 +194,7 @@ def _engine(options: SimulateOptions, i: int) -> SimulatedEngine:
     return build_engine(
         f"tcp://{options.host}:{port}",
         f"tcp://{options.host}:{replay_port}" if options.has_replay else None,
+        None if options.snapshot_port is None else f"tcp://{options.host}:{_port(options.snapshot_port, i)}",
         dialect=options.dialect,
         block_size=options.block_size,
         gpu_blocks=options.gpu_blocks,
@@ -210,7 +216,7 @@ def _http(options: SimulateOptions, port: int, i: int, engine: SimulatedEngine) 
     return EngineHttp(
         engine,
         host=options.host,
-        port=port + i if port else 0,
+        port=_port(port, i),
         model_name=options.model_name,
         block_size=options.block_size,
         gpu_blocks=options.gpu_blocks,
@@ -226,6 +232,7 @@ async def _register(options: SimulateOptions, base_url: str, i: int, engine: Sim
     fields = {
         "endpoint": _advertised(options, engine.publisher.endpoint),
         "replay_endpoint": _advertised(options, engine.publisher.replay_endpoint),
+        "snapshot_endpoint": _advertised(options, engine.publisher.snapshot_endpoint),
         "type": kind,
         "model": options.model_name,
         "instance_id": _instance(options, i),

@@ -49,6 +49,7 @@ class ActivityKind(StrEnum):
     LOST = "lost"
     FOUND = "found"
     SWEEP = "sweep"
+    SNAPSHOT = "snapshot"
 
 
 class ActivityEntry(NamedTuple):

@@ -36,6 +36,7 @@ _SCOPES: tuple[Scope, ...] = get_args(Scope)
 _COPIES: tuple[Copies, ...] = get_args(Copies)
 _ORIGINS: tuple[OriginKind, ...] = get_args(OriginKind)
 _SEQ_COUNTERS: tuple[SeqCounter, ...] = get_args(SeqCounter)
+_SOCKETS = ("endpoint", "replay_endpoint", "snapshot_endpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Claim:
         if self.is_leaving:
             ids["leaving"] = True
         if self.successor is not None:
-            to = {"endpoint": self.successor.endpoint, "replay_endpoint": self.successor.replay_endpoint}
+            to = {name: getattr(self.successor, name) for name in _SOCKETS}
             named = {name: value for name, value in to.items() if value is not None}
             ids["moves_to"] = (
                 named | changed_fields(self.successor.target) | _origin(self.successor) | _options_of(self.successor)
@@ -99,6 +100,7 @@ class Claim:
             object_shards=of.integer("object_shards", 1, OBJECT_SHARDS_MAX) if of.has("object_shards") else 0,
             is_further=of.flag("further"),
             topic=of.optional_text("topic"),
+            snapshot_endpoint=of.optional_text("snapshot_endpoint"),
         )
         return cls(
             registration,
@@ -169,6 +171,7 @@ def _successor(of: Document, registration: Registration) -> Registration | None:
         registration,
         endpoint=to.optional_text("endpoint"),
         replay_endpoint=to.optional_text("replay_endpoint"),
+        snapshot_endpoint=to.optional_text("snapshot_endpoint"),
         target=target_of(to),
         origin=_origin_of(to),
         prefixes=_prefixes_of(to),

@@ -57,12 +57,16 @@ class Index:
         event_ids: Mapping[int, int] | None = None,
         *,
         hold: RenewLease | None = None,
+        is_staged: bool = False,
     ) -> Verdict:
         """Apply parts in order and then, with ``commit``, move the watermark.
 
         All calls for one fold pass the same ``moves``, which notes each block that found no slot in its planned place,
         and the place that it got instead. ``event_ids`` maps holder ids to the last event_id of the batches. The script
         that moves the watermark also writes these event_ids; without ``commit``, the last script writes them.
+
+        With ``is_staged`` the parts belong to holders that take the place of others later, so the present watermark
+        does not say whether they were applied.
 
         With ``hold`` the calls wait until the pacer admits them; without it they are sent at once.
 
@@ -72,9 +76,9 @@ class Index:
         """
         events: list[Arg] = [word for pair in (event_ids or {}).items() for word in pair]
         if grant.shards == 1:
-            return await self._apply_shard(grant, 0, parts, moves, commit, events, hold)
+            return await self._apply_shard(grant, 0, parts, moves, commit, events, hold, is_staged)
         for wave in waves_of(parts):
-            verdict = await self._apply_wave(grant, wave, moves, hold)
+            verdict = await self._apply_wave(grant, wave, moves, hold, is_staged)
             if verdict in (Verdict.FENCED, Verdict.LOST):
                 return verdict
         if commit is None and not events:
@@ -96,13 +100,16 @@ class Index:
             grant.moved_shards.difference_update(moved)
         return outcome.verdict
 
-    async def _apply_wave(self, grant: Grant, parts: Sequence[Part], moves: Moves, hold: RenewLease | None) -> Verdict:
+    async def _apply_wave(
+        self, grant: Grant, parts: Sequence[Part], moves: Moves, hold: RenewLease | None, is_staged: bool
+    ) -> Verdict:
         """Apply parts on their shards: on shard 0, and then on the others in parallel."""
         by_shard: dict[int, list[Part]] = {}
         for part in parts:
             by_shard.setdefault(part.place.shard(grant.shards), []).append(part)
         # Shard 0 has the watermark and the holders. If it has lost writes, no other shard may receive later ones.
-        verdict = await self._apply_shard(grant, 0, by_shard.pop(0, []), moves, None, hold=hold)
+        first = by_shard.pop(0, [])
+        verdict = await self._apply_shard(grant, 0, first, moves, None, hold=hold, is_staged=is_staged)
         if verdict in (Verdict.FENCED, Verdict.LOST):
             return verdict
         verdicts = await asyncio.gather(
@@ -123,12 +130,16 @@ class Index:
         commit: Commit | None,
         events: Sequence[Arg] = (),
         hold: RenewLease | None = None,
+        is_staged: bool = False,
     ) -> Verdict:
         calls = ApplyCalls(parts, moves, keys.block_prefix(grant.group_id, shard))
         while True:
             call = calls.next()
             is_last = not calls.are_left
-            outcome = await self._call(grant, shard, call, commit if is_last else None, events if is_last else (), hold)
+            record = grant.record if shard == 0 and not is_staged else None
+            outcome = await self._call(
+                grant, shard, call, record, commit if is_last else None, events if is_last else (), hold
+            )
             verdict = outcome.verdict
             if verdict in (Verdict.FENCED, Verdict.LOST):
                 return verdict
@@ -147,6 +158,7 @@ class Index:
         grant: Grant,
         shard: int,
         sent: ApplyCall,
+        record: str | None,
         commit: Commit | None,
         events: Sequence[Arg],
         hold: RenewLease | None,
@@ -158,7 +170,7 @@ class Index:
             [keys.engine(grant.group_id, shard, holder) for holder in sent.holders],
             sent.rows,
             keys.branches(grant.group_id, shard),
-            grant.record if shard == 0 else None,
+            record,
             grant.publisher,
             grant.token,
             *_watermark(commit),

@@ -38,6 +38,8 @@ RESPONSES_DUE = "wm:responses:due:{wm:responses}"
 RESPONSES_COPIED = "wm:responses:copied:{wm:responses}"
 RESPONSES_QUEUE = "wm:responses:queue:{wm:responses}"
 INCARNATION = "wm:birth"
+#: The places for snapshots of engines; the keys of the sockets that were asked are in its slot.
+SNAPSHOTS = "wm:snapshots"
 #: The channel that announces changes of registrations. A message only makes workers read the registrations again.
 CONTROL = "wm:control"
 
@@ -86,6 +88,11 @@ def entries(group_id: int) -> str:
 def hashes(group_id: int, number: int | None = None) -> str:
     """Blocks of a group by engine hash: one generation, or without ``number`` the number of the newest generation."""
     return f"wm:{_tag(group_id)}:{'hashes' if number is None else f'hash:{number}'}"
+
+
+def snapshot_asked(socket: str) -> str:
+    """The last snapshot that was asked from a socket. ``socket`` has 16 hex digits."""
+    return f"wm:snapshot:{{{SNAPSHOTS}}}:{socket}"
 
 
 def reservations(group_id: int) -> str:

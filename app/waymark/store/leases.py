@@ -31,6 +31,8 @@ class HolderChange:
     """The last change of holders that Redis has acknowledged under a grant."""
 
     nonce: str = ""
+    wants_repair: bool = False
+    """Somebody has asked for a repair of the stream, and no snapshot has come since."""
 
 
 class PublisherIds(Protocol):
@@ -197,8 +199,13 @@ class Leases:
         return holder if counter is None else None
 
     async def renew(self, grant: Grant, seconds: float) -> bool:
-        """Renew the lease for ``seconds``; False if another worker has the stream."""
+        """Renew the lease for ``seconds``; False if another worker has the stream.
+
+        ``grant.change`` says afterwards whether a repair is asked for.
+        """
         outcome = await self._scripts.renew_lease(grant.lease, grant.record, grant.token, max(1, int(seconds * 1000)))
+        if outcome.is_applied:
+            grant.change.wants_repair = outcome.numbers[0] == 1
         return outcome.is_applied
 
     async def drop(self, grant: Grant) -> None:

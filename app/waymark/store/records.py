@@ -12,14 +12,16 @@ from typing import TypedDict
 
 from waymark.base.errors import RecordDamaged
 from waymark.domain.names import Holder, HolderName
+from waymark.domain.parts import Commit
 from waymark.domain.status import StreamStatus
 from waymark.store import keys
+from waymark.store.claims import Claim
 from waymark.store.holder_tables import decode_table, encode_holder
 from waymark.store.leases import Grant, random_nonce
 from waymark.store.parsing import RecordParser
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Arg, Scripts
-from waymark.store.stream_fields import COUNTER, EVENT, HOLDER, SHARD, StreamFields, holder_id
+from waymark.store.stream_fields import COUNTER, EVENT, HOLDER, SHARD, STAGED, StreamFields, holder_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class StreamRecord:
     """The nonce of the last change of holders under the present token; '' for none."""
     last_event_id: str = ""
     """For an event stream over HTTP: the ``id`` of the last event that was applied."""
+    has_staged: bool = False
+    """Whether there are holders of a snapshot that did not become whole: they have to end."""
     is_damaged: bool = False
     """Whether the watermark, or a field that names a holder, cannot be read: the life of the stream has to end."""
 
@@ -117,6 +121,7 @@ class Records:
             status=fields.status(),
             change=change if by == grant.token else "",
             last_event_id=fields.text("last_event_id"),
+            has_staged=fields.has_any(STAGED),
             is_damaged=fields.is_damaged(("watermark", "main_groups", HOLDER, EVENT, SHARD)),
         )
 
@@ -176,6 +181,74 @@ class Records:
         if is_restart:
             grant.moved_shards.clear()
         return ids
+
+    async def stage(self, grant: Grant, begin: Sequence[NewHolder], above: int, nonce: str) -> list[int] | None:
+        """Begin holders that no reader sees, and return their ids, in order; None if fenced."""
+        return await self._stage(grant, "begin", begin, above=above, nonce=nonce)
+
+    async def drop_staged(self, grant: Grant, nonce: str) -> bool:
+        """End the holders that no reader sees; False if fenced."""
+        return await self._stage(grant, "drop", [], nonce=nonce) is not None
+
+    async def take_staged(
+        self, grant: Grant, commit: Commit, facts: Facts, begin: Sequence[NewHolder], nonce: str
+    ) -> bool:
+        """End all live holders, and let those in ``begin``, which were staged, be live instead; False if fenced.
+
+        The record has this watermark and these flags afterwards, and none of the old life.
+        """
+        moved = sorted(grant.moved_shards)
+        shards: list[Arg] = [word for shard in moved for word in (shard, grant.calls[shard])]
+        ids = await self._stage(grant, "take", begin, nonce=nonce, commit=commit, facts=facts, shards=shards)
+        if ids is None:
+            return False
+        grant.moved_shards.difference_update(moved)
+        return True
+
+    async def _stage(
+        self,
+        grant: Grant,
+        step: str,
+        begin: Sequence[NewHolder],
+        *,
+        nonce: str,
+        above: int = 0,
+        commit: Commit | None = None,
+        facts: Facts | None = None,
+        shards: Sequence[Arg] = (),
+    ) -> list[int] | None:
+        facts = facts or {}
+        outcome = await self._scripts.stage_life(
+            keys.holders(grant.group_id),
+            grant.record,
+            keys.fence(grant.group_id, 0),
+            keys.dead(grant.group_id),
+            grant.publisher,
+            grant.token,
+            grant.calls.get(0, 0),
+            grant.change.nonce,
+            nonce,
+            above,
+            step,
+            nonce,
+            "" if commit is None else commit.watermark,
+            "" if commit is None or commit.ts is None else str(commit.ts),
+            facts.get("flags", ""),
+            facts.get("main_groups", ""),
+            shards,
+            [arg for each in begin for arg in (str(each.name), encode_holder(each.holder))],
+        )
+        if not outcome.is_applied:
+            return None
+        calls, *ids = outcome.numbers
+        grant.acknowledged(0, calls)
+        grant.change.nonce = nonce
+        return ids
+
+    async def ask_repair(self, claim: Claim) -> bool:
+        """Ask the worker of a stream to repair it; False if the publisher is gone."""
+        outcome = await self._scripts.ask_repair(keys.record(claim.group_id, claim.publisher), random_nonce())
+        return outcome.is_applied
 
     async def write(self, grant: Grant, facts: Facts, counters: Mapping[str, int]) -> bool:
         """Write facts and counters (absolute values); False if fenced."""

@@ -140,6 +140,39 @@ class Scripts:
         args: list[Arg] = [publisher, token, calls, before, version, above, unit, life, *begin]
         return await self._run("new_life", [holders, record, fence, dead], args)
 
+    async def stage_life(
+        self,
+        holders: str,
+        record: str,
+        fence: str,
+        dead: str,
+        publisher: int,
+        token: str,
+        calls: int,
+        before: str,
+        version: str,
+        above: int,
+        step: str,
+        life: str,
+        watermark: Arg,
+        ts: Arg,
+        flags: str,
+        main_groups: str,
+        shards: Sequence[Arg],
+        begin: Sequence[Arg],
+    ) -> Outcome:
+        args: list[Arg] = [publisher, token, calls, before, version, above, step, life, watermark, ts, flags]
+        args += (main_groups, len(shards) // 2, *shards, *begin)
+        return await self._run("stage_life", [holders, record, fence, dead], args)
+
+    async def hold_snapshot(
+        self, snapshots: str, asked: str, holder: str, milliseconds: int, pause: int, most: int
+    ) -> Outcome:
+        return await self._run("hold_snapshot", [snapshots, asked], [holder, milliseconds, pause, most])
+
+    async def ask_repair(self, record: str, nonce: str) -> Outcome:
+        return await self._run("ask_repair", [record], [nonce])
+
     async def raise_fence(self, fence: str, publisher: int, token: str) -> Outcome:
         return await self._run("raise_fence", [fence], [publisher, token])
 

@@ -41,6 +41,7 @@ from waymark.store.reservations import Reservations
 from waymark.store.responses import StoredResponses
 from waymark.store.scripts import Scripts
 from waymark.store.selections import Selections
+from waymark.store.snapshots import SnapshotPlaces
 from waymark.store.speculative import Speculative
 from waymark.store.sweep import Sweeper
 from waymark.store.takeover import Takeover
@@ -104,6 +105,7 @@ class Store:
         self.hashes = EngineHashes(client, self.scripts)
         self.selections = Selections(client, self.scripts)
         self.speculative = Speculative(client)
+        self.snapshots = SnapshotPlaces(self.scripts)
         self.prefixes = Prefixes(client, self.scripts)
         self.answers = StoredAnswers(client, self.scripts)
         self.placements = Placements(client, self.scripts)

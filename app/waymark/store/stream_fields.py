@@ -25,6 +25,8 @@ MISSING = "missing"
 
 #: The names of fields with the ids of live holders, and with the last event_ids of holders, begin with these.
 HOLDER, EVENT = "holder:", "event:"
+#: The names of fields with the ids of holders that no reader sees yet begin with this.
+STAGED = "staged:"
 #: The names of fields with the number of acknowledged calls of a shard begin with this.
 SHARD = "shard:"
 _HOLDER_ID = re.compile(r"[0-9]{1,16}")
@@ -52,6 +54,10 @@ class StreamFields:
     def is_damaged(self, beginnings: tuple[str, ...]) -> bool:
         """Whether a requested field whose name begins with one of ``beginnings`` could not be read."""
         return any(name.startswith(beginnings) for name in self._damaged)
+
+    def has_any(self, beginning: str) -> bool:
+        """Whether there is a field whose name begins so."""
+        return any(name.startswith(beginning) for name in self._fields)
 
     def text(self, name: str) -> str:
         return lenient_text(self._fields.get(name, b""))

@@ -28,7 +28,9 @@ from waymark.base.shown import SHOWN_MAX, kind, shown, shown_url
 #: Fields whose values are secrets of a tenant; an error names them and shows nothing.
 _SECRET = frozenset({"additionalsalt", "additional_salt", "cache_salt"})
 #: Fields whose values may hold a password.
-_URLS = frozenset({"url", "address", "metrics_url", "endpoint", "replay_endpoint", "medium_endpoints"})
+_URLS = frozenset(
+    {"url", "address", "metrics_url", "endpoint", "replay_endpoint", "snapshot_endpoint", "medium_endpoints"}
+)
 
 _STATUS_OF_REASON = {"too_large": 413, "unsupported_content_type": 415}
 

@@ -1,0 +1,92 @@
+"""Asks an engine for a snapshot of its cache, and reads the reply.
+
+The request is what a REQ socket would send: an empty frame and ``snapshot``. The reply is one message: the seq of the
+last batch that the snapshot includes (signed), the id of the process, and chunks, which are batches. libzmq delivers a
+message when it is whole, so an engine that dies in the middle is silent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import zmq
+
+from waymark.base.shown import several
+from waymark.ingest.frames import SEQ_BYTES
+from waymark.ingest.sockets import ZmqContext, connect, open_socket, readable
+
+REQUEST: Final = b"snapshot"
+PUBLISHER_ID_BYTES: Final = 16
+NOTHING_RECORDED: Final = -1
+"""The seq of an engine that has published nothing yet."""
+UNAVAILABLE: Final = -2
+"""The seq of an engine that cannot make a snapshot now."""
+BYTES_MAX: Final = 256 * 2**20
+"""vLLM's own bound on a reply."""
+
+_TICK_SECONDS = 0.25
+
+
+class BadSnapshot(Exception):
+    """The sentence says why a snapshot cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    seq: int
+    publisher_id: bytes
+    chunks: deque[zmq.Frame]
+    """Payloads of batches. Whoever applies one takes it out, so that its memory is free."""
+
+
+def parse(parts: Sequence[zmq.Frame]) -> Snapshot:
+    """Read a reply, with or without the empty frame at its beginning. Raises BadSnapshot."""
+    frames = list(parts[1:] if parts and not len(parts[0]) else parts)
+    size = sum(map(len, frames))
+    if size > BYTES_MAX:
+        raise BadSnapshot(f"its snapshot has {size} bytes, and at most {BYTES_MAX} are read")
+    if not frames or len(frames[0]) != SEQ_BYTES:
+        raise BadSnapshot(f"the answer of its snapshot_endpoint does not begin with a number of {SEQ_BYTES} bytes")
+    seq = int.from_bytes(frames[0].bytes, "big", signed=True)
+    if seq < UNAVAILABLE:
+        raise BadSnapshot(f"its snapshot ends with batch {seq}, which is no number of a batch")
+    publisher_id = frames[1].bytes if len(frames) > 1 else b""
+    if seq != UNAVAILABLE and len(publisher_id) != PUBLISHER_ID_BYTES:
+        raise BadSnapshot(f"its snapshot has no publisher_id of {PUBLISHER_ID_BYTES} bytes")
+    if seq < 0 and len(frames) > 2:
+        raise BadSnapshot(f"its snapshot ends with batch {seq} and has {several(len(frames) - 2, 'chunk')}")
+    return Snapshot(seq, publisher_id, deque(frames[2:]))
+
+
+async def ask(
+    context: ZmqContext,
+    endpoint: str,
+    *,
+    seconds: float,
+    message_bytes_max: int,
+    between: Callable[[], Awaitable[bool]],
+) -> Snapshot | None:
+    """Ask ``endpoint``, and return its snapshot; None if none comes within ``seconds``.
+
+    ``between`` is awaited several times a second; if it returns False, nobody needs the snapshot any more. Raises
+    BadSnapshot; InvalidValue if libzmq cannot read the endpoint, OSError if no socket is free.
+    """
+    deadline = time.monotonic() + seconds
+    socket = open_socket(context, zmq.DEALER, endpoint, message_bytes_max)
+    try:
+        connect(socket, endpoint, "snapshot_endpoint")
+        socket.send_multipart([b"", REQUEST], zmq.NOBLOCK)
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                return parse(socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            except zmq.Again:
+                await readable(socket, min(left, _TICK_SECONDS))
+            if not await between():
+                return None
+        return None
+    finally:
+        socket.close(0)

@@ -1,0 +1,241 @@
+"""The snapshots of one stream: when one is asked for, and how it takes the place of what the stream knew.
+
+A snapshot comes after a replay, and before the stream stays degraded. It is applied to a life that readers do not see;
+what it lacks of the live frames is applied after it, as after a replay. If it cannot be used, the stream goes on as it
+was, and asks again later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Final
+
+from waymark.apply.applier import Applier, Incoming
+from waymark.base.errors import InvalidValue, StoreUnavailable
+from waymark.base.logs import fields
+from waymark.domain.events import Cleared, PlainEvents
+from waymark.ingest.frames import digest
+from waymark.ingest.life import Life
+from waymark.ingest.received import ReceivedFrames
+from waymark.ingest.snapshot import NOTHING_RECORDED, UNAVAILABLE, BadSnapshot, Snapshot, ask
+from waymark.ingest.sockets import ZmqContext
+from waymark.store.activity import ActivityKind
+from waymark.store.snapshots import SnapshotPlaces, new_place
+
+log = logging.getLogger(__name__)
+
+BLOCKS_MAX: Final = 1_000_000
+"""vLLM's own bound on the blocks of a snapshot."""
+PAUSE_SECONDS_MAX: Final = 600.0
+
+
+class SnapshotOutcome(StrEnum):
+    COMPLETE = "complete"
+    UNAVAILABLE = "unavailable"
+    """The engine cannot make one now."""
+    SILENT = "silent"
+    """The engine did not answer in time."""
+    REFUSED = "refused"
+    """What came contradicts itself, is cut short, or is above a bound."""
+    INTERRUPTED = "interrupted"
+    """The connection ended, or the time did, before it was whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSource:
+    """What a stream needs for snapshots."""
+
+    endpoint: str
+    places: SnapshotPlaces
+    stage: Callable[[Life], Applier]
+    """Makes an applier whose life readers do not see."""
+
+
+class Snapshots:
+    """Asks for snapshots, one at a time. ``tick`` is called several times a second meanwhile."""
+
+    def __init__(
+        self,
+        life: Life,
+        source: SnapshotSource,
+        context: ZmqContext,
+        received: ReceivedFrames,
+        *,
+        answer_seconds: float,
+        seconds: float,
+        pause_seconds: float,
+        message_bytes_max: int,
+        tick: Callable[[], Awaitable[None]],
+    ) -> None:
+        """``pause_seconds``: at least so long an engine is not asked again; after failures the pause doubles."""
+        self._life = life
+        self._source = source
+        self._context = context
+        self._received = received
+        self._answer_seconds = answer_seconds
+        self._seconds = seconds
+        self._pause_seconds = self._pause = pause_seconds
+        self._message_bytes_max = message_bytes_max
+        self._tick = tick
+        self._due = 0.0
+        self._repairs = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to ask now: something is lost, and frames of this connection show that the subscription works."""
+        wants_repair = self._life.applier.grant.change.wants_repair
+        if wants_repair and not self._repairs:
+            self._due = 0.0
+        self._repairs = wants_repair
+        if not self._life.wants_snapshot or time.monotonic() < self._due:
+            return False
+        return self._received.is_unbroken and self._life.order.last_live is not None
+
+    async def run(self) -> None:
+        """Ask for a snapshot and apply it, if this engine may be asked now. Raises Fenced."""
+        life, source, place = self._life, self._source, new_place()
+        socket = digest(source.endpoint.encode())
+        place = await life.applier.calls.answered(
+            lambda: source.places.take(place, socket, self._seconds, self._pause_seconds)
+        )
+        if place.wait_seconds:
+            self._due = time.monotonic() + min(place.wait_seconds, self._pause_seconds)
+            return
+        began = time.monotonic()
+        try:
+            outcome, why = await self._take(began + self._seconds)
+        finally:
+            await self._release(lambda: source.places.release(place, socket))
+        life.note_snapshot(outcome, why)
+        about = fields(stream=life.name, seconds=round(time.monotonic() - began, 3), outcome=outcome)
+        if outcome is SnapshotOutcome.COMPLETE:
+            self._pause = self._pause_seconds
+            blocks = life.applier.resolver.memory.blocks
+            life.applier.happened(ActivityKind.SNAPSHOT, f"{blocks} blocks")
+            log.info("a snapshot has taken the place of what was known", extra=about | fields(blocks=blocks))
+        else:
+            log.warning("a snapshot could not be used; it is asked for again", extra=about | fields(why=why))
+        self._due = time.monotonic() + self._pause
+        if outcome is not SnapshotOutcome.COMPLETE:
+            self._pause = min(2 * self._pause, PAUSE_SECONDS_MAX)
+
+    async def _take(self, deadline: float) -> tuple[SnapshotOutcome, str]:
+        """Ask, and apply the answer; the outcome, and why it is not complete."""
+        try:
+            snapshot = await ask(
+                self._context,
+                self._source.endpoint,
+                seconds=self._answer_seconds,
+                message_bytes_max=self._message_bytes_max,
+                between=self._may_go_on,
+            )
+            if snapshot is None and not self._received.is_unbroken:
+                return SnapshotOutcome.INTERRUPTED, "the connection ended before a snapshot came"
+            if snapshot is None:
+                return SnapshotOutcome.SILENT, f"no snapshot came within {self._answer_seconds:g} s"
+            if snapshot.seq == UNAVAILABLE:
+                return SnapshotOutcome.UNAVAILABLE, "the engine cannot make a snapshot now"
+            if snapshot.seq == NOTHING_RECORDED:
+                return await self._begin_empty(snapshot)
+            return await self._apply(snapshot, deadline)
+        except (BadSnapshot, InvalidValue, OSError) as exc:
+            return SnapshotOutcome.REFUSED, str(exc)
+
+    async def _may_go_on(self) -> bool:
+        await self._tick()
+        return self._received.is_unbroken
+
+    async def _begin_empty(self, snapshot: Snapshot) -> tuple[SnapshotOutcome, str]:
+        """The engine has published nothing: what was known is of a process before it."""
+        life = self._life
+        if snapshot.publisher_id == life.publisher_id:
+            raise BadSnapshot("its snapshot says that it has published nothing, but batches of that process have come")
+        if life.order.watermark is not None:
+            await life.begin_anew("the snapshot of another publisher_id")
+        life.applier.grant.change.wants_repair = False
+        return SnapshotOutcome.COMPLETE, ""
+
+    async def _apply(self, snapshot: Snapshot, deadline: float) -> tuple[SnapshotOutcome, str]:
+        """Apply the chunks to a life that readers do not see, and let it take the place of the old one."""
+        life, watermark = self._life, self._life.order.watermark
+        if snapshot.publisher_id == life.publisher_id and watermark is not None and snapshot.seq < watermark:
+            raise BadSnapshot(f"its snapshot ends with batch {snapshot.seq}, and batch {watermark} is applied already")
+        staged, ts = self._source.stage(life), None
+        is_whole = False
+        try:
+            for seq, payloads in _numbered(snapshot):
+                incoming = await self._decoded(seq, payloads, snapshot.publisher_id)
+                await staged.apply([incoming], None)
+                ts = incoming.batch.ts if ts is None else max(ts, incoming.batch.ts or ts)
+                _check(staged)
+                await self._tick()
+                if time.monotonic() > deadline:
+                    return SnapshotOutcome.INTERRUPTED, f"a snapshot was not applied within {self._seconds:g} s"
+            await life.take_snapshot(staged, snapshot.seq, ts, snapshot.publisher_id)
+            is_whole = True
+        except BadSnapshot:
+            await staged.drop_staged()
+            raise
+        else:
+            if not is_whole:
+                await staged.drop_staged()
+        return SnapshotOutcome.COMPLETE, ""
+
+    async def _decoded(self, seq: int, payloads: list[bytes], publisher_id: bytes) -> Incoming:
+        """The batch of one or more chunks. Raises BadSnapshot if they cannot be read whole."""
+        found: list[Incoming] = []
+        for payload in payloads:
+            incoming = await self._life.decoder.decode(seq, payload, b"")
+            if incoming is None:
+                raise BadSnapshot(f"its snapshot ends with batch {seq}, which is no number of a batch")
+            batch = incoming.batch
+            if batch.rejected:
+                kind, sample = next(iter(batch.samples.items()), (next(iter(batch.rejected)), ""))
+                raise BadSnapshot(f"a chunk of its snapshot cannot be read: {batch.lost or sample or kind}")
+            if batch.publisher_id != publisher_id:
+                raise BadSnapshot("a chunk of its snapshot is of another publisher_id than the snapshot")
+            if type(batch.events) is not PlainEvents and any(isinstance(each, Cleared) for each in batch.events):
+                raise BadSnapshot("a chunk of its snapshot clears the cache")
+            found.append(incoming)
+        first = found[0]
+        if len(found) == 1:
+            return first
+        events = tuple(event for each in found for event in each.batch.events)
+        return Incoming(seq, "", replace(first.batch, events=events), sum(each.size for each in found))
+
+    async def _release(self, call: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await asyncio.shield(asyncio.ensure_future(call()))
+        except StoreUnavailable as exc:
+            # The place ends by itself.
+            log.debug("place of a snapshot not released", extra=fields(error=exc.sentence))
+
+
+def _numbered(snapshot: Snapshot) -> Iterator[tuple[int, list[bytes]]]:
+    """The chunks with numbers that rise up to that of the snapshot, below those of the batches that follow it.
+
+    If there are more chunks than numbers, the last ones are one batch.
+    """
+    chunks, seq = snapshot.chunks, 0
+    while chunks:
+        if seq < snapshot.seq:
+            yield seq, [chunks.popleft().bytes]
+        else:
+            rest = [chunk.bytes for chunk in chunks]
+            chunks.clear()
+            yield seq, rest
+        seq += 1
+
+
+def _check(staged: Applier) -> None:
+    """Raise BadSnapshot if what was applied so far cannot be the beginning of a snapshot."""
+    resolver = staged.resolver
+    if resolver.below_zero:
+        raise BadSnapshot("its snapshot removes a block of which no copy is left")
+    if resolver.memory.blocks > BLOCKS_MAX:
+        raise BadSnapshot(f"its snapshot has more than {BLOCKS_MAX} blocks (snapshot_max_blocks)")

@@ -1,0 +1,113 @@
+"""Snapshots of an engine's cache: what no replay has is known again, exactly, and by one request for all workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.conftest import wait_until
+from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, Bench, Pod
+from tests.patience import patient
+from waymark.ingest.stream import StreamOptions
+
+SNAPSHOTS: StreamOptions = replace(QUICK, snapshot_pause_seconds=0.3, snapshot_answer_seconds=patient(1.0))
+LOSSY: dict[str, Any] = {"has_snapshots": True, "buffer_batches": 2, "repeat_rate": 0.5, "gpu_blocks": 24}
+
+
+async def lose(pod: Pod, prompts: int = 12) -> None:
+    """Batches that neither a subscriber nor a replay has."""
+    with pod.dropping():
+        await pod.work(prompts)
+    await pod.work(3)
+
+
+async def has_snapshots(pod: Pod, outcome: str = "complete", most: int | None = None) -> None:
+    async def has() -> bool:
+        return (await pod.state()).counters.get(f"snapshots.{outcome}", 0) > 0
+
+    await wait_until(has, f"a snapshot was {outcome}", PATIENCE_SECONDS)
+    assert most is None or pod.publisher.counts["snapshots"] <= most
+
+
+async def test_a_hole_is_filled_by_one_snapshot(bench: Bench) -> None:
+    pod = await bench.pod(**LOSSY)
+    await bench.worker(options=SNAPSHOTS)
+    await pod.at_work(8)
+    assert pod.publisher.counts["snapshots"] == 0
+    await lose(pod)
+    await has_snapshots(pod)
+    await pod.has_status("active")
+    await pod.work(20)
+    await pod.agrees()
+    assert pod.publisher.counts["snapshots"] == 1
+    assert (await pod.state()).known == 1.0
+    await bench.is_swept()
+    assert not await bench.strangers()
+
+
+async def test_an_engine_that_is_registered_late_is_known_whole(bench: Bench) -> None:
+    pod = await bench.pod(**LOSSY)
+    await pod.work(30)
+    await bench.worker(options=SNAPSHOTS)
+    await has_snapshots(pod)
+    await pod.agrees()
+    await pod.work(20)
+    await pod.agrees()
+    await pod.has_status("active")
+
+
+async def test_a_hole_without_a_replay_endpoint(bench: Bench) -> None:
+    pod = await bench.pod(has_replay=False, **LOSSY)
+    await bench.worker(options=SNAPSHOTS)
+    await pod.at_work(4)
+    await lose(pod)
+    await has_snapshots(pod)
+    await pod.agrees()
+    await pod.has_status("active")
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome", "why"),
+    [
+        ({"snapshot_unavailable": 1}, "unavailable", ""),
+        ({"snapshot_silent": True}, "silent", "no snapshot came"),
+        ({"snapshot_cut": True}, "refused", "cannot be read"),
+        ({"snapshot_other_id": True}, "refused", "another publisher_id"),
+        ({"snapshot_below_zero": True}, "refused", "no copy is left"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+async def test_a_snapshot_that_cannot_be_used_is_asked_for_again(
+    bench: Bench, fault: dict[str, Any], outcome: str, why: str
+) -> None:
+    pod = await bench.pod(**LOSSY)
+    hand = await bench.worker(options=SNAPSHOTS)
+    await pod.at_work(4)
+    pod.fault(**fault)
+    before = (await bench.record(pod.name))["life"]
+    await lose(pod)
+    await has_snapshots(pod, outcome)
+    if why:
+        await pod.says(why)
+        await pod.has_status("degraded")
+        assert (await bench.record(pod.name))["life"] == before, "what was known stays"
+    assert hand.metric("snapshots_total", outcome=outcome) >= 1
+    pod.fault(snapshot_silent=False, snapshot_cut=False, snapshot_other_id=False, snapshot_below_zero=False)
+    await has_snapshots(pod)
+    await pod.agrees()
+    await pod.has_status("active")
+    await bench.is_swept()
+    assert not await bench.strangers()
+
+
+async def test_a_restart_beyond_the_buffer(bench: Bench) -> None:
+    pod = await bench.pod(**LOSSY)
+    await bench.worker(options=SNAPSHOTS)
+    await pod.at_work(4)
+    await pod.engine.restart(rebind=True)
+    await pod.work(20)
+    await has_snapshots(pod)
+    await pod.agrees()
+    await pod.has_status("active")
