@@ -1,4 +1,4 @@
--- release(load, reservations, first_tokens; reservation, part, minute, milliseconds, ttft, work) -> {verdict}
+-- release(load, reservations, first_tokens; reservation, part, minute, milliseconds, ttft, work) -> {verdict, tokens, requests, context}
 --
 -- End a reservation, or its prefill part, and subtract it from the load of its target; or extend it.
 --
@@ -13,8 +13,9 @@
 --       ttft          ms from the request to its first token; '' if that is not known. Only the first one counts
 --       work          prefill tokens that the target had to compute in this time
 --
--- {'applied'}  done
--- {'gone'}     the reservation does not exist, or has ended; nothing written
+-- {'applied', tokens, requests, context}  done; the load of the target is this now. Without it: the reservation was
+--                                         extended, or the target was unregistered
+-- {'gone'}                                the reservation does not exist, or has ended; nothing written
 
 local member = ARGV[1]
 local due = redis.call('ZSCORE', KEYS[2], member)
@@ -67,4 +68,5 @@ if value and ARGV[5] ~= '' and not is_timed then
   end
   redis.call('SET', KEYS[3], table.concat(sums, ' ', 1, 5), 'PX', 3600000)
 end
-return {'applied'}
+if not value then return {'applied'} end
+return {'applied', load[1], load[2], load[3]}

@@ -71,7 +71,7 @@ async def test_the_first_content_is_timed_unless_another_target_has_taken_over()
     assert recorded.timed == [True, False]
 
     moved = begun(of, RESERVATIONS[:1])
-    of.reserve = AsyncMock(return_value=tuple(RESERVATIONS[1:]))  # type: ignore[method-assign]
+    of.reserve = AsyncMock(return_value=(SimpleNamespace(address=None), RESERVATIONS[1:]))  # type: ignore[method-assign]
     assert await moved.move("10.0.0.2:8000")
     moved.prefilled()
     moved.end(is_ok=True)

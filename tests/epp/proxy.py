@@ -85,8 +85,10 @@ class Stream:
             if streamed.end_of_stream:
                 return found
 
-    async def answered(self, status: int = 200, *, is_end: bool = False, served: str | None = None) -> None:
-        """The headers of an engine's answer; they pass unchanged."""
+    async def answered(
+        self, status: int = 200, *, is_end: bool = False, served: str | None = None
+    ) -> dict[str, str]:
+        """The headers of an engine's answer; those that the picker sets in it."""
         message = pb.ProcessingRequest(
             response_headers=pb.HttpHeaders(headers=header_map({":status": str(status)}), end_of_stream=is_end)
         )
@@ -96,7 +98,10 @@ class Stream:
             )
         async with within(SECONDS):
             await self.call.write(message)
-        assert (await self.receive()).response_headers == pb.HeadersResponse()
+        answer = await self.receive()
+        assert answer.WhichOneof("response") == "response_headers"
+        assert not answer.response_headers.response.header_mutation.remove_headers
+        return mutation(answer.response_headers.response)
 
     async def content(self, data: bytes, *, is_end: bool = False) -> bytes:
         """A piece of an engine's answer, and what becomes of it."""

@@ -128,13 +128,62 @@ async def test_a_prefix_goes_where_it_was_before(store: Store, pods: dict[str, s
     assert len(set(places)) == 1
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
-async def test_only_the_subset_is_picked_from(
-    store: Store, pods: dict[str, str], start_epp: StartEpp, count: int
+async def test_the_load_of_an_answer_is_given_back_before_its_end(
+    store: Store, pods: dict[str, str], start_epp: StartEpp
 ) -> None:
-    subset = list(pods.values())[:count]
-    answer = await (await start_epp(store)).stream().ask(CHAT, subset=subset)
-    if subset:
+    epp = await start_epp(store, loads_ms=10_000)
+    first = None
+    for end in ("body", "event", "trailers", "headers"):
+        stream = epp.stream()
+        place = destinations(await stream.ask(TOKENS, "/v1/completions"))[0]
+        await stream.request_back()
+        assert set(await loads(store)) == {place}
+        await stream.answered(is_end=end == "headers")
+        if end == "body":
+            await stream.content(b"x", is_end=True)
+        elif end == "event":
+            await stream.content(b"data: [DONE]\n\n")
+        elif end == "trailers":
+            await stream.content(b"x")
+            await stream.send(response_trailers=pb.HttpTrailers())
+            await stream.receive()
+        assert await loads(store) == {}
+        first = first or place
+        assert place == first, "the next turn finds it idle, without another reading of the loads"
+
+
+async def test_an_answer_names_who_gave_it(store: Store, pods: dict[str, str], start_epp: StartEpp) -> None:
+    epp = await start_epp(store)
+    names = {place: name for name, place in pods.items()}
+    for served in (None, 1):
+        stream = epp.stream()
+        places = destinations(await stream.ask(CHAT))
+        await stream.request_back()
+        place = places[served or 0]
+        said = await stream.answered(served=place)
+        assert said["x-decoder-host-port"] == place
+        assert base64.b64decode(said["x-session-token"]).decode() == names[place]
+        assert said["x-waymark-decision"]
+        assert "x-prefiller-host-port" not in said
+        again = epp.stream()
+        assert destinations(await again.ask(CHAT, x_session_token=said["x-session-token"]))[0] == place
+
+
+@pytest.mark.parametrize("subset", [[], ["10.0.0.1:8000"], ["10.0.0.2:8000", "10.0.0.3:8000"], ["10.6.6.6:1", ""]])
+@pytest.mark.parametrize("body", ["text", "tokens", "none"])
+async def test_only_the_subset_is_picked_from(
+    store: Store, pods: dict[str, str], start_epp: StartEpp, subset: list[str], body: str
+) -> None:
+    stream = (await start_epp(store)).stream()
+    token = base64.b64encode(b"pod-1").decode()
+    if body == "none":
+        await stream.headers("/v1/models", is_end=True, subset=subset)
+        answer = await stream.receive()
+    elif body == "text":
+        answer = await stream.ask(CHAT, subset=subset, x_session_token=token)
+    else:
+        answer = await stream.ask(TOKENS, "/v1/completions", subset=subset)
+    if set(subset) & set(pods.values()):
         assert sorted(destinations(answer)) == subset
     else:
         assert refused(answer)[0] == 503
@@ -326,7 +375,7 @@ async def test_a_whole_answer_is_sent_on_when_all_of_it_is_there(
     await whole_answer(stream, b'{"a":')
     await wait_until(lambda: metrics.epp_bodies_bytes.value == 5, "it is held")
     await stream.send(response_body=pb.HttpBody(body=b"1}", end_of_stream=True))
-    assert (await stream.receive()).response_headers == pb.HeadersResponse()
+    assert (await stream.receive()).WhichOneof("response") == "response_headers"
     sent = [(await stream.receive()).response_body.response.body_mutation.streamed_response for _ in range(2)]
     assert [(each.body, each.end_of_stream) for each in sent] == [(b'{"a":', False), (b"1}", True)]
     await wait_until(lambda: metrics.epp_bodies_bytes.value == 0, "nothing is held any more")
@@ -340,7 +389,7 @@ async def test_a_whole_answer_above_the_bound_goes_on_as_it_comes(
     stream = (await start_epp(store, bodies=(1000, 1500))).stream()
     await whole_answer(stream, b"x" * 900)
     await stream.send(response_body=pb.HttpBody(body=b"y" * 200))
-    assert (await stream.receive()).response_headers == pb.HeadersResponse()
+    assert (await stream.receive()).WhichOneof("response") == "response_headers"
     sent = [(await stream.receive()).response_body.response.body_mutation.streamed_response.body for _ in range(2)]
     assert sent == [b"x" * 900, b"y" * 200]
     await wait_until(lambda: metrics.epp_bodies_bytes.value == 0, "nothing is held")
@@ -421,6 +470,10 @@ schedulingProfiles:
     assert destinations(answer) == ["10.0.0.2:8000"]
     assert mutation(answer.request_headers.response)["x-prefiller-host-port"] == "10.0.0.1:8000"
     assert set(await loads(store)) == {"10.0.0.1:8000", "10.0.0.2:8000"}
+    stream = epp.streams[-1]
+    await stream.request_back()
+    said = await stream.answered()
+    assert (said["x-decoder-host-port"], said["x-prefiller-host-port"]) == ("10.0.0.2:8000", "10.0.0.1:8000")
 
 
 @pytest.mark.parametrize("mode", ["FULL_DUPLEX_STREAMED", "BUFFERED"])

@@ -288,6 +288,28 @@ async def test_without_a_tokenizer_equal_beginnings_go_to_the_same_engine(start:
     assert running.value("decisions_without_tokens_total", reason="no_tokenizer") == 32
 
 
+@pytest.mark.parametrize("has_stream", [True, False])
+async def test_turns_that_follow_at_once_stay_at_their_engine(start: Start, has_stream: bool) -> None:
+    running = await start(4)
+    if has_stream:
+        ends = asyncio.Event()
+        for engine in running.engines:
+            engine.handler = lambda request: events(request, b'data: {"a": 1}\n\n' + DONE, b": end\n\n", until=ends)
+    for conversation in range(6):
+        texts = [f"This is conversation {conversation}. " * 20]
+        seen = set()
+        for turn in range(4):
+            async with running.client.stream("POST", "/v1/chat/completions", json=chat(*texts)) as answer:
+                seen.add(answer.headers["x-session-token"])
+                # A client takes the last event for the end.
+                async for line in answer.aiter_lines():
+                    if has_stream and line == "data: [DONE]":
+                        break
+                assert await running.requests() == 0
+            texts += [f"answer {turn}", f"question {turn}"]
+        assert len(seen) == 1, f"conversation {conversation} was at {len(seen)} engines"
+
+
 async def test_an_engine_is_told_which_one_computes_the_prompt(start: Start) -> None:
     running = await start(2, profile="disagg")
     roles = (Role.PREFILL, Role.DECODE)

@@ -84,6 +84,12 @@ class Loads:
         if group is not None:
             group.loads.put(publisher, load)
 
+    def released(self, group_id: int, publisher: int, tokens: int, requests: int, context: int) -> None:
+        """What the end of a request has left of a target's load: the next decision may come before the next reading."""
+        before = self.known(group_id).get(publisher)
+        if before is not None:
+            self.saw(group_id, publisher, before._replace(tokens=tokens, requests=requests, context=context))
+
     def clear(self) -> None:
         """Redis came back empty: ids stand for something else."""
         for group in self._groups.values():

@@ -268,7 +268,7 @@ class Selector:
             return own, 0
         self._progress.told(others, part)
         released, gone = await self._store.reservations.release(
-            others, part, milliseconds=milliseconds, ttft_ms=ttft_ms
+            others, part, milliseconds=milliseconds, ttft_ms=ttft_ms, saw=self._loads.released
         )
         return own + released, gone
 

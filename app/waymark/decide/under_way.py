@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.logs import fields
+from waymark.chat.session import SESSION, session_token
+from waymark.decide.policies.target import Candidate
 from waymark.decide.requests import RoutedRequest
 from waymark.decide.selector import Selector
 from waymark.decide.sequences import SequenceLoad, reserve_sequences
@@ -25,6 +27,8 @@ RESERVED_MS = 30_000
 """The time that a reservation lasts if it is not renewed."""
 _RENEW_SECONDS = 10.0
 """The pause between two renewals. A request is at most two pauses old when it is renewed first."""
+#: How long the last byte of an answer waits for Redis at most.
+_GIVE_BACK_SECONDS = 0.1
 
 
 class RequestsUnderWay:
@@ -71,38 +75,43 @@ class RequestsUnderWay:
 
     def begin_release(
         self, reservations: Sequence[Reservation], part: ReservationPart, ttft_ms: float | None = None
-    ) -> None:
-        if reservations:
-            task = self._begin(self.release(reservations, part, ttft_ms))
-            self._releasing.add(task)
-            task.add_done_callback(self._releasing.discard)
+    ) -> asyncio.Task[None] | None:
+        if not reservations:
+            return None
+        task = self._begin(self.release(reservations, part, ttft_ms))
+        self._releasing.add(task)
+        task.add_done_callback(self._releasing.discard)
+        return task
 
     async def settle(self) -> None:
         """Wait for the releases that have begun: before the store is closed."""
         await asyncio.gather(*self._releasing, return_exceptions=True)
 
-    async def reserve(self, routed: RoutedRequest, address: str) -> tuple[Reservation, ...]:
-        """Reservations of the target at ``address``; none if there is no such target, or it cannot be reserved."""
+    async def reserve(self, routed: RoutedRequest, address: str) -> tuple[Candidate, tuple[Reservation, ...]] | None:
+        """The target at ``address`` and its reservations; None if there is no such target, or it cannot be reserved."""
         group, tokens = routed.served.group, routed.selected.tokens
         try:
             fleet = await self._selector.fleets.newest(group)
         except StoreUnavailable:
-            return ()
+            return None
         found = None if fleet is None else fleet.at(address)
         if found is None:
-            return ()
+            return None
         loads = (SequenceLoad(tokens, tokens), *routed.further)
-        return await reserve_sequences(self._selector, group, found, loads, self.reserved_ms)
+        reservations = await reserve_sequences(self._selector, group, found, loads, self.reserved_ms)
+        return (found, reservations) if reservations else None
 
     def ended(self, request: RequestUnderWay) -> None:
         self._running.discard(request)
 
 
 class RequestUnderWay:
-    """One request, from its decision to its end. Every method but ``move`` returns at once."""
+    """One request, from its decision to its end. Every method but ``move`` and ``give_back`` returns at once."""
 
     def __init__(self, of: RequestsUnderWay, routed: RoutedRequest) -> None:
         self.routed = routed
+        self.target = routed.selected.target.candidate
+        """The target that has it now."""
         self.since = asyncio.get_running_loop().time()
         self.reservations: Sequence[Reservation] = tuple(routed.reservations)
         self._of = of
@@ -110,6 +119,20 @@ class RequestUnderWay:
         self._was_moved = False
         """Nobody knows when the target that has it now got it."""
         self._has_ended = False
+
+    @property
+    def answer_headers(self) -> dict[str, str]:
+        """The headers by which an answer says who gave it, and how that was decided."""
+        selected = self.routed.selected
+        headers = {
+            SESSION: session_token(self.target.instance_id),
+            "x-waymark-decision": "degraded" if selected.is_degraded else selected.decision.value,
+        }
+        if self.target.address is not None:
+            headers["x-decoder-host-port"] = host_and_port(self.target.address)
+        if selected.prefill is not None and selected.prefill.candidate.address is not None:
+            headers["x-prefiller-host-port"] = host_and_port(selected.prefill.candidate.address)
+        return headers
 
     def prefilled(self) -> None:
         """The first byte of an answer has come: its prompt is computed."""
@@ -123,22 +146,33 @@ class RequestUnderWay:
 
         False if that is the first one itself, or no target: then nothing changes.
         """
-        own = self.routed.selected.target.candidate.address
+        own = self.target.address
         if own is not None and host_and_port(own) == host_and_port(address):
             return False
         found = await self._of.reserve(self.routed, address)
-        if not found:
+        if found is None:
             return False
-        left, self.reservations = self.reservations, found
+        left = self.reservations
+        self.target, self.reservations = found
         self._was_moved = True
         if self._has_ended:
-            left = (*left, *found)
+            left = (*left, *self.reservations)
         self._of.begin_release(left, ReservationPart.FAILED)
         return True
 
-    def end(self, *, is_ok: bool) -> None:
-        """It is over, well or not; what follows changes nothing."""
-        if not self._has_ended:
-            self._has_ended = True
-            self._of.ended(self)
-            self._of.begin_release(self.reservations, ReservationPart.OK if is_ok else ReservationPart.FAILED)
+    def end(self, *, is_ok: bool) -> asyncio.Task[None] | None:
+        """It is over, well or not; what follows changes nothing. Return the task that gives its load back."""
+        if self._has_ended:
+            return None
+        self._has_ended = True
+        self._of.ended(self)
+        return self._of.begin_release(self.reservations, ReservationPart.OK if is_ok else ReservationPart.FAILED)
+
+    async def give_back(self, *, is_ok: bool) -> None:
+        """``end`` it before the last byte of its answer goes on, so that the client's next request finds no load of it.
+
+        A Redis that is slow holds the byte up for a moment only.
+        """
+        task = self.end(is_ok=is_ok)
+        if task is not None:
+            await asyncio.wait({task}, timeout=_GIVE_BACK_SECONDS)

@@ -119,6 +119,12 @@ def pieces(parts: Sequence[bytes], *, is_request: bool, is_end: bool) -> Iterato
         yield pb.ProcessingResponse(request_body=answer) if is_request else pb.ProcessingResponse(response_body=answer)
 
 
+def answered(headers: Mapping[str, str]) -> Any:
+    """An answer to the headers of an engine's answer that sets ``headers`` in it."""
+    common = pb.CommonResponse(header_mutation=_mutation(headers))
+    return pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common))
+
+
 #: Answers that change nothing.
 GO_ON = {
     "request_headers": pb.ProcessingResponse(request_headers=pb.HeadersResponse()),

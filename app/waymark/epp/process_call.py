@@ -44,6 +44,8 @@ _MODES = (
 )
 
 
+#: The last event of a stream; a client may go on with its next turn before the stream has ended.
+_LAST_EVENT = b"data: [DONE]\n\n"
 _CROWDED = "too many requests arrive at once; try again in a moment"
 
 
@@ -234,13 +236,12 @@ class ProcessCall:
         held = HeldAnswer(self._picker.bodies, self._write)
         try:
             while (message := await self._next()) is not None:
-                if await self._answer(message, held) and self._under_way is not None:
-                    self._under_way.end(is_ok=self._is_ok)
+                await self._answer(message, held)
         finally:
             held.drop()
 
-    async def _answer(self, message: Any, held: HeldAnswer) -> bool:
-        """Send one message on; True where nothing of the answer follows."""
+    async def _answer(self, message: Any, held: HeldAnswer) -> None:
+        """Send one message on; before the last one of an answer, its load is given back."""
         kind = message.WhichOneof("request")
         if kind == "response_body":
             body = message.response_body
@@ -250,19 +251,29 @@ class ProcessCall:
                 replies = list(messages.pieces([body.body], is_request=False, is_end=body.end_of_stream))
             else:
                 replies = [messages.GO_ON[kind]]
+            if body.end_of_stream or body.body.endswith(_LAST_EVENT):
+                await self._give_back()
             await held.send(replies, size=len(body.body), is_end=body.end_of_stream)
-            return bool(body.end_of_stream)
+            return
         if kind not in messages.GO_ON:
             raise StreamCut("unexpected", f"{kind} is no part of an answer")
         is_end: bool = kind == "response_trailers"
+        reply = messages.GO_ON[kind]
         if kind == "response_headers":
             headers = messages.headers_of(message.response_headers)
             await self._answered(message, headers)
             is_end = bool(message.response_headers.end_of_stream)
             if self._response_mode == messages.DUPLEX and is_whole(headers):
                 held.begin()
-        await held.send([messages.GO_ON[kind]], size=0, is_end=is_end)
-        return is_end
+            if self._under_way is not None:
+                reply = messages.answered(self._under_way.answer_headers)
+        if is_end:
+            await self._give_back()
+        await held.send([reply], size=0, is_end=is_end)
+
+    async def _give_back(self) -> None:
+        if self._under_way is not None:
+            await self._under_way.give_back(is_ok=self._is_ok)
 
     async def _next(self) -> Any:
         try:

@@ -21,11 +21,9 @@ from waymark.base.errors import NoTarget, Saturated
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import Form
-from waymark.chat.session import SESSION, session_token
 from waymark.decide.decision import SelectParameters
 from waymark.decide.requests import PreparedRequest, RequestSelector, RoutedRequest
 from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
-from waymark.domain.targets import host_and_port
 from waymark.gateway.avoided import Avoided
 from waymark.gateway.security import to_client, to_engine
 from waymark.gateway.shapes import RequestRejected, event_of
@@ -201,13 +199,9 @@ class Proxy:
         headers = to_client(response.raw_headers)
         if _is_told(response):  # an error may follow it
             headers = [each for each in headers if each[0] != b"content-length"]
-        await proxied.send(
-            {
-                "type": "http.response.start",
-                "status": response.status,
-                "headers": [*headers, *_own_headers(answered.request.routed), *extra],
-            }
-        )
+        own = [(name.encode(), value.encode()) for name, value in answered.request.answer_headers.items()]
+        start = {"type": "http.response.start", "status": response.status, "headers": [*headers, *own, *extra]}
+        await proxied.send(start)
         async for piece in self._upstream.pieces(response):
             if waits and marker in piece:
                 waits = False
@@ -215,9 +209,13 @@ class Proxy:
                 self._metrics.ttft_seconds.observe(perf_counter() - proxied.began)
             if end is not None:
                 end.take(piece)
+            # A client may take the last event for the end, and go on with its next turn.
+            if response.content.at_eof() if end is None else end.is_whole:
+                await answered.request.give_back(is_ok=response.status < 500)
             await proxied.send({"type": "http.response.body", "body": piece, "more_body": True})
         if end is not None and not end.is_whole:
             raise Interrupted("no_end")
+        await answered.request.give_back(is_ok=response.status < 500)
         await proxied.send({"type": "http.response.body", "body": b"", "more_body": False})
         return response.status < 500
 
@@ -238,16 +236,3 @@ def _is_told(response: aiohttp.ClientResponse) -> bool:
 
 def _instance(answered: EngineAnswer) -> str:
     return answered.request.routed.selected.target.candidate.instance_id
-
-
-def _own_headers(routed: RoutedRequest) -> list[tuple[bytes, bytes]]:
-    selected = routed.selected
-    headers = [
-        (SESSION.encode(), session_token(selected.target.candidate.instance_id).encode()),
-        (b"x-waymark-decision", ("degraded" if selected.is_degraded else selected.decision.value).encode()),
-        (b"x-decoder-host-port", host_and_port(routed.address).encode()),
-    ]
-    prefill = selected.prefill and selected.prefill.candidate.address
-    if prefill:
-        headers.append((b"x-prefiller-host-port", host_and_port(prefill).encode()))
-    return headers

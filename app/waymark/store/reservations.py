@@ -12,7 +12,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
@@ -114,6 +114,9 @@ class Load(NamedTuple):
 
 #: The text of a number; weights and handicaps are often the same.
 _numeral = lru_cache(1024)(repr)
+
+SawLoad = Callable[[int, int, int, int, int], None]
+"""Takes the id of a group, a publisher, and the tokens, requests and context of its load."""
 
 NO_LOAD = Load()
 """The load of a target that never got a request."""
@@ -240,10 +243,12 @@ class Reservations:
         *,
         milliseconds: int = 120_000,
         ttft_ms: float | None = None,
+        saw: SawLoad | None = None,
     ) -> tuple[int, int]:
         """End reservations, or a part of each. Return how many existed, and how many did not.
 
         ``ttft_ms`` is the time to the first token. It counts for the first target that computed a prompt.
+        ``saw`` is told what each target has to do now.
         """
         minute = int(time.time() // 60)
         timed = None
@@ -262,6 +267,8 @@ class Reservations:
                 repr(ttft_ms) if reservation is timed else "",
                 reservation.tokens + (reservation.waited or 0),
             )
+            if saw is not None and outcome.numbers:
+                saw(reservation.group_id, reservation.publisher, *outcome.numbers)
             return outcome.is_applied
 
         released = 0
