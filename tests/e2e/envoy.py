@@ -83,7 +83,7 @@ def _cluster(name: str, ports: Sequence[int], **more: Any) -> dict[str, Any]:
     } | more
 
 
-def _picker_filter() -> dict[str, Any]:
+def _picker_filter(response_body: str) -> dict[str, Any]:
     return {
         "name": "ext_proc",
         "typed_config": {
@@ -96,7 +96,7 @@ def _picker_filter() -> dict[str, Any]:
                 "request_body_mode": "FULL_DUPLEX_STREAMED",
                 "request_trailer_mode": "SEND",
                 "response_header_mode": "SEND",
-                "response_body_mode": "FULL_DUPLEX_STREAMED",
+                "response_body_mode": response_body,
                 "response_trailer_mode": "SEND",
             },
         },
@@ -143,8 +143,13 @@ def _engines(ports: Sequence[int], *, has_picker: bool) -> dict[str, Any]:
     return _cluster("engines", ports, load_balancing_policy={"policies": [policy]})
 
 
-def configuration(outer: int, inner: int, admin: int, pickers: Sequence[int], engines: Sequence[int]) -> dict[str, Any]:
-    """``pickers`` are the ports of endpoint pickers; without one, engines take turns."""
+def configuration(
+    outer: int, inner: int, admin: int, pickers: Sequence[int], engines: Sequence[int], response_body: str
+) -> dict[str, Any]:
+    """``pickers`` are the ports of endpoint pickers; without one, engines take turns.
+
+    ``response_body`` is the mode in which answers pass through a picker.
+    """
     again = {
         "retry_on": "5xx,reset,connect-failure",
         "num_retries": 8,
@@ -167,7 +172,7 @@ def configuration(outer: int, inner: int, admin: int, pickers: Sequence[int], en
         "static_resources": {
             "listeners": [
                 _listener("outer", outer, _route("inner", again)),
-                _listener("inner", inner, inner_route, [_picker_filter()] if has_picker else []),
+                _listener("inner", inner, inner_route, [_picker_filter(response_body)] if has_picker else []),
             ],
             "clusters": [*clusters, _pickers(pickers)] if has_picker else clusters,
         },
@@ -196,12 +201,14 @@ def _spawned(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 @asynccontextmanager
-async def envoy(directory: Path, pickers: Sequence[int], engines: Sequence[int]) -> AsyncIterator[Envoy]:
+async def envoy(
+    directory: Path, pickers: Sequence[int], engines: Sequence[int], response_body: str = "NONE"
+) -> AsyncIterator[Envoy]:
     """Envoy on free ports, ready, with every picker healthy."""
     program = binary()
     outer, inner, admin = unused_port(), unused_port(), unused_port()
     file, log = directory / "envoy.json", directory / "envoy.log"
-    file.write_text(json.dumps(configuration(outer, inner, admin, pickers, engines)))
+    file.write_text(json.dumps(configuration(outer, inner, admin, pickers, engines, response_body)))
     command = [program, "-c", str(file), "--concurrency", "1", "--use-dynamic-base-id", "-l", "warning"]
     with _spawned(command, log) as process:
         found = Envoy(

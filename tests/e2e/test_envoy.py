@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import signal
 from collections import Counter
@@ -142,7 +143,16 @@ def body_of(text: str, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def fleet(redis_url: str, tmp_path: Path) -> AsyncIterator[Fleet]:
+def response_body() -> str:
+    """The mode in which answers pass through the pickers."""
+    return "NONE"
+
+
+both_modes = pytest.mark.parametrize("response_body", ["NONE", "FULL_DUPLEX_STREAMED"])
+
+
+@pytest.fixture
+async def fleet(redis_url: str, tmp_path: Path, response_body: str) -> AsyncIterator[Fleet]:
     binary()
     small.directory(tmp_path / "models" / MODEL, template=small.CHATML)
     async with AsyncExitStack() as stack:
@@ -170,17 +180,22 @@ async def fleet(redis_url: str, tmp_path: Path) -> AsyncIterator[Fleet]:
             pickers.append(picker)
         await asyncio.gather(*(picker.start() for picker in pickers))
         ports = [int(engine.url.rpartition(":")[2]) for engine in engines]
-        proxy = await stack.enter_async_context(envoy(tmp_path, [picker.port for picker in pickers], ports))
+        proxy = await stack.enter_async_context(
+            envoy(tmp_path, [picker.port for picker in pickers], ports, response_body)
+        )
         fleet = Fleet(store, engines, pickers, proxy)
         stack.push_async_callback(fleet.client.aclose)
         yield fleet
 
 
+@both_modes
 async def test_chats_go_where_their_beginning_is_through_both_pickers(fleet: Fleet) -> None:
     for turn in range(8):
         answer = await fleet.chat(f"hello {turn}")
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["message"]["content"]
+        assert answer.headers["x-decoder-host-port"] in {engine.url.removeprefix("http://") for engine in fleet.engines}
+        assert base64.b64decode(answer.headers["x-session-token"]).startswith(b"pod-")
         await wait_until(fleet.is_idle, "its reservation is released")
     assert sorted(fleet.served()) == [0, 0, 8], "each shares the system prompt with the first"
     assert min([await picker.picked() for picker in fleet.pickers]) > 0, "both replicas are active"
@@ -195,6 +210,7 @@ async def test_load_is_spread_over_engines(fleet: Fleet) -> None:
     await wait_until(fleet.is_idle, "every reservation is released")
 
 
+@both_modes
 async def test_a_stream_arrives_piece_by_piece(fleet: Fleet) -> None:
     pieces = []
     async with fleet.client.stream("POST", "/v1/chat/completions", json=body_of("hello", stream=True)) as answer:
@@ -226,6 +242,7 @@ async def test_requests_without_a_body_and_without_a_model(fleet: Fleet) -> None
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
+@both_modes
 async def test_a_client_that_goes_away_leaves_nothing(fleet: Fleet) -> None:
     body = body_of("hello", stream=True, max_tokens=100_000)
     async with fleet.client.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -248,6 +265,7 @@ async def test_an_engine_that_dies_costs_no_request(fleet: Fleet) -> None:
     await wait_until(fleet.is_idle, "every reservation is released, the dead engine's too")
 
 
+@both_modes
 async def test_an_engine_that_dies_in_an_answer_ends_it_and_leaves_nothing(fleet: Fleet) -> None:
     engine, model = fleet.engines[0], "broken"
     await engine.__aexit__(None, None, None)
@@ -283,6 +301,7 @@ async def test_an_engine_that_dies_in_an_answer_ends_it_and_leaves_nothing(fleet
     assert (await fleet.chat("hello")).status_code == 200, "other engines answer"
 
 
+@pytest.mark.parametrize("response_body", ["FULL_DUPLEX_STREAMED"])
 @pytest.mark.parametrize("what", ["picker", "engine"])
 async def test_a_whole_answer_that_breaks_off_is_asked_for_again(fleet: Fleet, what: str) -> None:
     engine, model = fleet.engines[0], "broken"

@@ -85,9 +85,7 @@ class Stream:
             if streamed.end_of_stream:
                 return found
 
-    async def answered(
-        self, status: int = 200, *, is_end: bool = False, served: str | None = None
-    ) -> dict[str, str]:
+    async def answered(self, status: int = 200, *, is_end: bool = False, served: str | None = None) -> dict[str, str]:
         """The headers of an engine's answer; those that the picker sets in it."""
         message = pb.ProcessingRequest(
             response_headers=pb.HttpHeaders(headers=header_map({":status": str(status)}), end_of_stream=is_end)

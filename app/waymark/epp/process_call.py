@@ -1,9 +1,9 @@
 """One HTTP request as Envoy's external processing filter shows it: a stream of messages, from its headers to its end.
 
 The answer to the headers waits until the body is whole, because the prompt decides. Then the body goes back as it
-came. The answer of the engine passes unchanged, a stream at once and a whole one when all of it is there: its first
-byte says that the prompt is computed, its end that the request is over. Where the stream ends earlier, the request is
-over too.
+came. The body of the answer does not have to come here: the stream of messages lasts as long as the answer, so its end
+says that the request is over. Where bodies come, they pass unchanged, a stream at once and a whole one when all of it
+is there: the first byte says that the prompt is computed, and the last one waits until the load is given back.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ class ProcessCall:
         self._response_mode = messages.DUPLEX
         self._under_way: RequestUnderWay | None = None
         self._is_ok = True
+        self._has_answer = False
+        """Whether the headers of an answer have come."""
         self._has_content = False
 
     async def run(self) -> None:
@@ -276,13 +278,17 @@ class ProcessCall:
             await self._under_way.give_back(is_ok=self._is_ok)
 
     async def _next(self) -> Any:
+        # Without bodies nothing comes between the headers of an answer and its end. A proxy that is gone without a
+        # word is noticed by the connection.
+        is_silent = self._has_answer and self._response_mode == messages.NONE
         try:
-            async with asyncio.timeout(self._picker.idle_seconds):
+            async with asyncio.timeout(None if is_silent else self._picker.idle_seconds):
                 return await self._read()
         except TimeoutError:
             raise StreamCut("idle", f"no message within {self._picker.idle_seconds:g} s") from None
 
     async def _answered(self, message: Any, headers: dict[str, str]) -> None:
+        self._has_answer = True
         place = messages.served_of(message, headers)
         if place is not None and self._under_way is not None:
             await self._under_way.move(place)
