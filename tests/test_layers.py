@@ -36,7 +36,7 @@ PARTS: dict[str, set[str]] = {
     "discovery": {"base", "domain", "store", "engines"},
     "inspection": {"base", "domain", "store", "store.redis"},
     "decide": {"base", "domain", "store", "chat", "tokenization", "decide.policies"},
-    "console": {"base", "domain", "store", "tokenization", "inspection"},
+    "console": {"base", "domain", "store", "tokenization", "inspection", "client"},
     "ingest": {"base", "domain", "store", "store.redis", "engines", "chat", "apply"},
     "gateway": {
         *("base", "domain", "store", "chat", "tokenization", "decide", "decide.policies", "discovery", "serving"),

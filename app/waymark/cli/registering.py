@@ -61,6 +61,8 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
             {"instance_id": engine.instance_id, "type": engine.type, "model": engine.model}
             | {"block_size": engine.block_size, "adapters": list(engine.adapters)},
         )
+        for warning in engine.warnings:
+            yield PrintedLine(f"warning: {warning}", {"warning": warning})
         tenant_id = arguments.tenant_id or "default"
         deadline = monotonic() + arguments.wait_seconds
         while True:

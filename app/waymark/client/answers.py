@@ -35,6 +35,8 @@ class Matches(Mapping[str, Match]):
     instances: Mapping[str, Match]
     is_partial: bool = False
     """The service's deadline came first; there may be more than this."""
+    note: str | None = None
+    """Why no instance can have any of the prompt: the model or the block size is not registered."""
 
     def __getitem__(self, instance_id: str) -> Match:
         return self.instances[instance_id]
@@ -67,6 +69,9 @@ class Selection:
     reservation: str | None
     is_degraded: bool = False
     """Redis was unavailable: the target was found by the prefix alone."""
+    reason: str = ""
+    """How the target was chosen: ``kv_aware`` by cache and load, ``prefix_hash``, ``overflow``, ``session``,
+    ``fallback``, or ``local`` by the caller."""
     is_local: bool = False
     """No replica answered in time: the caller's ``fallback`` chose."""
 
@@ -74,7 +79,7 @@ class Selection:
     def local(cls, target: str) -> Selection:
         """What the caller has chosen itself, an address or an instance."""
         address = target if "://" in target else None
-        return cls(target, 0, address, 0, 0, (), None, {}, None, is_local=True)
+        return cls(target, 0, address, 0, 0, (), None, {}, None, reason="local", is_local=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,8 @@ class Registered:
     adapters: Sequence[str]
     endpoints: Mapping[int, str | None]
     """The event endpoint of each rank."""
+    warnings: Sequence[str] = ()
+    """What the registration cannot do, a sentence each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +191,9 @@ def read_matches(answer: httpx.Response) -> Matches:
     }
     # A service with WAYMARK_CONDUCTOR_SHAPE=instances answers the newer form alone.
     return Matches(
-        instances or {name: _of_tiers(row) for name, row in tiers.items()}, "x-waymark-partial" in answer.headers
+        instances or {name: _of_tiers(row) for name, row in tiers.items()},
+        "x-waymark-partial" in answer.headers,
+        answer.headers.get("x-waymark-note"),
     )
 
 
@@ -214,6 +223,7 @@ def read_selection(answer: httpx.Response) -> Selection:
         headers=content["headers"],
         reservation=content["reservation"],
         is_degraded=content["degraded"],
+        reason=content["decision"],
     )
 
 
@@ -249,7 +259,12 @@ def read_registered(answer: httpx.Response) -> Registered:
         block_size=content["block_size"],
         adapters=content["adapters"],
         endpoints={rank["dp_rank"]: rank["endpoint"] for rank in content["ranks"]},
+        warnings=read_warnings(answer),
     )
+
+
+def read_warnings(answer: httpx.Response) -> list[str]:
+    return list(answer.json().get("warnings", ()))
 
 
 def read_workers(answer: httpx.Response) -> Workers:

@@ -28,6 +28,7 @@ from waymark.client.answers import (
     read_scores,
     read_selection,
     read_services,
+    read_warnings,
     read_workers,
 )
 from waymark.client.errors import Unavailable
@@ -73,13 +74,13 @@ class ClientCall(Generic[T]):
 
 def register(
     instance_id: str, endpoint: str | None, *, model: str, block_size: int, type: str = UNNAMED, **options: Any
-) -> ClientCall[None]:
+) -> ClientCall[list[str]]:
     """Have a publisher's events indexed; the same registration again changes nothing.
 
-    ``options`` are further fields of ``POST /register``.
+    Returns the warnings: what this registration cannot do. ``options`` are further fields of ``POST /register``.
     """
     body = {"instance_id": instance_id, "endpoint": endpoint, "model": model, "block_size": block_size, "type": type}
-    return ClientCall("POST", "/register", lambda _: None, body | options)
+    return ClientCall("POST", "/register", read_warnings, body | options)
 
 
 def register_url(url: str, **options: Any) -> ClientCall[Registered]:

@@ -6,6 +6,7 @@ both clients are a loop that sends and sleeps.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Generator
 from typing import Any, NamedTuple, TypeVar
@@ -13,6 +14,7 @@ from uuid import uuid4
 
 import httpx
 
+from waymark.base.shown import shown_url
 from waymark.client.answers import content_of
 from waymark.client.calls import ClientCall
 from waymark.client.errors import Refused, Unavailable
@@ -28,6 +30,14 @@ _PAUSE_SECONDS_MIN = 0.25
 _PAUSE_SECONDS = 1.0
 #: What is left of a deadline, at least: httpx takes 0 for an error.
 _LEFT_SECONDS_MIN = 0.001
+
+
+#: Errors of a connection that have a name among the causes of httpx's own error.
+_WHY = {
+    ConnectionRefusedError: "the connection was refused",
+    socket.gaierror: "there is no such host",
+    TimeoutError: "there was no answer in time",
+}
 
 
 class SendRequest(NamedTuple):
@@ -88,8 +98,25 @@ def _answered(call: ClientCall[T], places: UrlOrder) -> Generator[SendRequest | 
         else:
             places.failed(url)
             if is_last:
-                raise Unavailable(f"{call.path} could not be reached: {type(came).__name__}: {came}") from came
+                assert came is not None, "a request has an answer or an error"
+                raise Unavailable(_unreached(url, came)) from came
     raise AssertionError("a client has a URL")
+
+
+def _unreached(url: str, error: httpx.TransportError) -> str:
+    """Which URL did not answer, why, and the way out."""
+    return f"no Waymark answers at {shown_url(url)}: {reason_of(error)}; start it, or give the URL of one that runs"
+
+
+def reason_of(error: httpx.TransportError) -> str:
+    """Why a server was not reached, in words; httpx's own error has the cause somewhere among its causes."""
+    cause: BaseException | None = error
+    while cause is not None:
+        for kind, sentence in _WHY.items():
+            if isinstance(cause, kind):
+                return sentence
+        cause = cause.__cause__ or cause.__context__
+    return _WHY[TimeoutError] if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
 
 
 def _pause(call: ClientCall[Any], answer: httpx.Response, waited: float, retry_seconds: float) -> float | None:

@@ -9,14 +9,13 @@ import httpx
 
 from waymark.base.errors import InvalidValue, ServiceRefused, ServiceUnreachable
 from waymark.base.shown import shown
+from waymark.client.tries import reason_of
 
 DEFAULT_URL = "http://127.0.0.1:13333"
 #: For how long a command waits for an answer.
 SECONDS = 15.0
 
 _URL = re.compile(r"https?://([^/@:\[\]]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?(/.*)?")
-#: Errors of the connection that have a short name among the causes of httpx's own error.
-_WHY = {ConnectionRefusedError: "the connection was refused", TimeoutError: "there was no answer in time"}
 
 
 class RemoteService:
@@ -51,7 +50,7 @@ class RemoteService:
             return self._http.request(method, self.url + path, json=body)
         except httpx.TransportError as error:
             raise ServiceUnreachable(
-                f"no Waymark answers at {self.url}: {_reason(error)}. Start it with 'waymark serve', or give the URL "
+                f"no Waymark answers at {self.url}: {reason_of(error)}. Start it with 'waymark serve', or give the URL "
                 "of one that runs by --url or WAYMARK_URL"
             ) from None
 
@@ -69,13 +68,3 @@ class RemoteService:
         if answer.status_code == 401:
             sentence = f"{sentence or 'a token is needed'}; give it by --api-token or WAYMARK_API_TOKEN"
         raise ServiceRefused(f"{sentence or 'the request was refused'} ({answer.status_code})", answer.status_code)
-
-
-def _reason(error: httpx.TransportError) -> str:
-    cause: BaseException | None = error
-    while cause is not None:
-        for kind, sentence in _WHY.items():
-            if isinstance(cause, kind):
-                return sentence
-        cause = cause.__cause__ or cause.__context__
-    return _WHY[TimeoutError] if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
