@@ -1,4 +1,4 @@
--- end_overdue(load, reservations; most) -> {verdict, ended}
+-- end_overdue(load, reservations; most) -> {verdict, ended, now}
 --
 -- Release overdue reservations, so that the loads of an idle group are right, too.
 --
@@ -6,7 +6,8 @@
 --       reservations  zset  decisions under way, by the Redis ms at which each is over
 -- ARGV  most          the most reservations that one call ends
 --
--- {'applied', ended}  `ended` reservations were overdue; if it equals `most`, there may be more
+-- {'applied', ended, now}  `ended` reservations were overdue; if it equals `most`, there may be more. `now` is the clock
+--                          of Redis in ms
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -22,4 +23,4 @@ for _, reservation in ipairs(overdue) do
   end
   redis.call('ZREM', KEYS[2], reservation)
 end
-return {'applied', #overdue}
+return {'applied', #overdue, now}

@@ -42,7 +42,7 @@ for _, id in ipairs(ids) do -- one by one: a standard publisher may have more ho
 end
 redis.call('HDEL', KEYS[1], 'publisher:' .. ARGV[1], 'target:' .. ARGV[1])
 redis.call('HSET', KEYS[1], 'version', ARGV[3])
-redis.call('HDEL', KEYS[5], ARGV[1])
+redis.call('HDEL', KEYS[5], ARGV[1], 'health:' .. ARGV[1])
 redis.call('DEL', KEYS[2], KEYS[3])
 local noted = redis.call('HGET', KEYS[6], ARGV[1])
 if noted then

@@ -4,7 +4,8 @@
 -- target. If the same call is repeated because its reply was lost, it finds the reservation by its nonce and adds
 -- nothing.
 --
--- KEYS  load              hash        the load of each target
+-- KEYS  load              hash        the load of each target; `health:<publisher>`: whether it is left out of decisions.
+--                                     Such a target is passed over, unless all candidates are such
 --       reservations      zset        decisions under way, by the Redis ms at which each is over
 --       holders           hash        the group's holder table; a target that is not in it is passed over
 --       request           string, PX  the reservation that this request got before; the key is given only if `repeatable`
@@ -77,10 +78,15 @@ if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[7]) then return {'full', 0, 0, 
 
 local values = redis.call('HMGET', KEYS[1], unpack(names))
 local limit, weight_new, weight_active = tonumber(ARGV[6]), tonumber(ARGV[4]), tonumber(ARGV[5])
-local costs, waits, actives = {}, {}, {}
+local healths = {}
+for i = 1, #names do healths[i] = 'health:' .. names[i] end
+healths = redis.call('HMGET', KEYS[1], unpack(healths))
+local costs, waits, actives, out = {}, {}, {}, {}
 for i = 1, #names do
   local wait, active = (values[i] or '0 0'):match('^(%d+) (%d+)')
   waits[i], actives[i] = tonumber(wait), tonumber(active)
+  local over, away = (healths[i] or '0 0 0 0 - 0'):match('^%d+ %d+ (%d+) %d+ %S+ (%d+)$')
+  out[i] = math.max(over, away) > now
   if limit == 0 or actives[i] < limit then
     costs[i] = (wait + weight_active * active) / weights[i] + weight_new * news[i] + handicaps[i]
   end
@@ -90,7 +96,10 @@ local which
 repeat
   which = nil
   for i = 1, #names do
-    if costs[i] and (not which or costs[i] < costs[which]) then which = i end
+    if costs[i] then
+      local is_like = which and out[i] == out[which]
+      if not which or (is_like and costs[i] < costs[which]) or (not is_like and out[which]) then which = i end
+    end
   end
   if not which then return {'saturated', 0, 0, 0, #overdue} end
   costs[which] = nil
@@ -101,6 +110,13 @@ local load = changed(values[which] or '0 0 0 0 0 0 0', news[which], 1, ARGV[3])
 if ARGV[8] == '1' then load = load:gsub('%d+$', string.format('%.0f', now)) end
 redis.call('HSET', KEYS[1], names[which], load)
 redis.call('ZADD', KEYS[2], now + ARGV[1], reservation)
+if healths[which] and not out[which] then
+  local first, second, over, pause, away = healths[which]:match('^(%d+) (%d+) (%d+) (%d+) %S+ (%d+)$')
+  if over ~= '0' then -- its time is over: no second request until this one has shown what it is like now
+    over = string.format('%.0f', now + pause)
+    redis.call('HSET', KEYS[1], 'health:' .. names[which], table.concat({first, second, over, pause, ARGV[2], away}, ' '))
+  end
+end
 if ARGV[9] == '1' then redis.call('SET', KEYS[4], string.format('%s %.0f', reservation, waits[which]), 'PX', ARGV[1]) end
 if lasting[which] ~= '0' then
   for i = first_spec + firsts[which], #KEYS do redis.call('SET', KEYS[i], names[which], 'PX', lasting[which]) end

@@ -101,11 +101,13 @@ class Model:
         self.held: dict[str, tuple[int, int, int]] = {}
         self.requests: dict[str, str] = {}
         """The nonce that a request got."""
+        self.failed = dict.fromkeys(publishers, 0)
+        """The failures of each target since it answered."""
 
     def copy(self) -> Model:
         other = Model([])
         other.loads = {publisher: list(load) for publisher, load in self.loads.items()}
-        other.held, other.requests = dict(self.held), dict(self.requests)
+        other.held, other.requests, other.failed = dict(self.held), dict(self.requests), dict(self.failed)
         return other
 
     def cost(self, offer: Offer, terms: ReservationTerms) -> float:
@@ -117,16 +119,24 @@ class Model:
         if len(self.held) >= terms.reservations_max:
             return None
         free = [each for each in offers if not terms.limit or self.loads[each.publisher][1] < terms.limit]
-        return min(free, key=lambda each: self.cost(each, terms)) if free else None
+        return min(free, key=lambda each: (self.is_out(each), self.cost(each, terms))) if free else None
+
+    def is_out(self, offer: Offer) -> bool:
+        """Whether its target is left out; no history lasts until it is tried again."""
+        return self.failed[offer.publisher] >= 3
 
     def add(self, reservation: Reservation) -> None:
         self.held[reservation.nonce] = (reservation.publisher, reservation.tokens, reservation.context)
         self._change(reservation.publisher, reservation.tokens, 1, reservation.context)
 
-    def end(self, nonce: str, part: ReservationPart) -> bool:
+    def end(self, nonce: str, part: ReservationPart, *, has_answered: bool = False) -> bool:
         if nonce not in self.held:
             return False
         publisher, tokens, context = self.held[nonce]
+        if part is ReservationPart.FAILED:
+            self.failed[publisher] += 1
+        elif has_answered:
+            self.failed[publisher] = 0
         if part is ReservationPart.PREFILL:
             self._change(publisher, -tokens, 0, 0)
             self.held[nonce] = (publisher, 0, context)
@@ -168,8 +178,9 @@ class History:
             await self._decide()
         elif step < 0.85 and self._known:
             reservation, part = self._random.choice(self._known), self._random.choice(list(ReservationPart))
-            there = self._model.end(reservation.nonce, part)
             ttft_ms = self._random.choice((None, 0.0, 250.5))
+            is_timed = ttft_ms is not None and part is ReservationPart.PREFILL
+            there = self._model.end(reservation.nonce, part, has_answered=is_timed or part is ReservationPart.OK)
             found = await self._fleet.reservations.release([reservation], part, ttft_ms=ttft_ms)
             assert found == (int(there), int(not there))
         elif step < 0.88:
@@ -216,6 +227,7 @@ class History:
         if found.reservation is not None and expected is not None:
             picked = next(each for each in offers if each.publisher == found.reservation.publisher)
             assert abs(model.cost(picked, terms) - model.cost(expected, terms)) < 1e-6
+            assert model.is_out(picked) == model.is_out(expected)
             assert [found.tokens, found.requests] == model.loads[picked.publisher][:2]
             model.add(found.reservation)
             self._known.append(found.reservation)

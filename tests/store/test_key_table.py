@@ -248,6 +248,28 @@ async def decide(store: Store, redis: Redis, grant: Grant) -> None:
     for is_timed in (False, True):
         await forgotten(ReservationTerms(context=9), is_timed=is_timed)
         assert await store.reservations.end_overdue(group_id) == 1
+    await fail(store, redis, grant, offers)
+
+
+async def fail(store: Store, redis: Redis, grant: Grant, offers: list[Offer]) -> None:
+    """A target whose requests fail, which is tried again, answers, and fails again."""
+    name, field = keys.load(grant.group_id), f"health:{grant.publisher}"
+
+    async def one(part: ReservationPart) -> None:
+        found = await store.reservations.reserve(grant.group_id, offers, ReservationTerms(context=9))
+        assert found.reservation is not None
+        await store.reservations.release([found.reservation], part)
+
+    for _ in range(3):
+        await one(ReservationPart.FAILED)
+    value: Any = await redis.hget(name, field)
+    first, second, _, pause, probe, away = value.split()
+    await redis.hset(name, field, b" ".join([first, second, b"1", pause, probe, away]).decode())
+    await one(ReservationPart.OK)
+    assert await redis.hget(name, field) is None
+    assert await store.records.note_health(grant, milliseconds=HOUR_SECONDS * 1000)
+    assert await store.records.note_health(grant, milliseconds=0)
+    await one(ReservationPart.FAILED)
 
 
 async def select(store: Store, redis: Redis) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -12,6 +14,7 @@ from tests.conftest import wait_until
 from tests.store.factories import Stream, claim_of, registration, snapshot, stream_of
 from tests.store.histories import Fleet, History
 from waymark.base.errors import InvalidValue
+from waymark.decide.group_loads import GroupLoads
 from waymark.domain.first_tokens import FirstTokens
 from waymark.store import keys
 from waymark.store.reservations import (
@@ -218,6 +221,140 @@ async def test_a_list_is_released_at_once(fleet: Fleet) -> None:
 
     assert await fleet.reservations.release([*found, *strangers], ReservationPart.OK) == (70, 1)
     assert [load.requests for load in await fleet.loads()] == [0, 0, 0]
+
+
+# ---- targets that cannot be reached ----------------------------------------------------------------
+
+
+async def failed(fleet: Fleet, count: int, *, at: int = 0) -> None:
+    """So many requests to one target fail."""
+    offer = [Offer(fleet.publishers[at], 1)]
+    for _ in range(count):
+        found = await fleet.reservations.reserve(fleet.group_id, offer, ReservationTerms(context=1))
+        assert found.reservation is not None
+        await fleet.reservations.release([found.reservation], ReservationPart.FAILED)
+
+
+async def left_out(fleet: Fleet) -> list[int]:
+    """The targets that decisions leave out, as a replica reads it, by their place."""
+    await fleet.reservations.end_overdue(fleet.group_id)
+    loads = GroupLoads()
+    loads.read(await fleet.reservations.values(fleet.group_id))
+    return sorted(map(fleet.publishers.index, loads.left_out(fleet.reservations.now_ms())))
+
+
+async def later(fleet: Fleet, milliseconds: int, at: int = 0) -> list[int]:
+    """Move the times of a target's health so far into the past, and return them: two failures, until, pause."""
+    name, field = keys.load(fleet.group_id), f"health:{fleet.publishers[at]}"
+    value: Any = await fleet.redis.hget(name, field)
+    first, second, until, pause, probe, away = value.decode().split()
+    times = [max(0, int(each) - milliseconds) for each in (first, second, until)]
+    await fleet.redis.hset(name, field, " ".join([*map(str, times), pause, probe, away]))
+    return [*times, int(pause)]
+
+
+async def test_three_failures_leave_a_target_out_and_an_answer_brings_it_back(fleet: Fleet) -> None:
+    running = await fleet.taken(1)
+    await failed(fleet, 2)
+    assert await left_out(fleet) == []
+    await failed(fleet, 1)
+    assert await left_out(fleet) == [0]
+    assert (await fleet.taken(1, 900, **LEAST_WORK)).publisher == fleet.publishers[1]
+
+    await fleet.reservations.release([running], ReservationPart.OK)
+    assert await left_out(fleet) == []
+    assert (await fleet.taken(1, 900, **LEAST_WORK)).publisher == fleet.publishers[0]
+
+
+async def test_an_answer_between_failures_begins_the_count_anew(fleet: Fleet) -> None:
+    for part, ttft_ms in ((ReservationPart.OK, None), (ReservationPart.PREFILL, 5.0)):
+        await failed(fleet, 2)
+        await fleet.reservations.release([await fleet.taken(1)], part, ttft_ms=ttft_ms)
+        await failed(fleet, 2)
+        assert await left_out(fleet) == []
+
+
+async def test_failures_of_more_than_ten_seconds_do_not_count_together(fleet: Fleet) -> None:
+    await failed(fleet, 2)
+    await later(fleet, 10_500)
+    await failed(fleet, 2)
+    assert await left_out(fleet) == []
+    await failed(fleet, 1)
+    assert await left_out(fleet) == [0]
+
+
+async def test_one_request_of_several_sequences_is_one_failure(fleet: Fleet) -> None:
+    await fleet.reservations.release([await fleet.taken(1) for _ in range(5)], ReservationPart.FAILED)
+    assert await left_out(fleet) == []
+
+
+async def test_a_target_is_tried_by_one_request_and_for_longer_each_time(fleet: Fleet) -> None:
+    await failed(fleet, 3)
+    pauses = []
+    for _ in range(6):
+        pauses.append((await later(fleet, 120_000))[3])
+        assert await left_out(fleet) == []
+        taken = [await fleet.taken(1, 900, 900, **LEAST_WORK) for _ in range(4)]
+        assert [each.publisher == fleet.publishers[0] for each in taken] == [True, False, False, False]
+        assert await left_out(fleet) == [0]
+        await fleet.reservations.release(taken[:1], ReservationPart.FAILED)
+        await fleet.reservations.release(taken[1:], ReservationPart.OK)
+        assert await left_out(fleet) == [0]
+    assert pauses == [5_000, 10_000, 20_000, 40_000, 60_000, 60_000]
+
+    await later(fleet, 120_000)
+    await fleet.reservations.release([await fleet.taken(1, 900, 900, **LEAST_WORK)], ReservationPart.OK)
+    assert [(await fleet.taken(1, 900, 900, **LEAST_WORK)).publisher for _ in range(2)] == fleet.publishers[:1] * 2
+
+
+async def test_requests_from_before_do_not_make_the_time_longer(fleet: Fleet) -> None:
+    before = [await fleet.taken(1) for _ in range(12)]
+    for each in before:
+        await fleet.reservations.release([each], ReservationPart.FAILED)
+    assert (await later(fleet, 0))[3] == 5_000
+
+
+async def test_if_nobody_else_is_left_one_that_is_left_out_is_taken(fleet: Fleet) -> None:
+    for at in range(3):
+        await failed(fleet, 3, at=at)
+    assert await left_out(fleet) == [0, 1, 2]
+    assert (await fleet.taken(900, 1, 900, **LEAST_WORK)).publisher == fleet.publishers[1]
+
+
+async def test_an_event_stream_without_its_engine_leaves_the_target_out(store: Store, redis: Redis) -> None:
+    streams = [await stream_of(store, redis, registration(f"pod-{n}")) for n in range(2)]
+    fleet = Fleet(redis, streams[0].grant.group_id, [stream.grant.publisher for stream in streams])
+    grant = streams[0].grant
+
+    assert await store.records.note_health(grant, milliseconds=10_000)
+    assert await left_out(fleet) == [0]
+    running = await fleet.taken(1, 900, **LEAST_WORK)
+    assert running.publisher == fleet.publishers[1]
+    await failed(fleet, 1)
+    await fleet.reservations.release([await fleet.taken(1)], ReservationPart.OK)
+    assert await left_out(fleet) == [0], "an answer from before says nothing about it"
+
+    await failed(fleet, 3)
+    assert await store.records.note_health(grant, milliseconds=0)
+    assert await left_out(fleet) == []
+    assert (await fleet.taken(1, 900, **LEAST_WORK)).publisher == fleet.publishers[0]
+
+    assert await store.records.note_health(grant, milliseconds=1)
+
+    async def is_over() -> bool:
+        return await left_out(fleet) == []
+
+    await wait_until(is_over, "the note of a worker that says nothing more")
+    assert not await store.records.note_health(replace(grant, token="1.0123456789abcdef"), milliseconds=9)
+
+
+async def test_the_health_of_a_target_goes_with_it(store: Store, redis: Redis, fleet: Fleet) -> None:
+    await failed(fleet, 3)
+    running = await fleet.taken(1)
+    await store.registry.unregister([registration("pod-0").name])
+    await fleet.reservations.release([running], ReservationPart.FAILED)
+    assert await left_out(fleet) == []
+    assert await fleet.redis.hget(keys.load(fleet.group_id), f"health:{fleet.publishers[0]}") is None
 
 
 # ---- times to the first token ----------------------------------------------------------------------

@@ -241,7 +241,9 @@ class SelectAnswer(Model):
     encode: list[ScoreRow]
     policy: str
     decision: Decision
-    degraded: bool = Field(description="true if Redis was unavailable and the prefix key alone decided")
+    degraded: bool = Field(
+        description="true if Redis was unavailable and the prefix key alone decided, or if all targets are left out"
+    )
     prefix_key: str | None
     reservation: str | None = Field(description="the text to send to /release; null if nothing was reserved")
     headers: dict[str, str] = Field(description="the headers to add to the request, for proxies and engines")

@@ -68,7 +68,7 @@ class Selection:
     """Headers to send with the request, for proxies and engines that go by them."""
     reservation: str | None
     is_degraded: bool = False
-    """Redis was unavailable: the target was found by the prefix alone."""
+    """Redis was unavailable: the target was found by the prefix alone. Or all targets are left out after failures."""
     reason: str = ""
     """How the target was chosen: ``kv_aware`` by cache and load, ``prefix_hash``, ``overflow``, ``session``,
     ``fallback``, or ``local`` by the caller."""

@@ -150,7 +150,7 @@ class AsyncSelecting:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._release("all", "ok" if error is None else "failed")
+        await self._release("all", calls.outcome_of(error))
 
     async def first_token(self) -> None:
         """The prompt is computed: others need not wait for it any more, and this target took so long."""

@@ -153,7 +153,7 @@ class Selecting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._release("all", "ok" if error is None else "failed")
+        self._release("all", calls.outcome_of(error))
 
     def first_token(self) -> None:
         """The prompt is computed: others need not wait for it any more, and this target took so long."""

@@ -167,6 +167,11 @@ def select_by_hash(
     return _selected(model, {"seq_hashes": list(seq_hashes)}, deadline, options)
 
 
+def outcome_of(error: BaseException | None) -> str:
+    """Return the outcome of a block that ended with this error. To cancel a request is no failure of its target."""
+    return "failed" if isinstance(error, Exception) else "ok"
+
+
 def release(reservation: str, part: str, outcome: str = "ok", ttft_ms: float | None = None) -> ClientCall[None]:
     """``part`` is ``all``, ``prefill`` or ``renew``. ``ttft_ms`` is the time to the first token, where it is known.
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from waymark.store.reservations import Load
+from waymark.store.reservations import HEALTH, Load, left_out_until
 
 #: Changes that are kept for readers; one that is further behind looks at all loads again.
 _CHANGES_MAX = 4096
+_NOBODY = frozenset[int]()
 
 
 class GroupLoads(Mapping[int, Load]):
@@ -19,6 +20,7 @@ class GroupLoads(Mapping[int, Load]):
         self._raw: dict[bytes, bytes] = {}
         self._changes: list[int] = []
         self._dropped = 0
+        self._left_out_until: dict[int, int] = {}
 
     def __getitem__(self, publisher: int) -> Load:
         return self._loads[publisher]
@@ -50,14 +52,27 @@ class GroupLoads(Mapping[int, Load]):
 
     def read(self, values: Mapping[bytes, bytes]) -> None:
         """All loads, as Redis has them."""
-        before = self._raw
+        before, healths = self._raw, dict[bytes, bytes]()
         for publisher in [each for each in self._loads if b"%d" % each not in values]:
             del self._loads[publisher]
             self._note(publisher)
         for name, value in values.items():
-            if before.get(name) != value and name.isdigit():
+            if name.startswith(HEALTH):
+                healths[name] = value
+            elif before.get(name) != value and name.isdigit():
                 self._set(int(name), Load.parse(value))
+        self._left_out_until = {
+            int(name[len(HEALTH) :]): left_out_until(value)
+            for name, value in healths.items()
+            if name[len(HEALTH) :].isdigit()
+        }
         self._raw = dict(values)
+
+    def left_out(self, now_ms: int) -> frozenset[int]:
+        """The publishers that decisions leave out now, because their engines cannot be reached."""
+        if not self._left_out_until:
+            return _NOBODY
+        return frozenset(publisher for publisher, until in self._left_out_until.items() if until > now_ms)
 
     def _set(self, publisher: int, load: Load) -> None:
         self._loads[publisher] = load

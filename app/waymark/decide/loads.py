@@ -78,6 +78,11 @@ class Loads:
         group = self._groups.get(group_id)
         return {} if group is None else group.loads
 
+    def left_out(self, group_id: int) -> frozenset[int]:
+        """The publishers of a group that decisions leave out now, by the loads as they were read last."""
+        group = self._groups.get(group_id)
+        return frozenset() if group is None else group.loads.left_out(self._reservations.now_ms())
+
     def saw(self, group_id: int, publisher: int, load: Load) -> None:
         """What a decision of this replica has made of a target's load."""
         group = self._groups.get(group_id)

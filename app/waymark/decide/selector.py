@@ -8,7 +8,7 @@ decide as one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from random import Random
 from time import perf_counter
 
@@ -78,7 +78,7 @@ class Selector:
         if lookup is None:
             return None
         # A caller that names candidates knows what they serve.
-        members = None if ranking.given is not None else lookup.fleet.serving(ranking.served_as)
+        members = None if ranking.given is not None else self._reached(lookup, ranking.served_as)
         candidates = lookup.fleet.candidates(lookup.seen, lookup.request.block_size, ranking.given, members)
         found = rank(ranking.policy, self._options.picker, lookup.request, candidates, lookup.fleet, self._random)
         decision = found.decision if candidates else Decision.KV_AWARE
@@ -94,6 +94,13 @@ class Selector:
             lookup.walk,
             frozenset() if ranking.given is None else {(each.instance_id, each.dp_rank) for each in candidates},
         )
+
+    def _reached(self, lookup: TargetLookup, served_as: str | None) -> Sequence[FleetMember]:
+        """The members that serve the model, without those that are left out while there are others."""
+        members, left_out = lookup.fleet.serving(served_as), self._loads.left_out(lookup.entry.group_id)
+        if not left_out:
+            return members
+        return [each for each in members if each.publisher not in left_out] or members
 
     # ---- with one ----------------------------------------------------------------------------------
 
@@ -125,34 +132,54 @@ class Selector:
             if lookup is None:
                 break
             began = perf_counter()
-            of = self._sums(ranking, parameters, lookup) or self._stages(ranking, parameters, lookup)
+            left_out = self._loads.left_out(lookup.entry.group_id)
+            of = self._ordered(ranking, parameters, lookup, left_out)
+            # Where nobody else is left, a target that cannot be reached is better than none.
+            is_degraded = of is None and bool(left_out)
+            if is_degraded:
+                of = self._ordered(ranking, parameters, lookup, frozenset())
             self._observe_policy(perf_counter() - began)
             if of is None:
                 raise NoTarget(_none_allowed(ranking, parameters, lookup.fleet))
             taken = await self._reserver.take(of, lookup, ranking, parameters)
             if taken is not None:
-                return taken
+                return taken._replace(is_degraded=True) if is_degraded else taken
             # Every target that was offered is gone: the cached table is older than that.
             await self._store.reader.table(ranking.group, deadline_seconds=self._options.deadline_seconds)
         raise NoTarget(nothing_registered(ranking.group.model_name, ranking.group.tenant_id))
 
-    def _sums(self, ranking: RankingRequest, parameters: SelectParameters, lookup: TargetLookup) -> SumOffers | None:
+    def _ordered(
+        self, ranking: RankingRequest, parameters: SelectParameters, lookup: TargetLookup, left_out: Set[int]
+    ) -> SumOffers | RankedStages | None:
+        """The targets that could take the request, without the publishers ``left_out``; None where nobody could."""
+        members = self._members(ranking, parameters, lookup, left_out)
+        return self._sums(ranking, parameters, lookup, members) or self._stages(ranking, parameters, lookup, members)
+
+    def _sums(
+        self,
+        ranking: RankingRequest,
+        parameters: SelectParameters,
+        lookup: TargetLookup,
+        members: Sequence[FleetMember],
+    ) -> SumOffers | None:
         """The targets by sums alone, where the policy is one and nothing else decides; None: by ``_stages``."""
         preset, seen = ranking.policy.preset, lookup.seen
         if preset is None or preset.sum_of is None or ranking.session is not None or parameters.profile == "disagg":
             return None
         if seen.prefixes or seen.gauges or seen.first_tokens:
             return None
-        members = self._members(ranking, parameters, lookup)
         if not members:
             return None
         blocks = len(lookup.keys) // KEY_BYTES
         return SumOffers(members, seen, ranking.policy, lookup.request, blocks, self._random)
 
     def _stages(
-        self, ranking: RankingRequest, parameters: SelectParameters, lookup: TargetLookup
+        self,
+        ranking: RankingRequest,
+        parameters: SelectParameters,
+        lookup: TargetLookup,
+        members: Sequence[FleetMember],
     ) -> RankedStages | None:
-        members = self._members(ranking, parameters, lookup)
         candidates = lookup.fleet.candidates(lookup.seen, lookup.request.block_size, members=members)
         return stages(
             ranking.policy,
@@ -166,13 +193,15 @@ class Selector:
         )
 
     def _members(
-        self, ranking: RankingRequest, parameters: SelectParameters, lookup: TargetLookup
+        self, ranking: RankingRequest, parameters: SelectParameters, lookup: TargetLookup, left_out: Set[int]
     ) -> Sequence[FleetMember]:
         """The targets that a decision has to rank."""
         policy = ranking.policy
         members = lookup.fleet.serving(ranking.served_as)
         if not parameters.allows_all:
             members = [each for each in members if parameters.allows(each.name[0], each.target.address)]
+        if left_out:
+            members = [each for each in members if each.publisher not in left_out]
         if parameters.needs_address and not lookup.fleet.have_addresses:
             members = [each for each in members if each.target.address is not None]
         if parameters.profile == "disagg" or (policy.preset is None and parameters.profile is None):
@@ -203,7 +232,11 @@ class Selector:
         lookup = TargetLookup(known.entry, request, known.fleet, seen, prompt.keys)
         sticky = PRESETS["sticky"]
         degraded = ranking._replace(policy=PolicyChoice.of(sticky))
-        of = self._stages(degraded, parameters, lookup)
+        members = self._members(degraded, parameters, lookup, self._loads.left_out(known.entry.group_id))
+        of = self._stages(degraded, parameters, lookup, members)
+        if of is None:
+            members = self._members(degraded, parameters, lookup, frozenset())
+            of = self._stages(degraded, parameters, lookup, members)
         if of is None:
             raise NoTarget(_none_allowed(ranking, parameters, known.fleet))
         best, *others = of.decode

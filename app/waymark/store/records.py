@@ -279,6 +279,13 @@ class Records:
         )
         return grant.counted(outcome)
 
+    async def note_health(self, grant: Grant, *, milliseconds: int) -> bool:
+        """Note for so long that the engine cannot be reached, or with 0 that it can; False if fenced."""
+        outcome = await self._scripts.note_health(
+            keys.load(grant.group_id), grant.record, grant.publisher, grant.token, milliseconds
+        )
+        return outcome.is_applied
+
     async def keep_singles(self, grant: Grant) -> bool:
         """Mark the group as one that has blocks of unknown depth; False if fenced."""
         outcome = await self._scripts.keep_singles(

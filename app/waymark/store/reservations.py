@@ -112,6 +112,18 @@ class Load(NamedTuple):
         return cls(*map(int, numbers))
 
 
+#: The fields of targets that have failed begin with this.
+HEALTH = b"health:"
+
+
+def left_out_until(value: bytes) -> int:
+    """The Redis ms until which a target is left out of decisions; 0 for a value of another form."""
+    words = value.split()
+    if len(words) != 6 or not (words[2].isdigit() and words[5].isdigit()):
+        return 0
+    return max(int(words[2]), int(words[5]))
+
+
 #: The text of a number; weights and handicaps are often the same.
 _numeral = lru_cache(1024)(repr)
 
@@ -174,6 +186,7 @@ class Reservations:
         self._client = client
         self._scripts = scripts
         self._begin = begin
+        self._ahead_ms = 0
 
     async def reserve(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms) -> Reserved:
         """Send a prompt to the best of at most ``CANDIDATES_MAX`` targets, in one round trip.
@@ -251,6 +264,8 @@ class Reservations:
         ``saw`` is told what each target has to do now.
         """
         minute = int(time.time() // 60)
+        # A request of several sequences has several reservations of one target, and is one outcome.
+        shows = {(each.group_id, each.publisher): each for each in reversed(reservations)}
         timed = None
         if ttft_ms is not None:
             timed = next((each for each in reservations if each.waited is not None), None)
@@ -266,6 +281,7 @@ class Reservations:
                 milliseconds,
                 repr(ttft_ms) if reservation is timed else "",
                 reservation.tokens + (reservation.waited or 0),
+                "1" if reservation is shows[reservation.group_id, reservation.publisher] else "0",
             )
             if saw is not None and outcome.numbers:
                 saw(reservation.group_id, reservation.publisher, *outcome.numbers)
@@ -289,7 +305,13 @@ class Reservations:
     async def end_overdue(self, group_id: int) -> int:
         """End at most ``OVERDUE_MAX`` overdue reservations, and return their number."""
         outcome = await self._scripts.end_overdue(keys.load(group_id), keys.reservations(group_id), OVERDUE_MAX)
-        return outcome.numbers[0]
+        ended, now = outcome.numbers
+        self._ahead_ms = now - int(1000 * time.time())
+        return ended
+
+    def now_ms(self) -> int:
+        """The clock of Redis, as far as the last call of ``end_overdue`` shows it."""
+        return int(1000 * time.time()) + self._ahead_ms
 
     async def loads(self, group_id: int) -> dict[int, Load]:
         """The load of every target by publisher id; a target that never got a request is absent."""
@@ -297,5 +319,5 @@ class Reservations:
         return {int(publisher): Load.parse(value) for publisher, value in found.items() if publisher.isdigit()}
 
     async def values(self, group_id: int) -> dict[bytes, bytes]:
-        """The load of every target as the bytes in Redis, by publisher id."""
+        """The load of every target as the bytes in Redis, by publisher id, and the health of those that have failed."""
         return await self._client.hgetall(keys.load(group_id))

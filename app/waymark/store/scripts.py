@@ -331,12 +331,16 @@ class Scripts:
         milliseconds: int,
         ttft: Arg,
         work: int,
+        shows: str,
     ) -> Outcome:
-        args: list[Arg] = [reservation, part, minute, milliseconds, ttft, work]
+        args: list[Arg] = [reservation, part, minute, milliseconds, ttft, work, shows]
         return await self._run("release", [load, reservations, first_tokens], args)
 
     async def end_overdue(self, load: str, reservations: str, most: int) -> Outcome:
         return await self._run("end_overdue", [load, reservations], [most])
+
+    async def note_health(self, load: str, record: str, publisher: int, token: str, milliseconds: int) -> Outcome:
+        return await self._run("note_health", [load, record], [publisher, token, milliseconds])
 
     async def note_gauges(self, record: str, gauges: str, milliseconds: int, value: bytes) -> Outcome:
         return await self._run("note_gauges", [record, gauges], [milliseconds, value])

@@ -1,0 +1,200 @@
+"""Engines that are killed among others under load: decisions leave them out at once, and name them again at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conftest import wait_until
+from tests.e2e.conftest import Service, Start
+from tests.e2e.redis_server import RedisServer, redis_server
+from tests.patience import patient
+from tests.ports import unused_port
+from waymark.client import AsyncClient
+
+ENGINES, CLIENTS = 4, 12
+#: Decisions after which the share of an engine is known.
+DECISIONS = 200
+
+Ask = Callable[[int], Awaitable[str]]
+"""One request of a client: the engine that the decision named."""
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[RedisServer]:
+    with redis_server() as server:
+        await server.start()
+        yield server
+
+
+@dataclass
+class Engines:
+    """Simulated engines, each a process that can be killed and started again at its ports."""
+
+    http: list[int] = field(default_factory=lambda: [unused_port() for _ in range(ENGINES)])
+    events: list[int] = field(default_factory=lambda: [unused_port() for _ in range(ENGINES)])
+    running: dict[int, asyncio.subprocess.Process] = field(default_factory=dict)
+
+    async def start(self, number: int) -> None:
+        words = ["--engines", "1", "--instance-prefix", f"e{number}", "--http-port", str(self.http[number])]
+        words += ["--base-port", str(self.events[number]), "--no-replay", "--prompts", "0", "--stay"]
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
+        self.running[number] = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "waymark", "simulate", *words),
+            env=clean,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        async with httpx.AsyncClient(base_url=self.address(number), trust_env=False) as client:
+
+            async def is_up() -> bool:
+                try:
+                    return (await client.get("/v1/models")).status_code == 200
+                except httpx.TransportError:
+                    return False
+
+            await wait_until(is_up, "the engine answers", 60)
+
+    async def kill(self, number: int) -> None:
+        process = self.running.pop(number)
+        process.kill()
+        await process.wait()
+
+    def address(self, number: int) -> str:
+        return f"http://127.0.0.1:{self.http[number]}"
+
+    async def register(self, service: Service, *, has_events: bool) -> None:
+        for number in range(ENGINES):
+            fields: dict[str, Any] = {"type": "none"}
+            if has_events:
+                fields = {"type": "vLLM", "endpoint": f"tcp://127.0.0.1:{self.events[number]}"}
+            await service.post(
+                "/register",
+                model="demo",
+                instance_id=f"e{number}",
+                block_size=16,
+                address=self.address(number),
+                **fields,
+            )
+
+
+@asynccontextmanager
+async def engines() -> AsyncIterator[Engines]:
+    found = Engines()
+    try:
+        await asyncio.gather(*map(found.start, range(ENGINES)))
+        yield found
+    finally:
+        for number in list(found.running):
+            await found.kill(number)
+
+
+class Load:
+    """Clients that ask all the time; what the decisions have named since the last ``clear``."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self.named: list[str] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Load:
+        self._tasks = [asyncio.create_task(self._client(number)) for number in range(CLIENTS)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _client(self, number: int) -> None:
+        while True:
+            self.named.append(await self._ask(number))
+            await asyncio.sleep(0.02)
+
+    async def share(self, name: str) -> float:
+        """The share of an engine in the next decisions."""
+        self.named.clear()
+        await self._until(lambda: len(self.named) >= DECISIONS, "decisions")
+        return self.named.count(name) / len(self.named)
+
+    async def names(self, name: str, seconds: float) -> None:
+        """An engine is named within this time."""
+        self.named.clear()
+        await self._until(lambda: name in self.named, f"{name} is named", seconds)
+
+    async def _until(self, is_so: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+        def is_so_and_goes_on() -> bool:
+            for task in self._tasks:
+                if task.done():
+                    task.result()
+            return is_so()
+
+        await wait_until(is_so_and_goes_on, what, seconds)
+
+
+async def chat(http: httpx.AsyncClient, address: str) -> None:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    (await http.post(f"{address}/v1/chat/completions", json=body)).raise_for_status()
+
+
+async def killed_and_back(load: Load, found: Engines, *, back_seconds: float) -> None:
+    """One of the engines is killed under the load, and comes back."""
+    before = await load.share("e0")
+    assert before > 0.1
+    await found.kill(0)
+    await asyncio.sleep(3)
+    assert await load.share("e0") <= 1 / 20
+    await found.start(0)
+    await load.names("e0", back_seconds)
+    assert await load.share("e0") > before / 2
+
+
+def prompt(number: int) -> list[int]:
+    return [1000 * number + n for n in range(64)]
+
+
+async def test_a_killed_engine_is_left_out_by_the_outcomes_of_all_replicas(server: RedisServer, start: Start) -> None:
+    async with AsyncExitStack() as stack:
+        found = await stack.enter_async_context(engines())
+        replicas = [await start("query", server.url) for _ in range(2)]
+        await found.register(replicas[0], has_events=False)
+        http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=patient(10)))
+        clients = [await stack.enter_async_context(AsyncClient([each.url])) for each in replicas]
+
+        async def ask(number: int) -> str:
+            target = clients[number % 2].select("demo", prompt(number), expect=False)
+            try:
+                async with target:
+                    assert target.selection.address is not None
+                    await chat(http, target.selection.address)
+            except httpx.TransportError:
+                pass
+            return target.selection.instance_id
+
+        async with Load(ask) as load:
+            # It is tried again after 5 s, and if it is not there yet, 10 s later.
+            await killed_and_back(load, found, back_seconds=15)
+
+        for number in range(ENGINES):
+            await found.kill(number)
+
+        async def selection(at: int) -> dict[str, Any]:
+            return dict(await replicas[at].post("/select", model="demo", token_ids=prompt(0), reserve=False))
+
+        # The failures that one replica is told of count in the other.
+        async def are_all_out() -> bool:
+            taken = await replicas[0].post("/select", model="demo", token_ids=prompt(0))
+            await replicas[0].post("/release", reservation=taken["reservation"], outcome="failed")
+            return all([(await selection(at))["degraded"] for at in range(2)])
+
+        await wait_until(are_all_out, "nobody else is left", 30)
+        answer = await selection(1)
+        assert answer["target"]["instance_id"] in {f"e{number}" for number in range(ENGINES)}
