@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 import ssl
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,12 +21,12 @@ import uvloop
 from redis.exceptions import ResponseError
 
 from tests.conftest import wait_until
-from tests.patience import within
+from tests.patience import patient, within
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.store.redis.client import RedisClient
 from waymark.store.redis.credentials import Credentials
-from waymark.store.redis.read_connection import QUESTIONS_MAX, Replies
+from waymark.store.redis.read_connection import QUESTIONS_MAX, ReadConnection, Replies
 
 LOOPS = pytest.mark.parametrize(
     "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
@@ -163,6 +164,62 @@ def test_closing_a_client_ends_the_question_that_is_under_way(loop_factory: Loop
 
 
 # ---- how it is opened ----------------------------------------------------------------------------------
+
+
+class Together:
+    """Gets the results of many questions, and notes how many have come when the loop next does anything else."""
+
+    def __init__(self) -> None:
+        self.results: list[Any] = []
+        self.in_one_pass: list[int] = []
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, result: Any) -> None:
+        if not self.results:
+            asyncio.get_running_loop().call_soon(lambda: self.in_one_pass.append(len(self.results)))
+        self.results.append(result)
+
+    def set_exception(self, exception: BaseException) -> None:
+        raise exception
+
+
+async def _share() -> None:
+    count, ping = 64, b"*1\r\n$4\r\nPING\r\n"
+    together = Together()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            lambda: ReadConnection(patient(30.0), lambda _: None), *listener.getsockname()
+        )
+        server, _ = listener.accept()
+        with server:
+            server.setblocking(False)
+            for _ in range(count):
+                connection.send(ping, Replies(1), together, None)
+            with pytest.raises(BlockingIOError):  # what is written on loopback is there at once
+                server.recv(1)
+            received: list[bytes] = []
+
+            def has_received() -> bool:
+                with suppress(BlockingIOError):
+                    received.append(server.recv(1 << 20))
+                return bool(received)
+
+            await wait_until(has_received, "the questions have arrived")
+            assert received == [ping * count]
+            server.send(b"+PONG\r\n" * count)
+            await wait_until(lambda: len(together.results) == count, "every question is answered")
+        await wait_until(lambda: together.in_one_pass != [], "the turn is over")
+        assert together.in_one_pass == [count]
+        connection.retire()
+
+
+def test_questions_of_one_turn_share_a_write_and_their_replies_a_pass() -> None:
+    """On the loop that processes run."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_share())
 
 
 async def test_it_is_let_in_as_the_url_says() -> None:

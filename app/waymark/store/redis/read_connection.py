@@ -99,6 +99,7 @@ class ReadConnection(asyncio.Protocol):
         self._parser = hiredis.Reader(
             protocolError=InvalidResponse, replyError=BaseParser.parse_error, notEnoughData=_NOT_YET
         )
+        self._unsent: list[bytes] = []
         self._heard = 0.0
         # One timer for all questions: a timer for each would cost as much as the rest of ``ask``.
         self._timer: asyncio.TimerHandle | None = None
@@ -129,10 +130,19 @@ class ReadConnection(asyncio.Protocol):
             question = _PendingRead(reader, answer, math.inf if until is None else until)
             self._questions.append(question)
             self._check_by(min(question.until, self._heard + self._silent_seconds))
-            try:
-                self._transport.write(packed)
-            except RuntimeError as exc:  # what uvloop says of a connection that the other end has closed
-                self.lose(RedisConnectionError(str(exc)))
+            self._unsent.append(packed)
+            if len(self._unsent) == 1:
+                self._loop.call_soon(self._write)
+
+    def _write(self) -> None:
+        """Send the questions of one turn of the loop together: a write costs more than a short question."""
+        unsent, self._unsent = self._unsent, []
+        if self._transport is None:
+            return
+        try:
+            self._transport.write(b"".join(unsent))
+        except RuntimeError as exc:  # what uvloop says of a connection that the other end has closed
+            self.lose(RedisConnectionError(str(exc)))
 
     def retire(self) -> None:
         """Close the connection when all questions are answered. No new question may follow."""
