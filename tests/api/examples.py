@@ -30,7 +30,8 @@ PROMPT = {"model": MODEL, "token_ids": TOKENS}
 ENGINE = {
     "type": "vLLM",
     "endpoint": "tcp://10.0.0.7:5557",
-    "replay_endpoint": "tcp://10.0.0.7:5558",
+    "replay_endpoint": "tcp://10.0.0.7:5657",
+    "snapshot_endpoint": "tcp://10.0.0.7:5757",
     "modelname": MODEL,
     "instance_id": "vllm-0",
     "block_size": 4,
@@ -82,6 +83,7 @@ STEPS: list[tuple[str, str, Any]] = [
     ("POST", "/inspect/block", {"key": f"{int(HASHES[0]) % 2**64:016x}"}),
     ("POST", "/inspect/holder", {"holder": "{holder}"}),
     ("POST", "/inspect/keys", {"group": 1}),
+    ("POST", "/repair", {"instance_id": "vllm-0"}),
     ("POST", "/weight", {"instance_id": "vllm-0", "weight": 0}),
     ("GET", "/services", None),
     ("GET", "/workers", None),

@@ -21,7 +21,7 @@ from waymark.store.store import Store
 
 QUERY = {"model": "m", "block_size": 2, "token_ids": [1, 2]}
 REGISTER = {"type": "vLLM", "endpoint": "tcp://a:1", "model": "m", "instance_id": "i", "block_size": 2}
-WRITES = ["/register", "/unregister", "/events", "/dynamo/register", "/dynamo/unregister"]
+WRITES = ["/register", "/unregister", "/repair", "/events", "/dynamo/register", "/dynamo/unregister"]
 WRITES += ["/dynamo/register_peer", "/dynamo/deregister_peer"]
 QUERIES = ["/query", "/query_by_hash", "/dynamo/query", "/dynamo/query_by_hash"]
 VIEWS = ["/services", "/workers", "/global_view", "/metrics", "/openapi.json", "/docs"]

@@ -249,6 +249,7 @@ BODIES: dict[tuple[str, str], Any] = {
     ("POST", "/detokenize"): {"model": f"{SECRET}-model", "tokens": [1]},
     ("POST", "/register"): publisher(THEIRS, f"{SECRET}-2"),
     ("POST", "/unregister"): {"tenant_id": THEIRS, "instance_id": f"{SECRET}-1"},
+    ("POST", "/repair"): {"tenant_id": THEIRS, "instance_id": f"{SECRET}-1"},
     ("POST", "/weight"): {"tenant_id": THEIRS, "instance_id": f"{SECRET}-1", "weight": 0},
     ("POST", "/events"): {
         "event_id": 1,

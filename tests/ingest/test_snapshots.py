@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,12 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, Bench, Pod
 from tests.patience import patient
+from waymark.ingest.life import Life
 from waymark.ingest.stream import StreamOptions
+from waymark.store import keys
+from waymark.store.holder_tables import decode_table
+from waymark.store.snapshots import new_place
+from waymark.store.store import Store
 
 SNAPSHOTS: StreamOptions = replace(QUICK, snapshot_pause_seconds=0.3, snapshot_answer_seconds=patient(1.0))
 LOSSY: dict[str, Any] = {"has_snapshots": True, "buffer_batches": 2, "repeat_rate": 0.5, "gpu_blocks": 24}
@@ -111,3 +117,75 @@ async def test_a_restart_beyond_the_buffer(bench: Bench) -> None:
     await has_snapshots(pod)
     await pod.agrees()
     await pod.has_status("active")
+
+
+async def test_four_workers_ask_once_and_no_answer_is_wrong_afterwards(bench: Bench) -> None:
+    pod = await bench.pod(**LOSSY)
+    for i in range(4):
+        await bench.worker(f"worker-{i}", options=SNAPSHOTS)
+    await pod.at_work(8)
+    await lose(pod, 40)
+    await has_snapshots(pod)
+    await pod.agrees()
+    replicas = [Store(bench.store.client) for _ in range(4)]
+    asked = 0
+    while asked < 1000:
+        for prompt in pod.prompts:
+            for bench.store in replicas:
+                assert await bench.row(pod, prompt) == pod.expected(prompt)
+                asked += 1
+    assert pod.publisher.counts["snapshots"] == 1
+
+
+async def test_a_worker_that_dies_in_the_middle_leaves_what_was_known(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod = await bench.pod(**LOSSY)
+    hand = await bench.worker(options=SNAPSHOTS)
+    await pod.at_work(8)
+    is_applied = asyncio.Event()
+
+    async def hangs(*_: object) -> None:
+        is_applied.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Life, "take_snapshot", hangs)
+    await lose(pod)
+    await asyncio.wait_for(is_applied.wait(), patient(PATIENCE_SECONDS))
+    record = await bench.record(pod.name)
+    assert any(name.startswith("staged:") for name in record)
+    table = decode_table(await bench.store.client.hgetall(keys.holders(1)), bench.store.parser, keys.holders(1))
+    assert table is not None
+    live = {value for name, value in record.items() if name.startswith("holder:")}
+    assert {str(holder) for holder in table.holders} == live, "readers see only the old life"
+    monkeypatch.undo()
+    await hand.die()
+    await bench.worker("worker-2", options=SNAPSHOTS)
+    await has_snapshots(pod)
+    await pod.agrees()
+    await pod.has_status("active")
+    await bench.is_swept()
+    assert not await bench.strangers()
+
+
+async def test_a_repair_is_asked_for_through_redis(bench: Bench) -> None:
+    pod = await bench.pod(**LOSSY)
+    await bench.worker(options=SNAPSHOTS)
+    await pod.at_work(8)
+    (claim,) = await bench.store.directory.claims()
+    assert await bench.store.records.ask_repair(claim)
+    await has_snapshots(pod)
+    await pod.agrees()
+    assert "repair" not in await bench.record(pod.name)
+    assert pod.publisher.counts["snapshots"] == 1
+
+
+async def test_two_places_in_all_and_a_pause_for_each_socket(bench: Bench) -> None:
+    places, one = bench.store.snapshots, new_place()
+    assert (await places.take(one, "a" * 16, 60.0, 60.0)).wait_seconds == 0
+    assert (await places.take(one, "a" * 16, 60.0, 60.0)).wait_seconds == 0, "a repeated call takes one place"
+    assert 50 < (await places.take(new_place(), "a" * 16, 60.0, 60.0)).wait_seconds <= 60
+    assert (await places.take(new_place(), "b" * 16, 60.0, 60.0)).wait_seconds == 0
+    assert (await places.take(new_place(), "c" * 16, 60.0, 60.0)).wait_seconds > 0
+    await places.release(one, "a" * 16)
+    assert (await places.take(new_place(), "c" * 16, 60.0, 60.0)).wait_seconds == 0

@@ -52,6 +52,13 @@ class UnregisterAnswer(Model):
     removed_instances: list[str]
 
 
+class RepairAnswer(Model):
+    """The publishers whose engine will be asked for a snapshot, as ``instance|tenant|rank``."""
+
+    status: Literal["repair requested"]
+    asked_instances: list[str]
+
+
 class WeightAnswer(Model):
     """The publishers whose weight was changed, as ``instance|tenant|rank``."""
 

@@ -181,6 +181,7 @@ def _operations(
         ("POST", "/register", "write", registrations.register, docs.REGISTER),
         ("POST", "/unregister", "write", registrations.unregister, docs.UNREGISTER),
         ("POST", "/weight", "write", registrations.weight, docs.WEIGHT),
+        ("POST", "/repair", "write", registrations.repair, docs.REPAIR),
         ("POST", "/events", "write", Events(store, settings, metrics).events, docs.EVENTS),
         ("POST", "/inspect/prompt", "read", explanations.inspect, docs.INSPECT_PROMPT),
         ("GET", "/inspect/status", "admin", inspected.status, docs.INSPECT_STATUS),

@@ -155,6 +155,13 @@ WEIGHT = Doc(
     errors=(404, 409),
     reach="body",
 )
+REPAIR = Doc(
+    "Asks the worker of an engine for a snapshot of the engine's cache, which takes the place of what is known of it.",
+    registration_schemas.RepairRequest,
+    answers.RepairAnswer,
+    errors=(404, 409),
+    reach="body",
+)
 EVENTS = Doc(
     "Applies events in the KV Events format (type standard). A publisher without a ZMQ socket sends its events here.",
     event_schemas.EventsRequest,

@@ -301,6 +301,10 @@ class UnregisterRequest(RequestBody):
     dp_rank: RankNumber | None = Field(default=None, description=RANK)
 
 
+class RepairRequest(UnregisterRequest):
+    """The engine, or one rank of it, whose blocks are to be asked for anew."""
+
+
 class WeightRequest(UnregisterRequest):
     """The engine, or one rank of it, and its new weight."""
 

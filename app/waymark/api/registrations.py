@@ -10,10 +10,16 @@ from typing import Any
 from waymark.api.http.answers import Answer, Paused
 from waymark.api.http.bodies import Body
 from waymark.api.http.errors import short
-from waymark.api.registration_schemas import RegisterByUrlRequest, RegisterRequest, UnregisterRequest, WeightRequest
+from waymark.api.registration_schemas import (
+    RegisterByUrlRequest,
+    RegisterRequest,
+    RepairRequest,
+    UnregisterRequest,
+    WeightRequest,
+)
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
-from waymark.base.errors import NotFound
+from waymark.base.errors import Conflict, NotFound
 from waymark.base.settings import Settings
 from waymark.base.shown import shown
 from waymark.discovery.describe import Describer, base_of
@@ -149,6 +155,27 @@ class Registrations:
         return Answer(
             {"status": "weight changed", "weight": request.weight, "changed_instances": [str(name) for name in changed]}
         )
+
+    async def repair(self, body: Body) -> Answer:
+        """Ask the workers of an engine's streams, each of which sees the mark when it renews its lease."""
+        request = RepairRequest.of(body.fields)
+        found = await self._named(request)
+        if not found:
+            raise _not_found(request)
+        able = [each.name for each in found if each.snapshot_endpoint is not None]
+        if not able:
+            raise Conflict(
+                f"instance_id {shown(request.instance_id)} has no snapshot_endpoint, so nobody can ask what it has; "
+                "register it with one, or restart the engine",
+                field="instance_id",
+            )
+        claims = [(name, await self._store.directory.claim(name)) for name in able]
+        asked = [
+            str(name) for name, claim in claims if claim is not None and await self._store.records.ask_repair(claim)
+        ]
+        if not asked:
+            raise _not_found(request)
+        return Answer({"status": "repair requested", "asked_instances": asked})
 
     async def unregister(self, body: Body) -> Answer:
         request = UnregisterRequest.of(body.fields)

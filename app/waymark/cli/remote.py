@@ -1,4 +1,4 @@
-"""``waymark ask``, ``select``, ``publishers``, ``drain``, ``top`` and ``doctor``: a running Waymark, over HTTP."""
+"""``waymark ask``, ``select``, ``publishers``, ``repair``, ``drain``, ``top``, ``doctor``: a running Waymark."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ examples:
   $ waymark publishers --status lost --status failed
   $ waymark publishers --model llama --json
 """,
+    "repair": """\
+examples:
+  $ waymark repair vllm-0
+  $ waymark repair vllm-0 --dp-rank 1 --url http://waymark:13333
+""",
     "drain": """\
 examples:
   $ waymark drain vllm-0                   no new requests; waits until the running ones have ended
@@ -70,6 +75,9 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
             parser.add_argument(
                 "--status", action="append", default=[], choices=_STATUSES, help="only this status; may be repeated"
             )
+        case "repair":
+            parser.add_argument("engine", metavar="NAME", help="the instance_id")
+            parser.add_argument("--dp-rank", type=int, help="repair this rank only")
         case "drain":
             parser.add_argument("engine", metavar="NAME", help="the instance_id")
             parser.add_argument("--wait-seconds", type=float, default=120.0, help="how long to wait for requests (120)")
@@ -99,6 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
     screen = Screen()
     with RemoteService(arguments.url, arguments.api_token) as service:
         match arguments.command:
+            case "repair":
+                return _repair(service, arguments)
             case "drain":
                 return _drain(service, arguments)
             case "top":
@@ -126,6 +136,16 @@ def _print_answer(service: RemoteService, arguments: argparse.Namespace, screen:
         screen.write(json.dumps(found, indent=2))
     else:
         screen.show(parts(found))
+    return EXIT_OK
+
+
+def _repair(service: RemoteService, arguments: argparse.Namespace) -> int:
+    fields = {"instance_id": arguments.engine, "tenant_id": arguments.tenant_id, "dp_rank": arguments.dp_rank}
+    answer = service.post("/repair", {name: value for name, value in fields.items() if value is not None})
+    if arguments.json:
+        print(json.dumps(answer))
+    for name in () if arguments.json else answer["asked_instances"]:
+        print(f"{name}: its worker asks for a snapshot; 'waymark publishers' shows the stream")
     return EXIT_OK
 
 
