@@ -198,3 +198,26 @@ async def test_a_killed_engine_is_left_out_by_the_outcomes_of_all_replicas(serve
         await wait_until(are_all_out, "nobody else is left", 30)
         answer = await selection(1)
         assert answer["target"]["instance_id"] in {f"e{number}" for number in range(ENGINES)}
+
+
+async def test_a_killed_engine_is_left_out_by_its_event_stream(server: RedisServer, start: Start) -> None:
+    async with AsyncExitStack() as stack:
+        found = await stack.enter_async_context(engines())
+        replicas = [await start("query", server.url) for _ in range(2)]
+        await start("ingest", server.url)
+        await found.register(replicas[0], has_events=True)
+        for number in range(ENGINES):
+
+            async def is_active(number: int = number) -> bool:
+                return (await replicas[0].publisher(f"e{number}"))["status"] == "active"
+
+            await wait_until(is_active, f"the stream of engine {number} is active", 30)
+        clients = [await stack.enter_async_context(AsyncClient([each.url])) for each in replicas]
+
+        async def ask(number: int) -> str:
+            # No outcome says that an engine has failed.
+            async with clients[number % 2].select("demo", prompt(number), expect=False) as target:
+                return target.selection.instance_id
+
+        async with Load(ask) as load:
+            await killed_and_back(load, found, back_seconds=5)

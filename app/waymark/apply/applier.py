@@ -217,6 +217,10 @@ class Applier:
     async def set_lost(self, *, is_lost: bool) -> None:
         await self.calls.accepted(lambda: self._store.records.set_lost(self.grant, is_lost=is_lost))
 
+    async def note_health(self, milliseconds: int) -> None:
+        """Note for so long that the engine cannot be reached, or with 0 that it can."""
+        await self.calls.accepted(lambda: self._store.records.note_health(self.grant, milliseconds=milliseconds))
+
     async def renew(self, seconds: float) -> None:
         """Renew the lease for ``seconds``, and check that Redis has lost no writes. Raises Fenced."""
         self._lease_at = time.monotonic()

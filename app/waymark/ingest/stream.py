@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
 _SETTLE_TRIES = 2
+_UNREACHABLE_MILLISECONDS = 10_000
+"""How long a note that the engine cannot be reached counts. It is repeated in time, and ends with its worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,10 @@ class Stream:
         self._heard = now
         self._down_since: float | None = now
         self._renewed = now
+        self._noted = float("-inf")
+        """When it was noted last that the engine cannot be reached."""
+        self._reached = 0
+        """The number of the connection of which it was noted that the engine is reached."""
         self._dropped_asked = 0
         self._reporter = StatusReporter(
             life, self._subscriber, self._replaying, message_bytes_max=options.message_bytes_max
@@ -200,7 +206,19 @@ class Stream:
         was_there = self._received.connection > 0 or bool(life.applier.resolver.holders)
         if is_away and options.publisher_timeout and not life.is_lost and was_there:
             await life.lost()
+        await self._note_health(now, was_there=was_there)
         await self._reporter.report(now)
+
+    async def _note_health(self, now: float, *, was_there: bool) -> None:
+        """Note for all decisions whether the engine can be reached."""
+        subscriber, life = self._subscriber, self._life
+        is_away = subscriber.is_unreachable and was_there and not life.is_lost
+        if subscriber.is_connected and subscriber.connection != self._reached:
+            self._reached, self._noted = subscriber.connection, float("-inf")
+            await life.applier.note_health(0)
+        elif is_away and now - self._noted > _UNREACHABLE_MILLISECONDS / 3000:
+            self._noted = now
+            await life.applier.note_health(_UNREACHABLE_MILLISECONDS)
 
     # ---- live frames -------------------------------------------------------------------------------
 

@@ -38,8 +38,12 @@ hands over what it had read when it reported the loss."""
 RECONNECT_SECONDS_MAX = 5.0
 REFUSED_SECONDS = 30.0
 """The pause after libzmq has closed a connection because of the bytes that came over it."""
+UNREACHABLE_SECONDS = 2.0
+"""A publisher whose connection is reset or refused twice within this time cannot be reached."""
 BYTES_PER_READ = 8 * 2**20
 """Bytes of frames read in one callback of the event loop, exceeded by at most one frame."""
+
+_ENDED_BY_THE_PEER = frozenset({ConnectionFailure.REFUSED, ConnectionFailure.NO_ZMQ})
 
 
 class Subscriber:
@@ -71,6 +75,10 @@ class Subscriber:
         """libzmq has ended the last connection, for a message above ``message_bytes_max`` or bytes that are no ZMTP."""
         self.failure: ConnectionFailure | None = None
         """Why the last attempt to connect failed; None if it succeeded."""
+        self.is_unreachable = False
+        """The connection was reset or refused twice at once, and none was accepted since."""
+        self._failed = float("-inf")
+        """When it was reset or refused the last time."""
         self._message_bytes_max = message_bytes_max
         self._context = context
         self._clock = clock
@@ -218,10 +226,18 @@ class Subscriber:
             if is_up:
                 self._pause = RECONNECT_SECONDS
                 self.connection += 1
+                self.is_unreachable, self._failed = False, float("-inf")
             self._set_connected(is_up)
             if not is_up:
+                self._note_failure(link)
                 self._dial_later()
         self.failure = None if link.is_up else link.attempt.failure or self.failure
+
+    def _note_failure(self, link: LiveConnection) -> None:
+        if link.is_up or link.attempt.failure in _ENDED_BY_THE_PEER:
+            now = self._clock()
+            self.is_unreachable = self.is_unreachable or now - self._failed <= UNREACHABLE_SECONDS
+            self._failed = now
 
     def _set_connected(self, is_connected: bool) -> None:
         if self.is_connected != is_connected:
