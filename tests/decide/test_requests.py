@@ -16,6 +16,9 @@ from waymark.base.errors import NoTarget, Saturated, Starting, StoreUnavailable,
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import InferenceRequest, read_request
 from waymark.decide.decision import SelectParameters
+from waymark.decide.fleet import Fleet
+from waymark.decide.policies.policy import Decision
+from waymark.decide.policies.ring import Ring
 from waymark.decide.requests import RequestSelector, RoutedRequest
 from waymark.decide.under_way import RESERVED_MS, RequestsUnderWay
 from waymark.domain.engines import EngineKind
@@ -114,10 +117,120 @@ async def test_without_tokens_the_prefix_decides_and_it_is_counted(
     found = [
         await replica.select(request_, SelectParameters(is_reserved=False)) for replica in replicas for _ in range(3)
     ]
-    assert {each.selected.policy.name for each in found} == {"sticky"}
+    assert {each.selected.policy.name for each in found} == {"least-work"}
+    decisions = {each.selected.decision for each in found}
+    assert decisions == {Decision.PREFIX if reason == "no_tokenizer" else Decision.LOAD}
     if reason == "no_tokenizer":
         assert len({taken(each) for each in found}) == 1, "every replica finds the same target"
     assert metrics.decisions_without_tokens.labels(reason=reason).value == 6  # waymark_decisions_without_tokens_total
+
+
+async def test_without_tokens_load_and_prefix_decide_together(
+    store: Store, pods: list[str], make_selector: MakeSelector, metrics: Metrics
+) -> None:
+    selector = make_selector(store, loads_ms=0)
+    text = "What is the weather in Paris? " * 200
+    first = await selector.select(chat(text), TAKING)
+    assert first.selected.tokens == (len(text) + len("Be brief.") + 3) // 4
+    assert (await loads(store))[taken(first)].tokens == first.selected.tokens
+    # Its key is the same, but what a short prompt could find again is worth less than the queue there.
+    others = [await selector.select(chat("hello"), TAKING) for _ in range(2)]
+    assert {taken(first), *map(taken, others)} == set(pods)
+    assert [each.selected.decision for each in others] == [Decision.LOAD] * 2
+    assert metrics.decisions.labels(policy="least-work", decision="prefix").value == 1
+    assert metrics.decisions.labels(policy="least-work", decision="load").value == 2
+    for each in (first, *others):
+        await selector.selector.release(each.selected.reservations, ReservationPart.OK)
+    again = await selector.select(chat(text + "And in Rome?"), TAKING)
+    assert (taken(again), again.selected.decision) == (taken(first), Decision.PREFIX)
+    assert again.selected.target.candidate.matched == 0, "what it has is not known"
+
+
+_GOLD = """
+kind: EndpointPickerConfig
+plugins:
+- {name: gold, type: by-label, parameters: {label: tier, validValues: [gold]}}
+- type: precise-prefix-cache-scorer
+- type: active-request-scorer
+schedulingProfiles:
+- name: default
+  plugins: [{pluginRef: gold}, {pluginRef: precise-prefix-cache-scorer}, {pluginRef: active-request-scorer, weight: 5}]
+"""
+
+
+async def test_a_file_holds_without_tokens_and_without_redis(
+    store: Store, make_selector: MakeSelector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "picker.yaml").write_text(_GOLD)
+    for name in ADDRESSES:
+        await register(store, name, labels={"tier": "iron" if name == "pod-2" else "gold"})
+    selector = make_selector(store, picker_config=str(tmp_path / "picker.yaml"), loads_ms=0)
+    asked = [read_request("/v1/completions", {"model": "llama", "prompt": f"question {n}"}) for n in range(20)]
+    found = [await served(selector, each) for each in asked]
+    assert {taken(each) for each in found} == {"pod-1", "pod-3"}
+    assert {each.selected.policy.name for each in found} == {"endpoint-picker-config"}
+    assert {each.selected.decision for each in found} == {Decision.PREFIX}
+    assert found[0].selected.target.parts["precise-prefix-cache-scorer"] == 0
+    assert found[0].selected.target.parts["prefix-key"] == 1
+    # The load scorer weighs more than the key.
+    busy, moved = [await selector.select(asked[0], TAKING) for _ in range(2)]
+    assert (busy.selected.decision, moved.selected.decision) == (Decision.PREFIX, Decision.LOAD)
+    assert {taken(busy), taken(moved)} == {"pod-1", "pod-3"}
+
+    async def fails(*_: object, **__: object) -> object:
+        raise StoreUnavailable("Redis is unavailable")
+
+    monkeypatch.setattr(selector.selector, "_select", fails)
+    without = [await selector.select(each, TAKING) for each in asked]
+    assert {taken(each) for each in without} == {"pod-1", "pod-3"}
+    assert all(each.selected.is_degraded for each in without)
+
+
+_APART = """
+kind: EndpointPickerConfig
+plugins:
+- type: disagg-headers-handler
+- {type: prefix-based-pd-decider, parameters: {nonCachedTokens: 100}}
+- type: prefill-filter
+- type: decode-filter
+- type: active-request-scorer
+- {type: disagg-profile-handler, parameters: {deciders: {prefill: prefix-based-pd-decider}}}
+schedulingProfiles:
+- {name: prefill, plugins: [{pluginRef: prefill-filter}, {pluginRef: active-request-scorer}]}
+- {name: decode, plugins: [{pluginRef: decode-filter}, {pluginRef: active-request-scorer}]}
+"""
+
+
+@pytest.mark.parametrize(("characters", "has_prefill"), [(380, False), (391, True)])
+async def test_a_decider_sees_the_estimate_of_a_prompt_without_tokens(
+    store: Store, make_selector: MakeSelector, tmp_path: Path, characters: int, has_prefill: bool
+) -> None:
+    (tmp_path / "picker.yaml").write_text(_APART)
+    await register(store, "pod-1", role="prefill")
+    await register(store, "pod-2", role="decode")
+    selector = make_selector(store, picker_config=str(tmp_path / "picker.yaml"))
+    routed = await selector.select(chat("x" * characters), TAKING)
+    assert taken(routed) == "pod-2"
+    assert (routed.selected.prefill is not None) == has_prefill
+
+
+async def test_a_prompt_without_tokens_reads_no_table_of_holders(
+    store: Store, pods: list[str], make_selector: MakeSelector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    selector = make_selector(store)
+    await selector.select(chat("hello"), TAKING)
+
+    def built(*_: object) -> None:
+        raise AssertionError("the targets are made again, and none has changed")
+
+    async def refused(*_: object, **__: object) -> object:
+        raise AssertionError("the table is read, and it has not changed")
+
+    monkeypatch.setattr(Fleet, "__init__", built)
+    monkeypatch.setattr(Ring, "__init__", built)
+    monkeypatch.setattr(store.reader, "_read_table", refused)
+    for number in range(5):
+        await selector.select(chat(f"hello {number}"), TAKING)
 
 
 async def test_a_request_without_a_prompt_goes_to_any_target(
@@ -156,8 +269,9 @@ async def test_a_model_may_be_an_alias_or_an_adapter(store: Store, make_selector
         ({"prompt": list(range(64)), "n": 3}, (64, 3, 192)),
         ({"prompt": [list(range(64)), list(range(32))]}, (96, 2, 96)),
         ({"prompt": [list(range(64)), list(range(32))], "n": 2}, (96, 4, 192)),
-        ({"prompt": "hello", "n": 2}, (0, 2, 0)),
-        ({"prompt": ["hello", "again"]}, (0, 2, 0)),
+        # Four characters of a text without tokens count as one.
+        ({"prompt": "hello" * 8, "n": 2}, (10, 2, 20)),
+        ({"prompt": ["hello" * 8, "again" * 4]}, (15, 2, 15)),
         ({"prompt": [1], "n": 10**9}, (1, 64, 64)),
         ({"prompt": [[each] for each in range(100)]}, (64, 64, 64)),
     ],

@@ -217,4 +217,4 @@ def keys_of_all(keys_of: KeysOf) -> PromptOf:
 
 
 def without_tokens(block_size: int) -> HashedPrompt:
-    return HashedPrompt(0, b"")
+    return HashedPrompt(0, b"", has_tokens=False)

@@ -82,7 +82,7 @@ class Metrics:
         "How many decisions were made, by policy and by how the target was chosen.", "policy", "decision"
     )
     decisions_without_tokens = counter(
-        "How many decisions used only the prefix key, because the prompt had no token ids, by reason.", "reason"
+        "How many decisions used the prefix key and loads, because the prompt had no token ids, by reason.", "reason"
     )
     decision_duration_seconds = histogram(
         "How long a part of a decision took: token ids, look-up of blocks (`walk`), policy, reservation.",
@@ -98,7 +98,7 @@ class Metrics:
     speculative_tokens = counter("How many tokens speculative entries added to the cached tokens of chosen targets.")
 
     prefix_routing_requests = counter(
-        "How many decisions the policy `sticky` made, by how the target was chosen.", "strategy"
+        "How many decisions went by the prefix key, by how the target was chosen.", "strategy"
     )
     prefix_routing_backend_distribution = gauge(
         "How many requests each instance has in progress, as this replica sees it.", "backend", over="max"

@@ -27,6 +27,8 @@ class HashedPrompt(NamedTuple):
     tokens: int
     keys: bytes
     """The packed keys of its complete blocks."""
+    has_tokens: bool = True
+    """Whether the tokens are known; else ``tokens`` is an estimate, and there are no keys."""
 
 
 class PackedKeys:
@@ -96,7 +98,7 @@ class RankingRequest(NamedTuple):
     given: Mapping[tuple[str, int], GivenValues] | None = None
     """The targets to rank, by instance and rank; None: all."""
     needs_source: InvalidValue | None = None
-    """The error where no target reports opaque prefixes: the prompt has no tokens, and the policy needs a match."""
+    """The error if no target reports opaque prefixes, for a caller that does not want a decision without a match."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from random import Random
 from types import MappingProxyType
 from typing import NamedTuple
@@ -112,7 +113,7 @@ class Fleet:
         self.has_sources = bool(table.opaque)
         self.newest = table.newest
         self.names = {member.name for member in self.members}
-        self._rings: dict[int, Ring] = {}
+        self.rings: dict[int, Ring] = {}
         self._serving: dict[str, Sequence[FleetMember]] = {}
         self._whole = {member.publisher: member.target.weight for member in self.members if member.is_whole}
         """Weights of the members that can take a request with all its stages."""
@@ -155,11 +156,11 @@ class Fleet:
         return None
 
     def ring(self, points: int) -> Ring:
-        ring = self._rings.get(points)
+        ring = self.rings.get(points)
         if ring is None:
-            if len(self._rings) >= _RINGS_MAX:
-                self._rings.clear()
-            ring = self._rings[points] = Ring((member.name for member in self.members), points)
+            if len(self.rings) >= _RINGS_MAX:
+                self.rings.clear()
+            ring = self.rings[points] = Ring((member.name for member in self.members), points)
         return ring
 
     def shortlist(
@@ -171,12 +172,14 @@ class Fleet:
         *,
         allowed: Sequence[FleetMember] | None = None,
         session: str | None = None,
+        nearest: Iterable[tuple[str, int]] = (),
     ) -> list[FleetMember]:
         """The members that can be among the ``most`` best by a linear cost; those for parts of a request are left out.
 
         All targets that have nothing of the prompt have the same to compute: of these, the first
         by what they have to do are enough. So a decision costs little, however many targets there are. The ranks of
-        the instance ``session`` stay. ``allowed`` are the members to choose from; None: all.
+        the instance ``session`` stay, and the first ``most`` of ``nearest``. ``allowed`` are the members to choose
+        from; None: all.
         """
         if allowed is None and len(self._whole) <= most:
             return [self.by_publisher[publisher] for publisher in self._whole]
@@ -186,6 +189,8 @@ class Fleet:
             publisher = self._publisher_of.get(name)
             if publisher is not None:
                 having[publisher] = None
+        near = (self._publisher_of[name] for name in nearest if name in self._publisher_of)
+        having |= dict.fromkeys(islice((each for each in near if among is None or each in among), most))
         short = [publisher for publisher in having if among is None or publisher in among]
         most += len(short)
         for publisher in self._order(linear.active, random).least(seen.loads):

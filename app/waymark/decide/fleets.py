@@ -34,7 +34,10 @@ class Fleets:
         if fleet is None or fleet.table is not table:
             if fleet is None and len(self._fleets) >= _FLEETS_MAX:
                 self._fleets.clear()
-            fleet = self._fleets[group] = Fleet(table)
+            before, fleet = fleet, Fleet(table)
+            if before is not None and before.names == fleet.names:
+                fleet.rings = before.rings  # they depend on the names alone, and take long to build
+            self._fleets[group] = fleet
         return fleet
 
     def __iter__(self) -> Iterator[tuple[GroupName, Fleet]]:

@@ -13,6 +13,7 @@ from waymark.decide.policies.policy import Decision, Inputs, Ranking, Scored
 from waymark.decide.policies.profile import PickerConfig
 from waymark.decide.policies.ring import POINTS
 from waymark.decide.policies.target import Candidate, RoutingRequest
+from waymark.decide.policies.without_tokens import by_prefix_key, home_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class RankedStages:
     prefill: Sequence[Scored] = ()
     encode: Sequence[Scored] = ()
     decision: Decision = Decision.KV_AWARE
+    home: int | None = None
+    """The publisher of the target that the prefix key names, if the prompt has no tokens."""
 
 
 def rank(
@@ -42,7 +45,8 @@ def rank(
         return Ranking(())
     if policy.preset is None:
         assert picker is not None
-        return Ranking(picker.profiles[picker.decode].run(request, candidates, random))
+        scored = picker.profiles[picker.decode].run(request, candidates, random)
+        return Ranking(scored, *_by_key(request, scored))
     assert policy.values is not None
     ring = None
     if policy.preset.name == "sticky":
@@ -51,8 +55,21 @@ def rank(
         ring = fleet.ring(POINTS)
     if request.session is not None:
         most = None  # the ranks of the session's instance come first, wherever the policy has them
-    found = policy.preset.rank(Inputs(request, candidates, policy.values, random, ring, most))
+    inputs = Inputs(request, candidates, policy.values, random, ring, most)
+    by_policy = policy.preset.rank
+    if request.has_tokens or policy.preset.name == "sticky":
+        found = by_policy(inputs)
+    else:
+        found = by_prefix_key(request, candidates, lambda some: by_policy(inputs._replace(candidates=some)))
     return _session_first(found, request.session)
+
+
+def _by_key(request: RoutingRequest, scored: Sequence[Scored]) -> tuple[Decision, int | None]:
+    """How a file decides, and the target that the prefix key names of those that its filters let through."""
+    if request.has_tokens:
+        return Decision.KV_AWARE, None
+    home = home_of(request, [each.candidate for each in scored])
+    return (Decision.LOAD, None) if home is None else (Decision.PREFIX, home.publisher)
 
 
 def _session_first(found: Ranking, session: str | None) -> Ranking:
@@ -83,14 +100,14 @@ def stages(
         of = picker.run(request, candidates, random)
         prefill = of.prefill[: picker.profiles[picker.prefill].endpoints_max] if picker.prefill else ()
         encode = of.encode[: picker.profiles[picker.encode].endpoints_max] if picker.encode else ()
-        return RankedStages(of.decode, prefill, encode) if of.decode else None
+        return RankedStages(of.decode, prefill, encode, *_by_key(request, of.decode)) if of.decode else None
     is_split = profile == "disagg"
     able = decode_filter(request, candidates) if is_split else candidates
     decode = rank(policy, picker, request, able, fleet, random, most)
     if not decode.scored:
         return None
     if not is_split:
-        return RankedStages(decode.scored, decision=decode.decision)
+        return RankedStages(decode.scored, decision=decode.decision, home=decode.home)
     before = prefill_filter(request, candidates)
     prefill_first = rank(policy, picker, request._replace(session=None), before, fleet, random, most)
-    return RankedStages(decode.scored, prefill_first.scored, decision=decode.decision)
+    return RankedStages(decode.scored, prefill_first.scored, decision=decode.decision, home=decode.home)

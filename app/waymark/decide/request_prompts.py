@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from waymark.base.errors import InvalidValue
 from waymark.base.settings import Settings
+from waymark.chat.prefix_key import text_of
 from waymark.chat.requests import Form, InferenceRequest
 from waymark.decide.decision import HashedPrompt, PromptOf
 from waymark.decide.sequences import SEQUENCES_MAX
@@ -17,10 +20,27 @@ from waymark.tokenization.prompt import ChatPrompt, SourcedTokens, TextPrompt
 from waymark.tokenization.prompt import Prompt as TextOrChat
 from waymark.tokenization.tokenizers import Tokenizers
 
+#: Characters of text that count as a token if the tokens are not known.
+_CHARACTERS = 4
+
 
 def no_prompt(block_size: int) -> HashedPrompt:
-    """What is known of a prompt without tokens, in any block size."""
-    return HashedPrompt(0, b"")
+    """Return what is known of a request without a prompt, in any block size."""
+    return HashedPrompt(0, b"", has_tokens=False)
+
+
+def unread_prompt(tokens: int) -> PromptOf:
+    """Return a prompt of which only an estimate of its length is known."""
+    return lambda block_size: HashedPrompt(tokens, b"", has_tokens=False)
+
+
+def estimate_tokens(messages: Sequence[Any] | None, system: Any, prompts: Sequence[str | Sequence[int]]) -> list[int]:
+    """Estimate the tokens of each prompt, from the length of its text."""
+    if messages is not None:
+        contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+        characters = len(text_of(system)) + sum(len(text_of(content)) for content in contents)
+        return [math.ceil(characters / _CHARACTERS)]
+    return [math.ceil(len(each) / _CHARACTERS) if isinstance(each, str) else len(each) for each in prompts]
 
 
 class RequestPrompts:

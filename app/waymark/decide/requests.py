@@ -1,7 +1,8 @@
 """A decision about a whole inference request: its names and its prompts first, then the selection.
 
-It fails open. A prompt whose tokens are not available is decided by its prefix alone (policy ``sticky``). While Redis
-is unavailable, the targets are those that were known last. A request is refused only if no target can take it.
+It fails open. A prompt whose tokens are not available is decided by the same policy, with its prefix key in place of a
+match. While Redis is unavailable, the targets are those that were known last. A request is refused only if no target
+can take it.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from waymark.decide.decision import (
     SelectParameters,
 )
 from waymark.decide.policies.presets import PRESETS
-from waymark.decide.request_prompts import RequestPrompts, no_prompt
+from waymark.decide.request_prompts import RequestPrompts, estimate_tokens, no_prompt, unread_prompt
 from waymark.decide.selector import Selector
-from waymark.decide.sequences import SequenceLoad, further_sequences, reserve_sequences
+from waymark.decide.sequences import SEQUENCES_MAX, SequenceLoad, further_sequences, reserve_sequences
 from waymark.decide.served import ServedModel, ServedNames
 from waymark.decide.startup import StartupGate
 from waymark.domain.names import DEFAULT_TENANT, GroupName
@@ -44,7 +45,6 @@ from waymark.tokenization.tokenizers import Tokenizers
 log = logging.getLogger(__name__)
 
 _LEAST_WORK = PolicyChoice(PRESETS["least-work"], PRESETS["least-work"].values({}))
-_STICKY = PolicyChoice(PRESETS["sticky"], PRESETS["sticky"].values({}))
 #: How long the targets of a model that Redis does not know any more are used: so long its workers need to register
 #: them again in a Redis that came back empty.
 _FORGOTTEN_SECONDS = 30.0
@@ -103,6 +103,7 @@ class RequestSelector:
         self._observe_tokens = metrics.decision_duration_seconds.labels(part="tokens").observe
         self._profile: ProfileName | None = None if settings.profile == "auto" else settings.profile
         self._prefix_bytes = settings.prefix_bytes
+        self._tokens_max = settings.max_tokens
         self._decided: dict[GroupName, float] = {}
         """The time of the last decision with Redis, by model and by the monotonic clock."""
         self._logged: set[str] = set()
@@ -139,12 +140,10 @@ class RequestSelector:
             except (InvalidValue, RemoteUnavailable, StoreUnavailable) as exc:
                 refused = exc
                 self._count(exc)
-        needs_source = None
+        estimated: Sequence[int] = ()
         if refused is not None and not is_sticky:
-            if key is not None and isinstance(refused, InvalidValue) and await self._has_sources(served.group):
-                needs_source = refused
-            else:
-                policy = _STICKY
+            estimated = estimate_tokens(request.messages, request.system, request.prompts[:SEQUENCES_MAX])
+            prompt = unread_prompt(min(estimated[0], self._tokens_max) if estimated else 0)
         ranking = RankingRequest(
             served.group,
             prompt,
@@ -154,10 +153,10 @@ class RequestSelector:
             served_as=None if further_name is None else request.model,
             session=session,
             is_multimodal=request.messages is not None and has_media(request.messages),
-            needs_source=needs_source,
         )
         tokens = tuple(len(each.ids) // 4 for each in several)
-        further = further_sequences(tokens or (0,) * request.prompts_to_answer, request.copies)
+        known = tokens or estimated or (0,) * request.prompts_to_answer
+        further = further_sequences(known, request.copies)
         return PreparedRequest(ranking, served, tokens, further)
 
     async def further_name(self, named: GroupName) -> ServedModel | None:
@@ -253,14 +252,6 @@ class RequestSelector:
             self._decided.clear()
         self._decided[group] = monotonic()
 
-    async def _has_sources(self, group: GroupName) -> bool:
-        """Whether a target reports opaque prefixes, which are found by the prefix key."""
-        try:
-            fleet = await self.selector.fleets.newest(group)
-        except StoreUnavailable:
-            return False
-        return fleet is not None and fleet.has_sources
-
     def _prefix_key(self, request: InferenceRequest) -> bytes | None:
         if request.messages is not None:
             said, system = request.messages, request.system
@@ -277,4 +268,4 @@ class RequestSelector:
         self._metrics.decisions_without_tokens.labels(reason=reason).inc()
         if reason not in self._logged and reason != "unfit":
             self._logged.add(reason)
-            log.warning("a prompt is routed by its prefix alone", extra=fields(reason=reason, error=refused.sentence))
+            log.warning("a prompt is routed without its tokens", extra=fields(reason=reason, error=refused.sentence))

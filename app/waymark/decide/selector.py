@@ -38,6 +38,9 @@ from waymark.store.store import Store
 _LOOKUPS_MAX = 3
 #: After Redis did not answer, decisions are made without it for so long before it is asked again.
 _AWAY_SECONDS = 1.0
+_STICKY = PRESETS["sticky"]
+#: Decisions by the prefix key, as Continuum Router's counters name them.
+_BY_KEY = {Decision.PREFIX: Decision.PREFIX_HASH, Decision.LOAD: Decision.OVERFLOW}
 
 
 class Selector:
@@ -118,12 +121,14 @@ class Selector:
                 seconds = 2 * self._options.deadline_seconds
                 raise StoreUnavailable(f"Redis did not answer within {seconds:g} s; try again in a moment") from None
             raise
-        counted_as = "prefix_routing" if selected.policy.name == "sticky" else "kv_index"
-        self._store.counts.add(f"{counted_as}.{selected.decision}", ranking.prefix_key)
-        if counted_as == "kv_index":
-            self._metrics.kv_index_routing_decisions.labels(decision=selected.decision).inc()
+        by_key = _BY_KEY.get(selected.decision) if ranking.prefix_key is not None else None
+        if by_key is not None or selected.policy.name == "sticky":
+            strategy = by_key or selected.decision
+            self._store.counts.add(f"prefix_routing.{strategy}", ranking.prefix_key)
+            self._metrics.prefix_routing_requests.labels(strategy=strategy).inc()
         else:
-            self._metrics.prefix_routing_requests.labels(strategy=selected.decision).inc()
+            self._store.counts.add(f"kv_index.{selected.decision}", ranking.prefix_key)
+            self._metrics.kv_index_routing_decisions.labels(decision=selected.decision).inc()
         return selected
 
     async def _select(self, ranking: RankingRequest, parameters: SelectParameters) -> SelectedTarget:
@@ -166,7 +171,7 @@ class Selector:
         preset, seen = ranking.policy.preset, lookup.seen
         if preset is None or preset.sum_of is None or ranking.session is not None or parameters.profile == "disagg":
             return None
-        if seen.prefixes or seen.gauges or seen.first_tokens:
+        if seen.prefixes or seen.gauges or seen.first_tokens or not lookup.request.has_tokens:
             return None
         if not members:
             return None
@@ -196,7 +201,7 @@ class Selector:
         self, ranking: RankingRequest, parameters: SelectParameters, lookup: TargetLookup, left_out: Set[int]
     ) -> Sequence[FleetMember]:
         """The targets that a decision has to rank."""
-        policy = ranking.policy
+        policy, asked = ranking.policy, lookup.request
         members = lookup.fleet.serving(ranking.served_as)
         if not parameters.allows_all:
             members = [each for each in members if parameters.allows(each.name[0], each.target.address)]
@@ -216,6 +221,7 @@ class Selector:
             self._random,
             allowed=None if members is lookup.fleet.members else members,
             session=ranking.session,
+            nearest=() if asked.ring is None or asked.prefix_key is None else asked.ring.clockwise(asked.prefix_key),
         )
 
     def select_without_redis(self, ranking: RankingRequest, parameters: SelectParameters) -> SelectedTarget:
@@ -227,11 +233,12 @@ class Selector:
             )
         sizes = known.fleet.block_sizes
         prompt = ranking.prompt(ranking.block_size or max(sizes, default=1))
-        request = request_of(ranking, prompt, ranking.block_size or max(sizes, default=1), 0)
+        prompt = prompt._replace(has_tokens=False)
+        request = request_of(ranking, prompt, ranking.block_size or max(sizes, default=1), 0, known.fleet)
         seen = self._degraded.seen(ranking.group)
         lookup = TargetLookup(known.entry, request, known.fleet, seen, prompt.keys)
-        sticky = PRESETS["sticky"]
-        degraded = ranking._replace(policy=PolicyChoice.of(sticky))
+        # The filters and stages of a file hold, with the prefix key in place of a match, which nobody can look up.
+        degraded = ranking if ranking.policy.preset is None else ranking._replace(policy=PolicyChoice.of(_STICKY))
         members = self._members(degraded, parameters, lookup, self._loads.left_out(known.entry.group_id))
         of = self._stages(degraded, parameters, lookup, members)
         if of is None:
@@ -250,7 +257,7 @@ class Selector:
                 for stage in (best, prefill)
                 if stage is not None
             ]
-        self._metrics.decisions.labels(policy=sticky.name, decision="degraded").inc()
+        self._metrics.decisions.labels(policy=degraded.policy.name, decision="degraded").inc()
         return SelectedTarget(
             best,
             [each.candidate for each in others[: parameters.count - 1]],

@@ -109,7 +109,10 @@ class TargetReserver:
                 if second is None:
                     return None
                 before_at = second
-        taken, prefill = offers.scored(at), None if before is None else before.scored(before_at)
+        taken = offers.scored(at)
+        if decision is Decision.PREFIX and isinstance(of, RankedStages) and taken.candidate.publisher != of.home:
+            decision = Decision.LOAD
+        prefill = None if before is None else before.scored(before_at)
         self._metrics.decisions.labels(policy=ranking.policy.name, decision=decision).inc()
         self._count(taken.candidate, lookup)
         headers = headers_of(taken.candidate, prefill and prefill.candidate, [each.candidate for each in encode])
@@ -134,7 +137,7 @@ class TargetReserver:
         request, metrics, matched = lookup.request, self._metrics, taken.matched
         if taken.expected > matched:
             metrics.speculative_tokens.inc(taken.expected - matched)
-        if not request.blocks:
+        if not request.blocks or not request.has_tokens:
             return
         size = request.block_size
         metrics.kv_index_overlap_score.observe(matched / (request.blocks * size))

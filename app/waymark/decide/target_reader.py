@@ -18,6 +18,7 @@ from waymark.decide.fleet import Fleet, OpaquePrefix, PromptState
 from waymark.decide.fleets import Fleets
 from waymark.decide.loads import Loads
 from waymark.decide.options import SelectionOptions
+from waymark.decide.policies.ring import POINTS
 from waymark.decide.policies.target import RoutingRequest
 from waymark.decide.readings import Readings
 from waymark.domain.block_size import only_block_size
@@ -146,10 +147,11 @@ class TargetReader:
         walk = reading.walk
         rows = target_rows(walk)
         seen = PromptState(rows, *beside)
-        if not prompt.tokens and seen.prefixes:
-            # The longest that anybody has of it is all that is known of its length.
-            prompt = prompt._replace(tokens=max(each.tokens for each in seen.prefixes.values()))
-        request = request_of(ranking, prompt, block_size, pool_bitmap(walk))
+        if not prompt.has_tokens and ranking.prefix_key is not None and fleet.has_sources:
+            # Sources know who has a prompt with this key. It is at least as long as what anybody has of it.
+            longest = max((each.tokens for each in seen.prefixes.values()), default=0)
+            prompt = prompt._replace(tokens=max(prompt.tokens, longest), has_tokens=True)
+        request = request_of(ranking, prompt, block_size, pool_bitmap(walk), fleet)
         return TargetLookup(now, request, fleet, seen, prompt.keys, walk, reading.is_partial), table
 
     def _aside_at_hand(
@@ -209,7 +211,7 @@ class TargetReader:
                 fleet = fleet if table is None else self._fleets.of(ranking.group, table)
         except TimeoutError:
             return {}
-        return fleet.prefixes(found, prompt.tokens or _TOKENS_MAX)
+        return fleet.prefixes(found, prompt.tokens if prompt.has_tokens else _TOKENS_MAX)
 
     def _needs_gauges(self, policy: PolicyChoice) -> bool:
         if policy.preset is not None:
@@ -220,7 +222,9 @@ class TargetReader:
         return policy.preset is None and self._options.picker is not None and self._options.picker.needs_first_tokens
 
 
-def request_of(ranking: RankingRequest, prompt: HashedPrompt, block_size: int, pool: int) -> RoutingRequest:
+def request_of(
+    ranking: RankingRequest, prompt: HashedPrompt, block_size: int, pool: int, fleet: Fleet
+) -> RoutingRequest:
     """The request as policies see it; ``pool`` are the blocks that shared pools have."""
     prefix_key = ranking.prefix_key
     blocks = min(_STICKY_TOKENS // block_size, len(prompt.keys) // KEY_BYTES)
@@ -234,6 +238,8 @@ def request_of(ranking: RankingRequest, prompt: HashedPrompt, block_size: int, p
         ranking.session,
         prefix_key,
         ranking.is_multimodal,
+        prompt.has_tokens,
+        None if prompt.has_tokens or prefix_key is None else fleet.ring(POINTS),
     )
 
 

@@ -156,6 +156,7 @@ def _scorer(plugin: DeclaredPlugin, weight: float) -> WeightedScorer:
         lambda request, candidates: row.score(request, candidates, values),
         needs_gauges=row.needs_gauges,
         needs_first_tokens=row.needs_first_tokens,
+        is_prefix=row.is_prefix,
     )
 
 

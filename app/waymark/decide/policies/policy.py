@@ -21,6 +21,10 @@ class Decision(StrEnum):
     PREFIX_HASH = "prefix_hash"
     OVERFLOW = "overflow"
     SESSION = "session"
+    PREFIX = "prefix"
+    """Without tokens: the target that the prefix key names, in the order of a policy."""
+    LOAD = "load"
+    """Without tokens: another target than that one."""
 
 
 class Scored(NamedTuple):
@@ -42,6 +46,8 @@ class Ranking:
 
     scored: Sequence[Scored]
     decision: Decision = Decision.KV_AWARE
+    home: int | None = None
+    """The publisher of the target that the prefix key names, if that counted."""
 
 
 class Linear(NamedTuple):

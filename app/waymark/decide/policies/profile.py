@@ -12,6 +12,7 @@ from waymark.decide.policies.pickers import Picker, max_score
 from waymark.decide.policies.policy import Scored
 from waymark.decide.policies.scorers import Scores
 from waymark.decide.policies.target import Candidate, RoutingRequest
+from waymark.decide.policies.without_tokens import first_by_key, with_home
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,12 @@ class WeightedScorer:
     score: Callable[[RoutingRequest, Sequence[Candidate]], Scores]
     needs_gauges: bool = False
     needs_first_tokens: bool = False
+    is_prefix: bool = False
+    """Whether it scores what a target has of the prompt."""
+
+
+#: The name of the prefix key among the parts of a score.
+_PREFIX_KEY = "prefix-key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,12 @@ class Profile:
         for at, candidate in enumerate(kept):
             parts = {name: _weighted(weight, scores[at]) for name, (weight, scores) in columns.items()}
             scored.append(Scored.sum_of(candidate, parts))
-        return self.picker(scored, random)
+        if request.has_tokens:
+            return self.picker(scored, random)
+        # It weighs what the scorers weigh that cannot see a match.
+        weight = sum(scorer.weight for scorer in self.scorers if scorer.is_prefix)
+        picked = self.picker(with_home(request, kept, scored, _PREFIX_KEY, weight), random)
+        return first_by_key(request, picked) if self.picker is max_score else picked
 
 
 def _weighted(weight: float, score: float | None) -> float | None:

@@ -32,6 +32,8 @@ class Scorer:
     parameters: tuple[Constant, ...] = ()
     needs_gauges: bool = False
     needs_first_tokens: bool = False
+    is_prefix: bool = False
+    """Whether it scores what a target has of the prompt."""
 
 
 # ---- what is cached --------------------------------------------------------------------------------
@@ -194,12 +196,14 @@ _SCORERS = (
         "precise-prefix-cache-scorer",
         "share of the prompt's blocks that are cached: 1 for a block on the device, 0.8 below it",
         _precise_prefix,
+        is_prefix=True,
     ),
     Scorer(
         "prefix-cache-scorer",
         "share of the prompt that the target will probably have, because it was sent there before",
         _expected_prefix,
         (Constant("maxPrefixBlocksToMatch", 256.0, "Blocks that are looked at.", least=1, most=1e6),),
+        is_prefix=True,
     ),
     Scorer(
         "no-hit-lru-scorer",

@@ -6,9 +6,9 @@ holds of one prompt and what it has to do at that moment. All amounts are tokens
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.gauges import Gauges
@@ -17,11 +17,18 @@ from waymark.domain.targets import Role
 _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
+class RingPlaces(Protocol):
+    """Where the targets are on a ring."""
+
+    def clockwise(self, key: bytes) -> Iterator[tuple[str, int]]:
+        """Yield instance and rank of each target, in the order in which the key meets them."""
+
+
 class RoutingRequest(NamedTuple):
     """The request that a policy ranks targets for."""
 
     tokens: int
-    """Length of the prompt."""
+    """Length of the prompt; an estimate if ``has_tokens`` is false."""
     block_size: int
     pool: int = 0
     """Bitmap of the prompt's blocks that a pool holds: bit i is block i."""
@@ -31,6 +38,10 @@ class RoutingRequest(NamedTuple):
     prefix_key: bytes | None = None
     """32 bytes by which ``sticky`` finds its place on the ring."""
     is_multimodal: bool = False
+    has_tokens: bool = True
+    """Whether the tokens are known, or anything that a target has of the prompt; else the prefix key is what is."""
+    ring: RingPlaces | None = None
+    """The places by which the prefix key names a target, if it has one and ``has_tokens`` is false."""
 
     @property
     def blocks(self) -> int:

@@ -1,0 +1,63 @@
+"""Prompts without tokens: the prefix key counts in place of the blocks that nobody can look up.
+
+Requests with the same key begin the same, so the target that the key names on the ring has probably what the others of
+them left there. A policy ranks this target as if it had the prompt; what it has is not known, so that its offers, its
+answer and the deciders of a file still see a target that has nothing. Of targets that are equally good then, the one
+that the key meets first is taken, so that equal beginnings go to one target where the load of that one is too high.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from waymark.decide.policies.policy import Decision, Ranking, Scored
+from waymark.decide.policies.target import Candidate, RoutingRequest
+
+
+def by_prefix_key(
+    request: RoutingRequest, candidates: Sequence[Candidate], rank: Callable[[Sequence[Candidate]], Ranking]
+) -> Ranking:
+    """Return what ``rank`` makes of candidates for a prompt without tokens; there is at least one."""
+    home = home_of(request, candidates)
+    if home is None:
+        return Ranking(rank(candidates).scored, Decision.LOAD)
+    # At least one token, so that policies that compare shares see it for the shortest prompt, too.
+    supposed = [each._replace(device=max(1, request.tokens)) if each is home else each for each in candidates]
+    scored = [
+        each._replace(candidate=home) if each.candidate.publisher == home.publisher else each
+        for each in rank(supposed).scored
+    ]
+    return Ranking(first_by_key(request, scored), Decision.PREFIX, home.publisher)
+
+
+def with_home(
+    request: RoutingRequest, candidates: Sequence[Candidate], scored: Sequence[Scored], name: str, weight: float
+) -> Sequence[Scored]:
+    """Add the prefix key to scores, as a scorer that gives 1 to the target that it names."""
+    home = home_of(request, candidates)
+    if home is None:
+        return scored
+    found = []
+    for each in scored:
+        score = weight if each.candidate is home else 0.0
+        found.append(Scored(each.candidate, each.value + score, {**each.parts, name: score}))
+    return found
+
+
+def first_by_key(request: RoutingRequest, scored: Sequence[Scored]) -> Sequence[Scored]:
+    """Put the one that the key meets first before the others that are as good as the best."""
+    equal = [each for each in scored if each.value == scored[0].value] if scored else []
+    if len(equal) < 2:
+        return scored
+    first = home_of(request, [each.candidate for each in equal])
+    if first is None:
+        return scored
+    return sorted(scored, key=lambda each: each.candidate is not first)
+
+
+def home_of(request: RoutingRequest, candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return the first candidate that the prefix key meets; None with tokens, or without a key."""
+    if request.ring is None or request.prefix_key is None:
+        return None
+    by_name = {(each.instance_id, each.dp_rank): each for each in candidates}
+    return next((by_name[name] for name in request.ring.clockwise(request.prefix_key) if name in by_name), None)
