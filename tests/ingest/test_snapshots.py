@@ -11,10 +11,13 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, Bench, Pod
 from tests.patience import patient
+from waymark.base.errors import StoreUnavailable
+from waymark.ingest import snapshot, snapshots
 from waymark.ingest.life import Life
 from waymark.ingest.stream import StreamOptions
 from waymark.store import keys
 from waymark.store.holder_tables import decode_table
+from waymark.store.scripts import Outcome, Scripts
 from waymark.store.snapshots import new_place
 from waymark.store.store import Store
 
@@ -189,3 +192,64 @@ async def test_two_places_in_all_and_a_pause_for_each_socket(bench: Bench) -> No
     assert (await places.take(new_place(), "c" * 16, 60.0, 60.0)).wait_seconds > 0
     await places.release(one, "a" * 16)
     assert (await places.take(new_place(), "c" * 16, 60.0, 60.0)).wait_seconds == 0
+
+
+@pytest.mark.parametrize("what", ["blocks", "bytes"])
+async def test_a_snapshot_above_a_bound_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    pod = await bench.pod(**LOSSY)
+    await bench.worker(options=SNAPSHOTS)
+    await pod.at_work(8)
+    monkeypatch.setattr(*{"blocks": (snapshots, "BLOCKS_MAX", 3), "bytes": (snapshot, "BYTES_MAX", 300)}[what])
+    await lose(pod)
+    await pod.says("more than 3 blocks" if what == "blocks" else "at most 300 are read")
+    assert not [name for name in await bench.record(pod.name) if name.startswith("staged:")]
+    monkeypatch.undo()
+    await has_snapshots(pod)
+    await pod.agrees()
+
+
+async def test_redis_is_away_in_the_middle_of_a_snapshot(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    pod = await bench.pod(**LOSSY)
+    hand = await bench.worker(options=SNAPSHOTS)
+    await pod.at_work(8)
+    refused = 0
+    stage_life = Scripts.stage_life
+
+    async def is_away(self: Scripts, *args: Any) -> Outcome:
+        nonlocal refused
+        refused += 1
+        if refused % 2:
+            raise StoreUnavailable("connection refused")
+        await stage_life(self, *args)
+        if refused < 4:
+            raise StoreUnavailable("the reply was lost")
+        return await stage_life(self, *args)
+
+    monkeypatch.setattr(Scripts, "stage_life", is_away)
+    await lose(pod)
+    await has_snapshots(pod)
+    await pod.agrees()
+    assert refused >= 4
+    assert hand.metric("leases_lost_total") == 0
+    await bench.is_swept()
+    assert not await bench.strangers()
+
+
+async def test_an_engine_that_dies_in_the_middle_is_asked_in_its_next_life(bench: Bench) -> None:
+    pod = await bench.pod(**LOSSY)
+    await bench.worker(options=replace(SNAPSHOTS, snapshot_answer_seconds=patient(60.0)))
+    await pod.at_work(8)
+    pod.fault(snapshot_silent=True)
+    await lose(pod)
+
+    async def is_asked() -> bool:
+        return bool(await bench.redis.zcard(keys.SNAPSHOTS))
+
+    await wait_until(is_asked, "the engine is asked", PATIENCE_SECONDS)
+    await pod.engine.restart(rebind=True)
+    pod.fault(snapshot_silent=False)
+    await has_snapshots(pod, "interrupted")
+    await pod.work(12)
+    await pod.agrees()
+    await pod.has_status("active")
+    assert not await bench.redis.zcard(keys.SNAPSHOTS)
