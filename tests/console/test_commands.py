@@ -170,7 +170,9 @@ async def test_a_drained_engine_is_passed_over_keeps_its_fields_and_is_unregiste
         assert (await run(live, "drain", "a", "--resume", "--weight", "2"))[
             1
         ] == "a gets requests again, with weight 2\n"
-        assert (await run(live, "drain", "a", "--resume"))[0] == cli.EXIT_OK
+        code, output, _ = await run(live, "drain", "a", "--resume", "--json")
+        resumed = ["a gets requests again, with weight 1"]
+        assert (code, json.loads(output)) == (cli.EXIT_OK, {"instance_id": "a", "done": True, "messages": resumed})
         assert (await client.get("/services")).json()["services"] == before
         waiting = asyncio.create_task(run(live, "drain", "a", "--unregister"))
         assert (await client.post("/release", json={"reservation": reservation})).json()["released"] == 1
@@ -178,6 +180,36 @@ async def test_a_drained_engine_is_passed_over_keeps_its_fields_and_is_unregiste
         assert code == cli.EXIT_OK
         assert output.splitlines()[-1] == "unregistered a|default|0"
         assert [each["InstanceID"] for each in (await client.get("/services")).json()["services"]] == ["b"]
+
+
+async def test_a_drain_prints_one_document_and_takes_the_url_of_an_engine(live: Live) -> None:
+    body = {"type": "none", "model": "n", "instance_id": "by-url", "block_size": 4, "address": "http://10.0.0.7:8000"}
+    async with live.client() as client:
+        assert (await client.post("/register", json=body)).status_code == 200
+        assert (await client.post("/select", json={"model": "n", "token_ids": TOKENS})).status_code == 200
+    code, output, error = await run(live, "drain", "http://10.0.0.7:8000/", "--json", "--wait-seconds", "0")
+    assert (code, json.loads(output)) == (
+        cli.EXIT_FAILED,
+        {"instance_id": "by-url", "done": False, "messages": ["by-url gets no new requests"]},
+    )
+    assert "by-url has 1 request under way" in error
+    code, output, error = await run(live, "drain", "http://10.0.0.9:8000", "--json")
+    assert (code, output) == (cli.EXIT_FAILED, "")
+    assert 'has the address "http://10.0.0.9:8000"' in error
+
+
+async def test_a_chat_request_names_its_model_and_a_file_has_token_ids(live: Live, tmp_path: Path) -> None:
+    chat = tmp_path / "chat.json"
+    chat.write_text(json.dumps({"model": "nope", "messages": [{"role": "user", "content": "Hi"}]}), encoding="utf-8")
+    code, _, error = await run(live, "ask", "--messages", str(chat))
+    assert code != cli.EXIT_OK
+    assert '"nope"' in error, "the model of the request, not the only one that is registered"
+    ids = tmp_path / "ids.txt"
+    ids.write_text(f"{TOKENS[0]}-{TOKENS[-1]}\n", encoding="utf-8")
+    of_file = await json_of(live, "ask", "--tokens-file", str(ids))
+    assert of_file == await json_of(live, "ask", "--tokens", ",".join(map(str, TOKENS)))
+    code, output, _ = await run(live, "inspect", "prompt", "--model", "m", "--tokens", f"{TOKENS[0]}-{TOKENS[-1]}")
+    assert (code, "a" in output) == (cli.EXIT_OK, True)
 
 
 def hears_ctrl_c() -> None:

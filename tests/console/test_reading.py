@@ -14,11 +14,11 @@ from waymark.console.prompts import read_file, read_hashes, read_tokens
 
 @pytest.mark.parametrize("given", ["1 2 3", "1,2,3", "[1, 2, 3]", " 1\n2\t3 ", '["1", "2", "3"]'])
 def test_tokens_are_what_stands_between_blanks_commas_and_brackets(given: str) -> None:
-    assert read_tokens(given, option="--tokens") == (1, 2, 3)
+    assert read_tokens(given, option="--tokens") == [1, 2, 3]
 
 
 def test_a_dash_reads_standard_input() -> None:
-    assert read_tokens("-", option="--tokens", stdin=StringIO("[7, 8]\n")) == (7, 8)
+    assert read_tokens("-", option="--tokens", stdin=StringIO("[7, 8]\n")) == [7, 8]
     assert read_hashes("-", option="--hashes", stdin=StringIO("10")) == (10,)
 
 
@@ -26,8 +26,28 @@ def test_a_dash_reads_standard_input() -> None:
     ("given", "word", "at"), [("1 -2", "-2", 1), ("4294967296", "4294967296", 0), ("1 2 x", "x", 2), ("1.5", "1.5", 0)]
 )
 def test_what_is_no_token_is_named_with_its_place(given: str, word: str, at: int) -> None:
-    sentence = f'--tokens: "{word}" at {at} is no token id; they are integers of 0..4294967295'
+    sentence = (
+        f'--tokens: "{word}" at {at} is no token id; they are integers of 0..4294967295, or ranges such as 100-163'
+    )
     with pytest.raises(InvalidValue, match=re.escape(sentence)):
+        read_tokens(given, option="--tokens")
+
+
+def test_a_range_is_its_token_ids() -> None:
+    assert read_tokens("1 100-103,7", option="--tokens") == [1, 100, 101, 102, 103, 7]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("9-1", 'the range "9-1" at 0 must have 1 to 2097152 token ids'),
+        ("1 0-2097152", 'the range "0-2097152" at 1 must have 1 to 2097152 token ids'),
+        ("0-2097151 0-2097151 1", "at 2 there are more than 4194304 token ids"),
+        (" , ", "there are none; give token ids such as 1,2,3 or 100-163"),
+    ],
+)
+def test_a_range_has_a_bound_and_a_prompt_has_token_ids(given: str, words: str) -> None:
+    with pytest.raises(InvalidValue, match=re.escape(f"--tokens: {words}")):
         read_tokens(given, option="--tokens")
 
 

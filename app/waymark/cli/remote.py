@@ -21,6 +21,7 @@ _EXAMPLES = {
     "ask": """\
 examples:
   $ waymark ask --model llama --tokens 1,2,3,4,5,6,7,8
+  $ waymark ask --tokens-file token-ids.txt                     the ids of a file; --tokens - reads standard input
   $ waymark ask --file prompt.txt --url http://waymark:13333
   $ waymark ask --messages chat.json --json
 """,
@@ -44,6 +45,7 @@ examples:
 examples:
   $ waymark drain vllm-0                   no new requests; waits until the running ones have ended
   $ waymark drain vllm-0 --unregister      the same, and then unregisters the engine
+  $ waymark drain http://10.0.0.7:8000     the engine at this URL
   $ waymark drain vllm-0 --resume          sends the engine requests again
 """,
     "top": """\
@@ -79,7 +81,7 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
             parser.add_argument("engine", metavar="NAME", help="the instance_id")
             parser.add_argument("--dp-rank", type=int, help="repair this rank only")
         case "drain":
-            parser.add_argument("engine", metavar="NAME", help="the instance_id")
+            parser.add_argument("engine", metavar="NAME", help="the instance_id, or the URL that its requests go to")
             parser.add_argument("--wait-seconds", type=float, default=120.0, help="how long to wait for requests (120)")
             parser.add_argument(
                 "--unregister", action="store_true", help="unregister the engine when it has no requests"
@@ -151,14 +153,21 @@ def _repair(service: RemoteService, arguments: argparse.Namespace) -> int:
 
 def _drain(service: RemoteService, arguments: argparse.Namespace) -> int:
     from waymark.base.errors import WaymarkError
-    from waymark.console.drain import NotDrained, drain, left_as
+    from waymark.console.drain import NotDrained, drain, left_as, named
+
+    said: list[str] = []
 
     def say(line: str) -> None:
-        print(json.dumps({"message": line}) if arguments.json else line, flush=True)
+        said.append(line)
+        if not arguments.json:
+            print(line, flush=True)
 
+    is_done = False
+    arguments.engine = named(service, arguments)
     try:
         for line in drain(service, arguments):
             say(line)
+        is_done = True
     except KeyboardInterrupt:
         try:
             line = left_as(service, arguments)
@@ -170,6 +179,9 @@ def _drain(service: RemoteService, arguments: argparse.Namespace) -> int:
     except NotDrained as exc:
         print(f"waymark drain: {exc}", file=sys.stderr)
         return EXIT_FAILED
+    finally:
+        if arguments.json and said:  # one document, when nothing more is to come
+            print(json.dumps({"instance_id": arguments.engine, "done": is_done, "messages": said}), flush=True)
     return EXIT_OK
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
+from waymark.console.arguments import add_tokens
+
 DEFAULT_URL = "http://127.0.0.1:13333"
 
 
@@ -20,9 +22,7 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
     """The prompt: exactly one of its forms, and what belongs to it."""
     parser.add_argument("--model", help="the name of the model; the default is the only one that is registered")
     given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument(
-        "--tokens", help="token ids or ranges such as 100-163, separated by commas or blanks; - reads standard input"
-    )
+    add_tokens(given)
     given.add_argument("--text", help="a text, which the model's tokenizer makes into tokens; - reads standard input")
     given.add_argument("--file", help="a file with the text of the prompt; - reads standard input")
     given.add_argument(

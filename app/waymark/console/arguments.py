@@ -81,8 +81,7 @@ def _add_inspections(kinds: Subcommands) -> None:
     prompt.add_argument("--tenant", default=DEFAULT_TENANT, help=f"the tenant (default: {DEFAULT_TENANT})")
     prompt.add_argument("--block-size", type=int, help="tokens per block (default: the registered number)")
     given = prompt.add_mutually_exclusive_group(required=True)
-    given.add_argument("--tokens", help="token ids, separated by blanks or commas; - reads standard input")
-    given.add_argument("--tokens-file", type=Path, help="a file of token ids; - reads standard input")
+    add_tokens(given)
     given.add_argument("--text", help="a text, which the model's tokenizer makes into tokens; - reads standard input")
     given.add_argument("--messages", help="the messages of a chat request as JSON; - reads standard input")
     given.add_argument("--hashes", help="rolling hashes, in 16 hex digits or decimal; - reads standard input")
@@ -110,6 +109,14 @@ def _add_inspections(kinds: Subcommands) -> None:
     )
     _add_space(space)
     space.add_argument("--seq-hash", help="the rolling hash of a block; the key of the block is printed, too")
+
+
+def add_tokens(given: Any) -> None:
+    """The flags of a prompt in token ids, in a group of flags that exclude each other."""
+    given.add_argument(
+        "--tokens", help="token ids or ranges such as 100-163, separated by commas or blanks; - reads standard input"
+    )
+    given.add_argument("--tokens-file", type=Path, help="a file of token ids and ranges; - reads standard input")
 
 
 def _inspection(kinds: Subcommands, name: str, sentence: str, *, has_keys: bool = True) -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from typing import Any
 
 from waymark.base.errors import NotFound
 from waymark.base.shown import shown
-from waymark.console.prompt_flags import fields_of, group_of, token_ids
+from waymark.console.prompt_flags import fields_of, prompt_of
 from waymark.console.screen import Grid, ScreenPart, Text, joined, text
 from waymark.console.service import RemoteService
 from waymark.domain.media import IN_EVERY_ANSWER, order_of
@@ -29,8 +29,7 @@ def ask(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]
 
     ``blocks`` of an instance has a character for each block: the letter of its fastest medium, P for a pool, or a dot.
     """
-    group = group_of(service, arguments)
-    tokens = token_ids(service, arguments, group)
+    group, tokens = prompt_of(service, arguments)
     body = group | fields_of(arguments) | {"token_ids": tokens}
     answer = service.post("/query", body)
     inspected = service.post("/inspect/prompt", body | {"top": _ENGINES_MAX})

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from waymark.base.errors import NotFound, WaymarkError
+from waymark.base.errors import InvalidValue, NotFound, WaymarkError
 from waymark.base.shown import several, shown
 from waymark.console.publishers import drains
 from waymark.console.service import RemoteService
@@ -18,6 +18,26 @@ _PAUSE_SECONDS = 0.5
 
 class NotDrained(WaymarkError):
     """Requests are still under way."""
+
+
+def named(service: RemoteService, arguments: argparse.Namespace) -> str:
+    """The instance_id that is meant: the name itself, or the engine whose requests go to this URL."""
+    name: str = arguments.engine
+    if not name.startswith(("http://", "https://")):
+        return name
+    tenant, url = arguments.tenant_id or "default", name.rstrip("/")
+    found: set[str] = {
+        each["instance_id"]
+        for each in service.get("/workers")["publishers"]
+        if each["tenant_id"] == tenant and (each["address"] or "").rstrip("/") == url
+    }
+    if len(found) > 1:
+        raise InvalidValue(f"several engines have the address {shown(url)}: {', '.join(sorted(found))}; give a name")
+    if not found:
+        raise NotFound(
+            f"no engine of tenant {shown(tenant)} has the address {shown(url)}; 'waymark publishers' lists them"
+        )
+    return found.pop()
 
 
 def drain(service: RemoteService, arguments: argparse.Namespace) -> Iterator[str]:

@@ -74,9 +74,9 @@ def _prompt(arguments: argparse.Namespace) -> dict[str, Any]:
         return {"seq_hashes": list(read_hashes(arguments.hashes, option="--hashes"))}
     if arguments.tokens_file is not None:
         tokens = read_file(arguments.tokens_file, option="--tokens-file")
-        return {"token_ids": list(read_tokens(tokens, option="--tokens-file"))}
+        return {"token_ids": read_tokens(tokens, option="--tokens-file")}
     if arguments.tokens is not None:
-        return {"token_ids": list(read_tokens(arguments.tokens, option="--tokens"))}
+        return {"token_ids": read_tokens(arguments.tokens, option="--tokens")}
     prompt = read_prompt(arguments.text, arguments.messages)
     if isinstance(prompt, TextPrompt):
         return {"prompt": prompt.text}

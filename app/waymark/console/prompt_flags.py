@@ -10,20 +10,27 @@ from typing import Any
 
 from waymark.base.errors import InvalidValue, NotFound
 from waymark.base.shown import shown
+from waymark.console.prompts import read_file, read_tokens
 from waymark.console.service import RemoteService
-from waymark.domain.names import U32_MAX
 
 _FROM_INPUT = "-"
-#: Token ids of one range: as many as a prompt may have by default.
-_RANGE_MAX = 1 << 21
-_IDS_MAX = 1 << 22
 
 
-def group_of(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The model and the tenant that are meant: those of the flags, or the only model that is registered."""
+def prompt_of(service: RemoteService, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
+    """The model and the tenant that are meant, and the token ids of the prompt."""
+    messages = None
+    if arguments.messages is not None:
+        messages = _messages(_read(arguments.messages, "--messages"))
+    group = _group_of(service, arguments, (messages or {}).pop("model", None))
+    return group, _token_ids(service, arguments, group["model"], messages)
+
+
+def _group_of(service: RemoteService, arguments: argparse.Namespace, named: str | None) -> dict[str, Any]:
+    """The model of the flag, else that of the chat request, else the only one that is registered; and the tenant."""
     tenant: str | None = arguments.tenant_id
-    if arguments.model is not None:
-        return {"model": arguments.model, "tenant_id": tenant}
+    model = named if arguments.model is None else arguments.model
+    if model is not None:
+        return {"model": model, "tenant_id": tenant}
     services = service.get("/services")["services"]
     models = sorted({each["ModelName"] for each in services if each["TenantID"] == (tenant or "default")})
     if not models:
@@ -35,44 +42,25 @@ def group_of(service: RemoteService, arguments: argparse.Namespace) -> dict[str,
     return {"model": models[0], "tenant_id": tenant}
 
 
-def token_ids(service: RemoteService, arguments: argparse.Namespace, group: dict[str, Any]) -> list[int]:
+def _token_ids(
+    service: RemoteService, arguments: argparse.Namespace, model: str, messages: dict[str, Any] | None
+) -> list[int]:
     """The token ids of a prompt. The service makes them of a text and of messages."""
     if arguments.tokens is not None:
-        return _ids(sys.stdin.read() if arguments.tokens == _FROM_INPUT else arguments.tokens)
-    if arguments.messages is not None:
-        prompt = _messages(_read(arguments.messages, "--messages"))
-    else:
+        return read_tokens(arguments.tokens, option="--tokens")
+    if arguments.tokens_file is not None:
+        return read_tokens(read_file(arguments.tokens_file, option="--tokens-file"), option="--tokens-file")
+    prompt = messages
+    if prompt is None:
         text = arguments.text if arguments.file is None else _read(arguments.file, "--file")
         prompt = {"prompt": sys.stdin.read() if text == _FROM_INPUT and arguments.file is None else text}
-    found = service.post("/tokenize", {"model": group["model"]} | prompt)
+    found = service.post("/tokenize", {"model": model} | prompt)
     return [int(each) for each in found["tokens"]]
 
 
 def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What the flags say of the prompt besides its tokens."""
     return {"block_size": arguments.block_size, "lora_name": arguments.lora, "cache_salt": arguments.cache_salt}
-
-
-def _ids(text: str) -> list[int]:
-    words = text.replace(",", " ").replace("[", " ").replace("]", " ").split()
-    found: list[int] = []
-    for place, word in enumerate(words):
-        first, dash, last = word.partition("-")
-        ends = (first, last if dash else first)
-        if not all(each.isascii() and each.isdigit() and int(each) <= U32_MAX for each in ends):
-            raise InvalidValue(
-                f"--tokens: {shown(word)} at {place} is no token id; they are integers of 0..{U32_MAX}, "
-                "or ranges such as 100-163"
-            )
-        least, most = map(int, ends)
-        if not 0 <= most - least < _RANGE_MAX:
-            raise InvalidValue(f"--tokens: the range {shown(word)} at {place} must have 1 to {_RANGE_MAX} token ids")
-        if len(found) + most - least >= _IDS_MAX:
-            raise InvalidValue(f"--tokens: at {place} there are more than {_IDS_MAX} token ids")
-        found += range(least, most + 1)
-    if not found:
-        raise InvalidValue("--tokens: there are none; give token ids such as 1,2,3 or 100-163")
-    return found
 
 
 def _read(path: str, flag: str) -> str:
@@ -83,7 +71,7 @@ def _read(path: str, flag: str) -> str:
 
 
 def _messages(text: str) -> dict[str, Any]:
-    """The messages of a file: their list, or the body of a chat request."""
+    """The messages of a file: their list, or the body of a chat request, which may name its model."""
     try:
         content = json.loads(text)
     except ValueError as exc:
@@ -91,5 +79,8 @@ def _messages(text: str) -> dict[str, Any]:
     if isinstance(content, list):
         return {"messages": content}
     if isinstance(content, dict) and isinstance(content.get("messages"), list):
-        return {name: content[name] for name in ("messages", "system", "tools") if name in content}
+        model = content.get("model")
+        if model is not None and not isinstance(model, str):
+            raise InvalidValue(f"--messages: model is {shown(model)}; it must be the name of a model")
+        return {name: content[name] for name in ("model", "messages", "system", "tools") if name in content}
     raise InvalidValue("--messages: the file has neither a list of messages nor an object with one")

@@ -13,19 +13,36 @@ from waymark.base.shown import shown
 from waymark.domain.names import U32_MAX, U64_MASK
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt
 
+#: Token ids of one range: as many as a prompt may have by default.
+_RANGE_MAX = 1 << 21
+_IDS_MAX = 1 << 22
+#: More digits than a token id has would take long to convert.
+_TOKEN = re.compile(r"[0-9]{1,20}", re.ASCII)
 _HEX = re.compile(r"(0x)?[0-9a-fA-F]{16}")
 _DECIMAL = re.compile(r"-?[0-9]{1,20}", re.ASCII)
 
 
-def read_tokens(given: str, *, option: str, stdin: TextIO = sys.stdin) -> tuple[int, ...]:
-    """Token ids between blanks, commas or brackets; ``-`` reads them from standard input."""
-    words = _words(stdin.read() if given == "-" else given)
-    tokens: list[int] = []
-    for i, word in enumerate(words):
-        if not (word.isascii() and word.isdigit() and int(word) <= U32_MAX):
-            raise InvalidValue(f"{option}: {shown(word)} at {i} is no token id; they are integers of 0..{U32_MAX}")
-        tokens.append(int(word))
-    return tuple(tokens)
+def read_tokens(given: str, *, option: str, stdin: TextIO | None = None) -> list[int]:
+    """Token ids and ranges between blanks, commas or brackets; ``-`` reads them from standard input."""
+    words = _words((stdin or sys.stdin).read() if given == "-" else given)
+    found: list[int] = []
+    for place, word in enumerate(words):
+        first, dash, last = word.partition("-")
+        ends = (first, last if dash else first)
+        if not all(_TOKEN.fullmatch(each) and int(each) <= U32_MAX for each in ends):
+            raise InvalidValue(
+                f"{option}: {shown(word)} at {place} is no token id; they are integers of 0..{U32_MAX}, "
+                "or ranges such as 100-163"
+            )
+        least, most = map(int, ends)
+        if not 0 <= most - least < _RANGE_MAX:
+            raise InvalidValue(f"{option}: the range {shown(word)} at {place} must have 1 to {_RANGE_MAX} token ids")
+        if len(found) + most - least >= _IDS_MAX:
+            raise InvalidValue(f"{option}: at {place} there are more than {_IDS_MAX} token ids")
+        found += range(least, most + 1)
+    if not found:
+        raise InvalidValue(f"{option}: there are none; give token ids such as 1,2,3 or 100-163")
+    return found
 
 
 def read_file(path: Path, *, option: str) -> str:

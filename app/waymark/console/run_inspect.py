@@ -77,10 +77,10 @@ async def _asked(arguments: argparse.Namespace, settings: Settings) -> Inspected
         seq_hashes = read_hashes(arguments.hashes, option="--hashes")
     elif arguments.tokens_file is not None:
         tokens = pack_tokens(
-            list(read_tokens(read_file(arguments.tokens_file, option="--tokens-file"), option="--tokens-file"))
+            read_tokens(read_file(arguments.tokens_file, option="--tokens-file"), option="--tokens-file")
         )
     elif arguments.tokens is not None:
-        tokens = pack_tokens(list(read_tokens(arguments.tokens, option="--tokens")))
+        tokens = pack_tokens(read_tokens(arguments.tokens, option="--tokens"))
     else:
         # Only a prompt in words needs tokenizers.
         from waymark.base.metrics import Metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from waymark.console.prompt_flags import fields_of, group_of, token_ids
+from waymark.console.prompt_flags import fields_of, prompt_of
 from waymark.console.publishers import UNUSABLE, drains
 from waymark.console.screen import Grid, ScreenPart, joined, text
 from waymark.console.service import RemoteService
@@ -13,8 +13,8 @@ from waymark.console.service import RemoteService
 
 def select(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:
     """The answers of ``/select`` and ``/score``; without ``--reserve`` nothing is reserved."""
-    group = group_of(service, arguments)
-    prompt = {"token_ids": token_ids(service, arguments, group), "policy": arguments.policy}
+    group, tokens = prompt_of(service, arguments)
+    prompt = {"token_ids": tokens, "policy": arguments.policy}
     body = group | fields_of(arguments) | prompt
     scores = service.post("/score", body | {"explain": True})
     others = _others(service, group, scores["scores"])

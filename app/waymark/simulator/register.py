@@ -24,7 +24,8 @@ async def register(
     async with AsyncClient(base_url, api_token=api_token, retry_seconds=0) as waymark:
         while True:
             try:
-                return await waymark.register(**fields)
+                await waymark.register(**fields)
+                return
             except Refused as error:
                 raise InvalidValue(f"{base_url} refused {name}: {error.status} {error}", field="register") from error
             except Unavailable as error:
