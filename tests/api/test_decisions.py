@@ -211,9 +211,16 @@ async def test_who_may_be_picked(client: httpx.AsyncClient, pods: list[str], reg
         return "pod-2" not in await scores(client)
 
     await wait_until(is_drained, "a target of weight 0 is passed over")
-    refused = await post(client, "/select", 503, only=["pod-2"])
+    refused = await post(client, "/select", 503, only=["pod-2", "pod-1"], exclude=["pod-1"])
     assert refused["reason"] == "no_target"
-    assert (await post(client, "/select", 503, model="unknown"))["reason"] == "no_target"
+    assert refused["error"].endswith(": of 3 registered ones 1 of weight 0, 1 in exclude, 1 not in only")
+
+
+async def test_a_model_that_nobody_serves_is_not_found(client: httpx.AsyncClient, pods: list[str]) -> None:
+    for named, ending in (("mm", 'did you mean "m"?'), ("q" * 500, "POST /register")):
+        unknown = await post(client, "/select", 404, model=named)
+        assert unknown["reason"] == "not_found"
+        assert unknown["error"].endswith(ending)
 
 
 async def test_an_unregistered_target_is_no_candidate_at_once(client: httpx.AsyncClient, pods: list[str]) -> None:

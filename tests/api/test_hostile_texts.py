@@ -116,5 +116,5 @@ async def test_a_long_text_of_one_character_that_may_be_sent_is_answered(
     api = await make_client(memory_store, tokenizers_dir=tmp_path)
     # Without an engine there is nobody to select, which is said after the tokens were made.
     answer = await api.post(door, json={"model": "m", "prompt": "a" * 2**17})
-    assert answer.status_code == (503 if door == "/select" else 200), answer.text
-    assert answer.json().get("reason") == ("no_target" if door == "/select" else None)
+    assert answer.status_code == (404 if door == "/select" else 200), answer.text
+    assert answer.json().get("reason") == ("not_found" if door == "/select" else None)

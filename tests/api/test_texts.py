@@ -211,7 +211,7 @@ async def test_messages_give_a_sticky_decision_its_prefix_key_and_need_no_tokeni
             assert answer.status_code == 200, answer.text
             keys.add(answer.json()["prefix_key"])
         refused = await client.post("/select", json=body | {"model": "unknown"})
-        assert refused.json()["reason"] == "no_target", "not for a tokenizer"
+        assert refused.json()["reason"] == "not_found", "not for a tokenizer"
     assert keys == {sha256(b"m\0Sbe brief").hexdigest()}
 
 

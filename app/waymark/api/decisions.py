@@ -24,9 +24,10 @@ from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody
 from waymark.api.http.tokens_file import Caller
 from waymark.api.texts import ModelPrompt, PromptTokenizer
-from waymark.base.errors import InvalidValue
+from waymark.base.errors import InvalidValue, NotFound, UnknownModel
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.base.shown import shown
 from waymark.decide.decision import RankingRequest
 from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.policy import Decision, Scored
@@ -97,7 +98,12 @@ class Decisions:
         read = await self._resolved(read)
 
         async def selected(ranking: RankingRequest) -> Answer:
-            return select_answer(await self._selector.select(ranking, read.parameters), request)
+            try:
+                return select_answer(await self._selector.select(ranking, read.parameters), request)
+            except UnknownModel as exc:
+                near = self._served.nearest(read.group)
+                meant = "" if near is None else f"; did you mean {shown(near)}?"
+                raise NotFound(f"{exc}{meant}") from None
 
         return await self._with_prompt(read, body, selected)
 

@@ -181,7 +181,7 @@ SELECT = Doc(
     "Picks the target for a prompt, and by default makes a reservation.",
     decision_bodies.SelectRequest,
     decision_bodies.SelectAnswer,
-    errors=(429,),
+    errors=(404, 429),
     queue="decide",
     reach="body",
 )

@@ -83,6 +83,7 @@ class UnknownModel(NoTarget):
     def __init__(self, model_name: str, tenant_id: str) -> None:
         super().__init__(nothing_registered(model_name, tenant_id))
         self.model_name = model_name
+        self.tenant_id = tenant_id
 
 
 class Starting(WaymarkError):

@@ -12,6 +12,7 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import monotonic
 
 from waymark.decide.fleet import Fleet, PromptState
 from waymark.domain.names import GroupName
@@ -19,6 +20,8 @@ from waymark.store.directory import GroupEntry
 from waymark.store.reservations import Load, Reservation, ReservationPart
 
 _GROUPS_MAX = 1024
+#: How long workers need at most to register their engines again in a Redis that came back empty.
+_FORGOTTEN_SECONDS = 30.0
 #: Reservations that are remembered; beyond it the oldest is forgotten.
 _RESERVATIONS_MAX = 100_000
 #: Ends that are kept beyond two for each reservation.
@@ -31,6 +34,8 @@ class KnownGroup:
 
     entry: GroupEntry
     fleet: Fleet
+    read_at: float
+    """When it was read last, by the monotonic clock."""
 
 
 @dataclass(slots=True)
@@ -53,10 +58,16 @@ class Degraded:
     def remember(self, group: GroupName, entry: GroupEntry, fleet: Fleet) -> None:
         known = self.groups.get(group)
         if known is not None and known.fleet is fleet:
+            known.read_at = monotonic()
             return
         if known is None and len(self.groups) >= _GROUPS_MAX:
             self.groups.pop(next(iter(self.groups)))
-        self.groups[group] = KnownGroup(entry, fleet)
+        self.groups[group] = KnownGroup(entry, fleet, monotonic())
+
+    def was_there(self, group: GroupName) -> bool:
+        """Whether the group was there a moment ago; its workers register it again in a Redis that came back empty."""
+        known = self.groups.get(group)
+        return known is not None and monotonic() - known.read_at < _FORGOTTEN_SECONDS
 
     def seen(self, group: GroupName) -> PromptState:
         """Nothing of any block, and the requests that this replica has sent meanwhile."""

@@ -8,11 +8,13 @@ decide as one.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 from random import Random
 from time import perf_counter
 
-from waymark.base.errors import NoTarget, Saturated, StoreUnavailable, nothing_registered
+from waymark.base.errors import NoTarget, Saturated, StoreUnavailable, UnknownModel, nothing_registered
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
 from waymark.decide.decision import PolicyChoice, RankedTargets, RankingRequest, SelectedTarget, SelectParameters
@@ -135,7 +137,9 @@ class Selector:
         for _ in range(_LOOKUPS_MAX):
             lookup = await self._targets.read(ranking, expects=parameters.expects)
             if lookup is None:
-                break
+                if self._degraded.was_there(ranking.group):
+                    break
+                raise UnknownModel(ranking.group.model_name, ranking.group.tenant_id)
             began = perf_counter()
             left_out = self._loads.left_out(lookup.entry.group_id)
             of = self._ordered(ranking, parameters, lookup, left_out)
@@ -323,9 +327,23 @@ class Selector:
 
 
 def _none_allowed(ranking: RankingRequest, parameters: SelectParameters, fleet: Fleet) -> str:
-    homeless = sum(each.target.address is None for each in fleet.members) if parameters.needs_address else 0
-    return (
-        f"no target is left for model {shown(ranking.group.model_name)}: of {len(fleet.members)} registered ones "
-        + f"none is allowed{f' ({homeless} without an address)' if homeless else ''}; "
-        + "look at only, exclude, roles and weights"
-    )
+    """The sentence of NoTarget where targets are registered: which constraint leaves out how many of them."""
+    rows = [row for row in fleet.table.publishers.values() if row.scope == "instance"]
+    lost = sum(row.is_lost for row in rows)
+    removed = Counter({"lost": lost, "of weight 0": len(rows) - lost - len(fleet.members)})
+    serving = {each.publisher for each in fleet.serving(ranking.served_as)}
+    not_excluded = replace(parameters, only=None)
+    for each in fleet.members:
+        instance_id, address = each.name[0], each.target.address
+        if each.publisher not in serving:
+            removed["not serving this name"] += 1
+        elif not not_excluded.allows(instance_id, address):
+            removed["in exclude"] += 1
+        elif not parameters.allows(instance_id, address):
+            removed["not in only"] += 1
+        elif parameters.needs_address and address is None:
+            removed["without an address"] += 1
+        else:
+            removed["left out by roles or by the filters of the policy"] += 1
+    counts = ", ".join(f"{count} {why}" for why, count in removed.items() if count)
+    return f"no target is left for model {shown(ranking.group.model_name)}: of {len(rows)} registered ones {counts}"

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import NamedTuple
 
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.logs import fields
-from waymark.base.shown import shown
+from waymark.base.shown import SHOWN_MAX, shown
 from waymark.domain.names import Adapter, GroupName, Registration
 from waymark.store.background import StartTask
 from waymark.store.directory import Directory
@@ -42,12 +43,13 @@ class ServedNames:
         self._begin = begin
         self._deadline_seconds = deadline_seconds
         self._known: dict[GroupName, frozenset[ServedModel]] = {}
+        self._models: frozenset[GroupName] = frozenset()
         self._read_at = float("-inf")
         self._reading: asyncio.Task[None] | None = None
 
     def clear(self) -> None:
         """Redis came back empty."""
-        self._known = {}
+        self._known, self._models = {}, frozenset()
         self._read_at = float("-inf")
         self._reading = None
 
@@ -84,6 +86,13 @@ class ServedNames:
             )
         return next(iter(served))
 
+    def nearest(self, group: GroupName) -> str | None:
+        """The name that was probably meant by one that nobody serves."""
+        names = [each.model_name for each in (*self._models, *self._known) if each.tenant_id == group.tenant_id]
+        # To compare a name of a megabyte takes half a second, and none is near it.
+        close = get_close_matches(group.model_name, names, n=1) if len(group.model_name) <= SHOWN_MAX else []
+        return close[0] if close else None
+
     def _has_targets(self, group: GroupName) -> bool:
         table = self._reader.table_at_hand(group)
         return table is not None and bool(table.publishers)
@@ -104,6 +113,7 @@ class ServedNames:
         if asyncio.current_task() is not self._reading:
             return  # these are of a Redis that is empty by now
         self._known = _names_of(registrations)
+        self._models = frozenset(each.group for each in registrations)
         self._read_at = now
 
 
