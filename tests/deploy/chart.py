@@ -194,7 +194,9 @@ def settings_schema() -> dict[str, Any]:
     return {
         "type": "object",
         "additionalProperties": False,
-        "properties": {setting.variable: _setting_schema(setting.type) for setting in in_config()},
+        "properties": {
+            setting.variable: _with_empty(setting, _setting_schema(setting.type)) for setting in in_config()
+        },
     }
 
 
@@ -212,6 +214,13 @@ def _setting_schema(kind: str) -> dict[str, Any]:
     if kind == " or ".join(f"`{choice}`" for choice in choices):
         return {"enum": choices}
     return {"type": "string"}
+
+
+def _with_empty(setting: Described, schema: dict[str, Any]) -> dict[str, Any]:
+    """An empty text leaves a setting without a value, if that is its default."""
+    if setting.default == "none" and "enum" in schema:
+        return {"enum": ["", *schema["enum"]]}
+    return schema
 
 
 def values_table() -> str:
