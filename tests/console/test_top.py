@@ -196,3 +196,46 @@ def read_until(terminal: int, wanted: bytes) -> bytes:
         if select.select([terminal], [], [], 0.5)[0]:
             found += os.read(terminal, 65536)
     return found
+
+
+@pytest.mark.outside
+async def test_q_is_heard_while_the_service_hangs() -> None:
+    """The first answer comes, and no other one; the command would wait for 15 seconds."""
+    first = b'{"publishers":[],"workers":[]}'
+    hangs = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(first)
+        writer.write(head + first)
+        await reader.readuntil(b"\r\n\r\n")
+        hangs.set()
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "waymark", "top", "--seconds", "0.1", "--url", url,
+        stdin=theirs, stdout=theirs, stderr=theirs,
+        env={name: value for name, value in os.environ.items() if name == "PATH" or name.startswith("COVERAGE_")}
+        | {"TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        await asyncio.to_thread(read_until, ours, b"0 streams")
+        async with within(20):
+            await hangs.wait()
+        os.write(ours, b"q")
+        drawn = await asyncio.to_thread(read_until, ours, b"\x1b[?1049l")
+        assert b"trying again" not in drawn, "it has not waited until the request was given up"
+        async with within(20):
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        os.close(ours)
+        server.close()

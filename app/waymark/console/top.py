@@ -8,9 +8,11 @@ from __future__ import annotations
 import select
 import sys
 import termios
+import threading
 import time
 import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -33,6 +35,8 @@ _SPARE = (*reversed(_MEDIA[1:]), "LAG", "RANK", "COMPLAINT", _MEDIA[0], "STORED/
 _WORST = tuple(reversed(STATUS_STYLES))
 #: Lines of the screen that are no publisher: an error, the head, the table's head, the help, and one to spare.
 _OTHER_LINES = 5
+#: How often a pending answer is looked for between keys.
+_POLL_SECONDS = 0.05
 
 
 def _blocks(publisher: PublisherAnswer) -> int:
@@ -170,18 +174,38 @@ def run(service: RemoteService, seconds: float, screen: Screen) -> None:
     with _keys(), screen.live() as draw:
         due = time.monotonic() + seconds
         trouble = ""
+        asked: Future[Any] | None = None
         while not view.is_over:
             drawn = view.parts(answer, screen.height)
             draw([text(trouble, "bold red"), *drawn] if trouble else drawn)
-            if select.select([sys.stdin], [], [], max(0.0, due - time.monotonic()))[0]:
+            wait = _POLL_SECONDS if asked is not None else max(0.0, due - time.monotonic())
+            if select.select([sys.stdin], [], [], wait)[0]:
                 view.key(sys.stdin.read(1))
+            elif asked is None:
+                asked = _asked(service)
+            if asked is None or not asked.done():
                 continue
             due = time.monotonic() + seconds
             try:
-                answer, trouble = service.get("/workers"), ""
+                answer, trouble = asked.result(), ""
                 view.saw(answer["publishers"], time.monotonic())
             except ServiceUnreachable:
                 trouble = f"no Waymark answers at {service.url}; trying again"
+            asked = None
+
+
+def _asked(service: RemoteService) -> Future[Any]:
+    """The next answer, from a thread of its own, so that keys are heard meanwhile and ``q`` waits for nobody."""
+    coming: Future[Any] = Future()
+
+    def ask() -> None:
+        try:
+            coming.set_result(service.get("/workers"))
+        except Exception as error:  # of whatever kind: it is raised where the answer is read
+            coming.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    return coming
 
 
 @contextmanager
