@@ -166,6 +166,10 @@ ELSEWHERE = {
         "tests/ingest/test_unreadable.py",
         "test_what_cannot_be_read_is_shown_counted_and_logged_once",
     ),
+    "waymark_snapshots_total": (
+        "tests/ingest/test_snapshots.py",
+        "test_a_snapshot_that_cannot_be_used_is_asked_for_again",
+    ),
     "waymark_replay_places_yielded_total": ("tests/ingest/test_replays_in_turn.py", TRICKLE),
     "waymark_replays_waiting": ("tests/ingest/test_replays_in_turn.py", TRICKLE),
     "waymark_streams_left": (
