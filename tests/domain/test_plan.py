@@ -221,13 +221,13 @@ def test_the_rank_of_a_batch_wins_over_the_registered_one() -> None:
 
 
 def test_a_rank_with_a_registration_of_its_own_is_not_ours_to_apply() -> None:
-    index = Index(foreign_ranks=frozenset({1}))
+    index = Index(registered_ranks=frozenset({0, 1}))
     index.events(stored([1], "A"))
     index.events(stored([2], "B"), removed(1), cleared(), rank=1)
     assert index.has(*keys("A"))
     assert index.holders == {"0 GPU": 1}
     assert index.ignored == {"other_registration": 3}
-    index.resolver.foreign_ranks = frozenset()
+    index.resolver.registered_ranks = frozenset()
     index.events(stored([2], "B"), rank=1)
     assert index.has(*keys("B"), on="1 GPU")
 

@@ -178,7 +178,7 @@ class Direct:
     def _tell_ranks(self) -> None:
         for name, stream in self._streams.items():
             others = {other.dp_rank for other in self._streams if other.instance_id == name.instance_id}
-            stream.life.applier.resolver.foreign_ranks = frozenset(others - {name.dp_rank})
+            stream.life.applier.resolver.registered_ranks = frozenset(others - {name.dp_rank})
 
     async def _take(self, spec: Spec) -> Life:
         """The stream, under a lease of its own, from what its record says: as a worker takes it."""

@@ -130,6 +130,15 @@ async def test_more_garbage_than_one_portion_hides_nothing(context: ZmqContext, 
         assert replay.malformed == 500
 
 
+async def test_a_reply_of_many_parts_is_one_that_is_malformed(context: ZmqContext, router: Router) -> None:
+    async with replay_of(context, router.endpoint) as replay:
+        await router.request()
+        router.answer(reply(0), [b""] * 20_000, [b"", b"", *reply(7)], reply(1), END)
+        assert await take_all(replay) == [(0, b"batch"), (1, b"batch")]
+        assert replay.outcome is ReplayOutcome.COMPLETE
+        assert replay.malformed == 2
+
+
 @pytest.mark.parametrize(
     ("sent", "options", "outcome"),
     [

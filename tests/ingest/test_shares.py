@@ -85,15 +85,21 @@ def test_ranks_of_all_instances_take_one_pass_over_the_claims() -> None:
     counted = Counted(claims_of(4000))
     ranks = RegisteredRanks(counted)
     for claim in claims_of(4000):
-        own = claim.registration.dp_rank
-        assert ranks.beside(claim.registration.name) == {0, 1, 2, 3} - {own}
+        assert ranks.of(claim.registration.name) == {0, 1, 2, 3}
     assert counted.looks == 4000
 
 
-def test_ranks_of_another_tenant_or_of_nobody_are_not_beside() -> None:
+def test_the_streams_of_an_instance_share_one_set_of_its_ranks() -> None:
+    names = [registration(dp_rank=dp_rank).name for dp_rank in range(1000)]
+    ranks = RegisteredRanks(Claim(registration(dp_rank=name.dp_rank), name.dp_rank, 1, 1) for name in names)
+    assert len({id(ranks.of(name)) for name in names}) == 1
+    assert len(ranks.of(names[0])) == 1000
+
+
+def test_ranks_of_another_tenant_or_of_nobody_are_not_among_them() -> None:
     ranks = RegisteredRanks([Claim(registration(), 1, 1, 1), Claim(registration(tenant_id="t", dp_rank=1), 2, 2, 1)])
-    assert ranks.beside(registration().name) == frozenset()
-    assert ranks.beside(PublisherName("pod-9", "default", 0)) == frozenset()
+    assert ranks.of(registration().name) == frozenset()
+    assert ranks.of(PublisherName("pod-9", "default", 0)) == frozenset()
 
 
 # ---- workers with little room ----------------------------------------------------------------------

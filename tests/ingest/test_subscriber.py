@@ -134,6 +134,34 @@ async def test_a_malformed_frame_is_counted_and_its_neighbours_arrive(
         assert subscriber.dropped == 0
 
 
+async def test_a_message_of_many_parts_costs_a_turn_no_more_than_frames_do(
+    context: ZmqContext, publish: Callable[[str], Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = publish("tcp://127.0.0.1:*")
+    read_in_turns = [0]
+    received = zmq.Socket.recv
+
+    def recv(self: Any, *args: Any, **options: Any) -> Any:
+        part = received(self, *args, **options)
+        read_in_turns[-1] += 1
+        return part
+
+    async with subscriber_of(context, publisher.endpoint) as subscriber:
+        await wait_until(publisher.has_subscriber, "subscribed")
+        monkeypatch.setattr(zmq.Socket, "recv", recv)
+        publisher.send(1)
+        publisher.socket.send_multipart([b""] * 50_000)
+        publisher.send(2)
+        async with within(10):
+            while subscriber.buffered_frames < 2:
+                read_in_turns.append(0)
+                await asyncio.sleep(0)
+        assert [f.seq for f in subscriber.take(10)] == [1, 2]
+        assert subscriber.malformed == 1
+    assert sum(read_in_turns) >= 50_000
+    assert max(read_in_turns) < 10 * module.FRAMES_PER_READ
+
+
 @pytest.mark.parametrize("bounds", [{"buffer_frames": 4}, {"buffer_bytes": 49}], ids=["frames", "bytes"])
 async def test_what_the_buffer_cannot_hold_is_dropped_and_counted(
     context: ZmqContext, publish: Callable[[str], Publisher], bounds: dict[str, int]

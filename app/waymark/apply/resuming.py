@@ -29,20 +29,20 @@ async def resumed(
     metrics: Metrics,
     options: ApplyOptions,
     *,
-    foreign_ranks: frozenset[int] = frozenset(),
+    registered_ranks: frozenset[int] = frozenset(),
     is_patient: bool = True,
     kept: KeptMemories | None = None,
 ) -> tuple[Applier, StreamRecord]:
     """Return an applier with the state in the stream's record, and that state. Raises Fenced if there is no record.
 
-    ``foreign_ranks`` are the ranks of the instance with their own registration. A damaged record begins a new life.
+    ``registered_ranks`` are the ranks of the instance, if several are registered. A damaged record begins a new life.
     If ``kept`` has the blocks of the stream, the applier uses these; else it reads them from Redis.
     """
     state = await store.records.read(grant)
     if state is None:
         raise Fenced
     memory = None if kept is None else kept.take(grant, state)
-    resolver = _resolver(grant, state, options, foreign_ranks, memory)
+    resolver = _resolver(grant, state, options, registered_ranks, memory)
     has_skipped = False
     if memory is None:
         ranks = {holder: name.dp_rank for name, holder in state.holders.items()}
@@ -81,10 +81,10 @@ def staged(
     metrics: Metrics,
     options: ApplyOptions,
     counters: Counter[str],
-    foreign_ranks: frozenset[int],
+    registered_ranks: frozenset[int],
 ) -> Applier:
     """Return an applier for a snapshot, which begins without blocks; readers see its life when it is whole."""
-    resolver = _resolver(grant, None, options, foreign_ranks, HeldBlocks(is_of_snapshot=True))
+    resolver = _resolver(grant, None, options, registered_ranks, HeldBlocks(is_of_snapshot=True))
     resolver.is_snapshot = True
     return Applier(grant, store, resolver, metrics, counters, pool_hashes_max=options.pool_hashes_max, is_staged=True)
 
@@ -93,7 +93,7 @@ def _resolver(
     grant: Grant,
     state: StreamRecord | None,
     options: ApplyOptions,
-    foreign_ranks: frozenset[int],
+    registered_ranks: frozenset[int],
     memory: HeldBlocks | None,
 ) -> Resolver:
     """A resolver with the holders, flags and event_ids of the record. Without ``memory`` it knows no blocks.
@@ -107,7 +107,7 @@ def _resolver(
         blocks_max=options.stream_blocks_max,
         shards=grant.shards,
         waiting_blocks=options.waiting_blocks,
-        foreign_ranks=foreign_ranks,
+        registered_ranks=registered_ranks,
         memory=memory,
         # A source of opaque prefixes has no blocks. It has its own bounds.
         bounds=BlockBounds() if grant.claim.registration.kind.traits.is_opaque else options.bounds,

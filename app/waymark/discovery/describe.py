@@ -26,8 +26,8 @@ from waymark.engines.samples import SampleParser
 #: How long an engine may take for all of its answers.
 SECONDS = 5.0
 _ANSWER_BYTES_MAX = 4 * 2**20
-#: An engine that claims to have more is not believed.
-RANKS_MAX = 1024
+#: An engine that claims to have more is not believed: each rank is a socket and a task of an ingest worker.
+RANKS_MAX = 256
 
 _SOURCES, _SERVER, _MODELS, _METRICS = "/kv_event_sources", "/server_info", "/v1/models", "/metrics"
 _CACHE_CONFIG = "vllm:cache_config_info"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -57,7 +58,11 @@ class EngineRegistrations:
             raise _unsaid(description, missing)
         if origin.kind == "url" and (given.get("endpoint") is not None or given.get("dp_rank") is not None):
             origin = BY_CLIENT  # the client has named the sockets, or the one rank that it wants
-        return [_known(self._registration_of(fields | fields_of(each)), description, origin) for each in sockets]
+        registrations = []
+        for each in sockets:
+            registrations.append(_known(self._registration_of(fields | fields_of(each)), description, origin))
+            await asyncio.sleep(0)  # an engine with many ranks holds nobody
+        return registrations
 
 
 def _kind_of(text: str | None) -> EngineKind | None:

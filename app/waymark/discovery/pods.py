@@ -8,6 +8,7 @@ from typing import Any
 
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
+from waymark.discovery.describe import RANKS_MAX
 from waymark.discovery.wanted import WantedEngine
 from waymark.domain.engines import UNNAMED
 from waymark.domain.names import Origin
@@ -18,7 +19,6 @@ ANNOTATION = "waymark.dev/"
 _ROLE_LABELS = ("llm-d.ai/role", "mif.moreh.io/role")
 #: Annotations that are fields of a registration, by their names there.
 _FIELDS = {"model": "modelname", "type": "type", "role": "role", "tenant": "tenant_id"}
-_RANKS_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def wanted_of(pod: Pod, ports: PodPorts) -> WantedEngine:
             fields["role"] = role
     if "block-size" in own:
         fields["block_size"] = _number(own, "block-size", 65536)
-    ranks = _number(own, "ranks", _RANKS_MAX) if "ranks" in own else 1
+    ranks = _number(own, "ranks", RANKS_MAX) if "ranks" in own else 1
     api = _number(own, "api-port", 65535) if "api-port" in own else ports.api
     events = _number(own, "port", 65535) if "port" in own else ports.events
     replay = _number(own, "replay-port", 65535) if "replay-port" in own else ports.replay

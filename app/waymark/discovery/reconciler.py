@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 #: Engines that are asked at the same time, and how long a round begins to ask further ones.
 _ASKED_MAX = 32
 _ROUND_SECONDS = 5.0
-#: Engines that are registered together.
+#: Ranks that are registered together, exceeded by at most one engine.
 _WRITTEN_MAX = 256
 _RETRY_SECONDS, _RETRY_SECONDS_MAX = 1.0, 60.0
 #: How long the absence of most engines has to last before they are unregistered.
@@ -142,7 +142,7 @@ class Reconciler:
                 await self._ask(known, there, ready)
             async with writing:  # the first one registers also the engines that have answered meanwhile
                 if ready:
-                    await self._register([ready.popleft() for _ in range(min(len(ready), _WRITTEN_MAX))], there)
+                    await self._register(_some_of(ready), there)
 
         # An error of Redis ends the round; all other errors are an engine's own.
         tasks = [asyncio.get_running_loop().create_task(one(known)) for known in due]
@@ -269,6 +269,16 @@ class Reconciler:
             await self._store.registry.unregister([name])
             self._metrics.discovery_unregistered.inc()
             log.info("engine is unregistered", extra=fields(publisher=str(name), source=self._kind))
+
+
+def _some_of(ready: deque[_Ready]) -> list[_Ready]:
+    """Remove as many engines as are registered together, at least one, and return them."""
+    taken: list[_Ready] = []
+    ranks = 0
+    while ready and ranks < _WRITTEN_MAX:
+        taken.append(ready.popleft())
+        ranks += len(taken[-1].registrations)
+    return taken
 
 
 def _complete(wanted: WantedEngine) -> list[dict[str, Any]]:

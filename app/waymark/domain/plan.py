@@ -53,11 +53,11 @@ class Planner:
         self,
         registration: Registration,
         publisher: int,
-        foreign_ranks: frozenset[int],
+        registered_ranks: frozenset[int],
         generations: Generations,
         facts: LifeFacts,
     ) -> None:
-        self.foreign_ranks = foreign_ranks
+        self.registered_ranks = registered_ranks
         self.epochs: Mapping[HolderName, int] = {}
         """The generations for the stores of the batch that is being planned, by lasting name."""
         self.spaces = Spaces(registration)
@@ -253,8 +253,10 @@ class Planner:
         return any((i, j) < plan.last_clear.get(unit, (-1, -1)) for unit in units)
 
     def _skip_reason_of(self, batch: Batch, event: Event) -> str | None:
-        if self.foreign_ranks and self.rank(batch, event) in self.foreign_ranks:
-            return "other_registration"
+        if self.registered_ranks:
+            rank = self.rank(batch, event)
+            if rank != self._registration.dp_rank and rank in self.registered_ranks:
+                return "other_registration"
         if event.envelope is not None:
             return self._skip_reason_of_envelope(event.envelope)
         if isinstance(event, Cleared):

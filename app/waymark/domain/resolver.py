@@ -68,7 +68,7 @@ class Resolver:
         blocks_max: int,
         waiting_blocks: int,
         shards: int = 1,
-        foreign_ranks: frozenset[int] = frozenset(),
+        registered_ranks: frozenset[int] = frozenset(),
         memory: HeldBlocks | None = None,
         bounds: BlockBounds = _UNBOUNDED,
         reads_windows: bool = False,
@@ -112,7 +112,7 @@ class Resolver:
         self._holders_of: dict[HolderName, list[int]] = {}
         """The live holders of each lasting name, oldest first."""
         self._facts = LifeFacts(registration, reads_windows=reads_windows)
-        self._planner = Planner(registration, publisher, foreign_ranks, self.generations, self._facts)
+        self._planner = Planner(registration, publisher, registered_ranks, self.generations, self._facts)
         self._seed = seed
         # It announces again what it has, though its kind otherwise announces copies.
         self._reports_again = registration.copies == "set" and self._traits.copies == "count"
@@ -132,13 +132,13 @@ class Resolver:
         return self._facts.main_group
 
     @property
-    def foreign_ranks(self) -> frozenset[int]:
-        """Ranks of the same instance with a registration of their own; their batches are theirs to apply."""
-        return self._planner.foreign_ranks
+    def registered_ranks(self) -> frozenset[int]:
+        """Ranks of the instance with a registration; the batches of all but this stream's own are not applied here."""
+        return self._planner.registered_ranks
 
-    @foreign_ranks.setter
-    def foreign_ranks(self, ranks: frozenset[int]) -> None:
-        self._planner.foreign_ranks = ranks
+    @registered_ranks.setter
+    def registered_ranks(self, ranks: frozenset[int]) -> None:
+        self._planner.registered_ranks = ranks
 
     # ---- lives -------------------------------------------------------------------------------------
 

@@ -315,10 +315,10 @@ class Life:
         return any(name.dp_rank == dp_rank for name in self.applier.resolver.holders)
 
     async def yield_ranks(self) -> None:
-        """End the holders of ranks that now have their own registration: other streams report these ranks."""
+        """End the holders of other ranks that are registered now: other streams report these ranks."""
         resolver = self.applier.resolver
-        ranks = {name.dp_rank for name in resolver.holders}
-        for dp_rank in ranks & resolver.foreign_ranks:
+        ranks = {name.dp_rank for name in resolver.holders} - {resolver.registration.dp_rank}
+        for dp_rank in ranks & resolver.registered_ranks:
             await self.applier.new_life(dp_rank)
 
     async def lose(self, seq: int) -> None:

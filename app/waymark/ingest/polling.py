@@ -241,9 +241,9 @@ class Poller:
             running = self.running.get(name)
             has_pool = claim.group_id in with_pool and claim.registration.scope == "instance"
             if running is not None:
-                running.see(ranks.beside(name), has_pool=has_pool)
+                running.see(ranks.of(name), has_pool=has_pool)
             elif len(self.running) < self._options.streams_max:
-                running = self.running[name] = Running(claim, ranks.beside(name), has_pool=has_pool)
+                running = self.running[name] = Running(claim, ranks.of(name), has_pool=has_pool)
                 running.task = tasks.create_task(self._runner.run(running))
 
     def _say_left(self, left: int) -> None:

@@ -18,7 +18,7 @@ import zmq
 
 from waymark.base.errors import InvalidValue
 from waymark.ingest.frames import SEQ_BYTES, ReplayedBatch, is_end_marker, parse_replay
-from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ZmqContext, connect, open_socket, readable
+from waymark.ingest.sockets import MESSAGE_BYTES_MAX, MessageReader, ZmqContext, connect, open_socket, readable
 
 
 class ReplayOutcome(StrEnum):
@@ -65,12 +65,14 @@ class Replay:
         self._deadline = float("inf") if deadline is None else deadline
         self._clock = clock
         self._socket: zmq.Socket[bytes]
+        self._messages: MessageReader
 
     async def __aenter__(self) -> Self:
         """Send the request. Raises InvalidValue if libzmq cannot read the endpoint, OSError if no socket is free."""
         # The ROUTER side expects the empty frame that a REQ would have put first.
         request = [b"", self._start.to_bytes(SEQ_BYTES, "big")]
         self._socket = open_socket(self._context, zmq.DEALER, self.endpoint, self._message_bytes_max)
+        self._messages = MessageReader(self._socket)
         try:
             connect(self._socket, self.endpoint, "replay_endpoint")
         except InvalidValue:
@@ -116,7 +118,10 @@ class Replay:
         room = self._portion_bytes
         try:
             for _ in range(limit):
-                reply = parse_replay(self._socket.recv_multipart(zmq.NOBLOCK))
+                parts = self._messages.receive()
+                if not parts:
+                    continue
+                reply = parse_replay(parts)
                 if reply is None:
                     self.malformed += 1
                     continue

@@ -48,8 +48,8 @@ class Running:
     """A stream of this worker; ``stream`` is None until it has its lease."""
 
     claim: Claim
-    foreign_ranks: frozenset[int]
-    """Ranks of the stream's instance that have their own streams."""
+    registered_ranks: frozenset[int]
+    """Ranks of the stream's instance, if several have a stream of their own."""
     task: asyncio.Task[None] | None = None
     stream: ServedStream | None = None
     has_pool: bool = False
@@ -72,11 +72,11 @@ class Running:
         """The stream has not reached its publisher yet."""
         return self.stream is None or self.stream.status is StreamStatus.PENDING
 
-    def see(self, foreign_ranks: frozenset[int], *, has_pool: bool = False) -> None:
+    def see(self, registered_ranks: frozenset[int], *, has_pool: bool = False) -> None:
         """Pass on which ranks of the instance have a stream of their own now, and whether the group has a pool."""
-        self.foreign_ranks, self.has_pool = foreign_ranks, has_pool
+        self.registered_ranks, self.has_pool = registered_ranks, has_pool
         if self.applier is not None:
-            self.applier.resolver.foreign_ranks = foreign_ranks
+            self.applier.resolver.registered_ranks = registered_ranks
             self.applier.pool_hashes.is_wanted = has_pool
 
 
@@ -148,17 +148,17 @@ class StreamRunner:
 
     async def _build(self, running: Running, grant: Grant) -> None:
         claim = running.claim
-        applier, state = await self._resumed(grant, running.foreign_ranks)
+        applier, state = await self._resumed(grant, running.registered_ranks)
         if state.watermark is not None and grant.has_lost(state.shard_calls):
             log.warning(
                 "redis has lost writes; the stream begins a new life", extra=fields(stream=str(claim.registration.name))
             )
             await applier.new_life()
-            applier, state = await self._resumed(grant, running.foreign_ranks)
+            applier, state = await self._resumed(grant, running.registered_ranks)
         if state.watermark is None and seq_in(state.flags, OPENED_AT) is not None:
             # The previous worker stopped before it applied the first frame, so the flags are true of no life.
             await applier.new_life()
-            applier, state = await self._resumed(grant, running.foreign_ranks)
+            applier, state = await self._resumed(grant, running.registered_ranks)
         options = self._options
         applier.pool_hashes.is_wanted = running.has_pool
         if claim.registration.kind.traits.is_opaque:
@@ -185,7 +185,7 @@ class StreamRunner:
             return None
 
         def stage(life: Life) -> Applier:
-            ranks = life.applier.resolver.foreign_ranks
+            ranks = life.applier.resolver.registered_ranks
             fresh = staged(grant, self._store, self._metrics, self._options.apply, life.counters, ranks)
             fresh.pool_hashes.is_wanted = life.applier.pool_hashes.is_wanted
             return fresh
@@ -193,14 +193,14 @@ class StreamRunner:
         return SnapshotSource(endpoint, self._store.snapshots, stage)
 
     async def _resumed(
-        self, grant: Grant, foreign_ranks: frozenset[int], *, is_patient: bool = True
+        self, grant: Grant, registered_ranks: frozenset[int], *, is_patient: bool = True
     ) -> tuple[Applier, StreamRecord]:
         return await resumed(
             grant,
             self._store,
             self._metrics,
             self._options.apply,
-            foreign_ranks=foreign_ranks,
+            registered_ranks=registered_ranks,
             is_patient=is_patient,
         )
 

@@ -77,11 +77,13 @@ class RegisteredRanks:
     """The registered ranks of every instance."""
 
     def __init__(self, claims: Iterable[Claim]) -> None:
-        self._ranks: dict[tuple[str, str], set[int]] = {}
+        ranks: dict[tuple[str, str], set[int]] = {}
         for claim in claims:
             name = claim.registration.name
-            self._ranks.setdefault((name.instance_id, name.tenant_id), set()).add(name.dp_rank)
+            ranks.setdefault((name.instance_id, name.tenant_id), set()).add(name.dp_rank)
+        # One set for all streams of an instance: a set for each would be a million entries for a thousand ranks.
+        self._ranks = {instance: frozenset(found) for instance, found in ranks.items() if len(found) > 1}
 
-    def beside(self, name: PublisherName) -> frozenset[int]:
-        """The other ranks of the publisher's instance that have a registration, and so a stream, of their own."""
-        return frozenset(self._ranks.get((name.instance_id, name.tenant_id), set()) - {name.dp_rank})
+    def of(self, name: PublisherName) -> frozenset[int]:
+        """The ranks of the publisher's instance, if there are several; each has a stream of its own."""
+        return self._ranks.get((name.instance_id, name.tenant_id), frozenset())

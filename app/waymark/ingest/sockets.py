@@ -23,7 +23,11 @@ HEARTBEAT_INTERVAL_MILLISECONDS = 5_000
 HEARTBEAT_TIMEOUT_MILLISECONDS = 15_000
 MESSAGE_BYTES_MAX = 64 * 2**20
 """If a publisher sends more in one part, its connection is closed before the part is in memory."""
+PARTS_MAX = 4
+"""No live frame, and no reply of a replay, has more parts."""
 
+#: Parts of a longer message that one call throws away: they take as long as a few frames.
+_REST_PER_CALL = 8
 _NEVER_MILLISECONDS = 24 * 3600 * 1000
 _UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
 # The first of these events ends a connection, or an attempt at one. If a name does not resolve, only the last of them
@@ -91,10 +95,42 @@ async def readable(socket: zmq.Socket[bytes], seconds: float) -> None:
         loop.remove_reader(descriptor)
 
 
+class MessageReader:
+    """Receives the messages of a socket without waiting, in calls that are short whatever was sent.
+
+    A message has as many parts as its sender likes, and libzmq passes over none of them. Of a message with more parts
+    than any frame has, a call returns the first, which no parser takes; the calls after it throw the others away.
+    """
+
+    __slots__ = ("_has_rest", "_socket")
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._has_rest = False
+
+    def receive(self) -> list[bytes]:
+        """Receive a message; an empty list if only the rest of an earlier one was read. Raises zmq.Again."""
+        socket = self._socket
+        if self._has_rest:
+            for _ in range(_REST_PER_CALL):
+                # Not copied: nobody reads it.
+                if not socket.recv(zmq.NOBLOCK, copy=False).more:
+                    self._has_rest = False
+                    break
+            return []
+        parts = [socket.recv(zmq.NOBLOCK)]
+        while socket.getsockopt(zmq.RCVMORE):
+            if len(parts) > PARTS_MAX:
+                self._has_rest = True
+                break
+            parts.append(socket.recv(zmq.NOBLOCK))
+        return parts
+
+
 class LiveConnection:
     """A SUB socket for one connection, or one attempt at it, with its monitor."""
 
-    __slots__ = ("attempt", "descriptors", "is_over", "is_retried", "is_up", "monitor", "socket")
+    __slots__ = ("attempt", "descriptors", "is_over", "is_retried", "is_up", "messages", "monitor", "socket")
 
     def __init__(self, context: ZmqContext, endpoint: str, message_bytes_max: int) -> None:
         self.is_up = False
@@ -104,6 +140,7 @@ class LiveConnection:
         self.is_retried = False
         """libzmq is about to reconnect. It does so after a lost connection, but not after one that it closed itself."""
         self.socket = open_socket(context, zmq.SUB, endpoint, message_bytes_max)
+        self.messages = MessageReader(self.socket)
         try:
             self.socket.set(zmq.RECONNECT_IVL, _NEVER_MILLISECONDS)
             self.socket.subscribe(b"")

@@ -253,17 +253,19 @@ class Subscriber:
             link.socket.get(zmq.EVENTS)
             return False
         received = self._clock()
+        receive = link.messages.receive
         size = 0
         try:
             for _ in range(FRAMES_PER_READ):
-                parts = link.socket.recv_multipart(zmq.NOBLOCK)
-                self.is_refused = False
-                frame = parse_live(parts, self.connection, received)
-                if frame is None:
-                    self.malformed += 1
-                else:
-                    self._buffer.put(frame)
-                size += len(parts[-1])
+                parts = receive()
+                if parts:
+                    self.is_refused = False
+                    frame = parse_live(parts, self.connection, received)
+                    if frame is None:
+                        self.malformed += 1
+                    else:
+                        self._buffer.put(frame)
+                    size += sum(map(len, parts))
                 if size > BYTES_PER_READ:
                     break
         except zmq.Again:

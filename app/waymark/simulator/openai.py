@@ -21,6 +21,7 @@ from waymark.simulator.workload import SimulatedPrompt
 
 _CREATED = 1_700_000_000
 _EMBEDDING_NUMBERS = 8
+_CHOICES_MAX = 128
 
 
 class EngineModels(NamedTuple):
@@ -58,7 +59,7 @@ class OpenAi:
             call = _call(body, mark)
             name = f"chatcmpl-{request.headers.get('X-Request-Id', mark)}"
             head = {"id": name, "created": _CREATED, "model": body["model"]}
-            choices = int(body.get("n") or 1)
+            choices = choices_of(body)
             if body.get("stream"):
                 head["object"] = "chat.completion.chunk"
                 return await send_events(request, self._chat_chunks(head, answer, choices, call, body), fault)
@@ -101,7 +102,7 @@ class OpenAi:
         body = await body_of(request)
         prompts = _prompts(body)
         count = self.answer_tokens(body, "max_tokens")
-        choices = int(body.get("n") or 1)
+        choices = choices_of(body)
         async with answering(self._generator, request) as fault:
             answers = [
                 await self._generator.prefill(self.prompt(body, tokens), mark, count, rank_of(request))
@@ -258,6 +259,16 @@ def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
     if not isinstance(found, list) or not found:
         raise BadRequest(400, f"{name} must be a list with an element")
     return found
+
+
+def choices_of(body: Mapping[str, Any]) -> int:
+    """Return how many answers are wanted. Raises BadRequest."""
+    wanted = body.get("n")
+    if wanted is None:
+        return 1
+    if type(wanted) is not int or not 1 <= wanted <= _CHOICES_MAX:
+        raise BadRequest(400, f"n must be an integer of 1 to {_CHOICES_MAX}, got {str(wanted)[:100]}.")
+    return wanted
 
 
 def rank_of(request: web.Request) -> int | None:
