@@ -98,7 +98,6 @@ LIBRARIES: dict[str, set[str]] = {
     "orjson": {
         "chat.cache_key",
         "base.bounded_json",
-        "chat.cache_key",
         "store",
         "discovery",
         "epp",
