@@ -116,7 +116,7 @@ async def test_a_lost_connection_is_no_message_that_is_never_read(bench: Bench) 
     pod = await bench.pod()
     await pod.caught_up()
     await pod.publisher.down()
-    await pod.has_status("pending")
+    await pod.has_status("unreachable")
     await pod.publisher.up()
     await pod.caught_up()
 

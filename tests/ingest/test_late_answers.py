@@ -222,7 +222,7 @@ async def test_live_frames_wait_ever_more_rarely_for_an_endpoint_that_never_answ
         await replays(worker, "silent", tries + 1)
     # A connection that comes again is asked at once.
     await pod.publisher.down()
-    await pod.has_status("pending")
+    await pod.has_status("unreachable")
     await pod.publisher.up()
     await replays(worker, "silent", 5)
     assert set(asked) == {0}

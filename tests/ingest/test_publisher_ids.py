@@ -63,7 +63,7 @@ class HandmadeEngine:
         assert self.socket is not None
         self.socket.close(0)
         self.socket = None
-        await self.has(lambda state: state.status == "pending")
+        await self.has(lambda state: state.status == "unreachable")
 
     async def send(self, seq: int, publisher_id: bytes | None, *events: Any) -> None:
         self.ts += 1

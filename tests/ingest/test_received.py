@@ -89,7 +89,7 @@ async def test_a_life_that_cannot_be_proven_begins_anew_with_the_first_frame(ben
     pod = await short_pod(bench)
     await pod.at_work(2)
     await pod.publisher.down()
-    await pod.has_status("pending")
+    await pod.has_status("unreachable")
     with worker.without_places():
         with pod.dropping():
             await pod.work(1)

@@ -73,7 +73,8 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
                 and each.dp_rank in engine.endpoints
             ]
             if all(
-                each.status not in (StreamStatus.PENDING, StreamStatus.REPLAYING) and _has_blocks(each)
+                each.status not in (StreamStatus.PENDING, StreamStatus.REPLAYING, StreamStatus.UNREACHABLE)
+                and _has_blocks(each)
                 for each in found
             ):
                 break

@@ -13,7 +13,7 @@ from waymark.console.units import held_text, seconds_text
 from waymark.domain.status import StreamStatus
 
 #: An engine of these gets no requests.
-UNUSABLE = (StreamStatus.LOST, StreamStatus.FAILED)
+UNUSABLE = (StreamStatus.UNREACHABLE, StreamStatus.LOST, StreamStatus.FAILED)
 
 
 def publishers(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:

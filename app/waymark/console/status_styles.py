@@ -9,6 +9,7 @@ STATUS_STYLES: dict[str, str] = {
     StreamStatus.REPLAYING: "cyan",
     StreamStatus.PENDING: "yellow",
     StreamStatus.DEGRADED: "yellow",
+    StreamStatus.UNREACHABLE: "red",
     StreamStatus.LOST: "bold red",
     StreamStatus.FAILED: "bold red",
 }

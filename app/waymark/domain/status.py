@@ -14,6 +14,8 @@ class StreamStatus(StrEnum):
     """The stream has no connection to its publisher yet, or no worker applies it."""
     DEGRADED = "degraded"
     """Batches are lost or unknown; ``last_error`` explains which."""
+    UNREACHABLE = "unreachable"
+    """The stream had a connection to its publisher, and has none now."""
     LOST = "lost"
     """The publisher has been unreachable for so long that its holders are not counted."""
     FAILED = "failed"

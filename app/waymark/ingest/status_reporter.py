@@ -84,7 +84,7 @@ class StatusReporter:
         if self._life.is_lost:
             return StreamStatus.LOST
         if not self._subscriber.is_connected:
-            return StreamStatus.PENDING
+            return StreamStatus.UNREACHABLE if self._subscriber.connection else StreamStatus.PENDING
         if self._replaying.is_running:
             return StreamStatus.REPLAYING
         return StreamStatus.DEGRADED if self._life.reasons else StreamStatus.ACTIVE

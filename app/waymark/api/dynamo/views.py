@@ -26,6 +26,7 @@ PEERS_MAX = 1024
 _STATUS = {
     StreamStatus.FAILED: "failed",
     StreamStatus.PENDING: "pending",
+    StreamStatus.UNREACHABLE: "pending",
     StreamStatus.LOST: "pending",
     StreamStatus.ACTIVE: "active",
     StreamStatus.REPLAYING: "active",
