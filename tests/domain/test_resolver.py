@@ -293,6 +293,28 @@ def test_after_a_lost_gap_a_removal_takes_the_block_whatever_its_count(index: In
     assert index.resolver.mode(1) == "count"
 
 
+def test_after_a_lost_gap_a_block_that_is_told_again_has_one_copy(index: Index) -> None:
+    index.events(stored([1], "A"), stored([1], "A"), stored([1], "A"))
+    assert set(index.copies[1].values()) == {3}
+    index.resolver.flags.add(UNTRUSTED)
+    for _ in range(2):
+        index.events(stored([1, 2], "AB"))
+    assert set(index.copies[1].values()) == {1}
+
+
+@pytest.mark.parametrize("is_reused", [None, True])
+def test_a_report_finds_what_was_missing(index: Index, is_reused: bool | None) -> None:
+    index.events(stored([1, 2], "AB"))
+    index.resolver.flags.add(UNTRUSTED)
+    index.resolver.missing = 3
+    index.events(stored([3], "C", parent=2))
+    assert index.resolver.unknown == 3, "a new block"
+    index.events(stored([4], "D", parent=3, is_reused=is_reused), stored([1], "A", is_reused=is_reused))
+    assert index.resolver.unknown == 2, "announced beside a known one, or as one that was there before"
+    index.events(stored([5], "E", parent=4, is_reused=is_reused))
+    assert index.resolver.unknown == (1 if is_reused else 2)
+
+
 def test_sets_stay_sets_after_a_lost_gap() -> None:
     index = Index(registration(copies="set"))
     index.resolver.flags.add(UNTRUSTED)

@@ -57,6 +57,17 @@ async def test_a_full_report_fills_a_hole_and_counts_no_copies(bench: Bench) -> 
     assert await bench.held(pod.name) == {}
 
 
+@pytest.mark.parametrize("copies", ["set", "count"])
+async def test_a_full_report_in_several_events_replaces_what_was_known(bench: Bench, copies: str) -> None:
+    pod, _ = await pod_with_a_hole(bench, copies)
+    for _ in range(3):
+        await publish(pod, report(1, 2), report(3, 4), report(5, 6))
+    await knows(pod, 1.0)
+    assert await bench.held(pod.name) == {(0, "GPU"): set(extend(None, token_bytes(CHAIN), 4))}
+    await publish(pod, BlockRemoved(HASHES))
+    assert await bench.held(pod.name) == {}
+
+
 async def test_what_was_missing_is_not_missed_once_it_is_removed(bench: Bench) -> None:
     pod, _ = await pod_with_a_hole(bench, "count")
     await publish(pod, BlockRemoved(HASHES[2:]))

@@ -24,7 +24,7 @@ from waymark.base.errors import RecordDamaged, StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.domain.held import HeldBlocks
 from waymark.domain.moves import Moves
-from waymark.domain.parts import Commit, Mode, Part, Parts, joined, packed
+from waymark.domain.parts import NO_COPIES, Commit, Mode, Part, Parts, joined, packed
 from waymark.domain.placing import Placer
 from waymark.domain.rows import DEPTHS, SAME_HASH, Place, Row, parse, parse_entry, parse_field
 from waymark.store import calls as calls_module
@@ -83,7 +83,7 @@ class ModelHolder:
             self.blocks[key] = ModelBlock(1, [engine_hash])
             return
         block = self.blocks[key]
-        block.copies += mode != "set"
+        block.copies = 1 if mode == "all" else block.copies + (mode == "count")
         if engine_hash not in block.hashes:
             block.hashes.append(engine_hash)
 
@@ -443,7 +443,9 @@ def known(memory: HeldBlocks, holder: int, names: Iterable[int]) -> dict[int, An
         spot = memory.held(holder, engine_hash)
         assert spot is not None
         several = held.copies.several.get(spot.key)
-        found[engine_hash] = (spot, held.known.first(spot.key), several and (several.copies, several.hashes))
+        # One copy, of which only the memory knows that a removal has left it, is not told to Redis.
+        told = None if several is None or several.text == NO_COPIES else (several.copies, several.hashes)
+        found[engine_hash] = (spot, held.known.first(spot.key), told)
     return found
 
 

@@ -56,9 +56,10 @@ class HolderCopies:
         several = self.several.get(key)
         return several is not None and len(several.hashes) >= HASHES_MAX and engine_hash not in several.hashes
 
-    def store_again(self, engine_hash: int, key: int, *, counts: bool) -> tuple[int, bytes]:
+    def store_again(self, engine_hash: int, key: int, *, counts: bool, replaces: bool = False) -> tuple[int, bytes]:
         """A block that the holder has, once more: the hash in its entry, and what ``*<key>`` says if it changes.
 
+        ``replaces``: what was counted is not trusted, and the block has one copy from now on.
         If a removal has left a copy of it, and none has taken such a copy so far, the engine probably removes a block
         only once, after the last of its copies: that is a contradiction.
         """
@@ -68,13 +69,16 @@ class HolderCopies:
         before = several.text
         self.contradictions += counts and several.is_left and not self._are_removed_each
         several.is_left = several.is_left and not counts
-        several.copies += counts
+        several.copies = 1 if replaces else several.copies + counts
         if engine_hash not in several.hashes:
             several.hashes.append(engine_hash)
             self._known.name(engine_hash, key)
         if several.text == before:
             return first, UNCHANGED
-        self.several[key] = several
+        if several.text == NO_COPIES:
+            del self.several[key]
+        else:
+            self.several[key] = several
         return first, several.text
 
     def take(self, key: int, copies_left: int | None, *, counts: bool) -> BlockCopies | None:

@@ -156,9 +156,10 @@ class Placer:
             first, copies = engine_hash, copies_of.tell(spot.key)
             if carried is not None:
                 there_before, names = carried
-                copies = copies_of.carry(spot.key, there_before - is_reused, names, counts=mode != "set")
+                copies = copies_of.carry(spot.key, there_before - is_reused, names, counts=mode == "count")
         else:
-            first, copies = copies_of.store_again(engine_hash, spot.key, counts=mode != "set" and not is_reused)
+            counts = mode == "count" and not is_reused
+            first, copies = copies_of.store_again(engine_hash, spot.key, counts=counts, replaces=mode == "all")
         parts.add(
             "+",
             holder,

@@ -22,7 +22,7 @@ from waymark.domain.generations import BlockBounds, Generations, RemovalReason
 from waymark.domain.hashing import extend
 from waymark.domain.held import HeldBlocks
 from waymark.domain.known import Spot
-from waymark.domain.life_facts import EXTRA_KEYS, UNTRUSTED, LifeFacts
+from waymark.domain.life_facts import COPIES_REUSED, EXTRA_KEYS, UNTRUSTED, LifeFacts
 from waymark.domain.media import DEVICE
 from waymark.domain.names import HolderName, Registration, Unit
 from waymark.domain.objects import EARLY_MAX, WaitingObjects
@@ -114,14 +114,22 @@ class Resolver:
         self._facts = LifeFacts(registration, reads_windows=reads_windows)
         self._planner = Planner(registration, publisher, registered_ranks, self.generations, self._facts)
         self._seed = seed
-        # It announces again what it has, though its kind otherwise announces copies.
-        self._reports_again = registration.copies == "set" and self._traits.copies == "count"
 
     @property
     def unknown(self) -> int:
         """About how many blocks the publisher has in this life that the index does not know."""
         waiting = self.waiting.blocks - self.waiting.removed + len(self.objects)
         return self.missing + self.waiting.dropped_there + waiting
+
+    @property
+    def _may_report(self) -> bool:
+        """Whether a store of blocks that are known is a report of what the publisher has, though its kind otherwise
+        announces copies: counts are not trusted, and nothing says which of both a store is."""
+        return (
+            self._traits.copies == "count"
+            and (self.registration.copies == "set" or UNTRUSTED in self.flags)
+            and COPIES_REUSED not in self.flags
+        )
 
     @property
     def flags(self) -> set[str]:
@@ -261,6 +269,7 @@ class Resolver:
         self._planner.epochs = plan.epochs[index] if plan.epochs else {}
         position = self._first_position
         self._early = 0
+        waited = self.waiting.blocks
         placed: _Placed = []
         windows = self._facts.windows
         late: list[tuple[int, Stored | Removed]] = []
@@ -311,7 +320,23 @@ class Resolver:
         if self.placer.aliased or self.placer.crowded:
             self._count_placed()
         self.contradictions += self.memory.take_contradictions()
+        if self._has_missing and self._may_report:
+            self._reported_again(parts.parts, max(0, waited - self.waiting.blocks))
         return parts.parts
+
+    def _reported_again(self, parts: Parts, waited: int) -> None:
+        """Count the new blocks of a batch that reports known ones again as missing ones that were found.
+
+        ``waited`` of them had waited here, and were not missing.
+        """
+        stored = [part for part in parts if part.kind == "+"]
+        if any(part.is_known for part in stored):
+            new = sum(len(part.packed_hashes) // 8 for part in stored if not part.is_known)
+            self._find(max(0, new - waited))
+
+    @property
+    def _has_missing(self) -> bool:
+        return self.missing > 0 or self.waiting.dropped_there > 0
 
     def _windows(
         self,
@@ -378,6 +403,7 @@ class Resolver:
         if may_store:
             assert store is not None
             may_store = store.block_size == self.registration.block_size and self._is_plain(store)
+            may_store = may_store and not (store.is_reused and self._has_missing)
             namespace = planner.spaces.at_root(store)
             holders += filter(None, [self.holders.get(planner.name(batch, store))])
         may_remove = removal is not None and removal.medium in DEVICE and self._may_run(plan, index, batch, removal)
@@ -503,6 +529,9 @@ class Resolver:
             return
         if not (event.tells_salts or event.part) and event.tokens and self._traits.has_saltless_releases:
             self.unsalted += 1
+        if event.is_reused and self._has_missing:
+            # Those that are not known here were told in a batch that was lost.
+            self._find(sum(self.memory.held(holder, each) is None for each in event.engine_hashes))
         if self._is_plain(event) and self._extend(parts, position, holder, event):
             if self.waiting.blocks:
                 placed.append((self._planner.rank(batch, event), event.engine_hashes))
@@ -607,8 +636,6 @@ class Resolver:
             )
             hashes = hashes[: len(seq_hashes)]
             if hashes:
-                if self._reports_again or event.is_reused:
-                    self._heal(waiting.holder, hashes)
                 keys = [seq_hash ^ ns for seq_hash in seq_hashes] if ns else seq_hashes
                 self.placer.chain(
                     parts,
@@ -624,12 +651,6 @@ class Resolver:
                 self._remove_waited(parts, position, waiting, len(hashes))
         if self.waiting.blocks:
             placed.append((waiting.dp_rank, hashes))
-
-    def _heal(self, holder: int, hashes: Sequence[int]) -> None:
-        """Blocks next to some that are stored once more: those that were not known count as missing."""
-        new = sum(self.memory.held(holder, each) is None for each in hashes)
-        if new < len(hashes):
-            self._find(new)
 
     def _unsalted(self, parts: PartList, position: int, waiting: WaitingStore, ns: int, parent: Spot | None) -> None:
         """A store off the GPU: it has tokens, but not the salt or image that went into its hashes.
