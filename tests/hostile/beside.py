@@ -164,7 +164,7 @@ class Beside:
     def _is_late(self, name: str, waited: float, held: float) -> bool:
         if waited < RATIO * self.quiet_times[name].worst:
             return False
-        return held > HELD_SECONDS or waited > patient(2 * HELD_SECONDS)
+        return held > patient(HELD_SECONDS) or waited > patient(8 * HELD_SECONDS)
 
     async def _keep_weighing(self, is_over: asyncio.Event) -> None:
         is_told = False
