@@ -67,7 +67,6 @@ ELSEWHERE = {
     "ingest.polling:Poller._faults": "what the log says already",
     "ingest.replay_places:ReplayPlaces": "replays under way",
     "ingest.running:StreamRunner._errors": "what the log says already",
-    "ingest.shares:RegisteredRanks": "one poll",
     "ingest.shares:Shares": "computed from ids and names alone",
     "ingest.sweeping:SweepPace": "how long steps have taken",
     "ingest.status_reporter:StatusReporter": "one stream, under one grant",

@@ -423,6 +423,7 @@ requests = st.builds(
     block_size=st.sampled_from([1, 16, 64]),
     pool=st.integers(0, 2**64),
     prefix_key=st.none() | st.binary(min_size=32, max_size=32),
+    ring=st.none(),
 )
 
 
