@@ -40,7 +40,7 @@ def test_its_exit_code_and_output_are_its_own(tmp_path: Path) -> None:
 async def test_it_gets_signals_and_is_waited_for(tmp_path: Path) -> None:
     logs = [tmp_path / "one", tmp_path / "other"]
     processes = [started(log, "serve", WAYMARK_HOST="127.0.0.1", WAYMARK_PORT=str(unused_port())) for log in logs]
-    await wait_until(lambda: all("runtime: listening" in log.read_text() for log in logs), "both listen")
+    await wait_until(lambda: all("replica: listening" in log.read_text() for log in logs), "both listen")
     with pytest.raises(subprocess.TimeoutExpired):
         processes[0].wait(0)
     processes[0].kill()
@@ -51,9 +51,10 @@ async def test_it_gets_signals_and_is_waited_for(tmp_path: Path) -> None:
 def test_it_is_of_the_source_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m tools.chaos --app DIRECTORY` runs the processes of another checkout."""
     package = tmp_path / "app" / "waymark"
-    (package / "gateway").mkdir(parents=True)
-    for name in ("__init__", "runtime", "gateway/__init__", "gateway/application"):
-        (package / f"{name}.py").touch()
+    for name in ("__init__", "runtime/__init__", "runtime/replica", "gateway/__init__", "gateway/application"):
+        path = package / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     (package / "cli.py").write_text("def main(words):\n    print('another', *words)\n")
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
     monkeypatch.delenv("COVERAGE_PROCESS_START", raising=False)  # with it processes are not forked

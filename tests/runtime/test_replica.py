@@ -19,8 +19,8 @@ from waymark.base.settings import Settings
 async def main():
     settings = Settings(port=int(sys.argv[2]), host="127.0.0.1")
     has_api, has_worker = sys.argv[1] != "ingest", sys.argv[1] != "query"
-    sockets = runtime.open_port(settings, has_api=has_api)
-    role = asyncio.create_task(runtime.run(settings, has_api=has_api, has_worker=has_worker, sockets=sockets))
+    sockets = replica.open_port(settings, has_api=has_api)
+    role = asyncio.create_task(replica.run(settings, has_api=has_api, has_worker=has_worker, sockets=sockets))
     while not gc.get_freeze_count() and not role.done():
         await asyncio.sleep(0.01)
     print(len(gc.get_objects()), gc.get_freeze_count())
@@ -61,8 +61,8 @@ def post(path, **fields):
 
 async def main():
     settings = Settings(port=port, host="127.0.0.1")
-    sockets = runtime.open_port(settings, has_api=True)
-    role = asyncio.create_task(runtime.run(settings, has_api=True, has_worker=False, sockets=sockets))
+    sockets = replica.open_port(settings, has_api=True)
+    role = asyncio.create_task(replica.run(settings, has_api=True, has_worker=False, sockets=sockets))
     while not gc.get_freeze_count() and not role.done():
         await asyncio.sleep(0.01)
     for number in range(targets):
