@@ -102,7 +102,8 @@ async def test_the_oldest_generation_of_a_group_ends_whichever_worker_has_it(ben
 
     await wait_until(is_gone, "the oldest blocks have ended", PATIENCE_SECONDS)
     await wait_until(is_met, "the bound is met", PATIENCE_SECONDS)
-    assert sum(hand.metric("index_evictions_total", reason="max_entries") for hand in hands) >= 800
+    # Of 1810 blocks at most 1100 are left.
+    assert sum(hand.metric("index_evictions_total", reason="max_entries") for hand in hands) >= 700
     # What is stored again counts again.
     await prompts(quiet, 2, 1)
     await quiet.at_watermark(quiet.last_seq)

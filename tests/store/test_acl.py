@@ -95,7 +95,7 @@ async def test_every_documented_permission_is_needed_by_a_script_or_a_command() 
     """Nothing stands in the line that no source names."""
     root = Path(__file__).parents[2]
     folders = (root / "app" / "waymark" / "store", root / "app" / "waymark" / "console")
-    sources = [*(root / "lua").glob("*.lua"), *(path for folder in folders for path in folder.glob("*.py"))]
+    sources = [*(root / "lua").glob("*.lua"), *(path for folder in folders for path in folder.rglob("*.py"))]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources).upper()
     # Sent by the library: at the start of a connection, of a subscription, and for a count of permissions.
     words = {"SELECT", "SUBSCRIBE", "PING", "INFO", "CLUSTER|SLOTS", "SCRIPT|LOAD"}
