@@ -59,9 +59,8 @@ class Attacker:
 
     async def open(self) -> None:
         """Everything that the attacks need."""
-        timeout = aiohttp.ClientTimeout(patient(ANSWER_SECONDS))
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        session = aiohttp.ClientSession(timeout=timeout, connector=connector)
+        session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(patient(ANSWER_SECONDS)), connector=connector)
         self.http = await self.stack.enter_async_context(session)
         await self._prepare()
 

@@ -20,7 +20,7 @@ from tests.conftest import wait_until
 from tests.factories import keys, registration
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, WITHOUT_PROBES, Bench
 from tests.ingest.test_stream_rules import CLEAR, Held, held, remove, store
-from tests.patience import patient
+from tests.patience import within
 from waymark.domain.engines import EngineKind
 from waymark.store import keys as names
 from waymark.store.publisher_states import PublisherState
@@ -56,8 +56,9 @@ class HandmadeEngine:
     async def subscribed(self) -> None:
         """Wait for a further subscriber."""
         assert self.socket is not None
-        while not (await asyncio.wait_for(self.socket.recv(), patient(PATIENCE_SECONDS))).startswith(b"\1"):
-            pass
+        async with within(PATIENCE_SECONDS):
+            while not (await self.socket.recv()).startswith(b"\1"):
+                pass
 
     async def down(self) -> None:
         assert self.socket is not None
