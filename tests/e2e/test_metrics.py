@@ -92,6 +92,14 @@ ELSEWHERE = {
         ),
         ("tests/gateway/test_gateway.py", "test_decisions_are_counted_with_the_names_of_continuum_router"),
     ),
+    "waymark_renderings_stopped_total": (
+        "tests/tokenization/test_renderers.py",
+        "test_what_stops_a_rendering_is_counted_and_the_next_one_works",
+    ),
+    "waymark_copies_contradicted_total": (
+        "tests/ingest/test_publisher_ids.py",
+        "test_an_engine_that_has_another_number_of_copies_is_counted",
+    ),
     "waymark_takeovers_total": (
         "tests/e2e/test_activity_noted.py",
         "test_a_restart_a_takeover_a_loss_and_a_sweep_are_noted",

@@ -269,3 +269,14 @@ async def test_copies_are_what_the_engine_says(engine: HandmadeEngine) -> None:
     # A count that is none says nothing; the removal is one all the same.
     assert await after(both, remove(1, 2, remaining_copy_counts=[-1, "x"])) == {}
     await engine.counted(copies_contradicted=0, **{"decode_errors.bad_event": 0})
+
+
+async def test_an_engine_that_has_another_number_of_copies_is_counted(engine: HandmadeEngine) -> None:
+    await engine.register()
+    hand = await engine.bench.worker(options=WITHOUT_PROBES)
+    await engine.up()
+    both = store([1, 2], "AB")
+    await engine.send(0, THIRD, both, both, remove(1, 2, remaining_copy_counts=[1, 0]))
+    await engine.at(0)
+    await engine.counted(copies_contradicted=1)
+    assert hand.metric("copies_contradicted_total") == 1
