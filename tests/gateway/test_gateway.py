@@ -213,12 +213,13 @@ async def test_a_body_that_comes_too_slowly_is_refused_in_the_shape_of_the_path(
 
     async def ask(path: str) -> Any:
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
-        writer.write(f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 90\r\n\r\n{{".encode())
+        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n"
+        writer.write(head.encode() + b"{")
         answer = await reader.read()
         writer.close()
         assert answer.startswith(b"HTTP/1.1 408 "), answer
-        head, _, body = answer.partition(b"\r\n\r\n")
-        assert b"connection: close" in head.lower()
+        fields, _, body = answer.partition(b"\r\n\r\n")
+        assert b"connection: close" in fields.lower()
         return json.loads(body)
 
     openai, anthropic, other = await asyncio.gather(

@@ -148,6 +148,7 @@ async def test_engines_are_registered_once_waymark_is_up(waymark: str, monkeypat
     assert body == {
         "endpoint": lines[0].endpoint.replace("127.0.0.1", "pod-1"),
         "replay_endpoint": (lines[0].replay_endpoint or "").replace("127.0.0.1", "pod-1"),
+        "snapshot_endpoint": None,
         "type": "SGLang",
         "model": "demo",
         "instance_id": "engine-0",

@@ -223,7 +223,8 @@ def read_selection(answer: httpx.Response) -> Selection:
         headers=content["headers"],
         reservation=content["reservation"],
         is_degraded=content["degraded"],
-        reason=content["decision"],
+        # A server of an earlier version does not say how it chose.
+        reason=content.get("decision", ""),
     )
 
 
