@@ -109,6 +109,18 @@ async def test_a_registration_that_was_lost_is_put_back_once(store: Store, strea
     assert await store.directory.claims() == [claim]
 
 
+async def test_a_record_that_was_begun_again_after_an_unregistration_ends(
+    store: Store, stream: Stream, redis: Redis
+) -> None:
+    claim = stream.grant.claim
+    await store.registry.unregister([claim.registration.name])
+    await store.claim_writer._begin(claim)
+    assert await redis.exists(stream.grant.record)
+    assert not await store.claim_writer.put_back(claim)
+    assert not await redis.exists(stream.grant.record)
+    assert await store.directory.claims() == []
+
+
 async def test_a_publisher_that_was_unregistered_is_not_put_back(store: Store, stream: Stream) -> None:
     await store.registry.unregister([registration().name])
     assert not await store.claim_writer.put_back(stream.grant.claim)

@@ -217,7 +217,11 @@ class ClaimWriter:
         if kept is not None:
             await self.is_begun(kept)  # a worker that saw no claim may be about to end the publisher
         else:
-            other = await self._directory.claim(name)
+            raw = await self._client.hget(keys.PUBLISHERS, keys.publisher_field(name))
+            if raw is None:
+                await self._end(claim)  # unregistered while its worker began the record again, and then stopped
+                return False
+            other = self._directory.decode(keys.publisher_field(name), raw)
             if other is not None and other.publisher != claim.publisher:
                 await self._end(claim)  # the publisher was registered again in between
         return True
