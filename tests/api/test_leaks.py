@@ -39,6 +39,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/inspect/holder": {"holder": 1, "model": MARK},
     "/inspect/keys": {"tenant_id": MARK},
     "/unregister": REGISTER | SALTED,
+    "/repair": REGISTER | SALTED,
     "/weight": REGISTER | SALTED | {"weight": 1},
     "/dynamo/register": REGISTER | {"instance_id": 2, "model_name": "m", "additional_salt": SALT},
     "/dynamo/query": PROMPT,
