@@ -48,7 +48,7 @@ async def engine(until: asyncio.Event) -> AsyncIterator[str]:
         return await events(request, b'data: {"choices": []}\n\n', b"data: [DONE]\n\n", until=until)
 
     application = web.Application()
-    application.router.add_post("/{path:.*}", answer)
+    application.router.add_post("/v1/{path:.*}", answer)
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -66,9 +66,7 @@ async def gateway(redis_url: str, log: Path) -> AsyncIterator[tuple[httpx.AsyncC
     environ |= {"WAYMARK_REDIS_URL": redis_url, "WAYMARK_HOST": "127.0.0.1", "WAYMARK_PORT": str(port)}
     words = [sys.executable, "-c", PROGRAM, "gateway", str(seconds / 5), str(int(1000 * seconds))]
     with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, *words, env=environ, stdout=output, stderr=output
-        )
+        process = await asyncio.create_subprocess_exec(*words, env=environ, stdout=output, stderr=output)
     url = f"http://127.0.0.1:{port}"
     try:
         async with httpx.AsyncClient(base_url=url, timeout=patient(60), trust_env=False) as client:
