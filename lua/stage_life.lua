@@ -85,7 +85,7 @@ else
   for i = 1, #fields, 2 do
     if fields[i]:sub(1, 6) == 'shard:' then redis.call('HDEL', record, fields[i]) end
   end
-  redis.call('HDEL', record, 'newest_ts', 'digest', 'flags', 'main_groups', 'count:missing', 'repair')
+  redis.call('HDEL', record, 'digest', 'flags', 'main_groups', 'count:missing', 'repair')
   for i = first, #ARGV, 2 do
     local id = staged[ARGV[i]]
     redis.call('HSET', holders, id, ARGV[i + 1])

@@ -13,12 +13,14 @@ from typing import Any
 from redis.asyncio import Redis
 
 from tests.conftest import wait_until
-from tests.store.factories import Stream, registration, removed, snapshot, stored, stream_of
+from tests.store.factories import Stream, begins, registration, removed, snapshot, stored, stream_of
 from tests.store.flow import swept
 from tests.store.key_table import README, Held, KeyTable, Row, facts
 from waymark.domain.gauges import Gauges
 from waymark.domain.hashing import namespace
 from waymark.domain.known import Spot
+from waymark.domain.moves import Moves
+from waymark.domain.parts import Commit
 from waymark.domain.prefixes import Change, PrefixChange, prefix_key
 from waymark.domain.rows import Place
 from waymark.domain.targets import Role, Target
@@ -32,6 +34,7 @@ from waymark.store.redis.lua import SCRIPTS
 from waymark.store.reservations import Offer, ReservationPart, ReservationTerms
 from waymark.store.responses import ResponseBounds
 from waymark.store.scripts import Verdict
+from waymark.store.snapshots import new_place
 from waymark.store.store import Store
 from waymark.store.unclaimed import UnclaimedPublisher
 
@@ -169,6 +172,7 @@ async def publish_and_unregister(stream: Stream) -> None:
     await store.prefixes.apply(grant, gpu, disk, [PrefixChange(prefix_key("b"), Change.WARM)], ttl_seconds=HOUR_SECONDS)
 
     await place(store, redis, grant.group_id)
+    await take_snapshot(stream)
 
     await redis.pexpire(grant.lease, 1)
     await wait_until(lambda: _is_gone(redis, grant.lease), "the lease has run out")
@@ -184,6 +188,8 @@ async def publish_and_unregister(stream: Stream) -> None:
     (gpu,) = await stream.begin("0 GPU")
     await stream.apply(stored(gpu, BLOCKS, seq=1), stored(gpu, BLOCKS, seq=2), event_ids={gpu: 1})
     await store.records.write(grant, {**told, "status": "active"}, {"gaps": 2})
+    assert await store.records.stage(grant, begins(grant.claim, "0 CPU"), grant.above, "7" * 16)
+    assert await store.records.ask_repair(grant.claim)
     await store.registry.unregister([grant.claim.registration.name])
     while (holder := await store.sweeper.pick(stream.entry)) is not None:
         async for _ in store.sweeper.steps(stream.entry, holder):
@@ -191,6 +197,29 @@ async def publish_and_unregister(stream: Stream) -> None:
     await other.end()
     await store.registry.unregister([other.grant.claim.registration.name])
     await swept(store, other.entry)
+
+
+async def take_snapshot(stream: Stream) -> None:
+    """Snapshots of an engine: one is dropped, and two take the place of the life before."""
+    store, grant = stream.store, stream.grant
+    socket = f"{grant.publisher:016x}"
+    place = await store.snapshots.take(new_place(), socket, HOUR_SECONDS, HOUR_SECONDS)
+    assert place.wait_seconds == 0.0
+    await store.snapshots.release(place, socket)
+    assert await store.records.ask_repair(grant.claim)
+    begin = begins(grant.claim, "0 GPU")
+    assert await store.records.stage(grant, begin, grant.above, "1" * 16)
+    assert await store.records.drop_staged(grant, "2" * 16)
+    await store.records.write(grant, {"flags": "extra", "main_groups": "0"}, {})
+    flags: Facts = {"flags": "extra", "main_groups": "0"}
+    for nonces, told in ((("3" * 16, "4" * 16), Facts()), (("5" * 16, "6" * 16), flags)):
+        ids = await store.records.stage(grant, begin, grant.above, nonces[0])
+        assert ids is not None
+        resolved = await stream.remembered()
+        parts = resolved.parts(stored(ids[0], BLOCKS, seq=20))
+        assert await store.index.apply(grant, parts, Moves(resolved.memory), None, is_staged=True) is Verdict.APPLIED
+        assert await store.records.take_staged(grant, Commit(20, 2.5, 2.5, ""), told, begin, nonces[1])
+        await stream.apply(stored(ids[0], BLOCKS, seq=21), event_ids={ids[0]: 9})
 
 
 async def branch(store: Store, stream: Stream, gpu: int, other: Stream, shared: int) -> None:
