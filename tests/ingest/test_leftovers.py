@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 from collections.abc import Sequence
@@ -72,11 +73,13 @@ async def test_a_stream_that_is_stopped_while_it_takes_a_record_back_leaves_none
     hand = await bench.worker(options=WITHOUT_PROBES)
     pod = await bench.pod(is_registered=False)
     steps: list[str] = []
+    is_registered = asyncio.Event()  # else the unregistration may come first, and then the publisher rightly stays
     run = hand.client.run
 
     async def meanwhile(name: str, keys: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         if name == "begin_publisher" and not steps:
             steps.append(name)
+            await is_registered.wait()
             await bench.store.registry.unregister([pod.name])
         reply = await run(name, keys, args)
         if name == "take_lease" and len(steps) == 1:
@@ -88,6 +91,7 @@ async def test_a_stream_that_is_stopped_while_it_takes_a_record_back_leaves_none
 
     monkeypatch.setattr(hand.client, "run", meanwhile)
     await bench.store.registry.register(pod.registration)
+    is_registered.set()
     await wait_until(lambda: len(steps) == 2, "the stream is stopped half way", PATIENCE_SECONDS)
 
     async def is_empty() -> bool:
