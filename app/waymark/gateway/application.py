@@ -23,13 +23,13 @@ from waymark.decide.selector import Selector
 from waymark.decide.startup import StartupGate
 from waymark.decide.under_way import RequestsUnderWay
 from waymark.gateway.bodies import InferenceBody, body_of_request, with_cache_control
-from waymark.gateway.models import served_models
 from waymark.gateway.proxy import ProxiedRequest, Proxy
 from waymark.gateway.response_cache import ResponseCache
 from waymark.gateway.responses import Responses
 from waymark.gateway.security import ApiKeys, GatewayCaller, KeyLimits
 from waymark.gateway.shapes import PATHS, RequestRejected, body_of, rejected_by
 from waymark.gateway.upstream import Upstream
+from waymark.store.directory import Directory
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -266,3 +266,19 @@ async def _while_connected(work: Awaitable[None], receive: AsgiReceive) -> None:
 async def _disconnected(receive: AsgiReceive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+# The names that a client may send as a model.
+
+
+async def served_models(directory: Directory, tenant_id: str) -> list[tuple[str, str | None]]:
+    """Models, aliases and adapters, each with the model that an adapter belongs to. Raises StoreUnavailable."""
+    names: dict[str, str | None] = {}
+    for each in await directory.registrations():
+        if each.tenant_id == tenant_id and each.scope == "instance" and each.target.address is not None:
+            names[each.model_name] = None
+            for alias in each.target.aliases:
+                names.setdefault(alias, None)
+            for adapter in each.target.adapters:
+                names.setdefault(adapter, each.model_name)
+    return sorted(names.items())
