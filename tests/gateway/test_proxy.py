@@ -13,7 +13,7 @@ from aiohttp import web
 from tests.conftest import wait_until
 from tests.gateway.conftest import Running, Start, chat, events, registration
 from tests.patience import within
-from waymark.gateway.avoided import Avoided
+from waymark.gateway.proxy import Avoided
 
 pytestmark = pytest.mark.outside
 

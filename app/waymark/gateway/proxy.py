@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
@@ -24,7 +25,6 @@ from waymark.chat.requests import Form
 from waymark.decide.decision import SelectParameters
 from waymark.decide.requests import PreparedRequest, RequestSelector, RoutedRequest
 from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
-from waymark.gateway.avoided import Avoided
 from waymark.gateway.security import to_client, to_engine
 from waymark.gateway.shapes import RequestRejected, event_of
 from waymark.gateway.upstream import Interrupted, Unreachable, Upstream, is_events
@@ -236,3 +236,34 @@ def _is_told(response: aiohttp.ClientResponse) -> bool:
 
 def _instance(answered: EngineAnswer) -> str:
     return answered.request.routed.selected.target.candidate.instance_id
+
+
+# Engines that a connection has failed to a moment ago: other requests do not try them for a while.
+
+
+_NAMES_MAX = 4096
+
+
+class Avoided:
+    """Instances by name, each for ``seconds``; 0: none."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._until: dict[str, float] = {}
+
+    def failed(self, instance_id: str) -> None:
+        """A connection to an instance has failed."""
+        if self._seconds and len(self._until) < _NAMES_MAX:
+            self._until[instance_id] = self._clock() + self._seconds
+
+    def answered(self, instance_id: str) -> None:
+        self._until.pop(instance_id, None)
+
+    def now(self) -> frozenset[str]:
+        """Instances that are avoided now."""
+        if not self._until:
+            return frozenset()
+        now = self._clock()
+        self._until = {name: until for name, until in self._until.items() if until > now}
+        return frozenset(self._until)
