@@ -37,7 +37,7 @@ from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
 from waymark.decide.startup import StartupGate
 from waymark.decide.under_way import RESERVED_MS, RequestsUnderWay
-from waymark.gateway.bodies import body_of_request
+from waymark.gateway.shapes import body_of_request
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 

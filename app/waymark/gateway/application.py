@@ -22,12 +22,19 @@ from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
 from waymark.decide.startup import StartupGate
 from waymark.decide.under_way import RequestsUnderWay
-from waymark.gateway.bodies import InferenceBody, body_of_request, with_cache_control
 from waymark.gateway.proxy import ProxiedRequest, Proxy
 from waymark.gateway.response_cache import ResponseCache
 from waymark.gateway.responses import Responses
 from waymark.gateway.security import ApiKeys, GatewayCaller, KeyLimits
-from waymark.gateway.shapes import PATHS, RequestRejected, body_of, rejected_by
+from waymark.gateway.shapes import (
+    PATHS,
+    InferenceBody,
+    RequestRejected,
+    body_of,
+    body_of_request,
+    rejected_by,
+    with_cache_control,
+)
 from waymark.gateway.upstream import Upstream
 from waymark.store.directory import Directory
 from waymark.store.store import Store

@@ -16,10 +16,10 @@ from waymark.base.settings import Settings
 from waymark.chat.cache_key import as_written, cache_key, is_cacheable, telling_headers
 from waymark.chat.requests import Form
 from waymark.gateway.answer_store import AnswerStore, CacheLookup, MemoryAnswers
-from waymark.gateway.bodies import InferenceBody
 from waymark.gateway.kept_answer import AnswerCollector, KeptAnswer, send_again
 from waymark.gateway.proxy import ProxiedRequest
 from waymark.gateway.security import GatewayCaller, going_on
+from waymark.gateway.shapes import InferenceBody
 from waymark.gateway.shared_answers import ERRORS, SharedAnswers
 from waymark.store.background import StartTask
 from waymark.store.replica_counts import ReplicaCounts
