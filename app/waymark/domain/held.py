@@ -15,7 +15,6 @@ from typing import Final, NamedTuple
 
 from waymark.domain.copies import SEVERAL_BYTES, HolderCopies
 from waymark.domain.events import PlainEvents
-from waymark.domain.full_places import FullPlaces
 from waymark.domain.gone import GONE_MAX, GoneHashes
 from waymark.domain.known import EventRun, KnownBlocks, NewBlocks, Spot, TakenBlocks
 from waymark.domain.new_known import new_known, new_places
@@ -332,3 +331,28 @@ class HeldBlocks:
     @property
     def places(self) -> int:
         return len(self._places)
+
+
+# Places that are known to be full, so that the next block of a piece goes to another one.
+
+
+FULL_MAX = 8_192
+"""Places that are known to be full."""
+
+
+class FullPlaces:
+    """Places that are known to be full: marked rows, and full branch rows. Bounded; a wrong one costs a reply."""
+
+    def __init__(self) -> None:
+        self.places: dict[Place, None] = {}
+
+    def __contains__(self, place: Place) -> bool:
+        return place in self.places
+
+    def add(self, place: Place) -> None:
+        self.places[place] = None
+        if len(self.places) > FULL_MAX:
+            del self.places[next(iter(self.places))]
+
+    def discard(self, place: Place) -> None:
+        self.places.pop(place, None)
