@@ -18,9 +18,8 @@ from tests.factories import BLOCK_SIZE, SEED, batch, keys, registration, removed
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Cleared
 from waymark.domain.hashing import extend, token_bytes
-from waymark.domain.match import Walk, conductor_rows, dynamo_rows, target_rows
+from waymark.domain.match import Walk, _complete, conductor_rows, dynamo_rows, target_rows
 from waymark.domain.names import GroupName, Holder
-from waymark.domain.reuse import _complete
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.windows import Window
 from waymark.engines import decoder
