@@ -17,11 +17,11 @@ from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.texts import ModelPrompt, PromptTokenizer
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.domain.block_size import block_size_of
 from waymark.domain.hashing import namespace
 from waymark.domain.match import ConductorRow
 from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import GroupName
+from waymark.domain.table import block_size_of
 from waymark.store.query_reader import KeysOf, QueryReader
 from waymark.store.steps import Steps, Waiting, finished
 from waymark.store.store import Store

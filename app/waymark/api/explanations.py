@@ -20,9 +20,9 @@ from waymark.api.straight import Straight
 from waymark.api.texts import PromptTokenizer
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.settings import Settings
-from waymark.domain.block_size import only_block_size
 from waymark.domain.multimodal import check_blocks
 from waymark.domain.rows import PIECE_BLOCKS, Place
+from waymark.domain.table import only_block_size
 from waymark.inspection.explanation import PromptExplanation, as_json, explain
 from waymark.inspection.inspector import Inspector
 from waymark.inspection.prompt import InspectedPrompt

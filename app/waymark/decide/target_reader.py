@@ -21,14 +21,13 @@ from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.ring import POINTS
 from waymark.decide.policies.target import RoutingRequest
 from waymark.decide.readings import Readings
-from waymark.domain.block_size import only_block_size
 from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.gauges import Gauges
 from waymark.domain.keys import KEY_BYTES, key_at
 from waymark.domain.match import Walk, pool_bitmap, target_rows
 from waymark.domain.names import GroupName
 from waymark.domain.prefixes import prefix_key
-from waymark.domain.table import HolderTable
+from waymark.domain.table import HolderTable, only_block_size
 from waymark.store.directory import GroupEntry
 from waymark.store.reservations import Load
 from waymark.store.speculative import depths

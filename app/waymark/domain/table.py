@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from waymark.base.errors import InvalidValue
 from waymark.domain.engines import Scope
 from waymark.domain.names import GroupName, Holder
 from waymark.domain.targets import Target
@@ -178,3 +179,24 @@ def _by_instance(ranks: Iterable[tuple[int, int, frozenset[str]]]) -> dict[int, 
 def holder_ids(value: bytes) -> list[int]:
     """The holder ids of a block's value; words that are none, which no release writes, are left out."""
     return [int(word) for word in value.split(b" ") if len(word) <= _ID_DIGITS_MAX and word.isdigit()]
+
+
+# The block size of a group whose request names none.
+
+
+def only_block_size(sizes: Collection[int]) -> int | None:
+    """The one block size of a group's engines; None where it has no engine. InvalidValue where they have several."""
+    if len(sizes) > 1:
+        shown = ", ".join(map(str, sorted(sizes)))
+        raise InvalidValue(
+            f"block_size is missing, and the engines of this model have several ({shown}); send one of them",
+            reason="missing",
+            field="block_size",
+        )
+    return next(iter(sizes), None)
+
+
+def block_size_of(table: HolderTable | None) -> int | None:
+    """As ``only_block_size``, of the engines in a table; a pool that they share has no size of its own."""
+    rows = () if table is None else table.publishers.values()
+    return only_block_size({row.block_size for row in rows if row.scope == "instance"})
