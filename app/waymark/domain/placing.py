@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from waymark.domain.applied import AppliedMarks
 from waymark.domain.held import HeldBlocks, RemovedCopy
 from waymark.domain.known import Spot
 from waymark.domain.part_list import PartList, new_part_list
 from waymark.domain.parts import STEP, Mode, PartKind
-from waymark.domain.plain_placing import PlainPlacer
+from waymark.domain.plain_placing import AppliedMarks, PlainPlacer
 from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, Place
 from waymark.domain.waves import Waves
 
