@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from waymark.store.redis.lua import LUA_DIR, SCRIPTS
+from waymark.store.redis.client import LUA_DIR, SCRIPTS
 from waymark.store.scripts import Scripts, Verdict
 
 SIGNATURE = re.compile(r"-- (?P<name>\w+)\((?P<keys>[^;()]*); (?P<argv>[^;()]*)\) -> (?P<reply>\{.+\})\n")

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from waymark.store import keys
-from waymark.store.redis.lua import LUA_DIR, SCRIPTS
+from waymark.store.redis.client import LUA_DIR, SCRIPTS
 
 README = LUA_DIR / "README.md"
 

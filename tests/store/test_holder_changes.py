@@ -13,8 +13,7 @@ from redis.asyncio import Redis
 from tests.listening import listening, port_of
 from tests.store.factories import Stream, begins, hgetall
 from waymark.store import keys
-from waymark.store.redis.client import RedisClient
-from waymark.store.redis.lua import SCRIPTS
+from waymark.store.redis.client import SCRIPTS, RedisClient
 from waymark.store.store import Store
 
 

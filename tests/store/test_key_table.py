@@ -29,8 +29,7 @@ from waymark.store.discovery import DiscoveryState
 from waymark.store.hashes import ReportedBlock
 from waymark.store.leases import Grant
 from waymark.store.records import Facts
-from waymark.store.redis.client import RedisClient, Reply
-from waymark.store.redis.lua import SCRIPTS
+from waymark.store.redis.client import SCRIPTS, RedisClient, Reply
 from waymark.store.reservations import Offer, ReservationPart, ReservationTerms
 from waymark.store.responses import ResponseBounds
 from waymark.store.scripts import Verdict

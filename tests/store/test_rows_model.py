@@ -11,7 +11,7 @@ from tests.store import rows_model
 from tests.store.rows_model import run_histories
 from waymark.domain import moves
 from waymark.domain.waves import Waves
-from waymark.store.redis.lua import SCRIPTS, Script
+from waymark.store.redis.client import SCRIPTS, Script
 
 HISTORIES = {"real": 200, "emulated": 8}
 """``python -m tests.store.rows_model`` runs more, by seed."""

@@ -32,7 +32,7 @@ from waymark.domain.parts import Commit
 from waymark.domain.placing import Placer
 from waymark.ingest.sweeping import keep_sweeping
 from waymark.store import keys as names
-from waymark.store.redis.lua import SCRIPTS
+from waymark.store.redis.client import SCRIPTS
 from waymark.store.store import Store
 
 BAR_US = 2_000

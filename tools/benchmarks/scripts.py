@@ -27,7 +27,7 @@ from tools.benchmarks.calls import Engine
 from tools.benchmarks.index import keys, owner
 from tools.benchmarks.processes import RedisServer, redis_server
 from tools.benchmarks.report import aligned
-from waymark.store.redis.lua import SCRIPTS, Script
+from waymark.store.redis.client import SCRIPTS, Script
 from waymark.store.store import Store
 
 #: Calls of a case in a round.

@@ -16,10 +16,9 @@ from tests.topologies import Server, farm
 from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.redis.address import parse
-from waymark.store.redis.client import RedisClient
+from waymark.store.redis.client import REPEATABLE, SCRIPTS, RedisClient
 from waymark.store.redis.connect import server
 from waymark.store.redis.credentials import Credentials
-from waymark.store.redis.lua import REPEATABLE, SCRIPTS
 from waymark.store.reservations import Offer, Reservations, ReservationTerms
 from waymark.store.scripts import Scripts, Verdict
 from waymark.store.store import Store
