@@ -20,7 +20,7 @@ from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.store import keys
 from waymark.store.leases import Grant
 from waymark.store.redis.address import HostPort
-from waymark.store.redis.half_moved import read_singly
+from waymark.store.redis.cluster import read_singly
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 

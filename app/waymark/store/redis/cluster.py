@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
@@ -27,7 +27,6 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from waymark.store.redis.address import HostPort
 from waymark.store.redis.connect import first
-from waymark.store.redis.half_moved import read_singly
 from waymark.store.redis.read_connection import ReadConnection, ReplyReader
 from waymark.store.redis.read_pool import ReadPool
 from waymark.store.redis.slot_map import ClusterSlots, SlotMap
@@ -279,3 +278,34 @@ async def _pipelined(node: Redis, commands: Iterable[Sequence[Any]]) -> list[Any
         for command in commands:
             pipeline.execute_command(*command)
         return await pipeline.execute(raise_on_error=False)
+
+
+# Reads many keys of a slot that is moving to another node of a Cluster.
+#
+# During the move each key is on one of the two nodes, and Redis refuses commands with several keys with TRYAGAIN. A
+# move
+# takes minutes if a group has a million blocks. Redis never refuses a GET: the old node has the key, or answers ASK,
+# and
+# then the new node has it. Therefore this module reads single keys.
+
+
+Pipeline = Callable[[HostPort, Sequence[Sequence[Any]]], Awaitable[list[Any]]]
+"""The replies of a node to commands in one pipeline, errors among them."""
+
+
+async def read_singly(pipeline: Pipeline, owner: HostPort, keys: Sequence[Any]) -> list[bytes | None]:
+    """Do what MGET does, by one pipeline to ``owner`` and one to each node that ASK names. Raises the first error."""
+    values = await pipeline(owner, [("GET", key) for key in keys])
+    asked: dict[HostPort, list[int]] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, AskError):
+            asked.setdefault((value.host or owner[0], value.port), []).append(i)
+    for node, indexes in asked.items():
+        # ASKING applies to the next command of the same connection.
+        commands = [command for i in indexes for command in (("ASKING",), ("GET", keys[i]))]
+        for i, value in zip(indexes, (await pipeline(node, commands))[1::2], strict=True):
+            values[i] = value
+    for value in values:
+        if isinstance(value, Exception):
+            raise value
+    return values
