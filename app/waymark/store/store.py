@@ -17,8 +17,7 @@ from waymark.store.claim_writer import ClaimWriter
 from waymark.store.directory import Directory
 from waymark.store.discovery import DiscoveryLease
 from waymark.store.entries import Entries
-from waymark.store.first_tokens import FirstTokenTimes
-from waymark.store.gauges import EngineGauges
+from waymark.store.gauges import EngineGauges, FirstTokenTimes
 from waymark.store.hashes import EngineHashes
 from waymark.store.health import HealthWatch
 from waymark.store.heartbeats import Heartbeats
