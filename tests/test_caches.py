@@ -40,7 +40,7 @@ ELSEWHERE = {
     "api.http.doc:Doc": "documentation",
     "store.calls:ApplyCalls": "the parts of one fold, until its call is over",
     "api.operations:Operation": "children of a counter",
-    "store.query_counts:QueryCounts": "children of a counter",
+    "store.query_reader:QueryCounts": "children of a counter",
     "store.steps:_tasks": "tasks under way",
     "api.answer_cache:AnswerCache": "made by the incarnation, and bound to views of tables",
     "api.answer_cache:MatchRows._instances": "rows of one answer, kept and dropped with it",
