@@ -17,7 +17,7 @@ from tests.conftest import wait_until
 from tests.gateway.conftest import Running, Start, chat, events, registration
 from waymark.base.bounded_json import bounded_loads
 from waymark.base.metrics import Metrics
-from waymark.chat.cache_key import cache_key, is_cacheable
+from waymark.chat.prefix_key import cache_key, is_cacheable
 from waymark.gateway.answer_store import MemoryAnswers
 from waymark.gateway.bounded import CacheSize
 from waymark.gateway.kept_answer import KeptAnswer

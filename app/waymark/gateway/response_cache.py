@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from waymark.base.asgi import RawHeaders
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.chat.cache_key import as_written, cache_key, is_cacheable, telling_headers
+from waymark.chat.prefix_key import as_written, cache_key, is_cacheable, telling_headers
 from waymark.chat.requests import Form
 from waymark.gateway.answer_store import AnswerStore, CacheLookup, MemoryAnswers
 from waymark.gateway.kept_answer import AnswerCollector, KeptAnswer, send_again
