@@ -20,7 +20,7 @@ from tests.e2e.redis_server import redis_server
 from tests.gateway.conftest import Start, chat, events, registration
 from waymark.base.errors import SettingsError
 from waymark.base.settings import Settings
-from waymark.chat.session import session_token
+from waymark.chat.requests import session_token
 from waymark.domain.targets import Role, Target
 from waymark.gateway.security import ApiKeys
 from waymark.gateway.shapes import PATHS

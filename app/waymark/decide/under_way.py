@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.logs import fields
-from waymark.chat.session import SESSION, session_token
+from waymark.chat.requests import SESSION, session_token
 from waymark.decide.policies.target import Candidate
 from waymark.decide.requests import RoutedRequest
 from waymark.decide.selector import Selector

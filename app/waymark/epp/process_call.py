@@ -19,8 +19,7 @@ import orjson
 from waymark.base.bounded_json import TooMuchJson, bounded_loads
 from waymark.base.errors import InvalidValue, WaymarkError
 from waymark.base.metrics import Metrics
-from waymark.chat.requests import Form, InferenceRequest, form_of, read_request
-from waymark.chat.session import SESSION, session_of
+from waymark.chat.requests import SESSION, Form, InferenceRequest, form_of, read_request, session_of
 from waymark.decide.decision import SelectParameters
 from waymark.decide.requests import RequestSelector, RoutedRequest
 from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay

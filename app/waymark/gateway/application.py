@@ -15,8 +15,7 @@ from waymark.base.asgi import AsgiApplication, AsgiMessage, AsgiReceive, AsgiSco
 from waymark.base.errors import StoreUnavailable, WaymarkError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.chat.requests import Form
-from waymark.chat.session import SESSION, session_of
+from waymark.chat.requests import SESSION, Form, session_of
 from waymark.decide.options import SelectionOptions
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
