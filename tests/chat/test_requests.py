@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from waymark.base.errors import InvalidValue
-from waymark.chat.requests import Form, form_of, read_request
-from waymark.chat.truncation import Truncation
+from waymark.chat.requests import Form, Truncation, form_of, read_request
 
 CHAT = [{"role": "user", "content": "hello"}]
 

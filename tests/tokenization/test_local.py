@@ -20,7 +20,7 @@ from tests.tokenization import small
 from tests.unit import examples
 from waymark.base.errors import InvalidValue
 from waymark.base.metrics import Metrics
-from waymark.chat.truncation import Truncation
+from waymark.chat.requests import Truncation
 from waymark.domain.hashing import pack_tokens, unpack_tokens
 from waymark.tokenization import templates
 from waymark.tokenization.local import LocalTokenizer

@@ -14,7 +14,7 @@ from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue, TokenizerUnavailable
 from waymark.base.metrics import Metrics
-from waymark.chat.truncation import Truncation
+from waymark.chat.requests import Truncation
 from waymark.domain.multimodal import PromptItem
 from waymark.domain.names import GroupName
 from waymark.tokenization.engines import EngineTokenizer

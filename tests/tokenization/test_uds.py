@@ -14,7 +14,7 @@ import pytest
 from tests.grpc_loops import events_of_this_loop as events_of_this_loop
 from waymark.base.errors import InvalidValue, TokenizerUnavailable
 from waymark.base.metrics import Metrics
-from waymark.chat.truncation import Truncation
+from waymark.chat.requests import Truncation
 from waymark.domain.multimodal import PromptItem
 from waymark.tokenization.prompt import ChatPrompt, TextPrompt, TokenizedPrompt
 from waymark.tokenization.tokenizers import Tokenizers

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from waymark.api.http.fields import NAME, OPTIONAL_NAME, NonEmptyName, OptionalName, RequestBody, TokenIds
 from waymark.api.http.models import Model
-from waymark.chat.truncation import Truncation
+from waymark.chat.requests import Truncation
 from waymark.domain.names import DEFAULT_TENANT, GroupName
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from waymark.chat.truncation import Truncation
+from waymark.chat.requests import Truncation
 from waymark.domain.multimodal import PromptItems
 
 
