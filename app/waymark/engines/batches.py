@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -20,7 +20,6 @@ from waymark.base.errors import Undecodable
 from waymark.domain.events import Batch, Cleared, Event, PlainEvents
 from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices, finish
 from waymark.engines.ceilings import Ceilings, frame_too_large, too_many_events, too_many_hashes
-from waymark.engines.distinct import DistinctHashes
 from waymark.engines.long import UNREADABLE, WINDOW_BYTES, LongPayload
 from waymark.engines.parts import PART_HASHES, hashes_of, parts
 from waymark.engines.plain import PlainBatch, ReadPlain
@@ -255,3 +254,34 @@ def _clock(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value / 1000 if value >= _MILLISECONDS_FROM else float(value)
+
+
+# Whether a long event names a block twice.
+
+
+_DICTS: Final = 127
+
+
+class DistinctHashes:
+    """Hashes of one long event, in many small dicts.
+
+    One large one would now and then be copied as it grows, and the garbage collector would go through all of a set;
+    either takes 10 ms. It leaves out a dict of integers.
+    """
+
+    __slots__ = ("_dicts", "added")
+
+    def __init__(self) -> None:
+        self.added = 0
+        self._dicts: list[dict[int, None]] = [{} for _ in range(_DICTS)]
+
+    def add(self, engine_hashes: Sequence[int]) -> bool:
+        """Whether all of them are new, and none is twice among them."""
+        self.added += len(engine_hashes)
+        dicts = self._dicts
+        for engine_hash in engine_hashes:
+            dicts[engine_hash % _DICTS][engine_hash] = None
+        return sum(map(len, dicts)) == self.added
+
+    def __contains__(self, engine_hash: int | None) -> bool:
+        return engine_hash is not None and engine_hash in self._dicts[engine_hash % _DICTS]
