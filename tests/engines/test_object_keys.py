@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waymark.engines.object_keys import ObjectKey, parse_object_key
+from waymark.engines.mooncake import ObjectKey, parse_object_key
 
 SHA = "0011223344556677" + "8899aabbccddeeff" * 3
 LOW, FIRST = 0x8899AABBCCDDEEFF, 0x0011223344556677

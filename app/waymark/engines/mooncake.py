@@ -6,17 +6,18 @@ readers of engine events; where both are there the standard names count.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple
 
 from waymark.base.shown import shown
 from waymark.domain.events import Event, Removed, Stored
 from waymark.engines import sglang, standard, vllm, wire
 from waymark.engines.batches import Decoder
 from waymark.engines.ceilings import Ceilings
-from waymark.engines.object_keys import parse_object_key
 from waymark.engines.wire import Ignored, Rejected
 
 
@@ -53,3 +54,67 @@ def _object(event: Mapping[Any, Any]) -> Event | Ignored:
     if kind == "removed":
         return Removed((found.engine_hash,), medium, envelope=envelope)
     return Stored((found.engine_hash,), None, b"", 0, medium, envelope=envelope)
+
+
+# The keys under which engines put blocks into an object store. Each names an engine hash, and an object shard.
+#
+# An engine that computes a block on several devices puts it as several objects. The block is there when all of
+# its object shards are.
+
+
+#: Longer keys have no such form.
+_KEY_MAX: Final = 1024
+_HEX: Final = re.compile(r"(?:0x)?([0-9a-fA-F]{16,64})", re.ASCII)
+_SGLANG: Final = re.compile(r"(?:.*_)?([0-9a-fA-F]{64})(?:_(.*))?", re.ASCII | re.DOTALL)
+_LAST: Final = re.compile(r"[0-9]{1,6}", re.ASCII)
+_GROUP: Final = re.compile(r"group:?([0-9]{1,6})", re.ASCII)
+_SHARD: Final = re.compile(r"(?:[a-z_]*rank|cache_role|cache_family):|pcp[0-9]|dcp[0-9]", re.ASCII)
+
+
+class ObjectKey(NamedTuple):
+    """The parts of an object's key."""
+
+    engine_hash: int
+    """The engine hash of the block in the engine's own events."""
+    object_shard: str
+    """16 hex digits that stand for the part of the block: ranks, layer, keys or values."""
+    group: int
+    """The KV-cache group of a hybrid model; 0 where the key names none."""
+
+
+def parse_object_key(key: str) -> ObjectKey | None:
+    """What a key says; None for a key of no known form.
+
+    - vLLM: ``[<prefix>@]<model>@tp_rank:0@pcp0@dcp0@pp_rank:0[@group:0][@cache_role:..][@cache_family:..]@<hex>``
+    - vLLM-Ascend: ``<model>@..@head_or_tp_rank:0..@<hex>[@<layer>]``, or ``<model>@[<group>@]<hex>@<rank>``
+    - SGLang: ``[<namespace>_]<64 hex>[_<suffix>]``
+
+    vLLM's events name the low 64 bits of a hash, SGLang's the first 64.
+    """
+    if len(key) > _KEY_MAX:
+        return None
+    return _of_vllm(key.split("@")) if "@" in key else _of_sglang(key)
+
+
+def _of_vllm(fields: list[str]) -> ObjectKey | None:
+    # A model may have an @ in its name, so the fields are read from the end.
+    last = len(fields) - 1
+    for at in (last, last - 1):
+        found = _HEX.fullmatch(fields[at]) if at > 0 else None
+        if found is None or (at < last and not _LAST.fullmatch(fields[last])):
+            continue
+        shard = [field for field in fields[1:at] if _SHARD.match(field)] + fields[at + 1 :]
+        groups = [int(group[1]) for field in fields[1:at] if (group := _GROUP.fullmatch(field))]
+        if at < last and not groups and at > 1 and _LAST.fullmatch(fields[at - 1]):
+            groups = [int(fields[at - 1])]
+        return ObjectKey(int(found[1], 16) & (2**64 - 1), _digest("@".join(shard)), groups[-1] if groups else 0)
+    return None
+
+
+def _of_sglang(key: str) -> ObjectKey | None:
+    found = _SGLANG.fullmatch(key)
+    return None if found is None else ObjectKey(int(found[1][:16], 16), _digest(found[2] or ""), 0)
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
