@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from waymark.apply.portions import portions_of
+from waymark.apply.applier import portions_of
 from waymark.domain.keys import pack
 from waymark.domain.parts import Part
 from waymark.domain.rows import Place, slots_of

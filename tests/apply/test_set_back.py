@@ -222,7 +222,7 @@ async def outcome(redis: Redis, shards: int, client: SetBack) -> tuple[Kept, int
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fold has several portions, and a portion several calls."""
-    monkeypatch.setattr("waymark.apply.portions._PARTS", 2)
+    monkeypatch.setattr("waymark.apply.applier._PARTS", 2)
     monkeypatch.setattr("waymark.store.calls.CALL_PARTS", 1)
 
 

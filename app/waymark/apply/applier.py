@@ -28,7 +28,6 @@ from itertools import pairwise
 from waymark.apply.bounding import Bounding
 from waymark.apply.counts import Counts
 from waymark.apply.pool_hashes import PoolHashes
-from waymark.apply.portions import portions_of
 from waymark.apply.redis_calls import Fenced, RedisCalls
 from waymark.apply.slices import SliceRunner
 from waymark.base.logs import fields
@@ -36,7 +35,7 @@ from waymark.base.metrics import Metrics
 from waymark.domain.events import Batch
 from waymark.domain.moves import Moves
 from waymark.domain.names import Holder, HolderName, Unit
-from waymark.domain.parts import Commit, Part, Parts, has_singles, joined
+from waymark.domain.parts import Commit, Part, Parts, blocks_of, has_singles, joined, packed
 from waymark.domain.plan import Plan
 from waymark.domain.resolver import Resolver
 from waymark.domain.slices import Slices
@@ -334,3 +333,36 @@ def _cut_at_clears(fold: Sequence[Incoming]) -> list[Sequence[Incoming]]:
     """
     starts = [i for i, each in enumerate(fold) if i and each.batch.clears_device]
     return [fold[start:end] for start, end in pairwise([0, *starts, len(fold)])]
+
+
+# Cuts a large fold into portions, so that each call to Redis is bounded, however large a batch is.
+#
+# An ordinary fold is one portion. The applier waits for Redis after each portion, so the event loop runs other tasks.
+
+
+_BLOCKS = 4096
+_BLOCKS_MAX = 16_384
+_PARTS = 1024
+
+
+def portions_of(parts: Sequence[Part], shards: int) -> list[Sequence[Part]]:
+    """Split the parts, in order, into portions with bounded numbers of parts and blocks. There is at least one."""
+    if len(parts) < _PARTS and blocks_of(parts) <= _BLOCKS:
+        return [parts]
+    blocks_max = min(_BLOCKS * shards, _BLOCKS_MAX)
+    some = packed(parts)
+    if some is not None:
+        ends = [0]
+        while ends[-1] < len(parts):
+            ends.append(some.end(ends[-1], _PARTS, blocks_max))
+        return [some.cut(start, end) for start, end in pairwise(ends)]
+    portions: list[Sequence[Part]] = []
+    portion: list[Part] = []
+    blocks = 0
+    for part in parts:
+        if portion and (len(portion) >= _PARTS or blocks + part.count > blocks_max):
+            portions.append(portion)
+            portion, blocks = [], 0
+        portion.append(part)
+        blocks += part.count
+    return [*portions, portion]
