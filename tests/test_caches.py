@@ -44,7 +44,7 @@ ELSEWHERE = {
     "store.steps:_tasks": "tasks under way",
     "api.answer_cache:AnswerCache": "made by the incarnation, and bound to views of tables",
     "api.answer_cache:MatchRows._instances": "rows of one answer, kept and dropped with it",
-    "api.by_address:AddressTables": "made by the incarnation, and bound to tables",
+    "api.conductor:AddressTables": "made by the incarnation, and bound to tables",
     "api.answer_cache:_NONE_KNOWN": "always empty",
     "api.http.request_cache:RequestCache": "what texts of requests say, by their bytes",
     "api.activity:ActivityFeed._clients": "connections of clients",
