@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import IMPLEMENTATIONS
 from tests.unit import examples
-from waymark.api.http.lists import cut
+from waymark.api.http.bodies import cut
 from waymark.base import native
 from waymark.domain.hashing import token_bytes
 from waymark.domain.names import U32_MAX
