@@ -26,9 +26,16 @@ from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
 from waymark.domain.targets import host_and_port, names_engines
 from waymark.epp import messages
 from waymark.epp.admission import StreamPlace
-from waymark.epp.answers import HeldAnswer, is_whole
+from waymark.epp.answers import (
+    HeldAnswer,
+    ImmediateAnswer,
+    is_whole,
+    misconfigured,
+    overloaded,
+    rejection_of,
+    too_large,
+)
 from waymark.epp.bodies import BodyBytes
-from waymark.epp.rejections import ImmediateAnswer, misconfigured, overloaded, rejection_of, too_large
 
 #: Targets that the answer names to the proxy: the best, and those to try if it does not answer.
 _TARGETS_MAX = 3
