@@ -23,7 +23,7 @@ from waymark.decide.under_way import RequestsUnderWay
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import GroupName
 from waymark.domain.targets import Target
-from waymark.epp.bodies import BodyBytes
+from waymark.epp.answers import BodyBytes
 from waymark.epp.options import EppOptions
 from waymark.epp.process_call import CallContext
 from waymark.epp.server import EppServer

@@ -27,6 +27,7 @@ from waymark.domain.targets import host_and_port, names_engines
 from waymark.epp import messages
 from waymark.epp.admission import StreamPlace
 from waymark.epp.answers import (
+    BodyBytes,
     HeldAnswer,
     ImmediateAnswer,
     is_whole,
@@ -35,7 +36,6 @@ from waymark.epp.answers import (
     rejection_of,
     too_large,
 )
-from waymark.epp.bodies import BodyBytes
 
 #: Targets that the answer names to the proxy: the best, and those to try if it does not answer.
 _TARGETS_MAX = 3

@@ -18,7 +18,7 @@ from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
 from waymark.decide.startup import StartupGate
 from waymark.decide.under_way import RequestsUnderWay
-from waymark.epp.bodies import BodyBytes
+from waymark.epp.answers import BodyBytes
 from waymark.epp.options import EppOptions
 from waymark.epp.process_call import CallContext
 from waymark.epp.server import EppServer
