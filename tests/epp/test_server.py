@@ -18,8 +18,8 @@ from tests.epp.conftest import StartEpp
 from tests.epp.proxy import Stream, destinations
 from tests.patience import patient, within
 from waymark.base.errors import SettingsError
-from waymark.epp.health import HealthService
 from waymark.epp.options import EppOptions
+from waymark.epp.server import HealthService
 from waymark.store.store import Store
 
 CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello"}]}
