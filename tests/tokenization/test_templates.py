@@ -17,8 +17,7 @@ from tests.unit import examples
 from waymark.base.errors import InvalidValue
 from waymark.chat.openai import for_template
 from waymark.tokenization.prompt import ChatPrompt
-from waymark.tokenization.template_source import takes_parts
-from waymark.tokenization.templates import ChatTemplate
+from waymark.tokenization.templates import ChatTemplate, takes_parts
 
 # Chat templates are rendered in a process of their own.
 pytestmark = pytest.mark.outside
