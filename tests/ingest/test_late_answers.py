@@ -16,7 +16,7 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, WITHOUT_PROBES, Bench, Hand, Pod
 from waymark.ingest.life import Life
 from waymark.ingest.replay import Replay
-from waymark.ingest.replay_pauses import BEGINNING_SECONDS_MAX, ReplayPauses
+from waymark.ingest.replay_places import BEGINNING_SECONDS_MAX, ReplayPauses
 from waymark.ingest.sockets import ZmqContext
 
 OPTIONS = replace(QUICK, probe_seconds=0.5, replay_idle_seconds=0.1, publisher_timeout=60.0)
