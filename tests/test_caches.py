@@ -55,7 +55,7 @@ ELSEWHERE = {
     "ingest.batch_decoder:BatchDecoder": "what the log says already",
     "ingest.event_source:EventSource": "events that wait to be applied",
     "ingest.prefix_stream:PrefixStream": "one stream, under one grant",
-    "ingest.frame_buffer:FrameBuffer": "frames that wait to be applied",
+    "ingest.frames:FrameBuffer": "frames that wait to be applied",
     "ingest.scraping:Scraper": "engines that are scraped, by URL",
     "ingest.keeper:RegistrationKeeper": "publishers of the file whose refusal is in the log",
     "ingest.received:ReceivedFrames": "frames of one stream, until they are applied",

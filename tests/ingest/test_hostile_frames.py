@@ -14,7 +14,7 @@ from tests.ingest.conftest import WITHOUT_PROBES, Bench, Pod
 from tests.patience import patient
 from waymark.apply.slices import SliceRunner
 from waymark.ingest.batch_decoder import BatchDecoder
-from waymark.ingest.frame_buffer import FrameBuffer
+from waymark.ingest.frames import FrameBuffer
 
 ROUNDS = 12
 #: Turns of the loop that a neighbour's frame may wait; a report that is under way to Redis takes most of them.

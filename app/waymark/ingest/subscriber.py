@@ -26,8 +26,7 @@ from typing import Self
 import zmq
 
 from waymark.ingest.connection_failure import ConnectionFailure
-from waymark.ingest.frame_buffer import FrameBuffer
-from waymark.ingest.frames import Frame, parse_live
+from waymark.ingest.frames import Frame, FrameBuffer, parse_live
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, LiveConnection, ZmqContext
 
 FRAMES_PER_READ = 500
