@@ -57,7 +57,7 @@ ELSEWHERE = {
     "ingest.prefix_stream:PrefixStream": "one stream, under one grant",
     "ingest.frames:FrameBuffer": "frames that wait to be applied",
     "ingest.scraping:Scraper": "engines that are scraped, by URL",
-    "ingest.keeper:RegistrationKeeper": "publishers of the file whose refusal is in the log",
+    "ingest.polling:RegistrationKeeper": "publishers of the file whose refusal is in the log",
     "ingest.received:ReceivedFrames": "frames of one stream, until they are applied",
     "ingest.rank_streams:RankStreams": "one stream, under one grant",
     "ingest.life:Life": "one stream, under one grant",

@@ -22,7 +22,7 @@ from waymark.base.errors import Conflict, StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.domain.names import PublisherName, Registration
 from waymark.domain.table import HolderTable
-from waymark.ingest.keeper import RegistrationKeeper
+from waymark.ingest.polling import RegistrationKeeper
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.holder_tables import decode_table
