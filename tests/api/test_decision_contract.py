@@ -16,7 +16,7 @@ from tests.tokenization import small
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.loads import Loads
-from waymark.decide.readings import Readings
+from waymark.decide.target_reader import Readings
 from waymark.domain.hashing import extend, namespace, token_bytes
 from waymark.store.store import Store
 

@@ -6,10 +6,11 @@ The blocks are read as a query reads them. What is read beside them is a moment 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
@@ -20,7 +21,6 @@ from waymark.decide.loads import Loads
 from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.ring import POINTS
 from waymark.decide.policies.target import RoutingRequest
-from waymark.decide.readings import Readings
 from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.gauges import Gauges
 from waymark.domain.keys import KEY_BYTES, key_at
@@ -28,6 +28,7 @@ from waymark.domain.match import Walk, pool_bitmap, target_rows
 from waymark.domain.names import GroupName
 from waymark.domain.prefixes import prefix_key
 from waymark.domain.table import HolderTable, only_block_size
+from waymark.store.background import StartTask
 from waymark.store.directory import GroupEntry
 from waymark.store.reservations import Load
 from waymark.store.speculative import depths
@@ -245,3 +246,58 @@ def request_of(
 def _block_size(fleet: Fleet | None) -> int:
     """The one block size of a group; InvalidValue where it has several, and 1 where it has none."""
     return (None if fleet is None else only_block_size(fleet.block_sizes)) or 1
+
+
+# What is known of each target beside its load, a moment old: read for the groups whose decisions need it.
+
+
+#: Readings that are older are read again, behind the decision; beyond the second the decision waits for it.
+_FRESH_SECONDS = 0.25
+_OLD_SECONDS = 1.0
+_GROUPS_MAX = 1024
+
+T = TypeVar("T")
+ReadGroup = Callable[[int, Sequence[int]], Awaitable[Mapping[int, T]]]
+"""Reads what Redis has of the publishers of a group."""
+
+
+@dataclass(slots=True)
+class _GroupReadings(Generic[T]):
+    found: Mapping[int, T] = field(default_factory=dict)
+    read_at: float = float("-inf")
+    reading: asyncio.Task[None] | None = None
+
+
+class Readings(Generic[T]):
+    """The latest readings by group and publisher. A reading that Redis does not have any more does not count."""
+
+    def __init__(self, read: ReadGroup[T], begin: StartTask) -> None:
+        self._read_from_redis = read
+        self._begin = begin
+        self._groups: dict[int, _GroupReadings[T]] = {}
+
+    async def of(self, group_id: int, publishers: Sequence[int]) -> Mapping[int, T]:
+        """The readings of these publishers; none if Redis has none."""
+        now = asyncio.get_running_loop().time()
+        group = self._groups.get(group_id)
+        if group is None:
+            if len(self._groups) >= _GROUPS_MAX:
+                self._groups.pop(next(iter(self._groups)))
+            group = self._groups[group_id] = _GroupReadings()
+        if now - group.read_at > _FRESH_SECONDS and (group.reading is None or group.reading.done()):
+            group.reading = self._begin(self._read(group, group_id, publishers))
+        if now - group.read_at > _OLD_SECONDS and group.reading is not None:
+            await asyncio.shield(group.reading)
+        return group.found
+
+    def clear(self) -> None:
+        """Redis came back empty: ids stand for something else."""
+        self._groups.clear()
+
+    async def _read(self, group: _GroupReadings[T], group_id: int, publishers: Sequence[int]) -> None:
+        now = asyncio.get_running_loop().time()
+        try:
+            group.found = await self._read_from_redis(group_id, publishers)
+        except StoreUnavailable:
+            group.found = {}  # the decision itself reports that Redis is unavailable
+        group.read_at = now
