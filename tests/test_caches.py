@@ -87,7 +87,7 @@ ELSEWHERE = {
     "decide.requests:RequestSelector._logged": "what the log says already",
     "decide.served:ServedNames": "made by the incarnation",
     "decide.group_loads:GroupLoads": "of Loads",
-    "decide.order:LoadOrder": "of Fleet, and of the loads that it was asked with last",
+    "decide.fleet:LoadOrder": "of Fleet, and of the loads that it was asked with last",
     "decide.under_way:RequestsUnderWay": "requests under way",
     "store.chain:Chain": "one query",
     "store.chain:_PieceValues": "one query",

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from tests.unit import seeds
+from waymark.decide.fleet import LoadOrder
 from waymark.decide.group_loads import GroupLoads
-from waymark.decide.order import LoadOrder
 from waymark.store.reservations import Load
 
 _IDLE = Load()
