@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.decide.policies.conftest import busy, prompt, target
 from tests.decide.policies.test_presets import candidates, requests
-from waymark.decide.policies import deciders, filters
+from waymark.decide.policies import filters, profile
 from waymark.decide.policies.constants import read_constants
 from waymark.decide.policies.pickers import PICKERS
 from waymark.decide.policies.policy import Scored
@@ -267,11 +267,11 @@ def test_a_picker_loses_nobody(name: str) -> None:
 
 
 def test_prefill_is_apart_from_a_number_of_uncached_tokens_on() -> None:
-    decide = deciders.prefix_based(16)
+    decide = profile.prefix_based(16)
 
     assert decide(prompt(64), target("a", device=32, host=16))
     assert not decide(prompt(64), target("a", device=32, disk=17))
-    assert not deciders.prefix_based(0)(prompt(64), target("a"))
-    assert deciders.always(prompt(64), target("a"))
-    assert deciders.multimodal(prompt(64, is_multimodal=True), target("a"))
-    assert not deciders.multimodal(prompt(64), target("a"))
+    assert not profile.prefix_based(0)(prompt(64), target("a"))
+    assert profile.always(prompt(64), target("a"))
+    assert profile.multimodal(prompt(64, is_multimodal=True), target("a"))
+    assert not profile.multimodal(prompt(64), target("a"))

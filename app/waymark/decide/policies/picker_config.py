@@ -13,13 +13,13 @@ from typing import Any
 
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
-from waymark.decide.policies import deciders, filters
+from waymark.decide.policies import filters
+from waymark.decide.policies import profile as deciders
 from waymark.decide.policies.constants import nearest, read_constants
-from waymark.decide.policies.deciders import Decider
 from waymark.decide.policies.filters import OPERATORS, Filter
 from waymark.decide.policies.pickers import PICKERS, Picker, max_score
 from waymark.decide.policies.plugins import PLUGINS, Plugin, PluginKind
-from waymark.decide.policies.profile import PickerConfig, Profile, WeightedScorer
+from waymark.decide.policies.profile import Decider, PickerConfig, Profile, WeightedScorer
 from waymark.decide.policies.scorers import CONTEXT_LABEL, SCORERS, scored_by_label
 
 KIND = "EndpointPickerConfig"

@@ -5,14 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import TypeAlias
 
-from waymark.decide.policies.deciders import Decider
 from waymark.decide.policies.filters import Filter
 from waymark.decide.policies.pickers import Picker, max_score
 from waymark.decide.policies.policy import Scored
 from waymark.decide.policies.scorers import Scores
 from waymark.decide.policies.target import Candidate, RoutingRequest
 from waymark.decide.policies.without_tokens import first_by_key, with_home
+
+# Deciders: whether a request goes through a stage of its own before decode.
+
+
+Decider: TypeAlias = Callable[[RoutingRequest, Candidate], bool]
+"""Asked with the target that decode was given to."""
+
+
+def prefix_based(non_cached_tokens: int) -> Decider:
+    """Prefill apart from decode where so many tokens, or more, are not cached at the decode target; 0: never."""
+
+    def decide(request: RoutingRequest, decode: Candidate) -> bool:
+        return non_cached_tokens > 0 and request.tokens - decode.matched >= non_cached_tokens
+
+    return decide
+
+
+def always(request: RoutingRequest, decode: Candidate) -> bool:
+    """Every request."""
+    return True
+
+
+def multimodal(request: RoutingRequest, decode: Candidate) -> bool:
+    """Requests that hold images, sound or video."""
+    return request.is_multimodal
 
 
 @dataclass(frozen=True, slots=True)
