@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from waymark.console.screen import Grid, ScreenPart, joined, text
-from waymark.console.status_styles import STATUS_STYLES
+from waymark.console.screen import STATUS_STYLES, Grid, ScreenPart, joined, text
 from waymark.console.units import seconds_text
 from waymark.domain.hashing import namespace
 from waymark.domain.names import Adapter, GroupName

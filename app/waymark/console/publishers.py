@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from waymark.console.screen import Grid, ScreenPart, Text, joined, text
+from waymark.console.screen import STATUS_STYLES, Grid, ScreenPart, Text, joined, text
 from waymark.console.service import RemoteService
-from waymark.console.status_styles import STATUS_STYLES
 from waymark.console.units import held_text, seconds_text
 from waymark.domain.status import StreamStatus
 

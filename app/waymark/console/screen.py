@@ -18,6 +18,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text as Text
 
+from waymark.domain.status import StreamStatus
+
 _PLAIN_WIDTH = 100
 #: The width to which a column is shortened before other columns are left out.
 _CUT_WIDTH = 20
@@ -149,3 +151,17 @@ def _plain(part: ScreenPart) -> str:
         for row in [part.head, *rows]
     ]
     return "\n".join(aligned)
+
+
+# How the statuses of streams look on a terminal, in the order from the best to the worst.
+
+
+STATUS_STYLES: dict[str, str] = {
+    StreamStatus.ACTIVE: "green",
+    StreamStatus.REPLAYING: "cyan",
+    StreamStatus.PENDING: "yellow",
+    StreamStatus.DEGRADED: "yellow",
+    StreamStatus.UNREACHABLE: "red",
+    StreamStatus.LOST: "bold red",
+    StreamStatus.FAILED: "bold red",
+}

@@ -7,8 +7,7 @@ from itertools import groupby
 
 from rich.text import Text
 
-from waymark.console.screen import Grid, ScreenPart, joined, text
-from waymark.console.status_styles import STATUS_STYLES
+from waymark.console.screen import STATUS_STYLES, Grid, ScreenPart, joined, text
 from waymark.console.units import bytes_text, held_text, seconds_text
 from waymark.inspection.inspector import group_text
 from waymark.inspection.status import RedisServer, Status, count, replays

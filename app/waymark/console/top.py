@@ -20,9 +20,8 @@ from typing import Any, TypeAlias
 from waymark.base.errors import ServiceUnreachable
 from waymark.base.shown import several
 from waymark.console.publishers import complaint, drains, state
-from waymark.console.screen import Grid, Screen, ScreenPart, text
+from waymark.console.screen import STATUS_STYLES, Grid, Screen, ScreenPart, text
 from waymark.console.service import RemoteService
-from waymark.console.status_styles import STATUS_STYLES
 from waymark.console.units import seconds_text
 from waymark.domain.media import IN_EVERY_ANSWER
 
