@@ -15,7 +15,7 @@ from waymark.base.settings import Settings
 from waymark.base.shown import shown
 from waymark.domain.status import StreamStatus
 from waymark.inspection.blocks import find_block
-from waymark.inspection.commands import every_key
+from waymark.inspection.explanation import every_key
 from waymark.inspection.holders import find_holder
 from waymark.inspection.inspector import InspectedGroup, Inspector, pick
 from waymark.inspection.redis_cli import RedisCli

@@ -64,7 +64,7 @@ def _inspect(service: RemoteService, arguments: argparse.Namespace, screen: Scre
     from waymark.console import inspections, lookups
     from waymark.console.run_inspect import drawn
     from waymark.inspection import blocks, explanation, holders
-    from waymark.inspection.commands import ShellCommands
+    from waymark.inspection.explanation import ShellCommands
 
     match arguments.what:
         case "prompt":

@@ -13,8 +13,7 @@ from waymark.console.screen import Screen, ScreenPart, joined, text
 from waymark.domain.hashing import pack_tokens
 from waymark.domain.names import Adapter, GroupName
 from waymark.inspection.blocks import find_block
-from waymark.inspection.commands import every_key
-from waymark.inspection.explanation import PromptExplanation, explain
+from waymark.inspection.explanation import PromptExplanation, every_key, explain
 from waymark.inspection.holders import find_holder
 from waymark.inspection.inspector import InspectedGroup, Inspector, open_inspector, pick
 from waymark.inspection.prompt import InspectedPrompt
