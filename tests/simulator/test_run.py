@@ -136,7 +136,7 @@ def test_prompts_of_a_trace_come_at_its_times_unless_a_rate_is_given(
 
 
 async def test_engines_are_registered_once_waymark_is_up(waymark: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("waymark.simulator.register.PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("waymark.simulator.run.PAUSE_SECONDS", 0.01)
     Waymark.statuses.extend([503, 503])
     lines: list[EngineStarted] = []
     fields = {"dialect": "sglang-map", "api_token": "secret", "advertised_host": "pod-1", "register": waymark}
