@@ -19,7 +19,7 @@ from tests.e2e.conftest import starting
 from tests.patience import patient
 from tests.ports import unused_port
 from waymark.cli.parser import parse
-from waymark.simulator.flags import options_of
+from waymark.simulator.options import options_of
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))

@@ -17,7 +17,7 @@ examples:
 
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
-    from waymark.simulator import flags
+    from waymark.simulator import options as flags
 
     parser.epilog = _EXAMPLES
     flags.add_flags(parser)
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     from waymark.base import logs
     from waymark.cli import loop
     from waymark.console.progress import Progress
-    from waymark.simulator.flags import options_of
+    from waymark.simulator.options import options_of
     from waymark.simulator.run import EngineStarted, Summary, simulate
 
     logs.configure("warning", "text")
