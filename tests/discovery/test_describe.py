@@ -131,7 +131,7 @@ async def test_sockets_elsewhere_are_refused(engine: Engine, describer: Describe
 
 async def test_the_loopback_of_another_host_is_refused() -> None:
     """A loopback address reaches our own host, not the engine's."""
-    from waymark.discovery.sockets import HostNames, UnusableSocket
+    from waymark.discovery.describe import HostNames, UnusableSocket
 
     names = HostNames(AllowedEndpoints())
     with pytest.raises(UnusableSocket, match="only processes on its own host"):
