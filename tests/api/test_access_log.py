@@ -18,7 +18,7 @@ QUERY = {"model": "m", "block_size": 2, "token_ids": [1, 2]}
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    return [vars(record)["fields"] for record in caplog.records if record.name == "waymark.api.operations"]
+    return [vars(record)["fields"] for record in caplog.records if record.name == "waymark.api.access_log"]
 
 
 @pytest.fixture
@@ -104,5 +104,5 @@ async def test_the_process_writes_it_whatever_its_level(redis_url: str, tmp_path
         assert answer.headers["x-request-id"] == "from-a-router"
     entries = [json.loads(line) for line in live.said().splitlines()]
     (entry,) = [entry for entry in entries if entry["request_id"] == "from-a-router"]
-    assert (entry["message"], entry["level"], entry["logger"]) == ("request", "info", "waymark.api.operations")
+    assert (entry["message"], entry["level"], entry["logger"]) == ("request", "info", "waymark.api.access_log")
     assert (entry["route"], entry["method"], entry["status"], entry["bytes"]) == ("/query", "POST", 200, 2)

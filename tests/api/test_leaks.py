@@ -162,7 +162,7 @@ async def test_no_secret_is_ever_logged(locked_redis: str, tmp_path: Path) -> No
     assert {200, 201, 400, 401, 404, 405, 409, 422, 503} <= statuses
     assert 500 not in statuses
     text = live.said()
-    assert text.count("waymark.api.operations: request") > 200
+    assert text.count("waymark.api.access_log: request") > 200
     assert [secret for secret in SECRETS if secret in text] == []
 
 

@@ -354,14 +354,14 @@ async def test_the_access_log_has_the_same_lines(store: Store, caplog: pytest.Lo
     for is_straight in (True, False):
         caplog.clear()
         async with way(store, is_straight=is_straight, access_log=True) as asked:
-            with caplog.at_level(logging.INFO, "waymark.api.operations"):
+            with caplog.at_level(logging.INFO, "waymark.api.access_log"):
                 answer = await asked.post("/query", QUERY, b"x-request-id: mine")
                 assert b"x-request-id: mine\r\n" in answer
                 refused = await asked.post("/query", b"{", b"x-request-id: mine")
                 assert refused.startswith(b"HTTP/1.1 400 ")
                 assert b"x-request-id: mine\r\n" in refused
             assert bool(asked.said) == is_straight
-        lines = [vars(record)["fields"] for record in caplog.records if record.name == "waymark.api.operations"]
+        lines = [vars(record)["fields"] for record in caplog.records if record.name == "waymark.api.access_log"]
         told.append([{name: value for name, value in line.items() if name != "seconds"} for line in lines])
         assert all(line["seconds"] > 0 for line in lines)
     assert told[0] == told[1]

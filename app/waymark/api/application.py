@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from waymark.api import path_docs as docs
+from waymark.api.access_log import AccessLog
 from waymark.api.activity import ActivityFeed
 from waymark.api.admin import Admin, ResponseCacheAdmin
 from waymark.api.conductor import Conductor
@@ -36,7 +37,7 @@ from waymark.api.http.doc import Doc, Queue
 from waymark.api.http.request_cache import RequestCache
 from waymark.api.inspection_queue import InspectionQueue
 from waymark.api.inspections import Inspections
-from waymark.api.operations import AccessLog, Dependencies, Method, Operation, Resource
+from waymark.api.operations import Dependencies, Method, Operation, Resource
 from waymark.api.page import Page
 from waymark.api.probes import Probes
 from waymark.api.registrations import Registrations

@@ -10,11 +10,11 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 from urllib.parse import parse_qsl
 
 from pydantic import BaseModel
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from waymark.api.http.access import Access, Gate, check_reach, check_site
 from waymark.api.http.admission import AdmissionQueue
@@ -24,125 +24,14 @@ from waymark.api.http.doc import Doc, Queue
 from waymark.api.http.errors import body_of, headers_of, status_of
 from waymark.api.http.fields import RequestBody
 from waymark.api.http.request_cache import RequestCache
-from waymark.api.http.request_id import REQUEST_ID, request_id_of
+from waymark.api.http.request_id import request_id_of
 from waymark.api.http.tokens_file import EVERYONE, Caller
 from waymark.api.query_schemas import PromptFields
-from waymark.api.straight import StraightOperation
-from waymark.base.asgi import Answering, RawHeaders, StraightRequest, StraightTable
+from waymark.base.asgi import RawHeaders
 from waymark.base.errors import InvalidValue, StoreUnavailable, WaymarkError
 from waymark.base.logs import failure, fields
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-
-# One line for every HTTP request, where the operator asked for it.
-#
-# A line says which route, never which path, and how much, never what: no query string, no body, no header but the
-# request's id.
-
-
-class _Application(Protocol):
-    @property
-    def straight(self) -> StraightTable: ...
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]: ...
-
-
-class AccessLog:
-    """Around the whole application, so that an id is in every answer, a 500 included."""
-
-    def __init__(self, app: _Application) -> None:
-        self._app = app
-        self.straight: StraightTable = {
-            path: _LoggedQuestion(question)
-            for path, question in app.straight.items()
-            if isinstance(question, StraightOperation)
-        }
-        # Asked for by a setting of its own: it is written whatever the level of the rest.
-        log.setLevel(logging.INFO)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = perf_counter()
-        status, length = 499, 0  # until an answer begins, the client has gone away
-        request_id = request_id_of(scope["headers"])
-        scope["request_id"] = request_id
-        scope.pop("extensions", None)  # what follows reads and changes the messages of every server
-
-        async def noted(message: Message) -> None:
-            nonlocal status, length
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message["headers"], (REQUEST_ID, request_id.encode())]
-            else:
-                length += len(message["body"])
-            await send(message)
-
-        try:
-            await self._app(scope, receive, noted)
-        finally:
-            operation = scope.get("endpoint")
-            route = operation.path if isinstance(operation, Operation) else "none"
-            _write_line(request_id, route, scope["method"], status, started, length)
-
-
-class _LoggedQuestion:
-    """A straight question, with a line for each request."""
-
-    def __init__(self, question: StraightOperation) -> None:
-        self._question = question
-
-    def open(self, headers: RawHeaders) -> StraightRequest | None:
-        request_id = request_id_of(headers)
-        request = self._question.open(headers, request_id)
-        return None if request is None else _LoggedRequest(request, request_id, self._question.path)
-
-
-class _LoggedRequest:
-    """A straight request, and what it is answered with."""
-
-    __slots__ = ("_answering", "_request", "_request_id", "_route", "_started")
-
-    def __init__(self, request: StraightRequest, request_id: str, route: str) -> None:
-        self._request = request
-        self._request_id = request_id
-        self._route = route
-        self._started = perf_counter()
-
-    def begin(self, body: bytes, answering: Answering) -> None:
-        self._answering = answering
-        self._request.begin(body, self)
-
-    def disconnected(self) -> None:
-        self._request.disconnected()
-        self._write(499, 0)
-
-    def reply(self, status: int, media_type: bytes, headers: RawHeaders, body: bytes) -> None:
-        self._answering.reply(status, media_type, [*headers, (REQUEST_ID, self._request_id.encode())], body)
-        self._write(status, len(body))
-
-    def pass_on(self) -> None:
-        self._answering.pass_on()
-
-    def fail(self, error: BaseException) -> None:
-        self._answering.fail(error)
-        self._write(499, 0)
-
-    def _write(self, status: int, length: int) -> None:
-        _write_line(self._request_id, self._route, "POST", status, self._started, length)
-
-
-def _write_line(request_id: str, route: str, method: str, status: int, started: float, length: int) -> None:
-    log.info(
-        "request",
-        extra=fields(
-            request_id=request_id,
-            route=route,
-            method=method if method in METHODS else "other",
-            status=status,
-            seconds=round(perf_counter() - started, 6),
-            bytes=length,
-        ),
-    )
-
 
 log = logging.getLogger(__name__)
 
