@@ -96,7 +96,7 @@ LIBRARIES: dict[str, set[str]] = {
     "minijinja": {"tokenization"},
     "msgpack": {"client", "domain.hashing", "engines", "ingest", "api", "simulator"},
     "orjson": {
-        "chat.cache_key",
+        "chat.prefix_key",
         "base.bounded_json",
         "store",
         "discovery",
