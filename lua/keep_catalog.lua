@@ -1,16 +1,16 @@
 -- keep_catalog(catalog; worker, before, value, workers_max) -> {verdict}
 --
--- Change the description of a worker, if no other client has changed it meanwhile.
+-- Change the description of a worker, or of a peer, if no other client has changed it meanwhile.
 --
--- KEYS  catalog      hash  workers as clients describe them
--- ARGV  worker       the worker's id
+-- KEYS  catalog      hash  workers as clients describe them, or the peers that they have named
+-- ARGV  worker       the worker's id, or the peer's URL
 --       before       the description that the caller knows; empty for none
---       value        the new description, as JSON; empty removes the worker
---       workers_max  the most workers
+--       value        the new description, as JSON; empty removes it
+--       workers_max  the most of them
 --
 -- {'applied'}  written
--- {'other'}    the worker has another description; nothing written
--- {'full'}     there are too many workers; nothing written
+-- {'other'}    it has another description; nothing written
+-- {'full'}     there are too many; nothing written
 
 local held = redis.call('HGET', KEYS[1], ARGV[1])
 if (held or '') ~= ARGV[2] then return {'other'} end

@@ -33,7 +33,6 @@ DECORATORS = {"cache", "lru_cache", "cached_property"}
 
 #: A container, or a class whose containers all have the same reason; and the reason.
 ELSEWHERE = {
-    "api.dynamo.views:DynamoViews": "what clients have said of their peers",
     "api.http.fields:RequestBody": "names of fields",
     "api.probes:Probes._lasting": "a warning about the settings",
     "api.http.answers:Answer": "one answer",

@@ -98,11 +98,28 @@ async def test_without_a_source_a_hash_decides_nothing(
     client: httpx.AsyncClient, register: Register, kind: str
 ) -> None:
     await register("pod-1", type=kind, endpoint=None if kind == "none" else "tcp://10.0.0.1:5557")
+    answer = await client.post("/select", json={"model": "m", "prefix_hash": HASH, "policy": "composite"})
+    assert (answer.status_code, answer.json()["reason"]) == (400, "no_tokenizer")
     for path in ("/score", "/select"):
-        answer = await client.post(path, json={"model": "m", "prefix_hash": HASH, "policy": "composite"})
-        assert (answer.status_code, answer.json()["reason"]) == (400, "no_tokenizer")
         answer = await client.post(path, json={"model": "m", "messages": MESSAGES, "policy": "composite"})
         assert (answer.status_code, answer.json()["reason"]) == (400, "no_tokenizer")
+
+
+@pytest.mark.usefixtures("sources")
+async def test_a_score_is_zeros_when_the_last_source_is_unregistered(
+    client: httpx.AsyncClient, store: Store, register: Register
+) -> None:
+    await register("pod-1", type="none", endpoint=None)
+    await report(store, "vllm-1", HASH, Change.HOT, 2048)
+    assert (await scores(client))["vllm-1"]["device_tokens"] == 2048
+    for name in ("vllm-1", "vllm-2", "vllm-3"):
+        await client.post("/unregister", json={"instance_id": name})
+    for policy in ("composite", "least-work", "sticky"):
+        rows = await scores(client, policy=policy)
+        assert rows.keys() == {"pod-1"}
+        assert (rows["pod-1"]["device_tokens"], rows["pod-1"]["disk_tokens"]) == (0, 0)
+    await client.post("/unregister", json={"instance_id": "pod-1"})
+    assert await scores(client) == {}
 
 
 async def test_a_source_is_read_only_where_endpoints_are_allowed(store: Store, make_client: MakeClient) -> None:

@@ -17,6 +17,7 @@ from tests.serving.wire import connections, served
 from waymark.api.application import create_gateway_admin
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.decide.startup import StartupGate
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import Registration
 from waymark.domain.targets import Target
@@ -124,9 +125,10 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
             tokenizers = Tokenizers.of(settings, metrics, fallback=fallback)
             stack.push_async_callback(tokenizers.close)
             cache = ResponseCache.of(settings, metrics, store)
-            admin = create_gateway_admin(store, settings, metrics, None if cache is None else cache.operated)
+            gate = StartupGate(store.directory, settings.min_initial_workers)
+            admin = create_gateway_admin(store, settings, metrics, gate, None if cache is None else cache.operated)
             responses = Responses.of(settings, metrics, store, archive)
-            gateway = Gateway(store, settings, metrics, tokenizers, admin, cache, responses)
+            gateway = Gateway(store, settings, metrics, tokenizers, gate, admin, cache, responses)
             stack.push_async_callback(gateway.close)
             port = await stack.enter_async_context(
                 served(gateway, protocol(connections(metrics, body_of_rejection, **bounds)))

@@ -8,6 +8,7 @@ import logging
 import os
 from dataclasses import replace
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import orjson
 import pytest
 from aiohttp import web
 
+from tests.api.conftest import hold_blocks
 from tests.conftest import wait_until
 from tests.e2e.redis_server import redis_server
 from tests.gateway.conftest import Start, chat, events, registration
@@ -206,6 +208,30 @@ async def test_errors_of_a_connection_have_the_shape_of_the_path(start: Start, h
     assert openai["type"] == ("invalid_request_error" if status < 500 else "server_error")
     assert (await ask("/v1/messages"))["error"]["type"] == ("invalid_request_error" if status < 500 else "api_error")
     assert (await ask("/admin/kv-index/stats")).keys() == {"error", "reason"}
+
+
+async def test_the_index_is_cleared_before_the_answer_and_the_gate_is_one(start: Start) -> None:
+    running = await start(1, min_initial_workers=2)
+    assert "waiting for workers: 1 of 2" in (await running.client.get("/ready")).text
+    assert (await running.post()).status_code == 503
+    second = replace(registration("http://127.0.0.1:1", 7), target=Target(weight=0))
+    await running.store.registry.register(second)
+
+    async def is_answered() -> bool:
+        return (await running.post()).status_code == 200
+
+    await wait_until(is_answered, "the gate is open", 10)
+    await running.store.registry.unregister([second.name])
+    # Readiness is about the same gate, which stays open.
+    assert (await running.client.get("/ready")).status_code == 200
+    name = (await running.store.directory.registrations())[0].instance_id
+    await hold_blocks(running.store, count(), name, range(64))
+    (before,) = await running.store.states(lambda _: True)
+    held = sum(before.blocks.values())
+    cleared = await running.client.post("/admin/kv-index/clear", json={"scope": "all"})
+    assert cleared.json() == {"success": True, "entries_before_clear": held, "cleared_entries": held}
+    (after,) = await running.store.states(lambda _: True)
+    assert held > sum(after.blocks.values()) == 0
 
 
 async def test_a_body_that_comes_too_slowly_is_refused_in_the_shape_of_the_path(start: Start) -> None:

@@ -84,6 +84,58 @@ async def test_an_equal_request_gets_the_same_answer(start: Start, path: str) ->
 
 
 @pytest.mark.outside
+@pytest.mark.parametrize("kind", ["memory", "redis"])
+async def test_one_answer_is_cleared_by_its_key(start: Start, kind: str) -> None:
+    running = await start(1, response_cache=kind)
+    answering(running)
+    first, other = await running.post(chat("a")), await running.post(chat("b"))
+    key = first.headers["x-cache-key"]
+    assert key != other.headers["x-cache-key"]
+    await wait_until(lambda: running.value("response_cache_entries") == 2, "both are kept", 10)
+    again = await running.post(chat("a"))
+    assert (again.headers["x-cache"], again.headers["x-cache-key"]) == ("HIT", key)
+    size = (await running.client.get("/admin/response-cache/stats")).json()["size_bytes"]
+
+    async def clear(**body: Any) -> httpx.Response:
+        return await running.client.post("/admin/response-cache/invalidate", json=body)
+
+    assert (await clear(key=key)).json() == {"success": True, "action": "clear_key", "cleared_entries": 1}
+    stats = (await running.client.get("/admin/response-cache/stats")).json()
+    assert stats["entries"] == 1
+    assert 0 < stats["size_bytes"] < size
+    assert (await clear(key=key)).json()["cleared_entries"] == 0
+    assert await results(running, chat("a"), chat("b")) == ["MISS", "HIT"]
+    for body in ({"key": key, "clear_all": True}, {"key": "k"}, {"key": key.upper()}, {"key": key + "0"}):
+        assert (await clear(**body)).status_code == 400
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("kind", ["memory", "redis"])
+async def test_an_answer_under_way_is_not_kept_when_its_key_is_cleared(start: Start, kind: str) -> None:
+    running = await start(1, response_cache=kind)
+    answering(running)
+    key = (await running.post(chat("a"))).headers["x-cache-key"]
+    await wait_until(lambda: running.value("response_cache_entries") == 1, "the answer is kept", 10)
+    await running.client.post("/admin/response-cache/invalidate", json={"key": key})
+    arrived, proceed = asyncio.Event(), asyncio.Event()
+    plain = running.engines[0].handler
+    assert plain is not None
+
+    async def late(request: web.Request) -> web.StreamResponse:
+        arrived.set()
+        await proceed.wait()
+        return await plain(request)
+
+    running.engines[0].handler = late
+    asking = asyncio.create_task(running.post(chat("a")))
+    await arrived.wait()
+    await running.client.post("/admin/response-cache/invalidate", json={"key": key})
+    proceed.set()
+    assert (await asking).headers["x-cache"] == "MISS"
+    assert await results(running, chat("a")) == ["MISS"]
+
+
+@pytest.mark.outside
 @pytest.mark.parametrize(
     ("path", "pieces"),
     [("/v1/chat/completions", (DELTA, LAST, DONE)), ("/v1/messages", (MESSAGE, STOP))],

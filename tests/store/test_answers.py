@@ -90,5 +90,5 @@ async def test_a_clearing_whose_reply_was_lost_says_the_same_again(store: Store)
     await keep(store, 0)
     names = (keys.ANSWERS, keys.ANSWERS_KEPT, keys.ANSWERS_DUE)
     for verdict in ("applied", "repeated"):
-        outcome = await store.scripts.clear_answers(*names, "0" * 16)
+        outcome = await store.scripts.clear_answers(*names, "0" * 16, "")
         assert (outcome.verdict, outcome.numbers) == (verdict, (1,))

@@ -307,6 +307,8 @@ async def select(store: Store, redis: Redis) -> None:
         await store.selections.change("two", "", "begun", HOUR_SECONDS * 1000)
     assert await store.selections.describe("7", None, WORKER) is Verdict.APPLIED
     assert await store.selections.describe("7", WORKER, b"") is Verdict.APPLIED
+    assert await store.selections.add_peer("http://peer:8091")
+    assert await store.selections.remove_peer("http://peer:8091")
 
 
 async def answers(store: Store) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from waymark.api.admin_schemas import ClearRequest, InvalidateRequest
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
+from waymark.api.http.errors import InvalidBody
 from waymark.base.settings import Settings
 from waymark.decide.policies.presets import PRESETS
 from waymark.domain.prefixes import DEFAULT
@@ -25,14 +26,14 @@ _SCORING = ("overlap_weight", "load_weight", "health_weight", "min_overlap_thres
 
 
 class ResponseCacheAdmin:
-    """Handlers of the paths about the response cache of a gateway, which ``stats`` describes and ``clear`` empties."""
+    """Handlers of the paths about the response cache of a gateway."""
 
     def __init__(
         self,
         stats: Callable[[], Awaitable[Mapping[str, Any]]] | None = None,
-        clear: Callable[[], Awaitable[int]] | None = None,
+        clear: Callable[[bytes | None], Awaitable[int]] | None = None,
     ) -> None:
-        """``stats`` and ``clear`` ask the cache; a gateway whose cache is off has neither."""
+        """``stats`` describes the cache, ``clear`` empties it, whole or by key; both are None if the cache is off."""
         self._stats = stats
         self._clear = clear
 
@@ -40,9 +41,17 @@ class ResponseCacheAdmin:
         return Answer({"enabled": False} if self._stats is None else dict(await self._stats()))
 
     async def invalidate(self, body: Body) -> Answer:
-        InvalidateRequest.of(body.fields)
-        cleared = 0 if self._clear is None else await self._clear()
-        return Answer({"success": True, "action": "clear_all", "cleared_entries": cleared})
+        request = InvalidateRequest.of(body.fields)
+        if (request.clear_all is None) == (request.key is None):
+            raise InvalidBody(
+                'send either {"clear_all": true}, or the X-Cache-Key of an answer as key',
+                reason="missing" if request.key is None else "invalid_value",
+                field="clear_all",
+            )
+        key = None if request.key is None else bytes.fromhex(request.key)
+        cleared = 0 if self._clear is None else await self._clear(key)
+        action = "clear_all" if key is None else "clear_key"
+        return Answer({"success": True, "action": action, "cleared_entries": cleared})
 
 
 class Admin:

@@ -22,7 +22,12 @@ class ClearRequest(RequestBody):
 class InvalidateRequest(RequestBody):
     """What is cleared from the response cache."""
 
-    clear_all: Literal[True] = Field(description="true: all answers are cleared")
+    clear_all: Literal[True] | None = Field(default=None, description="true: all answers are cleared")
+    key: str | None = Field(
+        default=None,
+        pattern="^[0-9a-f]{64}$",
+        description="the X-Cache-Key of one answer, 64 hex digits: only this answer is cleared",
+    )
 
 
 class InvalidateAnswer(Model):

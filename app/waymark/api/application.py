@@ -153,7 +153,7 @@ def _operations(
         Views(store),
         Probes(store, metrics, gate, tokenizer, warning=openness(settings)),
     )
-    dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store)
+    dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store, metrics, probes.metrics)
     decisions = Decisions(store, settings, metrics, tokenizer, gate)
     inputs, workers = DynamoInputs(store, settings, decisions.selector), DynamoWorkerHandlers(store, settings)
     select, loads = (
@@ -205,7 +205,7 @@ def _operations(
         ("GET", "/dynamo/workers", "read", dynamo_views.workers, docs.DYNAMO_WORKERS),
         ("GET", "/dynamo/dump", "read", dynamo_views.dump, docs.DUMP),
         ("GET", "/dynamo/health", "open", dynamo_views.health, docs.DYNAMO_HEALTH),
-        ("GET", "/dynamo/metrics", "read", probes.metrics, docs.METRICS),
+        ("GET", "/dynamo/metrics", "read", dynamo_views.metrics, docs.DYNAMO_METRICS),
         ("POST", "/dynamo/register_peer", "write", dynamo_views.register_peer, docs.REGISTER_PEER),
         ("POST", "/dynamo/deregister_peer", "write", dynamo_views.deregister_peer, docs.DEREGISTER_PEER),
         ("GET", "/dynamo/peers", "read", dynamo_views.peers, docs.PEERS),
@@ -270,17 +270,18 @@ def create_gateway_admin(
     store: Store,
     settings: Settings,
     metrics: Metrics,
-    cache: tuple[Callable[[], Awaitable[Mapping[str, Any]]], Callable[[], Awaitable[int]]] | None = None,
+    start: StartupGate,
+    cache: tuple[Callable[[], Awaitable[Mapping[str, Any]]], Callable[[bytes | None], Awaitable[int]]] | None = None,
 ) -> Starlette:
     """What a gateway answers in addition to its clients' paths: probes, and the admin paths.
 
-    ``cache`` are the functions that describe and empty its response cache; None: it is off.
+    ``start`` is the gate of its decisions, so that it is ready exactly while it decides. ``cache`` are the functions
+    that describe and empty its response cache; None: it is off.
     """
     # A gateway with keys is for strangers, and its operator's paths are not.
     has_keys = bool(settings.gateway_keys) or settings.gateway_keys_file is not None
     gate = Gate.of(settings, is_closed=has_keys)
     dependencies = _dependencies(settings, metrics, gate)
-    start = StartupGate(store.directory, settings.min_initial_workers)
     probes = Probes(store, metrics, start, warning=openness(settings, is_gateway=True))
     admin, answers = Admin(store, settings), ResponseCacheAdmin(*cache or ())
     table: list[tuple[Method, str, Access, Handler, Doc]] = [
@@ -290,6 +291,7 @@ def create_gateway_admin(
         ("GET", "/admin/prefix-routing/stats", "admin", admin.prefix_routing_stats, docs.PREFIX_STATS),
         ("GET", "/admin/kv-index/stats", "admin", admin.kv_index_stats, docs.INDEX_STATS),
         ("GET", "/admin/kv-index/backends", "admin", admin.kv_index_backends, docs.INDEX_BACKENDS),
+        ("POST", "/admin/kv-index/clear", "write", admin.kv_index_clear, docs.INDEX_CLEAR),
         ("GET", "/admin/response-cache/stats", "admin", answers.stats, docs.CACHE_STATS),
         ("POST", "/admin/response-cache/invalidate", "write", answers.invalidate, docs.CACHE_CLEAR),
     ]

@@ -191,7 +191,9 @@ class Decisions:
             return Paused(partial(self._tokens, text, has_key=read.prefix_key is not None), resumed)
         if text is not None or request.prefix_hash is not None:
             needs_source = None
-            if policy.preset is not PRESETS["sticky"] and not is_sticky:
+            # Without a source a score is zeros, because the last source may have been unregistered a moment ago.
+            is_zeros = isinstance(request, ScoreRequest) and request.prefix_hash is not None
+            if not (is_zeros or is_sticky or policy.preset is PRESETS["sticky"]):
                 needs_source = InvalidBody(
                     "prefix_hash names no blocks, and no engine of this model reports opaque prefixes; send it with "
                     "policy sticky, or send token_ids",

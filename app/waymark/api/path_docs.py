@@ -32,6 +32,11 @@ DYNAMO_HEALTH = Doc(
     reach="none",
 )
 METRICS = Doc("Returns the metrics as Prometheus text.", media_type=_TEXT, needs_redis=False)
+DYNAMO_METRICS = Doc(
+    "Returns the metrics as Prometheus text, and those of the released indexer by its names.",
+    media_type=_TEXT,
+    needs_redis=False,
+)
 OPENAPI = Doc("Returns this contract.", needs_redis=False, reach="none")
 SERVICES = Doc("Lists every registration.", answer=answers.ServicesAnswer, reach="filtered")
 WORKERS = Doc("Lists publishers and ingest workers with their state.", answer=answers.WorkersAnswer, reach="filtered")
@@ -255,22 +260,20 @@ DUMP = Doc(
     reach="filtered",
 )
 REGISTER_PEER = Doc(
-    "Adds a peer to the list of this process.",
+    "Adds a peer to a list that all replicas share.",
     dynamo_bodies.PeerRequest,
     dynamo_bodies.DynamoStatus,
     201,
-    needs_redis=False,
     headers=_NOTE,
 )
 DEREGISTER_PEER = Doc(
-    "Removes a peer from the list of this process.",
+    "Removes a peer from the list.",
     dynamo_bodies.PeerRequest,
     dynamo_bodies.DynamoStatus,
     errors=(404,),
-    needs_redis=False,
     headers=_NOTE,
 )
-PEERS = Doc("Lists the peers of this process.", answer=dynamo_bodies.DynamoPeers, needs_redis=False, headers=_NOTE)
+PEERS = Doc("Lists the peers.", answer=dynamo_bodies.DynamoPeers, headers=_NOTE)
 ADD_WORKER = Doc(
     "Stores the description of a worker. Once the description is complete, Waymark registers the worker.",
     select_bodies.WorkerRequest,

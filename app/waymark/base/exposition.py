@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -57,6 +57,50 @@ def family(row: MetricRow[Any], instrument: Instrument | None = None) -> Metric:
     for values, series in found.items():
         other.add_metric(values, series.value)
     return other
+
+
+def renamed(
+    found: Metric, name: str, help: str, labels: Callable[[Mapping[str, str]], Mapping[str, str] | None]
+) -> Metric:
+    """A metric under another name and with other labels.
+
+    ``labels`` returns the new labels of a sample, or None to leave it out. Samples of equal labels are added up.
+    """
+    other = Metric(name, help, found.type)
+    sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for sample in found.samples:
+        given = labels(sample.labels)
+        if given is not None:
+            key = name + sample.name.removeprefix(found.name), tuple(given.items())
+            sums[key] = sums.get(key, 0.0) + sample.value
+    for (full_name, values), number in sums.items():
+        other.add_sample(full_name, dict(values), number)
+    return other
+
+
+def gauges(name: str, help: str, numbers: Mapping[str, float] | float, label: str = "") -> Metric:
+    """A gauge: one number, or one for each value of ``label``."""
+    found = GaugeMetricFamily(name, help, labels=[label] if label else [])
+    for value, number in numbers.items() if isinstance(numbers, Mapping) else [("", numbers)]:
+        found.add_metric([value] if label else [], number)
+    return found
+
+
+def text_of(found: Iterable[Metric]) -> bytes:
+    """Metrics of no registry as Prometheus text."""
+    other = CollectorRegistry()
+    other.register(_Given(list(found)))
+    return generate_latest(other)
+
+
+class _Given(Collector):
+    """The collector of metrics that are there already."""
+
+    def __init__(self, found: list[Metric]) -> None:
+        self._found = found
+
+    def collect(self) -> Iterable[Metric]:
+        return self._found
 
 
 def _series(instrument: Instrument | None) -> Iterator[tuple[tuple[str, ...], Any]]:

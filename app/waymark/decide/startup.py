@@ -7,8 +7,8 @@ from time import monotonic
 from waymark.base.errors import Starting
 from waymark.store.directory import Directory
 
-#: How long a count of instances is used while the gate is closed.
-_COUNT_SECONDS = 1.0
+#: How long a count of instances is used while the gate is closed: it bounds what refused requests ask of Redis.
+_COUNT_SECONDS = 0.1
 
 
 class StartupGate:

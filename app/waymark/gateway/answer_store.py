@@ -36,8 +36,11 @@ class AnswerStore(Protocol):
         """Keep an answer, unless all was cleared since its request was looked up."""
         ...
 
-    async def clear(self) -> int:
-        """Forget all; how many there were. Raises StoreUnavailable where others would keep theirs."""
+    async def clear(self, key: bytes | None = None) -> int:
+        """Forget one answer, or all; how many there were. Raises StoreUnavailable where others would keep theirs.
+
+        No answer to a request that is under way now is kept afterwards.
+        """
         ...
 
     async def count(self) -> CacheSize:
@@ -82,10 +85,14 @@ class MemoryAnswers:
         if clearing == self._generation:
             self._answers.keep(key, kept)
 
-    async def clear(self) -> int:
-        return self.forget()
+    async def clear(self, key: bytes | None = None) -> int:
+        return self.forget(key)
 
-    def forget(self) -> int:
-        """Forget all; how many there were. What is under way now is not kept."""
+    def forget(self, key: bytes | None = None) -> int:
+        """Forget one answer, or all; how many there were. What is under way now is not kept."""
         self._generation += 1
-        return self._answers.clear()
+        if key is None:
+            return self._answers.clear()
+        found = self._answers.find(key)
+        self._answers.remove(key)
+        return int(found is not None)

@@ -62,6 +62,7 @@ class Gateway:
         settings: Settings,
         metrics: Metrics,
         tokenizers: Tokenizers,
+        gate: StartupGate,
         others: AsgiApplication,
         cache: ResponseCache | None = None,
         responses: Responses | None = None,
@@ -76,7 +77,6 @@ class Gateway:
         self._keys = ApiKeys.of(settings)
         self._limits = KeyLimits(settings.gateway_key_requests, settings.gateway_key_tokens)
         selector = Selector(store, SelectionOptions.of(settings), metrics)
-        gate = StartupGate(store.directory, settings.min_initial_workers)
         self._selector = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
         self._directory = store.directory
         self._upstream = Upstream.of(settings)

@@ -39,9 +39,9 @@ class KeptAnswer(NamedTuple):
         return cls(content_type, body)
 
 
-async def send_again(kept: KeptAnswer, send: AsgiSend) -> None:
-    """Answer a request with what an earlier one got."""
-    headers = [(_CONTENT_TYPE, kept.content_type), (b"x-cache", b"HIT")]
+async def send_again(kept: KeptAnswer, send: AsgiSend, key: bytes) -> None:
+    """Answer a request with what an earlier one got; ``key`` is the hex text of the request's key."""
+    headers = [(_CONTENT_TYPE, kept.content_type), (b"x-cache", b"HIT"), (b"x-cache-key", key)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": kept.body, "more_body": False})
 

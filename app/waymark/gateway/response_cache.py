@@ -100,7 +100,7 @@ class ResponseCache:
         if kept is not None:
             self._count("hit")
             proxied.status = 200
-            await send_again(kept, proxied.send)
+            await send_again(kept, proxied.send, key.hex().encode())
             return
         self._count("miss")
         await self._lead(key, clearing, proxied, proceed)
@@ -131,7 +131,7 @@ class ResponseCache:
         )
         proxied.send = collector
         try:
-            await proceed([(b"x-cache", b"MISS")])
+            await proceed([(b"x-cache", b"MISS"), (b"x-cache-key", key.hex().encode())])
         finally:
             # A client may disconnect with its last byte; then this request is cancelled, and its answer is whole.
             kept = collector.kept()
@@ -171,7 +171,7 @@ class ResponseCache:
     # ---- for operators -----------------------------------------------------------------------------
 
     @property
-    def operated(self) -> tuple[Callable[[], Awaitable[Mapping[str, Any]]], Callable[[], Awaitable[int]]]:
+    def operated(self) -> tuple[Callable[[], Awaitable[Mapping[str, Any]]], Callable[[bytes | None], Awaitable[int]]]:
         """What an operator may do with it: see its state, and clear it."""
         return self.stats, self.clear
 
@@ -181,9 +181,9 @@ class ResponseCache:
         hits, misses = self._results["hit"].value, self._results["miss"].value
         return hits / (hits + misses) if hits + misses else 0.0
 
-    async def clear(self) -> int:
-        """Forget all answers; how many there were. Raises StoreUnavailable."""
-        return await self._answers.clear()
+    async def clear(self, key: bytes | None = None) -> int:
+        """Forget the answer to one request, or all answers; how many there were. Raises StoreUnavailable."""
+        return await self._answers.clear(key)
 
     async def stats(self) -> Mapping[str, Any]:
         """In the shape of Continuum Router. Requests are those of all gateways, except for the last second."""

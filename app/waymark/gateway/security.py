@@ -39,7 +39,9 @@ _OWN = frozenset(
     }
 )  # fmt: skip
 _OWN_BEGINNING = b"x-waymark-"
-_NOT_TO_CLIENTS = frozenset({b"server", b"date", b"set-cookie", b"x-session-token", b"x-request-id", b"x-cache"})
+_NOT_TO_CLIENTS = frozenset(
+    {b"server", b"date", b"set-cookie", b"x-session-token", b"x-request-id", b"x-cache", b"x-cache-key"}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,10 +112,11 @@ class SharedAnswers:
             self._room = room
             self._metrics.response_cache_evictions.inc(room.evicted)
 
-    async def clear(self) -> int:
-        self._beside.forget()
-        count = await self._timed("delete", self._stored.clear())
-        self._room = AnswersSize(0, 0)
+    async def clear(self, key: bytes | None = None) -> int:
+        self._beside.forget(key)
+        count = await self._timed("delete", self._stored.clear(key))
+        if key is None:
+            self._room = AnswersSize(0, 0)
         return count
 
     async def count(self) -> CacheSize:

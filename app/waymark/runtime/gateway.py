@@ -12,6 +12,7 @@ from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.decide.startup import StartupGate
 from waymark.discovery.describe import Describer
 from waymark.discovery.engines import EngineRegistrations
 from waymark.gateway.application import Gateway
@@ -34,9 +35,10 @@ class GatewayRole:
     ) -> None:
         self._archive = MongoArchive.of(settings, metrics, store)
         cache = ResponseCache.of(settings, metrics, store)
-        others = create_gateway_admin(store, settings, metrics, None if cache is None else cache.operated)
+        gate = StartupGate(store.directory, settings.min_initial_workers)
+        others = create_gateway_admin(store, settings, metrics, gate, None if cache is None else cache.operated)
         responses = Responses.of(settings, metrics, store, self._archive)
-        self.app = Gateway(store, settings, metrics, tokenizers, others, cache, responses)
+        self.app = Gateway(store, settings, metrics, tokenizers, gate, others, cache, responses)
         self._engines = _given_engines(store, settings, asker) if settings.gateway_engines else None
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:

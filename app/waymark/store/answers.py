@@ -55,9 +55,10 @@ class StoredAnswers:
         evicted, entries, bytes_ = outcome.numbers
         return AnswersSize(entries, bytes_, evicted)
 
-    async def clear(self) -> int:
-        """Remove every answer, and return how many there were."""
-        outcome = await self._scripts.clear_answers(*_KEYS, secrets.token_hex(8))
+    async def clear(self, key: bytes | None = None) -> int:
+        """Remove the answer to one request, or every answer, and return how many there were."""
+        name = "" if key is None else key.hex()
+        outcome = await self._scripts.clear_answers(*_KEYS, secrets.token_hex(8), name)
         return outcome.numbers[0]
 
     async def room(self) -> AnswersSize:

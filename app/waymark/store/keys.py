@@ -23,6 +23,8 @@ COUNTS = "wm:counts"
 SEEN = "wm:seen:{wm:counts}"
 #: The descriptions of workers that clients of the Dynamo API have sent.
 CATALOG = "wm:catalog"
+#: The peers that clients of the Dynamo API have registered.
+PEERS = "wm:peers"
 DISCOVERY = "wm:discovery"
 #: The activity list.
 ACTIVITY = "wm:activity"

@@ -411,8 +411,8 @@ class Scripts:
         args: list[Arg] = [nonce, name, milliseconds, entries_max, bytes_max, value]
         return await self._run("keep_answer", [answers, kept, due], args)
 
-    async def clear_answers(self, answers: str, kept: str, due: str, nonce: str) -> Outcome:
-        return await self._run("clear_answers", [answers, kept, due], [nonce])
+    async def clear_answers(self, answers: str, kept: str, due: str, nonce: str, name: str) -> Outcome:
+        return await self._run("clear_answers", [answers, kept, due], [nonce, name])
 
     async def find_responses(self, kept: str, due: str, name: Sequence[str]) -> list[bytes | None]:
         """The responses, in order; None for a name without one."""

@@ -1,6 +1,6 @@
-"""The workers that clients of the Dynamo API have described, and the states of selections by their ids.
+"""The workers and peers that clients of the Dynamo API have described, and the states of selections by their ids.
 
-Both are in Redis, so every replica knows what a client has sent to any other.
+All are in Redis, so every replica knows what a client has sent to any other.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from waymark.store.scripts import Scripts, Verdict
 
 #: Workers that are described at once.
 WORKERS_MAX = 65_536
+#: Peers that are kept at once; a client that needs more of them is mistaken.
+PEERS_MAX = 1024
 
 
 class Selections:
@@ -46,6 +48,19 @@ class Selections:
         """Replace a worker's description; an empty value removes it. Returns APPLIED, OTHER or FULL."""
         outcome = await self._scripts.keep_catalog(keys.CATALOG, worker, before or b"", value, WORKERS_MAX)
         return outcome.verdict
+
+    async def peers(self) -> list[str]:
+        """The URLs of the peers, in their order."""
+        return sorted(url.decode("utf-8", "replace") for url in await self._client.hgetall(keys.PEERS))
+
+    async def add_peer(self, url: str) -> bool:
+        """Keep a peer, which may be kept already; False if there are too many."""
+        outcome = await self._scripts.keep_catalog(keys.PEERS, url, b"", b"1", PEERS_MAX)
+        return outcome.verdict is not Verdict.FULL
+
+    async def remove_peer(self, url: str) -> bool:
+        """Forget a peer; False if it is not kept."""
+        return (await self._scripts.keep_catalog(keys.PEERS, url, b"1", b"", PEERS_MAX)).is_applied
 
 
 def _key(selection_id: str) -> str:

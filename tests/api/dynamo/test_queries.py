@@ -8,11 +8,12 @@ from typing import Any
 import httpx
 import msgpack
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.api.conftest import Hold, MakeClient
 from waymark.api.dynamo.queries import is_worker_id
-from waymark.api.dynamo.views import PEERS_MAX
 from waymark.domain.hashing import extend, token_bytes
+from waymark.store import selections
 from waymark.store.reader import Reading
 from waymark.store.steps import Steps
 from waymark.store.store import Store
@@ -259,17 +260,55 @@ async def test_workers_without_a_listener_and_pools(client: httpx.AsyncClient, r
     assert (worker["source"], worker["endpoints"], worker["listeners"]) == ("discovery", {}, {})
 
 
-@pytest.mark.slow
-async def test_peers_are_remembered_by_the_process_up_to_a_bound(api: httpx.AsyncClient) -> None:
-    for i in range(PEERS_MAX):
-        assert (await api.post("/dynamo/register_peer", json={"url": f"http://{i}"})).status_code == 201
-    assert (await api.post("/dynamo/register_peer", json={"url": "http://0"})).status_code == 201
-    full = await api.post("/dynamo/register_peer", json={"url": "http://one-more"})
+async def test_peers_are_kept_for_all_replicas_up_to_a_bound(
+    api: httpx.AsyncClient, memory_store: Store, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selections, "PEERS_MAX", 3)
+    client, other = await make_client(memory_store), await make_client(memory_store)
+    for i in (2, 1, 0, 0):
+        assert (await client.post("/dynamo/register_peer", json={"url": f"http://{i}"})).status_code == 201
+    full = await other.post("/dynamo/register_peer", json={"url": "http://one-more"})
     assert full.status_code == 400
-    peers = await api.get("/dynamo/peers")
-    assert len(peers.json()) == PEERS_MAX
-    for answer in (peers, await api.post("/dynamo/deregister_peer", json={"url": "http://0"})):
+    peers = await other.get("/dynamo/peers")
+    assert peers.json() == ["http://0", "http://1", "http://2"]
+    for answer in (peers, await other.post("/dynamo/deregister_peer", json={"url": "http://0"})):
         assert answer.headers["x-waymark-note"].startswith("nothing to recover")
+    assert (await client.post("/dynamo/deregister_peer", json={"url": "http://0"})).status_code == 404
+    assert (await client.get("/dynamo/peers")).json() == ["http://1", "http://2"]
+
+
+async def test_metrics_have_the_names_of_the_release_too(
+    client: httpx.AsyncClient, register: Register, away: Store, make_client: MakeClient
+) -> None:
+    await register(instance_id="1", model="m")
+    await register(instance_id="2", model="m", tenant_id="t")
+    await register(instance_id="2", model="m", tenant_id="t", dp_rank=1)
+    await register(instance_id="named", model="m")
+    for _ in range(2):
+        await client.post("/dynamo/query", json={"model_name": "m", "token_ids": [1]})
+    await client.post("/dynamo/query", json={"model_name": "other", "token_ids": [1]})
+    await client.post("/query", json={"model": "m", "token_ids": [1]})
+    answer = await client.get("/dynamo/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    found = {
+        (sample.name.removeprefix("dynamo_kvindexer_"), *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+        if sample.name.startswith("dynamo_kvindexer_")
+    }
+    assert found["requests_total", "/query", "POST"] == 3
+    assert found["errors_total", "/query", "4xx"] == 1
+    assert found["request_duration_seconds_count", "/query"] == 3
+    assert found["request_duration_seconds_bucket", "/query", "+Inf"] == 3
+    assert (found["models",], found["workers",]) == (2, 2)
+    assert [found["listeners", status] for status in ("pending", "active", "paused", "failed")] == [3, 0, 0, 0]
+    # The answer also has our own metrics, which count this scrape's path as any other.
+    assert 'waymark_http_requests_total{method="POST",route="/dynamo/query",status="200"} 2.0' in answer.text
+    # Without Redis the gauges about Redis are missing, not zero.
+    alone = await (await make_client(away)).get("/dynamo/metrics")
+    assert alone.status_code == 200
+    assert "dynamo_kvindexer_requests_total" in alone.text
+    assert "dynamo_kvindexer_workers" not in alone.text
 
 
 async def test_every_error_has_the_form_of_the_release(

@@ -1,26 +1,36 @@
-"""The Dynamo API's lists: workers, dump, peers.
+"""The Dynamo API's lists: workers, dump, peers, metrics.
 
-A dump is empty and peers are only remembered, by this process: a replica has nothing to lose, so there is nothing
-to recover from another. Both say so in a header, since their bodies are what clients parse.
+A dump is empty and peers are only kept, in Redis: a replica has nothing to lose, so there is nothing to recover from
+another. Both say so in a header, since their bodies are what clients parse.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from waymark.api.dynamo.queries import is_worker_id
 from waymark.api.dynamo.schemas import PeerRequest
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
-from waymark.base.errors import InvalidValue, NotFound
+from waymark.base.errors import InvalidValue, NotFound, StoreUnavailable
+from waymark.base.instruments import rows
+from waymark.base.metrics import Metrics
 from waymark.domain.status import StreamStatus
 from waymark.store.publisher_states import PublisherState
+from waymark.store.selections import PEERS_MAX
 from waymark.store.store import Store
 
 NOTE = {"X-Waymark-Note": "nothing to recover: the index is in Redis, and every replica reads it there"}
 
-#: Peers that are remembered; a client that needs more of them is mistaken.
-PEERS_MAX = 1024
+#: Before the names of the released indexer's metrics.
+_METRIC = "dynamo_kvindexer_"
+#: Where its paths are here.
+_UNDER = "/dynamo/"
 
 # Ours to Dynamo's; the order of its values is the order in which they win over a worker's listeners.
 _STATUS = {
@@ -36,15 +46,21 @@ _PRIORITY = ("failed", "pending", "active")
 
 
 class DynamoViews:
-    """Handlers of ``/dynamo/workers``, ``/dump``, ``/health`` and the three of peers."""
+    """Handlers of ``/dynamo/workers``, ``/dump``, ``/health``, ``/metrics`` and the three of peers."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, metrics: Metrics, own: Callable[[Body], Awaitable[Answer]]) -> None:
+        """``own`` answers ``/metrics``."""
         self._store = store
-        self._peers: dict[str, None] = {}
+        self._metrics = metrics
+        self._own = own
 
     async def workers(self, body: Body) -> Answer:
+        return Answer(await self._workers(body.caller.has))
+
+    async def _workers(self, has: Callable[[str], bool]) -> list[dict[str, Any]]:
+        """The workers of the tenants that a caller has."""
         workers: dict[tuple[str, str, str], dict[str, Any]] = {}
-        for state in await self._store.states(body.caller.has):
+        for state in await self._store.states(has):
             of = state.registration
             if not is_worker_id(of.instance_id) or of.scope == "shared":
                 continue
@@ -69,7 +85,41 @@ class DynamoViews:
         for worker in workers.values():
             found = {listener["status"] for listener in worker["listeners"].values()}
             worker["status"] = next((status for status in _PRIORITY if status in found), "active")
-        return Answer(list(workers.values()))
+        return list(workers.values())
+
+    async def metrics(self, body: Body) -> Answer:
+        """The metrics of ``/metrics``, and after them the released indexer's by its names.
+
+        The three gauges are about Redis, and are missing while it is unavailable.
+        """
+        answer = await self._own(body)
+        from waymark.base import exposition  # the Prometheus library takes long to import
+
+        described = {row.name: row for row in rows(Metrics)}
+        named = partial(exposition.family, described["http_requests"], self._metrics.http_requests)
+        durations = exposition.family(
+            described["http_request_duration_seconds"], self._metrics.http_request_duration_seconds
+        )
+        found = [
+            exposition.renamed(durations, _METRIC + "request_duration_seconds", "HTTP request latency", _by_endpoint),
+            exposition.renamed(named(), _METRIC + "requests", "HTTP requests", _by_method),
+            exposition.renamed(named(), _METRIC + "errors", "HTTP answers of 4xx and 5xx", _by_error),
+        ]
+        with suppress(StoreUnavailable):
+            workers = await self._workers(body.caller.has)
+            groups = {(worker["model_name"], worker["routing_group"]) for worker in workers}
+            statuses = Counter(listener["status"] for worker in workers for listener in worker["listeners"].values())
+            found += [
+                exposition.gauges(_METRIC + "models", "Models and routing groups that have a worker", len(groups)),
+                exposition.gauges(_METRIC + "workers", "Registered worker instances", len(workers)),
+                exposition.gauges(
+                    _METRIC + "listeners",
+                    "ZMQ listeners by status",
+                    {status: statuses[status] for status in ("pending", "active", "paused", "failed")},
+                    "status",
+                ),
+            ]
+        return replace(answer, content=answer.content + exposition.text_of(found))
 
     async def dump(self, body: Body) -> Answer:
         groups: dict[str, dict[str, Any]] = {}
@@ -84,21 +134,38 @@ class DynamoViews:
         return Answer(b"")
 
     async def register_peer(self, body: Body) -> Answer:
-        url = PeerRequest.of(body.fields).url
-        if url not in self._peers and len(self._peers) >= PEERS_MAX:
+        if not await self._store.selections.add_peer(PeerRequest.of(body.fields).url):
             raise InvalidValue(f"{PEERS_MAX} peers are registered, which is the maximum; deregister one", field="url")
-        self._peers[url] = None
         return Answer({"status": "ok"}, 201, NOTE)
 
     async def deregister_peer(self, body: Body) -> Answer:
-        url = PeerRequest.of(body.fields).url
-        if url not in self._peers:
+        if not await self._store.selections.remove_peer(PeerRequest.of(body.fields).url):
             raise NotFound("peer not found")
-        del self._peers[url]
         return Answer({"status": "ok"}, headers=NOTE)
 
     async def peers(self, _: Body) -> Answer:
-        return Answer(list(self._peers), headers=NOTE)
+        return Answer(await self._store.selections.peers(), headers=NOTE)
+
+
+def _by_endpoint(labels: Mapping[str, str]) -> Mapping[str, str] | None:
+    """The labels of a sample about a path of this API; None for another path."""
+    route = labels["route"]
+    if not route.startswith(_UNDER):
+        return None
+    bound = {"le": labels["le"]} if "le" in labels else {}
+    return {"endpoint": route[len(_UNDER) - 1 :]} | bound
+
+
+def _by_method(labels: Mapping[str, str]) -> Mapping[str, str] | None:
+    found = _by_endpoint(labels)
+    return None if found is None else {**found, "method": labels["method"]}
+
+
+def _by_error(labels: Mapping[str, str]) -> Mapping[str, str] | None:
+    found = _by_endpoint(labels)
+    if found is None or labels["status"] < "400":
+        return None
+    return {**found, "status_class": f"{labels['status'][0]}xx"}
 
 
 def _listener(state: PublisherState, endpoint: str) -> dict[str, str]:
