@@ -36,12 +36,16 @@ async def test_vllm_says_everything(engine: Engine, describer: Describer) -> Non
         RankSockets(1, "tcp://127.0.0.1:5558", "tcp://127.0.0.1:5658"),
     )
     assert found.silent == {}
+    assert found.release is None
+    engine.answers["/version"] = {"version": "0.34.1"}
+    assert (await describer.describe(engine.url)).release == "0.34.1"
 
 
 async def test_sglang_says_everything(engine: Engine, describer: Describer) -> None:
     engine.is_sglang()
     found = await describer.describe(engine.url)
     assert (found.kind, found.model_name, found.block_size) == (EngineKind.SGLANG, "qwen", 16)
+    assert found.release == "0.5.23"
     assert [each.endpoint for each in found.ranks] == ["tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"]
     assert [each.replay_endpoint for each in found.ranks] == ["tcp://127.0.0.1:5657", "tcp://127.0.0.1:5658"]
 

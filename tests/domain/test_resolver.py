@@ -11,9 +11,11 @@ from tests.factories import keys, registration, removed, stored
 from waymark.domain.copies import HASHES_MAX
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extra_digest, namespace
-from waymark.domain.life_facts import COPIES_LEFT, COPIES_REUSED, copies_rule
+from waymark.domain.held import RESTORED_MAX
+from waymark.domain.life_facts import COPIES_EACH, COPIES_LAST, COPIES_LEFT, COPIES_REUSED, copies_rule
 from waymark.domain.names import Adapter
 from waymark.domain.resolver import EXTRA_KEYS, UNTRUSTED
+from waymark.domain.targets import Target
 
 SALTED = namespace(None, ["s"])
 
@@ -415,6 +417,56 @@ def test_an_engine_that_removes_a_block_once_for_all_copies_contradicts_the_coun
     for _ in range(3):  # two copies, and one removal after the last of them
         index.events(stored([1], "A"), stored([1], "A"), removed(1))
     assert index.resolver.contradictions == 2
+
+
+def test_an_engine_that_never_removes_a_block_twice_counts_no_copies(index: Index) -> None:
+    index.events(stored([5], "E"), stored([5], "E"), removed(5))
+    for _ in range(RESTORED_MAX + 1):
+        assert not index.resolver.doubts
+        index.events(stored([1], "A"), stored([1], "A"), removed(1))
+    assert index.resolver.doubts == {COPIES_LAST}
+    index.resolver.flags.update(index.resolver.doubts)
+    assert copies_rule(index.registration, index.resolver.flags).rule == "set"
+    index.events(stored([2], "B"))
+    assert index.held() == {keys("B")[0]: 1}, "nothing is left of the blocks that were removed once"
+    index.events(stored([2], "B"), stored([3], "C"), removed(2))
+    assert index.held() == {keys("C")[0]: 1}
+
+
+def test_an_engine_that_has_removed_a_block_twice_counts_copies_whatever_comes(index: Index) -> None:
+    index.events(stored([5], "E"), stored([5], "E"), removed(5), removed(5))
+    for _ in range(2 * RESTORED_MAX):
+        index.events(stored([1], "A"), stored([1], "A"), removed(1))
+    assert not index.resolver.doubts
+
+
+@pytest.mark.parametrize(
+    ("release", "rule"),
+    [("0.33.2", "count"), ("0.34.0rc1.dev7+gabc", "set"), ("v1.0", "set"), ("main", "count"), (None, "count")],
+)
+def test_the_release_of_the_engine_says_how_copies_are_removed(release: str | None, rule: str) -> None:
+    index = Index(registration(target=Target(release=release)))
+    found = copies_rule(index.registration, index.resolver.flags)
+    assert (found.rule, (release or "its type") in found.why or rule == "count") == (rule, True)
+    index.events(stored([1], "A"), stored([1], "A"), removed(1))
+    assert index.has() == (rule == "set") == (not index.has(*keys("A")))
+
+
+def test_a_release_that_removes_each_copy_all_the_same_is_believed(index: Index) -> None:
+    index = Index(registration(target=Target(release="0.34.0")))
+    index.events(stored([1], "A"), stored([1], "A"), removed(1), stored([1], "A"), removed(1))
+    assert (index.resolver.contradictions, index.resolver.doubts) == (0, set())
+    index.events(removed(1))
+    assert (index.resolver.contradictions, index.resolver.doubts) == (1, {COPIES_EACH})
+    index.resolver.flags.update(index.resolver.doubts)
+    assert copies_rule(index.registration, index.resolver.flags).rule == "count"
+    index.events(stored([1], "A"), stored([1], "A"), removed(1))
+    assert index.has(*keys("A"))
+
+
+def test_fewer_copies_than_none_are_a_contradiction(index: Index) -> None:
+    index.events(stored([1], "A"), removed(1), removed(1), removed(2))
+    assert (index.resolver.contradictions, index.resolver.unresolved) == (1, 1)
 
 
 def test_an_engine_that_removes_each_copy_contradicts_nothing(index: Index) -> None:

@@ -12,6 +12,8 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, Bench, Pod
 from tests.patience import patient, within
 from waymark.base.errors import StoreUnavailable
+from waymark.domain.held import RESTORED_MAX
+from waymark.domain.targets import Target
 from waymark.ingest import snapshot, snapshots
 from waymark.ingest.life import Life
 from waymark.ingest.stream import StreamOptions
@@ -32,7 +34,7 @@ async def lose(pod: Pod, prompts: int = 12) -> None:
     await pod.work(3)
 
 
-async def has_snapshots(pod: Pod, outcome: str = "complete", most: int | None = None) -> None:
+async def has_snapshots_of(pod: Pod, outcome: str = "complete", most: int | None = None) -> None:
     async def has() -> bool:
         return (await pod.state()).counters.get(f"snapshots.{outcome}", 0) > 0
 
@@ -46,7 +48,7 @@ async def test_a_hole_is_filled_by_one_snapshot(bench: Bench) -> None:
     await pod.at_work(8)
     assert pod.publisher.counts["snapshots"] == 0
     await lose(pod)
-    await has_snapshots(pod)
+    await has_snapshots_of(pod)
     await pod.has_status("active")
     await pod.work(20)
     await pod.agrees()
@@ -60,7 +62,7 @@ async def test_an_engine_that_is_registered_late_is_known_whole(bench: Bench) ->
     pod = await bench.pod(**LOSSY)
     await pod.work(30)
     await bench.worker(options=SNAPSHOTS)
-    await has_snapshots(pod)
+    await has_snapshots_of(pod)
     await pod.agrees()
     await pod.work(20)
     await pod.agrees()
@@ -72,9 +74,61 @@ async def test_a_hole_without_a_replay_endpoint(bench: Bench) -> None:
     await bench.worker(options=SNAPSHOTS)
     await pod.at_work(4)
     await lose(pod)
-    await has_snapshots(pod)
+    await has_snapshots_of(pod)
     await pod.agrees()
     await pod.has_status("active")
+
+
+COPIED: dict[str, Any] = {"gpu_blocks": 24, "cpu_blocks": 0, "repeat_rate": 0.9}
+"""An engine that stores most blocks several times."""
+
+
+@pytest.mark.parametrize("has_snapshots", [True, False], ids=["snapshot", "no_snapshot"])
+async def test_copies_that_contradict_their_counts_are_repaired(bench: Bench, has_snapshots: bool) -> None:
+    pod = await bench.pod(has_snapshots=has_snapshots, removes_once=True, **COPIED)
+    hand = await bench.worker(options=SNAPSHOTS)
+    await pod.at_work(4)
+    assert (await pod.state()).copies.rule == "count"
+
+    async def has_another_rule() -> bool:
+        await pod.work(4)
+        return (await pod.state()).copies.rule == "set"
+
+    await wait_until(has_another_rule, "the events have shown how copies are removed", PATIENCE_SECONDS)
+    assert (await pod.state()).counters["copies_contradicted"] >= RESTORED_MAX
+    assert hand.metric("copies_contradicted_total") >= RESTORED_MAX
+    if has_snapshots:
+        await has_snapshots_of(pod)
+        await pod.has_status("active")
+    else:
+        await pod.says("counted by a rule that the events of the engine contradict")
+        await pod.has_status("degraded")
+    await pod.agrees()
+    await pod.work(20)
+    await pod.agrees()
+    assert "its events contradict" in (await pod.state()).copies.why
+    await hand.die()
+    await bench.worker("worker-2", options=SNAPSHOTS)
+    await pod.work(20)
+    await pod.agrees()
+    await pod.has_status("active" if has_snapshots else "degraded")
+
+
+@pytest.mark.parametrize("removes_once", [True, False], ids=["as_its_release", "not_as_its_release"])
+async def test_copies_count_by_the_release_until_the_events_show_otherwise(bench: Bench, removes_once: bool) -> None:
+    fields = {"target": Target(release="0.34.0")}
+    pod = await bench.pod(has_snapshots=True, removes_once=removes_once, fields=fields, **COPIED)
+    await bench.worker(options=SNAPSHOTS)
+    await pod.at_work(60)
+    if removes_once:
+        assert "0.34.0" in (await pod.state()).copies.why
+        assert not (await pod.state()).counters.get("copies_contradicted")
+    else:
+        await has_snapshots_of(pod)
+        assert (await pod.state()).copies.rule == "count"
+    await pod.has_status("active")
+    await pod.work(20)
+    await pod.agrees()
 
 
 @pytest.mark.parametrize(
@@ -97,14 +151,14 @@ async def test_a_snapshot_that_cannot_be_used_is_asked_for_again(
     pod.fault(**fault)
     before = (await bench.record(pod.name))["life"]
     await lose(pod)
-    await has_snapshots(pod, outcome)
+    await has_snapshots_of(pod, outcome)
     if why:
         await pod.says(why)
         await pod.has_status("degraded")
         assert (await bench.record(pod.name))["life"] == before, "what was known stays"
     assert hand.metric("snapshots_total", outcome=outcome) >= 1
     pod.fault(snapshot_silent=False, snapshot_cut=False, snapshot_other_id=False, snapshot_below_zero=False)
-    await has_snapshots(pod)
+    await has_snapshots_of(pod)
     await pod.agrees()
     await pod.has_status("active")
     await bench.is_swept()
@@ -117,7 +171,7 @@ async def test_a_restart_beyond_the_buffer(bench: Bench) -> None:
     await pod.at_work(4)
     await pod.engine.restart(rebind=True)
     await pod.work(20)
-    await has_snapshots(pod)
+    await has_snapshots_of(pod)
     await pod.agrees()
     await pod.has_status("active")
 
@@ -128,7 +182,7 @@ async def test_four_workers_ask_once_and_no_answer_is_wrong_afterwards(bench: Be
         await bench.worker(f"worker-{i}", options=SNAPSHOTS)
     await pod.at_work(8)
     await lose(pod, 40)
-    await has_snapshots(pod)
+    await has_snapshots_of(pod)
     await pod.agrees()
     replicas = [Store(bench.store.client) for _ in range(4)]
     asked = 0
@@ -165,7 +219,7 @@ async def test_a_worker_that_dies_in_the_middle_leaves_what_was_known(
     monkeypatch.undo()
     await hand.die()
     await bench.worker("worker-2", options=SNAPSHOTS)
-    await has_snapshots(pod)
+    await has_snapshots_of(pod)
     await pod.agrees()
     await pod.has_status("active")
     await bench.is_swept()
@@ -178,7 +232,7 @@ async def test_a_repair_is_asked_for_through_redis(bench: Bench) -> None:
     await pod.at_work(8)
     (claim,) = await bench.store.directory.claims()
     assert await bench.store.records.ask_repair(claim)
-    await has_snapshots(pod)
+    await has_snapshots_of(pod)
     await pod.agrees()
     assert "repair" not in await bench.record(pod.name)
     assert pod.publisher.counts["snapshots"] == 1
@@ -204,9 +258,13 @@ async def test_a_snapshot_above_a_bound_is_refused(bench: Bench, monkeypatch: py
     monkeypatch.setattr(*{"blocks": (snapshots, "BLOCKS_MAX", 3), "bytes": (snapshot, "BYTES_MAX", 300)}[what])
     await lose(pod)
     await pod.says("more than 3 blocks" if what == "blocks" else "at most 300 are read")
-    assert not [name for name in await bench.record(pod.name) if name.startswith("staged:")]
+
+    async def is_dropped() -> bool:
+        return not [name for name in await bench.record(pod.name) if name.startswith("staged:")]
+
+    await wait_until(is_dropped, "no part of the snapshot is left", PATIENCE_SECONDS)
     monkeypatch.undo()
-    await has_snapshots(pod)
+    await has_snapshots_of(pod)
     await pod.agrees()
 
 
@@ -229,7 +287,7 @@ async def test_redis_is_away_in_the_middle_of_a_snapshot(bench: Bench, monkeypat
 
     monkeypatch.setattr(Scripts, "stage_life", is_away)
     await lose(pod)
-    await has_snapshots(pod)
+    await has_snapshots_of(pod)
     await pod.agrees()
     assert refused >= 4
     assert hand.metric("leases_lost_total") == 0
@@ -250,7 +308,7 @@ async def test_an_engine_that_dies_in_the_middle_is_asked_in_its_next_life(bench
     await wait_until(is_asked, "the engine is asked", PATIENCE_SECONDS)
     await pod.engine.restart(rebind=True)
     pod.fault(snapshot_silent=False)
-    await has_snapshots(pod, "interrupted")
+    await has_snapshots_of(pod, "interrupted")
     await pod.work(12)
     await pod.agrees()
     await pod.has_status("active")

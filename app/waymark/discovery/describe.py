@@ -1,8 +1,8 @@
 """Asks an engine what a registration needs to know: its model, its block size, and the event sockets of its ranks.
 
-vLLM answers ``/kv_event_sources`` (0.32 and later), ``/v1/models`` and ``/metrics``; SGLang ``/server_info`` and
-``/v1/models``. An engine is not trusted: every answer has a bound, and ``endpoint`` says which of its sockets are its
-own. What an engine does not say, ``silent`` explains by the field that then has to be given.
+vLLM answers ``/kv_event_sources`` (0.32 and later), ``/v1/models``, ``/version`` and ``/metrics``; SGLang
+``/server_info`` and ``/v1/models``. An engine is not trusted: every answer has a bound, and ``endpoint`` says which of
+its sockets are its own. What an engine does not say, ``silent`` explains by the field that then has to be given.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _ANSWER_BYTES_MAX = 4 * 2**20
 RANKS_MAX = 256
 
 _SOURCES, _SERVER, _MODELS, _METRICS = "/kv_event_sources", "/server_info", "/v1/models", "/metrics"
+_VERSION = "/version"
 _CACHE_CONFIG = "vllm:cache_config_info"
 
 
@@ -62,6 +63,8 @@ class Description:
     adapters: tuple[str, ...]
     block_size: int | None
     ranks: tuple[RankSockets, ...]
+    release: str | None = None
+    """The release of the engine."""
     names_sockets: bool = True
     """Whether the engine answers the path that names its sockets."""
     silent: Mapping[str, str] = field(default_factory=dict)
@@ -84,7 +87,7 @@ class Describer:
         base = base_of(url)
         try:
             async with asyncio.timeout(self._seconds):
-                paths = (_SOURCES, _SERVER, _MODELS, _METRICS)
+                paths = (_SOURCES, _SERVER, _MODELS, _METRICS, _VERSION)
                 replies = dict(
                     zip(paths, await asyncio.gather(*(self._ask(base + path) for path in paths)), strict=True)
                 )
@@ -146,6 +149,7 @@ class Describer:
             adapters=tuple(name for name, parent in cards or () if parent is not None)[:ADAPTERS_MAX],
             block_size=block_size,
             ranks=tuple(sockets),
+            release=_release(server) or _release(_json(replies[_VERSION])),
             names_sockets=_names_sockets(kind, server, sources),
             silent=silent,
         )
@@ -281,6 +285,11 @@ def _cards(models: Any) -> list[tuple[str, str | None]] | None:
 
 
 _NAME_MAX = 256
+
+
+def _release(answer: Any) -> str | None:
+    release = answer.get("version") if isinstance(answer, dict) else None
+    return release if isinstance(release, str) and 0 < len(release) <= _NAME_MAX else None
 
 
 def _kind(server: Any, sources: Any, cards: Any) -> EngineKind | None:

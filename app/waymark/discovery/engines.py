@@ -86,7 +86,12 @@ def fields_of(each: RankSockets | None) -> dict[str, Any]:
 
 
 def _known(registration: Registration, description: Description, origin: Origin) -> Registration:
-    target = replace(registration.target, adapters=description.adapters, aliases=_aliases(registration, description))
+    target = replace(
+        registration.target,
+        adapters=description.adapters,
+        aliases=_aliases(registration, description),
+        release=description.release,
+    )
     return replace(registration, target=target, origin=origin)
 
 

@@ -46,7 +46,9 @@ class HolderCopies:
         self.notes_left = notes_left
         self.contradictions = 0
         """Blocks of which the engine has another number of copies than was counted; the owner reads and clears it."""
-        self._are_removed_each = False
+        self.restored = 0
+        """Blocks that were stored again after a removal had left a copy."""
+        self.are_removed_each = False
         """A removal has taken a copy that another removal had left, so the engine removes each copy."""
         self.several: dict[int, BlockCopies] = {}
         """The blocks that have any, by block key."""
@@ -67,7 +69,9 @@ class HolderCopies:
         assert first is not None
         several = self.several.get(key) or BlockCopies(1, [first])
         before = several.text
-        self.contradictions += counts and several.is_left and not self._are_removed_each
+        is_restored = counts and several.is_left and not self.are_removed_each
+        self.contradictions += is_restored
+        self.restored += is_restored
         several.is_left = several.is_left and not counts
         several.copies = 1 if replaces else several.copies + counts
         if engine_hash not in several.hashes:
@@ -95,7 +99,7 @@ class HolderCopies:
         else:
             left = copies_left + others
             self.contradictions += counts and left != counted - 1
-        self._are_removed_each = self._are_removed_each or (several is not None and several.is_left)
+        self.are_removed_each = self.are_removed_each or (several is not None and several.is_left)
         if left < 1:
             return None
         if several is None:
@@ -108,6 +112,10 @@ class HolderCopies:
         else:
             self.several.pop(key, None)
         return several
+
+    def left_over(self) -> list[int]:
+        """An engine hash of each block of which a removal has left a copy, and that was not stored again since."""
+        return [each.hashes[0] for each in self.several.values() if each.is_left]
 
     def tell(self, key: int) -> bytes:
         """The value of ``*<key>`` for a new block whose entry cannot hold its engine hash; empty for most blocks."""

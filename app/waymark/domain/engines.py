@@ -40,6 +40,8 @@ class EngineTraits:
     """The number of its first batch."""
     copies: Copies = "set"
     """Whether it may store a block several times, and removes each copy: the default of a registration."""
+    removes_once_from: tuple[int, int] | None = None
+    """The first release that removes a block once, after its last copy, although it stores each."""
     scope: Scope = "instance"
     """Whether all instances read from it: the default of a registration."""
     needs_endpoint: bool = True
@@ -71,6 +73,8 @@ TRAITS: Final[Mapping[EngineKind, EngineTraits]] = MappingProxyType(
         EngineKind.VLLM: EngineTraits(
             "vllm",
             copies="count",
+            # The change is under review. No release up to 0.33 has it; events that show otherwise count for more.
+            removes_once_from=(0, 34),
             may_alias=False,
             sockets_path="/kv_event_sources",
             has_saltless_releases=True,

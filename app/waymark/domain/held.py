@@ -24,6 +24,8 @@ from waymark.domain.slices import Slices
 # Engine hashes whose blocks have left, of one rank: a child or a placeholder may still name them.
 
 
+RESTORED_MAX: Final = 32
+"""So many blocks are stored again after a removal that left a copy, and none is removed twice: that is no accident."""
 GONE_MAX = 16_384
 """Hashes that are gone, of one rank. At least half as many are remembered: the last ones."""
 
@@ -323,6 +325,14 @@ class HeldBlocks:
             found += held.copies.contradictions
             held.copies.contradictions = 0
         return found
+
+    @property
+    def removes_once(self) -> bool:
+        """Whether the events show that the engine removes a block once, after its last copy."""
+        copies = [held.copies for held in self._held.values()]
+        return sum(each.restored for each in copies) >= RESTORED_MAX and not any(
+            each.are_removed_each for each in copies
+        )
 
     def mark_gone(self, holder: int, engine_hash: int, spot: Spot) -> None:
         """A hash whose block was stored and removed elsewhere, or before: a child may name it."""

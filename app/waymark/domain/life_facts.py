@@ -27,6 +27,14 @@ COPIES_LEFT = "copies:left"
 """Flag: removals of this life have said how many copies of a block are left."""
 COPIES_REUSED = "copies:reused"
 """Flag: stores of this life have said whether their blocks are new or only announced again."""
+COPIES_LAST = "copies:last"
+"""Flag: the events of this engine show that it removes a block once, after its last copy."""
+COPIES_EACH = "copies:each"
+"""Flag: this engine has removed a block twice without storing it between, so it removes each copy."""
+COPIES_LEARNED = frozenset({COPIES_LAST, COPIES_EACH})
+"""Flags that a snapshot of the same engine does not change."""
+COPIES_DOUBTED = "copies_doubted"
+"""Flag: copies of this life were counted by a rule that its events contradict."""
 
 PUBLISHER = "publisher:"
 """A flag that begins so names the id of the process whose life this is, in hex digits."""
@@ -34,6 +42,7 @@ PUBLISHER = "publisher:"
 WINDOW = "window:"
 """Flags of this life that begin so name the windows of groups that are not main attention."""
 _PUBLISHER = re.compile(PUBLISHER + "((?:[0-9a-f]{2}){1,64})")
+_RELEASE = re.compile(r"v?([0-9]{1,4})\.([0-9]{1,4})", re.ASCII)
 WINDOWS_MAX = 64
 """Groups beyond these count for nothing."""
 
@@ -53,6 +62,12 @@ class CopiesRule(NamedTuple):
     why: str
 
 
+def removes_once(registration: Registration) -> bool:
+    """Whether the release of the engine removes a block only after its last copy."""
+    first, release = registration.kind.traits.removes_once_from, _RELEASE.match(registration.target.release or "")
+    return first is not None and release is not None and (int(release[1]), int(release[2])) >= first
+
+
 def copies_rule(registration: Registration, flags: Collection[str]) -> CopiesRule:
     """The rule by which the copies of a publisher's blocks count now; ``flags`` are those of its life."""
     if COPIES_LEFT in flags:
@@ -61,6 +76,12 @@ def copies_rule(registration: Registration, flags: Collection[str]) -> CopiesRul
         return CopiesRule("set", "batches were lost, so that counts of this life cannot be trusted")
     if registration.copies == "set":
         return CopiesRule("set", "it is registered so, or that is the default of its type")
+    if COPIES_EACH in flags:
+        return CopiesRule("count", "it has removed a block twice without storing it between")
+    if COPIES_LAST in flags:
+        return CopiesRule("set", "its events contradict counts: it stores blocks again that it has removed only once")
+    if removes_once(registration):
+        return CopiesRule("set", f"its release, {registration.target.release}, removes a block after its last copy")
     if COPIES_REUSED in flags:
         return CopiesRule("count", "its stores say whether a block is new or only announced again (origin)")
     return CopiesRule("count", f"its type, {registration.kind}, announces and removes each copy")
@@ -81,6 +102,7 @@ class LifeFacts:
         """How many blocks the largest chunk has had, in this life; ``flags`` has it, too."""
         self._block_size = registration.block_size
         self._has_one_counter = registration.sequence == "publisher"
+        self._removes_once = removes_once(registration)
         self._publisher_id: bytes | None = None
         self._reads_windows = reads_windows and registration.scope == "instance"
 
@@ -106,6 +128,11 @@ class LifeFacts:
     def kept(self) -> tuple[frozenset[str], int | None]:
         """What a record keeps, as it is now."""
         return frozenset(self.flags), self.main_group
+
+    @property
+    def removes_once(self) -> bool:
+        """Whether a removal of this engine takes a block whatever its copies, by its release or by its events."""
+        return COPIES_LAST in self.flags or (self._removes_once and COPIES_EACH not in self.flags)
 
     def learn_publisher(self, publisher_id: bytes) -> None:
         """Learn which process sends the batches of this life. A stream of several counters has several."""

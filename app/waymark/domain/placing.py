@@ -38,6 +38,11 @@ class Placer:
         """Leave out the parts that Redis has; see ``AppliedMarks.marks``."""
         self._applied.restore(marks)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether Redis may have parts of what is resolved now, so that blocks of it have left already."""
+        return bool(self._applied.marks)
+
     def begin_fold(self) -> None:
         """Redis has acknowledged all parts so far."""
         self._waves.begin()

@@ -22,7 +22,7 @@ from waymark.domain.generations import BlockBounds, Generations, RemovalReason
 from waymark.domain.hashing import extend
 from waymark.domain.held import HeldBlocks
 from waymark.domain.known import Spot
-from waymark.domain.life_facts import COPIES_REUSED, EXTRA_KEYS, UNTRUSTED, LifeFacts
+from waymark.domain.life_facts import COPIES_EACH, COPIES_LAST, COPIES_REUSED, EXTRA_KEYS, UNTRUSTED, LifeFacts
 from waymark.domain.media import DEVICE
 from waymark.domain.names import HolderName, Registration, Unit
 from waymark.domain.objects import EARLY_MAX, WaitingObjects
@@ -99,6 +99,8 @@ class Resolver:
         """Removals of blocks of which no copy was there; the owner of a snapshot reads it."""
         self.contradictions = 0
         """Blocks of which the engine has another number of copies than was counted."""
+        self.doubts: set[str] = set()
+        """Flags of rules for copies that the events show, and that ``flags`` does not have yet; the owner adds them."""
         self.unsalted = 0
         """Stores of releases that cannot name a salt or an image: they may be taken for what they are not."""
         self.objects = WaitingObjects(waiting_blocks, registration.object_shards)
@@ -226,7 +228,7 @@ class Resolver:
             return "count"
         if self.registration.copies == "set":
             return "set"
-        return "all" if UNTRUSTED in self.flags else "count"
+        return "all" if UNTRUSTED in self.flags or self._facts.removes_once else "count"
 
     # ---- before a fold -----------------------------------------------------------------------------
 
@@ -319,10 +321,37 @@ class Resolver:
                     yield
         if self.placer.aliased or self.placer.crowded:
             self._count_placed()
-        self.contradictions += self.memory.take_contradictions()
+        if self._traits.copies == "count":
+            self._judge_copies(parts, position)
         if self._has_missing and self._may_report:
             self._reported_again(parts.parts, max(0, waited - self.waiting.blocks))
         return parts.parts
+
+    def _judge_copies(self, parts: PartList, position: int) -> None:
+        """Find contradictions of copies; once it is known that a removal takes all copies, remove what it has left."""
+        found = self.memory.take_contradictions()
+        self.contradictions += found
+        if found and self.memory.removes_once and self._counts_copies:
+            self.doubts.add(COPIES_LAST)
+        if COPIES_LAST in self.flags:
+            for holder in self.holders.values():
+                for i, engine_hash in enumerate(self.memory.copies(holder).left_over()):
+                    self.placer.remove(parts, holder, position + i, engine_hash, mode="all")
+
+    @property
+    def _counts_copies(self) -> bool:
+        return self.registration.copies == "count" and UNTRUSTED not in self.flags and not self.is_snapshot
+
+    def _removed_again(self, event: Removed) -> None:
+        """A block is removed that has been removed before, and was not stored since: fewer copies than none.
+
+        If that was because a removal takes all copies, it must not.
+        """
+        if not self._counts_copies or self._traits.may_alias or event.medium not in DEVICE or self.placer.is_behind:
+            return
+        self.contradictions += 1
+        if self._facts.removes_once:
+            self.doubts.add(COPIES_EACH)
 
     def _reported_again(self, parts: Parts, waited: int) -> None:
         """Count the new blocks of a batch that reports known ones again as missing ones that were found.
@@ -777,7 +806,11 @@ class Resolver:
                 continue
             is_found = self.placer.remove(parts, holder, position + i, h, mode=mode, copies_left=left)
             self.below_zero += not is_found
-            if not is_found and not left and not self.memory.gone(holder, h):
+            if is_found or left:
+                continue
+            if self.memory.gone(holder, h):
+                self._removed_again(event)
+            else:
                 self._cannot_find(1)
 
     def _rest_removed(self, parts: PartList, position: int, holders: Sequence[int], event: Removed) -> None:

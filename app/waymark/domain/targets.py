@@ -57,6 +57,8 @@ class Target:
     """The adapters that the engine has loaded, by its own account."""
     aliases: tuple[str, ...] = ()
     """Further names under which the engine serves the model."""
+    release: str | None = None
+    """The release of the engine, by its own account."""
 
 
 PLAIN = Target()

@@ -15,7 +15,7 @@ from waymark.apply.applier import Applier, Incoming
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.domain.events import Batch
-from waymark.domain.life_facts import publisher_of
+from waymark.domain.life_facts import COPIES_LEARNED, publisher_of
 from waymark.domain.parts import Commit
 from waymark.domain.resolver import UNTRUSTED
 from waymark.domain.status import StreamStatus
@@ -26,6 +26,7 @@ from waymark.ingest.order import FrameOrder, FramePosition
 from waymark.ingest.reasons import (
     BATCHES_LOST,
     BUFFER_FULL,
+    COPIES_DOUBTED,
     GAP_AT,
     JOINED_LATE,
     OPENED_AT,
@@ -71,6 +72,8 @@ class Life:
             self.reasons.add(OVER_CEILING)
         self.details: dict[str, str] = {}
         """Sentences that are used in place of those in ``REASONS``, by reason."""
+        if COPIES_DOUBTED in state.flags:
+            self.reasons.add(COPIES_DOUBTED)
         if JOINED_LATE in state.flags and state.watermark is not None:
             self.reasons.add(JOINED_LATE)
         self.acknowledged = state.watermark
@@ -167,6 +170,8 @@ class Life:
         self._fold, self._fold_bytes = [], 0
         self.count_passed()
         self.is_proven = self._unproven is None
+        if self.applier.resolver.doubts:
+            await self._doubt_copies()
         await self.found()
 
     @property
@@ -283,6 +288,7 @@ class Life:
         Readers see one step from the old life to the new one.
         """
         await self.flush()
+        staged.resolver.flags.update(self.applier.resolver.flags & COPIES_LEARNED)
         await staged.take_place(Commit(seq, ts, ts, ""))
         self.applier, self.decoder.slices = staged, staged.slices
         self.count_passed()
@@ -376,6 +382,17 @@ class Life:
     async def distrust_counts(self) -> None:
         """Stores or removals were missed: from now on a removal removes the block, however many copies are counted."""
         await self._flag(UNTRUSTED)
+
+    async def _doubt_copies(self) -> None:
+        """Count copies by another rule from now on. What was counted by the old one may be wrong."""
+        doubts, self.applier.resolver.doubts = self.applier.resolver.doubts, set()
+        log.warning(
+            "the engine's events contradict the counts of its copies; they are counted by another rule now",
+            extra=fields(stream=self.name, rule=" ".join(sorted(doubts))),
+        )
+        self.reasons.add(COPIES_DOUBTED)
+        self.applier.resolver.flags.difference_update(COPIES_LEARNED)
+        await self._flag(COPIES_DOUBTED, *doubts)
 
     async def _flag(self, *added: str) -> None:
         """Write flags of this life into the record before anything more is applied.

@@ -275,7 +275,7 @@ class Poller:
         """Stop streams that now belong to other workers, or whose registration changed. Forget those that ended."""
         stopping: list[asyncio.Task[None]] = []
         for name, running in self.running.items():
-            if running.task is not None and (name not in wanted or not wanted[name].has_stream_of(running.claim)):
+            if running.task is not None and (name not in wanted or not running.may_go_on(wanted[name])):
                 running.task.cancel()
                 stopping.append(running.task)
         if stopping:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from waymark.domain import life_facts
 
 EVENTS_MISSING = life_facts.EVENTS_MISSING
+COPIES_DOUBTED = life_facts.COPIES_DOUBTED
 JOINED_LATE = "joined_late"
 BATCHES_LOST = "batches_lost"
 OVER_CEILING = "over_ceiling"
@@ -15,7 +16,7 @@ BUFFER_FULL = "buffer_full"
 SNAPSHOT_FAILED = "snapshot_failed"
 
 #: The reasons that a snapshot of the engine's cache ends.
-REPAIRABLE = frozenset({JOINED_LATE, BATCHES_LOST, OVER_CEILING, BUFFER_FULL})
+REPAIRABLE = frozenset({JOINED_LATE, BATCHES_LOST, OVER_CEILING, BUFFER_FULL, COPIES_DOUBTED})
 
 #: A flag of a life that began before a replay was answered. The seq of its first live frame follows.
 OPENED_AT = "opened_at:"
@@ -31,6 +32,7 @@ REASONS = {
     REPLAY_SILENT: "the replay endpoint does not answer",
     REPLAY_INCOMPLETE: "the last replay ended early",
     REPLAY_WAITING: "this stream waits for a place to replay (WAYMARK_REPLAYS_MAX); live frames are applied meanwhile",
+    COPIES_DOUBTED: "copies of blocks were counted by a rule that the events of the engine contradict",
     SNAPSHOT_FAILED: "no snapshot of the engine's cache could be had; it is asked for again",
     BUFFER_FULL: "frames were dropped that no replay can recover: WAYMARK_STREAM_BUFFER_BYTES "
     "or WAYMARK_STREAM_BUFFER_FRAMES was reached",

@@ -15,6 +15,7 @@ from waymark.base.asker import Asker
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
+from waymark.domain.life_facts import removes_once
 from waymark.domain.names import PublisherName
 from waymark.domain.resolver import Resolver
 from waymark.domain.status import StreamStatus
@@ -71,6 +72,11 @@ class Running:
     def is_idle(self) -> bool:
         """The stream has not reached its publisher yet."""
         return self.stream is None or self.stream.status is StreamStatus.PENDING
+
+    def may_go_on(self, claim: Claim) -> bool:
+        """Whether the stream may go on under the claim as it is now: copies may count otherwise in another release."""
+        is_same = removes_once(claim.registration) == removes_once(self.claim.registration)
+        return is_same and claim.has_stream_of(self.claim)
 
     def see(self, registered_ranks: frozenset[int], *, has_pool: bool = False) -> None:
         """Pass on which ranks of the instance have a stream of their own now, and whether the group has a pool."""

@@ -53,7 +53,8 @@ class PrefixCache:
     ``repeat_rate`` is the chance, per prompt with a hit, that a part of the hit is stored again; at 0 every block
     has one copy per medium. With ``dense_offload``, stores off the GPU have tokens. ``removals_together`` puts the
     removals of one call and medium in one event, as SGLang does, instead of one event each. ``standard_hashes``
-    names blocks by their seq_hash, as a publisher of the KV Events envelope does.
+    names blocks by their seq_hash, as a publisher of the KV Events envelope does. With ``removes_once`` a block is told
+    as removed after its last copy only.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class PrefixCache:
         dense_offload: bool = False,
         removals_together: bool = False,
         standard_hashes: bool = False,
+        removes_once: bool = False,
     ) -> None:
         if block_size < 1 or gpu_blocks < 1:
             raise InvalidValue(
@@ -83,6 +85,7 @@ class PrefixCache:
         self._dense_offload = dense_offload
         self._removals_together = removals_together
         self._standard_hashes = standard_hashes
+        self._removes_once = removes_once
         self._adapter_ids: dict[str, int] = {}
         sizes = {GPU: gpu_blocks, CPU: cpu_blocks, DISK: disk_blocks}
         self._media = {medium: MediumBlocks(size) for medium, size in sizes.items() if size}
@@ -219,7 +222,11 @@ class PrefixCache:
             self._stored += 1
             events.append(self._told([block], colder))
         self._removed += 1
-        events.append(BlockRemoved((block.name,), medium, lora_name=block.lora_name, cache_salt=block.cache_salt))
+        if not self._removes_once or block.key not in self._media[medium]:
+            events.append(self._gone(block, medium))
+
+    def _gone(self, block: Block, medium: str) -> BlockRemoved:
+        return BlockRemoved((block.name,), medium, lora_name=block.lora_name, cache_salt=block.cache_salt)
 
     def _told(self, blocks: Sequence[Block], medium: str) -> BlockStored:
         """The event for consecutive blocks that entered ``medium``."""

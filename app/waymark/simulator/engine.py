@@ -90,6 +90,7 @@ def build_engine(
     ranks: int = 1,
     seed: int = 0,
     repeat_rate: float = 0.05,
+    removes_once: bool = False,
     dimensions: Dimensions | None = None,
     topic: str = "",
     buffer_batches: int = 10_000,
@@ -101,7 +102,8 @@ def build_engine(
     """An engine whose cache behaves as the dialect's engine does; open its ``publisher`` before use.
 
     SGLang's stores off the GPU have tokens, and it removes several blocks in one event. A standard publisher
-    counts no copies, so its blocks are never repeated. ``InvalidValue`` where a dialect that names no medium
+    counts no copies, so its blocks are never repeated. With ``removes_once`` a block that has several copies is
+    removed after the last one only. ``InvalidValue`` where a dialect that names no medium
     is asked for more than the GPU.
     """
     if cpu_blocks and dialect in WITHOUT_MEDIUM:
@@ -118,6 +120,7 @@ def build_engine(
             dense_offload=is_sglang or is_standard,
             removals_together=is_sglang,
             standard_hashes=dialect == "standard",
+            removes_once=removes_once,
         )
         for rank in range(ranks)
     ]

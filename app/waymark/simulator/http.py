@@ -1,8 +1,9 @@
 """The HTTP API of a simulated engine: the paths by which a real one says what it is and how it does.
 
-A vLLM answers ``/kv_event_sources`` and ``/metrics``, an SGLang ``/server_info`` and ``/metrics``, both ``/health`` and
-``/v1/models``, in the shapes that vLLM 0.33 and SGLang 0.5.23 have. The path of a dialect that the engine does not
-speak is 404, as on a real one. All ranks of a simulated engine share one socket, so one source is named.
+A vLLM answers ``/kv_event_sources``, ``/version`` and ``/metrics``, an SGLang ``/server_info`` and ``/metrics``, both
+``/health`` and ``/v1/models``, in the shapes that vLLM 0.33 and SGLang 0.5.23 have. The path of a dialect that the
+engine does not speak is 404, as on a real one. All ranks of a simulated engine share one socket, so one source is
+named.
 
 Both answer requests, too: ``openai`` and ``messages`` have the paths of a chat, ``generation`` makes the answers.
 """
@@ -73,7 +74,9 @@ class EngineHttp:
         application.router.add_get("/metrics", self._metrics)
         if self._is_sglang:
             application.router.add_get("/server_info", self._server_info)
-        elif has_sources:
+        else:
+            application.router.add_get("/version", self._version)
+        if has_sources and not self._is_sglang:
             application.router.add_get("/kv_event_sources", self._sources)
         # A client that goes ends its request, as on a real engine.
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
@@ -104,6 +107,9 @@ class EngineHttp:
             for name, parent in names
         ]
         return web.json_response({"object": "list", "data": cards})
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": "0.33.0"})
 
     async def _sources(self, _: web.Request) -> web.Response:
         publisher = self._engine.publisher

@@ -25,4 +25,5 @@ def target_of(of: Document) -> Target:
         metrics_url=of.optional_text("metrics_url"),
         adapters=of.words("adapters"),
         aliases=of.words("aliases"),
+        release=of.optional_text("release"),
     )
