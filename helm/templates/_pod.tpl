@@ -185,6 +185,13 @@ spec:
             secretKeyRef:
               name: {{ . }}
               key: {{ $root.Values.engineApiKey.key }}
+        {{- with $root.Values.engineApiKey.keysKey }}
+        - name: WAYMARK_ENGINE_KEYS
+          valueFrom:
+            secretKeyRef:
+              name: {{ $root.Values.engineApiKey.existingSecret }}
+              key: {{ . }}
+        {{- end }}
         {{- end }}
         {{- if $engineCa.name }}
         - name: WAYMARK_ENGINE_CA_FILE

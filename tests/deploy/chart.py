@@ -35,6 +35,7 @@ ELSEWHERE: dict[str, str | None] = {
     "WAYMARK_API_TOKEN": "apiToken.existingSecret",
     "WAYMARK_API_TOKENS_FILE": "apiTokensSecret.name",
     "WAYMARK_ENGINE_API_KEY": "engineApiKey.existingSecret",
+    "WAYMARK_ENGINE_KEYS": "engineApiKey.keysKey",
     "WAYMARK_ENGINE_CA_FILE": "engineCaSecret.name",
     "WAYMARK_PUBLISHERS_FILE": "publishers",
     "WAYMARK_DISCOVERY": "discovery.enabled",

@@ -103,7 +103,7 @@ async def test_an_older_vllm_says_what_it_can(engine: Engine, describer: Describ
     found = await describer.describe(engine.url, EngineKind.VLLM)
     assert (found.model_name, found.block_size, found.ranks) == ("llama", 16, ())
     assert "0.32" in found.silent["endpoint"]
-    assert "/kv_event_sources" in (await describer.describe(engine.url)).silent["type"]
+    assert (await describer.describe(engine.url)).kind == EngineKind.VLLM  # by its metrics
 
 
 async def test_the_key_that_is_missing_is_named(engine: Engine, describer: Describer) -> None:
@@ -242,3 +242,11 @@ async def test_names_beyond_bounds_are_left_out(engine: Engine, describer: Descr
 def test_an_engine_without_a_name_is_its_host_and_port() -> None:
     assert instance_id_of("http://10.0.0.7:8000") == "10.0.0.7:8000"
     assert instance_id_of("https://a.b") == "a.b:443"
+
+
+async def test_another_server_with_openais_api_is_foreign(engine: Engine, describer: Describer) -> None:
+    engine.answers = {"/v1/models": vllm_models("llama3.2", "qwen3")}
+    found = await describer.describe(engine.url)
+    assert (found.kind, found.is_foreign, found.model_name, found.aliases) == (None, True, "llama3.2", ("qwen3",))
+    engine.answers["/kv_event_sources"] = 503  # it may have it when it has started
+    assert not (await describer.describe(engine.url)).is_foreign

@@ -19,6 +19,7 @@ from tests.discovery.test_kubernetes import names, until_named, until_said
 from waymark.api.registrations import registration_of
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
+from waymark.base.errors import InvalidValue
 from waymark.base.metrics import Metrics
 from waymark.discovery.describe import Describer
 from waymark.discovery.engines import EngineRegistrations
@@ -62,9 +63,11 @@ async def by_url(store: Store, engine: Engine, **given: Any) -> None:
     """What ``POST /register {"url": ...}`` does."""
     describer = Describer(Asker(), AllowedEndpoints(), seconds=20)
     engines = EngineRegistrations(describer, partial(registration_of, allowed=AllowedEndpoints()))
-    for each in await engines.of(engine.url, given, Origin("url", engine.url)):
-        await store.registry.register(each)
-    await describer.close()
+    try:
+        for each in await engines.of(engine.url, given, Origin("url", engine.url)):
+            await store.registry.register(each)
+    finally:
+        await describer.close()
 
 
 async def until(store: Store, what: str, *expected: tuple[Any, ...]) -> None:
@@ -180,3 +183,36 @@ endpoints:
         (found,) = await store.directory.registrations()
         assert (found.target.address, found.target.role) == (engine.url, "decode")
         assert found.target.labels == {"llm-d.ai/role": "decode"}
+
+
+async def test_another_server_has_a_registration_for_each_model(store: Store, engine: Engine) -> None:
+    engine.answers = {"/v1/models": vllm_models("llama3.2", "qwen3")}
+    await by_url(store, engine)
+    place = engine.url.removeprefix("http://")
+    found = {each.instance_id: each for each in await store.directory.registrations()}
+    assert {name: each.model_name for name, each in found.items()} == {
+        f"{place}/llama3.2": "llama3.2",
+        f"{place}/qwen3": "qwen3",
+    }
+    assert {(str(each.kind), each.block_size, each.target.address) for each in found.values()} == {
+        ("none", 16, engine.url)
+    }
+    before = sorted(found)
+    async with discovering(store, again_seconds=0.1):
+        engine.asked.clear()
+        await wait_until(lambda: engine.asked.count("/v1/models") >= 6, "it was asked again for both")
+    assert sorted(each.instance_id for each in await store.directory.registrations()) == before
+
+
+async def test_an_engine_without_sockets_is_followed_when_it_names_them(store: Store, engine: Engine) -> None:
+    engine.is_vllm("no_replay", block_size=32)
+    sources = engine.answers.pop("/kv_event_sources")
+    with pytest.raises(InvalidValue, match="type") as caught:  # an engine that could have events needs a word more
+        await by_url(store, engine, instance_id="i")
+    assert caught.value.field == "endpoint"
+    await by_url(store, engine, instance_id="i", type="none")
+    (registered,) = await store.directory.registrations()
+    assert (str(registered.kind), registered.block_size, registered.target.aliases) == ("none", 32, ("llama-alias",))
+    async with discovering(store, again_seconds=0.1):
+        engine.answers["/kv_event_sources"] = sources
+        await until(store, "it is followed", ("i|default|0", "llama", 32, "tcp://127.0.0.1:5577"))

@@ -5,21 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.conftest import wait_until
-from tests.discovery.conftest import Engine, StartEngine, engine, start_engine
+from tests.discovery.conftest import Engine, StartEngine, engine, start_engine, vllm_models
 from tests.discovery.test_sources import discovering
 from tests.gateway.conftest import Running, Start, chat
 from tests.patience import patient
 from tests.serving.wire import served
 from waymark.api.application import create_app
+from waymark.api.registrations import registration_of
 from waymark.base.asker import Asker
+from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.discovery.describe import Describer
+from waymark.discovery.engines import EngineRegistrations
+from waymark.gateway.engines import GivenEngines
 from waymark.store.store import Store
 
 __all__ = ["engine", "start_engine"]
@@ -124,3 +130,34 @@ async def test_an_engine_that_is_registered_by_its_url_is_served(start: Start, e
     for model in ("llama", "llama-alias"):
         await until_answered(running, model, 200)
     assert engine.asked.count(PATH) >= 2
+
+
+@asynccontextmanager
+async def given(running: Running, *engines: Engine, **settings: str) -> AsyncIterator[None]:
+    """``--engine`` for each of them, until all are registered."""
+    allowed = AllowedEndpoints()
+    asker = Asker.of(Settings(redis_url="memory://", **settings))
+    found = EngineRegistrations(Describer(asker, allowed, seconds=20), partial(registration_of, allowed=allowed))
+    try:
+        async with asyncio.timeout(patient(30)):
+            await GivenEngines(running.store, found, [each.url for each in engines]).run()
+        yield
+    finally:
+        await asker.close()
+
+
+async def test_any_openai_server_is_behind_a_gateway_by_its_url(start: Start, start_engine: StartEngine) -> None:
+    """A server with two models, and a vLLM of a release that names no sockets."""
+    running = await start(0)
+    other, older = await start_engine(), await start_engine()
+    other.answers = {"/v1/models": vllm_models("llama3.2", "qwen3"), PATH: {"object": "chat.completion", "of": "other"}}
+    older.is_vllm()
+    del older.answers["/kv_event_sources"]
+    older.answers[PATH] = {"object": "chat.completion", "of": "older"}
+    async with given(running, other, older, engine_keys="127.0.0.1=sk-of-it="):
+        assert (other.authorization, older.authorization) == ("Bearer sk-of-it=", "Bearer sk-of-it=")
+        for model, of in (("llama3.2", "other"), ("qwen3", "other"), ("llama", "older"), ("llama-alias", "older")):
+            await until_answered(running, model, 200)
+            assert (await running.post(chat("a") | {"model": model})).json()["of"] == of
+        models = (await running.client.get("/v1/models")).json()["data"]
+        assert [each["id"] for each in models] == ["llama", "llama-alias", "llama3.2", "qwen3"]

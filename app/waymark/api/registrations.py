@@ -33,9 +33,17 @@ _NO_REPAIR = (
 )
 
 
-def _warnings(registrations: Sequence[Registration]) -> dict[str, list[str]]:
+_NO_EVENTS = (
+    "{} publishes no KV events, so what it has is only estimated, and requests without tokens go by the beginnings of "
+    "their prompts; it is asked again, and followed when it names event sockets"
+)
+
+
+def _warnings(registrations: Sequence[Registration], *, is_by_url: bool = False) -> dict[str, list[str]]:
     """The field of an answer that says what a registration cannot do; absent where there is nothing to say."""
     found = [_NO_REPAIR.format(shown(str(each.name))) for each in registrations if each.cannot_repair]
+    if is_by_url and not registrations[0].kind.traits.tells_events:
+        found.append(_NO_EVENTS.format(" and ".join(shown(each.instance_id) for each in registrations)))
     return {"warnings": found} if found else {}
 
 
@@ -139,8 +147,9 @@ class Registrations:
                         "snapshot_endpoint": each.snapshot_endpoint,
                     }
                     for each in registrations
+                    if each.instance_id == first.instance_id
                 ],
-                **_warnings(registrations),
+                **_warnings(registrations, is_by_url=True),
             }
         )
 

@@ -15,6 +15,7 @@ import ssl
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from waymark.base.endpoints import AllowedEndpoints, place_of
@@ -54,25 +55,40 @@ class EngineKey:
     ``hosts`` None: to every host.
     """
 
-    def __init__(self, key: str | None, hosts: AllowedEndpoints | None = None, urls: Iterable[str] = ()) -> None:
-        """``urls``: further places that the operator has named."""
-        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    def __init__(
+        self,
+        key: str | None,
+        hosts: AllowedEndpoints | None = None,
+        urls: Iterable[str] = (),
+        keys: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """``urls``: further places that the operator has named. ``keys``: those of single hosts, which go before."""
+        self._headers = {} if key is None else _bearer(key)
         self._hosts = hosts
         self._places = frozenset(map(place_of, urls))
+        self._own = [(AllowedEndpoints([host]), _bearer(each)) for host, each in keys.items()]
 
     @classmethod
     def of(cls, settings: Settings, *, is_bounded: bool = True) -> EngineKey:
         key = None if settings.engine_api_key is None else settings.engine_api_key.get_secret_value()
+        keys = {host: each.get_secret_value() for host, each in settings.engine_keys.items()}
         if not is_bounded:
-            return cls(key)
+            return cls(key, keys=keys)
         named = settings.engine_key_hosts or settings.allowed_endpoints
-        return cls(key, AllowedEndpoints(named), settings.gateway_engines)
+        return cls(key, AllowedEndpoints(named), settings.gateway_engines, keys)
 
     def headers(self, url: str) -> Mapping[str, str]:
         """The headers with the key, for a request to this URL; none if it may not go there."""
+        for host, headers in self._own:
+            if host.is_named(url):
+                return headers
         if self._hosts is None or self._hosts.is_named(url) or (self._places and place_of(url) in self._places):
             return self._headers
         return {}
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
 
 
 class Asker:

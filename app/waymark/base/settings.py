@@ -84,6 +84,19 @@ def _split_seconds(text: Any) -> Any:
     return seconds
 
 
+def _split_keys(text: Any) -> Any:
+    """``HOST=KEY,HOST=KEY`` as a dict. No error shows a part: it may be a key."""
+    if not isinstance(text, str):
+        return text
+    found: dict[str, str] = {}
+    for number, part in enumerate(_split(text), 1):
+        host, _, key = part.partition("=")
+        if not host or not re.fullmatch(r"[!-~]+", key) or host in found:
+            raise ValueError(f"entry {number} is not HOST=KEY with a host named once and a key of printable ASCII")
+        found[host] = key
+    return found
+
+
 def _parsed_sources(text: Any) -> Any:
     """A JSON object of URLs by model; the message of what it is not becomes the error's."""
     if not isinstance(text, str):
@@ -231,6 +244,8 @@ class Settings(BaseModel):
     """The bearer token in requests to engines; it goes only to the hosts of `WAYMARK_ENGINE_KEY_HOSTS`."""
     engine_key_hosts: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
     """The globs and CIDRs of the hosts that get the key of the engines; the default is `WAYMARK_ALLOWED_ENDPOINTS`."""
+    engine_keys: Annotated[dict[str, SecretStr], BeforeValidator(_split_keys)] = Field(default_factory=dict)
+    """Keys of single engines or providers, by the host that gets them: `api.example.com=KEY,10.0.0.0/8=OTHER`."""
     engine_ca_file: str | None = None
     """The PEM file with the CA that signs the certificates of engines; the default is the CAs of the system."""
     on_gap: Annotated[Literal["keep", "reset"], BeforeValidator(_lower)] = "keep"

@@ -1,13 +1,15 @@
 """Asks an engine what a registration needs to know: its model, its block size, and the event sockets of its ranks.
 
 vLLM answers ``/kv_event_sources`` (0.32 and later), ``/v1/models``, ``/version`` and ``/metrics``; SGLang
-``/server_info`` and ``/v1/models``. An engine is not trusted: every answer has a bound, and ``endpoint`` says which of
-its sockets are its own. What an engine does not say, ``silent`` explains by the field that then has to be given.
+``/server_info`` and ``/v1/models``; any other server with OpenAI's API ``/v1/models`` alone. An engine is not trusted:
+every answer has a bound, and ``HostNames`` says which of its sockets are its own. What an engine does not say,
+``silent`` explains by the field that then has to be given.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,6 +36,7 @@ RANKS_MAX = 256
 _SOURCES, _SERVER, _MODELS, _METRICS = "/kv_event_sources", "/server_info", "/v1/models", "/metrics"
 _VERSION = "/version"
 _CACHE_CONFIG = "vllm:cache_config_info"
+_VLLM_METRIC = re.compile(rb"^vllm:", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,8 @@ class Description:
     """The release of the engine."""
     names_sockets: bool = True
     """Whether the engine answers the path that names its sockets."""
+    is_foreign: bool = False
+    """Whether it is another server with OpenAI's API: one that has none of the paths by which engines name sockets."""
     silent: Mapping[str, str] = field(default_factory=dict)
     """The reason why the engine does not report a field, by field."""
 
@@ -112,7 +117,9 @@ class Describer:
         server, sources = _json(replies[_SERVER]), _json(replies[_SOURCES])
         if cards is None and not isinstance(server, dict) and not isinstance(sources, dict | list):
             raise _no_engine(base, replies[_MODELS])
-        kind = kind or _kind(server, sources, cards)
+        is_foreign = kind is None
+        kind = kind or _kind(server, sources) or _kind_by_metrics(replies[_METRICS])
+        is_foreign = is_foreign and kind is None and all(map(_is_absent, (replies[_SOURCES], replies[_SERVER])))
         silent: dict[str, str] = {}
         if kind is not None and kind.traits.sockets_path == _SERVER:
             stated, ranks_text = server if isinstance(server, dict) else {}, _SERVER
@@ -127,7 +134,7 @@ class Describer:
         if not names:
             silent["modelname"] = f"its {_MODELS} names no model{_because(replies[_MODELS])}"
         if kind is None:
-            silent["type"] = f"it answers neither {_SOURCES} nor {_SERVER}"
+            silent["type"] = f"it answers neither {_SOURCES} nor {_SERVER}, and its {_METRICS} are not those of vLLM"
         sockets: list[RankSockets] = []
         try:
             for rank, endpoint, *others in ranks:
@@ -151,6 +158,7 @@ class Describer:
             ranks=tuple(sockets),
             release=_release(server) or _release(_json(replies[_VERSION])),
             names_sockets=_names_sockets(kind, server, sources),
+            is_foreign=is_foreign,
             silent=silent,
         )
 
@@ -292,12 +300,24 @@ def _release(answer: Any) -> str | None:
     return release if isinstance(release, str) and 0 < len(release) <= _NAME_MAX else None
 
 
-def _kind(server: Any, sources: Any, cards: Any) -> EngineKind | None:
+def _kind(server: Any, sources: Any) -> EngineKind | None:
     if isinstance(sources, dict | list):
         return naming_sockets_at(_SOURCES)
     if isinstance(server, dict) and ("kv_events" in server or "page_size" in server):
         return naming_sockets_at(_SERVER)
     return None
+
+
+def _kind_by_metrics(reply: HttpReply | Unanswered) -> EngineKind | None:
+    """The kind of an engine by the names of its metrics: vLLM before 0.32 has no path that names its sockets."""
+    if isinstance(reply, HttpReply) and reply.status == 200 and _VLLM_METRIC.search(reply.body):
+        return naming_sockets_at(_SOURCES)
+    return None
+
+
+def _is_absent(reply: HttpReply | Unanswered) -> bool:
+    """Whether the server has said that it has no such path. One that is silent or fails may have it later."""
+    return isinstance(reply, HttpReply) and reply.status < 500 and reply.status not in (401, 403, 429)
 
 
 def _names_sockets(kind: EngineKind | None, server: Any, sources: Any) -> bool:
@@ -324,7 +344,7 @@ def _no_engine(base: str, reply: HttpReply | Unanswered) -> InvalidValue | Remot
         return _unavailable(base, f"it answers {_MODELS} with status {reply.status}")
     return InvalidValue(
         f"url {shown(base)} is no engine: {_MODELS} is answered without a list of models{_because(reply)}; "
-        "give the URL of the HTTP API of vLLM or SGLang",
+        "give the URL of the HTTP API of an engine, or of another server with OpenAI's API",
         field="url",
     )
 

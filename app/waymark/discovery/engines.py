@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -11,8 +11,11 @@ from typing import Any
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
 from waymark.discovery.describe import Describer, Description, RankSockets, host_of, instance_id_of
-from waymark.domain.engines import UNNAMED, EngineKind
+from waymark.domain.engines import UNNAMED, WITHOUT_EVENTS, EngineKind
 from waymark.domain.names import BY_CLIENT, Origin, Registration
+
+#: The tokens of a block for a server that has none of its own: what is estimated of its cache is counted in these.
+_BLOCK_SIZE = 16
 
 RegistrationOf = Callable[[dict[str, Any]], Registration]
 """Makes a registration of the fields of ``POST /register``; raises InvalidValue where one does not fit."""
@@ -35,11 +38,19 @@ class EngineRegistrations:
         """One registration for each rank of the engine at ``url``, at least one, by rank.
 
         ``given`` are fields of ``POST /register``; they are not taken from the engine. ``ports`` and ``known`` count
-        for what the engine does not say. Raises RemoteUnavailable where the engine does not answer, and InvalidValue
-        that names each field that is still missing.
+        for what the engine does not say. A server of another make has a registration for each of its models, of the
+        kind that has no events; so has an engine that names no sockets, if ``known`` has that kind. Raises
+        RemoteUnavailable where the engine does not answer, and InvalidValue that names each field that is still
+        missing.
         """
-        description = await self._describer.describe(url, _kind_of(given.get("type")))
+        kind = _kind_of(given.get("type"))
+        description = await self._describer.describe(url, None if kind == WITHOUT_EVENTS else kind)
         _check_given(description, given)
+        sockets = _sockets(description, given) or _usual_sockets(description, ports)
+        if _is_without_events(description, given, known, sockets):
+            return self._without_events(description, given, known, origin)
+        if _kind_of(known.get("type")) == WITHOUT_EVENTS:
+            known = {}  # it was registered before it named its sockets, with a block size that it had not said
         fields = {
             "instance_id": instance_id_of(description.url),
             "type": description.kind,
@@ -51,7 +62,6 @@ class EngineRegistrations:
             if fields.get(name) is None:
                 fields[name] = value
         missing = [name for name in ("type", "modelname", "block_size") if fields[name] is None]
-        sockets = _sockets(description, given) or _usual_sockets(description, ports)
         if not sockets:
             missing.append("endpoint")
         if missing:
@@ -63,6 +73,44 @@ class EngineRegistrations:
             registrations.append(_known(self._registration_of(fields | fields_of(each)), description, origin))
             await asyncio.sleep(0)  # an engine with many ranks holds nobody
         return registrations
+
+    def _without_events(
+        self, description: Description, given: dict[str, Any], known: Mapping[str, Any], origin: Origin
+    ) -> list[Registration]:
+        """One registration for each model of a server that publishes no events."""
+        # Further names of an engine are those of one model; another server has as many models as names.
+        has_several = description.kind is None and bool(description.aliases)
+        model_name = given.get("modelname") or known.get("modelname")
+        names = [model_name or description.model_name]
+        if has_several and model_name is None:
+            names += description.aliases
+        if names[0] is None:
+            raise _unsaid(description, ["modelname"])
+        fields = {
+            "instance_id": instance_id_of(description.url),
+            "type": str(WITHOUT_EVENTS),
+            "block_size": description.block_size or known.get("block_size") or _BLOCK_SIZE,
+            "address": description.url,
+        } | given
+        registrations = []
+        for name in names:
+            own = dict(fields, modelname=name)
+            if has_several and (model_name is None or "instance_id" not in given):
+                own["instance_id"] = f"{fields['instance_id']}/{name}"
+            about = replace(description, model_name=name, aliases=()) if has_several else description
+            registrations.append(_known(self._registration_of(own), about, origin))
+        return registrations
+
+
+def _is_without_events(
+    description: Description, given: dict[str, Any], known: Mapping[str, Any], sockets: Sequence[RankSockets | None]
+) -> bool:
+    """Whether it is registered as a server that publishes no events: it was given so, is known so, or cannot."""
+    if given.get("type") is not None:
+        return _kind_of(given["type"]) == WITHOUT_EVENTS
+    if any(sockets) or given.get("endpoint") is not None:
+        return False
+    return description.is_foreign or _kind_of(known.get("type")) == WITHOUT_EVENTS
 
 
 def _kind_of(text: str | None) -> EngineKind | None:

@@ -51,16 +51,14 @@ class GivenEngines:
 
     async def _register(self, url: str) -> Registration:
         """All ranks of an engine, by what it says of itself; the first of them."""
-        origin = Origin("url", base_of(url))
-        try:
-            registrations = await self._engines.of(url, {}, origin)
-        except InvalidValue as error:
-            if error.reason != "missing" or error.field != "endpoint":
-                raise
+        registrations = await self._engines.of(
+            url, {}, Origin("url", base_of(url)), known={"type": str(WITHOUT_EVENTS)}
+        )
+        if not registrations[0].kind.traits.tells_events:
             log.warning(
-                "an engine reports no event socket; what it has in its cache is only estimated", extra=fields(url=url)
+                "an engine reports no event socket; until it does, requests go by the beginnings of their prompts",
+                extra=fields(url=url),
             )
-            registrations = await self._engines.of(url, {"type": str(WITHOUT_EVENTS)}, origin)
         for registration in registrations:
             await self._store.registry.check(registration)
         for registration in registrations:
