@@ -14,6 +14,7 @@ import pytest
 from tests.patience import patient, patient_settings
 from tests.store.factories import Change, apply_changes
 from waymark.api.application import create_app
+from waymark.api.engine_addresses import EngineAddresses
 from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
@@ -55,7 +56,10 @@ async def make_client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakeClie
             given = Settings(**patient_settings() | settings)
             asker = Asker.of(given)
             stack.push_async_callback(asker.close)
-            app = create_app(store, given, metrics or Metrics(), asker=asker)
+            numbers = metrics or Metrics()
+            of_text = tokenizers.Tokenizers.of(given, numbers, EngineAddresses(store))
+            stack.push_async_callback(of_text.close)
+            app = create_app(store, given, numbers, of_text, asker=asker)
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
             return await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://waymark"))
 

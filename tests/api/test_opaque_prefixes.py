@@ -94,15 +94,12 @@ async def test_a_source_beside_an_engine_with_blocks(
 
 
 @pytest.mark.parametrize("kind", ["vLLM", "none"])
-async def test_without_a_source_a_hash_decides_nothing(
-    client: httpx.AsyncClient, register: Register, kind: str
-) -> None:
+async def test_without_a_source_the_prefix_decides(client: httpx.AsyncClient, register: Register, kind: str) -> None:
     await register("pod-1", type=kind, endpoint=None if kind == "none" else "tcp://10.0.0.1:5557")
-    answer = await client.post("/select", json={"model": "m", "prefix_hash": HASH, "policy": "composite"})
-    assert (answer.status_code, answer.json()["reason"]) == (400, "no_tokenizer")
     for path in ("/score", "/select"):
-        answer = await client.post(path, json={"model": "m", "messages": MESSAGES, "policy": "composite"})
-        assert (answer.status_code, answer.json()["reason"]) == (400, "no_tokenizer")
+        for prompt in ({"prefix_hash": HASH}, {"messages": MESSAGES}):
+            answer = await client.post(path, json={"model": "m", "policy": "composite"} | prompt)
+            assert (answer.status_code, answer.json()["decision"]) == (200, "prefix")
 
 
 @pytest.mark.usefixtures("sources")

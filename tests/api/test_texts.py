@@ -104,7 +104,6 @@ async def test_tokens_are_answered_in_the_shape_of_vllm(api: httpx.AsyncClient) 
 @pytest.mark.parametrize(
     ("fields", "status", "reason", "field"),
     [
-        ({"model": "x", "prompt": "Hi"}, 400, "no_tokenizer", "model"),
         ({"model": "m", "prompt": 1}, 400, "invalid_type", "prompt"),
         ({"model": "m", "messages": "Hi"}, 400, "invalid_type", "messages"),
         ({"model": "m", "messages": [], "system": 1}, 400, "invalid_type", "system"),
@@ -275,10 +274,37 @@ async def test_without_a_tokenizer_the_refusal_names_model_and_setting(
     memory_store: Store, make_client: MakeClient
 ) -> None:
     api = await make_client(memory_store)
-    for path in ("/query", "/score", "/select", "/tokenize"):
+    for path in ("/query", "/tokenize"):
         answer = await api.post(path, json=CHAT)
         assert (answer.status_code, answer.json()["reason"]) == (400, "no_tokenizer")
-        assert all(word in answer.json()["error"] for word in ('"m"', "WAYMARK_TOKENIZERS"))
+        named = ('"m"', "WAYMARK_TOKENIZERS", "register an engine with an address")
+        assert all(word in answer.json()["error"] for word in named)
+
+
+@pytest.mark.parametrize("fields", [{"messages": MESSAGES}, {"prompt": "Be brief. " * 40}])
+async def test_without_a_tokenizer_the_prefix_decides(
+    memory_store: Store, make_client: MakeClient, fields: dict[str, Any]
+) -> None:
+    """Equal beginnings go to one target, of which the others are told apart by their load."""
+    metrics = Metrics()
+    api = await make_client(memory_store, metrics=metrics)
+    for path in ("/score", "/select"):
+        nobody = await api.post(path, json=fields | {"model": "m"})
+        assert nobody.status_code == (200 if path == "/score" else 404), nobody.text
+    for name in ("one", "two", "three", "four"):
+        body = {"type": "none", "model": "m", "instance_id": name, "block_size": 2}
+        assert (await api.post("/register", json=body)).status_code == 200
+    ranked = (await api.post("/score", json=fields | {"model": "m"})).json()
+    assert (ranked["decision"], len(ranked["scores"])) == ("prefix", 4)
+    assert ranked["total_tokens"] > 0, "its length is estimated"
+    seen = set()
+    for _ in range(4):
+        selected = (await api.post("/select", json=fields | {"model": "m"})).json()
+        assert (selected["decision"], len(selected["prefix_key"])) == ("prefix", 64)
+        await api.post("/release", json={"reservation": selected["reservation"]})
+        seen.add(selected["target"]["instance_id"])
+    assert seen == {ranked["scores"][0]["instance_id"]}
+    assert metrics.decisions_without_tokens.labels(reason="no_tokenizer").value == 7
 
 
 async def test_texts_under_way_hold_up_no_query_of_tokens(
@@ -300,6 +326,9 @@ async def test_texts_under_way_hold_up_no_query_of_tokens(
             asked += 1
             await may_answer.wait()
             return TokenizedPrompt(b"")
+
+        async def close(self) -> None:
+            may_answer.set()
 
     monkeypatch.setattr(Tokenizers, "_opened", lambda *_: Slow())
     monkeypatch.setattr(face, "SECONDS", 600.0)
@@ -381,7 +410,8 @@ async def test_messages_with_an_image_match_up_to_it(
 
 
 @pytest.mark.outside
-async def test_a_text_goes_to_an_engine_of_its_own_tenant_and_model(memory_store: Store) -> None:
+@pytest.mark.parametrize("is_named", [True, False], ids=["by-setting", "by-default"])
+async def test_a_text_goes_to_an_engine_of_its_own_tenant_and_model(memory_store: Store, *, is_named: bool) -> None:
     asked: list[tuple[str, str]] = []
 
     async def tokenize(request: web.Request) -> web.StreamResponse:
@@ -394,12 +424,13 @@ async def test_a_text_goes_to_an_engine_of_its_own_tenant_and_model(memory_store
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     host, port = runner.addresses[0]
-    options, metrics = Settings(tokenizers={"m": "engine:"}), Metrics()
+    options, metrics = Settings(tokenizers={"m": "engine:"} if is_named else {}), Metrics()
     tokenizers = Tokenizers.of(options, metrics, EngineAddresses(memory_store))
     app = create_app(memory_store, options, metrics, tokenizers)
     api = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://waymark")
     nobody = await api.post("/query", json=CHAT)
-    assert (nobody.status_code, nobody.json()["reason"]) == (503, "unavailable")
+    expected = (503, "unavailable") if is_named else (400, "no_tokenizer")
+    assert (nobody.status_code, nobody.json()["reason"]) == expected
     assert "registered with an address" in nobody.json()["error"]
     for tenant in ("a", "b"):
         address = f"http://{host}:{port}/{tenant}"
@@ -415,6 +446,13 @@ async def test_a_text_goes_to_an_engine_of_its_own_tenant_and_model(memory_store
     }
     assert asked == [("b", "m"), ("a", "m")]
     await runner.cleanup()
+    # What could not answer is not asked again at once: a decision that waited for it would be slow each time.
+    for _ in range(3):
+        refused = await api.post("/query", json=CHAT | {"tenant_id": "a"})
+        assert (refused.status_code, refused.json()["reason"]) == (503, "unavailable")
+    assert "a moment ago" in refused.json()["error"]
+    selected = await api.post("/select", json=CHAT | {"tenant_id": "a", "policy": "least-work"})
+    assert (selected.status_code, selected.json()["decision"]) == (200, "prefix"), selected.text
     await tokenizers.close()
     await api.aclose()
 

@@ -126,7 +126,7 @@ async def test_text_and_messages_stand_in_place_of_token_ids(redis_url: str, tmp
                 await waymark.query("m", **options)
             assert refused.value.status == 400
         with pytest.raises(Refused) as lacking:
-            await waymark.score("other", prompt=text)
+            await waymark.query("other", prompt=text)
         assert (lacking.value.reason, lacking.value.field) == ("no_tokenizer", "model")
 
 

@@ -110,9 +110,7 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
     """Starts a gateway with that many engines and those settings; ``redis_url`` among them wins."""
     async with AsyncExitStack() as stack:
 
-        async def begin(
-            engines: int = 2, *, fallback: str | None = None, archive: Archive | None = None, **given: Any
-        ) -> Running:
+        async def begin(engines: int = 2, *, archive: Archive | None = None, **given: Any) -> Running:
             url = given.pop("redis_url", redis_url)
             bounds = {"request_seconds": given["request_seconds"]} if "request_seconds" in given else {}
             settings = Settings(redis_url=url, **patient_settings() | given)
@@ -122,7 +120,7 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
             found = [await stack.enter_async_context(_engine()) for _ in range(engines)]
             for number, engine in enumerate(found):
                 await store.registry.register(registration(engine.url, number))
-            tokenizers = Tokenizers.of(settings, metrics, fallback=fallback)
+            tokenizers = Tokenizers.of(settings, metrics)
             stack.push_async_callback(tokenizers.close)
             cache = ResponseCache.of(settings, metrics, store)
             gate = StartupGate(store.directory, settings.min_initial_workers)

@@ -232,12 +232,16 @@ async def test_features_that_do_not_fit_are_no_answer(engine: Engine, remote: Re
 # ---- any registered engine -------------------------------------------------------------------------
 
 
-def of_any(addresses: list[str], **options: Any) -> EngineTokenizer:
+def options(**changed: Any) -> dict[str, Any]:
+    return {"seconds": 60, "bytes_max": 2**20, "failed": {}, "is_default": True} | changed
+
+
+def of_any(addresses: list[str], **changed: Any) -> EngineTokenizer:
     async def found(group: GroupName) -> list[str]:
         assert group == GroupName("t", "m")
         return addresses
 
-    return EngineTokenizer(GroupName("t", "m"), found, Asker(), **{"seconds": 60, "bytes_max": 2**20} | options)
+    return EngineTokenizer(GroupName("t", "m"), found, Asker(), **options(**changed))
 
 
 async def test_the_next_engine_is_asked_where_one_fails(engine: Engine, free_port: int) -> None:
@@ -255,6 +259,8 @@ async def test_without_an_engine_that_answers_the_last_is_named(engine: Engine, 
     with pytest.raises(TokenizerUnavailable, match=f'"m".*{engine.url}.*status 500'):
         await tokenizer.tokens(HI)
     with pytest.raises(TokenizerUnavailable, match="registered with an address"):
+        await of_any([], is_default=False).tokens(HI)
+    with pytest.raises(InvalidValue, match="registered with an address"):
         await of_any([]).tokens(HI)
     await tokenizer._asker.close()
 
@@ -273,7 +279,7 @@ async def test_an_address_that_is_not_allowed_is_not_asked(engine: Engine) -> No
         return [engine.url]
 
     asker = Asker(AllowedEndpoints(["10.0.0.0/8"]))
-    tokenizer = EngineTokenizer(GroupName("t", "m"), found, asker, seconds=60, bytes_max=2**20)
+    tokenizer = EngineTokenizer(GroupName("t", "m"), found, asker, **options())
     with pytest.raises(TokenizerUnavailable, match="WAYMARK_ALLOWED_ENDPOINTS"):
         await tokenizer.tokens(HI)
     assert engine.asked == []

@@ -177,9 +177,7 @@ def _taking(request: ScoreRequest | SelectRequest) -> SelectParameters:
     )
 
 
-def asked_of(
-    read: DecisionBody, policy: PolicyChoice, prompt: PromptOf, *, needs_source: InvalidValue | None = None
-) -> RankingRequest:
+def asked_of(read: DecisionBody, policy: PolicyChoice, prompt: PromptOf) -> RankingRequest:
     request = read.request
     return RankingRequest(
         group=read.group,
@@ -192,7 +190,6 @@ def asked_of(
         session=read.session,
         is_multimodal=bool(read.items) or _is_multimodal(request.messages),
         given=read.given,
-        needs_source=needs_source,
     )
 
 
@@ -214,7 +211,3 @@ def keys_of_all(keys_of: KeysOf) -> PromptOf:
         return HashedPrompt(found.tokens, found.keys(found.blocks))
 
     return prompt
-
-
-def without_tokens(block_size: int) -> HashedPrompt:
-    return HashedPrompt(0, b"", has_tokens=False)

@@ -15,7 +15,6 @@ from waymark.api.decision_bodies import (
     keys_of_all,
     read_decision,
     select_request,
-    without_tokens,
 )
 from waymark.api.decision_schemas import RELEASES_MAX, ReleaseRequest, ScoreRequest, SelectRequest
 from waymark.api.given_prompts import GivenPrompts
@@ -24,15 +23,17 @@ from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody
 from waymark.api.http.tokens_file import Caller
 from waymark.api.texts import ModelPrompt, PromptTokenizer
-from waymark.base.errors import InvalidValue, NotFound, UnknownModel
+from waymark.base.errors import InvalidValue, NotFound, RemoteUnavailable, UnknownModel
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.base.shown import shown
+from waymark.chat.prefix_key import prefix_key
 from waymark.decide.decision import RankingRequest, SelectedTarget
 from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.policy import Decision, Scored
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.policies.target import Candidate
+from waymark.decide.request_prompts import estimate_tokens, no_prompt, unread_prompt
 from waymark.decide.selector import Selector
 from waymark.decide.served import ServedNames
 from waymark.decide.startup import StartupGate
@@ -56,6 +57,9 @@ class Decisions:
         self._served = store.incarnation.cache(
             ServedNames(store.directory, store.reader, store.begin, settings.query_deadline_ms / 1000)
         )
+        self._without_tokens = metrics.decisions_without_tokens
+        self._prefix_bytes = settings.prefix_bytes
+        self._max_tokens = settings.max_tokens
         self._score = partial(read_decision, ScoreRequest, prefix_bytes=settings.prefix_bytes)
         self._select = partial(read_decision, SelectRequest, prefix_bytes=settings.prefix_bytes)
 
@@ -182,39 +186,45 @@ class Decisions:
         request, text = read.request, read.text
         if text is not None and (text.field == "prompt" or not (is_sticky or policy.preset is PRESETS["sticky"])):
 
-            async def resumed(tokens: SourcedTokens | InvalidValue) -> Answer:
-                if isinstance(tokens, InvalidValue):
-                    return await decide(asked_of(read, policy, without_tokens, needs_source=tokens))
+            async def resumed(tokens: SourcedTokens | None) -> Answer:
+                if tokens is None:
+                    return await decide(asked_of(self._keyed(read), policy, unread_prompt(self._estimate(request))))
                 keys_of = self._given.of_tokens(tokens.ids, read.namespace, tokens.items)
                 return await decide(asked_of(read, policy, keys_of_all(keys_of)))
 
-            return Paused(partial(self._tokens, text, has_key=read.prefix_key is not None), resumed)
+            return Paused(partial(self._tokens, text), resumed)
         if text is not None or request.prefix_hash is not None:
-            needs_source = None
-            # Without a source a score is zeros, because the last source may have been unregistered a moment ago.
-            is_zeros = isinstance(request, ScoreRequest) and request.prefix_hash is not None
-            if not (is_zeros or is_sticky or policy.preset is PRESETS["sticky"]):
-                needs_source = InvalidBody(
-                    "prefix_hash names no blocks, and no engine of this model reports opaque prefixes; send it with "
-                    "policy sticky, or send token_ids",
-                    reason="no_tokenizer",
-                    field="prefix_hash",
-                )
-            return await decide(asked_of(read, policy, without_tokens, needs_source=needs_source))
+            return await decide(asked_of(read, policy, no_prompt))
         given = self._given.keys_of(type(request), body, read.namespace, read.items)
         return await decide(asked_of(read, policy, keys_of_all(given)))
 
-    async def _tokens(self, text: ModelPrompt, *, has_key: bool) -> SourcedTokens | InvalidValue:
-        """The tokens of a text; the error of a model without a tokenizer, where a prefix key can decide instead."""
+    async def _tokens(self, text: ModelPrompt) -> SourcedTokens | None:
+        """Return the tokens of a text; None if nothing tokenizes it now, so that it is decided without them."""
         began = perf_counter()
         try:
             return await self._tokenizer.tokens(text)
         except InvalidValue as exc:
-            if has_key and exc.reason == "no_tokenizer":
-                return exc
-            raise
+            if exc.reason != "no_tokenizer":
+                raise
+            reason = exc.reason
+        except RemoteUnavailable:
+            reason = "unavailable"
         finally:
             self._observe_tokens(perf_counter() - began)
+        self._without_tokens.labels(reason=reason).inc()
+        return None
+
+    def _keyed(self, read: DecisionBody) -> DecisionBody:
+        """Return the body with a prefix key; a text has one only if it is decided without tokens."""
+        request = read.request
+        if read.prefix_key is not None or request.prompt is None:
+            return read
+        said = [{"role": "user", "content": request.prompt}]
+        return read._replace(prefix_key=prefix_key(request.model, said, None, prefix_bytes=self._prefix_bytes))
+
+    def _estimate(self, request: ScoreRequest | SelectRequest) -> int:
+        prompts = () if request.prompt is None else (request.prompt,)
+        return min(estimate_tokens(request.messages, request.system, prompts)[0], self._max_tokens)
 
 
 # What the answers of ``/score`` and ``/select`` say of targets.

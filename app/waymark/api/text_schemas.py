@@ -27,9 +27,12 @@ System = Annotated[
 class TextFields(RequestBody):
     """A text, or the messages of a chat request, in place of token ids."""
 
-    prompt: str | None = Field(default=None, description="a text; the model needs a tokenizer")
+    prompt: str | None = Field(
+        default=None, description="a text; the model needs a tokenizer, or an engine with an address"
+    )
     messages: list[Any] | None = Field(
-        default=None, description="a list of messages as in a chat request of OpenAI; the model needs a tokenizer"
+        default=None,
+        description="a list of messages as in a chat request of OpenAI; tokenized as prompt is",
     )
     system: System = Field(
         default=None,

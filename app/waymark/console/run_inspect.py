@@ -70,7 +70,7 @@ def _adapter(arguments: argparse.Namespace) -> Adapter:
     return arguments.lora if arguments.lora_id is None else int(arguments.lora_id)
 
 
-async def _asked(arguments: argparse.Namespace, settings: Settings) -> InspectedPrompt:
+async def _asked(arguments: argparse.Namespace, settings: Settings, inspector: Inspector) -> InspectedPrompt:
     tokens, seq_hashes = None, None
     if arguments.hashes is not None:
         seq_hashes = read_hashes(arguments.hashes, option="--hashes")
@@ -86,7 +86,12 @@ async def _asked(arguments: argparse.Namespace, settings: Settings) -> Inspected
         from waymark.tokenization.tokenizers import Tokenizers
 
         prompt = read_prompt(arguments.text, arguments.messages)
-        tokenizers = Tokenizers.of(settings, Metrics())
+
+        async def addresses(group: GroupName) -> Sequence[str]:
+            found = [claim.registration for claim in await inspector.claims(group)]
+            return [each.target.address for each in found if each.target.address and each.scope == "instance"]
+
+        tokenizers = Tokenizers.of(settings, Metrics(), addresses)
         try:
             tokens = (await tokenizers.tokens(arguments.model, prompt, arguments.tenant)).ids
         finally:
@@ -102,7 +107,7 @@ async def _prompt(
     groups: list[InspectedGroup],
     cli: RedisCli,
 ) -> None:
-    prompt = await _asked(arguments, settings)
+    prompt = await _asked(arguments, settings, inspector)
     name = GroupName(arguments.tenant, arguments.model)
     group = next((group for group in groups if group.name == name), None)
     if group is None:

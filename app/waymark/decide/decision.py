@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Self
 
-from waymark.base.errors import InvalidValue
 from waymark.decide.policies.constants import Values
 from waymark.decide.policies.policy import Decision, Preset, Scored
 from waymark.decide.policies.target import Candidate
@@ -97,8 +96,6 @@ class RankingRequest(NamedTuple):
     is_multimodal: bool = False
     given: Mapping[tuple[str, int], GivenValues] | None = None
     """The targets to rank, by instance and rank; None: all."""
-    needs_source: InvalidValue | None = None
-    """The error if no target reports opaque prefixes, for a caller that does not want a decision without a match."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,8 +98,6 @@ class TargetReader:
                 self._observe(perf_counter() - began)
                 return lookup
             if table is None:
-                if ranking.needs_source is not None:
-                    raise ranking.needs_source
                 return None
         raise StoreUnavailable("the registrations of this model change all the time; try again in a moment")
 
@@ -133,8 +131,6 @@ class TargetReader:
                 if ranking.block_size is None and _block_size(fleet) != block_size:
                     return None, table
             self._remember(ranking.group, now, fleet)
-            if ranking.needs_source is not None and not fleet.has_sources:
-                raise ranking.needs_source
             if at_hand is not None and now == entry:
                 beside = at_hand
             elif aside is not None and now == entry:

@@ -33,7 +33,7 @@ from waymark.serving.listening import listen
 from waymark.store.hot import HotRows
 from waymark.store.redis.credentials import Credentials
 from waymark.store.store import Store
-from waymark.tokenization.tokenizers import ENGINE, Tokenizers
+from waymark.tokenization.tokenizers import Tokenizers
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ async def run(
     bounds = ServerBounds(
         settings.request_seconds, files_for(settings.connections_max, worker_files), settings.bodies_max_bytes
     )
-    tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store), fallback=ENGINE if has_gateway else None)
+    tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store))
     asker = Asker.of(settings)
     stop = stop_signal()
     gateway = None

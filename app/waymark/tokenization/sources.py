@@ -18,8 +18,9 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "cha
 def no_tokenizer(model: str) -> InvalidValue:
     """The refusal of text for a model without a source."""
     return InvalidValue(
-        f"there is no tokenizer for the model {shown(model)}; name one in WAYMARK_TOKENIZERS (engine: asks an "
-        "engine that is registered with an address), put its directory into WAYMARK_TOKENIZERS_DIR, or send token_ids",
+        f"there is no tokenizer for the model {shown(model)}, and no engine of it that is registered with an address; "
+        "register an engine with an address, name a tokenizer in WAYMARK_TOKENIZERS, put its directory into "
+        "WAYMARK_TOKENIZERS_DIR, or send token_ids",
         reason="no_tokenizer",
         field="model",
     )

@@ -52,6 +52,8 @@ class Engines(NamedTuple):
 
     addresses: Addresses
     asker: Asker
+    failed: dict[str, float]
+    """Until when an address is not asked, because it could not tokenize."""
 
 
 class Tokenizers:
@@ -69,9 +71,8 @@ class Tokenizers:
         seconds: float | None = None,
         new_asker: Callable[[], Asker] = Asker,
         engines: Engines | None = None,
-        fallback: str | None = None,
     ) -> None:
-        """``engines`` finds the engines that a source ``engine:`` asks. ``fallback``: of models without a source."""
+        """``engines`` are asked for the tokens of a source ``engine:``, and of models that have no source."""
         self._configured = dict(sources)
         self._directory = directory
         self._metrics = metrics
@@ -79,7 +80,6 @@ class Tokenizers:
         self._seconds = SECONDS if seconds is None else seconds
         self._new_asker = new_asker
         self._engines = engines
-        self._fallback = fallback
         # Each turn of a conversation is a prompt with all tokens of those before, so pieces get the most of it.
         self._prompts = SegmentMemo(cache_bytes // 4)
         self._memo = SegmentMemo(cache_bytes - cache_bytes // 4)
@@ -99,10 +99,8 @@ class Tokenizers:
         """Prompts that files of a model refused, and until when; the oldest first."""
 
     @classmethod
-    def of(
-        cls, settings: Settings, metrics: Metrics, addresses: Addresses | None = None, *, fallback: str | None = None
-    ) -> Tokenizers:
-        """As the settings say; ``addresses`` finds the engines that a source ``engine:`` asks."""
+    def of(cls, settings: Settings, metrics: Metrics, addresses: Addresses | None = None) -> Tokenizers:
+        """As the settings say; ``addresses`` finds the engines of a model."""
         return cls(
             settings.tokenizers,
             settings.tokenizers_dir,
@@ -112,8 +110,7 @@ class Tokenizers:
             text_bytes_max=settings.text_bytes_max,
             new_asker=partial(Asker.of, settings, is_bounded=False),
             # Their addresses are from registrations.
-            engines=None if addresses is None else Engines(addresses, Asker.of(settings)),
-            fallback=fallback,
+            engines=None if addresses is None else Engines(addresses, Asker.of(settings), {}),
         )
 
     async def tokens(self, model: str, prompt: Prompt, tenant_id: str = DEFAULT_TENANT) -> SourcedTokens:
@@ -241,10 +238,10 @@ class Tokenizers:
         source = self._open.get(model)
         if source is not None:
             return source
-        url = self._configured.get(model) or await self._discover(model) or self._fallback
-        if url is None:
+        url = self._configured.get(model) or await self._discover(model)
+        if url is None and self._engines is None:
             raise no_tokenizer(model)
-        if url == ENGINE:
+        if url is None or url == ENGINE:
             # Two tenants may have other engines of the same model's name.
             if self._engines is None:
                 raise TokenizerUnavailable("the tokenizer engine: cannot be used: this process knows no registrations")
@@ -254,6 +251,8 @@ class Tokenizers:
                 self._engines.asker,
                 seconds=self._seconds,
                 bytes_max=self._text_bytes_max,
+                failed=self._engines.failed,
+                is_default=url is None,
             )
         until, failure = self._failed.get(model, (0.0, None))
         if failure is not None and monotonic() < until:
