@@ -194,7 +194,13 @@ class Engines:
         return {"tenant_id": self.tenant_id, "model": "m"}
 
     async def open(
-        self, service: Api, instance_id: str, *, fields: Mapping[str, Any] | None = None, **options: Any
+        self,
+        service: Api,
+        instance_id: str,
+        *,
+        fields: Mapping[str, Any] | None = None,
+        has_snapshots: bool = False,
+        **options: Any,
     ) -> SimulatedEngine:
         """An engine with real sockets, registered with ``service``; ``fields`` are of the registration."""
         body: dict[str, Any] = self.group | {"instance_id": instance_id, "block_size": BLOCK_SIZE} | dict(fields or {})
@@ -204,6 +210,7 @@ class Engines:
         engine = build_engine(
             "tcp://127.0.0.1:0",
             "tcp://127.0.0.1:0",
+            "tcp://127.0.0.1:0" if has_snapshots else None,
             block_size=body["block_size"],
             dimensions=dimensions,
             seed=len(self.engines),
@@ -213,6 +220,7 @@ class Engines:
         kinds = {"vllm": "vLLM", "sglang": "SGLang", "standard": "standard"}
         body |= {"type": kinds[engine.publisher.encoder.dialect.partition("-")[0]]}
         body |= {"endpoint": engine.publisher.endpoint, "replay_endpoint": engine.publisher.replay_endpoint}
+        body |= {"snapshot_endpoint": engine.publisher.snapshot_endpoint} if has_snapshots else {}
         await service.post("/register", **body)
         self.registrations[instance_id] = body
         self.engines[instance_id] = engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -266,6 +267,23 @@ async def test_a_snapshot_above_a_bound_is_refused(bench: Bench, monkeypatch: py
     monkeypatch.undo()
     await has_snapshots_of(pod)
     await pod.agrees()
+
+
+async def test_a_snapshot_that_takes_too_long_to_apply_is_interrupted(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod = await bench.pod(**LOSSY)
+    await bench.worker(options=replace(SNAPSHOTS, snapshot_seconds=patient(0.5)))
+    await pod.at_work(8)
+    monkeypatch.setattr(snapshots, "_check", lambda _: time.sleep(patient(0.5) + 0.1))
+    await lose(pod)
+    await has_snapshots_of(pod, "interrupted")
+    await pod.says("was not applied within")
+    monkeypatch.undo()
+    await has_snapshots_of(pod)
+    await pod.agrees()
+    await bench.is_swept()
+    assert not await bench.strangers()
 
 
 async def test_redis_is_away_in_the_middle_of_a_snapshot(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
