@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from waymark.domain.held import RESTORED_MAX
 from waymark.domain.targets import Target
 from waymark.ingest import snapshot, snapshots
 from waymark.ingest.life import Life
+from waymark.ingest.snapshots import Snapshots
 from waymark.ingest.stream import StreamOptions
 from waymark.store import keys
 from waymark.store.holder_tables import decode_table
@@ -273,9 +273,10 @@ async def test_a_snapshot_that_takes_too_long_to_apply_is_interrupted(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pod = await bench.pod(**LOSSY)
-    await bench.worker(options=replace(SNAPSHOTS, snapshot_seconds=patient(0.5)))
+    await bench.worker(options=SNAPSHOTS)
     await pod.at_work(8)
-    monkeypatch.setattr(snapshots, "_check", lambda _: time.sleep(patient(0.5) + 0.1))
+    apply = Snapshots._apply
+    monkeypatch.setattr(Snapshots, "_apply", lambda self, snapshot, _: apply(self, snapshot, 0.0))
     await lose(pod)
     await has_snapshots_of(pod, "interrupted")
     await pod.says("was not applied within")
