@@ -1,10 +1,10 @@
--- add_counts(counts, seen; count*, prefix*) -> {verdict, prefixes}
+-- add_counts(counts, seen; count#2, prefix*) -> {verdict, prefixes}
 --
 -- Add what a replica has counted since its last call to the counts of the fleet.
 --
 -- KEYS  counts  hash    numbers by name
 --       seen    string  HyperLogLog of the prefix keys of decisions
--- ARGV  count*   how many, then name and increase of each
+-- ARGV  count    how many, then name and increase of each
 --       prefix*  prefix keys, in hex
 --
 -- {'applied', prefixes}  added; `prefixes` is about how many different prefix keys there have been

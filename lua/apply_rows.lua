@@ -1,4 +1,4 @@
--- apply_rows(fence, engine*, row*, branches, record; publisher, token, watermark, ts, newest_ts, digest, calls, slots_max, bytes_max, holders, events, seqs, part*) -> {verdict, parts, offset, calls}
+-- apply_rows(fence, engine*, row*, branches, record?; publisher, token, watermark, ts, newest_ts, digest, calls, slots_max, bytes_max, holders#, events#2, seqs#, part*) -> {verdict, parts, offset, calls}
 --
 -- Apply folded batches of one stream to the rows of one shard, exactly once and in order. `app/waymark/domain/rows.py`
 -- says what a row is.

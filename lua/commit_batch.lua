@@ -1,4 +1,4 @@
--- commit_batch(record, fence; publisher, token, calls, watermark, ts, newest_ts, digest, shards, event*) -> {verdict, watermark, calls}
+-- commit_batch(record, fence; publisher, token, calls, watermark, ts, newest_ts, digest, shards#2, event*) -> {verdict, watermark, calls}
 --
 -- Move the watermark of a stream, and the event_ids of its batches. The caller applied the blocks on several shards
 -- before, and every shard has acknowledged them.

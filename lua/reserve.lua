@@ -1,4 +1,4 @@
--- reserve(load, reservations, holders, request, spec*; milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold, repeatable, candidates) -> {verdict, which, tokens, requests, overdue}
+-- reserve(load, reservations, holders, request?, spec*; milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold, repeatable, candidates) -> {verdict, which, tokens, requests, overdue}
 --
 -- Choose the best of some targets for a prompt, by their present loads, and add the reservation to the load of this
 -- target. If the same call is repeated because its reply was lost, it finds the reservation by its nonce and adds

@@ -1,4 +1,4 @@
--- stage_life(holders, record, fence, dead; publisher, token, calls, before, version, above, step, life, watermark, ts, flags, main_groups, shards, begin*) -> {verdict, calls, holder*}
+-- stage_life(holders, record, fence, dead; publisher, token, calls, before, version, above, step, life, watermark, ts, flags, main_groups, shards#2, begin*) -> {verdict, calls, holder*}
 --
 -- Prepare the holders of a new life that readers do not see, and let it take the place of the old life in one step. A
 -- snapshot of an engine's cache is applied so: until it is whole, questions see the old life. The same call may arrive

@@ -1,4 +1,4 @@
--- sweep_rows(engine, row*, piece*, branches, dead; holder, rows, field*) -> {verdict, rows, blocks}
+-- sweep_rows(engine, row*, piece*, branches, dead?; holder, rows, field*) -> {verdict, rows, blocks}
 --
 -- Remove a dead holder from a bounded number of rows on one shard.
 --

@@ -294,15 +294,15 @@ async def test_redis_is_away_in_the_middle_of_a_snapshot(bench: Bench, monkeypat
     refused = 0
     stage_life = Scripts.stage_life
 
-    async def is_away(self: Scripts, *args: Any) -> Outcome:
+    async def is_away(self: Scripts, **values: Any) -> Outcome:
         nonlocal refused
         refused += 1
         if refused % 2:
             raise StoreUnavailable("connection refused")
-        await stage_life(self, *args)
+        await stage_life(self, **values)
         if refused < 4:
             raise StoreUnavailable("the reply was lost")
-        return await stage_life(self, *args)
+        return await stage_life(self, **values)
 
     monkeypatch.setattr(Scripts, "stage_life", is_away)
     await lose(pod)

@@ -19,8 +19,16 @@ SEED = 2**64 - 1
 async def claim(
     scripts: Scripts, expected: bytes, registration: bytes, name: bytes = NAME, *, restores: str = "0"
 ) -> Verdict:
-    keys_of = keys.PUBLISHERS, keys.UNREGISTERED
-    return (await scripts.claim_publisher(*keys_of, name, expected, registration, restores)).verdict
+    return (
+        await scripts.claim_publisher(
+            publishers=keys.PUBLISHERS,
+            unregistered=keys.UNREGISTERED,
+            publisher=name,
+            expected=expected,
+            registration=registration,
+            restores=restores,
+        )
+    ).verdict
 
 
 async def test_a_claim_is_written_replaced_and_taken_out(redis: Redis, scripts: Scripts) -> None:
@@ -67,16 +75,42 @@ async def test_of_twenty_claims_at_once_one_stands(redis: Redis, scripts: Script
 
 
 async def test_a_group_keeps_its_id_and_shards_and_publishers_get_new_ones(scripts: Scripts) -> None:
-    assert (await scripts.new_ids(keys.GROUPS, GROUP, 1, 0, 0, SEED, FORMAT)).numbers == (1, 1, 1)
-    assert (await scripts.new_ids(keys.GROUPS, LARGE, 3, 0, 0, SEED, FORMAT)).numbers == (2, 3, 2)
-    assert (await scripts.new_ids(keys.GROUPS, GROUP, 8, 0, 0, SEED, FORMAT)).numbers == (1, 1, 3)
+    assert (
+        await scripts.new_ids(
+            groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=FORMAT
+        )
+    ).numbers == (1, 1, 1)
+    assert (
+        await scripts.new_ids(
+            groups=keys.GROUPS, group=LARGE, shards=3, above=0, publisher_above=0, hash_seed=SEED, format=FORMAT
+        )
+    ).numbers == (2, 3, 2)
+    assert (
+        await scripts.new_ids(
+            groups=keys.GROUPS, group=GROUP, shards=8, above=0, publisher_above=0, hash_seed=SEED, format=FORMAT
+        )
+    ).numbers == (1, 1, 3)
 
 
 async def test_a_group_whose_id_was_anothers_gets_one_above_it(redis: Redis, scripts: Scripts) -> None:
-    await scripts.new_ids(keys.GROUPS, GROUP, 1, 0, 0, SEED, FORMAT)
-    assert (await scripts.new_ids(keys.GROUPS, GROUP, 2, 6, 0, SEED, FORMAT)).numbers == (7, 2, 2)
-    assert (await scripts.new_ids(keys.GROUPS, GROUP, 3, 6, 0, SEED, FORMAT)).numbers == (7, 2, 3)
-    assert (await scripts.new_ids(keys.GROUPS, LARGE, 1, 0, 0, SEED, FORMAT)).numbers == (8, 1, 4)
+    await scripts.new_ids(
+        groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=FORMAT
+    )
+    assert (
+        await scripts.new_ids(
+            groups=keys.GROUPS, group=GROUP, shards=2, above=6, publisher_above=0, hash_seed=SEED, format=FORMAT
+        )
+    ).numbers == (7, 2, 2)
+    assert (
+        await scripts.new_ids(
+            groups=keys.GROUPS, group=GROUP, shards=3, above=6, publisher_above=0, hash_seed=SEED, format=FORMAT
+        )
+    ).numbers == (7, 2, 3)
+    assert (
+        await scripts.new_ids(
+            groups=keys.GROUPS, group=LARGE, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=FORMAT
+        )
+    ).numbers == (8, 1, 4)
     assert await hgetall(redis, keys.GROUPS) == {
         GROUP: b"7 2",
         LARGE: b"8 1",
@@ -88,27 +122,52 @@ async def test_a_group_whose_id_was_anothers_gets_one_above_it(redis: Redis, scr
 
 
 async def test_a_publisher_whose_id_was_anothers_gets_one_above_it(redis: Redis, scripts: Scripts) -> None:
-    assert (await scripts.new_ids(keys.GROUPS, GROUP, 1, 0, 41, SEED, FORMAT)).numbers == (1, 1, 42)
-    assert (await scripts.new_ids(keys.GROUPS, GROUP, 1, 0, 5, SEED, FORMAT)).numbers == (1, 1, 43)
+    assert (
+        await scripts.new_ids(
+            groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=41, hash_seed=SEED, format=FORMAT
+        )
+    ).numbers == (1, 1, 42)
+    assert (
+        await scripts.new_ids(
+            groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=5, hash_seed=SEED, format=FORMAT
+        )
+    ).numbers == (1, 1, 43)
 
 
 async def test_the_first_hash_seed_stays(redis: Redis, scripts: Scripts) -> None:
-    await scripts.new_ids(keys.GROUPS, GROUP, 1, 0, 0, SEED, FORMAT)
-    await scripts.new_ids(keys.GROUPS, LARGE, 1, 0, 0, 1337, FORMAT)
+    await scripts.new_ids(
+        groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=FORMAT
+    )
+    await scripts.new_ids(
+        groups=keys.GROUPS, group=LARGE, shards=1, above=0, publisher_above=0, hash_seed=1337, format=FORMAT
+    )
     assert await redis.hget(keys.GROUPS, "hash_seed") == b"18446744073709551615"
 
 
 async def test_ids_that_were_forgotten_are_known_again_and_come_not_twice(redis: Redis, scripts: Scripts) -> None:
-    assert await scripts.keep_ids(keys.GROUPS, GROUP, 7, 2, 30, FORMAT) == (Verdict.APPLIED, (7,))
-    assert await scripts.keep_ids(keys.GROUPS, GROUP, 7, 2, 12, FORMAT) == (Verdict.APPLIED, (7,))
+    assert await scripts.keep_ids(groups=keys.GROUPS, group=GROUP, id=7, shards=2, publisher=30, format=FORMAT) == (
+        Verdict.APPLIED,
+        (7,),
+    )
+    assert await scripts.keep_ids(groups=keys.GROUPS, group=GROUP, id=7, shards=2, publisher=12, format=FORMAT) == (
+        Verdict.APPLIED,
+        (7,),
+    )
     assert await hgetall(redis, keys.GROUPS) == {
         GROUP: b"7 2",
         b"last_group": b"7",
         b"last_publisher": b"30",
         b"format": FORMAT.encode(),
     }
-    assert (await scripts.new_ids(keys.GROUPS, LARGE, 1, 0, 0, SEED, FORMAT)).numbers == (8, 1, 31)
+    assert (
+        await scripts.new_ids(
+            groups=keys.GROUPS, group=LARGE, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=FORMAT
+        )
+    ).numbers == (8, 1, 31)
 
     before = await hgetall(redis, keys.GROUPS)
-    assert await scripts.keep_ids(keys.GROUPS, LARGE, 9, 2, 50, FORMAT) == (Verdict.OTHER, (8,))
+    assert await scripts.keep_ids(groups=keys.GROUPS, group=LARGE, id=9, shards=2, publisher=50, format=FORMAT) == (
+        Verdict.OTHER,
+        (8,),
+    )
     assert await hgetall(redis, keys.GROUPS) == before

@@ -19,7 +19,15 @@ async def begin(
     scripts: Scripts, group: bytes, row: bytes = b'{"row":1}', *, target: bytes = b"", version: str = "a" * 16
 ) -> Verdict:
     outcome = await scripts.begin_publisher(
-        keys.holders(1), keys.record(1, 1), 1, NAME, row, group, version, "b" * 16, target
+        holders=keys.holders(1),
+        record=keys.record(1, 1),
+        publisher=1,
+        name=NAME,
+        row=row,
+        group=group,
+        version=version,
+        life="b" * 16,
+        target=target,
     )
     return outcome.verdict
 
@@ -40,7 +48,15 @@ async def test_a_record_of_another_publisher_is_left_alone(redis: Redis, scripts
     await begin(scripts, b'["t","m"]')
     before = await snapshot(redis)
     outcome = await scripts.begin_publisher(
-        keys.holders(1), keys.record(1, 1), 1, b'["pod-2","t",0]', b'{"row":2}', b'["t","m"]', "c" * 16, "d" * 16, b"{}"
+        holders=keys.holders(1),
+        record=keys.record(1, 1),
+        publisher=1,
+        name=b'["pod-2","t",0]',
+        row=b'{"row":2}',
+        group=b'["t","m"]',
+        version="c" * 16,
+        life="d" * 16,
+        target=b"{}",
     )
     assert outcome == (Verdict.OTHER, (1,))
     assert await snapshot(redis) == before

@@ -43,9 +43,22 @@ async def called(
     above: int = 0,
 ) -> Outcome:
     """The script as it is, for the holders of these names."""
-    script_keys = keys.holders(1), stream.grant.record, keys.fence(1, 0), keys.dead(1)
     holders = [word for name in begin for word in (name, '{"a":1}')]
-    return await scripts.new_life(*script_keys, 1, stream.grant.token, 0, before, version, above, unit, life, holders)
+    return await scripts.new_life(
+        holders=keys.holders(1),
+        record=stream.grant.record,
+        fence=keys.fence(1, 0),
+        dead=keys.dead(1),
+        publisher=1,
+        token=stream.grant.token,
+        calls=0,
+        before=before,
+        version=version,
+        above=above,
+        unit=unit,
+        life=life,
+        begin=holders,
+    )
 
 
 async def test_ids_of_an_empty_redis_begin_where_no_earlier_one_can_have_come_to(redis: Redis, store: Store) -> None:

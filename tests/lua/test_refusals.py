@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -11,44 +12,102 @@ from tests.store.factories import Stream, snapshot, stored
 from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.redis.client import RedisClient
-from waymark.store.scripts import Arg, Outcome, Scripts, Verdict
+from waymark.store.scripts import Outcome, Scripts, Verdict
 
 HOLDERS, DEAD, FENCE, WORD = keys.holders(1), keys.dead(1), keys.fence(1, 0), "f" * 16
 BEFORE = "e" * 16
 RECORD, LEASE, LOAD, ENTRIES = keys.record(1, 1), keys.lease(1, 1), keys.load(1), keys.entries(1)
 
 BLOCK = [b"h" * 8, b"%016x3%016x" % (4, 1)]
-PREFIXES = keys.opaque_prefixes(1), keys.opaque_prefixes(1, 1), keys.opaque_prefixes(1, 2)
+PREFIXES = {"prefixes": keys.opaque_prefixes(1), "hot": keys.opaque_prefixes(1, 1), "warm": keys.opaque_prefixes(1, 2)}
 
 Call = Callable[[Scripts, str], Awaitable[Outcome]]
 
 CALLS: dict[str, Call] = {
     "apply_prefixes": lambda scripts, token: scripts.apply_prefixes(
-        RECORD, FENCE, *PREFIXES, [keys.opaque_prefix(1, "a" * 32)], 1, token, 0, 9000, 1, 2, ["hot", 5]
+        record=RECORD,
+        fence=FENCE,
+        **PREFIXES,
+        prefix=[keys.opaque_prefix(1, "a" * 32)],
+        publisher=1,
+        token=token,
+        calls=0,
+        milliseconds=9000,
+        hot_holder=1,
+        warm_holder=2,
+        change=["hot", 5],
     ),
     "commit_batch": lambda scripts, token: scripts.commit_batch(
-        RECORD, FENCE, 1, token, 0, 9, "", "", "0" * 16, [1, 5], [1, 1]
+        record=RECORD,
+        fence=FENCE,
+        publisher=1,
+        token=token,
+        calls=0,
+        watermark=9,
+        ts="",
+        newest_ts="",
+        digest="0" * 16,
+        shards=[1, 5],
+        event=[1, 1],
     ),
-    "drop_fence": lambda scripts, token: scripts.drop_fence(FENCE, 1, token),
-    "drop_lease": lambda scripts, token: scripts.drop_lease(LEASE, RECORD, token),
+    "drop_fence": lambda scripts, token: scripts.drop_fence(fence=FENCE, publisher=1, token=token),
+    "drop_lease": lambda scripts, token: scripts.drop_lease(lease=LEASE, record=RECORD, token=token),
     "end_publisher": lambda scripts, token: scripts.end_publisher(
-        HOLDERS, RECORD, LEASE, DEAD, LOAD, ENTRIES, 1, token, WORD, ""
+        holders=HOLDERS,
+        record=RECORD,
+        lease=LEASE,
+        dead=DEAD,
+        load=LOAD,
+        entries=ENTRIES,
+        publisher=1,
+        token=token,
+        version=WORD,
+        only="",
     ),
     "keep_hashes": lambda scripts, token: scripts.keep_hashes(
-        RECORD, FENCE, keys.hashes(1), keys.hashes(1, 0), keys.hashes(1, -9), 1, token, 0, 0, 9, 9000, BLOCK
+        record=RECORD,
+        fence=FENCE,
+        hashes=keys.hashes(1),
+        newest=keys.hashes(1, 0),
+        oldest=keys.hashes(1, -9),
+        publisher=1,
+        token=token,
+        calls=0,
+        number=0,
+        most=9,
+        milliseconds=9000,
+        entry=BLOCK,
     ),
-    "keep_singles": lambda scripts, token: scripts.keep_singles(HOLDERS, RECORD, FENCE, 1, token, 0, WORD),
+    "keep_singles": lambda scripts, token: scripts.keep_singles(
+        holders=HOLDERS, record=RECORD, fence=FENCE, publisher=1, token=token, calls=0, version=WORD
+    ),
     "mark_publisher": lambda scripts, token: scripts.mark_publisher(
-        HOLDERS, RECORD, FENCE, 1, token, 0, b'{"a":1}', WORD
+        holders=HOLDERS, record=RECORD, fence=FENCE, publisher=1, token=token, calls=0, row=b'{"a":1}', version=WORD
     ),
     "new_life": lambda scripts, token: scripts.new_life(
-        HOLDERS, RECORD, FENCE, DEAD, 1, token, 0, BEFORE, WORD, 0, "*", WORD, ["0 CPU", '{"a":1}']
+        holders=HOLDERS,
+        record=RECORD,
+        fence=FENCE,
+        dead=DEAD,
+        publisher=1,
+        token=token,
+        calls=0,
+        before=BEFORE,
+        version=WORD,
+        above=0,
+        unit="*",
+        life=WORD,
+        begin=["0 CPU", '{"a":1}'],
     ),
-    "note_entries": lambda scripts, token: scripts.note_entries(ENTRIES, RECORD, 1, token, 9, 500, "", "2 5:2"),
-    "raise_fence": lambda scripts, token: scripts.raise_fence(FENCE, 1, token),
-    "renew_lease": lambda scripts, token: scripts.renew_lease(LEASE, RECORD, token, 1000),
+    "note_entries": lambda scripts, token: scripts.note_entries(
+        entries=ENTRIES, record=RECORD, publisher=1, token=token, max=9, milliseconds=500, cut="", value="2 5:2"
+    ),
+    "raise_fence": lambda scripts, token: scripts.raise_fence(fence=FENCE, publisher=1, token=token),
+    "renew_lease": lambda scripts, token: scripts.renew_lease(
+        lease=LEASE, record=RECORD, token=token, milliseconds=1000
+    ),
     "write_record": lambda scripts, token: scripts.write_record(
-        RECORD, FENCE, 1, token, 0, ["status", "x", "flags", ""]
+        record=RECORD, fence=FENCE, publisher=1, token=token, calls=0, field=["status", "x", "flags", ""]
     ),
 }
 COUNTED = (
@@ -130,6 +189,6 @@ async def test_after_a_loss_nothing_is_written(redis: Redis, stream: Stream, nam
 class Behind(Scripts):
     """The caller knows of one call, of a publisher whose calls nobody has counted here."""
 
-    async def _run(self, name: str, keys: Sequence[str | bytes], args: Sequence[Arg]) -> Outcome:
-        assert args[2] == 0, "the calls that the shard has acknowledged"
-        return await super()._run(name, keys, [*args[:2], 1, *args[3:]])
+    async def _run(self, name: str, values: Mapping[str, Any]) -> Outcome:
+        assert values["calls"] == 0, "the calls that the shard has acknowledged"
+        return await super()._run(name, {**values, "calls": 1})

@@ -60,20 +60,24 @@ def test_there_is_a_file_for_every_script_and_a_script_for_every_wrapper() -> No
 def test_wrapper_has_the_parameters_of_the_signature(path: Path) -> None:
     match = signature(path)
     assert match["name"] == path.stem
-    declared = re.findall(r"\w+", match["keys"] + " " + match["argv"])
+    declared = re.findall(r"(\w+)(?:[*?]|#\d*)?", match["keys"] + " " + match["argv"])
     wrapper = inspect.signature(getattr(Scripts, path.stem))
     assert list(wrapper.parameters)[1:] == declared
 
 
 @each_script
-def test_a_starred_name_is_a_list_in_the_wrapper(path: Path) -> None:
+def test_the_sign_behind_a_name_is_the_type_in_the_wrapper(path: Path) -> None:
     match = signature(path)
-    starred = set(re.findall(r"(\w+)\*", match["keys"] + " " + match["argv"]))
+    signs = dict(re.findall(r"(\w+)([*?]|#\d*)?", match["keys"] + " " + match["argv"]))
     parameters = inspect.signature(getattr(Scripts, path.stem)).parameters.values()
-    lists = {parameter.name for parameter in parameters if "Sequence" in str(parameter.annotation)}
-    # Of these the script gets the number first, then the elements.
-    counted = {"apply_rows": {"holders", "events", "seqs"}, "commit_batch": {"shards"}, "stage_life": {"shards"}}
-    assert starred == lists - counted.get(path.stem, set())
+    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in parameters if parameter.name != "self")
+    types = {parameter.name: str(parameter.annotation) for parameter in parameters}
+    assert {name for name, sign in signs.items() if sign[:1] in ("*", "#") and sign} == {
+        name for name, type_ in types.items() if "Sequence" in type_
+    }
+    assert {name for name, sign in signs.items() if sign == "?"} == {
+        name for name, type_ in types.items() if "None" in type_
+    }
 
 
 @each_script
@@ -81,7 +85,7 @@ def test_header_tells_of_every_key_and_argument(path: Path) -> None:
     match, text = signature(path), header(path)
     assert "\n-- KEYS " in text
     assert "\n-- ARGV " in text
-    for name in re.findall(r"\w+\*?", match["keys"] + " " + match["argv"]):
+    for name in re.findall(r"(\w+\*?)(?:\?|#\d*)?", match["keys"] + " " + match["argv"]):
         explained = rf"\n-- +(KEYS|ARGV)?[ \w,]*\b{re.escape(name)}(?!\w)"
         assert re.search(explained, text), f"{name} is not explained"
 

@@ -16,13 +16,32 @@ A, B, C = "a" * 16, "b" * 16, "c" * 16
 
 @pytest.fixture(autouse=True)
 async def publisher(scripts: Scripts) -> None:
-    await scripts.begin_publisher(keys.holders(1), RECORD, 1, b'["a","t",0]', b'{"row":1}', b'["t","m"]', A, A, b"")
+    await scripts.begin_publisher(
+        holders=keys.holders(1),
+        record=RECORD,
+        publisher=1,
+        name=b'["a","t",0]',
+        row=b'{"row":1}',
+        group=b'["t","m"]',
+        version=A,
+        life=A,
+        target=b"",
+    )
 
 
 async def take(
     scripts: Scripts, random: str, *, own: str = "", milliseconds: int = 60_000, above: int = 0, force: str = ""
 ) -> Outcome:
-    return await scripts.take_lease(LEASE, RECORD, own, random, f"worker-{random[0]}", milliseconds, above, force)
+    return await scripts.take_lease(
+        lease=LEASE,
+        record=RECORD,
+        own=own,
+        random=random,
+        worker=f"worker-{random[0]}",
+        milliseconds=milliseconds,
+        above=above,
+        force=force,
+    )
 
 
 async def is_free(redis: Redis) -> bool:
@@ -70,28 +89,33 @@ async def test_of_a_publisher_that_is_gone_nothing_can_be_taken(redis: Redis, sc
 
 async def test_renewing_holds_it_for_longer(redis: Redis, scripts: Scripts) -> None:
     await take(scripts, A, milliseconds=5_000)
-    assert await scripts.renew_lease(LEASE, RECORD, f"1.{A}", 90_000) == (Verdict.APPLIED, (0,))
+    assert await scripts.renew_lease(lease=LEASE, record=RECORD, token=f"1.{A}", milliseconds=90_000) == (
+        Verdict.APPLIED,
+        (0,),
+    )
     assert await redis.pttl(LEASE) > 60_000
 
 
 async def test_one_that_ran_out_is_taken_up_again_if_nobody_has_taken_it(redis: Redis, scripts: Scripts) -> None:
     await take(scripts, A, milliseconds=1)
     await wait_until(lambda: is_free(redis), "the lease has run out")
-    assert (await scripts.renew_lease(LEASE, RECORD, f"1.{A}", 60_000)).is_applied
+    assert (await scripts.renew_lease(lease=LEASE, record=RECORD, token=f"1.{A}", milliseconds=60_000)).is_applied
     assert await redis.get(LEASE) == b"1." + A.encode()
 
 
 async def test_one_that_somebody_else_took_and_gave_back_is_lost(redis: Redis, scripts: Scripts) -> None:
     await take(scripts, A)
     await take(scripts, B, force="1")
-    await scripts.drop_lease(LEASE, RECORD, f"2.{B}")
-    assert (await scripts.renew_lease(LEASE, RECORD, f"1.{A}", 60_000)).verdict is Verdict.FENCED
+    await scripts.drop_lease(lease=LEASE, record=RECORD, token=f"2.{B}")
+    assert (
+        await scripts.renew_lease(lease=LEASE, record=RECORD, token=f"1.{A}", milliseconds=60_000)
+    ).verdict is Verdict.FENCED
     assert await is_free(redis)
 
 
 async def test_a_dropped_one_is_free_and_nobodys(redis: Redis, scripts: Scripts) -> None:
     await take(scripts, A)
-    assert await scripts.drop_lease(LEASE, RECORD, f"1.{A}") == (Verdict.APPLIED, (0,))
+    assert await scripts.drop_lease(lease=LEASE, record=RECORD, token=f"1.{A}") == (Verdict.APPLIED, (0,))
     assert await is_free(redis)
     assert b"worker" not in await hgetall(redis, RECORD)
     assert await take(scripts, B) == (Verdict.APPLIED, (2,))
@@ -99,8 +123,8 @@ async def test_a_dropped_one_is_free_and_nobodys(redis: Redis, scripts: Scripts)
 
 async def test_dropping_twice_leaves_the_next_one_alone(redis: Redis, scripts: Scripts) -> None:
     await take(scripts, A)
-    await scripts.drop_lease(LEASE, RECORD, f"1.{A}")
+    await scripts.drop_lease(lease=LEASE, record=RECORD, token=f"1.{A}")
     await take(scripts, B)
     before = await snapshot(redis)
-    assert (await scripts.drop_lease(LEASE, RECORD, f"1.{A}")).verdict is Verdict.FENCED
+    assert (await scripts.drop_lease(lease=LEASE, record=RECORD, token=f"1.{A}")).verdict is Verdict.FENCED
     assert await snapshot(redis) == before

@@ -33,7 +33,7 @@ from waymark.store.redis.client import RedisClient, Reply
 from waymark.store.redis.credentials import Credentials
 from waymark.store.redis.read_connection import ReplyReader
 from waymark.store.redis.read_pool import Dialer, ReadPool
-from waymark.store.scripts import Arg, Outcome, Scripts, Verdict
+from waymark.store.scripts import Outcome, Scripts, Verdict
 from waymark.store.store import Store
 from waymark.store.stream_fields import BLOCKS
 from waymark.store.takeover import parse_row
@@ -178,8 +178,8 @@ class Recorder(Scripts):
         super().__init__(client)
         self.replies: list[tuple[str, Outcome]] = []
 
-    async def _run(self, name: str, keys: Sequence[str | bytes], args: Sequence[Arg]) -> Outcome:
-        outcome = await super()._run(name, keys, args)
+    async def _run(self, name: str, values: Mapping[str, Any]) -> Outcome:
+        outcome = await super()._run(name, values)
         self.replies.append((name, outcome))
         return outcome
 

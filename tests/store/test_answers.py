@@ -88,7 +88,7 @@ async def test_what_was_asked_for_before_a_clearing_is_not_kept(store: Store) ->
 
 async def test_a_clearing_whose_reply_was_lost_says_the_same_again(store: Store) -> None:
     await keep(store, 0)
-    names = (keys.ANSWERS, keys.ANSWERS_KEPT, keys.ANSWERS_DUE)
+    names = {"answers": keys.ANSWERS, "kept": keys.ANSWERS_KEPT, "due": keys.ANSWERS_DUE}
     for verdict in ("applied", "repeated"):
-        outcome = await store.scripts.clear_answers(*names, "0" * 16, "")
+        outcome = await store.scripts.clear_answers(**names, nonce="0" * 16, name="")
         assert (outcome.verdict, outcome.numbers) == (verdict, (1,))

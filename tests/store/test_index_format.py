@@ -51,7 +51,12 @@ async def test_a_failover_that_has_forgotten_it_gets_it_back(redis: Redis, redis
     assert claim is not None
     await redis.delete(keys.GROUPS)
     await store.scripts.keep_ids(
-        keys.GROUPS, keys.group_field(of.group), claim.group_id, claim.shards, claim.publisher, FORMAT
+        groups=keys.GROUPS,
+        group=keys.group_field(of.group),
+        id=claim.group_id,
+        shards=claim.shards,
+        publisher=claim.publisher,
+        format=FORMAT,
     )
     assert await redis.hget(keys.GROUPS, "format") == FORMAT.encode()
     await store.close()

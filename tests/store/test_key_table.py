@@ -130,7 +130,14 @@ async def unmarked(grant: Grant, store: Store) -> None:
 
 
 async def write(store: Store, grant: Grant, name: str, value: str) -> None:
-    await store.scripts.write_record(grant.record, grant.fence, grant.publisher, grant.token, 0, [name, value])
+    await store.scripts.write_record(
+        record=grant.record,
+        fence=grant.fence,
+        publisher=grant.publisher,
+        token=grant.token,
+        calls=0,
+        field=[name, value],
+    )
 
 
 async def publish_and_unregister(stream: Stream) -> None:
@@ -163,7 +170,9 @@ async def publish_and_unregister(stream: Stream) -> None:
     for target in (Target(weight=2.0), Target(), Target(role=Role.PREFILL)):
         await store.registry.register(replace(of, target=target))
     await decide(store, redis, grant)
-    await store.scripts.add_counts(keys.COUNTS, keys.SEEN, ["kv_index.kv_aware", 1], ["6b6579"])
+    await store.scripts.add_counts(
+        counts=keys.COUNTS, seen=keys.SEEN, count=["kv_index.kv_aware", 1], prefix=["6b6579"]
+    )
     await answers(store)
     await responses(store)
     for change in Change:
@@ -239,10 +248,16 @@ async def place(store: Store, redis: Redis, group_id: int) -> None:
     await store.placements.place(group_id, [1, 2], "http://a:1", milliseconds=HOUR_SECONDS * 1000, blocks_max=1)
     await store.placements.match(group_id, [1, 2], until=asyncio.get_running_loop().time() + HOUR_SECONDS)
     all_of, block = keys.placements(group_id), keys.placement(group_id, "7" * 16)
-    await store.scripts.place(all_of, [block], "http://a:1", 1, 2)
+    await store.scripts.place(placements=all_of, placement=[block], holder="http://a:1", milliseconds=1, holders_max=2)
 
     async def is_over() -> bool:
-        await store.scripts.place(all_of, [keys.placement(group_id, "8" * 16)], "http://a:1", HOUR_SECONDS * 1000, 2)
+        await store.scripts.place(
+            placements=all_of,
+            placement=[keys.placement(group_id, "8" * 16)],
+            holder="http://a:1",
+            milliseconds=HOUR_SECONDS * 1000,
+            holders_max=2,
+        )
         return await redis.zscore(all_of, "7" * 16) is None
 
     await wait_until(is_over, "the first one is over")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from hashlib import sha1
-
 import pytest
 from redis.asyncio import Redis
 
@@ -84,7 +82,7 @@ def change(monkeypatch: pytest.MonkeyPatch, name: str, right: str, wrong: str) -
     text = SCRIPTS[name].text
     assert right in text
     text = text.replace(right, wrong)
-    monkeypatch.setitem(SCRIPTS, name, Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest()))
+    monkeypatch.setitem(SCRIPTS, name, Script.of(text))
 
 
 async def test_random_histories_agree_with_the_model(redis: Redis, kind: str) -> None:

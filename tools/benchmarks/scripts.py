@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from hashlib import sha1
 from pathlib import Path
 from statistics import median
 
@@ -183,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scripts = [SCRIPTS["apply_rows"]]
     if given.against is not None:
         text = (given.against / "lua" / "apply_rows.lua").read_text(encoding="utf-8")
-        scripts.append(Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest()))
+        scripts.append(Script.of(text))
     contenders = asyncio.run(measure(scripts, given.rounds, grind=given.instructions))
     print(table(contenders, "1,000 instructions" if given.instructions else "us"))
     return 0

@@ -16,7 +16,7 @@ from waymark.store.redis.client import RedisClient
 from waymark.store.redis.failures import kind_of
 from waymark.store.scripts import Scripts, Verdict
 
-_KEYS = (keys.ANSWERS, keys.ANSWERS_KEPT, keys.ANSWERS_DUE)
+_KEYS = {"answers": keys.ANSWERS, "kept": keys.ANSWERS_KEPT, "due": keys.ANSWERS_DUE}
 
 
 class FoundAnswer(NamedTuple):
@@ -42,14 +42,22 @@ class StoredAnswers:
 
     async def find(self, key: bytes) -> FoundAnswer:
         """The answer to a request, by the request's key."""
-        verdict, nonce, value = await self._scripts.find_answer(*_KEYS, key.hex())
+        verdict, nonce, value = await self._scripts.find_answer(**_KEYS, name=key.hex())
         return FoundAnswer(nonce, value if verdict is Verdict.APPLIED else None)
 
     async def keep(
         self, key: bytes, value: bytes, nonce: bytes, *, milliseconds: int, entries_max: int, bytes_max: int
     ) -> AnswersSize | None:
         """Keep an answer to a request that began under ``nonce``; None if all answers were cleared since then."""
-        outcome = await self._scripts.keep_answer(*_KEYS, nonce, key.hex(), milliseconds, entries_max, bytes_max, value)
+        outcome = await self._scripts.keep_answer(
+            **_KEYS,
+            nonce=nonce,
+            name=key.hex(),
+            milliseconds=milliseconds,
+            entries_max=entries_max,
+            bytes_max=bytes_max,
+            value=value,
+        )
         if outcome.verdict is Verdict.STALE:
             return None
         evicted, entries, bytes_ = outcome.numbers
@@ -58,7 +66,7 @@ class StoredAnswers:
     async def clear(self, key: bytes | None = None) -> int:
         """Remove the answer to one request, or every answer, and return how many there were."""
         name = "" if key is None else key.hex()
-        outcome = await self._scripts.clear_answers(*_KEYS, secrets.token_hex(8), name)
+        outcome = await self._scripts.clear_answers(**_KEYS, nonce=secrets.token_hex(8), name=name)
         return outcome.numbers[0]
 
     async def room(self) -> AnswersSize:

@@ -85,7 +85,13 @@ class ClaimWriter:
     async def _new_ids(self, registration: Registration, above: int = 0, publisher_above: int = 0) -> Outcome:
         group = keys.group_field(registration.group)
         return await self._scripts.new_ids(
-            keys.GROUPS, group, self._shards, above, publisher_above, self._hash_seed, FORMAT
+            groups=keys.GROUPS,
+            group=group,
+            shards=self._shards,
+            above=above,
+            publisher_above=publisher_above,
+            hash_seed=self._hash_seed,
+            format=FORMAT,
         )
 
     async def write_several(self, registrations: Sequence[Registration]) -> dict[PublisherName, bool]:
@@ -175,15 +181,15 @@ class ClaimWriter:
 
     async def _begin(self, claim: Claim) -> Outcome:
         return await self._scripts.begin_publisher(
-            keys.holders(claim.group_id),
-            keys.record(claim.group_id, claim.publisher),
-            claim.publisher,
-            keys.publisher_field(claim.registration.name),
-            claim.row(),
-            keys.group_field(claim.registration.group),
-            random_nonce(),
-            random_nonce(),
-            claim.target(),
+            holders=keys.holders(claim.group_id),
+            record=keys.record(claim.group_id, claim.publisher),
+            publisher=claim.publisher,
+            name=keys.publisher_field(claim.registration.name),
+            row=claim.row(),
+            group=keys.group_field(claim.registration.group),
+            version=random_nonce(),
+            life=random_nonce(),
+            target=claim.target(),
         )
 
     async def _confirm(self, claim: Claim) -> bool:
@@ -200,7 +206,14 @@ class ClaimWriter:
             return True
         # After a failover ``wm:groups`` may lack these ids. Then queries would not find the group, and the ids would
         # be assigned again.
-        kept = await self._scripts.keep_ids(keys.GROUPS, group, claim.group_id, claim.shards, claim.publisher, FORMAT)
+        kept = await self._scripts.keep_ids(
+            groups=keys.GROUPS,
+            group=group,
+            id=claim.group_id,
+            shards=claim.shards,
+            publisher=claim.publisher,
+            format=FORMAT,
+        )
         return kept.is_applied
 
     async def put_back(self, claim: Claim) -> bool:
@@ -269,7 +282,12 @@ class ClaimWriter:
 
     async def _write(self, name: PublisherName, expected: bytes, raw: bytes, *, is_restored: bool = False) -> bool:
         outcome = await self._scripts.claim_publisher(
-            keys.PUBLISHERS, keys.UNREGISTERED, keys.publisher_field(name), expected, raw, "1" if is_restored else "0"
+            publishers=keys.PUBLISHERS,
+            unregistered=keys.UNREGISTERED,
+            publisher=keys.publisher_field(name),
+            expected=expected,
+            registration=raw,
+            restores="1" if is_restored else "0",
         )
         return outcome.is_applied
 

@@ -37,7 +37,10 @@ class DiscoveryLease:
         """Take or renew the lease of discovery; False if another worker has it. With ``seconds`` 0 it is released."""
         told = {"registered": state.registered, "waiting": state.waiting, "problems": list(state.problems)}
         outcome = await self._scripts.hold_discovery(
-            keys.DISCOVERY, state.worker, int(seconds * 1000), orjson.dumps(told).decode()
+            discovery=keys.DISCOVERY,
+            worker=state.worker,
+            milliseconds=int(seconds * 1000),
+            state=orjson.dumps(told).decode(),
         )
         return outcome.is_applied
 

@@ -57,14 +57,14 @@ class Entries:
     ) -> tuple[GroupEntries, bool] | None:
         value = " ".join([str(sum(blocks.values())), *(f"{holder}:{n}" for holder, n in blocks.items())])
         outcome = await self._scripts.note_entries(
-            keys.entries(grant.group_id),
-            grant.record,
-            grant.publisher,
-            grant.token,
-            max_entries,
-            _CHOICE_MS,
-            "" if cut is None else cut,
-            value,
+            entries=keys.entries(grant.group_id),
+            record=grant.record,
+            publisher=grant.publisher,
+            token=grant.token,
+            max=max_entries,
+            milliseconds=_CHOICE_MS,
+            cut="" if cut is None else cut,
+            value=value,
         )
         if not outcome.is_applied:
             return None

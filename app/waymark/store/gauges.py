@@ -36,7 +36,10 @@ class EngineGauges:
             }
         )
         outcome = await self._scripts.note_gauges(
-            keys.record(group_id, publisher), keys.gauges(group_id, publisher), milliseconds, value
+            record=keys.record(group_id, publisher),
+            gauges=keys.gauges(group_id, publisher),
+            milliseconds=milliseconds,
+            value=value,
         )
         return outcome.is_applied
 

@@ -52,18 +52,18 @@ class EngineHashes:
                 entries += (pack([block.engine_hash]), _encoded(block.spot))
             while True:
                 outcome = await self._scripts.keep_hashes(
-                    grant.record,
-                    grant.fence,
-                    keys.hashes(group_id),
-                    keys.hashes(group_id, number),
-                    keys.hashes(group_id, number + 1 - GENERATIONS),
-                    grant.publisher,
-                    grant.token,
-                    grant.first_calls,
-                    number,
-                    max(1, hashes_max // GENERATIONS),
-                    _KEEP_MS,
-                    entries,
+                    record=grant.record,
+                    fence=grant.fence,
+                    hashes=keys.hashes(group_id),
+                    newest=keys.hashes(group_id, number),
+                    oldest=keys.hashes(group_id, number + 1 - GENERATIONS),
+                    publisher=grant.publisher,
+                    token=grant.token,
+                    calls=grant.first_calls,
+                    number=number,
+                    most=max(1, hashes_max // GENERATIONS),
+                    milliseconds=_KEEP_MS,
+                    entry=entries,
                 )
                 if outcome.verdict is Verdict.FENCED:
                     return False

@@ -44,7 +44,9 @@ class Heartbeats:
         ``streams_max`` for as long as it runs.
         """
         member = Heartbeat(worker, streams_max).member
-        members = await self._scripts.beat(keys.WORKERS, member, keep_seconds, "1" if is_leaving else "")
+        members = await self._scripts.beat(
+            workers=keys.WORKERS, worker=member, keep_seconds=keep_seconds, leaving="1" if is_leaving else ""
+        )
         return dict(map(Heartbeat.of, members))
 
     async def alive(self, worker: str, *, keep_seconds: int, is_leaving: bool = False) -> list[str]:

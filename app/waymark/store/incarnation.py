@@ -60,7 +60,7 @@ class Incarnation:
 
     async def read(self, scripts: Scripts) -> str:
         """The nonce of the whole Redis; another nonce later means that Redis came back empty."""
-        nonce = await scripts.name_birth(keys.INCARNATION, random_nonce())
+        nonce = await scripts.name_birth(incarnation=keys.INCARNATION, nonce=random_nonce())
         self.saw(keys.INCARNATION, nonce.encode())
         return nonce
 

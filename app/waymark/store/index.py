@@ -86,14 +86,14 @@ class Index:
         moved = sorted(grant.moved_shards)
         shards: list[Arg] = [word for shard in moved for word in (shard, grant.calls[shard])]
         outcome = await self._scripts.commit_batch(
-            grant.record,
-            keys.fence(grant.group_id, 0),
-            grant.publisher,
-            grant.token,
-            grant.calls.get(0, 0),
-            *_watermark(commit),
-            shards,
-            events,
+            record=grant.record,
+            fence=keys.fence(grant.group_id, 0),
+            publisher=grant.publisher,
+            token=grant.token,
+            calls=grant.calls.get(0, 0),
+            **_watermark(commit),
+            shards=shards,
+            event=events,
         )
         if outcome.verdict is not Verdict.FENCED:
             grant.acknowledged(0, outcome.numbers[-1])
@@ -166,21 +166,21 @@ class Index:
         prefix = keys.block_prefix(grant.group_id, shard)
         call = partial(
             self._scripts.apply_rows,
-            keys.fence(grant.group_id, shard),
-            [keys.engine(grant.group_id, shard, holder) for holder in sent.holders],
-            sent.rows,
-            keys.branches(grant.group_id, shard),
-            record,
-            grant.publisher,
-            grant.token,
-            *_watermark(commit),
-            grant.calls.get(shard, 0),
-            self._row_slots,
-            self._call_bytes,
-            sent.holders,
-            events,
-            sent.seqs,
-            sent.words,
+            fence=keys.fence(grant.group_id, shard),
+            engine=[keys.engine(grant.group_id, shard, holder) for holder in sent.holders],
+            row=sent.rows,
+            branches=keys.branches(grant.group_id, shard),
+            record=record,
+            publisher=grant.publisher,
+            token=grant.token,
+            **_watermark(commit),
+            calls=grant.calls.get(shard, 0),
+            slots_max=self._row_slots,
+            bytes_max=self._call_bytes,
+            holders=sent.holders,
+            events=events,
+            seqs=sent.seqs,
+            part=sent.words,
         )
         if hold is None:
             return await call()
@@ -208,9 +208,14 @@ def _calls_of(raw: bytes | None) -> int:
     return int(raw) if raw is not None and raw.isdigit() and len(raw) <= 16 else 0
 
 
-def _watermark(commit: Commit | None) -> tuple[Arg, Arg, Arg, Arg]:
-    """The watermark, its ts, the newest ts and its digest; empty strings without a commit."""
+def _watermark(commit: Commit | None) -> dict[str, Arg]:
+    """Return the watermark, its ts, the newest ts and its digest; empty strings without a commit."""
     if commit is None:
-        return "", "", "", ""
+        return {"watermark": "", "ts": "", "newest_ts": "", "digest": ""}
     ts, newest = commit.ts, commit.newest_ts
-    return commit.watermark, "" if ts is None else repr(ts), "" if newest is None else repr(newest), commit.digest
+    return {
+        "watermark": commit.watermark,
+        "ts": "" if ts is None else repr(ts),
+        "newest_ts": "" if newest is None else repr(newest),
+        "digest": commit.digest,
+    }

@@ -153,7 +153,14 @@ class Leases:
         while True:
             random = random_nonce()
             taken = await self._scripts.take_lease(
-                lease, record, own, random, worker, milliseconds, above, "1" if force else ""
+                lease=lease,
+                record=record,
+                own=own,
+                random=random,
+                worker=worker,
+                milliseconds=milliseconds,
+                above=above,
+                force="1" if force else "",
             )
             if taken.verdict is Verdict.GONE:
                 await self._forget(ids)
@@ -185,7 +192,7 @@ class Leases:
         """Return the counter of a higher token or None, the highest holder id of all shards, and the calls by shard."""
         outcomes = await asyncio.gather(
             *(
-                self._scripts.raise_fence(keys.fence(ids.group_id, shard), ids.publisher, token)
+                self._scripts.raise_fence(fence=keys.fence(ids.group_id, shard), publisher=ids.publisher, token=token)
                 for shard in range(ids.shards)
             )
         )
@@ -203,14 +210,16 @@ class Leases:
 
         ``grant.change`` says afterwards whether a repair is asked for.
         """
-        outcome = await self._scripts.renew_lease(grant.lease, grant.record, grant.token, max(1, int(seconds * 1000)))
+        outcome = await self._scripts.renew_lease(
+            lease=grant.lease, record=grant.record, token=grant.token, milliseconds=max(1, int(seconds * 1000))
+        )
         if outcome.is_applied:
             grant.change.wants_repair = outcome.numbers[0] == 1
         return outcome.is_applied
 
     async def drop(self, grant: Grant) -> None:
         """Release the lease, so that another worker can take it at once."""
-        outcome = await self._scripts.drop_lease(grant.lease, grant.record, grant.token)
+        outcome = await self._scripts.drop_lease(lease=grant.lease, record=grant.record, token=grant.token)
         if outcome.verdict is Verdict.GONE:
             await self._forget(grant.claim)
 
@@ -222,7 +231,7 @@ class Leases:
         """
         await asyncio.gather(
             *(
-                self._scripts.drop_fence(keys.fence(ids.group_id, shard), ids.publisher, "")
+                self._scripts.drop_fence(fence=keys.fence(ids.group_id, shard), publisher=ids.publisher, token="")
                 for shard in range(ids.shards)
             )
         )
@@ -240,7 +249,7 @@ class Leases:
         if not outcome.is_applied:
             return False
         for shard in range(ids.shards):
-            await self._scripts.drop_fence(keys.fence(ids.group_id, shard), ids.publisher, token)
+            await self._scripts.drop_fence(fence=keys.fence(ids.group_id, shard), publisher=ids.publisher, token=token)
         return True
 
     async def end_without_record(self, ids: PublisherIds) -> bool:
@@ -260,15 +269,15 @@ class Leases:
     async def _end(self, ids: PublisherIds, token: str, only: str, holders: Sequence[int] = ()) -> Outcome:
         group_id, publisher = ids.group_id, ids.publisher
         return await self._scripts.end_publisher(
-            keys.holders(group_id),
-            keys.record(group_id, publisher),
-            keys.lease(group_id, publisher),
-            keys.dead(group_id),
-            keys.load(group_id),
-            keys.entries(group_id),
-            publisher,
-            token,
-            random_nonce(),
-            only,
-            holders,
+            holders=keys.holders(group_id),
+            record=keys.record(group_id, publisher),
+            lease=keys.lease(group_id, publisher),
+            dead=keys.dead(group_id),
+            load=keys.load(group_id),
+            entries=keys.entries(group_id),
+            publisher=publisher,
+            token=token,
+            version=random_nonce(),
+            only=only,
+            holder=holders,
         )

@@ -35,7 +35,13 @@ class Placements:
         dropped = 0
         for first in range(0, len(block_keys), BLOCKS_PER_CALL):
             names = [keys.placement(group_id, f"{key:016x}") for key in block_keys[first : first + BLOCKS_PER_CALL]]
-            outcome = await self._scripts.place(keys.placements(group_id), names, holder, milliseconds, _HOLDERS_MAX)
+            outcome = await self._scripts.place(
+                placements=keys.placements(group_id),
+                placement=names,
+                holder=holder,
+                milliseconds=milliseconds,
+                holders_max=_HOLDERS_MAX,
+            )
             while outcome.numbers[0] - blocks_max > 0:
                 few = min(BLOCKS_PER_CALL, outcome.numbers[0] - blocks_max)
                 gone = await self._drop_oldest(group_id, few)
@@ -52,7 +58,9 @@ class Placements:
         if not found:
             return 0
         names = [keys.placement(group_id, block.decode()) for block, _ in found]
-        outcome = await self._scripts.drop_placements(name, names, f"{float(found[-1][1]):.0f}")
+        outcome = await self._scripts.drop_placements(
+            placements=name, placement=names, before=f"{float(found[-1][1]):.0f}"
+        )
         return outcome.numbers[0]
 
     async def match(self, group_id: int, block_keys: Sequence[int], *, until: float) -> dict[str, int]:
@@ -67,7 +75,9 @@ class Placements:
             names = [keys.placement(group_id, f"{key:016x}") for key in block_keys[at : at + _MATCHED_PER_CALL]]
             try:
                 async with asyncio.timeout_at(until):
-                    count, matches = await self._scripts.match_placements(names, _FIELDS_PER_CALL, going)
+                    count, matches = await self._scripts.match_placements(
+                        placement=names, fields_max=_FIELDS_PER_CALL, holder=going
+                    )
             except TimeoutError:
                 break
             found |= {holder: at + blocks for holder, blocks in matches.items()}

@@ -159,19 +159,19 @@ class Records:
         """
         nonce = nonce or random_nonce()
         outcome = await self._scripts.new_life(
-            keys.holders(grant.group_id),
-            grant.record,
-            keys.fence(grant.group_id, 0),
-            keys.dead(grant.group_id),
-            grant.publisher,
-            grant.token,
-            grant.calls.get(0, 0),
-            grant.change.nonce,
-            nonce,
-            above,
-            unit,
-            nonce if is_restart else "",
-            [arg for each in begin for arg in (str(each.name), encode_holder(each.holder))],
+            holders=keys.holders(grant.group_id),
+            record=grant.record,
+            fence=keys.fence(grant.group_id, 0),
+            dead=keys.dead(grant.group_id),
+            publisher=grant.publisher,
+            token=grant.token,
+            calls=grant.calls.get(0, 0),
+            before=grant.change.nonce,
+            version=nonce,
+            above=above,
+            unit=unit,
+            life=nonce if is_restart else "",
+            begin=[arg for each in begin for arg in (str(each.name), encode_holder(each.holder))],
         )
         if not outcome.is_applied:
             return None
@@ -219,24 +219,24 @@ class Records:
     ) -> list[int] | None:
         facts = facts or {}
         outcome = await self._scripts.stage_life(
-            keys.holders(grant.group_id),
-            grant.record,
-            keys.fence(grant.group_id, 0),
-            keys.dead(grant.group_id),
-            grant.publisher,
-            grant.token,
-            grant.calls.get(0, 0),
-            grant.change.nonce,
-            nonce,
-            above,
-            step,
-            nonce,
-            "" if commit is None else commit.watermark,
-            "" if commit is None or commit.ts is None else str(commit.ts),
-            facts.get("flags", ""),
-            facts.get("main_groups", ""),
-            shards,
-            [arg for each in begin for arg in (str(each.name), encode_holder(each.holder))],
+            holders=keys.holders(grant.group_id),
+            record=grant.record,
+            fence=keys.fence(grant.group_id, 0),
+            dead=keys.dead(grant.group_id),
+            publisher=grant.publisher,
+            token=grant.token,
+            calls=grant.calls.get(0, 0),
+            before=grant.change.nonce,
+            version=nonce,
+            above=above,
+            step=step,
+            life=nonce,
+            watermark="" if commit is None else commit.watermark,
+            ts="" if commit is None or commit.ts is None else str(commit.ts),
+            flags=facts.get("flags", ""),
+            main_groups=facts.get("main_groups", ""),
+            shards=shards,
+            begin=[arg for each in begin for arg in (str(each.name), encode_holder(each.holder))],
         )
         if not outcome.is_applied:
             return None
@@ -247,7 +247,9 @@ class Records:
 
     async def ask_repair(self, claim: Claim) -> bool:
         """Ask the worker of a stream to repair it; False if the publisher is gone."""
-        outcome = await self._scripts.ask_repair(keys.record(claim.group_id, claim.publisher), random_nonce())
+        outcome = await self._scripts.ask_repair(
+            record=keys.record(claim.group_id, claim.publisher), nonce=random_nonce()
+        )
         return outcome.is_applied
 
     async def write(self, grant: Grant, facts: Facts, counters: Mapping[str, int]) -> bool:
@@ -261,40 +263,49 @@ class Records:
 
     async def _write(self, grant: Grant, args: Sequence[Arg]) -> bool:
         outcome = await self._scripts.write_record(
-            grant.record, grant.fence, grant.publisher, grant.token, grant.first_calls, args
+            record=grant.record,
+            fence=grant.fence,
+            publisher=grant.publisher,
+            token=grant.token,
+            calls=grant.first_calls,
+            field=args,
         )
         return grant.counted(outcome)
 
     async def set_lost(self, grant: Grant, *, is_lost: bool) -> bool:
         """Set in the holder table whether the publisher is lost; False if fenced."""
         outcome = await self._scripts.mark_publisher(
-            keys.holders(grant.group_id),
-            grant.record,
-            grant.fence,
-            grant.publisher,
-            grant.token,
-            grant.first_calls,
-            grant.claim.row(is_lost=is_lost),
-            random_nonce(),
+            holders=keys.holders(grant.group_id),
+            record=grant.record,
+            fence=grant.fence,
+            publisher=grant.publisher,
+            token=grant.token,
+            calls=grant.first_calls,
+            row=grant.claim.row(is_lost=is_lost),
+            version=random_nonce(),
         )
         return grant.counted(outcome)
 
     async def note_health(self, grant: Grant, *, milliseconds: int) -> bool:
         """Note for so long that the engine cannot be reached, or with 0 that it can; False if fenced."""
         outcome = await self._scripts.note_health(
-            keys.load(grant.group_id), grant.record, grant.publisher, grant.token, milliseconds
+            load=keys.load(grant.group_id),
+            record=grant.record,
+            publisher=grant.publisher,
+            token=grant.token,
+            milliseconds=milliseconds,
         )
         return outcome.is_applied
 
     async def keep_singles(self, grant: Grant) -> bool:
         """Mark the group as one that has blocks of unknown depth; False if fenced."""
         outcome = await self._scripts.keep_singles(
-            keys.holders(grant.group_id),
-            grant.record,
-            grant.fence,
-            grant.publisher,
-            grant.token,
-            grant.first_calls,
-            random_nonce(),
+            holders=keys.holders(grant.group_id),
+            record=grant.record,
+            fence=grant.fence,
+            publisher=grant.publisher,
+            token=grant.token,
+            calls=grant.first_calls,
+            version=random_nonce(),
         )
         return grant.counted(outcome)

@@ -217,19 +217,19 @@ class Registry:
                 return False
             nonce = random_nonce()
             outcome = await self._scripts.new_life(
-                keys.holders(grant.group_id),
-                grant.record,
-                keys.fence(grant.group_id, 0),
-                keys.dead(grant.group_id),
-                grant.publisher,
-                grant.token,
-                grant.calls.get(0, 0),
-                "",
-                nonce,
-                above,
-                "*",
-                nonce,
-                [],
+                holders=keys.holders(grant.group_id),
+                record=grant.record,
+                fence=keys.fence(grant.group_id, 0),
+                dead=keys.dead(grant.group_id),
+                publisher=grant.publisher,
+                token=grant.token,
+                calls=grant.calls.get(0, 0),
+                before="",
+                version=nonce,
+                above=above,
+                unit="*",
+                life=nonce,
+                begin=[],
             )
             return outcome.is_applied
         finally:

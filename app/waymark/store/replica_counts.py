@@ -55,7 +55,7 @@ class ReplicaCounts:
             prefixes = [self._prefixes.pop() for _ in range(min(_PREFIXES_PER_CALL, len(self._prefixes)))]
             try:
                 count = [part for pair in counts.items() for part in pair]
-                added = await self._scripts.add_counts(keys.COUNTS, keys.SEEN, count, prefixes)
+                added = await self._scripts.add_counts(counts=keys.COUNTS, seen=keys.SEEN, count=count, prefix=prefixes)
             except StoreUnavailable as exc:
                 log.debug("counts not added yet", extra=fields(error=exc.sentence))
                 self._counts += counts

@@ -217,21 +217,21 @@ class Reservations:
 
     async def _reserve(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms, nonce: str) -> Reserved:
         verdict, *numbers = await self._scripts.reserve(
-            keys.load(group_id),
-            keys.reservations(group_id),
-            keys.holders(group_id),
-            None if terms.request_id is None else keys.request(group_id, terms.request_id),
-            terms.spec_keys,
-            terms.milliseconds,
-            nonce,
-            terms.context,
-            terms.weight_new,
-            terms.weight_active,
-            terms.limit,
-            terms.reservations_max,
-            "1" if terms.is_cold else "0",
-            "0" if terms.request_id is None else "1",
-            " ".join(
+            load=keys.load(group_id),
+            reservations=keys.reservations(group_id),
+            holders=keys.holders(group_id),
+            request=None if terms.request_id is None else keys.request(group_id, terms.request_id),
+            spec=terms.spec_keys,
+            milliseconds=terms.milliseconds,
+            nonce=nonce,
+            context=terms.context,
+            weight_new=terms.weight_new,
+            weight_active=terms.weight_active,
+            limit=terms.limit,
+            reservations_max=terms.reservations_max,
+            cold="1" if terms.is_cold else "0",
+            repeatable="0" if terms.request_id is None else "1",
+            candidates=" ".join(
                 [
                     f"{publisher} {new} {_numeral(handicap)} {_numeral(weight)} {first} {lasting}"
                     for publisher, new, handicap, weight, first, lasting in offers
@@ -272,16 +272,16 @@ class Reservations:
 
         async def one(reservation: Reservation) -> bool:
             outcome = await self._scripts.release(
-                keys.load(reservation.group_id),
-                keys.reservations(reservation.group_id),
-                keys.first_tokens(reservation.group_id, reservation.publisher),
-                reservation.member,
-                part.value,
-                minute,
-                milliseconds,
-                repr(ttft_ms) if reservation is timed else "",
-                reservation.tokens + (reservation.waited or 0),
-                "1" if reservation is shows[reservation.group_id, reservation.publisher] else "0",
+                load=keys.load(reservation.group_id),
+                reservations=keys.reservations(reservation.group_id),
+                first_tokens=keys.first_tokens(reservation.group_id, reservation.publisher),
+                reservation=reservation.member,
+                part=part.value,
+                minute=minute,
+                milliseconds=milliseconds,
+                ttft=repr(ttft_ms) if reservation is timed else "",
+                work=reservation.tokens + (reservation.waited or 0),
+                shows="1" if reservation is shows[reservation.group_id, reservation.publisher] else "0",
             )
             if saw is not None and outcome.numbers:
                 saw(reservation.group_id, reservation.publisher, *outcome.numbers)
@@ -304,7 +304,9 @@ class Reservations:
 
     async def end_overdue(self, group_id: int) -> int:
         """End at most ``OVERDUE_MAX`` overdue reservations, and return their number."""
-        outcome = await self._scripts.end_overdue(keys.load(group_id), keys.reservations(group_id), OVERDUE_MAX)
+        outcome = await self._scripts.end_overdue(
+            load=keys.load(group_id), reservations=keys.reservations(group_id), most=OVERDUE_MAX
+        )
         ended, now = outcome.numbers
         self._ahead_ms = now - int(1000 * time.time())
         return ended

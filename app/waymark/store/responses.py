@@ -14,7 +14,13 @@ from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts, Verdict
 
 _GROUP = "mongo-sync"
-_KEYS = (keys.RESPONSES, keys.RESPONSES_KEPT, keys.RESPONSES_DUE, keys.RESPONSES_COPIED, keys.RESPONSES_QUEUE)
+_KEYS = {
+    "responses": keys.RESPONSES,
+    "kept": keys.RESPONSES_KEPT,
+    "due": keys.RESPONSES_DUE,
+    "copied": keys.RESPONSES_COPIED,
+    "queue": keys.RESPONSES_QUEUE,
+}
 
 
 class QueuedResponse(NamedTuple):
@@ -49,7 +55,7 @@ class StoredResponses:
 
     async def find(self, names: Sequence[str]) -> list[bytes | None]:
         """The responses by name: an empty value if it was deleted, None if Redis does not have it."""
-        return await self._scripts.find_responses(keys.RESPONSES_KEPT, keys.RESPONSES_DUE, names)
+        return await self._scripts.find_responses(kept=keys.RESPONSES_KEPT, due=keys.RESPONSES_DUE, name=names)
 
     async def keep(self, name: str, value: bytes, bounds: ResponseBounds) -> ResponseChange:
         """Keep a response. Old responses are removed to make room; with MongoDB, only those that MongoDB has."""
@@ -66,19 +72,33 @@ class StoredResponses:
     async def _change(self, name: str, value: bytes, bounds: ResponseBounds, length: int) -> ResponseChange:
         group = _GROUP if bounds.queue_max else ""
         outcome = await self._scripts.keep_response(
-            *_KEYS, name, bounds.milliseconds, value, group, length, bounds.entries_max, bounds.bytes_max
+            **_KEYS,
+            name=name,
+            milliseconds=bounds.milliseconds,
+            value=value,
+            group=group,
+            length=length,
+            entries_max=bounds.entries_max,
+            bytes_max=bounds.bytes_max,
         )
         evicted, entries, bytes_ = outcome.numbers
         return ResponseChange(outcome.verdict is not Verdict.FULL, AnswersSize(entries, bytes_, evicted))
 
     async def take(self, consumer: str, count: int, *, idle_ms: int) -> list[QueuedResponse]:
         """Entries for a consumer: those that another one has held for ``idle_ms``, or if there are none, new ones."""
-        taken = await self._scripts.take_responses(keys.RESPONSES_QUEUE, _GROUP, consumer, count, idle_ms)
+        taken = await self._scripts.take_responses(
+            queue=keys.RESPONSES_QUEUE, group=_GROUP, consumer=consumer, count=count, milliseconds=idle_ms
+        )
         return [QueuedResponse(*each) for each in taken]
 
     async def end(self, entries: Sequence[QueuedResponse]) -> None:
         """Take entries out of the queue, since MongoDB has their responses."""
         texts = [text for entry in entries for text in entry]
         await self._scripts.end_responses(
-            keys.RESPONSES, keys.RESPONSES_DUE, keys.RESPONSES_COPIED, keys.RESPONSES_QUEUE, _GROUP, texts
+            responses=keys.RESPONSES,
+            due=keys.RESPONSES_DUE,
+            copied=keys.RESPONSES_COPIED,
+            queue=keys.RESPONSES_QUEUE,
+            group=_GROUP,
+            entry=texts,
         )

@@ -1,20 +1,19 @@
 """The Lua scripts in ``lua/``, as typed coroutines.
 
-Each script has a method with its name and with the argument names of the signature on the script's first line; a test
-compares the two. Only this module knows the order of a script's KEYS and the form of its reply. A list argument is the
-starred name of the signature.
+Each script has a method with its name, and with the names of the signature on the script's first line as keywords; a
+test compares the two. The KEYS and ARGV of a call are built from that signature, so that their order is written once.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from waymark.base.metrics import Metrics
 from waymark.store.parsing import lenient_text
-from waymark.store.redis.client import RedisClient, Reply
+from waymark.store.redis.client import SCRIPTS, RedisClient, Reply
 
 Arg = str | bytes | int | float
 
@@ -60,12 +59,16 @@ class Scripts:
         self._client = client
         self._metrics = metrics or Metrics()
 
-    async def _run(self, name: str, keys: Sequence[str | bytes], args: Sequence[Arg]) -> Outcome:
-        verdict, *numbers = await self._call(name, keys, args)
+    async def _run(self, name: str, values: Mapping[str, Any]) -> Outcome:
+        verdict, *numbers = await self._call(name, values)
         return Outcome(Verdict(verdict.decode()), tuple(numbers))
 
-    async def _call(self, name: str, keys: Sequence[str | bytes], args: Sequence[Arg]) -> Reply:
-        """A script's raw reply, timed and counted. A call without a reply is counted with the verdict ``none``."""
+    async def _call(self, name: str, values: Mapping[str, Any]) -> Reply:
+        """Return a script's raw reply, timed and counted. A call without a reply has the verdict ``none``.
+
+        ``values`` are the caller's ``locals()``: a value for each name of the signature.
+        """
+        keys, args = SCRIPTS[name].words(values)
         began = time.perf_counter()
         verdict = "none"
         try:
@@ -78,6 +81,7 @@ class Scripts:
 
     async def apply_rows(
         self,
+        *,
         fence: str,
         engine: Sequence[str],
         row: Sequence[bytes],
@@ -97,15 +101,11 @@ class Scripts:
         seqs: Sequence[Arg],
         part: Sequence[Arg],
     ) -> Outcome:
-        keys: list[str | bytes] = [fence, *engine, *row, branches]
-        if record is not None:
-            keys.append(record)
-        args: list[Arg] = [publisher, token, watermark, ts, newest_ts, digest, calls, slots_max, bytes_max]
-        args += (len(engine), *holders, len(events) // 2, *events, len(seqs), *seqs, *part)
-        return await self._run("apply_rows", keys, args)
+        return await self._run("apply_rows", locals())
 
     async def commit_batch(
         self,
+        *,
         record: str,
         fence: str,
         publisher: int,
@@ -118,11 +118,11 @@ class Scripts:
         shards: Sequence[Arg],
         event: Sequence[Arg],
     ) -> Outcome:
-        args: list[Arg] = [publisher, token, calls, watermark, ts, newest_ts, digest, len(shards) // 2, *shards, *event]
-        return await self._run("commit_batch", [record, fence], args)
+        return await self._run("commit_batch", locals())
 
     async def new_life(
         self,
+        *,
         holders: str,
         record: str,
         fence: str,
@@ -137,11 +137,11 @@ class Scripts:
         life: str,
         begin: Sequence[Arg],
     ) -> Outcome:
-        args: list[Arg] = [publisher, token, calls, before, version, above, unit, life, *begin]
-        return await self._run("new_life", [holders, record, fence, dead], args)
+        return await self._run("new_life", locals())
 
     async def stage_life(
         self,
+        *,
         holders: str,
         record: str,
         fence: str,
@@ -161,56 +161,56 @@ class Scripts:
         shards: Sequence[Arg],
         begin: Sequence[Arg],
     ) -> Outcome:
-        args: list[Arg] = [publisher, token, calls, before, version, above, step, life, watermark, ts, flags]
-        args += (main_groups, len(shards) // 2, *shards, *begin)
-        return await self._run("stage_life", [holders, record, fence, dead], args)
+        return await self._run("stage_life", locals())
 
     async def hold_snapshot(
-        self, snapshots: str, asked: str, holder: str, milliseconds: int, pause: int, most: int
+        self, *, snapshots: str, asked: str, holder: str, milliseconds: int, pause: int, most: int
     ) -> Outcome:
-        return await self._run("hold_snapshot", [snapshots, asked], [holder, milliseconds, pause, most])
+        return await self._run("hold_snapshot", locals())
 
-    async def ask_repair(self, record: str, nonce: str) -> Outcome:
-        return await self._run("ask_repair", [record], [nonce])
+    async def ask_repair(self, *, record: str, nonce: str) -> Outcome:
+        return await self._run("ask_repair", locals())
 
-    async def raise_fence(self, fence: str, publisher: int, token: str) -> Outcome:
-        return await self._run("raise_fence", [fence], [publisher, token])
+    async def raise_fence(self, *, fence: str, publisher: int, token: str) -> Outcome:
+        return await self._run("raise_fence", locals())
 
-    async def drop_fence(self, fence: str, publisher: int, token: str) -> Outcome:
-        return await self._run("drop_fence", [fence], [publisher, token])
+    async def drop_fence(self, *, fence: str, publisher: int, token: str) -> Outcome:
+        return await self._run("drop_fence", locals())
 
     async def take_lease(
-        self, lease: str, record: str, own: str, random: str, worker: str, milliseconds: int, above: int, force: str
+        self, *, lease: str, record: str, own: str, random: str, worker: str, milliseconds: int, above: int, force: str
     ) -> Outcome:
-        return await self._run("take_lease", [lease, record], [own, random, worker, milliseconds, above, force])
+        return await self._run("take_lease", locals())
 
-    async def renew_lease(self, lease: str, record: str, token: str, milliseconds: int) -> Outcome:
-        return await self._run("renew_lease", [lease, record], [token, milliseconds])
+    async def renew_lease(self, *, lease: str, record: str, token: str, milliseconds: int) -> Outcome:
+        return await self._run("renew_lease", locals())
 
-    async def drop_lease(self, lease: str, record: str, token: str) -> Outcome:
-        return await self._run("drop_lease", [lease, record], [token])
+    async def drop_lease(self, *, lease: str, record: str, token: str) -> Outcome:
+        return await self._run("drop_lease", locals())
 
     async def write_record(
-        self, record: str, fence: str, publisher: int, token: str, calls: int, field: Sequence[Arg]
+        self, *, record: str, fence: str, publisher: int, token: str, calls: int, field: Sequence[Arg]
     ) -> Outcome:
-        return await self._run("write_record", [record, fence], [publisher, token, calls, *field])
+        return await self._run("write_record", locals())
 
     async def new_ids(
-        self, groups: str, group: bytes, shards: int, above: int, publisher_above: int, hash_seed: int, format: str
+        self, *, groups: str, group: bytes, shards: int, above: int, publisher_above: int, hash_seed: int, format: str
     ) -> Outcome:
-        return await self._run("new_ids", [groups], [group, shards, above, publisher_above, str(hash_seed), format])
+        return await self._run("new_ids", locals())
 
-    async def keep_ids(self, groups: str, group: bytes, id: int, shards: int, publisher: int, format: str) -> Outcome:
-        return await self._run("keep_ids", [groups], [group, id, shards, publisher, format])
+    async def keep_ids(
+        self, *, groups: str, group: bytes, id: int, shards: int, publisher: int, format: str
+    ) -> Outcome:
+        return await self._run("keep_ids", locals())
 
     async def claim_publisher(
-        self, publishers: str, unregistered: str, publisher: bytes, expected: Arg, registration: Arg, restores: str
+        self, *, publishers: str, unregistered: str, publisher: bytes, expected: Arg, registration: Arg, restores: str
     ) -> Outcome:
-        keys = [publishers, unregistered]
-        return await self._run("claim_publisher", keys, [publisher, expected, registration, restores])
+        return await self._run("claim_publisher", locals())
 
     async def begin_publisher(
         self,
+        *,
         holders: str,
         record: str,
         publisher: int,
@@ -221,21 +221,21 @@ class Scripts:
         life: str,
         target: bytes,
     ) -> Outcome:
-        args: list[Arg] = [publisher, name, row, group, version, life, target]
-        return await self._run("begin_publisher", [holders, record], args)
+        return await self._run("begin_publisher", locals())
 
     async def mark_publisher(
-        self, holders: str, record: str, fence: str, publisher: int, token: str, calls: int, row: bytes, version: str
+        self, *, holders: str, record: str, fence: str, publisher: int, token: str, calls: int, row: bytes, version: str
     ) -> Outcome:
-        return await self._run("mark_publisher", [holders, record, fence], [publisher, token, calls, row, version])
+        return await self._run("mark_publisher", locals())
 
     async def keep_singles(
-        self, holders: str, record: str, fence: str, publisher: int, token: str, calls: int, version: str
+        self, *, holders: str, record: str, fence: str, publisher: int, token: str, calls: int, version: str
     ) -> Outcome:
-        return await self._run("keep_singles", [holders, record, fence], [publisher, token, calls, version])
+        return await self._run("keep_singles", locals())
 
     async def end_publisher(
         self,
+        *,
         holders: str,
         record: str,
         lease: str,
@@ -248,11 +248,11 @@ class Scripts:
         only: str,
         holder: Sequence[Arg] = (),
     ) -> Outcome:
-        keys = [holders, record, lease, dead, load, entries]
-        return await self._run("end_publisher", keys, [publisher, token, version, only, *holder])
+        return await self._run("end_publisher", locals())
 
     async def keep_hashes(
         self,
+        *,
         record: str,
         fence: str,
         hashes: str,
@@ -266,16 +266,25 @@ class Scripts:
         milliseconds: int,
         entry: Sequence[Arg],
     ) -> Outcome:
-        args: list[Arg] = [publisher, token, calls, number, most, milliseconds, *entry]
-        return await self._run("keep_hashes", [record, fence, hashes, newest, oldest], args)
+        return await self._run("keep_hashes", locals())
 
     async def note_entries(
-        self, entries: str, record: str, publisher: int, token: str, max: int, milliseconds: int, cut: Arg, value: str
+        self,
+        *,
+        entries: str,
+        record: str,
+        publisher: int,
+        token: str,
+        max: int,
+        milliseconds: int,
+        cut: Arg,
+        value: str,
     ) -> Outcome:
-        return await self._run("note_entries", [entries, record], [publisher, token, max, milliseconds, cut, value])
+        return await self._run("note_entries", locals())
 
     async def sweep_rows(
         self,
+        *,
         engine: str,
         row: Sequence[bytes],
         piece: Sequence[bytes],
@@ -285,16 +294,14 @@ class Scripts:
         rows: int,
         field: Sequence[bytes],
     ) -> Outcome:
-        keys: list[str | bytes] = [engine, *row, *piece, branches]
-        if dead is not None:
-            keys.append(dead)
-        return await self._run("sweep_rows", keys, [holder, rows, *field])
+        return await self._run("sweep_rows", locals())
 
-    async def forget_dead(self, dead: str, holder: Arg) -> Outcome:
-        return await self._run("forget_dead", [dead], [holder])
+    async def forget_dead(self, *, dead: str, holder: Arg) -> Outcome:
+        return await self._run("forget_dead", locals())
 
     async def reserve(
         self,
+        *,
         load: str,
         reservations: str,
         holders: str,
@@ -312,16 +319,12 @@ class Scripts:
         candidates: str,
     ) -> tuple[Verdict, *tuple[int | str, ...]]:
         """The second value is a text: the nonce of a reservation that was made before."""
-        keys: list[str | bytes] = [load, reservations, holders]
-        if request is not None:
-            keys.append(request)
-        args: list[Arg] = [milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold]
-        args += (repeatable, candidates)
-        verdict, *rest = await self._call("reserve", [*keys, *spec], args)
+        verdict, *rest = await self._call("reserve", locals())
         return (Verdict(verdict.decode()), *(each.decode() if isinstance(each, bytes) else each for each in rest))
 
     async def release(
         self,
+        *,
         load: str,
         reservations: str,
         first_tokens: str,
@@ -333,20 +336,20 @@ class Scripts:
         work: int,
         shows: str,
     ) -> Outcome:
-        args: list[Arg] = [reservation, part, minute, milliseconds, ttft, work, shows]
-        return await self._run("release", [load, reservations, first_tokens], args)
+        return await self._run("release", locals())
 
-    async def end_overdue(self, load: str, reservations: str, most: int) -> Outcome:
-        return await self._run("end_overdue", [load, reservations], [most])
+    async def end_overdue(self, *, load: str, reservations: str, most: int) -> Outcome:
+        return await self._run("end_overdue", locals())
 
-    async def note_health(self, load: str, record: str, publisher: int, token: str, milliseconds: int) -> Outcome:
-        return await self._run("note_health", [load, record], [publisher, token, milliseconds])
+    async def note_health(self, *, load: str, record: str, publisher: int, token: str, milliseconds: int) -> Outcome:
+        return await self._run("note_health", locals())
 
-    async def note_gauges(self, record: str, gauges: str, milliseconds: int, value: bytes) -> Outcome:
-        return await self._run("note_gauges", [record, gauges], [milliseconds, value])
+    async def note_gauges(self, *, record: str, gauges: str, milliseconds: int, value: bytes) -> Outcome:
+        return await self._run("note_gauges", locals())
 
     async def apply_prefixes(
         self,
+        *,
         record: str,
         fence: str,
         prefixes: str,
@@ -361,43 +364,45 @@ class Scripts:
         warm_holder: int,
         change: Sequence[Arg],
     ) -> Outcome:
-        args: list[Arg] = [publisher, token, calls, milliseconds, hot_holder, warm_holder, *change]
-        return await self._run("apply_prefixes", [record, fence, prefixes, hot, warm, *prefix], args)
+        return await self._run("apply_prefixes", locals())
 
-    async def keep_selection(self, selection: str, before: str, value: str, milliseconds: int) -> Outcome:
-        return await self._run("keep_selection", [selection], [before, value, milliseconds])
+    async def keep_selection(self, *, selection: str, before: str, value: str, milliseconds: int) -> Outcome:
+        return await self._run("keep_selection", locals())
 
-    async def keep_catalog(self, catalog: str, worker: str, before: bytes, value: bytes, workers_max: int) -> Outcome:
-        return await self._run("keep_catalog", [catalog], [worker, before, value, workers_max])
+    async def keep_catalog(
+        self, *, catalog: str, worker: str, before: bytes, value: bytes, workers_max: int
+    ) -> Outcome:
+        return await self._run("keep_catalog", locals())
 
     async def place(
-        self, placements: str, placement: Sequence[str], holder: str, milliseconds: int, holders_max: int
+        self, *, placements: str, placement: Sequence[str], holder: str, milliseconds: int, holders_max: int
     ) -> Outcome:
-        return await self._run("place", [placements, *placement], [holder, milliseconds, holders_max])
+        return await self._run("place", locals())
 
     async def match_placements(
-        self, placement: Sequence[str], fields_max: int, holder: Sequence[str]
+        self, *, placement: Sequence[str], fields_max: int, holder: Sequence[str]
     ) -> tuple[int, dict[str, int]]:
         """How many blocks were looked at, and how many of them each holder has."""
-        _, count, matches = await self._call("match_placements", placement, [fields_max, *holder])
+        _, count, matches = await self._call("match_placements", locals())
         return count, {lenient_text(each): blocks for each, blocks in zip(matches[::2], matches[1::2], strict=True)}
 
-    async def drop_placements(self, placements: str, placement: Sequence[str], before: Arg) -> Outcome:
-        return await self._run("drop_placements", [placements, *placement], [before])
+    async def drop_placements(self, *, placements: str, placement: Sequence[str], before: Arg) -> Outcome:
+        return await self._run("drop_placements", locals())
 
-    async def add_counts(self, counts: str, seen: str, count: Sequence[Arg], prefix: Sequence[str]) -> Outcome:
-        return await self._run("add_counts", [counts, seen], [len(count) // 2, *count, *prefix])
+    async def add_counts(self, *, counts: str, seen: str, count: Sequence[Arg], prefix: Sequence[str]) -> Outcome:
+        return await self._run("add_counts", locals())
 
-    async def note_activity(self, activity: str, length: int, entry: Sequence[bytes]) -> Outcome:
-        return await self._run("note_activity", [activity], [length, *entry])
+    async def note_activity(self, *, activity: str, length: int, entry: Sequence[bytes]) -> Outcome:
+        return await self._run("note_activity", locals())
 
-    async def find_answer(self, answers: str, kept: str, due: str, name: str) -> tuple[Verdict, bytes, bytes]:
+    async def find_answer(self, *, answers: str, kept: str, due: str, name: str) -> tuple[Verdict, bytes, bytes]:
         """The verdict, the nonce of the last clearing, and the answer."""
-        verdict, nonce, value = await self._call("find_answer", [answers, kept, due], [name])
+        verdict, nonce, value = await self._call("find_answer", locals())
         return Verdict(verdict.decode()), bytes(nonce), bytes(value)
 
     async def keep_answer(
         self,
+        *,
         answers: str,
         kept: str,
         due: str,
@@ -408,19 +413,19 @@ class Scripts:
         bytes_max: int,
         value: bytes,
     ) -> Outcome:
-        args: list[Arg] = [nonce, name, milliseconds, entries_max, bytes_max, value]
-        return await self._run("keep_answer", [answers, kept, due], args)
+        return await self._run("keep_answer", locals())
 
-    async def clear_answers(self, answers: str, kept: str, due: str, nonce: str, name: str) -> Outcome:
-        return await self._run("clear_answers", [answers, kept, due], [nonce, name])
+    async def clear_answers(self, *, answers: str, kept: str, due: str, nonce: str, name: str) -> Outcome:
+        return await self._run("clear_answers", locals())
 
-    async def find_responses(self, kept: str, due: str, name: Sequence[str]) -> list[bytes | None]:
+    async def find_responses(self, *, kept: str, due: str, name: Sequence[str]) -> list[bytes | None]:
         """The responses, in order; None for a name without one."""
-        _, *values = await self._call("find_responses", [kept, due], name)
+        _, *values = await self._call("find_responses", locals())
         return [None if value is None else bytes(value) for value in values]
 
     async def keep_response(
         self,
+        *,
         responses: str,
         kept: str,
         due: str,
@@ -434,30 +439,29 @@ class Scripts:
         entries_max: int,
         bytes_max: int,
     ) -> Outcome:
-        args: list[Arg] = [name, milliseconds, value, group, length, entries_max, bytes_max]
-        return await self._run("keep_response", [responses, kept, due, copied, queue], args)
+        return await self._run("keep_response", locals())
 
     async def take_responses(
-        self, queue: str, group: str, consumer: str, count: int, milliseconds: int
+        self, *, queue: str, group: str, consumer: str, count: int, milliseconds: int
     ) -> list[tuple[str, str]]:
         """The ids of the entries, and the names of their responses."""
-        _, *texts = await self._call("take_responses", [queue], [group, consumer, count, milliseconds])
+        _, *texts = await self._call("take_responses", locals())
         words = [lenient_text(text) for text in texts]
         return list(zip(words[::2], words[1::2], strict=True))
 
     async def end_responses(
-        self, responses: str, due: str, copied: str, queue: str, group: str, entry: Sequence[str]
+        self, *, responses: str, due: str, copied: str, queue: str, group: str, entry: Sequence[str]
     ) -> Outcome:
-        return await self._run("end_responses", [responses, due, copied, queue], [group, *entry])
+        return await self._run("end_responses", locals())
 
-    async def beat(self, workers: str, worker: str, keep_seconds: int, leaving: str) -> list[str]:
+    async def beat(self, *, workers: str, worker: str, keep_seconds: int, leaving: str) -> list[str]:
         """The workers that are alive, as members of ``wm:workers``."""
-        _, *alive = await self._call("beat", [workers], [worker, keep_seconds, leaving])
+        _, *alive = await self._call("beat", locals())
         return [lenient_text(name) for name in alive]
 
-    async def hold_discovery(self, discovery: str, worker: str, milliseconds: int, state: str) -> Outcome:
-        return await self._run("hold_discovery", [discovery], [worker, milliseconds, state])
+    async def hold_discovery(self, *, discovery: str, worker: str, milliseconds: int, state: str) -> Outcome:
+        return await self._run("hold_discovery", locals())
 
-    async def name_birth(self, incarnation: str, nonce: str) -> str:
-        _, found = await self._call("name_birth", [incarnation], [nonce])
+    async def name_birth(self, *, incarnation: str, nonce: str) -> str:
+        _, found = await self._call("name_birth", locals())
         return lenient_text(found)

@@ -32,7 +32,9 @@ class Selections:
 
     async def change(self, selection_id: str, before: str, value: str, milliseconds: int = 1) -> bool:
         """Replace ``before`` by ``value``, which expires; empty removes the key. False if Redis has another value."""
-        outcome = await self._scripts.keep_selection(_key(selection_id), before, value, milliseconds)
+        outcome = await self._scripts.keep_selection(
+            selection=_key(selection_id), before=before, value=value, milliseconds=milliseconds
+        )
         return outcome.is_applied
 
     async def workers(self) -> Mapping[str, bytes]:
@@ -46,7 +48,9 @@ class Selections:
 
     async def describe(self, worker: str, before: bytes | None, value: bytes) -> Verdict:
         """Replace a worker's description; an empty value removes it. Returns APPLIED, OTHER or FULL."""
-        outcome = await self._scripts.keep_catalog(keys.CATALOG, worker, before or b"", value, WORKERS_MAX)
+        outcome = await self._scripts.keep_catalog(
+            catalog=keys.CATALOG, worker=worker, before=before or b"", value=value, workers_max=WORKERS_MAX
+        )
         return outcome.verdict
 
     async def peers(self) -> list[str]:

@@ -31,17 +31,24 @@ class SnapshotPlaces:
         ``socket`` is the digest of its endpoint. A call that is repeated with the same ``place`` takes one place.
         """
         outcome = await self._scripts.hold_snapshot(
-            keys.SNAPSHOTS,
-            keys.snapshot_asked(socket),
-            place.nonce,
-            max(1, int(seconds * 1000)),
-            max(1, int(pause_seconds * 1000)),
-            PLACES,
+            snapshots=keys.SNAPSHOTS,
+            asked=keys.snapshot_asked(socket),
+            holder=place.nonce,
+            milliseconds=max(1, int(seconds * 1000)),
+            pause=max(1, int(pause_seconds * 1000)),
+            most=PLACES,
         )
         return SnapshotPlace(place.nonce, 0.0 if outcome.is_applied else outcome.numbers[0] / 1000)
 
     async def release(self, place: SnapshotPlace, socket: str) -> None:
-        await self._scripts.hold_snapshot(keys.SNAPSHOTS, keys.snapshot_asked(socket), place.nonce, 0, 0, PLACES)
+        await self._scripts.hold_snapshot(
+            snapshots=keys.SNAPSHOTS,
+            asked=keys.snapshot_asked(socket),
+            holder=place.nonce,
+            milliseconds=0,
+            pause=0,
+            most=PLACES,
+        )
 
 
 def new_place() -> SnapshotPlace:

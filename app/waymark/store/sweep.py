@@ -41,7 +41,7 @@ class Sweeper:
             return None
         holder = self._parser.parse(RecordKind.DEAD_HOLDER, key, member, integer_of, member, "the holder's id")
         if holder is None:
-            await self._scripts.forget_dead(key, member)
+            await self._scripts.forget_dead(dead=key, holder=member)
         return holder
 
     async def left(self, entry: GroupEntry) -> int:
@@ -77,7 +77,7 @@ class Sweeper:
             if (await self._step(entry, shard, holder, [])).verdict is Verdict.GONE:
                 return
             self._parser.forget(keys.engine(entry.group_id, shard, holder))
-        forgotten = await self._scripts.forget_dead(keys.dead(entry.group_id), holder)
+        forgotten = await self._scripts.forget_dead(dead=keys.dead(entry.group_id), holder=holder)
         self._metrics.sweeps.inc(forgotten.numbers[0])
 
     async def _scan(self, entry: GroupEntry, shard: int, holder: int, cursor: int) -> tuple[int, list[Place]]:
@@ -102,14 +102,14 @@ class Sweeper:
             return Outcome(Verdict.GONE, (0, 0))
         prefix = keys.block_prefix(entry.group_id, shard)
         return await self._scripts.sweep_rows(
-            keys.engine(entry.group_id, shard, holder),
-            [prefix + place.name for place in places],
-            [prefix + Place(place.head).name for place in places if place.branch is not None],
-            keys.branches(entry.group_id, shard),
-            None if shard else dead,
-            holder,
-            len(places),
-            [place.field for place in places],
+            engine=keys.engine(entry.group_id, shard, holder),
+            row=[prefix + place.name for place in places],
+            piece=[prefix + Place(place.head).name for place in places if place.branch is not None],
+            branches=keys.branches(entry.group_id, shard),
+            dead=None if shard else dead,
+            holder=holder,
+            rows=len(places),
+            field=[place.field for place in places],
         )
 
 

@@ -55,15 +55,24 @@ class UnclaimedPublishers:
         if taken is None:
             return await self._leases.end_without_record(ids)
         fence, calls = keys.fence(ids.group_id, 0), taken.calls[0]
-        marked = await self._scripts.write_record(record, fence, ids.publisher, taken.token, calls, ["unclaimed", "1"])
+        marked = await self._scripts.write_record(
+            record=record,
+            fence=fence,
+            publisher=ids.publisher,
+            token=taken.token,
+            calls=calls,
+            field=["unclaimed", "1"],
+        )
         if (
             marked.is_applied
             and not await self._has_claim(ids, name)
             and await self._leases.end_for(ids, taken.token, only_unclaimed=True)
         ):
             return True
-        await self._scripts.write_record(record, fence, ids.publisher, taken.token, calls, ["unclaimed", ""])
-        await self._scripts.drop_lease(keys.lease(ids.group_id, ids.publisher), record, taken.token)
+        await self._scripts.write_record(
+            record=record, fence=fence, publisher=ids.publisher, token=taken.token, calls=calls, field=["unclaimed", ""]
+        )
+        await self._scripts.drop_lease(lease=keys.lease(ids.group_id, ids.publisher), record=record, token=taken.token)
         return False
 
     async def _has_claim(self, ids: UnclaimedPublisher, name: bytes | None) -> bool:

@@ -7,7 +7,8 @@ becomes ``StoreUnavailable``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from hashlib import sha1
 from pathlib import Path
@@ -322,14 +323,49 @@ _PACKAGE = Path(__file__).parents[2]
 LUA_DIR = next(folder for folder in (_PACKAGE / "lua", _PACKAGE.parents[1] / "lua") if folder.is_dir())
 
 
+class Parameter(NamedTuple):
+    """A name of a signature. ``lua/README.md`` says what the sign behind it means."""
+
+    name: str
+    sign: str
+
+    def add(self, value: Any, words: list[Any]) -> None:
+        if not self.sign:
+            words.append(value)
+        elif self.sign == "*":
+            words += value
+        elif self.sign == "?":
+            if value is not None:
+                words.append(value)
+        else:
+            words += (len(value) // int(self.sign[1:] or 1), *value)
+
+
 class Script(NamedTuple):
     text: str
     sha: str
+    keys: tuple[Parameter, ...]
+    """Of the signature on the first line, as ``args``."""
+    args: tuple[Parameter, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Script:
+        keys, args = text[text.index("(") + 1 : text.index(")")].split(";")
+        return cls(text, sha1(text.encode(), usedforsecurity=False).hexdigest(), _parameters(keys), _parameters(args))
+
+    def words(self, values: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+        """Return the KEYS and the ARGV of a call, from a value for each name of the signature."""
+        keys: list[Any] = []
+        for parameter in self.keys:
+            parameter.add(values[parameter.name], keys)
+        args: list[Any] = []
+        for parameter in self.args:
+            parameter.add(values[parameter.name], args)
+        return keys, args
 
 
-def _read(path: Path) -> Script:
-    text = path.read_text(encoding="utf-8")
-    return Script(text, sha1(text.encode(), usedforsecurity=False).hexdigest())
+def _parameters(text: str) -> tuple[Parameter, ...]:
+    return tuple(Parameter(*pair) for pair in re.findall(r"(\w+)([*?]|#\d*)?", text))
 
 
 REPEATABLE = frozenset({"apply_rows", "release", "end_overdue", "reserve", "match_placements"})
@@ -338,7 +374,9 @@ TOGETHER = frozenset(
     {"begin_publisher", "claim_publisher", "new_ids", "raise_fence", "renew_lease", "take_lease", "write_record"}
 )
 """Scripts that a worker calls for thousands of streams at once: their calls share round trips."""
-SCRIPTS: dict[str, Script] = {path.stem: _read(path) for path in sorted(LUA_DIR.glob("*.lua"))}
+SCRIPTS: dict[str, Script] = {
+    path.stem: Script.of(path.read_text(encoding="utf-8")) for path in sorted(LUA_DIR.glob("*.lua"))
+}
 
 
 # Makes what a URL names: the driver of a server, of a primary behind Sentinels, of a Cluster, or the emulation.
