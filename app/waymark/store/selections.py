@@ -59,12 +59,17 @@ class Selections:
 
     async def add_peer(self, url: str) -> bool:
         """Keep a peer, which may be kept already; False if there are too many."""
-        outcome = await self._scripts.keep_catalog(keys.PEERS, url, b"", b"1", PEERS_MAX)
+        outcome = await self._scripts.keep_catalog(
+            catalog=keys.PEERS, worker=url, before=b"", value=b"1", workers_max=PEERS_MAX
+        )
         return outcome.verdict is not Verdict.FULL
 
     async def remove_peer(self, url: str) -> bool:
         """Forget a peer; False if it is not kept."""
-        return (await self._scripts.keep_catalog(keys.PEERS, url, b"1", b"", PEERS_MAX)).is_applied
+        outcome = await self._scripts.keep_catalog(
+            catalog=keys.PEERS, worker=url, before=b"1", value=b"", workers_max=PEERS_MAX
+        )
+        return outcome.is_applied
 
 
 def _key(selection_id: str) -> str:
