@@ -173,6 +173,31 @@ async def _converse(client: openai.AsyncOpenAI, beginning: str) -> list[str] | N
     return places
 
 
+async def test_the_gateway_of_a_trial_is_a_whole_waymark() -> None:
+    """Its page, its contract, the API that reads and the commands, at the URL that clients use."""
+    async with pair() as both, httpx.AsyncClient(base_url=both.url, trust_env=False, timeout=patient(30)) as client:
+        assert "Waymark" in (await client.get("/", follow_redirects=True)).text
+        assert (await client.get("/ui/main.js")).status_code == 200
+        assert "/admin/response-cache/stats" in (await client.get("/docs")).text
+        found = (await client.get("/workers")).json()
+        assert [each["status"] for each in found["publishers"]] == ["active", "active"]
+        body = {"model": "demo", "messages": [{"role": "user", "content": LONG}]}
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        for words in (
+            ["publishers"],
+            ["ask", "--model", "demo", "--tokens", "1-64"],
+            ["doctor"],
+            ["select", "--text", "x"],
+        ):
+            command = [sys.executable, "-m", "waymark", *words, "--url", both.url]
+            process = await asyncio.create_subprocess_exec(
+                *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            )
+            out, err = await process.communicate()
+            assert process.returncode == 0, (words, out, err)
+            assert b"127.0.0.1:" in out or words == ["doctor"], (words, out)
+
+
 async def test_openai_s_client_gets_what_an_engine_gives() -> None:
     import openai
 

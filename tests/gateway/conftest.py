@@ -14,7 +14,7 @@ from aiohttp import web
 
 from tests.patience import patient, patient_settings
 from tests.serving.wire import connections, served
-from waymark.api.application import create_gateway_admin
+from waymark.api.application import GatewayAdmin, create_gateway_admin
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.startup import StartupGate
@@ -124,7 +124,8 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
             stack.push_async_callback(tokenizers.close)
             cache = ResponseCache.of(settings, metrics, store)
             gate = StartupGate(store.directory, settings.min_initial_workers)
-            admin = create_gateway_admin(store, settings, metrics, gate, None if cache is None else cache.operated)
+            parts = GatewayAdmin(gate, None if cache is None else cache.operated)
+            admin = create_gateway_admin(store, settings, metrics, parts)
             responses = Responses.of(settings, metrics, store, archive)
             gateway = Gateway(store, settings, metrics, tokenizers, gate, admin, cache, responses)
             stack.push_async_callback(gateway.close)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+from pathlib import Path
 
 import pytest
 
+from tests.live import start
 from waymark.base.errors import PortUnavailable
 from waymark.serving.listening import listen
 
@@ -36,3 +39,10 @@ def test_what_cannot_be_opened_is_named_with_the_settings(host: str, reason: str
         port = taken.getsockname()[1]
         with pytest.raises(PortUnavailable, match=rf"^port {port} of {host} cannot be opened, {reason}.*PORT.*HOST$"):
             opened(host, port)
+
+
+async def test_the_waymark_that_has_the_port_is_named(tmp_path: Path) -> None:
+    async with start("serve", "memory://", tmp_path / "log") as live:
+        said = rf"^port {live.port} of 127.0.0.1 cannot be opened, another process listens on it: 'waymark serve'; "
+        with pytest.raises(PortUnavailable, match=said):
+            await asyncio.to_thread(opened, "127.0.0.1", live.port)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -61,6 +62,27 @@ _QUERIES = frozenset(
 )
 
 
+_OperationRow: TypeAlias = tuple[Method, str, Access, Handler, Doc]
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayAdmin:
+    """What the API of a gateway has in addition to that of a replica."""
+
+    start: StartupGate
+    """The gate of its decisions, so that it is ready exactly while it decides."""
+    cache: tuple[Callable[[], Awaitable[Mapping[str, Any]]], Callable[[bytes | None], Awaitable[int]]] | None = None
+    """The functions that describe and empty its response cache; None: it is off."""
+
+    def rows(self) -> list[_OperationRow]:
+        """Return the operations on the response cache."""
+        answers = ResponseCacheAdmin(*self.cache or ())
+        return [
+            ("GET", "/admin/response-cache/stats", "admin", answers.stats, docs.CACHE_STATS),
+            ("POST", "/admin/response-cache/invalidate", "write", answers.invalidate, docs.CACHE_CLEAR),
+        ]
+
+
 def create_app(
     store: Store,
     settings: Settings,
@@ -68,14 +90,15 @@ def create_app(
     tokenizers: Tokenizers | None = None,
     asker: Asker | None = None,
     stopping: asyncio.Event | None = None,
+    gateway: GatewayAdmin | None = None,
 ) -> Shortcut | AccessLog:
     """The ASGI application over an open store, with its straight questions.
 
     The caller closes the store, the tokenizers and the asker.
 
-    ``stopping`` ends the answers that have no end of their own.
+    ``stopping`` ends the answers that have no end of their own. ``gateway``: the process is a gateway, too.
     """
-    gate = Gate.of(settings)
+    gate = Gate.of(settings) if gateway is None else _gate_of_gateway(settings)
     contract = Contract()
     dependencies = _dependencies(settings, metrics, gate)
     operations = _operations(
@@ -85,6 +108,7 @@ def create_app(
         PromptTokenizer(tokenizers or Tokenizers.of(settings, metrics, EngineAddresses(store)), settings),
         Registrations(store, settings, asker or Asker.of(settings)),
         ActivityFeed(store.activity, settings, metrics, stopping),
+        gateway,
     )
     contract.describe(operations)
 
@@ -145,13 +169,14 @@ def _operations(
     tokenizer: PromptTokenizer,
     registrations: Registrations,
     feed: ActivityFeed,
+    gateway: GatewayAdmin | None = None,
 ) -> list[Operation]:
     settings, metrics = dependencies.settings, dependencies.metrics
-    gate = StartupGate(store.directory, settings.min_initial_workers)
+    gate = StartupGate(store.directory, settings.min_initial_workers) if gateway is None else gateway.start
     root, views, probes = (
         Conductor(store, settings, metrics, tokenizer),
         Views(store),
-        Probes(store, metrics, gate, tokenizer, warning=openness(settings)),
+        Probes(store, metrics, gate, tokenizer, warning=openness(settings, is_gateway=gateway is not None)),
     )
     dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store, metrics, probes.metrics)
     decisions = Decisions(store, settings, metrics, tokenizer, gate)
@@ -167,7 +192,7 @@ def _operations(
     explained = explanations.explained
     without_redis: dict[str, Handler] = {"/select": decisions.select_without_redis}
     # Starlette tries routes in order: queries first.
-    table: list[tuple[Method, str, Access, Handler, Doc]] = [
+    table: list[_OperationRow] = [
         ("POST", "/query", "read", explained(Straight(root.query)), docs.QUERY),
         ("POST", "/query_by_hash", "read", explained(Straight(root.query_by_hash)), docs.QUERY_BY_HASH),
         ("POST", "/select", "write", explained(decisions.select), docs.SELECT),
@@ -231,6 +256,7 @@ def _operations(
         ("GET", "/admin/kv-index/stats", "admin", admin.kv_index_stats, docs.INDEX_STATS),
         ("GET", "/admin/kv-index/backends", "admin", admin.kv_index_backends, docs.INDEX_BACKENDS),
         ("POST", "/admin/kv-index/clear", "write", admin.kv_index_clear, docs.INDEX_CLEAR),
+        *(() if gateway is None else gateway.rows()),
     ]
     operations: list[Operation] = []
     for method, path, access, handler, doc in table:
@@ -266,25 +292,12 @@ def create_probes(store: Store, settings: Settings, metrics: Metrics) -> Starlet
     )
 
 
-def create_gateway_admin(
-    store: Store,
-    settings: Settings,
-    metrics: Metrics,
-    start: StartupGate,
-    cache: tuple[Callable[[], Awaitable[Mapping[str, Any]]], Callable[[bytes | None], Awaitable[int]]] | None = None,
-) -> Starlette:
-    """What a gateway answers in addition to its clients' paths: probes, and the admin paths.
-
-    ``start`` is the gate of its decisions, so that it is ready exactly while it decides. ``cache`` are the functions
-    that describe and empty its response cache; None: it is off.
-    """
-    # A gateway with keys is for strangers, and its operator's paths are not.
-    has_keys = bool(settings.gateway_keys) or settings.gateway_keys_file is not None
-    gate = Gate.of(settings, is_closed=has_keys)
-    dependencies = _dependencies(settings, metrics, gate)
-    probes = Probes(store, metrics, start, warning=openness(settings, is_gateway=True))
-    admin, answers = Admin(store, settings), ResponseCacheAdmin(*cache or ())
-    table: list[tuple[Method, str, Access, Handler, Doc]] = [
+def create_gateway_admin(store: Store, settings: Settings, metrics: Metrics, gateway: GatewayAdmin) -> Starlette:
+    """What a gateway on a real Redis answers in addition to its clients' paths: probes, and the admin paths."""
+    dependencies = _dependencies(settings, metrics, _gate_of_gateway(settings))
+    probes = Probes(store, metrics, gateway.start, warning=openness(settings, is_gateway=True))
+    admin = Admin(store, settings)
+    table: list[_OperationRow] = [
         ("GET", "/health", "open", probes.health, docs.HEALTH),
         ("GET", "/ready", "open", probes.ready, docs.READY),
         ("GET", "/metrics", "read", probes.metrics, docs.METRICS),
@@ -292,8 +305,7 @@ def create_gateway_admin(
         ("GET", "/admin/kv-index/stats", "admin", admin.kv_index_stats, docs.INDEX_STATS),
         ("GET", "/admin/kv-index/backends", "admin", admin.kv_index_backends, docs.INDEX_BACKENDS),
         ("POST", "/admin/kv-index/clear", "write", admin.kv_index_clear, docs.INDEX_CLEAR),
-        ("GET", "/admin/response-cache/stats", "admin", answers.stats, docs.CACHE_STATS),
-        ("POST", "/admin/response-cache/invalidate", "write", answers.invalidate, docs.CACHE_CLEAR),
+        *gateway.rows(),
     ]
     return Starlette(
         routes=[
@@ -301,3 +313,8 @@ def create_gateway_admin(
             for method, path, access, handler, doc in table
         ]
     )
+
+
+def _gate_of_gateway(settings: Settings) -> Gate:
+    """A gateway with keys is for strangers, and its operator's paths are not."""
+    return Gate.of(settings, is_closed=bool(settings.gateway_keys) or settings.gateway_keys_file is not None)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
-from waymark.api.application import create_gateway_admin
+from waymark.api.application import GatewayAdmin, create_app, create_gateway_admin
 from waymark.api.registrations import registration_of
+from waymark.base.asgi import AsgiApplication
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.metrics import Metrics
@@ -31,12 +33,24 @@ class GatewayRole:
     """The application of a gateway, and the tasks that it needs."""
 
     def __init__(
-        self, store: Store, settings: Settings, metrics: Metrics, tokenizers: Tokenizers, asker: Asker
+        self,
+        store: Store,
+        settings: Settings,
+        metrics: Metrics,
+        tokenizers: Tokenizers,
+        asker: Asker,
+        stopping: asyncio.Event,
     ) -> None:
+        """``stopping`` ends the answers that have no end of their own."""
         self._archive = MongoArchive.of(settings, metrics, store)
         cache = ResponseCache.of(settings, metrics, store)
         gate = StartupGate(store.directory, settings.min_initial_workers)
-        others = create_gateway_admin(store, settings, metrics, gate, None if cache is None else cache.operated)
+        admin = GatewayAdmin(gate, None if cache is None else cache.operated)
+        others: AsgiApplication
+        if settings.redis_url == "memory://":  # nobody else can serve the index of a trial
+            others = create_app(store, settings, metrics, tokenizers, asker, stopping, admin)
+        else:
+            others = create_gateway_admin(store, settings, metrics, admin)
         responses = Responses.of(settings, metrics, store, self._archive)
         self.app = Gateway(store, settings, metrics, tokenizers, gate, others, cache, responses)
         self._engines = _given_engines(store, settings, asker) if settings.gateway_engines else None

@@ -157,7 +157,7 @@ async def run(
     if has_gateway:
         from waymark.runtime import gateway as runtime_gateway
 
-        gateway = runtime_gateway.GatewayRole(store, settings, metrics, tokenizers, asker)
+        gateway = runtime_gateway.GatewayRole(store, settings, metrics, tokenizers, asker, stop)
         server = http_server(
             gateway.app,
             bounds,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import re
 import socket
+from http.client import HTTPConnection, HTTPException
 
 from waymark.base.errors import PortUnavailable
 
@@ -12,6 +14,11 @@ _WHY = {
     errno.EACCES: "this user may not open it",
     errno.EADDRNOTAVAIL: "this machine does not have that address",
 }
+
+
+#: How long the process that has the port may take to say what it is, and how much it may say.
+_ASKED_SECONDS, _ANSWER_BYTES_MAX = 1.0, 2**20
+_ROLE = re.compile(rb'^waymark_build_info\{[^}\n]*\brole="([a-z]+)"', re.MULTILINE)
 
 
 def listen(host: str, port: int, *, host_name: str, port_name: str) -> list[socket.socket]:
@@ -34,11 +41,27 @@ def listen(host: str, port: int, *, host_name: str, port_name: str) -> list[sock
         for bound in opened:
             bound.close()
         reason = _WHY.get(exc.errno or 0) or (exc.strerror or str(exc)).lower()
+        role = _role_at(host, port) if exc.errno == errno.EADDRINUSE else None
+        if role is not None:
+            reason += f": 'waymark {role}'"
         raise PortUnavailable(
             f"port {port} of {host} cannot be opened, {reason}; give another one with {port_name}, or another address "
             f"with {host_name}"
         ) from None
     return opened
+
+
+def _role_at(host: str, port: int) -> str | None:
+    """The role of the Waymark that listens on a port, by its metrics; None if it is something else, or says nothing."""
+    connection = HTTPConnection("127.0.0.1" if host in ("", "0.0.0.0") else host, port, timeout=_ASKED_SECONDS)
+    try:
+        connection.request("GET", "/metrics")
+        found = _ROLE.search(connection.getresponse().read(_ANSWER_BYTES_MAX))
+    except (OSError, HTTPException):
+        return None
+    finally:
+        connection.close()
+    return None if found is None else found[1].decode()
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, int, int, str, tuple[object, ...]]]:
