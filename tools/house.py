@@ -1,10 +1,11 @@
 """Count how the source is built: its rooms, the arrows between them, its files and functions, and its English.
 
-    python -m tools.house [TREE...] [--crumbs]
+    python -m tools.house [TREE...] [--crumbs | --picture]
 
 A *room* is a package, or a module that is in none. An *arrow* is a room that imports from another one. A room that
 imports no other is on the first floor, and each room is one floor above the highest that it imports. With several
 trees there is a column for each. ``--crumbs`` lists the modules with exactly one importer, the smallest first.
+``--picture`` draws the rooms for docs/design.md.
 """
 
 from __future__ import annotations
@@ -263,10 +264,34 @@ def crumbs_table(tree: Path) -> str:
     )
 
 
+def picture(tree: Path) -> str:
+    """Return the rooms of a checkout as a Mermaid flowchart, one row for each floor, the highest first.
+
+    An arrow that a longer way says already is left out: all of them together cannot be read.
+    """
+    arrows = arrows_of(read_modules(tree))
+    floors = floors_of(arrows)
+    lines = ["flowchart TD"]
+    for floor in sorted(set(floors.values()), reverse=True):
+        lines.append(f'  subgraph floor{floor}["floor {floor}"]')
+        lines += [f'    {_node(room)}["{room.replace(".", "/")}"]' for room in sorted(floors) if floors[room] == floor]
+        lines.append("  end")
+    for room in sorted(arrows):
+        indirect = set().union(*(reachable(arrows, other) for other in arrows[room]))
+        lines += [f"  {_node(room)} --> {_node(other)}" for other in sorted(arrows[room] - indirect)]
+    return "\n".join(lines)
+
+
+def _node(room: str) -> str:
+    """Return a room's name in Mermaid, to which ``end`` and dots have a meaning of their own."""
+    return f"room_{room.replace('.', '_')}"
+
+
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.house", description="Count how the source is built.")
     parser.add_argument("trees", nargs="*", type=Path, metavar="TREE", help="a checkout; this one by default")
     parser.add_argument("--crumbs", action="store_true", help="list the modules with exactly one importer")
+    parser.add_argument("--picture", action="store_true", help="draw the rooms, as the flowchart of docs/design.md")
     options = parser.parse_args(words)
     trees: list[Path] = options.trees or [ROOT]
     for tree in trees:
@@ -274,6 +299,8 @@ def main(words: list[str] | None = None) -> int:
             parser.error(f"{tree} is not a checkout: it has no app/waymark")
     if options.crumbs:
         print("\n\n".join(map(crumbs_table, trees)))
+    elif options.picture:
+        print("\n\n".join(map(picture, trees)))
     else:
         print(table({"now" if tree == ROOT else str(tree): measure(tree) for tree in trees}))
     return 0

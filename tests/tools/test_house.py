@@ -103,3 +103,19 @@ def test_what_is_no_checkout_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit, match="2"):
         house.main([str(tmp_path)])
     assert f"{tmp_path} is not a checkout: it has no app/waymark" in capsys.readouterr().err
+
+
+def test_the_picture_has_each_room_on_its_floor_and_no_arrow_that_a_longer_way_says(tmp_path: Path) -> None:
+    files = {"a/__init__.py": "import waymark.b, waymark.c", "b/__init__.py": "import waymark.c", "c/__init__.py": ""}
+    tree = build(tmp_path, files)
+    picture = house.picture(tree)
+    assert [line.strip() for line in picture.splitlines() if "-->" in line] == [
+        "room_a --> room_b",
+        "room_b --> room_c",
+    ]
+    assert picture.index('"floor 3"') < picture.index('["a"]') < picture.index('"floor 2"') < picture.index('["b"]')
+
+
+def test_the_design_shows_the_rooms_as_they_are() -> None:
+    page = (house.ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    assert f"```mermaid\n{house.picture(house.ROOT)}\n```" in page, "run: make house HOUSE=--picture"
