@@ -1,8 +1,9 @@
--- match_placements(placement*; fields_max, holder*) -> {verdict, count, matches}
+-- match_placements(dropped, placement*; fields_max, holder*) -> {verdict, count, matches}
 --
 -- Find which holders were sent the beginning of a prompt, from the placements of its blocks. It only reads.
 --
--- KEYS  placement*  hash  one for each block of the prompt, in order: until which Redis ms each holder counts as having it
+-- KEYS  dropped     hash  until which Redis ms a placement ends that was made before its holder was dropped
+--       placement*  hash  one for each block of the prompt, in order: until which Redis ms each holder counts as having it
 -- ARGV  fields_max  the script stops after reading this many fields, so that no call takes long
 --       holder*     the holders that have all blocks before these; none if these begin with the prompt's first block
 --
@@ -30,13 +31,17 @@ end
 
 local going = {}
 for i = 2, #ARGV do going[i - 1] = ARGV[i] end
-if #going == 0 and redis.call('TYPE', KEYS[1]).ok == 'hash' then going = redis.call('HKEYS', KEYS[1]) end
+if #going == 0 and redis.call('TYPE', KEYS[2]).ok == 'hash' then going = redis.call('HKEYS', KEYS[2]) end
 
-while #going > 0 and count < #KEYS and fields < most do
-  local ends = ends_of(KEYS[count + 1], going)
+local after = {}
+if #going > 0 then
+  for i, ends in ipairs(ends_of(KEYS[1], going)) do after[going[i]] = tonumber(ends or '0') end
+end
+while #going > 0 and count + 1 < #KEYS and fields < most do
+  local ends = ends_of(KEYS[count + 2], going)
   local still = {}
   for i, holder in ipairs(going) do
-    if (tonumber(ends[i]) or 0) > now then
+    if (tonumber(ends[i]) or 0) > math.max(now, after[holder] or 0) then
       still[#still + 1] = holder
     else
       report(holder, count)

@@ -103,6 +103,19 @@ async def test_prefill_is_always_apart(configured: Configured, register: Registe
     assert _places(await post(client, "/select", token_ids=[1])) == ("prefill", [], "decode")
 
 
+async def test_both_stages_are_expected_to_have_the_prompt_where_the_file_asks_for_it(
+    configured: Configured, register: Register
+) -> None:
+    await register_stages(register, "prefill")
+    scorer = "{type: precise-prefix-cache-scorer, parameters: {speculativeIndexing: true, speculativeTTL: 10m}}"
+    by_file = await configured("prefill", f"{{name: the-decider, type: always-disagg-pd-decider}}\n- {scorer}")
+    assert _places(await post(by_file, "/select")) == ("prefill", [], "decode")
+    again = await post(by_file, "/select")
+    assert (again["prefill"]["expected_tokens"], again["target"]["expected_tokens"]) == (40, 40)
+    rows = (await post(by_file, "/score", policy="least-work"))["scores"]
+    assert {row["expected_tokens"] for row in rows} == {0}, "of a policy by name the settings say it"
+
+
 async def test_requests_with_images_are_encoded_first(configured: Configured, register: Register) -> None:
     await register_stages(register, "encode")
     client = await configured("encode", "{name: the-decider, type: always-disagg-multimodal-decider}")
@@ -111,3 +124,8 @@ async def test_requests_with_images_are_encoded_first(configured: Configured, re
     assert _places(with_image) == (None, ["encode"], "decode")
     assert with_image["headers"]["mif-encode-endpoints"] == "encode:8000"
     assert with_image["headers"]["x-encoder-hosts-ports"] == "encode:8000"
+    # Nothing renders the image, so the prompt has no tokens.
+    content = [{"type": "image_url", "image_url": {"url": "https://10.0.0.9/cat.png"}}]
+    messages = [{"role": "user", "content": content}]
+    without_tokens = await post(client, "/select", token_ids=..., messages=messages)
+    assert _places(without_tokens) == (None, ["encode"], "decode")

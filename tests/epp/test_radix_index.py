@@ -209,6 +209,26 @@ async def test_a_placement_that_goes_on_from_a_parent_is_found_as_a_whole(
     client.close()
 
 
+async def test_a_holder_that_is_dropped_scores_no_more_until_it_is_placed_at_again(
+    store: Store, pods: dict[str, str], start_epp: StartEpp
+) -> None:
+    client, other = Client(await start_epp(store)), Client(await start_epp(store))
+    hashes = of_tokens(list(range(64)))
+    for url in URLS[:2]:
+        await client.publish(url, hashes)
+    assert await other.matched(hashes) == {URLS[0]: 4, URLS[1]: 4}
+    await client.update(URLS[0], dropped=True)
+    assert await other.matched(hashes) == {URLS[1]: 4}
+
+    async def is_back() -> bool:
+        await client.publish(URLS[0], hashes[:2])
+        return await other.matched(hashes) == {URLS[0]: 2, URLS[1]: 4}
+
+    await wait_until(is_back, "a placement of a later millisecond counts")
+    client.close()
+    other.close()
+
+
 async def test_a_digest_is_answered_by_asking_for_the_blocks(
     store: Store, pods: dict[str, str], start_epp: StartEpp
 ) -> None:

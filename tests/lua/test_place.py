@@ -14,6 +14,7 @@ from waymark.store.placements import BLOCKS_PER_CALL
 from waymark.store.store import Store
 
 HOUR = 3_600_000
+DROPPED = f"wm:{{1}}:placement:{2**64 - 1:016x}"
 
 
 async def place(store: Store, blocks: range, holder: str = "a", ms: int = HOUR, blocks_max: int = 1000) -> int:
@@ -126,17 +127,25 @@ async def test_a_call_looks_at_few_fields_and_the_next_goes_on_from_there(store:
         await place(store, range(10), holder)
     await place(store, range(10, 20), "b")
     names = [f"wm:{{1}}:placement:{n:016x}" for n in range(20)]
-    assert await store.scripts.match_placements(placement=names, fields_max=7, holder=[]) == (
+    assert await store.scripts.match_placements(dropped=DROPPED, placement=names, fields_max=7, holder=[]) == (
         3,
         {"a": 3, "b": 3, "c": 3},
     )
-    assert await store.scripts.match_placements(placement=names[3:], fields_max=22, holder=list("abc")) == (
+    assert await store.scripts.match_placements(
+        dropped=DROPPED, placement=names[3:], fields_max=22, holder=list("abc")
+    ) == (
         8,
         {"a": 7, "b": 8, "c": 7},
     )
-    assert await store.scripts.match_placements(placement=names[11:], fields_max=22, holder=["b"]) == (9, {"b": 9})
+    assert await store.scripts.match_placements(dropped=DROPPED, placement=names[11:], fields_max=22, holder=["b"]) == (
+        9,
+        {"b": 9},
+    )
     # More holders than one call looks at, which only another program can have written: those are left out.
-    assert await store.scripts.match_placements(placement=names, fields_max=2, holder=[]) == (1, {"a": 1, "b": 1})
+    assert await store.scripts.match_placements(dropped=DROPPED, placement=names, fields_max=2, holder=[]) == (
+        1,
+        {"a": 1, "b": 1},
+    )
 
 
 async def test_what_others_wrote_under_the_name_of_a_block_has_no_holders(store: Store, redis: Redis) -> None:

@@ -177,6 +177,8 @@ class Fleet:
         self.have_addresses = all(member.target.address is not None for member in self.members)
         self.has_pools = any(row.scope == "shared" for row in table.publishers.values())
         self.has_silent = any(not member.tells_events for member in self.members)
+        self.has_stages = not all(member.is_whole for member in self.members)
+        """Whether some targets take one stage of a request alone."""
         self.by_publisher = {member.publisher: member for member in self.members}
         self.scraped = [each.publisher for each in self.members if each.target.metrics_url or each.target.address]
         """The publishers whose engine's metrics a worker may read."""

@@ -10,10 +10,11 @@ from typing import Self
 from waymark.base.errors import InvalidValue, SettingsError
 from waymark.base.logs import fields
 from waymark.base.settings import Settings
+from waymark.decide.decision import PolicyChoice
 from waymark.decide.policies.picker_config import read_picker_config
 from waymark.decide.policies.policy import Preset
 from waymark.decide.policies.presets import PRESETS, preset
-from waymark.decide.policies.profile import PickerConfig
+from waymark.decide.policies.profile import PickerConfig, Speculation
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,12 @@ class SelectionOptions:
     approximate_milliseconds: int = 600_000
     """The time for which a target without events counts as having a prompt."""
     prefill_tokens_per_second: float = 0.0
+
+    def speculation(self, policy: PolicyChoice, expects: bool | None) -> Speculation:
+        """Return the speculative entries of a decision: as its caller asks, else as its file or the settings say."""
+        said = self.picker.speculation if self.picker is not None and policy.preset is None else None
+        found = said or Speculation(self.is_speculative, self.speculative_milliseconds)
+        return found if expects is None else found._replace(is_on=expects)
 
     @classmethod
     def of(cls, settings: Settings) -> Self:

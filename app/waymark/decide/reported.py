@@ -101,6 +101,13 @@ class ReportedPrompts:
         self._metrics.placements_dropped.inc(dropped)
         return "kept"
 
+    async def drop(self, keyspace: Keyspace, holder: str) -> None:
+        """Note that a holder is gone: what was placed there before scores no more. Raises StoreUnavailable."""
+        served = await self._served(keyspace)
+        entry = None if served is None else await self._entry(served)
+        if entry is not None:
+            await self._store.placements.drop(entry.group_id, holder, milliseconds=self._milliseconds)
+
     async def holders(self) -> list[tuple[Keyspace, HolderMatch]]:
         """Every registered address with its model, without its blocks. Raises StoreUnavailable."""
         found: dict[tuple[Keyspace, str], bool] = {}

@@ -17,6 +17,7 @@ from waymark.decide.loads import Loads
 from waymark.decide.offers import Offers, ScoredOffers, SumOffers
 from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.policy import Decision, Scored
+from waymark.decide.policies.profile import Speculation
 from waymark.decide.policies.target import Candidate
 from waymark.decide.prefill_progress import PrefillProgress, WatchedReservation
 from waymark.decide.ranking import RankedStages
@@ -47,6 +48,7 @@ class _OfferedStage(NamedTuple):
     ranking: RankingRequest
     parameters: SelectParameters
     is_prefill_elsewhere: bool = False
+    is_prefill: bool = False
 
 
 class TargetReserver:
@@ -161,7 +163,7 @@ class TargetReserver:
         if parameters.request_id is not None:
             other = replace(parameters, request_id=f"{text_hash(parameters.request_id + ' prefill'):016x}")
         try:
-            second = await self._one(_OfferedStage(offers, lookup, ranking, other))
+            second = await self._one(_OfferedStage(offers, lookup, ranking, other, is_prefill=True))
         except BaseException:
             await asyncio.shield(self._reservations.release(made, ReservationPart.OK))
             raise
@@ -173,9 +175,9 @@ class TargetReserver:
 
     async def _one(self, stage: _OfferedStage) -> tuple[int, Reservation] | None:
         """The place of the target that was taken."""
-        of, lookup, ranking, parameters, is_prefill_elsewhere = stage
+        of, lookup, ranking, parameters, is_prefill_elsewhere, _ = stage
         began = perf_counter()
-        offers, spec_keys = self._with_entries(of, lookup, parameters)
+        offers, spec_keys = self._with_entries(stage)
         terms = ReservationTerms(
             context=lookup.request.tokens,
             weight_new=of.linear.new,
@@ -205,13 +207,13 @@ class TargetReserver:
         assert at is not None
         return at, reservation
 
-    def _with_entries(
-        self, of: Offers, lookup: TargetLookup, parameters: SelectParameters
-    ) -> tuple[list[Offer], Sequence[str]]:
+    def _with_entries(self, stage: _OfferedStage) -> tuple[list[Offer], Sequence[str]]:
         """The offers with the speculative entries that each would get, and the keys of all of these."""
+        of, lookup, ranking, parameters = stage[:4]
+        of_prefill = stage.is_prefill and lookup.fleet.has_stages
         offers = of.offers()
-        is_expected = self._options.is_speculative if parameters.expects is None else parameters.expects
-        if not (is_expected or lookup.fleet.has_silent):
+        speculation = self._options.speculation(ranking.policy, parameters.expects)
+        if not (speculation.is_on or lookup.fleet.has_silent):
             return offers, ()
         matched = of.matched_blocks()
         least = min(matched)
@@ -219,19 +221,20 @@ class TargetReserver:
         offers = [
             offer._replace(
                 spec_from=bisect_right(at, has),
-                spec_milliseconds=self._spec_milliseconds(offer.publisher, lookup, is_expected, parameters),
+                spec_milliseconds=self._spec_milliseconds(offer.publisher, lookup, speculation, parameters),
             )
             for offer, has in zip(offers, matched, strict=True)
         ]
         if not any(offer.spec_milliseconds for offer in offers):
             return offers, ()
-        return offers, [keys.spec(lookup.entry.group_id, key_at(lookup.keys, depth)) for depth in at]
+        group_id = lookup.entry.group_id
+        return offers, [keys.spec(group_id, key_at(lookup.keys, depth), of_prefill=of_prefill) for depth in at]
 
     def _spec_milliseconds(
-        self, publisher: int, lookup: TargetLookup, is_expected: bool, parameters: SelectParameters
+        self, publisher: int, lookup: TargetLookup, speculation: Speculation, parameters: SelectParameters
     ) -> int:
         if lookup.fleet.by_publisher[publisher].tells_events:
-            return self._options.speculative_milliseconds if is_expected else 0
+            return speculation.milliseconds if speculation.is_on else 0
         # Its entries are all that is known of it.
         return 0 if parameters.expects is False else self._options.approximate_milliseconds
 

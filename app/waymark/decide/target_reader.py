@@ -156,14 +156,14 @@ class TargetReader:
         """The values beside the blocks, if it is the loads alone, and these are known."""
         if ranking.given is not None or self._needs_gauges(ranking.policy) or self._needs_first_tokens(ranking.policy):
             return None
-        if (ranking.prefix_key is not None and fleet.has_sources) or self._expects(fleet, expects):
+        if (ranking.prefix_key is not None and fleet.has_sources) or self._expects(ranking, fleet, expects):
             return None
         loads = self._loads.at_hand(entry.group_id)
         return None if loads is None else _SideReads(loads, {}, {})
 
-    def _expects(self, fleet: Fleet, expects: bool | None) -> bool:
+    def _expects(self, ranking: RankingRequest, fleet: Fleet, expects: bool | None) -> bool:
         """Whether speculative entries are read."""
-        return fleet.has_silent or (self._options.is_speculative if expects is None else expects)
+        return fleet.has_silent or self._options.speculation(ranking.policy, expects).is_on
 
     async def _aside(
         self, ranking: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, *, expects: bool | None
@@ -181,16 +181,20 @@ class TargetReader:
             first_tokens = await self._first_tokens.of(entry.group_id, list(fleet.by_publisher))
         until = asyncio.get_running_loop().time() + self._options.deadline_seconds
         prefixes = await self._prefixes(ranking, entry, fleet, prompt, until)
-        at = depths(len(prompt.keys) // KEY_BYTES) if self._expects(fleet, expects) else []
+        at = depths(len(prompt.keys) // KEY_BYTES) if self._expects(ranking, fleet, expects) else []
         if not at:
             return _SideReads(loads, {}, gauges, prefixes, first_tokens)
         numbers = [key_at(prompt.keys, depth) for depth in at]
         try:
-            publishers = await self._store.speculative.read(entry.group_id, numbers, until=until)
+            publishers = await self._store.speculative.read(
+                entry.group_id, numbers, until=until, has_stages=fleet.has_stages
+            )
         except TimeoutError:
             return _SideReads(loads, {}, gauges, prefixes, first_tokens)
-        # The deepest wins, being last.
-        expected = {publisher: depth for publisher, depth in zip(publishers, at, strict=True) if publisher is not None}
+        expected: dict[int, int] = {}
+        for publisher, depth in zip(publishers, (*at, *at), strict=False):
+            if publisher is not None:
+                expected[publisher] = max(depth, expected.get(publisher, 0))
         return _SideReads(loads, expected, gauges, prefixes, first_tokens)
 
     async def _prefixes(

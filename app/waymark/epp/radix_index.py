@@ -118,6 +118,12 @@ class RadixIndex:
                     except StoreUnavailable as exc:
                         self._metrics.placements.labels(outcome="unavailable").inc()
                         await context.abort(grpc.StatusCode.UNAVAILABLE, exc.sentence)
+                if update.dropped:
+                    try:
+                        await self._prompts.drop(_keyspace(update.keyspace), update.holder)
+                    except StoreUnavailable as exc:
+                        self._metrics.placements.labels(outcome="unavailable").inc()
+                        await context.abort(grpc.StatusCode.UNAVAILABLE, exc.sentence)
                 await context.write(ack)
 
     async def pull(self, _: Any, context: Any) -> AsyncIterator[Any]:

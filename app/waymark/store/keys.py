@@ -119,9 +119,16 @@ def selection(selection_id: str) -> str:
     return f"wm:selection:{selection_id}"
 
 
-def spec(group_id: int, block_key: int) -> str:
-    """A speculative entry: the target that will soon have the prompt up to this block."""
-    return f"{spec_prefix(group_id).decode()}{block_key:016x}"
+#: The keys of the entries of prefill targets, beside those of the targets that decode.
+_PREFILL = 0x7072656669_6C6C21
+
+
+def spec(group_id: int, block_key: int, *, of_prefill: bool = False) -> str:
+    """A speculative entry: the target that will soon have the prompt up to this block.
+
+    ``of_prefill``: the target that prefilled it for another one, which will have it, too.
+    """
+    return f"{spec_prefix(group_id).decode()}{block_key ^ (_PREFILL if of_prefill else 0):016x}"
 
 
 def spec_prefix(group_id: int) -> bytes:

@@ -16,6 +16,8 @@ BLOCKS_PER_CALL = 128
 _HOLDERS_MAX = 1024
 #: The most blocks, and the most holders of these blocks, that one call reads. Redis needs less than 2 ms for them.
 _MATCHED_PER_CALL, _FIELDS_PER_CALL = 512, 4096
+#: In place of a block: the holders that were dropped, each with the time at which its placements of before end.
+_DROPPED = 2**64 - 1
 
 
 class Placements:
@@ -63,12 +65,27 @@ class Placements:
         )
         return outcome.numbers[0]
 
+    async def drop(self, group_id: int, holder: str, *, milliseconds: int) -> None:
+        """Note that the placements of a holder do not count any more; those that follow do.
+
+        ``milliseconds`` is how long placements last.
+        """
+        name = keys.placement(group_id, f"{_DROPPED:016x}")
+        await self._scripts.place(
+            placements=keys.placements(group_id),
+            placement=[name],
+            holder=holder,
+            milliseconds=milliseconds,
+            holders_max=_HOLDERS_MAX,
+        )
+
     async def match(self, group_id: int, block_keys: Sequence[int], *, until: float) -> dict[str, int]:
         """For each holder, how many blocks from the start of the prompt were sent to it and have not expired.
 
         At ``until``, a time of the event loop's clock, it returns the result for the blocks that it has read.
         """
         found: dict[str, int] = {}
+        dropped = keys.placement(group_id, f"{_DROPPED:016x}")
         going: list[str] = []
         at = 0
         while at < len(block_keys):
@@ -76,7 +93,7 @@ class Placements:
             try:
                 async with asyncio.timeout_at(until):
                     count, matches = await self._scripts.match_placements(
-                        placement=names, fields_max=_FIELDS_PER_CALL, holder=going
+                        dropped=dropped, placement=names, fields_max=_FIELDS_PER_CALL, holder=going
                     )
             except TimeoutError:
                 break

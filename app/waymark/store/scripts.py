@@ -380,7 +380,7 @@ class Scripts:
         return await self._run("place", locals())
 
     async def match_placements(
-        self, *, placement: Sequence[str], fields_max: int, holder: Sequence[str]
+        self, *, dropped: str, placement: Sequence[str], fields_max: int, holder: Sequence[str]
     ) -> tuple[int, dict[str, int]]:
         """How many blocks were looked at, and how many of them each holder has."""
         _, count, matches = await self._call("match_placements", locals())

@@ -39,17 +39,23 @@ class Speculative:
     def __init__(self, client: RedisClient) -> None:
         self._client = client
 
-    async def read(self, group_id: int, block_keys: Sequence[int], *, until: float) -> list[int | None]:
-        """The publisher in each key; ``block_keys`` is not empty.
+    async def read(
+        self, group_id: int, block_keys: Sequence[int], *, until: float, has_stages: bool = False
+    ) -> list[int | None]:
+        """Read the publisher in each key; ``block_keys`` is not empty.
+
+        With ``has_stages``, the publishers that prefilled follow.
 
         Raises TimeoutError at ``until``, by the loop's clock.
         """
         names = [keys.spec(group_id, key) for key in block_keys]
+        if has_stages:
+            names += [keys.spec(group_id, key, of_prefill=True) for key in block_keys]
         try:
             packed = hiredis.pack_command(cast("Any", ("MGET", *names)))
             (values,) = await self._client.ask(keys.spec_prefix(group_id), packed, Replies(1), until)
-            if not isinstance(values, list) or len(values) != len(block_keys):
-                raise InvalidResponse(f"no reply to an MGET of {len(block_keys)} keys")
+            if not isinstance(values, list) or len(values) != len(names):
+                raise InvalidResponse(f"no reply to an MGET of {len(names)} keys")
         except (StoreUnavailable, InvalidResponse):
             # A slot has moved, or the Redis is embedded: redis-py handles both.
             async with asyncio.timeout_at(until):

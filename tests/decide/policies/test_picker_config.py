@@ -9,8 +9,11 @@ import pytest
 
 from tests.decide.policies.conftest import busy, prompt, target
 from waymark.base.errors import InvalidValue
+from waymark.decide.decision import PolicyChoice
+from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.picker_config import read_picker_config
 from waymark.decide.policies.plugins import PLUGINS, PluginKind
+from waymark.decide.policies.presets import PRESETS
 from waymark.decide.policies.profile import PickerConfig
 from waymark.domain.targets import Role
 
@@ -93,7 +96,7 @@ def test_the_weighted_profile_gives_the_published_sum() -> None:
     assert (stages.prefill, stages.encode) == ((), ())
     assert config.needs_gauges
     assert any(note.startswith("tokenizer: ") and "WAYMARK_TOKENIZERS" in note for note in config.notes)
-    assert any("WAYMARK_SPECULATIVE" in note for note in config.notes)
+    assert config.speculation == (True, 2_000)
 
 
 def test_prefill_is_apart_where_enough_is_not_cached() -> None:
@@ -196,6 +199,33 @@ def test_labels_lengths_and_several_endpoints() -> None:
 
 def plugins(*lines: str) -> str:
     return "plugins:\n" + "\n".join(lines) + "\nschedulingProfiles: [{name: a, plugins: []}]\n"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ("speculativeIndexing: true, speculativeTTL: 1m30s", (True, 90_000)),
+        ("speculativeIndexing: true", (True, 2_000)),
+        ("speculativeIndexing: false, speculativeTTL: 9s", (False, 2_000)),
+        ("speculativeTTL: 9s", None),
+    ],
+)
+def test_a_file_says_whether_entries_are_speculative(parameters: str, expected: tuple[bool, int] | None) -> None:
+    config = read_picker_config(plugins("- type: precise-prefix-cache-scorer", f"  parameters: {{{parameters}}}"))
+    assert config.speculation == expected
+    by_file = SelectionOptions(picker=config, is_speculative=True, speculative_milliseconds=7)
+    assert by_file.speculation(PolicyChoice(None), None) == (expected or (True, 7))
+    assert by_file.speculation(PolicyChoice(PRESETS["least-work"]), None) == (True, 7), "of a policy by name"
+    assert by_file.speculation(PolicyChoice(None), False).is_on is False, "as the caller asks"
+
+
+def test_a_parameter_of_the_predicted_latency_is_noted_and_not_refused() -> None:
+    entries = (
+        "- type: predicted-latency-scorer",
+        "  parameters: {sloBufferFactor: 1.2, headroomSelectionStrategy: least}",
+    )
+    notes = read_picker_config(plugins(*entries)).notes
+    assert any("headroomSelectionStrategy, sloBufferFactor are not used" in note for note in notes)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ weight) and what is about other parts of a gateway. Whatever it says that is not
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +21,7 @@ from waymark.decide.policies.constants import nearest, read_constants
 from waymark.decide.policies.filters import OPERATORS, Filter
 from waymark.decide.policies.pickers import PICKERS, Picker, max_score
 from waymark.decide.policies.plugins import PLUGINS, Plugin, PluginKind
-from waymark.decide.policies.profile import Decider, PickerConfig, Profile, WeightedScorer
+from waymark.decide.policies.profile import Decider, PickerConfig, Profile, Speculation, WeightedScorer
 from waymark.decide.policies.scorers import CONTEXT_LABEL, SCORERS, scored_by_label
 
 KIND = "EndpointPickerConfig"
@@ -51,6 +53,10 @@ class DeclaredPlugin:
         self.name = _text(fields.get("name", self.type), f"{where}.name")
         self.where = f"{where}.parameters"
         self.parameters = _mapping(fields.get("parameters") or {}, self.where)
+        self.unused: list[str] = []
+        if self.row.is_open:
+            self.unused = sorted(self.parameters.keys() - self.row.parameters.keys())
+            self.parameters = {name: self.parameters[name] for name in self.parameters if name not in self.unused}
         check_parameters(self.parameters, self.row.parameters, self.where)
 
 
@@ -83,8 +89,14 @@ def read_picker_config(text: str) -> PickerConfig:
     if not profiles:
         raise InvalidValue("schedulingProfiles is empty; name at least one profile", field="schedulingProfiles")
     notes = [f"{each.type}: {each.row.note}" for each in declared.values() if each.row.note]
+    notes += [
+        f"{each.type}: {', '.join(each.unused)} are not used; it scores the predicted time to the first token alone"
+        for each in declared.values()
+        if each.unused
+    ]
     notes += [f"{name}: {_ELSEWHERE[name]}" for name in _ELSEWHERE if name in top]
-    return _handled(declared, profiles, tuple(dict.fromkeys(notes)))
+    config = _handled(declared, profiles, tuple(dict.fromkeys(notes)))
+    return replace(config, speculation=_speculation(declared))
 
 
 # ---- profiles --------------------------------------------------------------------------------------
@@ -171,6 +183,23 @@ def _weight(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e6:
         raise InvalidValue(f"{where} is {shown(value)}; it must be a number of 0 to 1000000", field=where)
     return float(value)
+
+
+def _speculation(declared: Mapping[str, DeclaredPlugin]) -> Speculation | None:
+    """Return what the file says of speculative entries; None if it says nothing."""
+    said = [each for each in declared.values() if "speculativeIndexing" in each.parameters]
+    for plugin in said:
+        if not plugin.parameters["speculativeIndexing"]:
+            continue
+        text = plugin.parameters.get("speculativeTTL", "2s")
+        seconds = sum(float(number) * _UNIT_SECONDS[unit] for number, unit in _DURATION_PART.findall(text))
+        if not 0.001 <= seconds <= _SPECULATIVE_SECONDS_MAX:
+            where = f"{plugin.where}.speculativeTTL"
+            raise InvalidValue(
+                f"{where} is {shown(text)}; it must be 1ms to {_SPECULATIVE_SECONDS_MAX // 60}m", field=where
+            )
+        return Speculation(is_on=True, milliseconds=math.ceil(1000 * seconds))
+    return Speculation(is_on=False) if said else None
 
 
 # ---- handlers and deciders -------------------------------------------------------------------------
@@ -279,6 +308,10 @@ def _only(fields: Mapping[str, Any], known: Sequence[str], where: str) -> None:
 
 #: Go's durations: numbers with units, such as ``2m`` or ``1h30m``.
 _DURATION = re.compile(r"([0-9]+(\.[0-9]*)?(ns|us|ms|s|m|h))+")
+_DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]*)?)(ns|us|ms|s|m|h)")
+_UNIT_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+#: As WAYMARK_SPECULATIVE_TTL_MS has it.
+_SPECULATIVE_SECONDS_MAX = 600
 
 
 def _is_number(value: Any) -> bool:

@@ -40,6 +40,8 @@ class Plugin:
     parameters: Parameters = field(default_factory=dict)
     note: str = ""
     """The part of its work that Waymark does otherwise, for the log at start."""
+    is_open: bool = False
+    """Whether it has further parameters, which are named in the log and not used."""
 
 
 _PREFIX_NAMES: dict[str, Any] = {"prefixPluginType": "text", "prefixPluginName": "text"}
@@ -127,7 +129,7 @@ _SCORER_EXTRAS: Mapping[str, tuple[Parameters, str]] = {
     "precise-prefix-cache-scorer": (
         _PRECISE,
         "the index is Waymark's own: engines are registered or discovered, tokenizers are WAYMARK_TOKENIZERS, "
-        "speculative entries WAYMARK_SPECULATIVE and WAYMARK_SPECULATIVE_TTL_MS",
+        "speculative entries follow speculativeIndexing and speculativeTTL",
     ),
     "prefix-cache-scorer": (
         {"autoTune": "bool", "blockSizeTokens": "number", "blockSize": "number", "lruCapacityPerServer": "number"},
@@ -178,6 +180,7 @@ _PLUGINS = (
             PluginKind.SCORER,
             {each.name: "number" for each in scorer.parameters} | dict(_SCORER_EXTRAS.get(scorer.name, ({}, ""))[0]),
             _SCORER_EXTRAS.get(scorer.name, ({}, ""))[1],
+            is_open=scorer.name == "predicted-latency-scorer",
         )
         for scorer in SCORERS.values()
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from waymark.decide.policies.filters import Filter
 from waymark.decide.policies.pickers import Picker, max_score
@@ -101,6 +101,13 @@ class ProfileStages:
     encode: Sequence[Scored] = ()
 
 
+class Speculation(NamedTuple):
+    """The speculative entries of decisions by a file, for engines with events."""
+
+    is_on: bool
+    milliseconds: int = 2_000
+
+
 @dataclass(frozen=True, slots=True)
 class PickerConfig:
     """The part of an ``EndpointPickerConfig`` that is about picking."""
@@ -116,6 +123,8 @@ class PickerConfig:
     """Whether the targets of the other stages go into request headers."""
     notes: tuple[str, ...] = field(default=())
     """Sentences for the log at start about fields that belong elsewhere."""
+    speculation: Speculation | None = None
+    """None: as the settings say."""
 
     @property
     def needs_gauges(self) -> bool:
