@@ -1,4 +1,4 @@
--- end_publisher(holders, record, lease, dead, load, entries; publisher, token, version, only, holder*) -> {verdict, ended}
+-- end_publisher(holders, record, lease, dead, load, changes, entries; publisher, token, version, only, holder*) -> {verdict, ended}
 --
 -- End a publisher: delete its row and all its holders from the table in one step. The fence was raised before.
 --
@@ -7,6 +7,8 @@
 --       lease      string, PX  the token of the worker that applies its stream
 --       dead       set         holder ids whose blocks are still to be swept
 --       load       hash        the load of each target
+--       changes    zset        the targets whose loads have changed, each by the number of its last change; `ended`: the
+--                              last of those that ended
 --       entries    hash        how many blocks each publisher has, and their sum; deleted with the last publisher
 -- ARGV  publisher  its integer id
 --       token      the token under which the fence was raised
@@ -43,14 +45,22 @@ end
 redis.call('HDEL', KEYS[1], 'publisher:' .. ARGV[1], 'target:' .. ARGV[1])
 redis.call('HSET', KEYS[1], 'version', ARGV[3])
 redis.call('HDEL', KEYS[5], ARGV[1], 'health:' .. ARGV[1])
+redis.call('ZREM', KEYS[6], ARGV[1])
+local last = redis.call('ZRANGE', KEYS[6], 0, 0, 'REV', 'WITHSCORES')[2]
+if last and redis.call('EXISTS', KEYS[5]) == 1 then
+  -- Whoever has read before reads all loads again, and finds this one gone.
+  redis.call('ZADD', KEYS[6], string.format('%.0f', last + 1), 'ended')
+else
+  redis.call('DEL', KEYS[6])
+end
 redis.call('DEL', KEYS[2], KEYS[3])
-local noted = redis.call('HGET', KEYS[6], ARGV[1])
+local noted = redis.call('HGET', KEYS[7], ARGV[1])
 if noted then
-  redis.call('HDEL', KEYS[6], ARGV[1])
-  local marks, about = 0, redis.call('HMGET', KEYS[6], 'total', 'cut', 'turn')
+  redis.call('HDEL', KEYS[7], ARGV[1])
+  local marks, about = 0, redis.call('HMGET', KEYS[7], 'total', 'cut', 'turn')
   for i = 1, 3 do marks = marks + (about[i] and 1 or 0) end
   local left = (tonumber(about[1] or 0) or 0) - (tonumber(noted:match('^%d+') or 0) or 0)
-  redis.call('HSET', KEYS[6], 'total', string.format('%.0f', math.max(0, left)))
-  if redis.call('HLEN', KEYS[6]) <= marks then redis.call('DEL', KEYS[6]) end
+  redis.call('HSET', KEYS[7], 'total', string.format('%.0f', math.max(0, left)))
+  if redis.call('HLEN', KEYS[7]) <= marks then redis.call('DEL', KEYS[7]) end
 end
 return {'applied', #ids}

@@ -1,4 +1,4 @@
--- reserve(load, reservations, holders, request?, spec*; milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold, repeatable, candidates) -> {verdict, which, tokens, requests, overdue}
+-- reserve(load, changes, reservations, holders, request?, spec*; milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold, repeatable, candidates) -> {verdict, which, tokens, requests, overdue}
 --
 -- Choose the best of some targets for a prompt, by their present loads, and add the reservation to the load of this
 -- target. If the same call is repeated because its reply was lost, it finds the reservation by its nonce and adds
@@ -6,6 +6,7 @@
 --
 -- KEYS  load              hash        the load of each target; `health:<publisher>`: whether it is left out of decisions.
 --                                     Such a target is passed over, unless all candidates are such
+--       changes           zset        the targets whose loads have changed, each by the number of its last change
 --       reservations      zset        decisions under way, by the Redis ms at which each is over
 --       holders           hash        the group's holder table; a target that is not in it is passed over
 --       request           string, PX  the reservation that this request got before; the key is given only if `repeatable`
@@ -39,17 +40,17 @@ do
   firsts[i], lasting[i] = first, spec_milliseconds
   members[i] = publisher .. ' ' .. new .. rest
 end
-for i, due in ipairs(redis.call('ZMSCORE', KEYS[2], unpack(members))) do
+for i, due in ipairs(redis.call('ZMSCORE', KEYS[3], unpack(members))) do
   if due then
     local tokens, requests = (redis.call('HGET', KEYS[1], names[i]) or '0 0'):match('^(%d+) (%d+)')
     return {'applied', i, math.max(0, tokens - news[i]), math.max(0, requests - 1), 0}
   end
 end
 
-local first_spec = 4
+local first_spec = 5
 if ARGV[9] == '1' then
-  first_spec = 5
-  local earlier = redis.call('GET', KEYS[4])
+  first_spec = 6
+  local earlier = redis.call('GET', KEYS[5])
   if earlier then
     local publisher, tokens, context, nonce, waited = earlier:match('^(%d+) (%d+) (%d+) (%x+) (%d+)$')
     return {'repeated', tonumber(publisher), tonumber(tokens), tonumber(context), nonce, tonumber(waited)}
@@ -66,15 +67,29 @@ local function changed(load, tokens, requests, context)
     math.max(0, had_context + context), others)
 end
 
+-- Notes that a load has changed, for `read_loads`. The first number of all is the time, so that no log that comes after
+-- another one gives a number twice.
+local function note(name)
+  local last = redis.call('ZRANGE', KEYS[2], 0, 0, 'REV', 'WITHSCORES')[2]
+  if not last then
+    local begun = redis.call('TIME')
+    last = begun[1] * 1000000 + begun[2]
+  end
+  redis.call('ZADD', KEYS[2], string.format('%.0f', last + 1), name)
+end
+
 -- Ends overdue reservations of all targets: a replica stopped or a client failed before it released them.
-local overdue = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, 8)
+local overdue = redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now, 'LIMIT', 0, 8)
 for _, reservation in ipairs(overdue) do
   local publisher, tokens, context = reservation:match('^(%d+) (%d+) (%d+)')
   local value = redis.call('HGET', KEYS[1], publisher)
-  if value then redis.call('HSET', KEYS[1], publisher, changed(value, -tokens, -1, -context)) end
-  redis.call('ZREM', KEYS[2], reservation)
+  if value then
+    redis.call('HSET', KEYS[1], publisher, changed(value, -tokens, -1, -context))
+    note(publisher)
+  end
+  redis.call('ZREM', KEYS[3], reservation)
 end
-if redis.call('ZCARD', KEYS[2]) >= tonumber(ARGV[7]) then return {'full', 0, 0, 0, #overdue} end
+if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[7]) then return {'full', 0, 0, 0, #overdue} end
 
 local values = redis.call('HMGET', KEYS[1], unpack(names))
 local limit, weight_new, weight_active = tonumber(ARGV[6]), tonumber(ARGV[4]), tonumber(ARGV[5])
@@ -103,13 +118,14 @@ repeat
   end
   if not which then return {'saturated', 0, 0, 0, #overdue} end
   costs[which] = nil
-until redis.call('HEXISTS', KEYS[3], 'publisher:' .. names[which]) == 1
+until redis.call('HEXISTS', KEYS[4], 'publisher:' .. names[which]) == 1
 
 local reservation = members[which]
 local load = changed(values[which] or '0 0 0 0 0 0 0', news[which], 1, ARGV[3])
 if ARGV[8] == '1' then load = load:gsub('%d+$', string.format('%.0f', now)) end
 redis.call('HSET', KEYS[1], names[which], load)
-redis.call('ZADD', KEYS[2], now + ARGV[1], reservation)
+note(names[which])
+redis.call('ZADD', KEYS[3], now + ARGV[1], reservation)
 if healths[which] and not out[which] then
   local first, second, over, pause, away = healths[which]:match('^(%d+) (%d+) (%d+) (%d+) %S+ (%d+)$')
   if over ~= '0' then -- its time is over: no second request until this one has shown what it is like now
@@ -117,7 +133,7 @@ if healths[which] and not out[which] then
     redis.call('HSET', KEYS[1], 'health:' .. names[which], table.concat({first, second, over, pause, ARGV[2], away}, ' '))
   end
 end
-if ARGV[9] == '1' then redis.call('SET', KEYS[4], string.format('%s %.0f', reservation, waits[which]), 'PX', ARGV[1]) end
+if ARGV[9] == '1' then redis.call('SET', KEYS[5], string.format('%s %.0f', reservation, waits[which]), 'PX', ARGV[1]) end
 if lasting[which] ~= '0' then
   for i = first_spec + firsts[which], #KEYS do redis.call('SET', KEYS[i], names[which], 'PX', lasting[which]) end
 end

@@ -7,10 +7,7 @@ from random import Random
 import pytest
 
 from waymark.decide.fleet import Fleet, PromptState
-from waymark.decide.group_loads import GroupLoads
-from waymark.decide.policies.policy import Inputs
-from waymark.decide.policies.presets import PRESETS
-from waymark.decide.policies.target import RoutingRequest
+from waymark.decide.policies.policy import LoadCost, LoadWeights
 from waymark.domain.gauges import Gauges
 from waymark.domain.match import TargetRow
 from waymark.domain.names import GroupName
@@ -23,41 +20,6 @@ def fleet_of(random: Random, count: int) -> Fleet:
     rows = {n: PublisherRow(f"pod-{n}", 0, 16, "instance", is_lost=random.random() < 0.1) for n in range(1, count + 1)}
     targets = {n: Target(weight=random.choice((0.0, 0.5, 1.0, 2.0)), role=random.choice(list(Role))) for n in rows}
     return Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {}, b"", targets))
-
-
-@pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("policy", ["least-work", "longest"])
-def test_the_short_list_has_the_best_of_all(policy: str, seed: int) -> None:
-    random = Random(seed)
-    fleet = fleet_of(random, random.choice((3, 30, 120)))
-    rows = {
-        member.name: TargetRow(*(random.randint(0, 10) for _ in range(4)))
-        for member in fleet.members
-        if random.random() < 0.2
-    }
-    loads = {
-        member.publisher: Load(random.choice((0, 500, 90_000)), random.randint(0, 5))
-        for member in fleet.members
-        if random.random() < 0.5
-    }
-    expected = {member.publisher: random.randint(1, 40) for member in fleet.members if random.random() < 0.1}
-    seen, preset = PromptState(rows, loads, expected, {}), PRESETS[policy]
-    values = preset.values({})
-    assert preset.linear is not None
-    whole = [member for member in fleet.members if member.is_whole]
-    if not whole:
-        return
-    if random.random() < 0.5:
-        seen = PromptState(rows, GroupLoads(loads), expected, {})
-    short = fleet.shortlist(seen, preset.linear(values), 8, random)
-
-    def costs(members: list[object]) -> list[float]:
-        candidates = fleet.candidates(seen, 16, members=members)  # type: ignore[arg-type]
-        ranking = preset.rank(Inputs(RoutingRequest(1000, 16), candidates, values, random))
-        return [scored.value for scored in ranking.scored][:8]
-
-    assert costs(list(short)) == costs(list(whole))
-    assert all(member.target.weight > 0 and not fleet.table.publishers[member.publisher].is_lost for member in short)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -77,11 +39,12 @@ def test_a_candidate_is_the_same_whatever_else_is_known_of_others(seed: int) -> 
 
 def test_equal_targets_are_on_the_list_by_chance() -> None:
     rows = {n: PublisherRow(f"pod-{n}", 0, 16, "instance") for n in range(1, 101)}
-    fleet, preset = Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {})), PRESETS["least-work"]
-    assert preset.linear is not None
-    linear = preset.linear(preset.values({}))
+    fleet = Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {}))
+    cost = LoadCost((LoadWeights(tokens=1.0),))
     found = set()
     nothing = PromptState({}, {}, {}, {})
     for seed in range(60):
-        found |= {each.publisher for each in fleet.shortlist(nothing, linear, 8, Random(seed))}
+        # The draws of a fleet are made once for equal loads, so each seed begins at another place of one order.
+        short = fleet.targets(None, "whole").shortlist(nothing, cost, 8, Random(seed))
+        found |= {each.publisher for each in short}
     assert len(found) > 90

@@ -15,7 +15,7 @@ from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Outcome, Scripts, Verdict
 
 HOLDERS, DEAD, FENCE, WORD = keys.holders(1), keys.dead(1), keys.fence(1, 0), "f" * 16
-BEFORE = "e" * 16
+BEFORE, CHANGES = "e" * 16, keys.load_changes(1)
 RECORD, LEASE, LOAD, ENTRIES = keys.record(1, 1), keys.lease(1, 1), keys.load(1), keys.entries(1)
 
 BLOCK = [b"h" * 8, b"%016x3%016x" % (4, 1)]
@@ -58,6 +58,7 @@ CALLS: dict[str, Call] = {
         lease=LEASE,
         dead=DEAD,
         load=LOAD,
+        changes=CHANGES,
         entries=ENTRIES,
         publisher=1,
         token=token,

@@ -26,6 +26,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from waymark.decide.group_loads import GroupLoads
 from waymark.store import keys
 from waymark.store.redis.client import RedisClient, Reply
 from waymark.store.reservations import (
@@ -160,6 +161,8 @@ class History:
         self._known: list[Reservation] = []
         self._replica: tuple[dict[str, bytes], Model] = ({}, Model(fleet.publishers))
         """What a replica of Redis has: it takes over with that."""
+        self._follower = GroupLoads()
+        """A process that reads only what has changed."""
 
     async def run(self, steps: int) -> None:
         """The loads are the model's after each step, and nothing is left at the end."""
@@ -167,10 +170,22 @@ class History:
             await self._step()
             found = [list(load[:3]) for load in await self._fleet.loads()]
             assert found == list(self._model.loads.values()), (found, self._model.loads)
+            if self._random.random() < 0.5:
+                await self._follow()
         for reservation in self._known:
             await self._fleet.reservations.release([reservation], ReservationPart.OK)
         assert [load[:3] for load in await self._fleet.loads()] == [(0, 0, 0)] * len(self._fleet.publishers)
         assert await self._fleet.redis.zcard(keys.reservations(self._fleet.group_id)) == 0
+
+    async def _follow(self) -> None:
+        """Read what has changed since the last time: then the loads are those of Redis."""
+        reservations, group = self._fleet.reservations, self._fleet.group_id
+        self._follower.apply(await reservations.changes(group, self._follower.last_change))
+        there = GroupLoads()
+        there.read(await reservations.values(group))
+        assert dict(self._follower) == dict(there)
+        for now_ms in (0, reservations.now_ms()):
+            assert self._follower.left_out(now_ms) == there.left_out(now_ms)
 
     async def _step(self) -> None:
         step = self._random.random()
@@ -243,7 +258,12 @@ class History:
 
     def _names(self) -> list[str]:
         group = self._fleet.group_id
-        return [keys.load(group), keys.reservations(group), *(keys.request(group, f"{n:016x}") for n in range(6))]
+        return [
+            keys.load(group),
+            keys.load_changes(group),
+            keys.reservations(group),
+            *(keys.request(group, f"{n:016x}") for n in range(6)),
+        ]
 
     async def _copied(self) -> dict[str, bytes]:
         found = {name: await self._fleet.redis.dump(name) for name in self._names()}
@@ -256,6 +276,7 @@ class History:
         for name, value in copied.items():
             await self._fleet.redis.restore(name, 600_000 if "request" in name else 0, value)
         self._model = model.copy()
+        self._follower.last_change = -1  # all loads are read once in a while, because nothing tells of lost writes
 
 
 # ---- the command -----------------------------------------------------------------------------------

@@ -170,6 +170,9 @@ async def publish_and_unregister(stream: Stream) -> None:
     for target in (Target(weight=2.0), Target(), Target(role=Role.PREFILL)):
         await store.registry.register(replace(of, target=target))
     await decide(store, redis, grant)
+    beside = await store.reservations.reserve(grant.group_id, [Offer(other.grant.publisher, 5)], ReservationTerms(9))
+    assert beside.reservation is not None
+    await store.reservations.release([beside.reservation], ReservationPart.OK)
     await store.scripts.add_counts(
         counts=keys.COUNTS, seen=keys.SEEN, count=["kv_index.kv_aware", 1], prefix=["6b6579"]
     )
@@ -283,7 +286,9 @@ async def decide(store: Store, redis: Redis, grant: Grant) -> None:
     assert (found.reservation is not None, found.overdue) == (True, 1)
     assert found.reservation is not None
     await store.reservations.release([found.reservation], ReservationPart.PREFILL)
+    changes = await store.reservations.changes(group_id, -1)
     await store.reservations.release([found.reservation], ReservationPart.OK, ttft_ms=2.5)
+    assert not (await store.reservations.changes(group_id, changes.last)).is_all
     timed = await store.reservations.reserve(group_id, offers, ReservationTerms(context=9))
     assert timed.reservation is not None
     for part in (ReservationPart.PREFILL, ReservationPart.OK):

@@ -19,6 +19,7 @@ from waymark.domain.first_tokens import FirstTokens
 from waymark.store import keys
 from waymark.store.reservations import (
     CANDIDATES_MAX,
+    CHANGES_MAX,
     Load,
     Offer,
     Reservation,
@@ -482,3 +483,50 @@ async def test_a_history_finds_a_load_that_is_wrong(fleet: Fleet) -> None:
     await fleet.redis.hset(keys.load(fleet.group_id), str(fleet.publishers[0]), "1 1 1 0 0 0 0")
     with pytest.raises(AssertionError):
         await History(fleet, 0).run(1)
+
+
+# ---- what has changed ------------------------------------------------------------------------------
+
+
+async def test_only_what_has_changed_is_read(fleet: Fleet) -> None:
+    await fleet.taken(900, 100, 400, **LEAST_WORK)
+    whole = await fleet.reservations.changes(fleet.group_id, -1)
+    assert whole.is_all
+    assert set(whole.values) == {b"%d" % fleet.publishers[1]}
+    nothing = await fleet.reservations.changes(fleet.group_id, whole.last)
+    assert nothing == (whole.last, {}, False)
+
+    await fleet.taken(0, 9000, 9000, **LEAST_WORK)
+    named = await fleet.reservations.changes(fleet.group_id, whole.last, [fleet.publishers[1]])
+    assert not named.is_all
+    assert {int(name) for name in named.values if name.isdigit()} == set(fleet.publishers[:2])
+    assert (await fleet.reservations.changes(fleet.group_id, named.last + 1)).is_all, "a number of another Redis"
+
+
+async def test_a_target_that_ended_is_gone_for_those_who_follow(store: Store, redis: Redis) -> None:
+    fleet, follower = await fleet_of(store, redis), GroupLoads()
+    for _ in fleet.publishers:
+        await fleet.taken(100, 100, 100, **LEAST_WORK)
+    follower.apply(await fleet.reservations.changes(fleet.group_id, -1))
+    assert set(follower) == set(fleet.publishers)
+
+    await store.registry.unregister([registration("pod-0").name])
+    follower.apply(await fleet.reservations.changes(fleet.group_id, follower.last_change))
+    assert set(follower) == set(fleet.publishers[1:])
+
+
+async def test_more_changes_than_one_call_reads_are_a_reading_of_all(fleet: Fleet, redis: Redis) -> None:
+    await fleet.taken(900, 100, 400, **LEAST_WORK)
+    last = (await fleet.reservations.changes(fleet.group_id, -1)).last
+    await redis.zadd(keys.load_changes(fleet.group_id), {str(n): last + n for n in range(1, CHANGES_MAX + 2)})
+    assert (await fleet.reservations.changes(fleet.group_id, last)).is_all
+    assert not (await fleet.reservations.changes(fleet.group_id, last + 1)).is_all
+
+
+async def test_a_log_that_comes_after_another_gives_no_number_twice(fleet: Fleet, redis: Redis) -> None:
+    await fleet.taken(900, 100, 400, **LEAST_WORK)
+    last = (await fleet.reservations.changes(fleet.group_id, -1)).last
+    await redis.delete(keys.load_changes(fleet.group_id))
+    assert (await fleet.reservations.changes(fleet.group_id, last)).is_all
+    await fleet.taken(900, 100, 400, **LEAST_WORK)
+    assert (await fleet.reservations.changes(fleet.group_id, last)).last > last

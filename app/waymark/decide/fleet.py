@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from bisect import insort
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from random import Random
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from waymark.decide.decision import GivenValues
-from waymark.decide.group_loads import GroupLoads
-from waymark.decide.policies.filters import role_of
-from waymark.decide.policies.policy import Linear
-from waymark.decide.policies.ring import Ring
+from waymark.decide.group_loads import LoadOrder, RequestSum
+from waymark.decide.policies.filters import is_for_decode, is_for_prefill, role_of
+from waymark.decide.policies.policy import LoadCost, LoadWeights
+from waymark.decide.policies.ring import Ring, bound
 from waymark.decide.policies.target import Candidate
 from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.gauges import Gauges
@@ -22,77 +22,6 @@ from waymark.domain.media import DEVICE
 from waymark.domain.table import HolderTable
 from waymark.domain.targets import PLAIN, Role, Target, host_and_port
 from waymark.store.reservations import Load
-
-# The targets of a fleet by what they have to do, least first, kept while loads change one by one.
-
-
-#: With more changes than this share of the targets all are sorted again.
-_SHARE = 8
-
-
-class LoadOrder:
-    """Targets by ``(tokens + active * requests) / weight``."""
-
-    def __init__(self, weights: Mapping[int, float], active: float, random: Random) -> None:
-        """``weights`` of the targets by publisher."""
-        self._weights = weights
-        self._active = active
-        self._random = random
-        self._loads: GroupLoads | None = None
-        self._version = 0
-        self._entries: list[tuple[float, float, int]] = []
-        """The load of each target, a random number, and the publisher."""
-        self._entry_of: dict[int, tuple[float, float, int]] = {}
-
-    def least(self, loads: Mapping[int, Load]) -> Iterator[int]:
-        """The publishers, least first; of those that have equally much to do, the first is one by chance.
-
-        So many callers do not all take the same one. Nothing may change while it is gone through.
-        """
-        self._follow(loads)
-        entries = self._entries
-        if not entries:
-            return
-        equal = bisect_right(entries, (entries[0][0], 2.0, 0))
-        begin = self._random.randrange(equal)
-        for at in range(begin, equal):
-            yield entries[at][2]
-        for at in range(begin):
-            yield entries[at][2]
-        for at in range(equal, len(entries)):
-            yield entries[at][2]
-
-    def _follow(self, loads: Mapping[int, Load]) -> None:
-        if not isinstance(loads, GroupLoads):
-            self._loads = None
-            self._sort(loads)
-            return
-        changed = loads.changed_since(self._version) if loads is self._loads else None
-        moved = None if changed is None else set(changed)
-        if moved is None or len(moved) > len(self._weights) // _SHARE:
-            self._sort(loads)
-        else:
-            self._move(moved, loads)
-        self._loads, self._version = loads, loads.version
-
-    def _sort(self, loads: Mapping[int, Load]) -> None:
-        self._entry_of = {publisher: self._entry(publisher, loads) for publisher in self._weights}
-        self._entries = sorted(self._entry_of.values())
-
-    def _move(self, publishers: Iterable[int], loads: Mapping[int, Load]) -> None:
-        for publisher in publishers:
-            before = self._entry_of.get(publisher)
-            if before is None:
-                continue  # no target of this order
-            del self._entries[bisect_left(self._entries, before)]
-            after = self._entry_of[publisher] = self._entry(publisher, loads)
-            insort(self._entries, after)
-
-    def _entry(self, publisher: int, loads: Mapping[int, Load]) -> tuple[float, float, int]:
-        load = loads.get(publisher, _IDLE)
-        work = (load.tokens + self._active * load.requests) / self._weights[publisher]
-        return work, self._random.random(), publisher
-
 
 _NOTHING = TargetRow()
 _IDLE = Load()
@@ -103,10 +32,10 @@ _UNCHANGING = Candidate._fields.index("device")
 _PARTS = frozenset({Role.PREFILL.value, Role.ENCODE.value, Role.ENCODE_PREFILL.value})
 #: Rings of a fleet that are kept; a request may ask for any number of points.
 _RINGS_MAX = 4
-#: Orders of a fleet that are kept; a request may ask for any weight.
+#: Orders of the same targets that are kept; a request may ask for any weight.
 _ORDERS_MAX = 4
-#: Further names of a model whose targets are kept.
-_NAMES_MAX = 1024
+#: Sets of targets of a fleet that are kept: further names of the model, and roles.
+_SETS_MAX = 1024
 
 
 class FleetMember(NamedTuple):
@@ -135,6 +64,12 @@ class OpaquePrefix(NamedTuple):
 
 
 _NO_PREFIX = OpaquePrefix()
+_FITS: Mapping[StagePart, Callable[[FleetMember], bool]] = {
+    "any": lambda member: True,
+    "whole": lambda member: member.is_whole,
+    "decode": lambda member: is_for_decode(member.idle),
+    "prefill": lambda member: is_for_prefill(member.idle),
+}
 
 
 class PromptState(NamedTuple):
@@ -155,6 +90,184 @@ class PromptState(NamedTuple):
     def is_cold(self) -> bool:
         """Whether no target has any part of the prompt."""
         return not (self.rows or self.expected or self.prefixes)
+
+
+StagePart = Literal["any", "whole", "decode", "prefill"]
+"""The part of a request that a target is wanted for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """The targets that a request may go to, as publishers."""
+
+    only: Set[int] | None = None
+    """None: all."""
+    without: Set[int] = frozenset()
+
+    def has(self, publisher: int) -> bool:
+        """Return whether the request may go to a target."""
+        return publisher not in self.without and (self.only is None or publisher in self.only)
+
+    @property
+    def are_all(self) -> bool:
+        return self.only is None and not self.without
+
+
+_ALL = Allowed()
+
+
+class Shortlist(NamedTuple):
+    """The targets that a policy has to rank."""
+
+    members: Sequence[FleetMember]
+    active_bound: int | None = None
+    """The requests that a target may have by ``sticky``."""
+
+
+class TargetSet:
+    """Targets of a fleet that what they registered as makes fit for some requests."""
+
+    def __init__(self, members: Sequence[FleetMember]) -> None:
+        self.members = members
+        self._by_publisher = {member.publisher: member for member in members}
+        self._by_name = {member.name: member.publisher for member in members}
+        self._of_instance: dict[str | None, list[int]] = {}
+        for member in members:
+            self._of_instance.setdefault(member.name[0], []).append(member.publisher)
+        self._weights = {member.publisher: member.target.weight for member in members}
+        self._orders: dict[LoadWeights, LoadOrder] = {}
+        self._sum = RequestSum(self._weights)
+
+    def all(self, allowed: Allowed) -> Sequence[FleetMember]:
+        """Return the members that are allowed."""
+        if allowed.are_all:
+            return self.members
+        return [each for each in self._some(allowed) if each.publisher not in allowed.without]
+
+    def shortlist(
+        self,
+        seen: PromptState,
+        cost: LoadCost,
+        most: int,
+        random: Random,
+        *,
+        allowed: Allowed = _ALL,
+        session: str | None = None,
+        nearest: Iterable[tuple[str, int]] = (),
+    ) -> list[FleetMember]:
+        """Return the members that can be among the ``most`` best: of those without a part of the prompt, the cheapest.
+
+        The ranks of the instance ``session`` stay, and the first ``most`` of ``nearest``, which are the names of the
+        targets in the order in which a key meets them, and the first of these that costs no more than the cheapest.
+        """
+        if len(self.members) <= most or (allowed.only is not None and len(allowed.only) <= most):
+            return list(self.all(allowed))
+        having: dict[int, None] = {}
+        for name in (*seen.rows, *seen.prefixes):
+            publisher = self._by_name.get(name)
+            if publisher is not None and allowed.has(publisher):
+                having[publisher] = None
+        named = (*seen.expected, *self._of_instance.get(session, ()))
+        having |= {each: None for each in named if each in self._weights and allowed.has(each)}
+        orders = [self._order(part, random) for part in cost.parts]
+        rest = self._least(orders, cost, most, seen, allowed, having, random)
+        # If more than these are as good as the best, the key decides between all of them.
+        equal = rest[0][0] if len(rest) == most and rest[0][0] == rest[-1][0] else None
+        near = 0
+        for name in nearest:
+            publisher = self._by_name.get(name)
+            if publisher is None or not allowed.has(publisher):
+                continue
+            near += 1
+            is_equal = equal is not None and cost.of([order.value(publisher) for order in orders]) == equal
+            if near <= most or is_equal:
+                having[publisher] = None
+            if near >= most and (equal is None or is_equal):
+                break
+        having |= {publisher: None for _, _, publisher in rest}
+        return [self._by_publisher[publisher] for publisher in having]
+
+    def below_bound(
+        self,
+        seen: PromptState,
+        clockwise: Iterable[tuple[str, int]],
+        epsilon: float,
+        most: int,
+        *,
+        allowed: Allowed = _ALL,
+        session: str | None = None,
+    ) -> Shortlist:
+        """Return the first targets that a key meets, up to the ``most``-th below the bound, and those of ``session``.
+
+        The share of targets below the bound is at least ``epsilon / (1 + epsilon)``, since the others alone would have
+        more requests than there are. So the key meets few others on its way.
+        """
+        loads, some = seen.loads, self.all(allowed)
+        if not some:
+            return Shortlist(())
+        if allowed.are_all:
+            active = self._sum.of(loads)
+        else:
+            active = sum(loads[each.publisher].requests for each in some if each.publisher in loads)
+        limit, below = bound(active, len(some), epsilon), 0
+        met: list[int] = []
+        own = {each for each in self._of_instance.get(session, ()) if allowed.has(each)}
+        for name in clockwise:
+            publisher = self._by_name.get(name)
+            if publisher is None or not allowed.has(publisher):
+                continue
+            met.append(publisher)
+            own.discard(publisher)
+            load = loads.get(publisher)
+            below += load is None or load.requests < limit
+            if below >= most and not own:
+                break
+        return Shortlist([self._by_publisher[each] for each in met], limit)
+
+    def _some(self, allowed: Allowed) -> Iterable[FleetMember]:
+        """The members that are named; all, if none are."""
+        if allowed.only is None or len(allowed.only) >= len(self.members):
+            return (each for each in self.members if allowed.has(each.publisher))
+        return (self._by_publisher[each] for each in sorted(allowed.only) if each in self._by_publisher)
+
+    def _least(
+        self,
+        orders: Sequence[LoadOrder],
+        cost: LoadCost,
+        most: int,
+        seen: PromptState,
+        allowed: Allowed,
+        having: Mapping[int, None],
+        random: Random,
+    ) -> list[tuple[float, float, int]]:
+        """The cheapest members by load alone, of those that are allowed and not in ``having``."""
+        least: list[tuple[float, float, int]] = []
+        if len(orders) == 1:
+            for value, draw, publisher in orders[0].least(seen.loads):
+                if publisher not in having and allowed.has(publisher):
+                    least.append((cost.of((value,)), draw, publisher))
+                    if len(least) == most:
+                        break
+            return least
+        met = set(having)
+        for entries in zip(*(order.least(seen.loads) for order in orders), strict=True):
+            for _, draw, publisher in entries:
+                if publisher not in met:
+                    met.add(publisher)
+                    if allowed.has(publisher):
+                        insort(least, (cost.of([order.value(publisher) for order in orders]), draw, publisher))
+            # Whoever was not met is at or behind this place in each order, and the cost grows with each.
+            if len(least) >= most and least[most - 1][0] <= cost.of([entry.value for entry in entries]):
+                break
+        return least[:most]
+
+    def _order(self, part: LoadWeights, random: Random) -> LoadOrder:
+        order = self._orders.get(part)
+        if order is None:
+            if len(self._orders) >= _ORDERS_MAX:
+                self._orders.clear()
+            order = self._orders[part] = LoadOrder(self._weights, part, random)
+        return order
 
 
 class Fleet:
@@ -189,13 +302,8 @@ class Fleet:
         self.names = {member.name for member in self.members}
         self.rings: dict[int, Ring] = {}
         self._serving: dict[str, Sequence[FleetMember]] = {}
-        self._whole = {member.publisher: member.target.weight for member in self.members if member.is_whole}
-        """Weights of the members that can take a request with all its stages."""
-        self._publisher_of = {member.name: member.publisher for member in self.members if member.is_whole}
-        self._of_instance: dict[str | None, list[tuple[str, int]]] = {}
-        for member in self.members:
-            self._of_instance.setdefault(member.name[0], []).append(member.name)
-        self._orders: dict[float, LoadOrder] = {}
+        self._sets: dict[tuple[str | None, StagePart, bool], TargetSet] = {}
+        self._named: dict[str, list[int]] | None = None
 
     def serving(self, name: str | None) -> Sequence[FleetMember]:
         """The members that serve the model under a further name; all, where none of them says so, or without a name."""
@@ -203,7 +311,7 @@ class Fleet:
             return self.members
         found = self._serving.get(name)
         if found is None:
-            if len(self._serving) >= _NAMES_MAX:
+            if len(self._serving) >= _SETS_MAX:
                 self._serving.clear()
             own = [each for each in self.members if name in each.target.adapters or name in each.target.aliases]
             found = self._serving[name] = own or self.members
@@ -237,51 +345,31 @@ class Fleet:
             ring = self.rings[points] = Ring((member.name for member in self.members), points)
         return ring
 
-    def shortlist(
-        self,
-        seen: PromptState,
-        linear: Linear,
-        most: int,
-        random: Random,
-        *,
-        allowed: Sequence[FleetMember] | None = None,
-        session: str | None = None,
-        nearest: Iterable[tuple[str, int]] = (),
-    ) -> list[FleetMember]:
-        """The members that can be among the ``most`` best by a linear cost; those for parts of a request are left out.
+    def targets(self, name: str | None, part: StagePart, *, have_addresses: bool = False) -> TargetSet:
+        """Return the targets that serve the model under a name, for a part of a request; with an address, if wanted."""
+        have_addresses = have_addresses and not self.have_addresses
+        key = name, part, have_addresses
+        found = self._sets.get(key)
+        if found is None:
+            if len(self._sets) >= _SETS_MAX:
+                self._sets.clear()
+            members = [each for each in self.serving(name) if _FITS[part](each)]
+            if have_addresses:
+                members = [each for each in members if each.target.address is not None]
+            found = self._sets[key] = TargetSet(members)
+        return found
 
-        All targets that have nothing of the prompt have the same to compute: of these, the first
-        by what they have to do are enough. So a decision costs little, however many targets there are. The ranks of
-        the instance ``session`` stay, and the first ``most`` of ``nearest``. ``allowed`` are the members to choose
-        from; None: all.
-        """
-        if allowed is None and len(self._whole) <= most:
-            return [self.by_publisher[publisher] for publisher in self._whole]
-        among = None if allowed is None else {each.publisher for each in allowed}
-        having = {publisher: None for publisher in seen.expected if publisher in self._whole}
-        for name in (*seen.rows, *seen.prefixes, *self._of_instance.get(session, ())):
-            publisher = self._publisher_of.get(name)
-            if publisher is not None:
-                having[publisher] = None
-        near = (self._publisher_of[name] for name in nearest if name in self._publisher_of)
-        having |= dict.fromkeys(islice((each for each in near if among is None or each in among), most))
-        short = [publisher for publisher in having if among is None or publisher in among]
-        most += len(short)
-        for publisher in self._order(linear.active, random).least(seen.loads):
-            if len(short) == most:
-                break
-            if publisher not in having and (among is None or publisher in among):
-                short.append(publisher)
-        return [self.by_publisher[publisher] for publisher in short]
-
-    def _order(self, active: float, random: Random) -> LoadOrder:
-        """The members for whole requests by what they have to do."""
-        order = self._orders.get(active)
-        if order is None:
-            if len(self._orders) >= _ORDERS_MAX:
-                self._orders.clear()
-            order = self._orders[active] = LoadOrder(self._whole, active, random)
-        return order
+    def publishers(self, names: Iterable[str]) -> frozenset[int]:
+        """Return the publishers that are meant by instances and addresses, with ``http://`` or without."""
+        if self._named is None:
+            self._named = {}
+            for member in self.members:
+                address = member.target.address
+                words = {member.name[0]} if address is None else {member.name[0], address, host_and_port(address)}
+                for word in words:
+                    self._named.setdefault(word, []).append(member.publisher)
+        named = self._named
+        return frozenset(publisher for name in names for publisher in named.get(name, ()))
 
     def candidates(
         self,

@@ -1,15 +1,25 @@
-"""The loads of one group, as they were read last, and which of them have changed since a reader looked."""
+"""The loads of one group, as they were read last, which of them have changed, and orders and sums that follow them.
+
+A decision looks at the first few targets of an order, so that it costs the same however many targets there are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from random import Random
+from typing import Any, NamedTuple
 
-from waymark.store.reservations import HEALTH, Load, left_out_until
+from waymark.decide.policies.policy import LoadWeights
+from waymark.store.reservations import HEALTH, Load, LoadChanges, left_out_until
 
 #: Changes that are kept for readers; one that is further behind looks at all loads again.
 _CHANGES_MAX = 4096
+#: With more changes than this share of the targets all are looked at again.
+_SHARE = 8
 _NOBODY = frozenset[int]()
+_IDLE = Load()
 
 
 class GroupLoads(Mapping[int, Load]):
@@ -21,6 +31,9 @@ class GroupLoads(Mapping[int, Load]):
         self._changes: list[int] = []
         self._dropped = 0
         self._left_out_until: dict[int, int] = {}
+        self.last_change = -1
+        """The number of the last change that the loads contain."""
+        self._put: set[int] = set()
 
     def __getitem__(self, publisher: int) -> Load:
         return self._loads[publisher]
@@ -48,7 +61,38 @@ class GroupLoads(Mapping[int, Load]):
     def put(self, publisher: int, load: Load) -> None:
         """What a decision has made of a load; the next reading says it again."""
         self._raw.pop(b"%d" % publisher, None)
+        self._put.add(publisher)
         self._set(publisher, load)
+
+    def take_put(self) -> Sequence[int]:
+        """Return the publishers that were put since the last call.
+
+        A decision may be put after a reading that was newer, so that the next reading has to name them.
+        """
+        publishers, self._put = list(self._put), set()
+        return publishers
+
+    def apply(self, changes: LoadChanges) -> None:
+        """What Redis says has changed."""
+        self.last_change = changes.last
+        if changes.is_all:
+            self.read(changes.values)
+            return
+        for name, value in changes.values.items():
+            if name.startswith(HEALTH):
+                publisher = int(name[len(HEALTH) :])
+                if value:
+                    self._left_out_until[publisher] = left_out_until(value)
+                else:
+                    self._left_out_until.pop(publisher, None)
+            elif value:
+                if self._raw.get(name) != value:
+                    self._set(int(name), Load.parse(value))
+                self._raw[name] = value
+            else:
+                self._raw.pop(name, None)
+                if self._loads.pop(int(name), None) is not None:
+                    self._note(int(name))
 
     def read(self, values: Mapping[bytes, bytes]) -> None:
         """All loads, as Redis has them."""
@@ -83,3 +127,113 @@ class GroupLoads(Mapping[int, Load]):
             self._dropped += len(self._changes)
             self._changes.clear()
         self._changes.append(publisher)
+
+
+class _LoadFollower(ABC):
+    """What is made of the loads of some targets, and kept right while these change one by one."""
+
+    def __init__(self, weights: Mapping[int, float]) -> None:
+        """``weights`` of the targets by publisher."""
+        self._weights = weights
+        self._loads: GroupLoads | None = None
+        self._version = 0
+
+    def _follow(self, loads: Mapping[int, Load]) -> None:
+        if not isinstance(loads, GroupLoads):
+            self._loads = None
+            self._make(loads)
+            return
+        changed = loads.changed_since(self._version) if loads is self._loads else None
+        moved = None if changed is None else set(changed)
+        if moved is None or len(moved) > len(self._weights) // _SHARE:
+            self._make(loads)
+        else:
+            self._change((each for each in moved if each in self._weights), loads)
+        self._loads, self._version = loads, loads.version
+
+    @abstractmethod
+    def _make(self, loads: Mapping[int, Load]) -> None: ...
+
+    @abstractmethod
+    def _change(self, publishers: Iterable[int], loads: Mapping[int, Load]) -> None: ...
+
+
+class OrderEntry(NamedTuple):
+    """The place of a target in an order."""
+
+    value: float
+    draw: float
+    """A random number, by which equal targets are in an order by chance."""
+    publisher: int
+
+
+class LoadOrder(_LoadFollower):
+    """Targets by a part of their cost, least first."""
+
+    def __init__(self, weights: Mapping[int, float], part: LoadWeights, random: Random) -> None:
+        super().__init__(weights)
+        self._part = part
+        self._random = random
+        self._entries: list[OrderEntry] = []
+        self._entry_of: dict[int, OrderEntry] = {}
+
+    def least(self, loads: Mapping[int, Load]) -> Iterator[OrderEntry]:
+        """Yield all targets, least first; of those that are equal to the least, the first is one by chance.
+
+        So many callers do not all take the same one. Nothing may change while it is gone through.
+        """
+        self._follow(loads)
+        entries = self._entries
+        if not entries:
+            return
+        equal = bisect_right(entries, (entries[0].value, 2.0, 0))
+        begin = self._random.randrange(equal)
+        for at in range(begin, equal):
+            yield entries[at]
+        for at in range(begin):
+            yield entries[at]
+        for at in range(equal, len(entries)):
+            yield entries[at]
+
+    def value(self, publisher: int) -> float:
+        """Return the value of a target by the loads of the last call of ``least``."""
+        return self._entry_of[publisher].value
+
+    def _make(self, loads: Mapping[int, Load]) -> None:
+        self._entry_of = {publisher: self._entry(publisher, loads) for publisher in self._weights}
+        self._entries = sorted(self._entry_of.values())
+
+    def _change(self, publishers: Iterable[int], loads: Mapping[int, Load]) -> None:
+        for publisher in publishers:
+            del self._entries[bisect_left(self._entries, self._entry_of[publisher])]
+            after = self._entry_of[publisher] = self._entry(publisher, loads)
+            insort(self._entries, after)
+
+    def _entry(self, publisher: int, loads: Mapping[int, Load]) -> OrderEntry:
+        load, (tokens, requests, context) = loads.get(publisher, _IDLE), self._part
+        work = tokens * load.tokens + requests * load.requests + context * load.context
+        return OrderEntry(work / self._weights[publisher], self._random.random(), publisher)
+
+
+class RequestSum(_LoadFollower):
+    """The requests under way at some targets."""
+
+    def __init__(self, weights: Mapping[int, float]) -> None:
+        super().__init__(weights)
+        self._requests: dict[int, int] = {}
+        self._sum = 0
+
+    def of(self, loads: Mapping[int, Load]) -> int:
+        """Return the sum over all targets."""
+        self._follow(loads)
+        return self._sum
+
+    def _make(self, loads: Mapping[int, Load]) -> None:
+        self._requests = {publisher: loads.get(publisher, _IDLE).requests for publisher in self._weights}
+        self._sum = sum(self._requests.values())
+
+    def _change(self, publishers: Iterable[int], loads: Mapping[int, Load]) -> None:
+        for publisher in publishers:
+            requests = loads.get(publisher, _IDLE).requests
+            self._sum += requests - self._requests[publisher]
+            self._requests[publisher] = requests

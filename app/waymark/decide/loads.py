@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 _ASKED_SECONDS = 2.0
 #: How often overdue reservations are looked for, and idle groups read.
 _OVERDUE_SECONDS = 1.0
+#: How often all loads are read, and not only those that have changed: a Redis that has taken over may lack the last
+#: changes of the one before, and nothing says so.
+_WHOLE_SECONDS = 10.0
 #: Groups that are read at once; beyond it the one that was asked about longest ago is forgotten.
 _GROUPS_MAX = 1024
 
@@ -34,6 +37,8 @@ class _GroupState:
     read_at: float = float("-inf")
     asked_at: float = float("-inf")
     swept_at: float = float("-inf")
+    whole_at: float = float("-inf")
+    """When all loads were read."""
     reading: asyncio.Task[None] | None = None
     keeping: asyncio.Task[None] | None = None
 
@@ -124,8 +129,18 @@ class Loads:
             group.swept_at = now
         # Read when it was asked for, not when it came.
         now = asyncio.get_running_loop().time()
-        group.loads.read(await self._reservations.values(group_id))
+        loads = group.loads
+        is_whole = now - group.whole_at >= _WHOLE_SECONDS
+        put = loads.take_put()
+        try:
+            changes = await self._reservations.changes(group_id, -1 if is_whole else loads.last_change, put)
+        except StoreUnavailable:
+            group.whole_at = float("-inf")
+            raise
+        loads.apply(changes)
         group.read_at = now
+        if changes.is_all:
+            group.whole_at = now
 
     async def _keep(self, group_id: int, group: _GroupState) -> None:
         """Read again and again, until nobody asks and nothing is under way."""

@@ -8,7 +8,6 @@ from random import Random
 
 from waymark.decide.decision import PolicyChoice, ProfileName
 from waymark.decide.fleet import Fleet
-from waymark.decide.policies.filters import decode_filter, prefill_filter
 from waymark.decide.policies.policy import Decision, Inputs, Ranking, Scored
 from waymark.decide.policies.profile import PickerConfig
 from waymark.decide.policies.ring import POINTS
@@ -36,10 +35,11 @@ def rank(
     fleet: Fleet,
     random: Random,
     most: int | None = None,
+    active_bound: int | None = None,
 ) -> Ranking:
     """All candidates in the order of a policy; of a file, those that its decode profile lets through.
 
-    ``most`` is how many places the caller looks at; None: all.
+    ``most`` is how many places the caller looks at; None: all. ``active_bound`` is for ``sticky``, if some are missing.
     """
     if not candidates:
         return Ranking(())
@@ -55,7 +55,7 @@ def rank(
         ring = fleet.ring(POINTS)
     if request.session is not None:
         most = None  # the ranks of the session's instance come first, wherever the policy has them
-    inputs = Inputs(request, candidates, policy.values, random, ring, most)
+    inputs = Inputs(request, candidates, policy.values, random, ring, most, active_bound)
     by_policy = policy.preset.rank
     if request.has_tokens or policy.preset.name == "sticky":
         found = by_policy(inputs)
@@ -87,13 +87,16 @@ def stages(
     profile: ProfileName | None,
     request: RoutingRequest,
     candidates: Sequence[Candidate],
+    before: Sequence[Candidate],
     fleet: Fleet,
     random: Random,
     most: int | None = None,
+    active_bound: int | None = None,
 ) -> RankedStages | None:
     """Who could take the request, and its stages before decode; None where nobody could.
 
-    In a single stage all candidates are for whole requests. ``most`` is how many of a stage the caller looks at.
+    The candidates are for a stage, and those ``before`` for a stage of prefill by a preset; a file picks from all.
+    ``most`` is how many of a stage the caller looks at.
     """
     if policy.preset is None and profile != "single":
         assert picker is not None
@@ -101,13 +104,8 @@ def stages(
         prefill = of.prefill[: picker.profiles[picker.prefill].endpoints_max] if picker.prefill else ()
         encode = of.encode[: picker.profiles[picker.encode].endpoints_max] if picker.encode else ()
         return RankedStages(of.decode, prefill, encode, *_by_key(request, of.decode)) if of.decode else None
-    is_split = profile == "disagg"
-    able = decode_filter(request, candidates) if is_split else candidates
-    decode = rank(policy, picker, request, able, fleet, random, most)
+    decode = rank(policy, picker, request, candidates, fleet, random, most, active_bound)
     if not decode.scored:
         return None
-    if not is_split:
-        return RankedStages(decode.scored, decision=decode.decision, home=decode.home)
-    before = prefill_filter(request, candidates)
-    prefill_first = rank(policy, picker, request._replace(session=None), before, fleet, random, most)
-    return RankedStages(decode.scored, prefill_first.scored, decision=decode.decision, home=decode.home)
+    first = rank(policy, picker, request._replace(session=None), before, fleet, random, most)
+    return RankedStages(decode.scored, first.scored, decision=decode.decision, home=decode.home)

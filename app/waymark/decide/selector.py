@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from random import Random
 from time import perf_counter
@@ -19,7 +19,7 @@ from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
 from waymark.decide.decision import PolicyChoice, RankedTargets, RankingRequest, SelectedTarget, SelectParameters
 from waymark.decide.degraded import Degraded
-from waymark.decide.fleet import Fleet, FleetMember
+from waymark.decide.fleet import Allowed, Fleet, FleetMember, Shortlist, StagePart
 from waymark.decide.fleets import Fleets
 from waymark.decide.loads import Loads
 from waymark.decide.offers import SumOffers
@@ -161,8 +161,30 @@ class Selector:
         self, ranking: RankingRequest, parameters: SelectParameters, lookup: TargetLookup, left_out: Set[int]
     ) -> SumOffers | RankedStages | None:
         """The targets that could take the request, without the publishers ``left_out``; None where nobody could."""
-        members = self._members(ranking, parameters, lookup, left_out)
-        return self._sums(ranking, parameters, lookup, members) or self._stages(ranking, parameters, lookup, members)
+        is_split = parameters.profile == "disagg" and ranking.policy.preset is not None
+        is_whole = not is_split and (ranking.policy.preset is not None or parameters.profile == "single")
+        short = self._shortlist(
+            ranking, parameters, lookup, left_out, "decode" if is_split else "whole" if is_whole else "any"
+        )
+        sums = self._sums(ranking, parameters, lookup, short.members)
+        if sums is not None:
+            return sums
+        before: Sequence[FleetMember] = ()
+        if is_split:
+            before = self._shortlist(ranking._replace(session=None), parameters, lookup, left_out, "prefill").members
+        size = lookup.request.block_size
+        return stages(
+            ranking.policy,
+            self._options.picker,
+            parameters.profile,
+            lookup.request,
+            lookup.fleet.candidates(lookup.seen, size, members=short.members),
+            lookup.fleet.candidates(lookup.seen, size, members=before),
+            lookup.fleet,
+            self._random,
+            max(CANDIDATES_MAX, parameters.count),
+            short.active_bound,
+        )
 
     def _sums(
         self,
@@ -171,7 +193,7 @@ class Selector:
         lookup: TargetLookup,
         members: Sequence[FleetMember],
     ) -> SumOffers | None:
-        """The targets by sums alone, where the policy is one and nothing else decides; None: by ``_stages``."""
+        """The targets by sums alone, where the policy is one and nothing else decides."""
         preset, seen = ranking.policy.preset, lookup.seen
         if preset is None or preset.sum_of is None or ranking.session is not None or parameters.profile == "disagg":
             return None
@@ -182,50 +204,50 @@ class Selector:
         blocks = len(lookup.keys) // KEY_BYTES
         return SumOffers(members, seen, ranking.policy, lookup.request, blocks, self._random)
 
-    def _stages(
+    def _shortlist(
         self,
         ranking: RankingRequest,
         parameters: SelectParameters,
         lookup: TargetLookup,
-        members: Sequence[FleetMember],
-    ) -> RankedStages | None:
-        candidates = lookup.fleet.candidates(lookup.seen, lookup.request.block_size, members=members)
-        return stages(
-            ranking.policy,
-            self._options.picker,
-            parameters.profile,
-            lookup.request,
-            candidates,
-            lookup.fleet,
-            self._random,
-            max(CANDIDATES_MAX, parameters.count),
+        left_out: Set[int],
+        part: StagePart,
+    ) -> Shortlist:
+        """The targets that a decision has to rank for a part of the request."""
+        policy, fleet, request = ranking.policy, lookup.fleet, lookup.request
+        targets = fleet.targets(ranking.served_as, part, have_addresses=parameters.needs_address)
+        allowed = Allowed(
+            None if parameters.only is None else fleet.publishers(parameters.only),
+            left_out | fleet.publishers(parameters.exclude) if parameters.exclude else left_out,
         )
-
-    def _members(
-        self, ranking: RankingRequest, parameters: SelectParameters, lookup: TargetLookup, left_out: Set[int]
-    ) -> Sequence[FleetMember]:
-        """The targets that a decision has to rank."""
-        policy, asked = ranking.policy, lookup.request
-        members = lookup.fleet.serving(ranking.served_as)
-        if not parameters.allows_all:
-            members = [each for each in members if parameters.allows(each.name[0], each.target.address)]
-        if left_out:
-            members = [each for each in members if each.publisher not in left_out]
-        if parameters.needs_address and not lookup.fleet.have_addresses:
-            members = [each for each in members if each.target.address is not None]
-        if parameters.profile == "disagg" or (policy.preset is None and parameters.profile is None):
-            return members
-        if policy.preset is None or policy.preset.linear is None or policy.values is None:
-            return [each for each in members if each.is_whole]
+        if policy.preset is None or policy.values is None:
+            return Shortlist(targets.all(allowed))
         most = max(CANDIDATES_MAX, parameters.count)
-        return lookup.fleet.shortlist(
-            lookup.seen,
-            policy.preset.linear(policy.values),
-            most,
-            self._random,
-            allowed=None if members is lookup.fleet.members else members,
-            session=ranking.session,
-            nearest=() if asked.ring is None or asked.prefix_key is None else asked.ring.clockwise(asked.prefix_key),
+        if policy.preset.name == "sticky" and request.prefix_key is not None:
+            ring = fleet.ring(int(policy.values.number("virtual_nodes")))
+            return targets.below_bound(
+                lookup.seen,
+                ring.clockwise(request.prefix_key),
+                policy.values.number("load_factor_epsilon"),
+                most,
+                allowed=allowed,
+                session=ranking.session,
+            )
+        cost = None if policy.preset.by_load is None else policy.preset.by_load(request, policy.values)
+        if cost is None:
+            return Shortlist(targets.all(allowed))
+        nearest: Iterable[tuple[str, int]] = ()
+        if request.ring is not None and request.prefix_key is not None:
+            nearest = request.ring.clockwise(request.prefix_key)
+        return Shortlist(
+            targets.shortlist(
+                lookup.seen,
+                cost,
+                most,
+                self._random,
+                allowed=allowed,
+                session=ranking.session,
+                nearest=nearest,
+            )
         )
 
     def select_without_redis(self, ranking: RankingRequest, parameters: SelectParameters) -> SelectedTarget:
@@ -243,13 +265,11 @@ class Selector:
         lookup = TargetLookup(known.entry, request, known.fleet, seen, prompt.keys)
         # The filters and stages of a file hold, with the prefix key in place of a match, which nobody can look up.
         degraded = ranking if ranking.policy.preset is None else ranking._replace(policy=PolicyChoice.of(_STICKY))
-        members = self._members(degraded, parameters, lookup, self._loads.left_out(known.entry.group_id))
-        of = self._stages(degraded, parameters, lookup, members)
-        if of is None:
-            members = self._members(degraded, parameters, lookup, frozenset())
-            of = self._stages(degraded, parameters, lookup, members)
+        of = self._ordered(degraded, parameters, lookup, self._loads.left_out(known.entry.group_id))
+        of = of or self._ordered(degraded, parameters, lookup, frozenset())
         if of is None:
             raise NoTarget(_none_allowed(ranking, parameters, known.fleet))
+        assert isinstance(of, RankedStages)  # sums need tokens
         best, *others = of.decode
         prefill = of.prefill[0] if of.prefill else None
         reservations = []

@@ -82,6 +82,11 @@ def load(group_id: int) -> str:
     return f"wm:{_tag(group_id)}:load"
 
 
+def load_changes(group_id: int) -> str:
+    """Which loads have changed, in the order in which they did."""
+    return f"wm:{_tag(group_id)}:changes"
+
+
 def entries(group_id: int) -> str:
     """How many blocks the publishers of a bounded group have."""
     return f"wm:{_tag(group_id)}:entries"

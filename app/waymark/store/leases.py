@@ -274,6 +274,7 @@ class Leases:
             lease=keys.lease(group_id, publisher),
             dead=keys.dead(group_id),
             load=keys.load(group_id),
+            changes=keys.load_changes(group_id),
             entries=keys.entries(group_id),
             publisher=publisher,
             token=token,

@@ -290,6 +290,7 @@ class Records:
         """Note for so long that the engine cannot be reached, or with 0 that it can; False if fenced."""
         outcome = await self._scripts.note_health(
             load=keys.load(grant.group_id),
+            changes=keys.load_changes(grant.group_id),
             record=grant.record,
             publisher=grant.publisher,
             token=grant.token,

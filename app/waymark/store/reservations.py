@@ -12,7 +12,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
@@ -114,6 +114,20 @@ class Load(NamedTuple):
 
 #: The fields of targets that have failed begin with this.
 HEALTH = b"health:"
+
+
+#: With more changes than this all loads are read.
+CHANGES_MAX = 512
+
+
+class LoadChanges(NamedTuple):
+    """Loads by publisher and healths, as ``Reservations.values`` has them; an empty value no longer exists."""
+
+    last: int
+    """The number of the last change."""
+    values: Mapping[bytes, bytes]
+    is_all: bool = False
+    """Whether these are all loads of the group."""
 
 
 def left_out_until(value: bytes) -> int:
@@ -218,6 +232,7 @@ class Reservations:
     async def _reserve(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms, nonce: str) -> Reserved:
         verdict, *numbers = await self._scripts.reserve(
             load=keys.load(group_id),
+            changes=keys.load_changes(group_id),
             reservations=keys.reservations(group_id),
             holders=keys.holders(group_id),
             request=None if terms.request_id is None else keys.request(group_id, terms.request_id),
@@ -273,6 +288,7 @@ class Reservations:
         async def one(reservation: Reservation) -> bool:
             outcome = await self._scripts.release(
                 load=keys.load(reservation.group_id),
+                changes=keys.load_changes(reservation.group_id),
                 reservations=keys.reservations(reservation.group_id),
                 first_tokens=keys.first_tokens(reservation.group_id, reservation.publisher),
                 reservation=reservation.member,
@@ -305,7 +321,10 @@ class Reservations:
     async def end_overdue(self, group_id: int) -> int:
         """End at most ``OVERDUE_MAX`` overdue reservations, and return their number."""
         outcome = await self._scripts.end_overdue(
-            load=keys.load(group_id), reservations=keys.reservations(group_id), most=OVERDUE_MAX
+            load=keys.load(group_id),
+            changes=keys.load_changes(group_id),
+            reservations=keys.reservations(group_id),
+            most=OVERDUE_MAX,
         )
         ended, now = outcome.numbers
         self._ahead_ms = now - int(1000 * time.time())
@@ -323,3 +342,20 @@ class Reservations:
     async def values(self, group_id: int) -> dict[bytes, bytes]:
         """The load of every target as the bytes in Redis, by publisher id, and the health of those that have failed."""
         return await self._client.hgetall(keys.load(group_id))
+
+    async def changes(self, group_id: int, since: int, publishers: Sequence[int] = ()) -> LoadChanges:
+        """Read the loads that have changed since a number, and those of ``publishers`` in any case; -1: all loads."""
+        verdict, last, texts = await self._scripts.read_loads(
+            load=keys.load(group_id),
+            changes=keys.load_changes(group_id),
+            since=since,
+            most=CHANGES_MAX,
+            publisher=publishers,
+        )
+        if verdict is not Verdict.APPLIED:
+            # The number is older than the values, so that no change between the two is missed.
+            return LoadChanges(last, await self.values(group_id), is_all=True)
+        values = {}
+        for publisher, load, health in zip(*[iter(texts)] * 3, strict=True):
+            values[publisher], values[HEALTH + publisher] = load, health
+        return LoadChanges(last, values)

@@ -241,6 +241,7 @@ class Scripts:
         lease: str,
         dead: str,
         load: str,
+        changes: str,
         entries: str,
         publisher: int,
         token: str,
@@ -303,6 +304,7 @@ class Scripts:
         self,
         *,
         load: str,
+        changes: str,
         reservations: str,
         holders: str,
         request: str | None,
@@ -326,6 +328,7 @@ class Scripts:
         self,
         *,
         load: str,
+        changes: str,
         reservations: str,
         first_tokens: str,
         reservation: str,
@@ -338,10 +341,18 @@ class Scripts:
     ) -> Outcome:
         return await self._run("release", locals())
 
-    async def end_overdue(self, *, load: str, reservations: str, most: int) -> Outcome:
+    async def end_overdue(self, *, load: str, changes: str, reservations: str, most: int) -> Outcome:
         return await self._run("end_overdue", locals())
 
-    async def note_health(self, *, load: str, record: str, publisher: int, token: str, milliseconds: int) -> Outcome:
+    async def read_loads(
+        self, *, load: str, changes: str, since: int, most: int, publisher: Sequence[int]
+    ) -> tuple[Verdict, int, list[bytes]]:
+        verdict, last, *loads = await self._call("read_loads", locals())
+        return Verdict(verdict.decode()), int(last), loads[0] if loads else []
+
+    async def note_health(
+        self, *, load: str, changes: str, record: str, publisher: int, token: str, milliseconds: int
+    ) -> Outcome:
         return await self._run("note_health", locals())
 
     async def note_gauges(self, *, record: str, gauges: str, milliseconds: int, value: bytes) -> Outcome:

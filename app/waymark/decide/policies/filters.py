@@ -25,14 +25,24 @@ def role_of(candidate: Candidate) -> str | None:
     return next((candidate.labels[label] for label in ROLE_LABELS if label in candidate.labels), None)
 
 
+def is_for_prefill(candidate: Candidate) -> bool:
+    """Return whether a target is for prefill alone."""
+    return role_of(candidate) == Role.PREFILL
+
+
+def is_for_decode(candidate: Candidate) -> bool:
+    """Return whether a target is for decode, for both, or has no role."""
+    return role_of(candidate) in (None, Role.DECODE, Role.BOTH)
+
+
 def prefill_filter(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Targets for prefill."""
-    return [each for each in candidates if role_of(each) == Role.PREFILL]
+    return list(filter(is_for_prefill, candidates))
 
 
 def decode_filter(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Targets for decode, for both, and without a role."""
-    return [each for each in candidates if role_of(each) in (None, Role.DECODE, Role.BOTH)]
+    return list(filter(is_for_decode, candidates))
 
 
 def encode_filter(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -57,6 +57,22 @@ class Linear(NamedTuple):
     active: float
 
 
+class LoadWeights(NamedTuple):
+    """A part of a cost: ``(tokens * wait + requests * active + context * context tokens) / weight`` of a target."""
+
+    tokens: float = 0.0
+    requests: float = 0.0
+    context: float = 0.0
+
+
+class LoadCost(NamedTuple):
+    """The cost of a target that has no part of the prompt; it grows with each of the parts, or stays the same."""
+
+    parts: tuple[LoadWeights, ...]
+    of: Callable[[Sequence[float]], float] = sum
+    """Makes the cost, or what orders targets as the cost does, of the values of the parts."""
+
+
 class Inputs(NamedTuple):
     """The input of a policy; it has at least one candidate."""
 
@@ -68,6 +84,8 @@ class Inputs(NamedTuple):
     """A ring of the targets' names; without one it is built for the call."""
     most: int | None = None
     """The number of places that the caller looks at, if the others need no place; None: all."""
+    active_bound: int | None = None
+    """For ``sticky``: the requests that a target may have, if the candidates are not all targets."""
 
 
 RankFunction: TypeAlias = Callable[[Inputs], Ranking]
@@ -148,6 +166,9 @@ class Preset:
     """The cost as a formula by which Redis ranks the best few again when it reserves; None if there is none."""
     sum_of: Callable[[RoutingRequest, Values], Callable[[Candidate], Scored]] | None = None
     """Makes the cost of a candidate for one request, where that is exactly such a sum and needs no other candidate."""
+    by_load: Callable[[RoutingRequest, Values], LoadCost | None] | None = None
+    """The cost by load alone, if only those can win that have a part of the prompt, and the least loaded of the others.
+    None, or a function that returns None: the policy compares all targets."""
     needs_gauges: bool = False
 
     def values(self, overrides: Mapping[str, Any]) -> Values:

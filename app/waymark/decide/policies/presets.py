@@ -19,6 +19,8 @@ from waymark.decide.policies.policy import (
     Decision,
     Inputs,
     Linear,
+    LoadCost,
+    LoadWeights,
     Preset,
     Ranking,
     Scored,
@@ -179,13 +181,15 @@ def _llm_d(inputs: Inputs) -> Ranking:
 
 
 def _sticky(inputs: Inputs) -> Ranking:
-    request, candidates, values, random, ring, most = inputs
+    request, candidates, values, random, ring, most, limit = inputs
     if request.prefix_key is None:
         scored = [Scored(each, each.requests, {"active": each.requests}) for each in candidates]
         return ranked(scored, random, is_cost=True, decision=Decision.FALLBACK)
     by_name = {(each.instance_id, each.dp_rank): each for each in candidates}
     ring = ring or Ring(by_name, int(values.number("virtual_nodes")))
-    limit = bound(candidates, values.number("load_factor_epsilon"))
+    if limit is None:
+        active = sum(candidate.active for candidate in candidates)
+        limit = bound(active, len(candidates), values.number("load_factor_epsilon"))
     below: list[Candidate] = []
     above: list[Candidate] = []
     home: Candidate | None = None
@@ -201,6 +205,41 @@ def _sticky(inputs: Inputs) -> Ranking:
     decision = Decision.PREFIX_HASH if ordered[0] is home else Decision.OVERFLOW
     return Ranking(
         [Scored(each, float(place), {"place": float(place)}) for place, each in enumerate(ordered)], decision
+    )
+
+
+# ---- who can win --------------------------------------------------------------------------------
+
+# All targets that have nothing of a prompt have the same tokens to compute, so the cost of such a target is a function
+# of its load. Each of these functions grows with the parts that it names: of two targets, the one whose parts are all
+# lower costs no more, whatever the prompt. So if k of them cost no more than a target, it is not among the k best.
+
+
+def _least_work_by_load(request: RoutingRequest, values: Values) -> LoadCost:
+    # wait + new_weight * new + active_weight * active, and new is the same for all.
+    return LoadCost((LoadWeights(tokens=1.0, requests=values.number("active_weight")),))
+
+
+def _longest_by_load(request: RoutingRequest, values: Values) -> LoadCost:
+    # The tokens to compute are the same for all, and a shorter queue is over the bound only if a longer one is.
+    # The shortest queue of all, which sets the bound, is on the list: it is the first of the others, or has a part.
+    return LoadCost((LoadWeights(tokens=1.0),))
+
+
+def _dynamo_by_load(request: RoutingRequest, values: Values) -> LoadCost | None:
+    if values.number("router_temperature"):
+        return None  # any target may be drawn
+    # The cost in blocks, times the size of a block, without the prompt's own tokens, which all would have to compute.
+    prefill = values.number("overlap_score_weight") * values.number("prefill_load_scale")
+    tokens = prefill if values.is_on("track_prefill_tokens") else 0.0
+    return LoadCost((LoadWeights(tokens, values.number("active_weight") * request.block_size, 1.0),))
+
+
+def _lmetric_by_load(request: RoutingRequest, values: Values) -> LoadCost:
+    # (wait + new) * (active + 1) is no sum: which of two targets is better depends on the prompt. But it grows with
+    # both, so a target cannot win if another has a shorter queue and fewer requests.
+    return LoadCost(
+        (LoadWeights(tokens=1.0), LoadWeights(requests=1.0)), lambda parts: (parts[0] + request.tokens) * (parts[1] + 1)
     )
 
 
@@ -221,6 +260,7 @@ _PRESETS = (
         ),
         linear=lambda values: Linear(values.number("new_weight"), values.number("active_weight")),
         sum_of=_work,
+        by_load=_least_work_by_load,
     ),
     Preset(
         "composite",
@@ -260,6 +300,7 @@ _PRESETS = (
             Constant("track_prefill_tokens", True, "Whether the prefill tokens that wait at a target count."),
             Constant("assume_kv_reuse", True, "No effect: a block that two requests share counts twice."),
         ),
+        by_load=_dynamo_by_load,
     ),
     Preset(
         "hicache",
@@ -275,7 +316,15 @@ _PRESETS = (
                      "HiCache's code, `false` the example in HiCache's documentation."),
         ),
     ),
-    Preset("lmetric", "LMetric", "least `(wait + new) * (active + 1)`", _lmetric, is_cost=True, constants=CREDITS),
+    Preset(
+        "lmetric",
+        "LMetric",
+        "least `(wait + new) * (active + 1)`",
+        _lmetric,
+        is_cost=True,
+        constants=CREDITS,
+        by_load=_lmetric_by_load,
+    ),
     Preset(
         "llm-d",
         "llm-d's guide",
@@ -313,6 +362,7 @@ _PRESETS = (
         constants=(*CREDITS, Constant("wait_max", 16_384.0, "How many tokens longer than the shortest wait the wait "
                                       "of a target may be.", most=1e9)),
         linear=lambda values: Linear(_LONGEST_NEW, 0.0),
+        by_load=_longest_by_load,
     ),
 )  # fmt: skip
 

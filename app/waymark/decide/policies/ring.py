@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from waymark.decide.policies.target import Candidate
 from waymark.domain.hashing import text_hash
 
 POINTS = 150
@@ -51,7 +50,9 @@ class Ring:
                     return
 
 
-def bound(candidates: Sequence[Candidate], epsilon: float = EPSILON) -> int:
-    """Requests that a target may have: the mean with the new request, times ``1 + epsilon``, rounded up."""
-    total = sum(candidate.active for candidate in candidates)
-    return math.ceil((1 + epsilon) * (total + 1) / len(candidates))
+def bound(active: int, targets: int, epsilon: float = EPSILON) -> int:
+    """Return the requests that a target may have: the mean with the new one, times ``1 + epsilon``, rounded up.
+
+    ``active`` are the requests of all ``targets``.
+    """
+    return math.ceil((1 + epsilon) * (active + 1) / targets)
