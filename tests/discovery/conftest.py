@@ -27,7 +27,9 @@ def vllm_models(*names: str, adapters: tuple[str, ...] = ()) -> dict[str, Any]:
     return {"object": "list", "data": cards}
 
 
-def vllm_metrics(block_size: int | str = 16, effective: int | str = "None", engines: int = 1) -> str:
+def vllm_metrics(
+    block_size: int | str = 16, effective: int | str = "None", engines: int = 1, unit: int | str = "None"
+) -> str:
     """``/metrics`` of vLLM, the lines around its cache configuration."""
     lines = [
         "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig",
@@ -35,7 +37,8 @@ def vllm_metrics(block_size: int | str = 16, effective: int | str = "None", engi
     ]
     for engine in range(engines):
         labels = f'block_size="{block_size}",cache_dtype="auto",effective_attention_block_size="{effective}"'
-        lines.append(f'vllm:cache_config_info{{{labels},engine="{engine}",mamba_block_size="None"}} 1.0')
+        others = f'mamba_block_size="None",prefix_match_unit="{unit}"'
+        lines.append(f'vllm:cache_config_info{{{labels},engine="{engine}",{others}}} 1.0')
     return "\n".join(['vllm:num_requests_running{engine="0"} 0.0', *lines, ""])
 
 

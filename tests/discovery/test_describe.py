@@ -92,6 +92,14 @@ async def test_the_snapshot_sockets_of_vllm_are_read(engine: Engine, describer: 
     assert "snapshot_endpoint" in found.silent["endpoint"]
 
 
+@pytest.mark.parametrize(("unit", "block_size"), [(16, 16), (20, 1536), (4, 1536), ("None", 1536)])
+async def test_an_engine_that_finds_prefixes_inside_a_block_has_its_unit(
+    engine: Engine, describer: Describer, unit: int | str, block_size: int
+) -> None:
+    engine.is_vllm(block_size=1536, unit=unit)
+    assert (await describer.describe(engine.url)).block_size == block_size
+
+
 async def test_full_attention_decides_the_block_size(engine: Engine, describer: Describer) -> None:
     engine.is_vllm(block_size=16, effective=64)
     assert (await describer.describe(engine.url)).block_size == 64

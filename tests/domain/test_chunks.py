@@ -1,7 +1,8 @@
-"""Chunks of several blocks under one hash, as LMCache stores them behind an engine."""
+"""Chunks of several blocks under one hash, as LMCache stores them, and vLLM if it finds prefixes inside a block."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from waymark.domain.chunks import CHUNK_BLOCKS_MAX, hashes_of, split
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Stored
 from waymark.domain.hashing import namespace
+from waymark.domain.resolver import UNTRUSTED
 
 CPU = "0 CPU"
 
@@ -109,10 +111,9 @@ def test_a_batch_that_was_applied_in_part_means_the_same_to_another_worker(index
         chunks([1], "AB1", size=9),
         chunks([1, 2], "ABC"),
         chunks([1], "AB", extras=(7,)),
-        chunks([1], "AB", group=1, is_main_attention=True),
         chunks([1], "A" * (CHUNK_BLOCKS_MAX + 1), size=4 * (CHUNK_BLOCKS_MAX + 1)),
     ],
-    ids=["on-the-device", "no-multiple", "tokens-over", "tokens-missing", "an-image", "a-group", "too-large"],
+    ids=["no-group", "no-multiple", "tokens-over", "tokens-missing", "an-image", "too-large"],
 )
 def test_what_cannot_be_split_is_counted_as_another_block_size(index: Index, event: Stored) -> None:
     index.events(event)
@@ -138,3 +139,60 @@ def test_a_long_event_is_split_into_pieces_that_go_on_from_each_other() -> None:
     assert [piece.parent for piece in pieces] == [None, 512, 1024, 1536]
     assert b"".join(piece.tokens for piece in pieces) == event.tokens
     assert hashes_of(7, 4)[1:] == hashes_of(7, 3)
+
+
+# ---- an engine registered with a unit of its physical blocks ----------------------------------------
+
+MAIN: dict[str, Any] = {"medium": "GPU", "group": 0, "is_main_attention": True}
+
+
+def test_a_physical_block_is_a_run_of_units(index: Index) -> None:
+    index.events(chunks([1, 2], "ABCD", **MAIN), stored([3], "E", parent=2, group=0))
+    assert index.has(*keys("ABCDE"))
+    index.events(removed(2, 3, group=0))
+    assert index.has(*keys("AB"))
+    index.take_over()
+    index.events(removed(1, group=0))
+    assert index.has()
+    assert index.resolver.unresolved == 0
+
+
+def test_a_unit_that_names_its_skipped_ancestors_has_a_place(index: Index) -> None:
+    """The decoder has put the skipped tokens in front, so that the unit ends a chunk."""
+    index.events(chunks([1], "AB", **MAIN), chunks([9], "CDE", 12, parent=1, **MAIN))
+    index.events(chunks([2], "CDEF", 16, parent=1, **MAIN))
+    assert index.held() == dict(zip(keys("ABCDEF"), [1, 1, 2, 2, 2, 1], strict=True))
+    index.events(removed(2, group=0))
+    assert index.held() == dict.fromkeys(keys("ABCDE"), 1)
+    index.events(removed(9, group=0))
+    assert index.has(*keys("AB"))
+
+
+def test_a_unit_whose_parent_is_never_announced_does_not_wait(index: Index) -> None:
+    index.events(chunks([1], "AB", **MAIN), stored([9], "D", parent=8, group=0))
+    assert (index.ignored, index.resolver.waiting.blocks, index.resolver.missing) == ({"parent_not_announced": 1}, 0, 1)
+
+
+def test_a_unit_of_a_registered_physical_block_has_a_reason_of_its_own(index: Index) -> None:
+    unit = stored([2], "A", parent=1, block_size=2)
+    index.events(stored([1], "A"), replace(unit, tokens=unit.tokens[:8]))
+    assert (index.ignored, index.resolver.missing) == ({"inside_block": 1}, 0)
+
+
+def test_units_removed_and_stored_in_one_batch_stay(index: Index) -> None:
+    index.events(chunks([1], "ABCD", 16, **MAIN))
+    index.events(removed(1, group=0), chunks([1], "ABCD", 16, **MAIN))
+    assert index.held() == dict.fromkeys(keys("ABCD"), 1)
+    index.resolver.flags.add(UNTRUSTED)
+    index.events(removed(1, group=0), chunks([1], "ABCD", 16, **MAIN))
+    assert index.held() == dict.fromkeys(keys("ABCD"), 1)
+
+
+def test_positions_on_a_device_do_not_depend_on_chunks(index: Index) -> None:
+    index.events(stored([1, 2], "AB"))
+    index.events(removed(1), stored([3], "X"))
+    before = [each[1] for each in index.positions]
+    other = Index(index.registration)
+    other.events(stored([1, 2], "AB"), chunks([9], "YZ", **MAIN))
+    other.events(removed(1), stored([3], "X"))
+    assert [each[1] for each in other.positions] == before

@@ -137,3 +137,11 @@ def test_a_removal_without_a_medium_is_of_gpu() -> None:
 def test_an_empty_batch_is_a_batch() -> None:
     batch = batch_of(OTHERS["empty batch"])
     assert (batch.ts, batch.events, batch.dp_rank) == (1.5, (), None)
+
+
+def test_a_unit_inside_a_physical_block() -> None:
+    batch = batch_of(OTHERS["vLLM unit inside a physical block, written from the source: no release sends it"])
+    parent, unit = (int.from_bytes(bytes([each]) * 8, "big") for each in (4, 7))
+    tokens = packed(list(range(9, 21)))
+    assert batch.events == (Stored((unit,), parent, tokens, 12, "GPU", group=0, is_main_attention=True),)
+    assert batch.publisher_id == bytes(range(16))

@@ -400,3 +400,35 @@ def test_a_list_too_short_for_extra_keys_cannot_tell_salts(length: int, tells: b
     (stored,) = decoder(EngineKind.VLLM, seed=1337)(msgpack.packb([1.0, [event], 0])).events
     assert isinstance(stored, Stored)
     assert stored.tells_salts is tells
+
+
+# ---- units inside a physical block -----------------------------------------------------------------
+
+
+def test_the_skipped_units_before_a_unit_are_in_its_physical_block(one: Callable[..., Event]) -> None:
+    fields = {"skipped_parent_block_hash": b"\1" * 32, "skipped_token_ids": [1, 2, 3, 4], "skipped_extra_keys": [None]}
+    unit = stored(block_hashes=[7], parent_block_hash=6, token_ids=[5, 6], block_size=2)
+    found = one(unit | fields)
+    assert isinstance(found, Stored)
+    assert (found.parent, found.tokens, found.block_size) == (0x0101010101010101, packed(1, 2, 3, 4, 5, 6), 6)
+    root = one(unit | {"skipped_parent_block_hash": None, "skipped_token_ids": [1, 2]})
+    assert isinstance(root, Stored)
+    assert (root.parent, root.block_size) == (None, 4)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"skipped_token_ids": None, "skipped_parent_block_hash": None},
+        {"skipped_token_ids": "many"},
+        {"skipped_token_ids": [-1]},
+        {"skipped_token_ids": [1, 2], "skipped_parent_block_hash": [9]},
+        {"skipped_token_ids": [1, 2], "skipped_extra_keys": [["an image"]]},
+        {"skipped_token_ids": [1, 2], "extra_keys": [["an image"]]},
+    ],
+    ids=["nil", "text", "negative", "no-hash", "skipped-image", "image"],
+)
+def test_skipped_units_that_are_not_valid_cost_no_event(one: Callable[..., Event], fields: dict[str, Any]) -> None:
+    found = one(stored(block_hashes=[7], parent_block_hash=6, token_ids=[5, 6], block_size=2) | fields)
+    assert isinstance(found, Stored)
+    assert (found.parent, found.tokens, found.block_size) == (6, packed(5, 6), 2)

@@ -70,3 +70,29 @@ async def test_off_counts_full_attention_alone(bench: Bench) -> None:
     await pod.caught_up()
     assert await say(pod, said(FULL, *range(1, 9)), said(STATE, 4)) == 8
     await pod.counted(ignored__other_attention=1)
+
+
+async def test_units_inside_physical_blocks(bench: Bench) -> None:
+    """Registered with the unit of an engine whose physical blocks have four of them."""
+    hand = await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod(**LARGE)
+    await pod.caught_up()
+    size, tokens = 4 * BLOCK_SIZE, list(PROMPT.tokens)
+    whole = said(FULL, 104) | {"token_ids": tokens[:size], "block_size": size}
+    unit = said(FULL, 107) | {"parent_block_hash": 106, "token_ids": tokens[6 * BLOCK_SIZE : 7 * BLOCK_SIZE]}
+    assert await say(pod, whole, said(STATE, 104)) == 4
+    assert await say(pod, unit) == 4, "nothing says what is between"
+    await pod.counted(ignored__parent_not_announced=1, missing=1)
+    skipped = {"skipped_parent_block_hash": 104, "skipped_token_ids": tokens[size : 6 * BLOCK_SIZE]}
+    assert await say(pod, unit | skipped | {"skipped_extra_keys": [None, None]}, said(STATE, 107)) == 7
+    await hand.die()
+    await bench.worker("worker-2", options=WITHOUT_PROBES)
+    await pod.caught_up()
+    rest = said(FULL, 108) | {"parent_block_hash": 104, "token_ids": tokens[size:], "block_size": size}
+    assert await say(pod, rest) == 7, "at the end of the second physical block is no state"
+    assert await say(pod, gone(FULL, 108)) == 7
+    assert await say(pod, gone(FULL, 107), gone(STATE, 107)) == 4
+    assert await say(pod, gone(FULL, 104), gone(STATE, 104)) == 0
+    await pod.counted(unresolved=0)
+    await bench.is_swept()
+    assert not any((await bench.held(pod.name)).values())

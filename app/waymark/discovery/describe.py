@@ -22,6 +22,7 @@ from waymark.base.bounded_json import bounded_loads
 from waymark.base.endpoints import AllowedEndpoints, is_loopback
 from waymark.base.errors import InvalidValue, RemoteUnavailable, Unanswered
 from waymark.base.shown import shown
+from waymark.domain.chunks import CHUNK_BLOCKS_MAX
 from waymark.domain.engines import EngineKind, naming_sockets_at
 from waymark.domain.names import ENDPOINT, is_endpoint
 from waymark.domain.targets import ADAPTERS_MAX
@@ -201,7 +202,10 @@ def _rank_in(source: Any, position: int) -> Any:
 
 
 async def _block_size(reply: HttpReply | Unanswered, silent: dict[str, str]) -> int | None:
-    """Tokens per block as resolved at the start of the engine: of full attention where groups of layers differ."""
+    """Tokens per block as resolved at the start of the engine: of full attention where groups of layers differ.
+
+    An engine with ``prefix_match_unit`` finds prefixes that end inside a block, so that unit is the block here.
+    """
     sizes: set[int] = set()
     parser = SampleParser([_CACHE_CONFIG])
     body = reply.body if isinstance(reply, HttpReply) and reply.status == 200 else b""
@@ -224,7 +228,9 @@ async def _block_size(reply: HttpReply | Unanswered, silent: dict[str, str]) -> 
 def _stated_size(labels: Mapping[str, str]) -> tuple[int, ...]:
     for name in ("effective_attention_block_size", "block_size"):
         if _is_number(labels.get(name, "")):
-            return (int(labels[name]),)
+            size = int(labels[name])
+            unit = int(labels["prefix_match_unit"]) if _is_number(labels.get("prefix_match_unit", "")) else 0
+            return (unit if unit and size % unit == 0 and size // unit <= CHUNK_BLOCKS_MAX else size,)
     return ()
 
 

@@ -1,4 +1,7 @@
-"""Chunks: what a cache behind an engine keeps as one, under one hash, though it is several blocks of the engine.
+"""Chunks: what a cache keeps as one, under one hash, though it is several of the registered blocks.
+
+A cache behind an engine has chunks of several blocks of the engine. An engine that is registered with a smaller unit
+(``prefix_match_unit`` of vLLM) has them itself: its physical blocks, and the beginnings of those that end at a unit.
 
 Here each block of a chunk has an engine hash of its own. The last block has that of the chunk, because a store that
 goes on from the chunk names it as its parent. The others have hashes that are derived from it.
@@ -16,7 +19,7 @@ from waymark.domain.media import DEVICE
 
 CHUNK: Final = "chunk:"
 """A flag of this life that begins so says how many blocks its largest chunk has had."""
-CHUNK_BLOCKS_MAX: Final = 64
+CHUNK_BLOCKS_MAX: Final = 128
 """A hash that is removed off the device takes so many positions in its batch, whether or not it was a chunk's."""
 _PIECE_BLOCKS: Final = 1024
 
@@ -28,7 +31,7 @@ def blocks_of(event: Stored, block_size: int) -> int:
     is_chunked = (
         1 < blocks <= CHUNK_BLOCKS_MAX
         and size % block_size == 0
-        and event.medium not in DEVICE
+        and (event.medium not in DEVICE or event.group is not None)
         and event.extras is None
         and len(event.tokens) == 4 * size * hashes
     )

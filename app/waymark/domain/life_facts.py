@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from waymark.domain import chunks
 from waymark.domain.chunks import CHUNK
 from waymark.domain.events import Cleared, Event, Removed, Stored
+from waymark.domain.media import DEVICE
 from waymark.domain.names import Registration
 from waymark.domain.objects import SHARD, SHARDS_MAX
 from waymark.domain.windows import Window
@@ -35,6 +36,9 @@ COPIES_LEARNED = frozenset({COPIES_LAST, COPIES_EACH})
 """Flags that a snapshot of the same engine does not change."""
 COPIES_DOUBTED = "copies_doubted"
 """Flag: copies of this life were counted by a rule that its events contradict."""
+
+UNITS = "units"
+"""Flag: a physical block of this engine has several of the registered blocks."""
 
 PUBLISHER = "publisher:"
 """A flag that begins so names the id of the process whose life this is, in hex digits."""
@@ -134,6 +138,11 @@ class LifeFacts:
         """Whether a removal of this engine takes a block whatever its copies, by its release or by its events."""
         return COPIES_LAST in self.flags or (self._removes_once and COPIES_EACH not in self.flags)
 
+    @property
+    def has_units(self) -> bool:
+        """Whether a removal on a device may take several blocks."""
+        return UNITS in self.flags
+
     def learn_publisher(self, publisher_id: bytes) -> None:
         """Learn which process sends the batches of this life. A stream of several counters has several."""
         if publisher_id != self._publisher_id and self._has_one_counter:
@@ -165,6 +174,8 @@ class LifeFacts:
         if not event.tokens:
             return
         if event.block_size > self._block_size:
+            if event.medium in DEVICE:
+                self.flags.add(UNITS)
             self._learn_chunk(chunks.blocks_of(event, self._block_size))
         if self.main_group is None:
             self.main_group = event.group

@@ -269,7 +269,9 @@ class Planner:
                 is_new = event.group != facts.main_group and facts.new_window_of(event) is not None
                 return None if is_new else "other_attention"
             if event.block_size != self._registration.block_size and (event.tokens or event.block_size):
-                return self._skip_reason_of_chunk(event)
+                reason = self._skip_reason_of_size(event)
+                if reason is not None or event.group is None:
+                    return reason
         if event.group is None:
             return None
         if facts.main_group is None:
@@ -278,13 +280,16 @@ class Planner:
             is_main = event.group == facts.main_group
         return None if is_main else "other_group"
 
-    def _skip_reason_of_chunk(self, event: Stored) -> str | None:
+    def _skip_reason_of_size(self, event: Stored) -> str | None:
         """Why a store of another block size is skipped; None for a chunk.
 
-        A chunk belongs to no KV-cache group: LMCache puts all groups into one chunk.
+        LMCache puts all KV-cache groups into one chunk, so its chunks belong to none.
         """
-        is_chunk = event.group is None and chunks.blocks_of(event, self._registration.block_size) > 1
-        return None if is_chunk else "block_size_mismatch"
+        size = self._registration.block_size
+        if chunks.blocks_of(event, size) > 1:
+            return None
+        is_inside = event.medium in DEVICE and 0 < event.block_size < size and size % event.block_size == 0
+        return "inside_block" if is_inside else "block_size_mismatch"
 
     def _skip_reason_of_envelope(self, envelope: Envelope) -> str | None:
         registration = self._registration

@@ -56,6 +56,9 @@ class _PlainRun(NamedTuple):
 _UNBOUNDED = BlockBounds()
 _CHUNK_POSITIONS: Final = 2**28
 """From this position of a batch on, a removal removes only the last block of a chunk."""
+_LATE_POSITION: Final = 2**29
+_LATE_CHUNKS: Final = 2**22
+"""The same for the chunks of a device, whose rest has positions from ``_LATE_POSITION`` on."""
 
 
 class Resolver:
@@ -106,6 +109,8 @@ class Resolver:
         self.objects = WaitingObjects(waiting_blocks, registration.object_shards)
         self._early = 0
         """The number of positions, of the ``EARLY_MAX`` of the next batch, that are taken."""
+        self._late_rests: list[tuple[int, Sequence[int], tuple[int, ...]]] = []
+        """Chunks of a device that the batch removes: position, holders and hashes."""
         self._work = 0
         """Work since the loop had its turn, of all batches of a fold."""
         self.reported: Mapping[int, Spot] = {}
@@ -271,6 +276,7 @@ class Resolver:
         self._planner.epochs = plan.epochs[index] if plan.epochs else {}
         position = self._first_position
         self._early = 0
+        self._late_rests.clear()
         waited = self.waiting.blocks
         placed: _Placed = []
         windows = self._facts.windows
@@ -319,10 +325,12 @@ class Resolver:
                 if self._work > SLICE_WORK:
                     self._work = 0
                     yield
-        if self.placer.aliased or self.placer.crowded:
-            self._count_placed()
         if self._traits.copies == "count":
             self._judge_copies(parts, position)
+        if self._late_rests:
+            yield from self._late_rests_removed(parts)
+        if self.placer.aliased or self.placer.crowded:
+            self._count_placed()
         if self._has_missing and self._may_report:
             self._reported_again(parts.parts, max(0, waited - self.waiting.blocks))
         return parts.parts
@@ -436,7 +444,7 @@ class Resolver:
             namespace = planner.spaces.at_root(store)
             holders += filter(None, [self.holders.get(planner.name(batch, store))])
         may_remove = removal is not None and removal.medium in DEVICE and self._may_run(plan, index, batch, removal)
-        if may_remove and self.registration.scope != "shared":
+        if may_remove and self.registration.scope != "shared" and not self._facts.has_units:
             assert removal is not None
             holders += self._holders_of.get(planner.name(batch, removal).lasting, ())
         else:
@@ -587,8 +595,14 @@ class Resolver:
                 self._place(parts, position, waiting, parent, placed)
             elif self._needs_no_parent(holder, event):
                 self._place(parts, position, waiting, None, placed)
+            elif self._is_behind_a_unit(event):
+                self._drop("parent_not_announced", event)
             else:
                 self.waiting.add(waiting)
+
+    def _is_behind_a_unit(self, event: Stored) -> bool:
+        """Whether the parent is a unit inside a physical block, which its engine never announces by itself."""
+        return self._facts.has_units and len(event.engine_hashes) == 1 and event.medium in DEVICE
 
     def _chunks(self, parts: PartList, position: int, batch: Batch, event: Stored, placed: _Placed) -> Slices[None]:
         """Store the blocks of chunks."""
@@ -783,8 +797,12 @@ class Resolver:
             self._cannot_find(len(event.engine_hashes))
         elif not self._is_seen(holders[-1], event):
             self._removed_from(parts, position, holders, event)
-            if self._facts.chunk_blocks > 1 and _may_be_chunks(position, event):
+            if self._facts.chunk_blocks == 1:
+                return
+            if _may_be_chunks(position, event):
                 self._rest_removed(parts, position + len(event.engine_hashes), holders, event)
+            elif self._facts.has_units and event.medium in DEVICE:
+                self._late_rests.append((position, holders, event.engine_hashes))
 
     def _removed_from(self, parts: PartList, position: int, holders: Sequence[int], event: Removed) -> None:
         """Remove blocks that one of ``holders`` has, the generations of one name."""
@@ -816,13 +834,31 @@ class Resolver:
     def _rest_removed(self, parts: PartList, position: int, holders: Sequence[int], event: Removed) -> None:
         """Remove the blocks of chunks that are not their last ones; ``position`` is behind those."""
         for i, chunk in enumerate(event.engine_hashes):
-            at = position + i * (CHUNK_BLOCKS_MAX - 1)
-            for j, h in enumerate(chunks.hashes_of(chunk, self._facts.chunk_blocks)[:-1]):
-                if self.waiting.blocks and any(self.waiting.remove(holder, h) for holder in holders):
-                    continue
-                holder = next((each for each in holders if self.memory.held(each, h) is not None), None)
-                if holder is not None:
-                    self.placer.remove(parts, holder, at + j, h, mode=self.mode(holder))
+            self._rest_of_chunk_removed(parts, position + i * (CHUNK_BLOCKS_MAX - 1), holders, chunk)
+
+    def _late_rests_removed(self, parts: PartList) -> Slices[None]:
+        """Remove the rest of each chunk that has left a device, behind all positions of the batch.
+
+        The positions of hashes on a device must not depend on whether any of them is known to be a chunk. So the rests
+        have positions of their own, which follow from those of the hashes.
+        """
+        for position, holders, hashes in self._late_rests:
+            for at, chunk in enumerate(hashes, position):
+                is_there = any(self.mode(each) != "count" and self.memory.held(each, chunk) for each in holders)
+                if at < _LATE_CHUNKS and not is_there:  # otherwise the batch has stored it again
+                    self._rest_of_chunk_removed(parts, _LATE_POSITION + at * CHUNK_BLOCKS_MAX, holders, chunk)
+                self._work += EVENT_WORK
+                if self._work > SLICE_WORK:
+                    self._work = 0
+                    yield
+
+    def _rest_of_chunk_removed(self, parts: PartList, position: int, holders: Sequence[int], chunk: int) -> None:
+        for i, h in enumerate(chunks.hashes_of(chunk, self._facts.chunk_blocks)[:-1]):
+            if self.waiting.blocks and any(self.waiting.remove(holder, h) for holder in holders):
+                continue
+            holder = next((each for each in holders if self.memory.held(each, h) is not None), None)
+            if holder is not None:
+                self.placer.remove(parts, holder, position + i, h, mode=self.mode(holder))
 
     def _object_removed(self, holder: int, event: Removed, engine_hash: int) -> bool:
         """An object shard has gone from a pool. Whether that is all: no block was indexed."""

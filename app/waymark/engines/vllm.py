@@ -107,6 +107,13 @@ def _stored(values: list[Any], named: Mapping[Any, Any], seed: int, zero: Zero, 
     if parent in engine_hashes:
         raise Rejected("own_parent", "a block is its own parent")
 
+    size = wire.block_size(block_size)
+    if (skipped := named.get("skipped_token_ids")) and len(engine_hashes) == 1 and tokens:
+        whole = _with_skipped(named, skipped, tokens, extra_keys)
+        if whole is not None:
+            parent, tokens = whole
+            size, extra_keys = len(tokens) // 4, None
+
     adapter = _adapter(lora_name, lora_id)
     may_begin = is_zero and zero == "root"
     keys = _per_block(extra_keys, len(engine_hashes), "extra_keys", list)
@@ -121,7 +128,7 @@ def _stored(values: list[Any], named: Mapping[Any, Any], seed: int, zero: Zero, 
         engine_hashes=engine_hashes,
         parent=parent,
         tokens=tokens,
-        block_size=wire.block_size(block_size),
+        block_size=size,
         medium=wire.medium(medium),
         adapter=adapter,
         salts=(salt,) if salt else (),
@@ -133,6 +140,24 @@ def _stored(values: list[Any], named: Mapping[Any, Any], seed: int, zero: Zero, 
         may_begin=may_begin,
         is_reused=_ORIGINS.get(origin) if isinstance(origin := named.get("origin"), str) else None,
     )
+
+
+def _with_skipped(named: Mapping[Any, Any], skipped: Any, tokens: bytes, keys: Any) -> tuple[int | None, bytes] | None:
+    """The parent and all tokens of a unit inside a physical block, which begins with units that are not announced.
+
+    The engine computes all of the physical block before it announces the unit, so it has these, too. None if a salt or
+    an image went into the hashes, because the unit of each is not known, or if the fields are not valid: then the unit
+    is read as if it had none.
+    """
+    for each in (keys, named.get("skipped_extra_keys")):
+        if each is not None and not (isinstance(each, list) and each.count(None) == len(each)):
+            return None
+    above = named.get("skipped_parent_block_hash")
+    try:
+        parent = None if above is None else wire.u64(above, "skipped_parent_block_hash")
+        return parent, wire.tokens(skipped) + tokens
+    except Rejected:
+        return None
 
 
 def _copies_left(counts: Any, hashes: int) -> tuple[int | None, ...] | None:
