@@ -14,8 +14,8 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 
 @asynccontextmanager
-async def listening(handler: Handler, port: int = 0) -> AsyncIterator[asyncio.Server]:
-    """A server on 127.0.0.1 while the block runs. At its end handlers are cancelled, and their connections aborted."""
+async def listening(handler: Handler, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator[asyncio.Server]:
+    """A server on ``host`` while the block runs. At its end handlers are cancelled, and their connections aborted."""
     open_connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -30,7 +30,7 @@ async def listening(handler: Handler, port: int = 0) -> AsyncIterator[asyncio.Se
             del open_connections[task]
             writer.close()
 
-    server = await asyncio.start_server(handle, "127.0.0.1", port)
+    server = await asyncio.start_server(handle, host, port)
     try:
         yield server
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -21,8 +22,10 @@ from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.metrics import Metrics
 from waymark.discovery import kubernetes
 from waymark.discovery.describe import Describer
+from waymark.discovery.engines import EngineRegistrations
 from waymark.discovery.kubernetes import ApiServer
-from waymark.discovery.pods import PodPorts
+from waymark.discovery.pods import PodPorts, pod_of, wanted_of
+from waymark.discovery.reconciler import Reconciler
 from waymark.discovery.run import DiscoveryOptions, EngineDiscovery
 from waymark.domain.names import BY_CLIENT, Registration
 from waymark.store.store import Store
@@ -511,6 +514,35 @@ async def test_thousands_of_pods_are_registered_in_few_round_trips(store: Store,
         assert {(claim.group_id, claim.is_leaving) for claim in claims} == {(claims[0].group_id, False)}
         assert len({claim.publisher for claim in claims}) == count
         assert all(life for life, _ in await store.discovery.lives(claims))
+
+
+async def test_pods_that_need_no_question_leave_turns_to_others(store: Store) -> None:
+    """Ten thousand registrations in one turn of the loop would hold up all streams for seconds."""
+    turns = 0
+    made: Counter[int] = Counter()
+    """Registrations by the turn of the loop."""
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def of(given: dict[str, Any]) -> Registration:
+        made[turns] += 1
+        return registration_of(given, allowed=AllowedEndpoints())
+
+    engines = EngineRegistrations(Describer(Asker(), AllowedEndpoints()), of)  # nobody is asked
+    reconciler = Reconciler("discovery", store, engines, of, Metrics(), again_seconds=300)
+    ports = PodPorts(8000, 5557, 0)
+    pods = [pod_of(pod(f"p{i:04}", f"127.1.{i // 250}.{i % 250 + 1}", annotations=SAID)) for i in range(600)]
+    turning = asyncio.create_task(turn())
+    try:
+        await reconciler.reconcile([wanted_of(each, ports) for each in pods if each is not None], reading=1)
+    finally:
+        turning.cancel()
+    assert len(await names(store)) == sum(made.values()) == 600
+    assert max(made.values()) <= 64
 
 
 async def test_more_pods_than_are_kept_are_a_failure(server: ApiServerStub, monkeypatch: pytest.MonkeyPatch) -> None:

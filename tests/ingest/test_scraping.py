@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,14 @@ from aiohttp import web
 from tests.api.conftest import MakeClient, client, make_client, register
 from tests.conftest import wait_until
 from tests.ingest.conftest import QUICK
-from waymark.base.asker import Asker
+from tests.store.factories import registration
+from waymark.base.asker import Asker, HttpReply
 from waymark.base.metrics import Metrics
+from waymark.domain.targets import Target
 from waymark.ingest.options import WorkerOptions
-from waymark.ingest.scraping import Scraper
+from waymark.ingest.scraping import SPACE_SECONDS, Scraper
 from waymark.ingest.worker import Worker
+from waymark.store.claims import Claim
 from waymark.store.store import Store
 
 __all__ = ["client", "make_client", "register"]
@@ -199,3 +203,37 @@ async def test_an_engine_that_fails_is_asked_after_pauses_that_double_until_it_a
     finally:
         await scraper.close()
         await asker.close()
+
+
+async def test_many_engines_are_asked_one_after_the_other_and_their_readings_last_as_long() -> None:
+    """Ten thousand requests a second would leave the worker no time for its streams."""
+    count, rounds = 40, 3
+    asked_at: list[float] = []
+    lasting: list[int] = []
+    loop = asyncio.get_running_loop()
+
+    class CountingAsker:
+        async def ask(self, url: str, **_: Any) -> HttpReply:
+            asked_at.append(loop.time())
+            return HttpReply(200, b"vllm:num_requests_waiting 1\n")
+
+    async def note(group_id: int, publisher: int, gauges: Any, milliseconds: int) -> bool:
+        lasting.append(milliseconds)
+        return True
+
+    claims = [
+        Claim(registration(f"pod-{n}", target=Target(address=f"http://127.1.0.{n}:8000")), n + 1, 1, 1)
+        for n in range(count)
+    ]
+    store: Any = SimpleNamespace(gauges=SimpleNamespace(note=note))
+    asker: Any = CountingAsker()
+    scraper = Scraper(store, Metrics(), asker, 0.01)
+    scraper.see(claims, claims)
+    try:
+        await wait_until(lambda: len(lasting) >= rounds * count, "each engine is asked again and again", 30)
+    finally:
+        await scraper.close()
+    # Timers are as exact as the clock of the loop.
+    assert min(later - earlier for earlier, later in pairwise(asked_at)) > SPACE_SECONDS / 2
+    # A reading counts until the engine has had its turn again, with two that fail in between.
+    assert min(lasting) >= 3 * 1000 * count * SPACE_SECONDS * 0.9

@@ -329,7 +329,7 @@ class Settings(BaseModel):
     loads_ms: int = Field(100, ge=0, le=10_000)
     """How long, in milliseconds, a replica reuses the loads that it read from Redis. 0 reads them for each decision."""
     gauges_seconds: float = Field(1.0, ge=0, le=60)
-    """The seconds between two reads of an engine's metrics by the ingest worker of its stream; 0 means never."""
+    """The seconds between two reads of an engine's metrics by its ingest worker, at most 100 a second; 0: never."""
     target_requests_max: int = Field(0, ge=0, le=1_000_000)
     """How many reservations a target may have at once; 0 means no limit."""
     reservations_max: int = Field(100_000, ge=1, le=10_000_000)

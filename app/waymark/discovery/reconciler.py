@@ -19,7 +19,7 @@ from waymark.base.errors import Conflict, InvalidValue, RecordDamaged, RemoteUna
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.discovery.engines import EngineRegistrations, RegistrationOf, fields_of, usual_sockets
-from waymark.discovery.wanted import WantedEngine, WantedKey
+from waymark.discovery.wanted import WantedEngine, WantedKey, in_turns
 from waymark.domain.names import Origin, OriginKind, PublisherName, Registration
 from waymark.store.store import Store
 
@@ -113,48 +113,56 @@ class Reconciler:
         ``confirm_seconds`` later, too. Raises StoreUnavailable.
         """
         there = _EarlierRegistrations(await self._store.directory.registrations(), self._kind)
-        keys = {each.key for each in wanted}
-        self._known = {key: known for key, known in self._known.items() if key in keys}
+        named = {each.key: each async for each in in_turns(wanted)}
+        self._known = {key: known for key, known in self._known.items() if key in named}
         ghosts = _ghosts(wanted)
-        named = {each.origin for each in wanted if each.key not in ghosts}
-        lost = {key[0] for key in ghosts} - named
-        await self._unregister(there.all, named, lost.union(gone), reading)
+        origins = {each.origin for key, each in named.items() if key not in ghosts}
+        lost = {key[0] for key in ghosts} - origins
+        await self._unregister(there.all, origins, lost.union(gone), reading)
         now = monotonic()
         due = []
-        for each in wanted:
-            known = self._known.get(each.key)
+        async for key, each in in_turns(named.items()):
+            known = self._known.get(key)
             if known is None or known.wanted != each:
-                known = self._known[each.key] = _KnownEngine(each)
-            if each.key in ghosts:
-                self._failed(known, f"{ghosts[each.key].source} has the same address, {each.address}, and is newer")
+                known = self._known[key] = _KnownEngine(each)
+            if key in ghosts:
+                self._failed(known, f"{ghosts[key].source} has the same address, {each.address}, and is newer")
             elif now >= known.again_at or any(each.name not in there.names for each in known.registrations):
                 due.append(known)
         due.sort(key=lambda known: known.again_at)
-        places, until = asyncio.Semaphore(_ASKED_MAX), now + _ROUND_SECONDS
-        writing, ready, left = asyncio.Lock(), deque[_Ready](), 0
-
-        async def one(known: _KnownEngine) -> None:
-            nonlocal left
-            async with places:
-                if known.wanted.url is not None and monotonic() >= until:
-                    left += 1  # the others come first in the next round
-                    return
-                await self._ask(known, there, ready)
-            async with writing:  # the first one registers also the engines that have answered meanwhile
-                if ready:
-                    await self._register(_some_of(ready), there)
-
-        # An error of Redis ends the round; all other errors are an engine's own.
-        tasks = [asyncio.get_running_loop().create_task(one(known)) for known in due]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return not left
+        return not await self._ask_and_register(due, there)
 
     # ---- registering -------------------------------------------------------------------------------
+
+    async def _ask_and_register(self, due: Sequence[_KnownEngine], there: _EarlierRegistrations) -> int:
+        """Return how many engines had no turn within the time of a round."""
+        until = monotonic() + _ROUND_SECONDS
+        turns, ready, has_come, left = iter(due), deque[_Ready](), asyncio.Event(), 0
+
+        async def ask() -> None:
+            nonlocal left
+            for known in turns:
+                if known.wanted.url is not None and monotonic() >= until:
+                    left += 1  # the others come first in the next round
+                    continue
+                await self._ask(known, there, ready)
+                has_come.set()
+                await asyncio.sleep(0)  # an engine that is not asked takes a turn of the loop, too
+
+        # An error of Redis ends the round; all other errors are an engine's own.
+        asking = asyncio.gather(*(ask() for _ in range(min(_ASKED_MAX, len(due)))))
+        asking.add_done_callback(lambda _: has_come.set())
+        try:
+            while ready or not asking.done():
+                await has_come.wait()
+                has_come.clear()
+                while ready:  # with each the engines that have answered meanwhile
+                    await self._register(_some_of(ready), there)
+            await asking
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        return left
 
     async def _ask(self, known: _KnownEngine, there: _EarlierRegistrations, ready: deque[_Ready]) -> None:
         """Append the registrations of an engine to ``ready``, unless there are none now."""

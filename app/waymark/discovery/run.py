@@ -19,7 +19,7 @@ from waymark.discovery.engines import EngineRegistrations, RegistrationOf
 from waymark.discovery.kubernetes import ApiServer, PodWatch
 from waymark.discovery.pods import PodPorts, wanted_of
 from waymark.discovery.reconciler import CONFIRM_SECONDS, Reconciler
-from waymark.discovery.wanted import WantedEngine, WantedKey
+from waymark.discovery.wanted import WantedEngine, WantedKey, in_turns
 from waymark.domain.names import Origin, OriginKind
 from waymark.domain.status import StreamStatus
 from waymark.store.discovery import DiscoveryState
@@ -156,7 +156,7 @@ class EngineDiscovery:
                 await watch.list_again()
             gone, watch.gone = watch.gone, set()
             wanted, problems = [], [watch.problem] if watch.problem else []
-            for pod in watch.pods.values():
+            async for pod in in_turns(list(watch.pods.values())):
                 if pod.is_ready:
                     try:
                         wanted.append(wanted_of(pod, self._options.ports))
@@ -194,8 +194,10 @@ class EngineDiscovery:
         while True:
             reading += 1
             try:
-                reconciler.ask_again(await restarts.since_last("url"))
-                await reconciler.reconcile(await self._by_url(), reading=reading)
+                wanted = await self._by_url()
+                if wanted or reconciler.registered or reconciler.problems:
+                    reconciler.ask_again(await restarts.since_last("url"))
+                    await reconciler.reconcile(wanted, reading=reading)
             except StoreUnavailable as error:
                 log.debug("round of discovery not ended", extra=fields(error=error.sentence))
             await asyncio.sleep(self._options.round_seconds)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from waymark.domain.names import Origin
 
+T = TypeVar("T")
 WantedKey: TypeAlias = tuple[Origin, str | None, str | None]
+
+#: The engines that are looked at in one turn of the loop, which takes a few milliseconds.
+_TURN_ENGINES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +46,11 @@ class WantedEngine:
     def address(self) -> str | None:
         """What no two engines of a source have in common."""
         return self.url or (self.fields.get("address") if self.ports[0] else None)
+
+
+async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
+    """Iterate over what may be thousands, and let the loop do other things now and then."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % _TURN_ENGINES == 0:
+            await asyncio.sleep(0)

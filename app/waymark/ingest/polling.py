@@ -89,6 +89,8 @@ log = logging.getLogger(__name__)
 
 #: The most times that one poll restores registrations. It does so each time that Redis has come back empty.
 _RESTORES_MAX = 20
+#: Before the next poll the worker rests for this many times as long as the last one took, at least.
+_REST = 3
 #: How long a poll waits for streams that it has stopped.
 _STOP_SECONDS = 2.0
 
@@ -138,7 +140,9 @@ class Poller:
 
     async def keep_polling(self, tasks: asyncio.TaskGroup) -> None:
         """Poll until cancelled. The streams run as tasks of ``tasks``."""
+        loop = asyncio.get_running_loop()
         while True:
+            began = loop.time()
             try:
                 await self._poll(tasks)
                 self._failed(None)
@@ -148,8 +152,10 @@ class Poller:
                 # A defect of one round must not end the worker and its streams: the next round may be better.
                 self._failed(repr(exc), is_defect=True)
             self._metrics.redis_up.set(not self.is_away)
-            self.hint.clear()
             pause = self._options.poll_seconds
+            # Thousands of registrations come with a hint each, and a poll looks at all that are there.
+            await asyncio.sleep(min(_REST * (loop.time() - began), pause / 2))
+            self.hint.clear()
             try:
                 async with asyncio.timeout(pause / 4 if self.is_away else pause):
                     await self.hint.wait()
@@ -275,7 +281,10 @@ class Poller:
         """Stop streams that now belong to other workers, or whose registration changed. Forget those that ended."""
         stopping: list[asyncio.Task[None]] = []
         for name, running in self.running.items():
-            if running.task is not None and (name not in wanted or not running.may_go_on(wanted[name])):
+            claim = wanted.get(name)
+            if claim is running.claim or running.task is None:
+                continue
+            if claim is None or not running.may_go_on(claim):
                 running.task.cancel()
                 stopping.append(running.task)
         if stopping:

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 #: The most bytes of an engine's metrics; those of vLLM with 8 ranks have half a MiB.
 _BYTES_MAX = 8 * 2**20
 _ANSWER_SECONDS_MAX = 5.0
+#: Between the beginnings of two requests, to whichever engines: a request takes some two milliseconds of the loop, and
+#: the loop also follows the streams. Each of many engines is asked less often; so is each while the loop is busy.
+SPACE_SECONDS = 0.01
 #: A reading is valid for this many intervals.
 _INTERVALS = 3
 #: The longest pause between two requests to an engine that does not answer. Of thousands whose pods are not ready, each
@@ -43,6 +46,8 @@ class Scraper:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._claims: dict[str, Sequence[Claim]] = {}
         """The publishers of each engine that is scraped here, by URL."""
+        self._gate = asyncio.Lock()
+        """Held until the next request may begin."""
 
     def see(self, claims: Iterable[Claim], mine: Iterable[Claim]) -> None:
         """``claims`` are all that are registered, ``mine`` those of this worker's share."""
@@ -69,13 +74,18 @@ class Scraper:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep_scraping(self, url: str) -> None:
+        loop = asyncio.get_running_loop()
         pause, error = self._seconds, ""
         # A random delay, so that not all engines are scraped at the same moment.
         await asyncio.sleep(random.uniform(0, self._seconds))
+        asked_at = loop.time() - len(self._claims) * SPACE_SECONDS
         while True:
-            began = asyncio.get_running_loop().time()
+            async with self._gate:
+                await asyncio.sleep(SPACE_SECONDS)
+            began = loop.time()
+            interval, asked_at = max(self._seconds, began - asked_at), began
             try:
-                outcome = "ok" if await self._scrape(url) else "empty"
+                outcome = "ok" if await self._scrape(url, interval) else "empty"
                 pause, now = self._seconds, ""
             except (Unanswered, InvalidValue, ValueError) as exc:
                 outcome, now = "failed", getattr(exc, "sentence", str(exc))
@@ -86,19 +96,18 @@ class Scraper:
             if now and not error:
                 log.warning("metrics of an engine cannot be read", extra=fields(url=url, error=now))
             error = now
-            passed = asyncio.get_running_loop().time() - began
-            await asyncio.sleep(max(0.0, pause - passed))
+            await asyncio.sleep(max(0.0, pause - (loop.time() - began) - SPACE_SECONDS))
 
-    async def _scrape(self, url: str) -> bool:
-        """Read and write the gauges of an engine. Return whether it reports any."""
-        reply = await self._asker.ask(url, seconds=min(self._seconds, _ANSWER_SECONDS_MAX), bytes_max=_BYTES_MAX)
+    async def _scrape(self, url: str, interval: float) -> bool:
+        """Read and write the gauges of an engine, which is asked once in so many seconds. Return whether it has any."""
+        reply = await self._asker.ask(url, seconds=min(interval, _ANSWER_SECONDS_MAX), bytes_max=_BYTES_MAX)
         if reply.status != 200:
             raise Unanswered(f"it answered with status {reply.status}")
         parser = GaugesParser()
         async for piece in in_pieces(reply.body):
             parser.feed(piece)
         ranks = parser.end()
-        milliseconds = int(1000 * _INTERVALS * self._seconds)
+        milliseconds = int(1000 * _INTERVALS * interval)
         for claim in self._claims.get(url, ()):
             gauges = gauges_of(ranks, claim.registration.dp_rank)
             if gauges is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, get_args
 
 import orjson
@@ -36,6 +36,8 @@ _SCOPES: tuple[Scope, ...] = get_args(Scope)
 _COPIES: tuple[Copies, ...] = get_args(Copies)
 _ORIGINS: tuple[OriginKind, ...] = get_args(OriginKind)
 _SEQ_COUNTERS: tuple[SeqCounter, ...] = get_args(SeqCounter)
+#: The fields of a registration that are one value.
+_PLAIN = [each.name for each in fields(Registration) if each.name not in ("target", "origin", "prefixes", "is_further")]
 _SOCKETS = ("endpoint", "replay_endpoint", "snapshot_endpoint")
 
 
@@ -56,8 +58,8 @@ class Claim:
     """The bytes in Redis; the claim is replaced only if Redis still has these bytes."""
 
     def encode(self) -> bytes:
-        registration = {name: value for name, value in asdict(self.registration).items() if value is not None}
-        del registration["target"], registration["origin"], registration["prefixes"], registration["is_further"]
+        values = ((name, getattr(self.registration, name)) for name in _PLAIN)
+        registration = {name: value for name, value in values if value is not None}
         if not self.registration.object_shards:
             del registration["object_shards"]
         registration |= (
