@@ -228,6 +228,12 @@ async def test_openai_s_client_gets_what_an_engine_gives() -> None:
         assert response.usage is not None
         assert second.usage.input_tokens > response.usage.input_tokens
         assert (await client.responses.retrieve(second.id)).output_text == second.output_text
+        items = [each async for each in client.responses.input_items.list(second.id, order="asc", limit=1)]
+        assert [each.type for each in items] == ["message"] * 3
+        with pytest.raises(openai.BadRequestError, match="has ended"):
+            await client.responses.cancel(second.id)
+        with pytest.raises(openai.NotFoundError, match="must end in /v1"):
+            await client.with_options(base_url=running.url).chat.completions.create(**body)
         await client.responses.delete(second.id)
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(second.id)
@@ -255,6 +261,10 @@ async def test_anthropic_s_client_gets_what_an_engine_gives() -> None:
         with pytest.raises(anthropic.NotFoundError) as error:
             await client.messages.create(**body | {"model": "nope"})
         assert error.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+        counted = await client.messages.count_tokens(model="demo", messages=body["messages"], system="be short")
+        assert counted.input_tokens == message.usage.input_tokens
+        with pytest.raises(anthropic.NotFoundError, match="leave it out of its base_url"):
+            await client.with_options(base_url=f"{running.url}/v1").messages.create(**body)
 
 
 async def test_a_client_that_cancels_and_sigterm_in_the_middle_of_a_stream() -> None:

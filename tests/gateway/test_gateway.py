@@ -261,7 +261,7 @@ async def test_a_body_that_comes_too_slowly_is_refused_in_the_shape_of_the_path(
 async def test_paths_that_are_none(start: Start) -> None:
     running = await start(1)
     assert (await running.client.get("/v1/chat/completions")).status_code == 405
-    assert (await running.client.post("/v1/audio/speech", json={})).json()["error"]["code"] == "not_found"
+    assert (await running.client.post("/v1/audio/none", json={})).json()["error"]["code"] == "not_found"
     assert (await running.client.get("/health")).json() == {"status": "ok"}
     assert (await running.client.get("/ready")).json()["status"] == "ready"
     # Nothing of a gateway registers anything.

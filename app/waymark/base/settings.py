@@ -97,6 +97,19 @@ def _split_keys(text: Any) -> Any:
     return found
 
 
+def _split_names(text: Any) -> Any:
+    """``ALIAS=NAME,ALIAS=NAME`` as a dict."""
+    if not isinstance(text, str):
+        return text
+    found: dict[str, str] = {}
+    for part in _split(text):
+        alias, _, name = (piece.strip() for piece in part.partition("="))
+        if not alias or not name or alias in found:
+            raise ValueError(f"{shown(part)} is not ALIAS=NAME with an alias given once")
+        found[alias] = name
+    return found
+
+
 def _parsed_sources(text: Any) -> Any:
     """A JSON object of URLs by model; the message of what it is not becomes the error's."""
     if not isinstance(text, str):
@@ -350,6 +363,10 @@ class Settings(BaseModel):
     """The keys of clients, each as `name:sha256` or `name:sha256:tenant`; without keys every client has access."""
     gateway_keys_file: Path | None = None
     """A file with further keys, one in each line; it is read again if it changes."""
+    gateway_origins: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
+    """The origins of pages whose scripts may use a gateway (CORS), `https://chat.example.com`; `*` is every page."""
+    model_aliases: Annotated[dict[str, str], BeforeValidator(_split_names)] = Field(default_factory=dict)
+    """Further names of models in a gateway: `gpt-4o=llama,fast=qwen`. A client's name stays when the model changes."""
     gateway_key_requests: int = Field(0, ge=0, le=1_000_000)
     """How many requests of one key a gateway runs at once; 0 means no limit."""
     gateway_key_tokens: int = Field(0, ge=0, le=10**12)

@@ -6,8 +6,10 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from time import perf_counter
+from types import MappingProxyType
 
 import orjson
 
@@ -24,15 +26,21 @@ from waymark.decide.under_way import RequestsUnderWay
 from waymark.gateway.proxy import ProxiedRequest, Proxy
 from waymark.gateway.response_cache import ResponseCache
 from waymark.gateway.responses import Responses
-from waymark.gateway.security import ApiKeys, GatewayCaller, KeyLimits
+from waymark.gateway.security import ApiKeys, GatewayCaller, KeyLimits, Origins
 from waymark.gateway.shapes import (
+    COUNT_TOKENS,
+    FURTHER,
     PATHS,
     InferenceBody,
     RequestRejected,
     body_of,
     body_of_request,
+    form_of_errors,
+    is_without_v1,
     rejected_by,
+    unknown_path,
     with_cache_control,
+    with_model,
 )
 from waymark.gateway.upstream import Upstream
 from waymark.store.directory import Directory
@@ -75,6 +83,8 @@ class Gateway:
         self._cache = cache
         self._responses = responses
         self._keys = ApiKeys.of(settings)
+        self._origins = Origins(settings.gateway_origins)
+        self._aliases = settings.model_aliases
         self._limits = KeyLimits(settings.gateway_key_requests, settings.gateway_key_tokens)
         selector = Selector(store, SelectionOptions.of(settings), metrics)
         self._selector = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
@@ -91,16 +101,16 @@ class Gateway:
 
     async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         path: str = scope["path"]
-        if scope["type"] != "http" or not (path in PATHS or path.startswith("/v1/")):
+        if scope["type"] != "http" or not (path.startswith("/v1/") or path in FURTHER or is_without_v1(path)):
             await self._others(scope, receive, send)
             return
         headers = dict(scope["headers"])
         given = headers.get(_HEADER, b"")
         request_id = given.decode() if _IS_SANE(given) else secrets.token_hex(8)
         scope["request_id"] = request_id
-        answer = _AnswerSender(send, request_id)
+        answer = _AnswerSender(send, request_id, self._origins.headers(headers))
         began = perf_counter()
-        route = path if path in PATHS or path == _MODELS else "none"
+        route = path if path in PATHS or path in FURTHER or path in (_MODELS, COUNT_TOKENS) else "none"
         if path.startswith(_RESPONSES):
             route = _RESPONSES + "{id}"
         try:
@@ -108,7 +118,7 @@ class Gateway:
         except ClientGone:
             answer.status = 499
         except WaymarkError as error:
-            await answer.refuse(rejected_by(error), PATHS.get(path))
+            await answer.refuse(rejected_by(error), form_of_errors(path))
         finally:
             status = str(answer.status)
             self._metrics.http_requests.labels(route=route, method=scope["method"], status=status).inc()
@@ -123,16 +133,22 @@ class Gateway:
         request_id: str,
     ) -> None:
         path, method = scope["path"], scope["method"]
-        if path.startswith(_RESPONSES) and self._responses is not None:
-            await self._stored(self._responses, method, self._keys.client(headers), path[len(_RESPONSES) :], answer)
+        preflight = self._origins.preflight(headers) if method == "OPTIONS" else []
+        if preflight:
+            await answer.preflight(preflight)
             return
-        api = PATHS.get(path)
-        if api is None and not (path == _MODELS or path.startswith(_MODELS + "/")):
-            raise RequestRejected(404, "there is no such path; this gateway has " + ", ".join(PATHS), "not_found")
-        if method != ("GET" if api is None else "POST"):
-            raise RequestRejected(405, f"{path} takes {'GET' if api is None else 'POST'}", "method_not_allowed")
+        if path.startswith(_RESPONSES) and self._responses is not None:
+            client = self._keys.client(headers)
+            asked_for = path[len(_RESPONSES) :]
+            await self._stored(self._responses, method, client, asked_for, scope["query_string"], answer)
+            return
+        is_passed_on = path in PATHS or path in FURTHER or path == COUNT_TOKENS
+        if not (is_passed_on or path == _MODELS or path.startswith(_MODELS + "/")):
+            raise unknown_path(path)
+        if method != ("POST" if is_passed_on else "GET"):
+            raise RequestRejected(405, f"{path} takes {'POST' if is_passed_on else 'GET'}", "method_not_allowed")
         client = self._keys.client(headers)
-        if api is None:
+        if not is_passed_on:
             await self._models(client, path.removeprefix(_MODELS).removeprefix("/"), answer)
             return
         body = await self._body(headers, receive)
@@ -141,16 +157,30 @@ class Gateway:
             raise RequestRejected(
                 400, "the query of the URL is too long or has other characters than ASCII", "invalid_value"
             )
-        proxied = ProxiedRequest(api, path, query, scope["headers"], body, request_id, answer)
-        await _while_connected(self._pass_on(client, headers, proxied), receive)
+        proxied = ProxiedRequest(form_of_errors(path), path, query, scope["headers"], body, request_id, answer)
+        await _while_connected(self._pass_on(client, headers, proxied, answer), receive)
 
     async def _stored(
-        self, responses: Responses, method: str, client: GatewayCaller, response_id: str, answer: _AnswerSender
+        self,
+        responses: Responses,
+        method: str,
+        client: GatewayCaller,
+        response_id: str,
+        query: bytes,
+        answer: _AnswerSender,
     ) -> None:
         """What a client asks of a stored response."""
-        asked = {"GET": responses.find, "DELETE": responses.delete}.get(method)
+        response_id, _, part = response_id.partition("/")
+        operations: dict[tuple[str, str], Callable[[GatewayCaller, str], Awaitable[bytes]]] = {
+            ("GET", ""): responses.find,
+            ("DELETE", ""): responses.delete,
+            ("GET", "input_items"): partial(responses.input_items, query=query),
+            ("POST", "cancel"): responses.cancel,
+        }
+        asked = operations.get((method, part))
         if asked is None:
-            raise RequestRejected(405, f"{_RESPONSES}{{id}} takes GET and DELETE", "method_not_allowed")
+            sentence = f"{_RESPONSES}{{id}} takes GET and DELETE, its /input_items GET, and its /cancel POST"
+            raise RequestRejected(405, sentence, "method_not_allowed")
         await answer.whole(200, await asked(client, response_id))
 
     async def _expanded(self, client: GatewayCaller, proxied: ProxiedRequest, body: InferenceBody) -> InferenceBody:
@@ -165,8 +195,15 @@ class Gateway:
         proxied.body = orjson.dumps(expanded)
         return body_of_request(proxied.path, proxied.body)
 
-    async def _pass_on(self, client: GatewayCaller, headers: Mapping[bytes, bytes], proxied: ProxiedRequest) -> None:
-        body = body_of_request(proxied.path, proxied.body)
+    async def _pass_on(
+        self, client: GatewayCaller, headers: Mapping[bytes, bytes], proxied: ProxiedRequest, answer: _AnswerSender
+    ) -> None:
+        content_type = headers.get(b"content-type", b"")
+        body = body_of_request(proxied.path, proxied.body, content_type)
+        meant = self._aliases.get(body.request.model)
+        if meant is not None:
+            proxied.body = with_model(body, proxied.body, meant, content_type)
+            body = body_of_request(proxied.path, proxied.body, content_type)
         if self._injects_cache_control:
             proxied.body = with_cache_control(body, proxied.body)
         body = await self._expanded(client, proxied, body)
@@ -179,10 +216,13 @@ class Gateway:
                     body.request, tenant_id=client.tenant_id, session=session, counts_tokens=True
                 )
                 share.take(sum(prepared.tokens))
+                if proxied.path == COUNT_TOKENS and prepared.tokens:
+                    await answer.whole(200, orjson.dumps({"input_tokens": sum(prepared.tokens)}))
+                    return
                 await self._proxy.pass_on(proxied, prepared, extra)
 
             try:
-                if self._cache is None:
+                if self._cache is None or proxied.path not in PATHS:
                     await proceed(())
                 else:
                     await self._cache.serve(client, proxied, body, proceed)
@@ -212,7 +252,7 @@ class Gateway:
 
     async def _models(self, client: GatewayCaller, name: str, answer: _AnswerSender) -> None:
         try:
-            models = await served_models(self._directory, client.tenant_id)
+            models = await served_models(self._directory, client.tenant_id, self._aliases)
         except StoreUnavailable as error:
             raise RequestRejected(503, error.sentence, "unavailable", retry_after_seconds=1) from None
         cards = [
@@ -230,8 +270,10 @@ class Gateway:
 class _AnswerSender:
     """``send`` of an ASGI application that knows the status, and adds the request's id."""
 
-    def __init__(self, send: AsgiSend, request_id: str) -> None:
+    def __init__(self, send: AsgiSend, request_id: str, more: RawHeaders) -> None:
+        """``more`` are further headers of the answer."""
         self._send = send
+        self._more = more
         self._request_id = request_id.encode()
         self.status = 0
         """0 while no answer has begun."""
@@ -239,7 +281,7 @@ class _AnswerSender:
     async def __call__(self, message: AsgiMessage) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message["headers"], (_HEADER, self._request_id)]
+            message["headers"] = [*message["headers"], (_HEADER, self._request_id), *self._more]
         await self._send(message)
 
     async def whole(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
@@ -247,6 +289,11 @@ class _AnswerSender:
         start = {"type": "http.response.start", "status": status}
         await self({**start, "headers": [(b"content-type", b"application/json"), *lines]})
         await self({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def preflight(self, headers: RawHeaders) -> None:
+        self._more = ()
+        await self({"type": "http.response.start", "status": 204, "headers": list(headers)})
+        await self({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def refuse(self, rejected: RequestRejected, api: Form | None) -> None:
         headers = rejected.headers | ({"Connection": "close"} if rejected.status == 413 else {})
@@ -277,8 +324,13 @@ async def _disconnected(receive: AsgiReceive) -> None:
 # The names that a client may send as a model.
 
 
-async def served_models(directory: Directory, tenant_id: str) -> list[tuple[str, str | None]]:
-    """Models, aliases and adapters, each with the model that an adapter belongs to. Raises StoreUnavailable."""
+async def served_models(
+    directory: Directory, tenant_id: str, aliases: Mapping[str, str] = MappingProxyType({})
+) -> list[tuple[str, str | None]]:
+    """Models, aliases and adapters, each with the model that an adapter belongs to. Raises StoreUnavailable.
+
+    ``aliases`` are those of the gateway; one whose model is not served is none.
+    """
     names: dict[str, str | None] = {}
     for each in await directory.registrations():
         if each.tenant_id == tenant_id and each.scope == "instance" and each.target.address is not None:
@@ -287,4 +339,7 @@ async def served_models(directory: Directory, tenant_id: str) -> list[tuple[str,
                 names.setdefault(alias, None)
             for adapter in each.target.adapters:
                 names.setdefault(adapter, each.model_name)
+    for alias, name in aliases.items():
+        if name in names:
+            names[alias] = names[name]
     return sorted(names.items())

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
+from urllib.parse import quote
 
 import aiohttp
 
@@ -26,7 +27,7 @@ from waymark.decide.decision import SelectParameters
 from waymark.decide.requests import PreparedRequest, RequestSelector, RoutedRequest
 from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
 from waymark.gateway.security import to_client, to_engine
-from waymark.gateway.shapes import RequestRejected, event_of
+from waymark.gateway.shapes import RequestRejected, engine_error, event_of
 from waymark.gateway.upstream import Interrupted, Unreachable, Upstream, is_events
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 #: Engines that a request is sent to at most.
 ATTEMPTS = 3
+#: Bytes of an engine's error that is put into another shape.
+_ERROR_BYTES_MAX = 2**20
 #: Statuses by which an engine says that it cannot take the request now.
 _PASSED_ON = frozenset({502, 503})
 #: What the first event with content has in it, where events come before that the prompt is computed.
@@ -53,7 +56,8 @@ _ENDS_WITH_BLANK_LINE = re.compile(rb"(?:\n\r?\n|\r\r)\Z").search
 class ProxiedRequest:
     """A request, and what has become of its answer."""
 
-    api: Form
+    api: Form | None
+    """The form of its body; None: another path of engines."""
     path: str
     query: bytes
     headers: RawHeaders
@@ -193,15 +197,23 @@ class Proxy:
         response = answered.response
         proxied.status = response.status
         is_fine = response.status < 400
-        marker = _CONTENT.get(proxied.api, b"") if is_events(response) else b""
+        marker = _CONTENT.get(proxied.api, b"") if proxied.api and is_events(response) else b""
         waits = is_fine
-        end = StreamEnd(is_framed=is_framed(response)) if _is_told(response) and response.status == 200 else None
+        has_end = proxied.api is not None and _is_told(response) and response.status == 200
+        end = StreamEnd(is_framed=is_framed(response)) if has_end else None
+        is_translated = proxied.api is Form.MESSAGES and not is_fine and not is_events(response)
         headers = to_client(response.raw_headers)
-        if _is_told(response):  # an error may follow it
+        if _is_told(response) or is_translated:  # an error may follow it, or have another length
             headers = [each for each in headers if each[0] != b"content-length"]
         own = [(name.encode(), value.encode()) for name, value in answered.request.answer_headers.items()]
+        own.append((b"x-waymark-engine", quote(_instance(answered), safe=" /:@|,;=+()[]").encode()))
         start = {"type": "http.response.start", "status": response.status, "headers": [*headers, *own, *extra]}
         await proxied.send(start)
+        if is_translated:
+            body = engine_error(response.status, await self._short(response))
+            await answered.request.give_back(is_ok=response.status < 500)
+            await proxied.send({"type": "http.response.body", "body": body, "more_body": False})
+            return response.status < 500
         async for piece in self._upstream.pieces(response):
             if waits and marker in piece:
                 waits = False
@@ -218,6 +230,16 @@ class Proxy:
         await answered.request.give_back(is_ok=response.status < 500)
         await proxied.send({"type": "http.response.body", "body": b"", "more_body": False})
         return response.status < 500
+
+    async def _short(self, response: aiohttp.ClientResponse) -> bytes:
+        """The body of an error, up to a bound. Raises Interrupted."""
+        pieces, size = [], 0
+        async for piece in self._upstream.pieces(response):
+            size += len(piece)
+            pieces.append(piece)
+            if size > _ERROR_BYTES_MAX:
+                raise Interrupted("too_long")
+        return b"".join(pieces)
 
     async def _say_broken(self, proxied: ProxiedRequest, response: aiohttp.ClientResponse) -> None:
         """Report to the client that the answer is incomplete, if its form allows it."""

@@ -126,6 +126,7 @@ class ResponseCache:
         flight = None
         if key not in self._under_way:
             flight = self._under_way[key] = _SharedRequest(clearing, asyncio.get_running_loop().create_future())
+        assert proxied.api is not None  # only bodies of some forms have a key
         collector = AnswerCollector(
             proxied.send, proxied.api, response_bytes=self._response_bytes, stream_bytes=self._stream_bytes
         )

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any
+from urllib.parse import parse_qsl
 
 import orjson
 
@@ -33,6 +34,8 @@ _PREVIOUS = "previous_response_id"
 #: States in which a response does not change any more, and can be gone on from.
 _KEPT = frozenset({"completed", "incomplete"})
 _ID_CHARACTERS_MAX = 256
+#: Items of a page: as many as OpenAI's API has, and at most.
+_PAGE, _PAGE_MAX = 20, 100
 
 
 class Responses:
@@ -95,6 +98,30 @@ class Responses:
         """A response, as JSON. Raises RequestRejected, StoreUnavailable, RemoteUnavailable."""
         return orjson.dumps((await self._entry(client, response_id))["response"])
 
+    async def input_items(self, client: GatewayCaller, response_id: str, query: bytes = b"") -> bytes:
+        """A page of the items that a response was made from, as JSON, the newest first. Raises as ``find``."""
+        given = dict(parse_qsl(query.decode("latin-1")))
+        entry = await self._entry(client, response_id)
+        count = len(entry["items"]) - len(_items(entry["response"].get("output")))
+        items = [_item(each, number) for number, each in enumerate(entry["items"][:count])]
+        if given.get("order", "desc") == "desc":
+            items.reverse()
+        ids = [each.get("id") for each in items]
+        begin = ids.index(given["after"]) + 1 if given.get("after") in ids else 0
+        limit = given.get("limit", "")
+        end = begin + min(max(int(limit), 1), _PAGE_MAX) if limit.isdecimal() and len(limit) < 5 else begin + _PAGE
+        page = items[begin:end]
+        ends = {"first_id": page[0].get("id"), "last_id": page[-1].get("id")} if page else {}
+        return orjson.dumps({"object": "list", "data": page, "has_more": end < len(items)} | ends)
+
+    async def cancel(self, client: GatewayCaller, response_id: str) -> bytes:
+        """Raise RequestRejected: a response that is stored has ended. Raises as ``find``."""
+        await self._entry(client, response_id)
+        raise RequestRejected(
+            400, "the response has ended, so there is nothing to cancel; close the connection to cancel one under way",
+            "response_has_ended",
+        )  # fmt: skip
+
     async def delete(self, client: GatewayCaller, response_id: str) -> bytes:
         """Delete a response; what says so, as JSON. Raises as ``find``."""
         await self._entry(client, response_id)
@@ -133,6 +160,17 @@ def _items(value: Any) -> list[Any]:
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     return value if isinstance(value, list) else []
+
+
+def _item(item: Any, number: int) -> dict[str, Any]:
+    """An item of an input as the API lists it: with an id, and with its text as a part."""
+    fields = dict(item) if isinstance(item, dict) else {"content": str(item)}
+    fields.setdefault("type", "message")
+    fields.setdefault("id", f"item_{number}")
+    if fields["type"] == "message" and isinstance(fields.get("content"), str):
+        kind = "output_text" if fields.get("role") == "assistant" else "input_text"
+        fields["content"] = [{"type": kind, "text": fields["content"]}]
+    return fields
 
 
 def _name(client: GatewayCaller, response_id: str) -> str:

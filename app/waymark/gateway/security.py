@@ -24,6 +24,7 @@ _FILE_BYTES_MAX = 2**20
 _KEY = re.compile(r"(?P<name>[A-Za-z0-9_.-]{1,128}):(?P<digest>[0-9a-f]{64})(?::(?P<tenant>[^\s:,]{1,255}))?")
 _FORM = "name:<SHA-256 of the key, 64 hex digits>, or name:<SHA-256>:tenant"
 
+_ARE_NAMES = re.compile(rb"[A-Za-z0-9_, -]{1,2048}").fullmatch
 #: Headers of one connection (RFC 9110, 7.6.1).
 _HOP_BY_HOP = frozenset(
     {
@@ -39,6 +40,13 @@ _OWN = frozenset(
     }
 )  # fmt: skip
 _OWN_BEGINNING = b"x-waymark-"
+#: What scripts of other pages may do is decided by the gateway, not by an engine.
+_CORS_BEGINNING = b"access-control-"
+_EXPOSED = (
+    b"x-request-id, x-session-token, x-waymark-decision, x-waymark-engine, x-decoder-host-port, x-prefiller-host-port, "
+    b"x-cache, retry-after"
+)
+_PREFLIGHT_SECONDS = 600
 _NOT_TO_CLIENTS = frozenset(
     {b"server", b"date", b"set-cookie", b"x-session-token", b"x-request-id", b"x-cache", b"x-cache-key"}
 )
@@ -189,7 +197,39 @@ def to_client(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
         (name, value)
         for name, value in lowered
         if name not in _HOP_BY_HOP and name not in _NOT_TO_CLIENTS and name not in named and not _is_own(name)
+        if not name.startswith(_CORS_BEGINNING)
     ]
+
+
+class Origins:
+    """The pages whose scripts may read the answers of a gateway."""
+
+    def __init__(self, allowed: Iterable[str]) -> None:
+        self._allowed = frozenset(each.rstrip("/").encode() for each in allowed)
+
+    def headers(self, given: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        """The headers of an answer to a request with these headers; none where its page may not read it."""
+        origin = given.get(b"origin")
+        if origin is None or not self._allowed & {origin, b"*"}:
+            return []
+        return [
+            (b"access-control-allow-origin", origin),
+            (b"access-control-expose-headers", _EXPOSED),
+            (b"vary", b"Origin"),
+        ]
+
+    def preflight(self, given: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        """The headers of the answer to a browser that asks first whether it may send a request."""
+        found = self.headers(given)
+        if not found or b"access-control-request-method" not in given:
+            return []
+        wanted = given.get(b"access-control-request-headers", b"")
+        return [
+            *found,
+            (b"access-control-allow-methods", b"GET, POST, DELETE"),
+            (b"access-control-allow-headers", wanted if _ARE_NAMES(wanted) else b"authorization, content-type"),
+            (b"access-control-max-age", str(_PREFLIGHT_SECONDS).encode()),
+        ]
 
 
 def _is_own(name: bytes) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from email.message import Message
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +26,42 @@ from waymark.chat.requests import Form, InferenceRequest, read_request
 from waymark.serving.limits import Rejection
 
 PATHS: Final[Mapping[str, Form]] = MappingProxyType({f"/v1{form}": form for form in Form})
+COUNT_TOKENS: Final = "/v1/messages/count_tokens"
+#: Further paths of engines. The body of each names a model; nothing of it is found again, so the load alone decides.
+FURTHER: Final = frozenset(
+    {
+        *("/v1/rerank", "/v2/rerank", "/v1/score", "/tokenize", "/detokenize", "/pooling", "/classify"),
+        *("/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations"),
+        *("/v1/images/edits", "/v1/images/generations", "/v1/images/variations"),
+    }
+)
+_WITH_V1 = frozenset({*PATHS, "/v1/models"})
+
+
+def form_of_errors(path: str) -> Form | None:
+    """The form of the errors of a path, also of one with a wrong beginning."""
+    if path.endswith(("/v1/messages", COUNT_TOKENS)):
+        return Form.MESSAGES
+    return PATHS.get(path)
+
+
+def is_without_v1(path: str) -> bool:
+    """Whether a client has left ``/v1`` out of its ``base_url``."""
+    return f"/v1{path}" in _WITH_V1
+
+
+def unknown_path(path: str) -> RequestRejected:
+    """The rejection of a path that is none; it says so if the ``base_url`` of a client is wrong."""
+    if is_without_v1(path):
+        sentence = f"there is no path {path}: the base_url of this client must end in /v1"
+    elif path.startswith("/v1/v1/") and path.endswith(("/messages", "/messages/count_tokens")):
+        sentence = f"there is no path {shown(path)}: this client adds /v1 itself, so leave it out of its base_url"
+    elif path.startswith("/v1/v1/"):
+        sentence = f"there is no path {shown(path)}: the base_url of this client must end in /v1, once"
+    else:
+        sentence = "there is no such path; this gateway has " + ", ".join(sorted({*PATHS, COUNT_TOKENS, *FURTHER}))
+    return RequestRejected(404, sentence, "not_found")
+
 
 #: Status -> the type of an error, in OpenAI's and in Anthropic's words.
 _TYPES = {
@@ -91,10 +129,25 @@ def body_of_rejection(path: str, rejection: Rejection) -> bytes | None:
     """The body of a request that the server rejects before the gateway sees it; None: the path is not the gateway's."""
     if not path.startswith("/v1/"):
         return None
-    return body_of(RequestRejected(rejection.status, rejection.sentence, rejection.reason), PATHS.get(path))
+    return body_of(RequestRejected(rejection.status, rejection.sentence, rejection.reason), form_of_errors(path))
 
 
-def event_of(rejected: RequestRejected, api: Form) -> bytes:
+def engine_error(status: int, body: bytes) -> bytes:
+    """The error of an engine in Anthropic's shape; an error that has it, or that cannot be read, stays as it is."""
+    try:
+        said = bounded_loads(body)
+    except ValueError:
+        return body
+    if not isinstance(said, dict) or said.get("type") == "error":
+        return body
+    error = said.get("error", said)
+    if isinstance(error, dict):
+        error = error.get("message", error.get("detail"))
+    message = error if isinstance(error, str) else body.decode("utf-8", "replace")
+    return body_of(RequestRejected(status, message, ""), Form.MESSAGES)
+
+
+def event_of(rejected: RequestRejected, api: Form | None) -> bytes:
     """A rejected request as an event, for a stream that has begun."""
     if api is Form.RESPONSES:
         fields = {"type": "error", "code": rejected.code, "message": rejected.sentence, "param": None}
@@ -122,8 +175,17 @@ class InferenceBody(NamedTuple):
     request: InferenceRequest
 
 
-def body_of_request(path: str, body: bytes) -> InferenceBody:
-    """Read a body. Raises RequestRejected where it is no JSON, or too much; InvalidValue without a model."""
+def body_of_request(path: str, body: bytes, content_type: bytes = b"") -> InferenceBody:
+    """Read a body. Raises RequestRejected where it is no JSON, or too much; InvalidValue without a model.
+
+    Of a form with files, as of ``/v1/audio/transcriptions``, only the model is read.
+    """
+    if path == COUNT_TOKENS:
+        path = path.removesuffix("/count_tokens")
+    if content_type.lower().startswith(b"multipart/form-data"):
+        at = _model_part(body, content_type)
+        fields = {} if at is None else {"model": body[at].decode("utf-8", "replace")}
+        return InferenceBody(fields, read_request(path, fields))
     try:
         fields = bounded_loads(body)
     except TooMuchJson as error:
@@ -131,6 +193,33 @@ def body_of_request(path: str, body: bytes) -> InferenceBody:
     except orjson.JSONDecodeError:
         raise RequestRejected(400, "the body is not valid JSON; send a JSON object", "invalid_json") from None
     return InferenceBody(fields, read_request(path, fields))
+
+
+def with_model(body: InferenceBody, given: bytes, model: str, content_type: bytes = b"") -> bytes:
+    """The bytes of a body that names another model."""
+    at = _model_part(given, content_type) if content_type.lower().startswith(b"multipart/form-data") else None
+    if at is not None:
+        return given[: at.start] + model.encode() + given[at.stop :]
+    return orjson.dumps(body.fields | {"model": model})
+
+
+def _model_part(body: bytes, content_type: bytes) -> slice | None:
+    """The place of the field ``model`` in a form (RFC 7578); None if it has none."""
+    header = Message()
+    header["content-type"] = content_type.decode("latin-1")
+    boundary = header.get_param("boundary")
+    if not isinstance(boundary, str) or not boundary:
+        return None
+    delimiter = b"--" + re.escape(boundary.encode("latin-1"))
+    for head in _part_heads(delimiter, body):
+        if re.search(rb'(?i)^content-disposition:[^\r\n]*[; ]name="?model"?\s*(;|$)', head[1], re.MULTILINE):
+            end = re.compile(rb"\r\n" + delimiter).search(body, head.end())
+            return None if end is None else slice(head.end(), end.start())
+    return None
+
+
+def _part_heads(delimiter: bytes, body: bytes) -> Iterator[re.Match[bytes]]:
+    return re.finditer(delimiter + rb"\r\n((?:[^\r\n]{1,1024}\r\n){1,16})\r\n", body)
 
 
 def with_cache_control(body: InferenceBody, given: bytes) -> bytes:

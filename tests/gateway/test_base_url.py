@@ -1,0 +1,192 @@
+"""A ``base_url`` is the whole integration: what clients ask besides their prompts, and what a wrong URL is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from aiohttp import web
+
+from tests.gateway.conftest import Running, Start, chat
+from waymark.gateway.shapes import FURTHER, body_of_request, engine_error, with_model
+
+pytestmark = pytest.mark.outside
+
+MESSAGE = {"model": "demo", "max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}
+
+
+async def test_the_engine_of_an_answer_is_named(start: Start) -> None:
+    running = await start(1)
+    answer = await running.post()
+    assert answer.headers["x-waymark-engine"] == "engine-0"
+
+
+@pytest.mark.parametrize("path", sorted(FURTHER))
+async def test_the_further_paths_of_engines_are_passed_on(start: Start, path: str) -> None:
+    running = await start(1)
+    answer = await running.post({"model": "demo", "input": "x"}, path)
+    assert (answer.status_code, answer.json()["path"]) == (200, path)
+    ((_, body),) = running.engines[0].asked
+    assert orjson.loads(body) == {"model": "demo", "input": "x"}
+    unknown = await running.post({"model": "other"}, path)
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    assert await running.requests() == 0
+
+
+async def test_a_form_with_a_file_goes_to_an_engine_of_its_model(start: Start) -> None:
+    running = await start(1, model_aliases="whisper-1=demo")
+    sound = b'\x00\xff\r\n--no boundary\r\nContent-Disposition: form-data; name="model"\r\n\r\nother\r\n' * 3
+    for name in ("demo", "whisper-1"):
+        answer = await running.client.post(
+            "/v1/audio/transcriptions",
+            data={"language": "en", "model": name},
+            files={"file": ("a.wav", sound, "audio/wav")},
+        )
+        assert answer.status_code == 200, answer.text
+        request, body = running.engines[0].asked[-1]
+        assert b'name="model"\r\n\r\ndemo\r\n' in body
+        assert body.count(sound) == 1
+        assert request.headers["Content-Type"].startswith("multipart/form-data; boundary=")
+    without = await running.client.post("/v1/audio/translations", files={"file": ("a.wav", sound, "audio/wav")})
+    assert (without.status_code, without.json()["error"]["param"]) == (400, "model")
+
+
+@pytest.mark.parametrize("content_type", [b"multipart/form-data", b'multipart/form-data; boundary="a b"'])
+def test_a_form_may_quote_its_boundary_and_must_have_one(content_type: bytes) -> None:
+    body = b'--a b\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n--a b--\r\n'
+    if b"boundary" not in content_type:
+        with pytest.raises(Exception, match="names no model"):
+            body_of_request("/v1/audio/speech", body, content_type)
+        return
+    found = body_of_request("/v1/audio/speech", body, content_type)
+    assert found.request.model == "m"
+    assert with_model(found, body, "longer", content_type) == body.replace(b"\r\nm\r\n", b"\r\nlonger\r\n")
+
+
+async def test_an_alias_stays_when_the_model_changes(start: Start) -> None:
+    running = await start(1, model_aliases="gpt-4o=demo,gone=nobody")
+    assert (await running.post(chat("a") | {"model": "gpt-4o", "seed": 2**63})).status_code == 200
+    ((_, body),) = running.engines[0].asked
+    assert orjson.loads(body) == chat("a") | {"seed": 2**63}
+    models = (await running.client.get("/v1/models")).json()["data"]
+    assert [each["id"] for each in models] == ["demo", "gpt-4o"]
+    assert (await running.client.get("/v1/models/gpt-4o")).json()["id"] == "gpt-4o"
+    assert (await running.post(chat("a") | {"model": "gone"})).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/chat/completions", "the base_url of this client must end in /v1"),
+        ("/embeddings", "the base_url of this client must end in /v1"),
+        ("/v1/v1/chat/completions", "the base_url of this client must end in /v1, once"),
+        ("/v1/v1/messages", "this client adds /v1 itself, so leave it out of its base_url"),
+        ("/v1/v1/messages/count_tokens", "this client adds /v1 itself, so leave it out of its base_url"),
+        ("/v1/elsewhere", "there is no such path; this gateway has "),
+    ],
+)
+async def test_a_wrong_base_url_is_explained_in_the_shape_of_the_client(start: Start, path: str, said: str) -> None:
+    running = await start(1)
+    answer = await running.post(MESSAGE, path)
+    assert answer.status_code == 404
+    assert said in answer.json()["error"]["message"]
+    assert (answer.json().get("type") == "error") == ("messages" in path)
+    assert running.asked == [0]
+
+
+async def test_a_prompt_of_anthropics_is_counted(start: Start) -> None:
+    """By an engine's path where nobody else knows the tokens."""
+    running = await start(1)
+
+    async def counted(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"input_tokens": 7} if request.path.endswith("/count_tokens") else {})
+
+    running.engines[0].handler = counted
+    answer = await running.post(MESSAGE, "/v1/messages/count_tokens")
+    assert (answer.status_code, answer.json()) == (200, {"input_tokens": 7})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"error": {"message": "too long", "type": "BadRequestError", "code": 400}}, "too long"),
+        ({"object": "error", "message": "too long"}, "too long"),
+        ({"detail": "too long"}, "too long"),
+        ({"error": "too long"}, "too long"),
+        ({"type": "error", "error": {"type": "invalid_request_error", "message": "too long"}}, "too long"),
+    ],
+)
+async def test_an_error_of_an_engine_has_anthropics_shape(start: Start, body: dict[str, Any], message: str) -> None:
+    running = await start(1)
+
+    async def refused(_: web.Request) -> web.StreamResponse:
+        return web.json_response(body, status=400)
+
+    running.engines[0].handler = refused
+    answer = await running.post(MESSAGE, "/v1/messages")
+    assert answer.status_code == 400
+    assert answer.json() == {"type": "error", "error": {"type": "invalid_request_error", "message": message}}
+    assert (await running.post()).json() == body  # of OpenAI's paths as it is
+    assert await running.requests() == 0
+
+
+def test_an_error_that_is_no_json_stays() -> None:
+    assert engine_error(500, b"<html>") == b"<html>"
+    assert engine_error(500, b"[]") == b"[]"
+
+
+ORIGIN = "https://chat.example.com"
+
+
+async def preflight(running: Running, origin: str) -> Any:
+    headers = {"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-a, B"}
+    return await running.client.options("/v1/chat/completions", headers=headers)
+
+
+async def test_a_page_may_ask_if_a_setting_names_its_origin(start: Start) -> None:
+    running = await start(1, gateway_origins=ORIGIN)
+
+    async def liberal(_: web.Request) -> web.StreamResponse:
+        return web.json_response({}, headers={"Access-Control-Allow-Origin": "*"})
+
+    running.engines[0].handler = liberal
+    asked = await preflight(running, ORIGIN)
+    assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (204, ORIGIN)
+    assert asked.headers["access-control-allow-headers"] == "x-a, B"
+    answer = await running.post(headers={"Origin": ORIGIN})
+    assert answer.headers.get_list("access-control-allow-origin") == [ORIGIN]
+    assert "x-waymark-engine" in answer.headers["access-control-expose-headers"]
+    for origin in ("https://evil.example.com", "null"):
+        assert (await preflight(running, origin)).status_code == 405
+        assert "access-control-allow-origin" not in (await running.post(headers={"Origin": origin})).headers
+
+
+async def test_the_items_of_a_stored_response_are_listed(start: Start) -> None:
+    running = await start(1)
+    numbers = iter(range(10))
+
+    async def respond(request: web.Request) -> web.StreamResponse:
+        if request.path != "/v1/responses":
+            return web.json_response({}, status=404)
+        number = next(numbers)
+        output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": f"a{number}"}]}]
+        return web.json_response({"id": f"r{number}", "object": "response", "status": "completed", "output": output})
+
+    running.engines[0].handler = respond
+    for number in range(2):
+        more = {"previous_response_id": "r0"} if number else {}
+        assert (await running.post({"model": "demo", "input": f"q{number}"} | more, "/v1/responses")).is_success
+    path = "/v1/responses/r1/input_items"
+    found = (await running.client.get(path, params={"order": "asc"})).json()
+    assert [each["content"][0]["text"] for each in found["data"]] == ["q0", "a0", "q1"]
+    assert (found["object"], found["has_more"], found["last_id"]) == ("list", False, "item_2")
+    first = (await running.client.get(path, params={"limit": 2})).json()
+    assert ([each["id"] for each in first["data"]], first["has_more"]) == (["item_2", "item_1"], True)
+    rest = (await running.client.get(path, params={"after": first["last_id"]})).json()
+    assert [each["id"] for each in rest["data"]] == ["item_0"]
+    assert (await running.client.get("/v1/responses/other/input_items")).status_code == 404
+    cancelled = await running.post({}, "/v1/responses/r1/cancel")
+    assert (cancelled.status_code, cancelled.json()["error"]["code"]) == (400, "response_has_ended")
+    assert (await running.post({}, "/v1/responses/other/cancel")).status_code == 404
+    assert (await running.client.get("/v1/responses/r1/else")).status_code == 405
