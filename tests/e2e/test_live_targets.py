@@ -224,3 +224,37 @@ async def test_a_killed_engine_is_left_out_by_its_event_stream(server: RedisServ
 
         async with Load(ask) as load:
             await killed_and_back(load, found, back_seconds=5)
+
+
+async def test_a_gateway_without_an_ingest_worker_says_so(server: RedisServer, start: Start) -> None:
+    async with AsyncExitStack() as stack:
+        found = await stack.enter_async_context(engines())
+        await found.register(await start("query", server.url), has_events=True)
+        gateway = await start("gateway", server.url)
+        http = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=gateway.url, timeout=patient(30.0), trust_env=False)
+        )
+
+        async def warnings() -> str:
+            return " ".join((await gateway.get("/ready")).get("warnings", ()))
+
+        async def decision(text: str) -> str:
+            body = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 2}
+            answer = await http.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.headers["x-waymark-decision"]
+
+        async def is_said() -> bool:
+            return "no ingest worker is alive" in await warnings()
+
+        await wait_until(is_said, "/ready names the missing worker")
+        assert {await decision(f"question {number}") for number in range(8)} <= {"prefix", "load"}
+        await wait_until(lambda: "no ingest worker is alive" in gateway.log, "the log names it", 20)
+
+        await start("ingest", server.url)
+
+        async def is_over() -> bool:
+            return "no ingest worker is alive" not in await warnings()
+
+        await wait_until(is_over, "/ready names it no more")
+        assert {await decision(f"question {number}") for number in range(8)} == {"kv_aware"}

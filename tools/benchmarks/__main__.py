@@ -25,6 +25,7 @@ from typing import Any
 from tools.benchmarks import (
     capacity,
     decisions,
+    fleet_sizes,
     hot,
     index,
     lives,
@@ -62,6 +63,7 @@ PARTS: list[tuple[tuple[str, ...], Callable[[Options, Sequence[Row]], Iterable[R
     (("P9",), lambda options, _: replicas.measure_more(options)),
     (("P10",), lambda options, _: lives.measure(options)),
     (("P11",), lambda options, _: [*decisions.measure(options), *selector.measure(options)]),
+    (("sizes",), lambda options, _: fleet_sizes.measure(options)),
     (("P12",), lambda options, _: texts.measure(options)),
     (("long",), lambda options, _: long.measure(options)),
     (("capacity",), capacity.measure),

@@ -132,7 +132,8 @@ def _rows(
         select = bench.cost("/select", prompts.by_tokens, selected)
         beyond.append(_Cost(*(a - b for a, b in zip(select, query, strict=True))))
         # Else the loads would grow, and with them what the next ones decide by.
-        bench.redis.client.delete(*bench.redis.client.keys("wm:*:reservations"), *bench.redis.client.keys("wm:*:load"))
+        client = bench.redis.client
+        client.delete(*(name for kind in ("reservations", "load", "changes") for name in client.keys(f"wm:*:{kind}")))
     found = _Cost(*map(median, zip(*beyond, strict=True)))
     of = f"/select beyond /query, {with_targets}, prompts that {'nobody' if is_cold else 'an engine'} has"
     return [

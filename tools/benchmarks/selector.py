@@ -81,7 +81,8 @@ def _round(
     before = replica.cpu() + redis.cpu()
     run(replica.port, "/select", write_bodies(folder / "ours", map(_OURS[by], asked)))
     ours = (replica.cpu() + redis.cpu() - before) / len(asked) * 1e3
-    redis.client.delete(*redis.client.keys("wm:*:reservations"), *redis.client.keys("wm:*:load"))
+    kept = (name for kind in ("reservations", "load", "changes") for name in redis.client.keys(f"wm:*:{kind}"))
+    redis.client.delete(*kept)
     names = [f"bench-{next(_ids)}" for _ in asked]
     bodies = [
         json.dumps(_THEIRS[by](prompt) | {"model_name": MODEL, "selection_id": name}).encode()

@@ -274,10 +274,13 @@ def _operations(
     return operations
 
 
-def create_probes(store: Store, settings: Settings, metrics: Metrics) -> Starlette:
-    """``/health``, ``/ready`` and ``/metrics`` alone: what an ingest worker answers."""
+def create_probes(store: Store, settings: Settings, metrics: Metrics, start: StartupGate | None = None) -> Starlette:
+    """``/health``, ``/ready`` and ``/metrics`` alone: what an ingest worker and a picker answer.
+
+    ``start`` is the gate of a picker's decisions.
+    """
     gate = Gate(None, protect_reads=False)
-    probes = Probes(store, metrics)
+    probes = Probes(store, metrics, start)
     dependencies = _dependencies(settings, metrics, gate)
     table: list[tuple[str, Handler, Doc]] = [
         ("/health", probes.health, docs.HEALTH),

@@ -55,7 +55,8 @@ class Probes:
         if waiting is not None:
             return Answer({"error": f"not ready: {waiting}", "reason": "starting"}, 503, {"Retry-After": "1"})
         of_tokenizer = self._tokenizer.warnings() if self._tokenizer else ()
-        warnings = [*self._lasting, *(await self._health()).warnings.values(), *of_tokenizer]
+        of_workers = self._gate.watch.warnings() if self._gate is not None and self._gate.watch is not None else ()
+        warnings = [*self._lasting, *(await self._health()).warnings.values(), *of_tokenizer, *of_workers]
         return Answer({"status": "ready"} | ({"warnings": warnings} if warnings else {}))
 
     async def metrics(self, _: Body) -> Answer:

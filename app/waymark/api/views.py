@@ -12,12 +12,10 @@ from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.domain.names import Registration
 from waymark.inspection.complaint import Complaints
+from waymark.store.heartbeats import WORKER_SECONDS
 from waymark.store.publisher_states import PublisherState
 from waymark.store.reservations import NO_LOAD, Load
 from waymark.store.store import Store
-
-#: A worker that has been silent for longer than this is not listed.
-WORKER_SECONDS = 10
 
 
 class Views:

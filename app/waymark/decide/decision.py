@@ -96,6 +96,8 @@ class RankingRequest(NamedTuple):
     is_multimodal: bool = False
     given: Mapping[tuple[str, int], GivenValues] | None = None
     """The targets to rank, by instance and rank; None: all."""
+    has_index: bool = True
+    """Whether any ingest worker keeps the index; else what it has is of the past, and does not count."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,6 +178,8 @@ class RequestSelector:
         ranking = prepared.ranking
         if self._profile is not None and parameters.profile is None:
             parameters = replace(parameters, profile=self._profile)
+        if self._gate.watch is not None and self._gate.watch.finds_none:
+            ranking = ranking._replace(has_index=False)
         try:
             await self._gate.check()
             selected = await self.selector.select(ranking, parameters)

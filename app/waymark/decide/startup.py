@@ -1,20 +1,88 @@
-"""The gate at the start: no decision before so many engines are registered that it would be a choice."""
+"""What decisions need of other processes: engines to choose between, and an ingest worker that keeps the index.
+
+The gate at the start lets no decision through before so many engines are registered that it would be a choice. If no
+worker is alive, nobody applies events, and what the index has is of the past: decisions go by prefix and load.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Sequence
 from time import monotonic
 
-from waymark.base.errors import Starting
+from waymark.base.errors import Starting, StoreUnavailable
+from waymark.base.logs import fields
 from waymark.store.directory import Directory
+from waymark.store.heartbeats import WORKER_SECONDS, Heartbeats
+
+log = logging.getLogger(__name__)
 
 #: How long a count of instances is used while the gate is closed: it bounds what refused requests ask of Redis.
 _COUNT_SECONDS = 0.1
+#: How often heartbeats are read, while there is a worker and while there is none.
+_BEAT_SECONDS = 1.0
+_NO_BEAT_SECONDS = 0.25
+#: A worker that begins together with this process may be as late as this before the log says that there is none.
+_LATE_SECONDS = 3.0
+#: How often the log repeats it.
+_WARNING_SECONDS = 60.0
+_NO_WORKER = (
+    "no ingest worker is alive, so nobody applies the events of engines: decisions go by prefix and load; "
+    "start waymark ingest on this Redis"
+)
+
+
+class IngestWatch:
+    """Whether any ingest worker is alive, looked at again and again."""
+
+    def __init__(self, heartbeats: Heartbeats) -> None:
+        self._heartbeats = heartbeats
+        self._none_since: float | None = None
+        self._warned_at = float("-inf")
+
+    @property
+    def finds_none(self) -> bool:
+        """Whether there was no worker a moment ago; False if Redis could not be asked."""
+        return self._none_since is not None
+
+    def warnings(self) -> Sequence[str]:
+        """Return the sentence for people; nothing while a worker is alive."""
+        return [_NO_WORKER] if self.finds_none else []
+
+    async def run(self) -> None:
+        """Look until the process ends."""
+        while True:
+            await self.look()
+            await asyncio.sleep(_NO_BEAT_SECONDS if self.finds_none else _BEAT_SECONDS)
+
+    async def look(self) -> None:
+        """Look once, and write it into the log if it is due."""
+        now = monotonic()
+        try:
+            is_there = bool(await self._heartbeats.report("", keep_seconds=WORKER_SECONDS))
+        except StoreUnavailable as exc:
+            log.debug("heartbeats were not read", extra=fields(error=exc.sentence))
+            self._none_since = None
+            return
+        if is_there:
+            if self._warned_at > float("-inf"):
+                log.info("an ingest worker is alive again: decisions go by the index")
+            self._none_since, self._warned_at = None, float("-inf")
+            return
+        if self._none_since is None:
+            self._none_since = now
+        if now - self._none_since >= _LATE_SECONDS and now - self._warned_at >= _WARNING_SECONDS:
+            self._warned_at = now
+            log.warning(_NO_WORKER)
 
 
 class StartupGate:
     """Closed until ``minimum`` different instances are registered; then open for as long as the process runs."""
 
-    def __init__(self, directory: Directory, minimum: int) -> None:
+    def __init__(self, directory: Directory, minimum: int, watch: IngestWatch | None = None) -> None:
+        """``watch`` is of a process whose decisions have to know whether the index is kept."""
+        self.watch = watch
         self._directory = directory
         self._minimum = minimum
         self._is_open = minimum == 0

@@ -114,6 +114,8 @@ class TargetReserver:
         taken = offers.scored(at)
         if decision is Decision.PREFIX and isinstance(of, RankedStages) and taken.candidate.publisher != of.home:
             decision = Decision.LOAD
+        if decision is Decision.KV_AWARE and not ranking.has_index:
+            decision = Decision.PREFIX if taken.candidate.expected else Decision.LOAD
         prefill = None if before is None else before.scored(before_at)
         self._metrics.decisions.labels(policy=ranking.policy.name, decision=decision).inc()
         self._count(taken.candidate, lookup)

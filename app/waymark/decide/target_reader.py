@@ -140,14 +140,16 @@ class TargetReader:
         finally:
             if aside is not None and not aside.cancel() and not aside.cancelled():
                 aside.exception()  # retrieved: the walk's own error is the one that counts
-        walk = reading.walk
-        rows = target_rows(walk)
-        seen = PromptState(rows, *beside)
+        walk = reading.walk if ranking.has_index else None
+        seen = PromptState({} if walk is None else target_rows(walk), *beside)
+        if walk is None and seen.is_cold:
+            # As a prompt whose tokens nobody knows: equal beginnings go to one target.
+            prompt = prompt._replace(has_tokens=False)
         if not prompt.has_tokens and ranking.prefix_key is not None and fleet.has_sources:
             # Sources know who has a prompt with this key. It is at least as long as what anybody has of it.
             longest = max((each.tokens for each in seen.prefixes.values()), default=0)
             prompt = prompt._replace(tokens=max(prompt.tokens, longest), has_tokens=True)
-        request = request_of(ranking, prompt, block_size, pool_bitmap(walk), fleet)
+        request = request_of(ranking, prompt, block_size, 0 if walk is None else pool_bitmap(walk), fleet)
         return TargetLookup(now, request, fleet, seen, prompt.keys, walk, reading.is_partial), table
 
     def _aside_at_hand(

@@ -17,12 +17,9 @@ from waymark.inspection.complaint import Complaints
 from waymark.inspection.inspector import Inspector
 from waymark.store import keys
 from waymark.store.discovery import DiscoveryState
-from waymark.store.heartbeats import Heartbeat
+from waymark.store.heartbeats import WORKER_SECONDS, Heartbeat
 from waymark.store.parsing import UnreadableKey, lenient_text
 from waymark.store.publisher_states import PublisherState
-
-#: A worker that has been silent for longer is taken for dead, as ``/workers`` does.
-WORKER_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)

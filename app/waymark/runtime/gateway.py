@@ -14,7 +14,7 @@ from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.decide.startup import StartupGate
+from waymark.decide.startup import IngestWatch, StartupGate
 from waymark.discovery.describe import Describer
 from waymark.discovery.engines import EngineRegistrations
 from waymark.gateway.application import Gateway
@@ -44,7 +44,8 @@ class GatewayRole:
         """``stopping`` ends the answers that have no end of their own."""
         self._archive = MongoArchive.of(settings, metrics, store)
         cache = ResponseCache.of(settings, metrics, store)
-        gate = StartupGate(store.directory, settings.min_initial_workers)
+        self._watch = IngestWatch(store.heartbeats)
+        gate = StartupGate(store.directory, settings.min_initial_workers, self._watch)
         admin = GatewayAdmin(gate, None if cache is None else cache.operated)
         others: AsgiApplication
         if settings.redis_url == "memory://":  # nobody else can serve the index of a trial
@@ -57,7 +58,7 @@ class GatewayRole:
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
         """Each runs until the process ends."""
-        return [each.run() for each in (self._archive, self._engines) if each is not None]
+        return [each.run() for each in (self._archive, self._engines, self._watch) if each is not None]
 
     async def close(self) -> None:
         await self.app.close()

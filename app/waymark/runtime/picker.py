@@ -16,7 +16,7 @@ from waymark.decide.options import SelectionOptions
 from waymark.decide.reported import ReportedPrompts
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
-from waymark.decide.startup import StartupGate
+from waymark.decide.startup import IngestWatch, StartupGate
 from waymark.decide.under_way import RequestsUnderWay
 from waymark.epp.answers import BodyBytes
 from waymark.epp.options import EppOptions
@@ -47,7 +47,8 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
     try:
         await report_redis(store)
         selector = Selector(store, options, metrics)
-        gate = StartupGate(store.directory, settings.min_initial_workers)
+        watch = IngestWatch(store.heartbeats)
+        gate = StartupGate(store.directory, settings.min_initial_workers, watch)
         under_way = RequestsUnderWay(selector, store.begin)
         requests = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
         prompts = ReportedPrompts(store, requests, settings, metrics, settings.epp_tenant)
@@ -63,7 +64,7 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
         bounds = ServerBounds(
             settings.request_seconds, files_for(settings.connections_max, 0), settings.bodies_max_bytes
         )
-        http = http_server(create_probes(store, settings, metrics), bounds, metrics)
+        http = http_server(create_probes(store, settings, metrics, gate), bounds, metrics)
         freeze_heap()
         stop = stop_signal()
         refusals: list[str] = []
@@ -75,7 +76,9 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
         async with servers as server, asyncio.TaskGroup() as tasks:
             if sockets:
                 tasks.create_task(http.serve(list(sockets)))
+            watching = tasks.create_task(watch.run())
             await server.serve(stop)
+            watching.cancel()
             http.should_exit = True
             await under_way.settle()
         if refusals:

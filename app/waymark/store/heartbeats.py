@@ -11,6 +11,8 @@ from typing import NamedTuple
 from waymark.store import keys
 from waymark.store.scripts import Scripts
 
+#: A worker that has been silent for longer is taken for dead.
+WORKER_SECONDS = 10
 #: Separates the name from the number. A worker's name never contains it.
 _SEPARATOR = "/"
 

@@ -1,0 +1,149 @@
+"""The CPU of a whole ``/select``, of a replica and Redis, with 10, 100, 1,000 and 5,000 targets.
+
+    python -m tools.benchmarks.fleet_sizes [--before TREE] [--targets 10,100,1000,5000] [--rounds 5]
+
+Three engines publish the prompts; then the worker ends, and more targets are registered, which have nothing. A round is
+200 requests, four at a time, so that the readings of loads behind the decisions are in the figures. ``TREE`` is a
+checkout with an environment of its own in ``.venv``: each round asks both trees in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from statistics import median
+
+from tools.benchmarks import prompts
+from tools.benchmarks.feed import publishers, wait_for
+from tools.benchmarks.load import run, write_bodies
+from tools.benchmarks.options import Options
+from tools.benchmarks.processes import RedisServer, Server, redis_server, waymark
+from tools.benchmarks.prompts import BLOCK_SIZE, MODEL, Prompt
+from tools.benchmarks.report import Row, against, table
+
+HOLDERS = 3
+TARGETS = (10, 100, 1_000, 5_000)
+#: What the cost of a decision with tokens may be, over that with 10 targets.
+BARS = {1_000: 2.0, 5_000: 3.0}
+_CONNECTIONS = 4
+
+
+def _by_key(prompt: Prompt) -> bytes:
+    """A body without tokens."""
+    return json.dumps({"model_name": MODEL, "prefix_hash": f"{prompt[0]:032x}", "policy": "sticky"}).encode()
+
+
+def _by_policy(name: str) -> Callable[[Prompt], bytes]:
+    return lambda prompt: json.dumps(json.loads(prompts.by_tokens(prompt)) | {"policy": name}).encode()
+
+
+QUESTIONS: dict[str, Callable[[Prompt], bytes]] = {
+    "512 blocks, 3 targets have them": prompts.by_tokens,
+    "512 blocks, dynamo": _by_policy("dynamo"),
+    "512 blocks, lmetric": _by_policy("lmetric"),
+    "512 blocks, sticky": _by_policy("sticky"),
+    "no tokens, sticky": _by_key,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Contender:
+    redis: RedisServer
+    replica: Server
+
+    def cost_ms(self, bodies: Path) -> float:
+        before = self.replica.cpu() + self.redis.cpu()
+        load = run(self.replica.port, "/select", bodies, _CONNECTIONS)
+        cost = (self.replica.cpu() + self.redis.cpu() - before) / load.requests * 1e3
+        client = self.redis.client  # else the loads would grow, and with them what the next ones decide by
+        client.delete(*(name for kind in ("reservations", "load", "changes") for name in client.keys(f"wm:*:{kind}")))
+        return cost
+
+
+def measure(options: Options) -> list[Row]:
+    """The rows of ``make bench``."""
+    return _measured([Path()], TARGETS[:3] if options.is_quick else TARGETS, 1 if options.is_quick else 3)
+
+
+def _measured(trees: Sequence[Path], targets: Sequence[int], rounds: int) -> list[Row]:
+    """The rows; with a second tree beside its figures."""
+    size = 40
+    held = list(islice(prompts.fresh(), size * (rounds + 1)))
+    found: dict[tuple[int, str], tuple[list[float], ...]] = defaultdict(lambda: tuple([] for _ in trees))
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
+        contenders = [stack.enter_context(_started(folder, tree, held)) for tree in trees]
+        for before, count in pairwise((HOLDERS, *targets)):
+            for contender in contenders:
+                _register(contender.replica, range(before + 1, count + 1))
+            for name, body in QUESTIONS.items():
+                for number in range(-1, rounds):  # the first round warms up
+                    part = held[(number + 1) * size :][:size] * 5
+                    bodies = write_bodies(folder / "bodies", map(body, part))
+                    for which in range(len(contenders))[:: 1 if number % 2 else -1]:
+                        cost = contenders[which].cost_ms(bodies)
+                        if number >= 0:
+                            found[count, name][which].append(cost)
+    return [_row(found, targets[0], count, name) for count, name in found]
+
+
+def _row(found: dict[tuple[int, str], tuple[list[float], ...]], least: int, count: int, name: str) -> Row:
+    figures = found[count, name]
+    what = f"/select, {count:,} targets, {name}: CPU of replica and Redis"
+    if len(figures) > 1:
+        return against("sizes", what, "ms", figures[0], figures[1], "the tree before")
+    few = median(found[least, name][0])
+    bar = BARS.get(count) if name in tuple(QUESTIONS)[:1] else None
+    return Row("sizes", what, median(figures[0]), "ms", few, f"{least} targets", median(figures[0]) / few, bar)
+
+
+@contextmanager
+def _started(folder: Path, tree: Path, held: Sequence[Prompt]) -> Iterator[_Contender]:
+    """A Redis and a replica of a tree, with prompts that three engines have."""
+    command: Sequence[str] = (sys.executable, "-m", "waymark")
+    if tree != Path():
+        command = (str(tree / ".venv" / "bin" / "waymark"),)
+    with redis_server(folder) as redis, waymark(folder, "query", redis.url, command=command) as replica:
+        with waymark(folder, "ingest", redis.url, command=command), publishers(HOLDERS) as engines:
+            for engine in engines:
+                engine.register(replica)
+                for prompt in held:
+                    engine.store(prompt)
+            wait_for([replica], {engine.number: held[-1] for engine in engines})
+        yield _Contender(redis, replica)
+
+
+def _register(replica: Server, numbers: range) -> None:
+    """Targets that nobody listens to."""
+    for number in numbers:
+        replica.post(
+            f"{replica.prefix}/register",
+            instance_id=number,
+            model_name=MODEL,
+            block_size=BLOCK_SIZE,
+            endpoint=f"tcp://127.0.0.1:{10_000 + number}",
+            dp_rank=0,
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--before", type=Path, help="a checkout with an environment in .venv")
+    parser.add_argument("--targets", default=",".join(map(str, TARGETS)))
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    trees = [Path()] if options.before is None else [Path(), options.before.resolve()]
+    print(table(_measured(trees, tuple(map(int, options.targets.split(","))), options.rounds)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
