@@ -44,7 +44,7 @@ for _, id in ipairs(ids) do -- one by one: a standard publisher may have more ho
 end
 redis.call('HDEL', KEYS[1], 'publisher:' .. ARGV[1], 'target:' .. ARGV[1])
 redis.call('HSET', KEYS[1], 'version', ARGV[3])
-redis.call('HDEL', KEYS[5], ARGV[1], 'health:' .. ARGV[1])
+redis.call('HDEL', KEYS[5], ARGV[1], 'health:' .. ARGV[1], 'drift:' .. ARGV[1])
 redis.call('ZREM', KEYS[6], ARGV[1])
 local last = redis.call('ZRANGE', KEYS[6], 0, 0, 'REV', 'WITHSCORES')[2]
 if last and redis.call('EXISTS', KEYS[5]) == 1 then

@@ -2,15 +2,16 @@
 --
 -- Read the loads that have changed since a number, so that a reader of many targets need not read all of them each time.
 --
--- KEYS  load        hash  the load of each target; `health:<publisher>`: whether it is left out of decisions
+-- KEYS  load        hash  the load of each target; `health:<publisher>`: whether it is left out of decisions;
+--                         `drift:<publisher>`: how much less it delivers than is expected of it
 --       changes     zset  the targets whose loads have changed, each by the number of its last change; `ended`: the last
 --                         target that ended, which is in no list of changes
 -- ARGV  since       the number of the last change that the caller knows; -1: it knows none
 --       most        with more changes than this nothing is read
 --       publisher*  targets that are read in any case
 --
--- {'applied', last, loads}  `last` is the number of the last change. `loads` are texts, three for each target: publisher,
---                           load, health; a load or a health that does not exist is empty
+-- {'applied', last, loads}  `last` is the number of the last change. `loads` are texts, four for each target: publisher,
+--                           load, health, drift; one that does not exist is empty
 -- {'stale', last}           the caller has to read all loads: it knows too little, or too much has changed
 
 local last = redis.call('ZRANGE', KEYS[2], 0, 0, 'REV', 'WITHSCORES')[2] or '0'
@@ -23,7 +24,8 @@ for i = 3, #ARGV do names[#names + 1] = ARGV[i] end
 
 local loads = {}
 for i, name in ipairs(names) do
-  local values = redis.call('HMGET', KEYS[1], name, 'health:' .. name)
-  loads[3 * i - 2], loads[3 * i - 1], loads[3 * i] = name, values[1] or '', values[2] or ''
+  local values = redis.call('HMGET', KEYS[1], name, 'health:' .. name, 'drift:' .. name)
+  loads[4 * i - 3] = name
+  for k = 1, 3 do loads[4 * i - 3 + k] = values[k] or '' end
 end
 return {'applied', last, loads}

@@ -1,11 +1,14 @@
--- release(load, changes, reservations, first_tokens; reservation, part, minute, milliseconds, ttft, work, shows) -> {verdict, tokens, requests, context}
+-- release(load, changes, reservations, first_tokens, books, drift; reservation, part, minute, milliseconds, ttft, work, shows, delivered, prompt, completion, drift_max) -> {verdict, tokens, requests, context, drift}
 --
--- End a reservation, or its prefill part, and subtract it from the load of its target; or extend it.
+-- End a reservation, or its prefill part, and subtract it from the load of its target; or extend it. What was promised
+-- with it, and what came of it, is added to the books.
 --
 -- KEYS  load          hash        the load of each target; `health:<publisher>`: whether it is left out of decisions
 --       changes       zset        the targets whose loads have changed, each by the number of its last change
 --       reservations  zset        decisions under way, by the Redis ms at which each is over
 --       first_tokens  string, PX  sums over the requests of this target whose time to the first token is known
+--       books         hash, PX    the sums of the caller's hour, by minute and target
+--       drift         string, PX  requests, and what was expected and delivered, of the target's last requests
 -- ARGV  reservation   the member as `reserve` wrote it. The script also finds it after 'prefill', which sets its tokens
 --                     to 0
 --       part          'prefill': its tokens are computed; 'ok' or 'failed': the request has ended; 'renew': extend it.
@@ -16,9 +19,15 @@
 --       ttft          ms from the request to its first token; '' if that is not known. Only the first one counts
 --       work          prefill tokens that the target had to compute in this time
 --       shows         '1': the outcome shows whether the target lives; '0': another reservation of the same request does
+--       delivered     with 'ok', prompt tokens that the engine reused; '' if it does not say
+--       prompt, completion  the tokens of the prompt and of the answer, as the engine counts them; '' if not known
+--       drift_max     the share of what is expected of a target that may be missing; above it `load` gets the field
+--                     `drift:<publisher>`
 --
--- {'applied', tokens, requests, context}  done; the load of the target is this now. Without it: the reservation was
---                                         extended, or the target was unregistered
+-- {'applied', tokens, requests, context, drift}  done; the load of the target is this now. Without it: the reservation
+--                                         was extended, or the target was unregistered. `drift` is in thousandths, if
+--                                         this request has shown that it is above the bound; 0: it has shown that it is
+--                                         not, any more; else -1
 -- {'gone'}                                the reservation does not exist, or has ended; nothing written
 
 local member = ARGV[1]
@@ -53,6 +62,7 @@ if part == 'renew' then
 end
 
 local publisher, tokens, context, nonce = member:match('^(%d+) (%d+) (%d+) (%x+)')
+local promise = member:match('^%d+ %d+ %d+ %x+ ([%d-]*%d)')
 local field = 'health:' .. publisher
 local value = redis.call('HGET', KEYS[1], publisher)
 local load = {}
@@ -61,7 +71,8 @@ load[1] = math.max(0, load[1] - tokens)
 redis.call('ZREM', KEYS[3], member)
 if part == 'prefill' then
   local mark = (is_timed or ARGV[5] ~= '') and ' timed' or ''
-  redis.call('ZADD', KEYS[3], due, string.format('%s 0 %s %s%s', publisher, context, nonce, mark))
+  local promised = promise and ' ' .. promise or ''
+  redis.call('ZADD', KEYS[3], due, string.format('%s 0 %s %s%s%s', publisher, context, nonce, promised, mark))
 else
   load[2], load[3] = math.max(0, load[2] - 1), math.max(0, load[3] - context)
   for _ = 1, math.min(6, ARGV[3] - load[6]) do
@@ -111,5 +122,66 @@ if value and ARGV[5] ~= '' and not is_timed then
   end
   redis.call('SET', KEYS[4], table.concat(sums, ' ', 1, 5), 'PX', 3600000)
 end
+
+-- Adds a list of amounts to the numbers in a text.
+local function added(text, amounts)
+  local sums, i = {}, 0
+  for number in text:gmatch('%d+') do
+    i = i + 1
+    sums[i] = string.format('%.0f', number + amounts[i])
+  end
+  return table.concat(sums, ' ')
+end
+
+local drift = -1
+if promise and (part == 'ok' or ARGV[5] ~= '') then
+  local said, is_over, is_told = {}, part == 'ok', part == 'ok' and ARGV[8] ~= ''
+  for number in promise:gmatch('%d+') do said[#said + 1] = tonumber(number) end
+  local available, device, host, disk, shared, expected, random = unpack(said)
+  local delivered, is_first = tonumber(ARGV[8]) or 0, ARGV[5] ~= '' and not is_timed
+  local amounts = {is_over and 1 or 0, is_over and not is_told and 1 or 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+    is_first and 1 or 0, is_first and math.floor(ARGV[5] + 0.5) or 0}
+  if is_told then
+    amounts[3], amounts[4], amounts[5], amounts[6], amounts[7] = available, device, host, disk, shared
+    amounts[8], amounts[9], amounts[10] = expected, delivered, random
+    amounts[11], amounts[12] = tonumber(ARGV[9]) or 0, tonumber(ARGV[10]) or 0
+  end
+  if is_over or is_first then
+    local minute = ARGV[3] % 60
+    local name = string.format('%d %s', minute, publisher)
+    local before = redis.call('HGET', KEYS[5], name)
+    if not before and redis.call('HLEN', KEYS[5]) >= 16384 then -- too many targets in this hour: one line for the others
+      name = string.format('%d 0', minute)
+      before = redis.call('HGET', KEYS[5], name)
+    end
+    redis.call('HSET', KEYS[5], name, added(before or '0 0 0 0 0 0 0 0 0 0 0 0 0 0', amounts))
+    if not before then redis.call('PEXPIRE', KEYS[5], 90000000) end
+  end
+  if value and is_told and expected > 0 then
+    -- The last 25 to 50 requests, in two parts: the newer one takes the place of the older one when it has 25.
+    local found, last = redis.call('GET', KEYS[6]) or '0 0 0 0 0 0', {}
+    for number in added(found, {0, 0, 0, 1, expected, math.min(expected, delivered)}):gmatch('%d+') do
+      last[#last + 1] = tonumber(number)
+    end
+    local promised = last[2] + last[5]
+    if last[1] + last[4] >= 50 and promised >= 10000 then
+      local lacks, bound = (promised - last[3] - last[6]) / promised, tonumber(ARGV[11])
+      local mark = 'drift:' .. publisher
+      local is_marked = redis.call('HEXISTS', KEYS[1], mark) == 1
+      if lacks > bound or (is_marked and lacks > bound / 2) then
+        local time = redis.call('TIME')
+        drift = math.max(1, math.floor(1000 * lacks + 0.5))
+        -- Without another verdict it ends: a target without credit may get no request that could show what it has.
+        redis.call('HSET', KEYS[1], mark, string.format('%.0f %.0f', drift, time[1] * 1000 + 600000))
+        last = {0, 0, 0, 0, 0, 0}
+      elseif is_marked then
+        drift = 0
+        redis.call('HDEL', KEYS[1], mark)
+      end
+    end
+    if last[4] >= 25 and last[5] >= 5000 then last = {last[4], last[5], last[6], 0, 0, 0} end
+    redis.call('SET', KEYS[6], string.format('%.0f %.0f %.0f %.0f %.0f %.0f', unpack(last)), 'PX', 3600000)
+  end
+end
 if not value then return {'applied'} end
-return {'applied', load[1], load[2], load[3]}
+return {'applied', load[1], load[2], load[3], drift}

@@ -20,25 +20,26 @@
 --       cold              '1' if no target has a block of the prompt
 --       repeatable        '1': the same request gets the same reservation again
 --       candidates        at most 8, all fields separated by blanks. For each: publisher, new, handicap, weight, first,
---                         spec_milliseconds. `new` is its prefill tokens, an integer. Its speculative entries are spec*
---                         without the first `first`, and last for `spec_milliseconds`; with 0 none is written
+--                         spec_milliseconds, promise. `new` is its prefill tokens, an integer. Its speculative entries
+--                         are spec* without the first `first`, and last for `spec_milliseconds`; with 0 none is
+--                         written. `promise` is a part of the reservation, for `release`; '-' if there is none
 --
 -- {'applied', which, tokens, requests, overdue}  the `which`-th candidate has the reservation; `tokens` and `requests` are
 --                                  its load without the reservation, and `overdue` reservations were ended
--- {'repeated', publisher, tokens, context, nonce, waited}  the request has this reservation already; its target had
---                                  `waited` tokens to compute before it
+-- {'repeated', publisher, tokens, context, nonce, waited, promise}  the request has this reservation already; its
+--                                  target had `waited` tokens to compute before it
 -- {'full', 0, 0, 0, overdue}       the group has too many reservations; only overdue ones were ended
 -- {'saturated', 0, 0, 0, overdue}  every candidate is at the limit, or gone; only overdue reservations were ended
 
 local names, news, handicaps, weights, firsts, lasting, members = {}, {}, {}, {}, {}, {}, {}
 local rest = ' ' .. ARGV[3] .. ' ' .. ARGV[2]
-for publisher, new, handicap, weight, first, spec_milliseconds in
-  ARGV[10]:gmatch('(%S+) (%S+) (%S+) (%S+) (%S+) (%S+)')
+for publisher, new, handicap, weight, first, spec_milliseconds, promise in
+  ARGV[10]:gmatch('(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+)')
 do
   local i = #names + 1
   names[i], news[i], handicaps[i], weights[i] = publisher, new, handicap, weight
   firsts[i], lasting[i] = first, spec_milliseconds
-  members[i] = publisher .. ' ' .. new .. rest
+  members[i] = publisher .. ' ' .. new .. rest .. (promise == '-' and '' or ' ' .. promise)
 end
 for i, due in ipairs(redis.call('ZMSCORE', KEYS[3], unpack(members))) do
   if due then
@@ -52,8 +53,8 @@ if ARGV[9] == '1' then
   first_spec = 6
   local earlier = redis.call('GET', KEYS[5])
   if earlier then
-    local publisher, tokens, context, nonce, waited = earlier:match('^(%d+) (%d+) (%d+) (%x+) (%d+)$')
-    return {'repeated', tonumber(publisher), tonumber(tokens), tonumber(context), nonce, tonumber(waited)}
+    local publisher, tokens, context, nonce, promise, waited = earlier:match('^(%d+) (%d+) (%d+) (%x+) ?(%S*) (%d+)$')
+    return {'repeated', tonumber(publisher), tonumber(tokens), tonumber(context), nonce, tonumber(waited), promise}
   end
 end
 

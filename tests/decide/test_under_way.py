@@ -12,7 +12,9 @@ from tests.conftest import wait_until
 from waymark.base.errors import StoreUnavailable
 from waymark.decide.requests import RoutedRequest
 from waymark.decide.selector import Selector
+from waymark.decide.sequences import SequenceLoad
 from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
+from waymark.domain.books import NO_USAGE, Usage
 from waymark.store.reservations import Reservation, ReservationPart
 
 
@@ -22,11 +24,19 @@ class Recorded:
     def __init__(self) -> None:
         self.calls: list[tuple[int, ReservationPart]] = []
         self.timed: list[bool] = []
+        self.usages: list[Usage] = []
         self.fails = False
 
     async def release(
-        self, reservations: Sequence[Reservation], part: ReservationPart, *, milliseconds: int, ttft_ms: float | None
+        self,
+        reservations: Sequence[Reservation],
+        part: ReservationPart,
+        *,
+        milliseconds: int,
+        ttft_ms: float | None,
+        usage: Usage,
     ) -> tuple[int, int]:
+        self.usages.append(usage)
         self.calls.append((len(reservations), part))
         self.timed.append(ttft_ms is not None and ttft_ms >= 0)
         if self.fails:
@@ -40,13 +50,25 @@ def all_of(recorded: Recorded, renew_seconds: float = 1000.0) -> RequestsUnderWa
     return found
 
 
-def begun(of: RequestsUnderWay, reservations: Sequence[Reservation]) -> RequestUnderWay:
+def begun(
+    of: RequestsUnderWay, reservations: Sequence[Reservation], further: Sequence[SequenceLoad] = ()
+) -> RequestUnderWay:
     target = SimpleNamespace(candidate=SimpleNamespace(address=None))
-    routed = SimpleNamespace(reservations=reservations, selected=SimpleNamespace(target=target))
+    routed = SimpleNamespace(reservations=reservations, selected=SimpleNamespace(target=target), further=further)
     return of.add(cast(RoutedRequest, routed))
 
 
 RESERVATIONS = [Reservation(1, 2, 3, 4, "0" * 16), Reservation(1, 3, 3, 4, "1" * 16)]
+
+
+async def test_the_usage_goes_with_the_end_unless_it_is_of_several_prompts() -> None:
+    recorded = Recorded()
+    of = all_of(recorded)
+    for further in ((), (SequenceLoad(0, 100),), (SequenceLoad(100, 100),)):
+        begun(of, RESERVATIONS[:1], further).end(is_ok=True, usage=Usage(1, 2, 3))
+    await of.settle()
+
+    assert recorded.usages == [Usage(1, 2, 3), Usage(1, 2, 3), NO_USAGE]
 
 
 async def test_each_end_counts_once() -> None:

@@ -31,6 +31,8 @@ PLACEHOLDERS = {
     "copies": r"[1-9]\d*( [0-9a-f]{16})*",
     "publisher": r"[1-9]\d*",
     "number": r"\d+",
+    "promise": r"( \d+(-\d+){6})?",
+    "sums": r"\d+( \d+){13}",
     "sum": r"\d[\d.e+]*",
     "nonce": r"[0-9a-f]{16}",
     "token": r"[1-9]\d*\.[0-9a-f]{16}",

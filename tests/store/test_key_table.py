@@ -16,6 +16,7 @@ from tests.conftest import wait_until
 from tests.store.factories import Stream, begins, registration, removed, snapshot, stored, stream_of
 from tests.store.flow import swept
 from tests.store.key_table import README, Held, KeyTable, Row, facts
+from waymark.domain.books import Usage
 from waymark.domain.gauges import Gauges
 from waymark.domain.hashing import namespace
 from waymark.domain.known import Spot
@@ -269,7 +270,9 @@ async def place(store: Store, redis: Redis, group_id: int) -> None:
 async def decide(store: Store, redis: Redis, grant: Grant) -> None:
     """Reservations that are made, given back, and forgotten."""
     group_id, offers = grant.group_id, [Offer(grant.publisher, 5, spec_milliseconds=HOUR_SECONDS * 1000)]
-    terms = ReservationTerms(context=9, spec_keys=[keys.spec(group_id, 0xA8)], request_id="0" * 16)
+    terms = ReservationTerms(
+        context=9, milliseconds=HOUR_SECONDS * 1000, spec_keys=[keys.spec(group_id, 0xA8)], request_id="0" * 16
+    )
 
     async def forgotten(terms: ReservationTerms, *, is_timed: bool) -> None:
         found = await store.reservations.reserve(group_id, offers, terms)
@@ -296,6 +299,12 @@ async def decide(store: Store, redis: Redis, grant: Grant) -> None:
     for is_timed in (False, True):
         await forgotten(ReservationTerms(context=9), is_timed=is_timed)
         assert await store.reservations.end_overdue(group_id) == 1
+    for cached_tokens in [100] * 50 + [200] * 50 + [100] * 50:  # half of what was promised, all of it, and half again
+        promised = [Offer(grant.publisher, 5, promise="300-200-0-0-0-200-100")]
+        kept = await store.reservations.reserve(group_id, promised, ReservationTerms(context=9))
+        assert kept.reservation is not None
+        used = Usage(cached_tokens, 200, 7)
+        await store.reservations.release([kept.reservation], ReservationPart.OK, usage=used, drift_max=0.2)
     await fail(store, redis, grant, offers)
 
 

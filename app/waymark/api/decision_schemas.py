@@ -157,6 +157,9 @@ class SelectRequest(DecisionRequest):
     )
 
 
+Tokens = Annotated[int, Field(ge=0, le=2**40)]
+
+
 class ReleaseRequest(RequestBody):
     """The reservations to end or to renew, or those whose prefill is done."""
 
@@ -175,6 +178,17 @@ class ReleaseRequest(RequestBody):
         default=None,
         description="a number of 0 to 3600000, or null: milliseconds from the request to its first token; it counts "
         "once, with part prefill or all, for predicted-latency-scorer",
+    )
+    cached_tokens: Tokens | None = Field(
+        default=None,
+        description="an integer, or null: the prompt tokens that the engine did not compute, as its usage says; for "
+        "the books, with part all, outcome ok and one reservation",
+    )
+    prompt_tokens: Tokens | None = Field(
+        default=None, description="an integer, or null: the tokens of the prompt, as the usage of the engine says"
+    )
+    completion_tokens: Tokens | None = Field(
+        default=None, description="an integer, or null: the tokens of the answer, as the usage of the engine says"
     )
 
 

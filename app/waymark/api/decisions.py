@@ -37,6 +37,7 @@ from waymark.decide.request_prompts import estimate_tokens, no_prompt, unread_pr
 from waymark.decide.selector import Selector
 from waymark.decide.served import ServedNames
 from waymark.decide.startup import StartupGate
+from waymark.domain.books import NO_USAGE, Usage
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
@@ -140,6 +141,9 @@ class Decisions:
                 reason="invalid_value",
                 field="ttft_ms",
             )
+        usage = Usage(request.cached_tokens, request.prompt_tokens, request.completion_tokens)
+        if usage != NO_USAGE:
+            _check_usage(request)
         texts = [request.reservation] if request.reservation is not None else request.reservations or []
         if len(texts) > RELEASES_MAX:
             raise InvalidBody(
@@ -157,7 +161,9 @@ class Decisions:
         ) or ReservationPart(request.outcome)
         own = found if body.caller.tenants is None else await self._own(found, body.caller)
         milliseconds = int(1000 * request.timeout_seconds)
-        released, gone = await self._selector.release(own, part, milliseconds=milliseconds, ttft_ms=request.ttft_ms)
+        released, gone = await self._selector.release(
+            own, part, milliseconds=milliseconds, ttft_ms=request.ttft_ms, usage=usage
+        )
         return Answer({"released": released, "gone": gone + len(found) - len(own)})
 
     async def _own(self, reservations: Sequence[Reservation], caller: Caller) -> list[Reservation]:
@@ -225,6 +231,27 @@ class Decisions:
     def _estimate(self, request: ScoreRequest | SelectRequest) -> int:
         prompts = () if request.prompt is None else (request.prompt,)
         return min(estimate_tokens(request.messages, request.system, prompts)[0], self._max_tokens)
+
+
+def _check_usage(request: ReleaseRequest) -> None:
+    """Raise InvalidBody if the usage cannot be that of one request that has ended."""
+    names = ("cached_tokens", "prompt_tokens", "completion_tokens")
+    name = next(each for each in names if getattr(request, each) is not None)
+    if request.reservations is not None or request.part != "all" or request.outcome != "ok":
+        raise InvalidBody(
+            f"{name} needs exactly one reservation that has ended well; send it with reservation, part all and "
+            "outcome ok",
+            reason="invalid_value",
+            field=name,
+        )
+    cached, prompt = request.cached_tokens, request.prompt_tokens
+    if cached is not None and prompt is not None and cached > prompt:
+        raise InvalidBody(
+            f"cached_tokens is {cached}, and prompt_tokens is only {prompt}; send the prompt tokens that the engine "
+            "did not compute, at most prompt_tokens",
+            reason="out_of_range",
+            field="cached_tokens",
+        )
 
 
 # What the answers of ``/score`` and ``/select`` say of targets.

@@ -10,6 +10,7 @@ from waymark.api import inspection_schemas as inspections
 from waymark.api import text_schemas as text_bodies
 from waymark.api.dynamo import schemas as dynamo_bodies
 from waymark.api.dynamo import select_schemas as select_bodies
+from waymark.api.dynamo.select import USAGE
 from waymark.api.http.doc import Doc
 from waymark.api.inspections import PARAMETERS
 
@@ -302,7 +303,7 @@ RESERVE = Doc(
 )
 PREFILL_COMPLETE = Doc("Reports that the prefill of a reservation is done.", errors=(404,), queue="decide")
 OUTPUT_BLOCK = Doc("Renews a reservation.", select_bodies.OutputBlockRequest, errors=(404,), queue="decide")
-END_RESERVATION = Doc("Ends a reservation.", errors=(404,), queue="decide")
+END_RESERVATION = Doc("Ends a reservation.", errors=(400, 404), queue="decide", parameters=USAGE)
 OVERLAP_SCORES = Doc("Returns the blocks that each worker has of a prompt.", select_bodies.DynamoPromptRequest)
 POTENTIAL_LOADS = Doc(
     "Returns the load that each worker would have if it got a prompt.",

@@ -97,6 +97,14 @@ class Metrics:
     )
     speculative_tokens = counter("How many tokens speculative entries added to the cached tokens of chosen targets.")
 
+    tokens_available = counter(
+        "How many prompt tokens the best allowed target had, of requests whose engine says what it has reused."
+    )
+    tokens_chosen = counter("How many prompt tokens the chosen target had, of these requests.")
+    tokens_expected = counter("How many prompt tokens the engine was expected to reuse, of these requests.")
+    tokens_delivered = counter("How many prompt tokens the engine has reused, of these requests.")
+    drifts = counter("How many times a target was found to reuse fewer tokens than WAYMARK_DRIFT_MAX allows.")
+
     prefix_routing_requests = counter(
         "How many decisions went by the prefix key, by how the target was chosen.", "strategy"
     )

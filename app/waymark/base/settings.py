@@ -347,6 +347,8 @@ class Settings(BaseModel):
     """How many reservations a target may have at once; 0 means no limit."""
     reservations_max: int = Field(100_000, ge=1, le=10_000_000)
     """How many reservations a model may have at once."""
+    drift_max: float = Field(0.2, ge=0.01, le=1)
+    """The share of the expected cached tokens that an engine may not deliver before its blocks count for less."""
     speculative: bool = False
     """Whether a target counts as having the blocks of a prompt as soon as it is picked for the prompt."""
     speculative_ttl_ms: int = Field(2_000, ge=1, le=600_000)

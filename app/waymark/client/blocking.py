@@ -139,6 +139,7 @@ class Selecting:
         self._client = client
         self._call = call
         self._fallback = fallback
+        self._usage: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         try:
@@ -159,10 +160,24 @@ class Selecting:
         """The prompt is computed: others need not wait for it any more, and this target took so long."""
         self._release("prefill", ttft_ms=1e3 * (perf_counter() - self._began))
 
+    def used(
+        self,
+        cached_tokens: int | None = None,
+        *,
+        prompt_tokens: int | None = None,
+        completion_tokens: int | None = None,
+    ) -> None:
+        """Note what the engine says of the request: its tokens, and how many of the prompt it did not compute.
+
+        It is sent with the end of the block, for the books.
+        """
+        self._usage = calls.usage_of(cached_tokens, prompt_tokens, completion_tokens)
+
     def renew(self) -> None:
         """The request goes on for longer than it was reserved for."""
         self._release("renew")
 
     def _release(self, part: str, outcome: str = "ok", ttft_ms: float | None = None) -> None:
         if self.selection.reservation is not None:
-            self._client._send(calls.release(self.selection.reservation, part, outcome, ttft_ms))
+            usage = self._usage if part == "all" and outcome == "ok" else None
+            self._client._send(calls.release(self.selection.reservation, part, outcome, ttft_ms, usage))

@@ -7,7 +7,7 @@ sent and how the answer is read.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar, cast
 
@@ -172,15 +172,27 @@ def outcome_of(error: BaseException | None) -> str:
     return "failed" if isinstance(error, Exception) else "ok"
 
 
-def release(reservation: str, part: str, outcome: str = "ok", ttft_ms: float | None = None) -> ClientCall[None]:
+def release(
+    reservation: str,
+    part: str,
+    outcome: str = "ok",
+    ttft_ms: float | None = None,
+    usage: Mapping[str, int] | None = None,
+) -> ClientCall[None]:
     """``part`` is ``all``, ``prefill`` or ``renew``. ``ttft_ms`` is the time to the first token, where it is known.
 
-    A reservation that cannot be released runs out.
+    ``usage`` is what ``usage_of`` returns. A reservation that cannot be released runs out.
     """
-    body = {"reservation": reservation, "part": part, "outcome": outcome} | (
+    body = {"reservation": reservation, "part": part, "outcome": outcome, **(usage or {})} | (
         {} if ttft_ms is None else {"ttft_ms": ttft_ms}
     )
     return ClientCall("POST", "/release", lambda _: None, body, is_retried=False, otherwise=None)
+
+
+def usage_of(cached_tokens: int | None, prompt_tokens: int | None, completion_tokens: int | None) -> dict[str, int]:
+    """What the engine says of a request, as ``/release`` takes it; what it does not say is left out."""
+    said = {"cached_tokens": cached_tokens, "prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    return {name: tokens for name, tokens in said.items() if tokens is not None}
 
 
 def services() -> ClientCall[list[Service]]:

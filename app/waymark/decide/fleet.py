@@ -138,6 +138,21 @@ class TargetSet:
         self._orders: dict[LoadWeights, LoadOrder] = {}
         self._sum = RequestSum(self._weights)
 
+    def count(self, allowed: Allowed) -> int:
+        """Return the number of members that are allowed."""
+        if allowed.only is None:
+            return len(self.members) - sum(publisher in self._by_publisher for publisher in allowed.without)
+        return sum(publisher in self._by_publisher and allowed.has(publisher) for publisher in allowed.only)
+
+    def among(self, names: Iterable[tuple[str, int]], allowed: Allowed) -> list[tuple[str, int]]:
+        """Return those names that are of members that are allowed."""
+        found = []
+        for name in names:
+            publisher = self._by_name.get(name)
+            if publisher is not None and allowed.has(publisher):
+                found.append(name)
+        return found
+
     def all(self, allowed: Allowed) -> Sequence[FleetMember]:
         """Return the members that are allowed."""
         if allowed.are_all:

@@ -9,10 +9,12 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from random import Random
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from waymark.decide.policies.policy import LoadWeights
-from waymark.store.reservations import HEALTH, Load, LoadChanges, left_out_until
+from waymark.domain.books import Drift
+from waymark.store.reservations import DRIFT, HEALTH, Load, LoadChanges, left_out_until
 
 #: Changes that are kept for readers; one that is further behind looks at all loads again.
 _CHANGES_MAX = 4096
@@ -20,6 +22,7 @@ _CHANGES_MAX = 4096
 _SHARE = 8
 _NOBODY = frozenset[int]()
 _IDLE = Load()
+_NO_DRIFTS: Mapping[int, float] = MappingProxyType({})
 
 
 class GroupLoads(Mapping[int, Load]):
@@ -34,6 +37,7 @@ class GroupLoads(Mapping[int, Load]):
         self.last_change = -1
         """The number of the last change that the loads contain."""
         self._put: set[int] = set()
+        self._drifts: dict[int, Drift] = {}
 
     def __getitem__(self, publisher: int) -> Load:
         return self._loads[publisher]
@@ -85,6 +89,12 @@ class GroupLoads(Mapping[int, Load]):
                     self._left_out_until[publisher] = left_out_until(value)
                 else:
                     self._left_out_until.pop(publisher, None)
+            elif name.startswith(DRIFT):
+                publisher, drift = int(name[len(DRIFT) :]), Drift.parse(value)
+                if drift is None:
+                    self._drifts.pop(publisher, None)
+                else:
+                    self._drifts[publisher] = drift
             elif value:
                 if self._raw.get(name) != value:
                     self._set(int(name), Load.parse(value))
@@ -96,13 +106,17 @@ class GroupLoads(Mapping[int, Load]):
 
     def read(self, values: Mapping[bytes, bytes]) -> None:
         """All loads, as Redis has them."""
-        before, healths = self._raw, dict[bytes, bytes]()
+        before, healths, drifts = self._raw, dict[bytes, bytes](), dict[int, Drift]()
         for publisher in [each for each in self._loads if b"%d" % each not in values]:
             del self._loads[publisher]
             self._note(publisher)
         for name, value in values.items():
             if name.startswith(HEALTH):
                 healths[name] = value
+            elif name.startswith(DRIFT):
+                drift, of = Drift.parse(value), name.removeprefix(DRIFT)
+                if drift is not None and of.isdigit():
+                    drifts[int(of)] = drift
             elif before.get(name) != value and name.isdigit():
                 self._set(int(name), Load.parse(value))
         self._left_out_until = {
@@ -110,6 +124,7 @@ class GroupLoads(Mapping[int, Load]):
             for name, value in healths.items()
             if name[len(HEALTH) :].isdigit()
         }
+        self._drifts = drifts
         self._raw = dict(values)
 
     def left_out(self, now_ms: int) -> frozenset[int]:
@@ -117,6 +132,12 @@ class GroupLoads(Mapping[int, Load]):
         if not self._left_out_until:
             return _NOBODY
         return frozenset(publisher for publisher, until in self._left_out_until.items() if until > now_ms)
+
+    def drifts(self, now_ms: int) -> Mapping[int, float]:
+        """The targets that deliver less than is expected of them, and the share that is missing."""
+        if not self._drifts:
+            return _NO_DRIFTS
+        return {publisher: each.share for publisher, each in self._drifts.items() if each.until_ms > now_ms}
 
     def _set(self, publisher: int, load: Load) -> None:
         self._loads[publisher] = load

@@ -88,6 +88,11 @@ class Loads:
         group = self._groups.get(group_id)
         return frozenset() if group is None else group.loads.left_out(self._reservations.now_ms())
 
+    def drifts(self, group_id: int) -> Mapping[int, float]:
+        """The targets of a group that deliver less than is expected of them, and the share that is missing."""
+        group = self._groups.get(group_id)
+        return {} if group is None else group.loads.drifts(self._reservations.now_ms())
+
     def saw(self, group_id: int, publisher: int, load: Load) -> None:
         """What a decision of this replica has made of a target's load."""
         group = self._groups.get(group_id)

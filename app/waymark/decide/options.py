@@ -31,6 +31,8 @@ class SelectionOptions:
     """The greatest age of loads that candidates are ranked by; 0: they are read for each decision."""
     target_requests_max: int = 0
     reservations_max: int = 100_000
+    drift_max: float = 0.2
+    """The share of what is expected of a target that may be missing before it counts for less."""
     is_speculative: bool = False
     speculative_milliseconds: int = 2_000
     approximate_milliseconds: int = 600_000
@@ -61,6 +63,7 @@ class SelectionOptions:
             loads_seconds=settings.loads_ms / 1000,
             target_requests_max=settings.target_requests_max,
             reservations_max=settings.reservations_max,
+            drift_max=settings.drift_max,
             is_speculative=settings.speculative,
             speculative_milliseconds=settings.speculative_ttl_ms,
             approximate_milliseconds=1000 * settings.approximate_seconds,

@@ -17,9 +17,10 @@ from time import perf_counter
 from waymark.base.errors import NoTarget, Saturated, StoreUnavailable, UnknownModel, nothing_registered
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
+from waymark.decide.books import Bookkeeper, Choices
 from waymark.decide.decision import PolicyChoice, RankedTargets, RankingRequest, SelectedTarget, SelectParameters
 from waymark.decide.degraded import Degraded
-from waymark.decide.fleet import Allowed, Fleet, FleetMember, Shortlist, StagePart
+from waymark.decide.fleet import Allowed, Fleet, FleetMember, Shortlist, StagePart, TargetSet
 from waymark.decide.fleets import Fleets
 from waymark.decide.loads import Loads
 from waymark.decide.offers import SumOffers
@@ -31,9 +32,16 @@ from waymark.decide.prefill_progress import PrefillProgress
 from waymark.decide.ranking import RankedStages, rank, stages
 from waymark.decide.taking import TargetReserver, headers_of
 from waymark.decide.target_reader import TargetLookup, TargetReader, request_of
+from waymark.domain.books import NO_USAGE, Usage
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.names import GroupName
-from waymark.store.reservations import CANDIDATES_MAX, Offer, Reservation, ReservationPart, ReservationTerms
+from waymark.store.reservations import (
+    CANDIDATES_MAX,
+    Offer,
+    Reservation,
+    ReservationPart,
+    ReservationTerms,
+)
 from waymark.store.store import Store
 
 #: How often a decision starts over because its group's table has changed meanwhile.
@@ -59,6 +67,7 @@ class Selector:
             PrefillProgress(store.reader, store.reservations, store.begin, metrics)
         )
         self._reserver = TargetReserver(store.reservations, self._loads, self._progress, options, metrics)
+        self._bookkeeper = Bookkeeper(store, metrics)
         self._degraded = Degraded()
         self._targets = TargetReader(store, options, metrics, self._loads, self.fleets, self._degraded.remember)
         self._away_until = float("-inf")
@@ -146,11 +155,13 @@ class Selector:
             # Where nobody else is left, a target that cannot be reached is better than none.
             is_degraded = of is None and bool(left_out)
             if is_degraded:
-                of = self._ordered(ranking, parameters, lookup, frozenset())
+                left_out = frozenset()
+                of = self._ordered(ranking, parameters, lookup, left_out)
             self._observe_policy(perf_counter() - began)
             if of is None:
                 raise NoTarget(_none_allowed(ranking, parameters, lookup.fleet))
-            taken = await self._reserver.take(of, lookup, ranking, parameters)
+            choices = _choices(of, ranking, parameters, lookup, left_out)
+            taken = await self._reserver.take(of, lookup, ranking, parameters, choices)
             if taken is not None:
                 return taken._replace(is_degraded=True) if is_degraded else taken
             # Every target that was offered is gone: the cached table is older than that.
@@ -158,7 +169,11 @@ class Selector:
         raise NoTarget(nothing_registered(ranking.group.model_name, ranking.group.tenant_id))
 
     def _ordered(
-        self, ranking: RankingRequest, parameters: SelectParameters, lookup: TargetLookup, left_out: Set[int]
+        self,
+        ranking: RankingRequest,
+        parameters: SelectParameters,
+        lookup: TargetLookup,
+        left_out: Set[int],
     ) -> SumOffers | RankedStages | None:
         """The targets that could take the request, without the publishers ``left_out``; None where nobody could."""
         is_split = parameters.profile == "disagg" and ranking.policy.preset is not None
@@ -214,11 +229,7 @@ class Selector:
     ) -> Shortlist:
         """The targets that a decision has to rank for a part of the request."""
         policy, fleet, request = ranking.policy, lookup.fleet, lookup.request
-        targets = fleet.targets(ranking.served_as, part, have_addresses=parameters.needs_address)
-        allowed = Allowed(
-            None if parameters.only is None else fleet.publishers(parameters.only),
-            left_out | fleet.publishers(parameters.exclude) if parameters.exclude else left_out,
-        )
+        targets, allowed = _targets(ranking, parameters, fleet, left_out, part)
         if policy.preset is None or policy.values is None:
             return Shortlist(targets.all(allowed))
         most = max(CANDIDATES_MAX, parameters.count)
@@ -324,15 +335,26 @@ class Selector:
         *,
         milliseconds: int = 120_000,
         ttft_ms: float | None = None,
+        usage: Usage = NO_USAGE,
     ) -> tuple[int, int]:
-        """End reservations, or a part of them; how many were there, and how many were gone."""
+        """End reservations, or a part of them; how many were there, and how many were gone.
+
+        ``usage`` is what the engine says of the request.
+        """
         others = self._degraded.release(reservations, part, milliseconds)
         own = len(reservations) - len(others)
         if not others:
             return own, 0
         self._progress.told(others, part)
         released, gone = await self._store.reservations.release(
-            others, part, milliseconds=milliseconds, ttft_ms=ttft_ms, saw=self._loads.released
+            others,
+            part,
+            milliseconds=milliseconds,
+            ttft_ms=ttft_ms,
+            usage=usage,
+            drift_max=self._options.drift_max,
+            saw=self._loads.released,
+            booked=lambda reservation, drift: self._bookkeeper.booked(reservation, usage, drift),
         )
         return own + released, gone
 
@@ -344,6 +366,31 @@ class Selector:
             for member in fleet.members:
                 load = loads.get(member.publisher)
                 yield member.name[0], 0.0 if load is None else load.requests
+
+
+def _targets(
+    ranking: RankingRequest, parameters: SelectParameters, fleet: Fleet, left_out: Set[int], part: StagePart
+) -> tuple[TargetSet, Allowed]:
+    """The targets for a part of the request, and those of them that it may go to."""
+    targets = fleet.targets(ranking.served_as, part, have_addresses=parameters.needs_address)
+    allowed = Allowed(
+        None if parameters.only is None else fleet.publishers(parameters.only),
+        left_out | fleet.publishers(parameters.exclude) if parameters.exclude else left_out,
+    )
+    return targets, allowed
+
+
+def _choices(
+    of: SumOffers | RankedStages,
+    ranking: RankingRequest,
+    parameters: SelectParameters,
+    lookup: TargetLookup,
+    left_out: Set[int],
+) -> Choices:
+    """The targets that the request could have gone to: those that a file's filters let through, or all allowed ones."""
+    if ranking.policy.preset is None and isinstance(of, RankedStages):
+        return Choices.of(of.decode)
+    return Choices(*_targets(ranking, parameters, lookup.fleet, left_out, "whole"))
 
 
 def _none_allowed(ranking: RankingRequest, parameters: SelectParameters, fleet: Fleet) -> str:

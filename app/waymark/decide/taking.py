@@ -12,6 +12,7 @@ from typing import NamedTuple
 from waymark.base.errors import Saturated
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
+from waymark.decide.books import Choices, Promises, with_promises
 from waymark.decide.decision import RankingRequest, SelectedTarget, SelectParameters
 from waymark.decide.loads import Loads
 from waymark.decide.offers import Offers, ScoredOffers, SumOffers
@@ -47,6 +48,8 @@ class _OfferedStage(NamedTuple):
     lookup: TargetLookup
     ranking: RankingRequest
     parameters: SelectParameters
+    promises: Promises | None = None
+    """What can be promised of each target; None: nothing."""
     is_prefill_elsewhere: bool = False
     is_prefill: bool = False
 
@@ -70,10 +73,16 @@ class TargetReserver:
         self._observe = metrics.decision_duration_seconds.labels(part="reserve").observe
 
     async def take(
-        self, of: RankedStages | SumOffers, lookup: TargetLookup, ranking: RankingRequest, parameters: SelectParameters
+        self,
+        of: RankedStages | SumOffers,
+        lookup: TargetLookup,
+        ranking: RankingRequest,
+        parameters: SelectParameters,
+        choices: Choices,
     ) -> SelectedTarget | None:
         """Reserve the best, of each stage that the request goes through; None where all of them are gone.
 
+        ``choices`` are the targets that the request could have gone to.
         Raises Saturated; nothing stays reserved then.
         """
         offers: Offers
@@ -101,7 +110,10 @@ class TargetReserver:
         at, before_at = 0, 0
         made: list[Reservation] = []
         if parameters.is_reserved:
-            first = await self._one(_OfferedStage(offers, lookup, ranking, parameters, before is not None))
+            promises = None
+            if before is None and lookup.request.has_tokens:
+                promises = Promises(lookup.told or lookup.seen, lookup.request, lookup.fleet, choices)
+            first = await self._one(_OfferedStage(offers, lookup, ranking, parameters, promises, before is not None))
             if first is None:
                 return None
             at = first[0]
@@ -177,9 +189,11 @@ class TargetReserver:
 
     async def _one(self, stage: _OfferedStage) -> tuple[int, Reservation] | None:
         """The place of the target that was taken."""
-        of, lookup, ranking, parameters, is_prefill_elsewhere, _ = stage
+        of, lookup, ranking, parameters, promises, is_prefill_elsewhere, _ = stage
         began = perf_counter()
         offers, spec_keys = self._with_entries(stage)
+        if promises is not None:
+            offers = with_promises(offers, promises)
         terms = ReservationTerms(
             context=lookup.request.tokens,
             weight_new=of.linear.new,

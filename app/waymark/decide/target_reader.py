@@ -14,6 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
+from waymark.decide.books import believed
 from waymark.decide.decision import HashedPrompt, PackedKeys, PolicyChoice, RankingRequest
 from waymark.decide.fleet import Fleet, OpaquePrefix, PromptState
 from waymark.decide.fleets import Fleets
@@ -51,6 +52,8 @@ class TargetLookup(NamedTuple):
     keys: bytes
     walk: Walk | None = None
     is_partial: bool = False
+    told: PromptState | None = None
+    """What the index says, where ``seen`` believes less of it; None: the same."""
 
 
 class _SideReads(NamedTuple):
@@ -150,7 +153,10 @@ class TargetReader:
             longest = max((each.tokens for each in seen.prefixes.values()), default=0)
             prompt = prompt._replace(tokens=max(prompt.tokens, longest), has_tokens=True)
         request = request_of(ranking, prompt, block_size, 0 if walk is None else pool_bitmap(walk), fleet)
-        return TargetLookup(now, request, fleet, seen, prompt.keys, walk, reading.is_partial), table
+        drifts, told = self._loads.drifts(now.group_id), None
+        if drifts:
+            told, seen = seen, believed(seen, drifts, fleet.by_publisher)
+        return TargetLookup(now, request, fleet, seen, prompt.keys, walk, reading.is_partial, told), table
 
     def _aside_at_hand(
         self, ranking: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, *, expects: bool | None

@@ -17,6 +17,7 @@ from waymark.decide.policies.target import Candidate
 from waymark.decide.requests import RoutedRequest
 from waymark.decide.selector import Selector
 from waymark.decide.sequences import SequenceLoad, reserve_sequences
+from waymark.domain.books import NO_USAGE, Usage
 from waymark.domain.targets import host_and_port
 from waymark.store.background import StartTask
 from waymark.store.reservations import Reservation, ReservationPart
@@ -64,21 +65,31 @@ class RequestsUnderWay:
             await self.release([one for each in due for one in each.reservations], ReservationPart.RENEW)
 
     async def release(
-        self, reservations: Sequence[Reservation], part: ReservationPart, ttft_ms: float | None = None
+        self,
+        reservations: Sequence[Reservation],
+        part: ReservationPart,
+        ttft_ms: float | None = None,
+        usage: Usage = NO_USAGE,
     ) -> None:
         if not reservations:
             return
         try:
-            await self._selector.release(reservations, part, milliseconds=self.reserved_ms, ttft_ms=ttft_ms)
+            await self._selector.release(
+                reservations, part, milliseconds=self.reserved_ms, ttft_ms=ttft_ms, usage=usage
+            )
         except StoreUnavailable as exc:
             log.debug("reservations not released", extra=fields(part=part.value, error=exc.sentence))
 
     def begin_release(
-        self, reservations: Sequence[Reservation], part: ReservationPart, ttft_ms: float | None = None
+        self,
+        reservations: Sequence[Reservation],
+        part: ReservationPart,
+        ttft_ms: float | None = None,
+        usage: Usage = NO_USAGE,
     ) -> asyncio.Task[None] | None:
         if not reservations:
             return None
-        task = self._begin(self.release(reservations, part, ttft_ms))
+        task = self._begin(self.release(reservations, part, ttft_ms, usage))
         self._releasing.add(task)
         task.add_done_callback(self._releasing.discard)
         return task
@@ -160,19 +171,25 @@ class RequestUnderWay:
         self._of.begin_release(left, ReservationPart.FAILED)
         return True
 
-    def end(self, *, is_ok: bool) -> asyncio.Task[None] | None:
-        """It is over, well or not; what follows changes nothing. Return the task that gives its load back."""
+    def end(self, *, is_ok: bool, usage: Usage = NO_USAGE) -> asyncio.Task[None] | None:
+        """It is over, well or not; what follows changes nothing. Return the task that gives its load back.
+
+        ``usage`` is what the engine says of it.
+        """
         if self._has_ended:
             return None
         self._has_ended = True
         self._of.ended(self)
-        return self._of.begin_release(self.reservations, ReservationPart.OK if is_ok else ReservationPart.FAILED)
+        part = ReservationPart.OK if is_ok else ReservationPart.FAILED
+        if any(each.new for each in self.routed.further):
+            usage = NO_USAGE  # of several prompts together; something was promised of the first one only
+        return self._of.begin_release(self.reservations, part, usage=usage)
 
-    async def give_back(self, *, is_ok: bool) -> None:
+    async def give_back(self, *, is_ok: bool, usage: Usage = NO_USAGE) -> None:
         """``end`` it before the last byte of its answer goes on, so that the client's next request finds no load of it.
 
         A Redis that is slow holds the byte up for a moment only.
         """
-        task = self.end(is_ok=is_ok)
+        task = self.end(is_ok=is_ok, usage=usage)
         if task is not None:
             await asyncio.wait({task}, timeout=_GIVE_BACK_SECONDS)

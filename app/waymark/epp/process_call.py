@@ -20,6 +20,7 @@ from waymark.base.bounded_json import TooMuchJson, bounded_loads
 from waymark.base.errors import InvalidValue, WaymarkError
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import SESSION, Form, InferenceRequest, form_of, read_request, session_of
+from waymark.chat.usage import UsageReader
 from waymark.decide.decision import SelectParameters
 from waymark.decide.requests import RequestSelector, RoutedRequest
 from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
@@ -99,6 +100,7 @@ class ProcessCall:
         self._has_answer = False
         """Whether the headers of an answer have come."""
         self._has_content = False
+        self._usage = UsageReader()
 
     async def run(self) -> None:
         """Until the request is over. Raises Cut where the peer does not behave as a proxy does."""
@@ -255,6 +257,7 @@ class ProcessCall:
             body = message.response_body
             if body.body and not self._has_content:
                 self._saw_content()
+            self._usage.take(body.body)
             if self._response_mode == messages.DUPLEX:
                 replies = list(messages.pieces([body.body], is_request=False, is_end=body.end_of_stream))
             else:
@@ -281,7 +284,7 @@ class ProcessCall:
 
     async def _give_back(self) -> None:
         if self._under_way is not None:
-            await self._under_way.give_back(is_ok=self._is_ok)
+            await self._under_way.give_back(is_ok=self._is_ok, usage=self._usage.usage)
 
     async def _next(self) -> Any:
         # Without bodies nothing comes between the headers of an answer and its end. A proxy that is gone without a

@@ -23,9 +23,11 @@ from waymark.base.errors import NoTarget, Saturated
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import Form
+from waymark.chat.usage import UsageReader
 from waymark.decide.decision import SelectParameters
 from waymark.decide.requests import PreparedRequest, RequestSelector, RoutedRequest
 from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
+from waymark.domain.books import NO_USAGE
 from waymark.gateway.security import to_client, to_engine
 from waymark.gateway.shapes import RequestRejected, engine_error, event_of
 from waymark.gateway.upstream import Interrupted, Unreachable, Upstream, is_events
@@ -202,6 +204,7 @@ class Proxy:
         has_end = proxied.api is not None and _is_told(response) and response.status == 200
         end = StreamEnd(is_framed=is_framed(response)) if has_end else None
         is_translated = proxied.api is Form.MESSAGES and not is_fine and not is_events(response)
+        reader = UsageReader() if response.headers.get("Content-Encoding", "identity") == "identity" else None
         headers = to_client(response.raw_headers)
         if _is_told(response) or is_translated:  # an error may follow it, or have another length
             headers = [each for each in headers if each[0] != b"content-length"]
@@ -221,9 +224,12 @@ class Proxy:
                 self._metrics.ttft_seconds.observe(perf_counter() - proxied.began)
             if end is not None:
                 end.take(piece)
+            if reader is not None:
+                reader.take(piece)
             # A client may take the last event for the end, and go on with its next turn.
             if response.content.at_eof() if end is None else end.is_whole:
-                await answered.request.give_back(is_ok=response.status < 500)
+                usage = NO_USAGE if reader is None else reader.usage
+                await answered.request.give_back(is_ok=response.status < 500, usage=usage)
             await proxied.send({"type": "http.response.body", "body": piece, "more_body": True})
         if end is not None and not end.is_whole:
             raise Interrupted("no_end")

@@ -50,6 +50,7 @@ class ActivityKind(StrEnum):
     FOUND = "found"
     SWEEP = "sweep"
     SNAPSHOT = "snapshot"
+    DRIFT = "drift"
 
 
 class ActivityEntry(NamedTuple):

@@ -114,6 +114,15 @@ def first_tokens(group_id: int, publisher: int) -> str:
     return f"wm:{_tag(group_id)}:first_tokens:{publisher}"
 
 
+def books(group_id: int, hour: int) -> str:
+    """The sums of one hour since 1970."""
+    return f"wm:{_tag(group_id)}:books:{hour}"
+
+
+def drift(group_id: int, publisher: int) -> str:
+    return f"wm:{_tag(group_id)}:drift:{publisher}"
+
+
 def request(group_id: int, request_id: str) -> str:
     """``request_id`` has 16 hex digits."""
     return f"wm:{_tag(group_id)}:request:{request_id}"

@@ -36,6 +36,13 @@ _PLACES_MAX = 1000
 _NAME_MAX = 200
 
 
+def pairs_of(reply: list[bytes] | dict[bytes, bytes] | None) -> Mapping[bytes, bytes] | None:
+    """The reply to an HGETALL in a pipeline of raw commands, which the client returns as a flat list or as a dict."""
+    if reply is None or isinstance(reply, dict):
+        return reply
+    return dict(zip(reply[::2], reply[1::2], strict=True))
+
+
 class RecordKind(StrEnum):
     """The kinds of records."""
 

@@ -6,13 +6,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from waymark.domain.books import Drift
 from waymark.domain.life_facts import CopiesRule, copies_rule
 from waymark.domain.names import HolderName, Registration
 from waymark.domain.status import StreamStatus
 from waymark.store import keys
 from waymark.store.claims import Claim
-from waymark.store.parsing import RecordParser
+from waymark.store.parsing import RecordParser, pairs_of
 from waymark.store.redis.client import RedisClient
+from waymark.store.reservations import DRIFT
 from waymark.store.stream_fields import BLOCKS, COUNTER, HOLDER, MISSING, StreamFields
 
 
@@ -65,27 +67,32 @@ class PublisherStates:
         now = time.time()
         names = [keys.record(claim.group_id, claim.publisher) for claim in claims]
         replies = await self._client.several((("HGETALL", name) for name in names), is_lenient=True)
-        records = [StreamFields(self._parser, name, _pairs(reply)) for name, reply in zip(names, replies, strict=True)]
+        pairs = map(pairs_of, replies)
+        records = [StreamFields(self._parser, name, each) for name, each in zip(names, pairs, strict=True)]
         prefixes = await self._opaque_prefixes(claims, records)
+        drifts = await self._drifts(claims)
         states: list[PublisherState] = []
-        for claim, fields, opaque in zip(claims, records, prefixes, strict=True):
+        for claim, fields, opaque, drift in zip(claims, records, prefixes, drifts, strict=True):
             fields.is_of_this_format()
             ts = fields.number("ts")
             counters = fields.integers(COUNTER, str)
             held = {name.medium: 0 for name in fields.integers(HOLDER, HolderName.parse)}
             for medium in held:
                 held[medium] = counters.pop(BLOCKS + medium, 0)
+            status, error = fields.status(), fields.text("last_error") or None
+            if drift is not None and status in (StreamStatus.ACTIVE, StreamStatus.DEGRADED):
+                status, error = StreamStatus.DEGRADED, "; ".join(filter(None, (error, f"drift: {drift}")))
             states.append(
                 PublisherState(
                     registration=claim.registration,
                     id=claim.publisher,
                     group_id=claim.group_id,
-                    status=fields.status(),
+                    status=status,
                     watermark=fields.integer("watermark"),
                     lag_seconds=None if ts is None else max(0.0, now - ts),
                     counters={name: n for name, n in counters.items() if not name.startswith(BLOCKS)},
                     blocks=held,
-                    last_error=fields.text("last_error") or None,
+                    last_error=error,
                     worker=fields.text("worker") if fields.has("worker") else None,
                     prefixes=opaque,
                     flags=frozenset(fields.text("flags").split()),
@@ -98,9 +105,18 @@ class PublisherStates:
         names = [keys.record(claim.group_id, claim.publisher) for claim in claims]
         replies = await self._client.several((("HGETALL", name) for name in names), is_lenient=True)
         return [
-            list(StreamFields(self._parser, name, _pairs(reply)).integers(HOLDER, HolderName.parse).items())
+            list(StreamFields(self._parser, name, pairs_of(reply)).integers(HOLDER, HolderName.parse).items())
             for name, reply in zip(names, replies, strict=True)
         ]
+
+    async def _drifts(self, claims: Sequence[Claim]) -> list[Drift | None]:
+        """The drift of each target that delivers less than is expected of it."""
+        now = 1000 * time.time()
+        values = await self._client.several(
+            [("HGET", keys.load(claim.group_id), DRIFT + b"%d" % claim.publisher) for claim in claims], is_lenient=True
+        )
+        drifts = [None if value is None else Drift.parse(value) for value in values]
+        return [None if each is None or each.until_ms < now else each for each in drifts]
 
     async def _opaque_prefixes(
         self, claims: Sequence[Claim], records: Sequence[StreamFields]
@@ -118,10 +134,3 @@ class PublisherStates:
         ]
         counts = iter(await self._client.several(commands, is_lenient=True) if commands else ())
         return [{name.medium: next(counts) or 0 for name in holders} for holders in held]
-
-
-def _pairs(reply: list[bytes] | dict[bytes, bytes] | None) -> Mapping[bytes, bytes] | None:
-    """The reply to an HGETALL in a pipeline of raw commands, which the client returns as a flat list or as a dict."""
-    if reply is None or isinstance(reply, dict):
-        return reply
-    return dict(zip(reply[::2], reply[1::2], strict=True))

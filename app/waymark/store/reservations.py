@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from waymark.base.errors import InvalidValue, StoreUnavailable
+from waymark.domain.books import NO_USAGE, PROMISE, Usage
 from waymark.store import keys
 from waymark.store.background import StartTask
 from waymark.store.redis.client import RedisClient
@@ -31,7 +32,10 @@ OVERDUE_MAX = 64
 _TAKE_BACK_SECONDS = 1.0
 #: The most reservations of one list that are released in parallel.
 _RELEASES_AT_ONCE = 32
-_TEXT = re.compile(r"([1-9]\d{0,15})\.([1-9]\d{0,15})\.(\d{1,15})\.(\d{1,15})\.([0-9a-f]{16})(?:\.(\d{1,15}))?")
+_TEXT = re.compile(
+    r"([1-9]\d{0,15})\.([1-9]\d{0,15})\.(\d{1,15})\.(\d{1,15})\.([0-9a-f]{16})(?:\.(\d{1,15}))?"
+    rf"(?:\.({PROMISE}))?"
+)
 
 
 class ReservationPart(StrEnum):
@@ -47,7 +51,8 @@ class ReservationPart(StrEnum):
 class Reservation(NamedTuple):
     """The text that a caller gets for a decision, and sends to release it.
 
-    Its form is ``<group>.<publisher>.<tokens>.<context>.<nonce>``, and ``.<waited>`` if that is known.
+    Its form is ``<group>.<publisher>.<tokens>.<context>.<nonce>``, then ``.<waited>`` and ``.<promise>`` if these are
+    known.
     """
 
     group_id: int
@@ -59,15 +64,20 @@ class Reservation(NamedTuple):
     nonce: str
     waited: int | None = None
     """Prefill tokens that the target had to compute before this request; None if unknown, or if it does not apply."""
+    promise: str = ""
+    """The text of a ``Promise``; empty if nothing was promised."""
 
     def __str__(self) -> str:
         text = f"{self.group_id}.{self.publisher}.{self.tokens}.{self.context}.{self.nonce}"
-        return text if self.waited is None else f"{text}.{self.waited}"
+        if self.waited is not None:
+            text += f".{self.waited}"
+        return f"{text}.{self.promise}" if self.promise else text
 
     @property
     def member(self) -> str:
         """The member of the sorted set in Redis."""
-        return f"{self.publisher} {self.tokens} {self.context} {self.nonce}"
+        member = f"{self.publisher} {self.tokens} {self.context} {self.nonce}"
+        return f"{member} {self.promise}" if self.promise else member
 
 
 def parse_reservations(text: str, field: str = "reservation") -> list[Reservation]:
@@ -79,7 +89,7 @@ def parse_reservations(text: str, field: str = "reservation") -> list[Reservatio
             raise InvalidValue(f"{field} is not a reservation; send the text that /select returned", field=field)
         group_id, publisher, tokens, context = (int(number) for number in match.groups()[:4])
         waited = None if match[6] is None else int(match[6])
-        found.append(Reservation(group_id, publisher, tokens, context, match[5], waited))
+        found.append(Reservation(group_id, publisher, tokens, context, match[5], waited, match[7] or ""))
     return found
 
 
@@ -114,6 +124,8 @@ class Load(NamedTuple):
 
 #: The fields of targets that have failed begin with this.
 HEALTH = b"health:"
+#: The fields of targets that deliver less than is expected of them begin with this.
+DRIFT = b"drift:"
 
 
 #: With more changes than this all loads are read.
@@ -144,6 +156,9 @@ _numeral = lru_cache(1024)(repr)
 SawLoad = Callable[[int, int, int, int, int], None]
 """Takes the id of a group, a publisher, and the tokens, requests and context of its load."""
 
+Booked = Callable[[Reservation, float | None], None]
+"""Takes a reservation that has ended with a usage, and its target's drift, if this has shown it; 0: it has none now."""
+
 NO_LOAD = Load()
 """The load of a target that never got a request."""
 
@@ -162,6 +177,8 @@ class Offer(NamedTuple):
     """The index of the first speculative entry to write; the target has the blocks before it."""
     spec_milliseconds: int = 0
     """How long its speculative entries last; with 0 ``reserve`` writes none."""
+    promise: str = ""
+    """What the books will say of it, if it gets the prompt: the text of a ``Promise``."""
 
 
 class ReservationTerms(NamedTuple):
@@ -220,7 +237,10 @@ class Reservations:
 
     async def _take_back(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms, nonce: str) -> None:
         """End the reservation that an unanswered call may have made, whichever target it is for."""
-        made = [Reservation(group_id, offer.publisher, offer.new, terms.context, nonce) for offer in offers]
+        made = [
+            Reservation(group_id, offer.publisher, offer.new, terms.context, nonce, promise=offer.promise)
+            for offer in offers
+        ]
         until = time.monotonic() + terms.milliseconds / 1000
         while time.monotonic() < until:
             try:
@@ -248,20 +268,20 @@ class Reservations:
             repeatable="0" if terms.request_id is None else "1",
             candidates=" ".join(
                 [
-                    f"{publisher} {new} {_numeral(handicap)} {_numeral(weight)} {first} {lasting}"
-                    for publisher, new, handicap, weight, first, lasting in offers
+                    f"{publisher} {new} {_numeral(handicap)} {_numeral(weight)} {first} {lasting} {promise or '-'}"
+                    for publisher, new, handicap, weight, first, lasting, promise in offers
                 ]
             ),
         )
         if verdict is Verdict.REPEATED:
-            publisher, tokens, context, earlier, waited = numbers
+            publisher, tokens, context, earlier, waited, promise = numbers
             amounts = int(publisher), int(tokens), int(context)
-            return Reserved(verdict, Reservation(group_id, *amounts, str(earlier), int(waited)))
+            return Reserved(verdict, Reservation(group_id, *amounts, str(earlier), int(waited), str(promise)))
         which, tokens, requests, overdue = map(int, numbers)
         if verdict is not Verdict.APPLIED:
             return Reserved(verdict, overdue=overdue)
         offer = offers[which - 1]
-        reservation = Reservation(group_id, offer.publisher, offer.new, terms.context, nonce, tokens)
+        reservation = Reservation(group_id, offer.publisher, offer.new, terms.context, nonce, tokens, offer.promise)
         return Reserved(verdict, reservation, tokens, requests, overdue)
 
     async def release(
@@ -271,12 +291,16 @@ class Reservations:
         *,
         milliseconds: int = 120_000,
         ttft_ms: float | None = None,
+        usage: Usage = NO_USAGE,
+        drift_max: float = 1.0,
         saw: SawLoad | None = None,
+        booked: Booked | None = None,
     ) -> tuple[int, int]:
         """End reservations, or a part of each. Return how many existed, and how many did not.
 
-        ``ttft_ms`` is the time to the first token. It counts for the first target that computed a prompt.
-        ``saw`` is told what each target has to do now.
+        ``ttft_ms`` is the time to the first token. It counts for the first target that computed a prompt. ``usage``
+        is compared with what was promised of the one target that something was promised of. ``saw`` is told what each
+        target has to do now, and ``booked`` what the usage has shown.
         """
         minute = int(time.time() // 60)
         # A request of several sequences has several reservations of one target, and is one outcome.
@@ -284,13 +308,19 @@ class Reservations:
         timed = None
         if ttft_ms is not None:
             timed = next((each for each in reservations if each.waited is not None), None)
+        promised = [each for each in reservations if each.promise] if usage is not NO_USAGE else []
+        # Several requests have one usage together, and nobody knows the share of each.
+        told = promised[0] if len(promised) == 1 else None
 
         async def one(reservation: Reservation) -> bool:
+            cached, prompt, completion = usage if reservation is told else NO_USAGE
             outcome = await self._scripts.release(
                 load=keys.load(reservation.group_id),
                 changes=keys.load_changes(reservation.group_id),
                 reservations=keys.reservations(reservation.group_id),
                 first_tokens=keys.first_tokens(reservation.group_id, reservation.publisher),
+                books=keys.books(reservation.group_id, minute // 60),
+                drift=keys.drift(reservation.group_id, reservation.publisher),
                 reservation=reservation.member,
                 part=part.value,
                 minute=minute,
@@ -298,9 +328,19 @@ class Reservations:
                 ttft=repr(ttft_ms) if reservation is timed else "",
                 work=reservation.tokens + (reservation.waited or 0),
                 shows="1" if reservation is shows[reservation.group_id, reservation.publisher] else "0",
+                delivered="" if cached is None else cached,
+                prompt="" if prompt is None else prompt,
+                completion="" if completion is None else completion,
+                drift_max=drift_max,
             )
-            if saw is not None and outcome.numbers:
-                saw(reservation.group_id, reservation.publisher, *outcome.numbers)
+            drift = -1
+            if outcome.numbers:
+                tokens, requests, in_context, drift = outcome.numbers
+                if saw is not None:
+                    saw(reservation.group_id, reservation.publisher, tokens, requests, in_context)
+            is_booked = reservation is told and cached is not None and part is ReservationPart.OK
+            if booked is not None and is_booked and outcome.is_applied:
+                booked(reservation, None if drift < 0 else drift / 1000)
             return outcome.is_applied
 
         released = 0
@@ -356,6 +396,6 @@ class Reservations:
             # The number is older than the values, so that no change between the two is missed.
             return LoadChanges(last, await self.values(group_id), is_all=True)
         values = {}
-        for publisher, load, health in zip(*[iter(texts)] * 3, strict=True):
-            values[publisher], values[HEALTH + publisher] = load, health
+        for publisher, load, health, drift in zip(*[iter(texts)] * 4, strict=True):
+            values[publisher], values[HEALTH + publisher], values[DRIFT + publisher] = load, health, drift
         return LoadChanges(last, values)

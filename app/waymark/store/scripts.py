@@ -320,7 +320,7 @@ class Scripts:
         repeatable: str,
         candidates: str,
     ) -> tuple[Verdict, *tuple[int | str, ...]]:
-        """The second value is a text: the nonce of a reservation that was made before."""
+        """Some values are texts: the nonce and the promise of a reservation that was made before."""
         verdict, *rest = await self._call("reserve", locals())
         return (Verdict(verdict.decode()), *(each.decode() if isinstance(each, bytes) else each for each in rest))
 
@@ -331,6 +331,8 @@ class Scripts:
         changes: str,
         reservations: str,
         first_tokens: str,
+        books: str,
+        drift: str,
         reservation: str,
         part: str,
         minute: int,
@@ -338,6 +340,10 @@ class Scripts:
         ttft: Arg,
         work: int,
         shows: str,
+        delivered: Arg,
+        prompt: Arg,
+        completion: Arg,
+        drift_max: float,
     ) -> Outcome:
         return await self._run("release", locals())
 

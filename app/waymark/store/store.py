@@ -13,6 +13,7 @@ from waymark.domain.hashing import DEFAULT_SEED
 from waymark.store import index_format, keys
 from waymark.store.activity import Activity
 from waymark.store.answers import StoredAnswers
+from waymark.store.books import Books
 from waymark.store.claim_writer import ClaimWriter
 from waymark.store.directory import Directory
 from waymark.store.discovery import DiscoveryLease
@@ -101,6 +102,7 @@ class Store:
         self.entries = Entries(client, self.scripts)
         self.gauges = EngineGauges(client, self.scripts)
         self.first_tokens = FirstTokenTimes(client)
+        self.books = Books(client)
         self.hashes = EngineHashes(client, self.scripts)
         self.selections = Selections(client, self.scripts)
         self.speculative = Speculative(client)

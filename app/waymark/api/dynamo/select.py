@@ -20,9 +20,11 @@ from waymark.api.dynamo.select_schemas import (
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.base.errors import Conflict, InvalidValue, NoTarget, NotFound
+from waymark.base.shown import shown
 from waymark.decide.decision import HashedPrompt, RankingRequest, SelectParameters
 from waymark.decide.policies.target import Candidate
 from waymark.decide.selector import Selector
+from waymark.domain.books import Usage
 from waymark.domain.keys import unpack
 from waymark.domain.match import Walk, dynamo_rows
 from waymark.domain.names import GroupName
@@ -33,6 +35,8 @@ from waymark.store.store import Store
 _RESERVATION_MS = 300_000
 #: How long a selection may wait to be reserved, and a reservation under this id to be made.
 _PENDING_MS = 60_000
+USAGE = Usage._fields
+"""The parameters by which the end of a reservation says what the engine has reused."""
 #: The state of an id: the beginning of its text.
 _PENDING, _BEGUN, _RESERVED = "pending ", "begun", "reserved "
 
@@ -50,7 +54,7 @@ class DynamoSelect:
     async def select(self, body: Body) -> Answer:
         """Pick a worker; nothing is reserved."""
         request = DynamoSelectRequest.of(body.fields)
-        shown, taken, _ = await self._selected(request, body, is_reserved=False)
+        content, taken, _ = await self._selected(request, body, is_reserved=False)
         if request.selection_id is not None:
             pending = f"{_PENDING}{taken}"
             before = await self._store.selections.find(request.selection_id)
@@ -58,8 +62,8 @@ class DynamoSelect:
                 request.selection_id, before, pending, _PENDING_MS
             ):
                 raise _taken(request.selection_id)
-            shown = {"selection_id": request.selection_id} | shown
-        return Answer(shown)
+            content = {"selection_id": request.selection_id} | content
+        return Answer(content)
 
     async def select_and_reserve(self, body: Body) -> Answer:
         """Pick a worker and reserve it under an id, which nobody else may have."""
@@ -67,7 +71,7 @@ class DynamoSelect:
         selection_id = request.selection_id or str(uuid4())
         await self._begin(selection_id)
         try:
-            shown, taken, prompt = await self._selected(request, body, is_reserved=True)
+            content, taken, prompt = await self._selected(request, body, is_reserved=True)
         except BaseException:
             await self._forget(selection_id)
             raise
@@ -79,7 +83,7 @@ class DynamoSelect:
             "isl_tokens": prompt.tokens,
             "track_prefill_tokens": True,
         }
-        return Answer(head | shown)
+        return Answer(head | content)
 
     async def reserve(self, body: Body) -> Answer:
         """Reserve what /select has picked before, or a worker that the client has picked."""
@@ -135,10 +139,11 @@ class DynamoSelect:
         return Answer({"status": "ok"})
 
     async def end(self, body: Body) -> Answer:
+        usage = Usage(*(_tokens(body, name) for name in USAGE))
         text, reservations = await self._reserved(body)
         if not await self._store.selections.change(body.path["reservation_id"], text, ""):
             raise _no_reservation(body)
-        await self._selector.release(reservations, ReservationPart.OK)
+        await self._selector.release(reservations, ReservationPart.OK, usage=usage)
         return Answer({"status": "ok"})
 
     async def _reserved(self, body: Body) -> tuple[str, list[Reservation]]:
@@ -176,7 +181,7 @@ class DynamoSelect:
         text = ",".join(map(str, selected.reservations))
         if not is_reserved:
             text = str(Reservation(selected.group_id, candidate.publisher, new, prompt.tokens, "0" * 16))
-        shown = {
+        content = {
             "model_name": group.model_name,
             "routing_group": group.tenant_id,
             "worker_id": int(candidate.instance_id),
@@ -187,7 +192,7 @@ class DynamoSelect:
             "effective_prefill_tokens": new,
             "potential_decode_blocks": candidate.context // block_size + -(-prompt.tokens // block_size),
         }
-        return shown, text, prompt
+        return content, text, prompt
 
     async def _wanted(self, request: DynamoReservationRequest, group: GroupName, body: Body) -> Reservation:
         """The reservation of a worker that the client has picked."""
@@ -257,3 +262,13 @@ def _no_pending(selection_id: str, group: GroupName) -> NotFound:
 
 def _no_reservation(body: Body) -> NotFound:
     return NotFound(f"reservation {body.path['reservation_id']} not found")
+
+
+def _tokens(body: Body, name: str) -> int | None:
+    """A parameter of the usage. Raises InvalidValue if it is not a number of tokens."""
+    text = body.path.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 12):
+        raise InvalidValue(f"{name} is {shown(text)}; send the number of tokens that the engine says", field=name)
+    return int(text)

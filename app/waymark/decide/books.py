@@ -1,0 +1,158 @@
+"""What a decision promises of its target, how much a target's promises are worth, and what follows from that.
+
+The books compare four amounts of tokens of each request: what the best target had, what the chosen one had, what was
+expected of it, and what its engine delivered. The first three are known when the request is sent; they are a part of
+its reservation, see ``waymark.store.books``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Self
+
+from waymark.base.errors import StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
+from waymark.decide.fleet import Allowed, Fleet, FleetMember, PromptState, TargetSet
+from waymark.decide.policies.policy import Scored, least_new
+from waymark.decide.policies.target import RoutingRequest
+from waymark.domain.books import Promise, Usage
+from waymark.domain.match import TargetRow
+from waymark.store.activity import ActivityKind, about
+from waymark.store.reservations import Offer, Reservation
+from waymark.store.store import Store
+
+log = logging.getLogger(__name__)
+
+_Name = tuple[str, int]
+_NOTHING = 0, 0, 0, 0
+
+
+class Choices(NamedTuple):
+    """The targets that a request could have gone to: some of a set, or those that were ranked."""
+
+    targets: TargetSet | None
+    allowed: Allowed = Allowed()
+    ranked: frozenset[_Name] = frozenset()
+
+    @classmethod
+    def of(cls, scored: Sequence[Scored]) -> Self:
+        """The targets that were ranked."""
+        return cls(None, ranked=frozenset((each.candidate.instance_id, each.candidate.dp_rank) for each in scored))
+
+    @property
+    def number(self) -> int:
+        return len(self.ranked) if self.targets is None else self.targets.count(self.allowed)
+
+    def among(self, names: Iterable[_Name]) -> Sequence[_Name]:
+        """Return those names that are of these targets."""
+        if self.targets is not None:
+            return self.targets.among(names, self.allowed)
+        return [name for name in names if name in self.ranked]
+
+
+class Promises:
+    """What can be promised of each target, for one prompt."""
+
+    def __init__(self, seen: PromptState, request: RoutingRequest, fleet: Fleet, choices: Choices) -> None:
+        self._seen = seen
+        self._fleet = fleet
+        self._size = request.block_size
+        self._reusable = request.tokens - least_new(request)
+        self._held = {name: self._found(name) for name in choices.among({*seen.rows, *seen.prefixes})}
+        amounts = [sum(held) for held in self._held.values()]
+        self._available = max(amounts, default=0)
+        self._random = round(sum(amounts) / choices.number) if amounts else 0
+        self._of_nothing = str(Promise(self._available, *_NOTHING, 0, self._random))
+
+    def text(self, publisher: int) -> str:
+        """The promise of a target, as a reservation has it."""
+        name, soon = self._fleet.by_publisher[publisher].name, self._seen.expected.get(publisher, 0)
+        held = self._held.get(name, _NOTHING)
+        if held is _NOTHING and not soon:
+            return self._of_nothing
+        expected = min(max(sum(held), soon * self._size), self._reusable)
+        return str(Promise(self._available, *held, expected, self._random))
+
+    def _found(self, name: _Name) -> tuple[int, int, int, int]:
+        """What a target has on the device, in memory, on disk and in a pool."""
+        size = self._size
+        device, host, shared, disk = (size * blocks for blocks in self._seen.rows.get(name, _NO_ROW))
+        opaque = self._seen.prefixes.get(name)
+        if opaque is not None:
+            device, disk = max(device, opaque.hot), max(disk, opaque.warm - opaque.hot)
+        return device, host, disk, shared
+
+
+_NO_ROW = TargetRow()
+
+
+def with_promises(offers: Iterable[Offer], promises: Promises) -> list[Offer]:
+    return [offer._replace(promise=promises.text(offer.publisher)) for offer in offers]
+
+
+def believed(seen: PromptState, drifts: Mapping[int, float], members: Mapping[int, FleetMember]) -> PromptState:
+    """What was seen, with less of those targets that deliver less than is expected of them.
+
+    ``drifts`` are the shares that are missing, by publisher.
+    """
+    rows, prefixes, expected = dict(seen.rows), dict(seen.prefixes), dict(seen.expected)
+    for publisher, share in drifts.items():
+        member = members.get(publisher)
+        if member is None:
+            continue
+        credit = 1.0 - share
+        row, opaque = rows.pop(member.name, None), prefixes.pop(member.name, None)
+        if row is not None and credit > 0.0:
+            rows[member.name] = TargetRow(*(int(credit * blocks) for blocks in row))
+        if opaque is not None and credit > 0.0:
+            prefixes[member.name] = opaque._replace(hot=int(credit * opaque.hot), warm=int(credit * opaque.warm))
+        if publisher in expected:
+            expected[publisher] = int(credit * expected[publisher])
+    return seen._replace(rows=rows, prefixes=prefixes, expected=expected)
+
+
+class Bookkeeper:
+    """Hears of each request that has ended with a usage."""
+
+    def __init__(self, store: Store, metrics: Metrics) -> None:
+        self._store = store
+        self._metrics = metrics
+
+    def booked(self, reservation: Reservation, usage: Usage, drift: float | None) -> None:
+        """Count a request; ``drift`` is what it has shown of its target, see ``Booked``."""
+        promise, metrics = Promise.parse(reservation.promise), self._metrics
+        if promise is None or usage.cached_tokens is None:
+            return
+        metrics.tokens_available.inc(promise.available)
+        metrics.tokens_chosen.inc(promise.chosen)
+        metrics.tokens_expected.inc(promise.expected)
+        metrics.tokens_delivered.inc(usage.cached_tokens)
+        if drift is not None:
+            if drift:
+                metrics.drifts.inc()
+            self._store.begin(self._tell(reservation, drift))
+
+    async def _tell(self, reservation: Reservation, drift: float) -> None:
+        """Tell people, and the worker of the stream if its engine can send a snapshot of its cache.
+
+        If this replica stops before, the next 50 requests show the drift again.
+        """
+        try:
+            claims = await self._store.directory.claims()
+            claim = next((each for each in claims if each.publisher == reservation.publisher), None)
+            if claim is None:
+                return
+            of = claim.registration
+            shown_as = fields(instance=of.instance_id, model=of.model_name, drift=drift)
+            if not drift:
+                log.info("the engine reuses what is expected again", extra=shown_as)
+                return
+            is_asked = of.snapshot_endpoint is not None and await self._store.records.ask_repair(claim)
+            way = "a snapshot of its cache is asked for" if is_asked else "restart it, or register snapshot_endpoint"
+            log.warning("the engine reuses fewer tokens than expected; its blocks count for less", extra=shown_as)
+            detail = f"{100 * drift:.0f} % of what was expected did not come; {way}"
+            self._store.activity.note(ActivityKind.DRIFT, **about(of), detail=detail)
+        except StoreUnavailable as exc:
+            log.warning("drift not reported", extra=fields(error=exc.sentence))

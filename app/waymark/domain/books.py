@@ -1,0 +1,119 @@
+"""Books: the tokens that a decision promises, those that its engine delivers, and sums of both.
+
+Nothing of a prompt is in them but numbers of tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple, Self
+
+PROMISE = r"\d{1,15}(?:-\d{1,15}){6}"
+"""The form of a promise, as a regular expression."""
+_PROMISE = re.compile(PROMISE, re.ASCII)
+
+
+class Promise(NamedTuple):
+    """What was known of a target when a prompt was sent to it, in tokens of that prompt."""
+
+    available: int
+    """The most that any allowed target had."""
+    device: int
+    """``device`` to ``shared``: what the target had, each token at its best place."""
+    host: int
+    disk: int
+    shared: int
+    expected: int
+    """What the engine should reuse: with what it will have soon, and without the tokens that an engine always
+    computes."""
+    random: int
+    """What an allowed target has on average: a random choice would have found this."""
+
+    @property
+    def chosen(self) -> int:
+        return self.device + self.host + self.disk + self.shared
+
+    def __str__(self) -> str:
+        return "%d-%d-%d-%d-%d-%d-%d" % self  # noqa: UP031  the fastest, and each decision does it for each offer
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """Parse the text of a promise; None if it is another text."""
+        return cls(*map(int, text.split("-"))) if _PROMISE.fullmatch(text) else None
+
+
+class Usage(NamedTuple):
+    """What an engine says of a request that has ended; None for what it does not say."""
+
+    cached_tokens: int | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+NO_USAGE = Usage()
+
+
+class Drift(NamedTuple):
+    """A target that delivers less than is expected of it."""
+
+    share: float
+    """The share of what was expected that did not come, up to 1."""
+    until_ms: int
+    """When this ends by the clock of Redis, if no requests show anything else before."""
+
+    @classmethod
+    def parse(cls, value: bytes) -> Self | None:
+        """Parse the value in Redis; None for a value of another form."""
+        words = value.split()
+        if len(words) != 2 or not all(word.isdigit() and len(word) < 16 for word in words):
+            return None
+        return cls(min(1.0, int(words[0]) / 1000), int(words[1]))
+
+    def __str__(self) -> str:
+        return (
+            f"the engine reuses {100 * self.share:.0f} % fewer tokens than the index expects, so its blocks count for "
+            "less; it probably drops blocks without events"
+        )
+
+
+class Sums(NamedTuple):
+    """Sums over requests, in the order of the script's numbers. ``available`` to ``completion`` are tokens.
+
+    These are of the requests whose engine says how much it has reused; ``unreported`` counts the others.
+    """
+
+    requests: int = 0
+    unreported: int = 0
+    available: int = 0
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    shared: int = 0
+    expected: int = 0
+    delivered: int = 0
+    random: int = 0
+    prompt: int = 0
+    completion: int = 0
+    first_tokens: int = 0
+    """The number of requests whose time to the first token is known."""
+    first_token_ms: int = 0
+
+    @property
+    def chosen(self) -> int:
+        return self.device + self.host + self.disk + self.shared
+
+    @property
+    def earned(self) -> int:
+        """Tokens that were not computed because the target was not chosen at random."""
+        return self.delivered - self.random
+
+    def plus(self, other: Sums) -> Sums:
+        return Sums(*map(int.__add__, self, other))
+
+    @classmethod
+    def parse(cls, value: bytes) -> Self | None:
+        """Parse the value in Redis; None for a value of another form."""
+        words = value.split()
+        if len(words) != len(cls._fields) or not all(word.isdigit() and len(word) < 19 for word in words):
+            return None
+        return cls(*map(int, words))

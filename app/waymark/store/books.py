@@ -1,0 +1,69 @@
+"""Books: what each decision promised, what its engine delivered, and their sums by minute.
+
+A promise is a part of its reservation. The script that ends the reservation adds the promise and the usage of the
+engine to the sums, in the same step. So a request counts once, however often its end is reported, and whichever replica
+hears of it. Nothing of a prompt is kept but numbers of tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from waymark.domain.books import Sums
+from waymark.store import keys
+from waymark.store.parsing import pairs_of
+from waymark.store.redis.client import RedisClient
+
+#: The books go back so far.
+HOURS_KEPT = 24
+#: Hashes that are asked for in one round trip.
+_HASHES_AT_ONCE = 64
+
+
+class Line(NamedTuple):
+    """The sums of one target in one minute."""
+
+    group_id: int
+    publisher: int
+    """Its id; 0 for all targets that an hour has no room for."""
+    minute: int
+    """Since 1970."""
+    sums: Sums
+
+
+class Books:
+    """Reads the books of groups, from the primary Redis."""
+
+    def __init__(self, client: RedisClient) -> None:
+        self._client = client
+
+    async def lines(self, groups: Sequence[int], since_minute: int) -> list[Line]:
+        """The lines of these groups, of ``since_minute`` and later, oldest first.
+
+        A line that cannot be read is left out.
+        """
+        last = int(time.time() // 3600) + 1  # the clock of another replica may be ahead
+        hours = range(max(since_minute // 60, last - HOURS_KEPT - 1), last + 1)
+        asked = [(group_id, hour) for hour in hours for group_id in groups]
+        found: list[Line] = []
+        for start in range(0, len(asked), _HASHES_AT_ONCE):
+            some = asked[start : start + _HASHES_AT_ONCE]
+            replies = await self._client.several(
+                [("HGETALL", keys.books(group_id, hour)) for group_id, hour in some], is_lenient=True
+            )
+            for (group_id, hour), reply in zip(some, replies, strict=True):
+                for name, value in (pairs_of(reply) or {}).items():
+                    line = _line(group_id, hour, name, value)
+                    if line is not None and line.minute >= since_minute:
+                        found.append(line)
+        return sorted(found, key=lambda each: each.minute)
+
+
+def _line(group_id: int, hour: int, name: bytes, value: bytes) -> Line | None:
+    minute, _, publisher = name.partition(b" ")
+    sums = Sums.parse(value)
+    if sums is None or not (minute.isdigit() and publisher.isdigit() and int(minute) < 60):
+        return None
+    return Line(group_id, int(publisher), 60 * hour + int(minute), sums)
