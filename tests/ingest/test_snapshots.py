@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import zmq
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, Bench, Pod
@@ -267,6 +268,59 @@ async def test_a_snapshot_above_a_bound_is_refused(bench: Bench, monkeypatch: py
     monkeypatch.undo()
     await has_snapshots_of(pod)
     await pod.agrees()
+
+
+@pytest.mark.parametrize("beyond", [0, 1], ids=["at the bound", "above it"])
+async def test_the_parts_of_a_snapshot_have_a_bound_and_are_read_in_turns(
+    monkeypatch: pytest.MonkeyPatch, beyond: int
+) -> None:
+    """An engine sends as many parts as it likes; reading millions in one turn of the loop would hold up all streams."""
+    head = [(7).to_bytes(8, "big"), b"p" * snapshot.PUBLISHER_ID_BYTES]
+    parts = [b"", *head, *[b"x"] * (snapshot.PARTS_MAX - 3 + beyond)]
+    turns, turns_meanwhile = 0, 0
+    receive = snapshot._receive
+
+    def answer(router: zmq.Socket[bytes]) -> None:
+        if router.poll(int(1000 * patient(10))):
+            router.send_multipart([router.recv_multipart()[0], *parts])
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def count(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+        nonlocal turns_meanwhile
+        before = turns
+        try:
+            return await receive(socket)
+        finally:
+            turns_meanwhile = turns - before
+
+    async def go_on() -> bool:
+        return True
+
+    monkeypatch.setattr(snapshot, "_receive", count)
+
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        endpoint = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+        answering = asyncio.create_task(asyncio.to_thread(answer, router))
+        turning = asyncio.create_task(turn())
+        asking = snapshot.ask(context, endpoint, seconds=patient(10), message_bytes_max=1000, between=go_on)
+        try:
+            if beyond:
+                with pytest.raises(snapshot.BadSnapshot, match="more than 65536 parts"):
+                    await asking
+            else:
+                found = await asking
+                assert found is not None
+                assert (found.seq, len(found.chunks)) == (7, snapshot.PARTS_MAX - 3)
+        finally:
+            turning.cancel()
+            await answering
+    assert turns_meanwhile > snapshot.PARTS_MAX / 2048
 
 
 async def test_a_snapshot_that_takes_too_long_to_apply_is_interrupted(

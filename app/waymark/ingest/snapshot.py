@@ -7,6 +7,7 @@ message when it is whole, so an engine that dies in the middle is silent.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,7 +28,10 @@ UNAVAILABLE: Final = -2
 """The seq of an engine that cannot make a snapshot now."""
 BYTES_MAX: Final = 256 * 2**20
 """vLLM's own bound on a reply."""
+PARTS_MAX: Final = 65_536
+"""No snapshot has so many chunks: each has hundreds of blocks."""
 
+_TURN_PARTS = 1024
 _TICK_SECONDS = 0.25
 
 
@@ -82,7 +86,7 @@ async def ask(
         socket.send_multipart([b"", REQUEST], zmq.NOBLOCK)
         while (left := deadline - time.monotonic()) > 0:
             try:
-                return parse(socket.recv_multipart(zmq.NOBLOCK, copy=False))
+                return parse(await _receive(socket))
             except zmq.Again:
                 await readable(socket, min(left, _TICK_SECONDS))
             if not await between():
@@ -90,3 +94,18 @@ async def ask(
         return None
     finally:
         socket.close(0)
+
+
+async def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+    """Receive a message, and let the loop do other things meanwhile. Raises zmq.Again, BadSnapshot."""
+    part = socket.recv(zmq.NOBLOCK, copy=False)
+    parts = [part]
+    while part.more:
+        if len(parts) == PARTS_MAX:
+            # The caller closes the socket, so that libzmq throws the rest away.
+            raise BadSnapshot(f"its snapshot has more than {PARTS_MAX} parts")
+        if len(parts) % _TURN_PARTS == 0:
+            await asyncio.sleep(0)
+        part = socket.recv(zmq.NOBLOCK, copy=False)  # libzmq delivers a message only when it is whole
+        parts.append(part)
+    return parts
