@@ -500,6 +500,17 @@ async def test_what_a_client_says_of_engines_does_not_reach_them(
     assert set(common.header_mutation.remove_headers) == removed
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+async def test_a_body_that_names_an_engine_to_copy_from_is_refused(
+    store: Store, pods: dict[str, str], start_epp: StartEpp, path: str
+) -> None:
+    epp = await start_epp(store)
+    for body in ({**TOKENS, "kv_transfer_params": {"remote_host": "10.0.0.1"}}, {"bootstrap_host": "10.0.0.1"}):
+        answer = await epp.stream().ask(body, path)
+        assert answer.immediate_response.status.code == 400
+        assert b"where to copy blocks from" in answer.immediate_response.body
+
+
 # ---- peers that do not behave ------------------------------------------------------------------------
 
 

@@ -77,6 +77,25 @@ async def test_a_body_goes_on_byte_for_byte_with_the_headers_that_may_pass(start
     assert "x-data-parallel-rank" not in request.headers
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+async def test_a_body_that_names_an_engine_to_copy_from_reaches_no_engine(start: Start, path: str) -> None:
+    running = await start(1)
+    prompt: dict[str, Any] = {"model": "demo", "max_tokens": 1, "input": "a", "prompt": "a"}
+    prompt["messages"] = [{"role": "user", "content": "a"}]
+    answer = await running.client.post(path, json=prompt | {"kv_transfer_params": None})
+    assert answer.status_code == 200, answer.text
+    for name, value in {
+        "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 5000},
+        "kv_hints": {"actions": []},
+        "bootstrap_host": "10.0.0.1",
+    }.items():
+        answer = await running.client.post(path, json=prompt | {name: value})
+        assert answer.status_code == 400
+        assert f"{name} tells an engine where to copy blocks from" in answer.text
+        assert "leave it out" in answer.text
+    assert len(running.engines[0].asked) == 1
+
+
 async def test_headers_of_an_answer_that_the_gateway_decides_are_its_own(start: Start) -> None:
     running = await start(1)
 

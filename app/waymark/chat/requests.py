@@ -109,10 +109,36 @@ def form_of(path: str) -> Form | None:
     return next((form for form in Form if bare.endswith(form)), None)
 
 
+#: Fields by which engines are told where to copy blocks from. A client that sets one could choose where an engine
+#: connects to, and whose blocks it takes.
+_PLACE_FIELDS = (
+    "kv_transfer_params", "kv_hints", "disaggregated_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+)  # fmt: skip
+
+
+def check_places(fields: Any) -> None:
+    """Raise ``InvalidValue`` if a body tells the engine where to copy from, as only a proxy behind Waymark may.
+
+    The body goes on byte for byte, so that the field cannot be taken out.
+    """
+    if isinstance(fields, Mapping):
+        for name in _PLACE_FIELDS:
+            if fields.get(name) is not None:
+                raise InvalidValue(
+                    f"{name} tells an engine where to copy blocks from, which no client decides; leave it out",
+                    field=name,
+                )
+
+
 def read_request(path: str, fields: Any) -> InferenceRequest:
-    """Read a body. Raises ``InvalidValue`` on ``model`` if it names none, and for a body that is no object."""
+    """Read a body.
+
+    Raises ``InvalidValue`` on ``model`` if it names none, on a field that names another engine, and for a body that is
+    no object.
+    """
     if not isinstance(fields, Mapping):
         raise InvalidValue("the body is no JSON object; send one with the field model", reason="invalid_type")
+    check_places(fields)
     model = fields.get("model")
     if model is None or model == "":
         raise InvalidValue("the body names no model; send the field model", reason="missing", field="model")

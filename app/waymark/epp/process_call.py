@@ -19,7 +19,7 @@ import orjson
 from waymark.base.bounded_json import TooMuchJson, bounded_loads
 from waymark.base.errors import InvalidValue, WaymarkError
 from waymark.base.metrics import Metrics
-from waymark.chat.requests import SESSION, Form, InferenceRequest, form_of, read_request, session_of
+from waymark.chat.requests import SESSION, Form, InferenceRequest, check_places, form_of, read_request, session_of
 from waymark.chat.usage import UsageReader
 from waymark.decide.decision import SelectParameters
 from waymark.decide.requests import RequestSelector, RoutedRequest
@@ -236,6 +236,7 @@ class ProcessCall:
             if self._form is None or self._request_mode == messages.NONE:
                 return None
             raise InvalidValue(f"the body is no JSON: {exc}; send an object with the field model") from None
+        check_places(fields)
         if self._form is None and not (isinstance(fields, dict) and isinstance(fields.get("model"), str)):
             return None
         return read_request(self._headers.get(":path", ""), fields)
