@@ -1,9 +1,9 @@
 -- keep_catalog(catalog; worker, before, value, workers_max) -> {verdict}
 --
--- Change the description of a worker, or of a peer, if no other client has changed it meanwhile.
+-- Change the description of a worker, of a peer, or of a group that is asked about, if no other client has changed it.
 --
--- KEYS  catalog      hash  workers as clients describe them, or the peers that they have named
--- ARGV  worker       the worker's id, or the peer's URL
+-- KEYS  catalog      hash  workers as clients describe them, the peers that they have named, or when a group was asked about
+-- ARGV  worker       the worker's id, the peer's URL, or the id of the group
 --       before       the description that the caller knows; empty for none
 --       value        the new description, as JSON; empty removes it
 --       workers_max  the most of them

@@ -11,6 +11,7 @@ import pytest
 
 from tests.api.conftest import MakeClient
 from tests.discovery.conftest import Engine, engine, start_engine, vllm_metrics
+from tests.patience import patient
 from waymark.domain.names import Origin
 from waymark.store import keys
 from waymark.store.store import Store
@@ -288,3 +289,25 @@ async def test_a_repair_is_asked_of_the_streams_that_have_snapshots(make_client:
     assert answer.json() == {"status": "repair requested", "asked_instances": ["i|default|1"]}
     records = [keys.record(claim.group_id, claim.publisher) for claim in await store.directory.claims()]
     assert [b"repair" in await store.client.hgetall(record) for record in records] == [False, True]
+
+
+async def test_the_master_of_a_pool_is_registered_in_place_of_its_events(make_client: MakeClient, store: Store) -> None:
+    client = await make_client(store, allowed_endpoints=("10.0.0.0/8",))
+    body = {"type": "Mooncake", "instance_id": "pool", "modelname": "m", "block_size": 2}
+    url = "http://10.0.0.9:9003"
+    assert (await client.post("/register", json=body | {"query_endpoint": url, "shards": 4})).status_code == 200
+    (registration,) = await store.directory.registrations()
+    assert (registration.endpoint, registration.scope) == (None, "shared")
+    assert (registration.target.query_endpoint, registration.target.query_parts) == (url, 4)
+    table = await store.reader.table(registration.group, deadline_seconds=patient(5.0))
+    assert table is not None
+    assert [each.query_endpoint for each in table.targets.values()] == [url]
+    for change, field in (
+        ({}, "endpoint"),
+        ({"query_endpoint": url, "scope": "instance"}, "endpoint"),
+        ({"query_endpoint": "tcp://10.0.0.9:9003"}, "query_endpoint"),
+        ({"query_endpoint": url + "?a"}, "query_endpoint"),
+        ({"query_endpoint": "http://192.168.0.9:9003"}, "query_endpoint"),
+    ):
+        refused = await client.post("/register", json=body | change)
+        assert (refused.status_code, refused.json()["field"]) == (400, field)

@@ -258,3 +258,27 @@ async def test_another_server_with_openais_api_is_foreign(engine: Engine, descri
     assert (found.kind, found.is_foreign, found.model_name, found.aliases) == (None, True, "llama3.2", ("qwen3",))
     engine.answers["/kv_event_sources"] = 503  # it may have it when it has started
     assert not (await describer.describe(engine.url)).is_foreign
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ('{"master_server_address": "10.0.0.9:50051"}', "http://10.0.0.9:9003"),
+        ({"master_server_address": "mooncake:50051", "master_metrics_port": 9103}, "http://mooncake:9103"),
+        ('{"master_server_address": 7}', None),
+        ('{"master_server_address": "a b:1"}', None),
+        ('{"master_server_address": "a:1", "master_metrics_port": "9003/x"}', None),
+        ("[" * 10_000, None),
+        ("@config.toml", None),
+        (None, None),
+    ],
+)
+async def test_the_master_of_the_store_of_sglang_is_read(
+    engine: Engine, describer: Describer, config: Any, found: str | None
+) -> None:
+    engine.is_sglang()
+    server = engine.answers["/server_info"]
+    server |= {"hicache_storage_backend": "mooncake", "hicache_storage_backend_extra_config": config}
+    assert (await describer.describe(engine.url)).query_endpoint == found
+    server["hicache_storage_backend"] = "file"
+    assert (await describer.describe(engine.url)).query_endpoint is None

@@ -288,3 +288,32 @@ def test_the_bitmap_of_a_pool_has_its_blocks_contiguous_or_not() -> None:
     )
     assert pool_bitmap(walk(of, [value(1, 2), value(1), value(1), value(2), None])) == 0b1001
     assert target_rows(walk(of, [value(1, 2), value(1), value(2), value(1)])) == {("a", 0): TargetRow(3, 0, 1, 0)}
+
+
+@pytest.mark.parametrize(
+    ("asked", "row"),
+    [
+        (0b0000, TargetRow(2)),
+        (0b1111, TargetRow(2, 0, 2)),
+        (0b1100, TargetRow(2, 0, 2)),
+        (0b0110, TargetRow(2, 0, 1)),
+        (0b1000, TargetRow(2)),
+        (0b11_0100, TargetRow(2, 0, 1)),
+    ],
+)
+def test_a_target_goes_on_with_what_a_pool_says_that_it_has(asked: int, row: TargetRow) -> None:
+    """As with the same blocks by events."""
+    alone = table({1: publisher("a"), 3: publisher("b")}, holder(1, 1))
+    both = table(
+        {1: publisher("a"), 2: publisher("pool", scope="shared"), 3: publisher("b")},
+        holder(1, 1),
+        holder(2, 2, "pool", medium="DISK", scope="shared"),
+    )
+    own = [{1} if i < 2 else set() for i in range(6)]
+    told = [value(*sorted(ids | ({2} if asked >> i & 1 else set()))) for i, ids in enumerate(own)]
+    by_events = target_rows(walk(both, [each or None for each in told]))
+    found = target_rows(walk(alone, [value(*ids) or None for ids in own]), asked)
+    assert found == by_events
+    assert pool_bitmap(walk(alone, [value(*ids) or None for ids in own]), asked) == asked & 0b1111 * bool(row.shared)
+    assert found["a", 0] == row
+    assert ("b", 0) in found or not asked & 1

@@ -151,6 +151,11 @@ ELSEWHERE = {
         ("waymark_placements_total", "waymark_index_queries_total"),
         ("tests/epp/test_radix_index.py", "test_placements_are_acknowledged_and_found_by_every_gateway"),
     ),
+    "waymark_prefix_queries_total": (
+        "tests/epp/test_scores.py",
+        "test_a_router_finds_who_has_a_prompt_by_the_hashes_of_the_engines",
+    ),
+    "waymark_pool_queries_total": ("tests/decide/test_asked_pools.py", "test_a_decision_counts_what_a_silent_pool_has"),
     "waymark_index_streams": ("tests/epp/test_radix_index.py", "test_streams_that_never_end_have_a_bound_of_their_own"),
     "waymark_placements_dropped_total": ("tests/epp/test_radix_index.py", "test_the_oldest_placements_are_dropped"),
     "waymark_index_evictions_total": (

@@ -15,6 +15,7 @@ from aiohttp import web
 from tests.patience import patient, patient_settings
 from tests.serving.wire import connections, served
 from waymark.api.application import GatewayAdmin, create_gateway_admin
+from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.startup import StartupGate
@@ -123,11 +124,13 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
             tokenizers = Tokenizers.of(settings, metrics)
             stack.push_async_callback(tokenizers.close)
             cache = ResponseCache.of(settings, metrics, store)
+            asker = Asker.of(settings)
+            stack.push_async_callback(asker.close)
             gate = StartupGate(store.directory, settings.min_initial_workers)
             parts = GatewayAdmin(gate, None if cache is None else cache.operated)
             admin = create_gateway_admin(store, settings, metrics, parts)
             responses = Responses.of(settings, metrics, store, archive)
-            gateway = Gateway(store, settings, metrics, tokenizers, gate, admin, cache, responses)
+            gateway = Gateway(store, settings, metrics, tokenizers, gate, asker, admin, cache, responses)
             stack.push_async_callback(gateway.close)
             port = await stack.enter_async_context(
                 served(gateway, protocol(connections(metrics, body_of_rejection, **bounds)))

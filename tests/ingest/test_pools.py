@@ -284,3 +284,27 @@ async def test_without_a_pool_no_hash_is_kept(bench: Bench) -> None:
     await pod.caught_up()
     await compute(pod, 1)
     assert await bench.redis.keys("wm:{1}:hash*") == []
+
+
+async def test_hashes_are_kept_where_a_router_asks_by_them(bench: Bench) -> None:
+    """Those of blocks that were there before, too; and only of engines whose router asks so."""
+    await bench.worker(options=WITHOUT_PROBES)
+    asked = await bench.pod("pod-1", kind=EngineKind.SGLANG, **LARGE)
+    other = await bench.pod("pod-2", **LARGE)
+    for pod in (asked, other):
+        await pod.caught_up()
+    await compute(asked, 1)
+    store = bench.store
+    (group,) = (await store.directory.groups()).values()
+    assert await store.hashes.find(group.group_id, range(100, 104)) == {}
+    await store.hashes.ask([group.group_id])
+
+    async def are_kept(number: int) -> bool:
+        hashes = range(100 * number, 100 * number + 4)
+        return (await store.hashes.find(group.group_id, hashes)).keys() == set(hashes)
+
+    await wait_until(lambda: are_kept(1), "older blocks are kept", PATIENCE_SECONDS)
+    await compute(asked, 2)
+    assert await are_kept(2)
+    await compute(other, 3)
+    assert await store.hashes.find(group.group_id, range(300, 304)) == {}

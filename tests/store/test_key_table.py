@@ -338,6 +338,8 @@ async def select(store: Store, redis: Redis) -> None:
     assert await store.selections.describe("7", WORKER, b"") is Verdict.APPLIED
     assert await store.selections.add_peer("http://peer:8091")
     assert await store.selections.remove_peer("http://peer:8091")
+    await store.scripts.keep_catalog(catalog=keys.ASKED, worker="2", before=b"", value=b"1", workers_max=10)  # long ago
+    await store.hashes.ask([1])
 
 
 async def answers(store: Store) -> None:

@@ -99,6 +99,7 @@ def create_app(
     ``stopping`` ends the answers that have no end of their own. ``gateway``: the process is a gateway, too.
     """
     gate = Gate.of(settings) if gateway is None else _gate_of_gateway(settings)
+    asker = asker or Asker.of(settings)
     contract = Contract()
     dependencies = _dependencies(settings, metrics, gate)
     operations = _operations(
@@ -106,8 +107,9 @@ def create_app(
         contract,
         dependencies,
         PromptTokenizer(tokenizers or Tokenizers.of(settings, metrics, EngineAddresses(store)), settings),
-        Registrations(store, settings, asker or Asker.of(settings)),
+        Registrations(store, settings, asker),
         ActivityFeed(store.activity, settings, metrics, stopping),
+        asker,
         gateway,
     )
     contract.describe(operations)
@@ -169,6 +171,7 @@ def _operations(
     tokenizer: PromptTokenizer,
     registrations: Registrations,
     feed: ActivityFeed,
+    asker: Asker,
     gateway: GatewayAdmin | None = None,
 ) -> list[Operation]:
     settings, metrics = dependencies.settings, dependencies.metrics
@@ -179,7 +182,7 @@ def _operations(
         Probes(store, metrics, gate, tokenizer, warning=openness(settings, is_gateway=gateway is not None)),
     )
     dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store, metrics, probes.metrics)
-    decisions = Decisions(store, settings, metrics, tokenizer, gate)
+    decisions = Decisions(store, settings, metrics, tokenizer, gate, asker)
     inputs, workers = DynamoInputs(store, settings, decisions.selector), DynamoWorkerHandlers(store, settings)
     select, loads = (
         DynamoSelect(store, decisions.selector, inputs),

@@ -208,6 +208,6 @@ def keys_of_all(keys_of: KeysOf) -> PromptOf:
 
     def prompt(block_size: int) -> HashedPrompt:
         found = keys_of(block_size)
-        return HashedPrompt(found.tokens, found.keys(found.blocks))
+        return HashedPrompt(found.tokens, found.keys(found.blocks), ids=found.ids)
 
     return prompt

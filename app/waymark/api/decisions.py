@@ -23,11 +23,13 @@ from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody
 from waymark.api.http.tokens_file import Caller
 from waymark.api.texts import ModelPrompt, PromptTokenizer
+from waymark.base.asker import Asker
 from waymark.base.errors import InvalidValue, NotFound, RemoteUnavailable, UnknownModel
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.base.shown import shown
 from waymark.chat.prefix_key import prefix_key
+from waymark.decide.asked_pools import AskedPools
 from waymark.decide.decision import RankingRequest, SelectedTarget
 from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.policy import Decision, Scored
@@ -47,13 +49,21 @@ class Decisions:
     """The three of them, of one replica."""
 
     def __init__(
-        self, store: Store, settings: Settings, metrics: Metrics, tokenizer: PromptTokenizer, gate: StartupGate
+        self,
+        store: Store,
+        settings: Settings,
+        metrics: Metrics,
+        tokenizer: PromptTokenizer,
+        gate: StartupGate,
+        asker: Asker,
     ) -> None:
         self._gate = gate
         self._store = store
         self._tokenizer = tokenizer
         self._given = GivenPrompts(settings)
-        self.selector = self._selector = Selector(store, SelectionOptions.of(settings), metrics)
+        self.selector = self._selector = Selector(
+            store, SelectionOptions.of(settings), metrics, pools=AskedPools(asker, metrics)
+        )
         self._observe_tokens = metrics.decision_duration_seconds.labels(part="tokens").observe
         self._served = store.incarnation.cache(
             ServedNames(store.directory, store.reader, store.begin, settings.query_deadline_ms / 1000)

@@ -69,7 +69,8 @@ def _of_tokens(tokens: bytes, namespace: int, seed: int, items: PromptItems, blo
     count = len(tokens) // 4
     if items:
         check_blocks(items, count, block_size)
-    return PromptKeys(TokenKeys(tokens, block_size, namespace, seed, items), count // block_size, count)
+    keys = TokenKeys(tokens, block_size, namespace, seed, items)
+    return PromptKeys(keys, count // block_size, count, b"" if namespace or items else tokens)
 
 
 def _of_hashes(seq_hashes: array[int], namespace: int, block_size: int) -> PromptKeys:

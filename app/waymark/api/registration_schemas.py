@@ -179,6 +179,11 @@ class _PublisherFields(RequestBody):
         description=f"an integer of 1..{SHARDS_MAX}: for a pool, the number of objects that make up one "
         "block; the default is the number of different shards seen in the keys of its objects",
     )
+    query_endpoint: OptionalEngineUrlField = Field(
+        default=None,
+        description=f"{ENGINE_URL}: the HTTP address of the master of a Mooncake store, which decisions ask for the "
+        "blocks of a prompt while the store sends no events; of the pool itself, or of an engine that reads from it",
+    )
     address: OptionalEngineUrlField = Field(
         default=None, description=f"{ENGINE_URL}: the address that requests are sent to"
     )
@@ -280,7 +285,15 @@ class RegisterRequest(_PublisherFields):
             sequence=self.sequence,
             target=Target(weight=0.0)
             if is_further
-            else Target(self.address, self.role, self.weight, self.labels, self.metrics_url),
+            else Target(
+                self.address,
+                self.role,
+                self.weight,
+                self.labels,
+                self.metrics_url,
+                query_endpoint=self.query_endpoint,
+                query_parts=0 if self.query_endpoint is None else self.shards or 0,
+            ),
             prefixes=self._prefixes() if traits.is_opaque else DEFAULT,
             object_shards=self.shards or 0 if scope == "shared" else 0,
             is_further=is_further,
@@ -297,7 +310,8 @@ class RegisterRequest(_PublisherFields):
                 "leave the endpoint out, or choose a type that sends events",
                 field="endpoint",
             )
-        if self.endpoint is None and traits.needs_endpoint:
+        is_queried_pool = self.query_endpoint is not None and (self.scope or traits.scope) == "shared"
+        if self.endpoint is None and traits.needs_endpoint and not is_queried_pool:
             raise InvalidBody(
                 f"endpoint is missing; for type {self.type} it must be {ENDPOINT}", reason="missing", field="endpoint"
             )

@@ -1,4 +1,4 @@
-"""Keeps engine hashes in Redis if the group has a pool: a pool's events name blocks by the hashes of the engines.
+"""Keeps engine hashes in Redis if the group has a pool or a client that asks by them: both name blocks by these hashes.
 
 The stream of an engine stores, for each of its engine hashes, the block that the hash names. The stream of a pool looks
 hashes up, also while the pool sends no events. If the pool reports an object before an engine has reported its block,
@@ -52,7 +52,7 @@ class PoolHashes:
     ) -> None:
         """``apply`` applies parts that come before the next batch. ``keep`` writes hashes to Redis."""
         self.is_wanted = False
-        """The group has a pool, and this publisher is an engine in front of it."""
+        """The group has a pool or a client that names blocks by the hashes of this publisher, an engine."""
         self._grant = grant
         self._resolver = resolver
         self._hashes = hashes
@@ -115,12 +115,12 @@ class PoolHashes:
         self._resolver.reported = found
 
     async def _keep_older(self) -> None:
-        """Keep some hashes of the blocks that this life had before its group had a pool."""
+        """Keep some hashes of the blocks that this life had before they were wanted."""
         flags = self._resolver.flags
         if self.is_wanted == (KEPT in flags):
             return
         if not self.is_wanted:
-            # The group has no pool now, so hashes of new blocks are not kept.
+            # Nobody names blocks by them now, so hashes of new blocks are not kept.
             self._blocks = None
             flags.discard(KEPT)
             await self._keep_facts()

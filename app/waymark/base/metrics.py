@@ -140,6 +140,12 @@ class Metrics:
     index_queries = counter(
         "How many queries of the gRPC service `radix_index.RadixIndex` were answered, by outcome.", "outcome"
     )
+    pool_queries = counter(
+        "How many times decisions needed the blocks that a pool without events has, by outcome.", "outcome"
+    )
+    prefix_queries = counter(
+        "How many queries of the gRPC service `kv_indexer.v1.KVIndexer` were answered, by outcome.", "outcome"
+    )
     placements = counter(
         "How many placements (a chain of blocks that a router sent to an engine) were reported, by outcome.", "outcome"
     )

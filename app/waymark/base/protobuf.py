@@ -13,6 +13,7 @@ _SCALARS = {
     "bool": _FIELD.TYPE_BOOL,
     "bytes": _FIELD.TYPE_BYTES,
     "fixed64": _FIELD.TYPE_FIXED64,
+    "sfixed64": _FIELD.TYPE_SFIXED64,
     "uint32": _FIELD.TYPE_UINT32,
     "uint64": _FIELD.TYPE_UINT64,
     "int32": _FIELD.TYPE_INT32,

@@ -28,6 +28,8 @@ class HashedPrompt(NamedTuple):
     """The packed keys of its complete blocks."""
     has_tokens: bool = True
     """Whether the tokens are known; else ``tokens`` is an estimate, and there are no keys."""
+    ids: bytes = b""
+    """The token ids as little-endian u32, if nothing but them names the blocks: no salt, adapter or image."""
 
 
 class PackedKeys:

@@ -1,5 +1,7 @@
 """What a router outside asks and reports by block hashes: who has a prompt, and where it has sent one.
 
+SGLang's router asks by the hashes that its engines name in their events. Engines keep these in Redis where it asks.
+
 smg and this index use the same hashes: XXH3-64 of a block's tokens, little-endian. Reports, called placements, count
 for engines without events, and for blocks of text, because no engine has events of these.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from waymark.base.errors import InvalidValue
@@ -23,6 +26,8 @@ from waymark.domain.hashing import DEFAULT_SEED, extend_local, namespace, text_h
 from waymark.domain.match import target_rows
 from waymark.domain.names import GroupName
 from waymark.store.directory import GroupEntry
+from waymark.store.hashes import FIND_HASHES
+from waymark.store.reader import Reading
 from waymark.store.store import Store
 
 
@@ -41,6 +46,21 @@ class HolderMatch(NamedTuple):
     holder: str
     blocks: int
     tells_events: bool
+    instance_id: str = ""
+
+
+class AskedGroup(NamedTuple):
+    """A group whose engines' routers ask by engine hashes."""
+
+    group: GroupName
+    group_id: int
+    block_size: int
+
+
+#: How many hashes of a prompt are looked up first: most new prompts have no match.
+_FIRST_HASHES = 32
+#: How long the groups are used before they are read again, and how often Redis is told that they are asked about.
+_GROUPS_SECONDS, _ASK_SECONDS = 1.0, 60.0
 
 
 PlacementResult = Literal["kept", "has_events", "unknown_model"]
@@ -61,6 +81,9 @@ class ReportedPrompts:
         self._blocks_max = settings.placements_max
         self.has_same_hashes = settings.hash_seed == DEFAULT_SEED
         """Whether this index hashes as smg does."""
+        self._asked: tuple[AskedGroup, ...] = ()
+        self._asked_until = self._told_until = float("-inf")
+        self._told: frozenset[int] = frozenset()
 
     async def match(self, keyspace: Keyspace, local_hashes: Sequence[int]) -> list[HolderMatch]:
         """Who has the beginning of a prompt, the longest match first. Raises StoreUnavailable."""
@@ -77,6 +100,66 @@ class ReportedPrompts:
             precise = _with_events(self._requests.selector.fleets.at_hand(served.group))
             found |= {holder: each for holder, each in placed.items() if holder not in precise}
         return _sorted(found)
+
+    async def match_engine_hashes(self, engine_hashes: Sequence[int], seconds: float) -> tuple[list[HolderMatch], int]:
+        """Who has the beginning of a prompt, by the engines' own hashes of its blocks; and how many were looked up.
+
+        A prompt that takes longer is looked up in part, so a match may be longer than it says. The hashes of a group
+        are kept from its first such query on. Raises StoreUnavailable.
+        """
+        until = asyncio.get_running_loop().time() + seconds
+        groups = await self._asked_groups()
+        found = await asyncio.gather(*(self._by_engine_hashes(of, engine_hashes, until) for of in groups))
+        best: dict[str, HolderMatch] = {}
+        for matches, _ in found:
+            for each in matches.values():
+                if each.holder not in best or best[each.holder].blocks < each.blocks:
+                    best[each.holder] = each
+        return _sorted(best), max((count for _, count in found), default=0)
+
+    async def _asked_groups(self) -> Sequence[AskedGroup]:
+        """The groups whose engines have such a router; their streams learn that they are asked about."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._asked_until:
+            groups = await self._store.directory.groups()
+            self._asked = tuple(
+                {
+                    AskedGroup(each.group, groups[each.group].group_id, each.block_size)
+                    for each in await self._store.directory.registrations()
+                    if each.tenant_id == self._tenant_id
+                    and each.scope == "instance"
+                    and each.kind.traits.is_asked_by_hash
+                    and each.target.address is not None
+                    and each.group in groups
+                }
+            )
+            ids = {each.group_id for each in self._asked}
+            if now >= self._told_until or not ids <= self._told:
+                await self._store.hashes.ask(ids)
+                self._told, self._told_until = frozenset(ids), now + _ASK_SECONDS
+            self._asked_until = now + _GROUPS_SECONDS
+        return self._asked
+
+    async def _by_engine_hashes(
+        self, of: AskedGroup, engine_hashes: Sequence[int], until: float
+    ) -> tuple[dict[str, HolderMatch], int]:
+        """Who has the blocks, by address, and how many hashes were looked up. Half of the time is for the look-up."""
+        loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+        known: list[int] = []
+        count, portion = 0, _FIRST_HASHES
+        while count < len(engine_hashes) and (not count or loop.time() < (began + until) / 2):
+            some = engine_hashes[count : count + portion]
+            spots = await self._store.hashes.find(of.group_id, some)
+            count, portion = count + len(some), FIND_HASHES
+            known += [spots[each].key for each in takewhile(spots.__contains__, some)]
+            if len(known) < count:
+                break
+        if not known:
+            return {}, count
+        reading = await self._store.reader.read(
+            of.group, of.block_size, PackedKeys(keys.pack(known)), deadline_seconds=max(0.001, until - loop.time())
+        )
+        return self._holders(of.group, reading), count
 
     async def place(
         self, keyspace: Keyspace, holder: str, parent: int | None, local_hashes: Sequence[int]
@@ -133,7 +216,11 @@ class ReportedPrompts:
         reading = await self._store.reader.read(
             served.group, keyspace.block_size, PackedKeys(packed), deadline_seconds=self._deadline_seconds
         )
-        fleet = self._requests.selector.fleets.at_hand(served.group)
+        return self._holders(served.group, reading)
+
+    def _holders(self, group: GroupName, reading: Reading | None) -> dict[str, HolderMatch]:
+        """What was found, by the addresses of the targets."""
+        fleet = self._requests.selector.fleets.at_hand(group)
         if reading is None or fleet is None:
             return {}
         rows = target_rows(reading.walk)
@@ -143,7 +230,7 @@ class ReportedPrompts:
             if address is not None and row is not None and row.blocks:
                 before = found.get(address)
                 if before is None or before.blocks < row.blocks:  # ranks of one address are one holder
-                    found[address] = HolderMatch(address, row.blocks, member.tells_events)
+                    found[address] = HolderMatch(address, row.blocks, member.tells_events, member.name[0])
         return found
 
     async def _placed(self, served: ServedModel, keyspace: Keyspace, hashes: Sequence[int]) -> dict[str, HolderMatch]:

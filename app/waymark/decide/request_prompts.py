@@ -104,7 +104,8 @@ def _said(request: InferenceRequest) -> Iterator[TextOrChat | SourcedTokens]:
 def _keyed(ids: bytes, items: PromptItems, space: int, seed: int, block_size: int) -> HashedPrompt:
     count = len(ids) // 4
     if not items:
-        return HashedPrompt(count, block_keys(None, ids, block_size, namespace=space, seed=seed))
+        keys = block_keys(None, ids, block_size, namespace=space, seed=seed)
+        return HashedPrompt(count, keys, ids=b"" if space else ids)
     try:
         check_blocks(items, count, block_size)
     except InvalidValue:

@@ -17,6 +17,7 @@ from time import perf_counter
 from waymark.base.errors import NoTarget, Saturated, StoreUnavailable, UnknownModel, nothing_registered
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
+from waymark.decide.asked_pools import AskedPools
 from waymark.decide.books import Bookkeeper, Choices
 from waymark.decide.decision import PolicyChoice, RankedTargets, RankingRequest, SelectedTarget, SelectParameters
 from waymark.decide.degraded import Degraded
@@ -56,7 +57,16 @@ _BY_KEY = {Decision.PREFIX: Decision.PREFIX_HASH, Decision.LOAD: Decision.OVERFL
 class Selector:
     """Decisions of one replica."""
 
-    def __init__(self, store: Store, options: SelectionOptions, metrics: Metrics, random: Random | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        options: SelectionOptions,
+        metrics: Metrics,
+        random: Random | None = None,
+        *,
+        pools: AskedPools | None = None,
+    ) -> None:
+        """``pools`` asks pools without events; None: they count for nothing."""
         self._store = store
         self._options = options
         self._metrics = metrics
@@ -69,7 +79,8 @@ class Selector:
         self._reserver = TargetReserver(store.reservations, self._loads, self._progress, options, metrics)
         self._bookkeeper = Bookkeeper(store, metrics)
         self._degraded = Degraded()
-        self._targets = TargetReader(store, options, metrics, self._loads, self.fleets, self._degraded.remember)
+        remember = self._degraded.remember
+        self._targets = TargetReader(store, options, metrics, self._loads, self.fleets, remember, pools)
         self._away_until = float("-inf")
         self._default_policy = PolicyChoice(None) if options.picker is not None else PolicyChoice.of(options.policy)
         self._observe_policy = metrics.decision_duration_seconds.labels(part="policy").observe

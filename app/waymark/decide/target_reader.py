@@ -14,6 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
+from waymark.decide.asked_pools import AskedPools
 from waymark.decide.books import believed
 from waymark.decide.decision import HashedPrompt, PackedKeys, PolicyChoice, RankingRequest
 from waymark.decide.fleet import Fleet, OpaquePrefix, PromptState
@@ -75,8 +76,10 @@ class TargetReader:
         loads: Loads,
         fleets: Fleets,
         remember: Callable[[GroupName, GroupEntry, Fleet], None],
+        pools: AskedPools | None = None,
     ) -> None:
-        """``remember`` is called with each group that was found."""
+        """``remember`` is called with each group that was found. ``pools`` asks pools without events; None: nobody."""
+        self._pools = pools
         self._store = store
         self._options = options
         self._loads = loads
@@ -118,6 +121,7 @@ class TargetReader:
         entry = reader.entry_at_hand(ranking.group)
         aside = None
         at_hand = None
+        asking = self._ask_pools(ranking, fleet, prompt, block_size)
         if entry is not None and fleet is not None:
             at_hand = self._aside_at_hand(ranking, entry, fleet, prompt, expects=expects)
             if at_hand is None:
@@ -134,17 +138,23 @@ class TargetReader:
                 if ranking.block_size is None and _block_size(fleet) != block_size:
                     return None, table
             self._remember(ranking.group, now, fleet)
+            asking = asking or self._ask_pools(ranking, fleet, prompt, block_size)
             if at_hand is not None and now == entry:
                 beside = at_hand
             elif aside is not None and now == entry:
                 beside = await aside
             else:
                 beside = await self._aside(ranking, now, fleet, prompt, expects=expects)
+            asked = 0 if asking is None else await asking
         finally:
+            if asking is not None:
+                asking.cancel()
             if aside is not None and not aside.cancel() and not aside.cancelled():
                 aside.exception()  # retrieved: the walk's own error is the one that counts
         walk = reading.walk if ranking.has_index else None
-        seen = PromptState({} if walk is None else target_rows(walk), *beside)
+        if walk is not None and walk.view.windows:
+            asked = 0  # nobody knows whether the pool has the windows of a hybrid model
+        seen = PromptState({} if walk is None else target_rows(walk, asked), *beside)
         if walk is None and seen.is_cold:
             # As a prompt whose tokens nobody knows: equal beginnings go to one target.
             prompt = prompt._replace(has_tokens=False)
@@ -152,11 +162,19 @@ class TargetReader:
             # Sources know who has a prompt with this key. It is at least as long as what anybody has of it.
             longest = max((each.tokens for each in seen.prefixes.values()), default=0)
             prompt = prompt._replace(tokens=max(prompt.tokens, longest), has_tokens=True)
-        request = request_of(ranking, prompt, block_size, 0 if walk is None else pool_bitmap(walk), fleet)
+        request = request_of(ranking, prompt, block_size, 0 if walk is None else pool_bitmap(walk, asked), fleet)
         drifts, told = self._loads.drifts(now.group_id), None
         if drifts:
             told, seen = seen, believed(seen, drifts, fleet.by_publisher)
         return TargetLookup(now, request, fleet, seen, prompt.keys, walk, reading.is_partial, told), table
+
+    def _ask_pools(
+        self, ranking: RankingRequest, fleet: Fleet | None, prompt: HashedPrompt, block_size: int
+    ) -> asyncio.Future[int] | None:
+        """Which blocks pools without events have; None if there is nobody to ask, or nothing to ask for."""
+        if self._pools is None or fleet is None or not fleet.queried or not prompt.ids or not ranking.has_index:
+            return None
+        return asyncio.ensure_future(self._pools.blocks(fleet.queried, prompt.ids, block_size))
 
     def _aside_at_hand(
         self, ranking: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, *, expects: bool | None

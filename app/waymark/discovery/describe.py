@@ -25,7 +25,7 @@ from waymark.base.shown import shown
 from waymark.domain.chunks import CHUNK_BLOCKS_MAX
 from waymark.domain.engines import EngineKind, naming_sockets_at
 from waymark.domain.names import ENDPOINT, is_endpoint
-from waymark.domain.targets import ADAPTERS_MAX
+from waymark.domain.targets import ADAPTERS_MAX, is_engine_url
 from waymark.engines.samples import SampleParser
 
 #: How long an engine may take for all of its answers.
@@ -36,6 +36,8 @@ RANKS_MAX = 256
 
 _SOURCES, _SERVER, _MODELS, _METRICS = "/kv_event_sources", "/server_info", "/v1/models", "/metrics"
 _VERSION = "/version"
+#: The port on which Mooncake's master answers HTTP, if nothing else is said.
+_MASTER_PORT = 9003
 _CACHE_CONFIG = "vllm:cache_config_info"
 _VLLM_METRIC = re.compile(rb"^vllm:", re.MULTILINE)
 
@@ -69,6 +71,8 @@ class Description:
     ranks: tuple[RankSockets, ...]
     release: str | None = None
     """The release of the engine."""
+    query_endpoint: str | None = None
+    """The HTTP address of the master of its Mooncake store."""
     names_sockets: bool = True
     """Whether the engine answers the path that names its sockets."""
     is_foreign: bool = False
@@ -157,6 +161,7 @@ class Describer:
             adapters=tuple(name for name, parent in cards or () if parent is not None)[:ADAPTERS_MAX],
             block_size=block_size,
             ranks=tuple(sockets),
+            query_endpoint=_master_of(server),
             release=_release(server) or _release(_json(replies[_VERSION])),
             names_sockets=_names_sockets(kind, server, sources),
             is_foreign=is_foreign,
@@ -271,6 +276,22 @@ def _ranks_of_sglang(
         (rank, f"tcp://{place}:{base + rank}", f"tcp://{place}:{replay + rank}" if type(replay) is int else None, None)
         for rank in range(dp_size)
     ], size
+
+
+def _master_of(server: Any) -> str | None:
+    """The HTTP address of the master of SGLang's Mooncake store, if its server says that it has one."""
+    if not isinstance(server, dict) or server.get("hicache_storage_backend") != "mooncake":
+        return None
+    config = server.get("hicache_storage_backend_extra_config")
+    try:
+        found = bounded_loads(config.encode()) if isinstance(config, str) else config
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or not isinstance(place := found.get("master_server_address"), str):
+        return None
+    port = found.get("master_metrics_port", _MASTER_PORT)
+    url = f"http://{place.rpartition(':')[0]}:{port}"
+    return url if type(port) is int and is_engine_url(url) else None
 
 
 # ---- answers ---------------------------------------------------------------------------------------

@@ -139,6 +139,7 @@ def _known(registration: Registration, description: Description, origin: Origin)
         adapters=description.adapters,
         aliases=_aliases(registration, description),
         release=description.release,
+        query_endpoint=registration.target.query_endpoint or description.query_endpoint,
     )
     return replace(registration, target=target, origin=origin)
 

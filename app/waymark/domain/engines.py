@@ -57,6 +57,8 @@ class EngineTraits:
     """On a device, too, one of its hashes can come to mean another block."""
     names_salts_off_device: bool = False
     """Stores off the device name their salt; with others one that names none may have one."""
+    is_asked_by_hash: bool = False
+    """Its router asks an index for blocks by the hashes that its events name."""
     sockets_path: str = ""
     """The path of its HTTP API that names its event sockets."""
     has_saltless_releases: bool = False
@@ -83,6 +85,7 @@ TRAITS: Final[Mapping[EngineKind, EngineTraits]] = MappingProxyType(
             "sglang",
             copies="count",
             names_salts_off_device=True,
+            is_asked_by_hash=True,
             sockets_path="/server_info",
         ),
         EngineKind.MOONCAKE: EngineTraits("mooncake", first_seq=1, scope="shared"),

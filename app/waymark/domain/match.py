@@ -10,13 +10,15 @@ numbers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
-from waymark.domain.media import DEVICE, HOST
+from waymark.domain.media import DEVICE, HOST, STORAGE
 from waymark.domain.table import Presence, View
 
 _NOWHERE: frozenset[str] = frozenset()
+#: Where a pool that was asked has its blocks.
+_POOL = frozenset({STORAGE})
 
 
 class Walk:
@@ -151,18 +153,45 @@ class TargetRow(NamedTuple):
         return self.device + self.host + self.shared + self.disk
 
 
-def target_rows(walk: Walk) -> dict[tuple[str, int], TargetRow]:
+def with_pool(runs: Sequence[tuple[Presence, int]], bitmap: int) -> list[tuple[Presence, int]]:
+    """The runs of a walk, and what follows it, as if a pool had the blocks of ``bitmap``: bit i is block i."""
+    found: list[tuple[Presence, int]] = []
+    at = 0
+    for presence, length in runs:
+        left = length
+        while left:
+            has, count = _bits(bitmap >> at)
+            count = min(count, left) if count else left
+            held = replace(presence, pool_media=presence.pool_media | _POOL) if has else presence
+            found.append((held, count))
+            at, left = at + count, left - count
+    has, count = _bits(bitmap >> at)
+    if has:
+        found.append((Presence((), {}, _POOL, 0), count))
+    return found
+
+
+def _bits(bitmap: int) -> tuple[bool, int]:
+    """The lowest bit, and how many equal ones follow each other from it on; 0 where none are set."""
+    if not bitmap & 1:
+        return False, (bitmap & -bitmap).bit_length() - 1 if bitmap else 0
+    rest = ~bitmap
+    return True, (rest & -rest).bit_length() - 1
+
+
+def target_rows(walk: Walk, asked: int = 0) -> dict[tuple[str, int], TargetRow]:
     """What each registered rank has, by instance and rank; one that has nothing is left out.
 
     The best place is the first of device, host, shared, disk. What is held by a rank that is not registered by itself
-    counts for the first registered rank of its instance: a router can pick nothing smaller.
+    counts for the first registered rank of its instance: a router can pick nothing smaller. ``asked`` are the blocks
+    that a pool has by its own account: bit i is block i.
     """
     view = walk.view
     first = [ranks[0] for ranks in view.registered_ranks]
     is_off_device, is_off_host = DEVICE.isdisjoint, HOST.isdisjoint
     counts: dict[tuple[int, int], list[int]] = {}
     going: set[tuple[int, int]] | None = None  # None: everybody, nothing read yet
-    for presence, length in walk.reusable:
+    for presence, length in with_pool(walk.reusable, asked) if asked else walk.reusable:
         own: dict[tuple[int, int], frozenset[str]] = {}
         for i, dp_rank, media in presence.ranks:
             key = i, dp_rank if dp_rank in view.registered_ranks[i] else first[i]
@@ -185,10 +214,10 @@ def target_rows(walk: Walk) -> dict[tuple[str, int], TargetRow]:
     return {(view.instances[i], rank): TargetRow(*row) for (i, rank), row in counts.items()}
 
 
-def pool_bitmap(walk: Walk) -> int:
-    """Which blocks of the walk a pool has: bit i is block i."""
+def pool_bitmap(walk: Walk, asked: int = 0) -> int:
+    """Which blocks a pool has, up to the first block that nobody has: bit i is block i. ``asked`` as of target_rows."""
     bitmap = at = 0
-    for presence, length in walk.reusable:
+    for presence, length in with_pool(walk.reusable, asked) if asked else walk.reusable:
         if presence.pool_media:
             bitmap |= ((1 << length) - 1) << at
         at += length

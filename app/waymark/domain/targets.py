@@ -59,6 +59,10 @@ class Target:
     """Further names under which the engine serves the model."""
     release: str | None = None
     """The release of the engine, by its own account."""
+    query_endpoint: str | None = None
+    """The HTTP address of the master of its pool, which decisions ask if the pool sends no events."""
+    query_parts: int = 0
+    """The number of objects of the pool that make up a block; 0: nobody has said it."""
 
 
 PLAIN = Target()

@@ -23,6 +23,8 @@ class EppOptions:
     key_file: Path | None = None
     streams_max: int = 4096
     index_streams_max: int = 256
+    prefix_seconds: float = 0.1
+    """How long an answer to SGLang's router may take, which waits no longer."""
     drain_seconds: float = 5.0
     finish_seconds: float = 60.0
 

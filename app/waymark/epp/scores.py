@@ -1,11 +1,13 @@
-"""``indexer.v1.IndexerService/GetPodScores`` of llm-d-kv-cache: how much of a prompt each pod has.
+"""Two services of other projects: how much of a prompt each engine has, by its text and by hashes.
 
-A score counts the blocks of the prompt's prefix that a pod has: 1 for a block on the device, 0.8 below it. Pods that
-have nothing of it are left out, as they are there.
+``indexer.v1.IndexerService/GetPodScores`` of llm-d-kv-cache counts the blocks of the prompt's prefix that a pod has: 1
+for a block on the device, 0.8 below it. ``kv_indexer.v1.KVIndexer/MatchExternalKvPrefix`` of SGLang's router counts
+blocks by the hashes that its engines name in their events. Engines that have nothing are left out, as they are there.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,9 +15,11 @@ from urllib.parse import urlsplit
 import grpc
 
 from waymark.base.errors import InvalidValue, RemoteUnavailable, StoreUnavailable
+from waymark.base.metrics import Metrics
 from waymark.base.protobuf import message_classes
 from waymark.chat.requests import Form, InferenceRequest
 from waymark.decide.policies.target import Candidate
+from waymark.decide.reported import ReportedPrompts
 from waymark.decide.requests import RequestSelector
 from waymark.domain.targets import host_and_port
 
@@ -30,6 +34,25 @@ CLASSES = message_classes(
         "GetPodScoresRequest": "string prompt, string model_name, string* pod_identifiers",
         "PodScore": "string pod, double score",
         "GetPodScoresResponse": "PodScore* scores",
+    },
+)
+
+
+PREFIX_PACKAGE = "kv_indexer.v1"
+PREFIX_SERVICE = f"{PREFIX_PACKAGE}.KVIndexer"
+#: Blocks of a prompt that are looked up.
+_PREFIX_MAX = 16_384
+_U64 = 2**64 - 1
+
+PREFIX_CLASSES = message_classes(
+    "waymark/kv_indexer.proto",
+    PREFIX_PACKAGE,
+    {
+        "MatchExternalKvPrefixRequest": "sfixed64* hashes, uint32 max_blocks",
+        "ExternalKvPrefixMatch": "string worker_address, uint32 matched_prefix_blocks, string worker_id",
+        "MatchExternalKvPrefixResponse": (
+            "ExternalKvPrefixMatch* matches, uint32 best_prefix_blocks, uint32 blocks_read"
+        ),
     },
 )
 
@@ -75,6 +98,47 @@ class PodScores:
             for name, score in best.items():
                 if score > 0:
                     answer.scores.add(pod=name, score=score)
+        return answer
+
+
+class PrefixMatches:
+    """The service that SGLang's router asks, over the targets of one tenant; an ingest worker reads the events."""
+
+    def __init__(self, prompts: ReportedPrompts, metrics: Metrics, seconds: float) -> None:
+        """``seconds`` is how long an answer may take."""
+        self._prompts = prompts
+        self._metrics = metrics
+        self._seconds = seconds
+
+    @property
+    def handler(self) -> Any:
+        """What a gRPC server adds."""
+        method = grpc.unary_unary_rpc_method_handler(
+            self.match_external_kv_prefix,
+            request_deserializer=PREFIX_CLASSES["MatchExternalKvPrefixRequest"].FromString,
+            response_serializer=PREFIX_CLASSES["MatchExternalKvPrefixResponse"].SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(PREFIX_SERVICE, {"MatchExternalKvPrefix": method})
+
+    async def match_external_kv_prefix(self, request: Any, context: Any) -> Any:
+        """The addresses of the engines that have the beginning of a prompt, the longest match first."""
+        hashes = [each & _U64 for each in request.hashes[: min(request.max_blocks or _PREFIX_MAX, _PREFIX_MAX)]]
+        try:
+            async with asyncio.timeout(self._seconds):
+                found, count = await self._prompts.match_engine_hashes(hashes, self._seconds)
+        except TimeoutError:
+            self._metrics.prefix_queries.labels(outcome="late").inc()
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"Redis did not answer within {self._seconds:g} s")
+        except StoreUnavailable as exc:
+            self._metrics.prefix_queries.labels(outcome="unavailable").inc()
+            await context.abort(grpc.StatusCode.UNAVAILABLE, exc.sentence)
+        self._metrics.prefix_queries.labels(outcome="match" if found else "empty").inc()
+        answer = PREFIX_CLASSES["MatchExternalKvPrefixResponse"](blocks_read=count)
+        for each in found:
+            answer.matches.add(
+                worker_address=each.holder, matched_prefix_blocks=each.blocks, worker_id=each.instance_id
+            )
+        answer.best_prefix_blocks = max((each.blocks for each in found), default=0)
         return answer
 
 

@@ -20,7 +20,7 @@ from waymark.epp.admission import Streams
 from waymark.epp.options import EppOptions
 from waymark.epp.process_call import CallContext, ProcessCall, StreamCut
 from waymark.epp.radix_index import RadixIndex
-from waymark.epp.scores import PodScores
+from waymark.epp.scores import PodScores, PrefixMatches
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,8 @@ class EppServer:
         self._server = _new_server(_HEADROOM * options.streams_max + options.index_streams_max)
         ext_proc.add_ExternalProcessorServicer_to_server(Processor(picker, options.streams_max), self._server)
         self._server.add_generic_rpc_handlers((PodScores(picker.selector, picker.tenant_id).handler,))
+        matches = PrefixMatches(prompts, picker.metrics, options.prefix_seconds)
+        self._server.add_generic_rpc_handlers((matches.handler,))
         index = RadixIndex(prompts, picker.metrics, options.index_streams_max)
         self._server.add_generic_rpc_handlers((index.handler,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

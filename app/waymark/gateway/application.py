@@ -14,10 +14,12 @@ from types import MappingProxyType
 import orjson
 
 from waymark.base.asgi import AsgiApplication, AsgiMessage, AsgiReceive, AsgiScope, AsgiSend, RawHeaders
+from waymark.base.asker import Asker
 from waymark.base.errors import StoreUnavailable, WaymarkError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.chat.requests import SESSION, Form, session_of
+from waymark.decide.asked_pools import AskedPools
 from waymark.decide.options import SelectionOptions
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
@@ -71,6 +73,7 @@ class Gateway:
         metrics: Metrics,
         tokenizers: Tokenizers,
         gate: StartupGate,
+        asker: Asker,
         others: AsgiApplication,
         cache: ResponseCache | None = None,
         responses: Responses | None = None,
@@ -86,7 +89,7 @@ class Gateway:
         self._origins = Origins(settings.gateway_origins)
         self._aliases = settings.model_aliases
         self._limits = KeyLimits(settings.gateway_key_requests, settings.gateway_key_tokens)
-        selector = Selector(store, SelectionOptions.of(settings), metrics)
+        selector = Selector(store, SelectionOptions.of(settings), metrics, pools=AskedPools(asker, metrics))
         self._selector = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
         self._directory = store.directory
         self._upstream = Upstream.of(settings)

@@ -218,7 +218,8 @@ class Poller:
         wanted = {claim.registration.name: claim for claim in mine if claim.registration.endpoint is not None}
         await self._stop_others(wanted)
         self._say_left(self._shares.left)
-        self._start(wanted, RegisteredRanks(claims), _with_pool(staying), tasks)
+        asked = await self._store.hashes.asked()
+        self._start(wanted, RegisteredRanks(claims), _with_pool(staying), asked, tasks)
         self._runner.forget_errors(name for name in wanted if name not in self.running or self.running[name].is_idle)
         self._gauges.saw(list(workers), [claim.registration for claim in staying])
 
@@ -296,6 +297,7 @@ class Poller:
         wanted: Mapping[PublisherName, Claim],
         ranks: RegisteredRanks,
         with_pool: Container[int],
+        asked: Container[int],
         tasks: asyncio.TaskGroup,
     ) -> None:
         """Start the wanted streams that do not run, as far as the limit of streams allows.
@@ -304,11 +306,11 @@ class Poller:
         """
         for name, claim in wanted.items():
             running = self.running.get(name)
-            has_pool = claim.group_id in with_pool and claim.registration.scope == "instance"
+            keeps_hashes = _keeps_hashes(claim, with_pool, asked)
             if running is not None:
-                running.see(ranks.of(name), has_pool=has_pool)
+                running.see(ranks.of(name), keeps_hashes=keeps_hashes)
             elif len(self.running) < self._options.streams_max:
-                running = self.running[name] = Running(claim, ranks.of(name), has_pool=has_pool)
+                running = self.running[name] = Running(claim, ranks.of(name), keeps_hashes=keeps_hashes)
                 running.task = tasks.create_task(self._runner.run(running))
 
     def _say_left(self, left: int) -> None:
@@ -328,6 +330,14 @@ class Poller:
         """The streams that run, each with its resolver."""
         running = [each for each in self.running.values() if not each.is_done]
         return [(each.stream, each.resolver) for each in running if each.stream and each.resolver]
+
+
+def _keeps_hashes(claim: Claim, with_pool: Container[int], asked: Container[int]) -> bool:
+    """Whether the stream of an engine keeps its hashes in Redis: a pool names blocks by them, or a client does."""
+    of = claim.registration
+    return of.scope == "instance" and (
+        claim.group_id in with_pool or (of.kind.traits.is_asked_by_hash and claim.group_id in asked)
+    )
 
 
 def _with_pool(claims: Iterable[Claim]) -> set[int]:

@@ -53,7 +53,7 @@ class Running:
     """Ranks of the stream's instance, if several have a stream of their own."""
     task: asyncio.Task[None] | None = None
     stream: ServedStream | None = None
-    has_pool: bool = False
+    keeps_hashes: bool = False
     """The stream's group has a pool that names blocks by the hashes of engines."""
 
     @property
@@ -78,12 +78,12 @@ class Running:
         is_same = removes_once(claim.registration) == removes_once(self.claim.registration)
         return is_same and claim.has_stream_of(self.claim)
 
-    def see(self, registered_ranks: frozenset[int], *, has_pool: bool = False) -> None:
-        """Pass on which ranks of the instance have a stream of their own now, and whether the group has a pool."""
-        self.registered_ranks, self.has_pool = registered_ranks, has_pool
+    def see(self, registered_ranks: frozenset[int], *, keeps_hashes: bool = False) -> None:
+        """Pass on which ranks of the instance have a stream of their own now, and whether its hashes are kept."""
+        self.registered_ranks, self.keeps_hashes = registered_ranks, keeps_hashes
         if self.applier is not None:
             self.applier.resolver.registered_ranks = registered_ranks
-            self.applier.pool_hashes.is_wanted = has_pool
+            self.applier.pool_hashes.is_wanted = keeps_hashes
 
 
 class StreamRunner:
@@ -166,7 +166,7 @@ class StreamRunner:
             await applier.new_life()
             applier, state = await self._resumed(grant, running.registered_ranks)
         options = self._options
-        applier.pool_hashes.is_wanted = running.has_pool
+        applier.pool_hashes.is_wanted = running.keeps_hashes
         if claim.registration.kind.traits.is_opaque:
             running.stream = PrefixStream(
                 applier,

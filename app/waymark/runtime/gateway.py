@@ -53,7 +53,7 @@ class GatewayRole:
         else:
             others = create_gateway_admin(store, settings, metrics, admin)
         responses = Responses.of(settings, metrics, store, self._archive)
-        self.app = Gateway(store, settings, metrics, tokenizers, gate, others, cache, responses)
+        self.app = Gateway(store, settings, metrics, tokenizers, gate, asker, others, cache, responses)
         self._engines = _given_engines(store, settings, asker) if settings.gateway_engines else None
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from waymark.api.application import create_probes
 from waymark.api.engine_addresses import EngineAddresses
 from waymark.base import native
+from waymark.base.asker import Asker
 from waymark.base.errors import SettingsError, StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.decide.asked_pools import AskedPools
 from waymark.decide.options import SelectionOptions
 from waymark.decide.reported import ReportedPrompts
 from waymark.decide.requests import RequestSelector
@@ -44,9 +46,10 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
     options = SelectionOptions.of(settings)
     store = open_store(settings, metrics)
     tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store))
+    asker = Asker.of(settings)
     try:
         await report_redis(store)
-        selector = Selector(store, options, metrics)
+        selector = Selector(store, options, metrics, pools=AskedPools(asker, metrics))
         watch = IngestWatch(store.heartbeats)
         gate = StartupGate(store.directory, settings.min_initial_workers, watch)
         under_way = RequestsUnderWay(selector, store.begin)
@@ -85,6 +88,7 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
             raise SettingsError(refusals[0])
     finally:
         await tokenizers.close()
+        await asker.close()
         await store.close()
 
 

@@ -1,13 +1,15 @@
 """The block that each engine hash of a group names, as the group's engines have reported them.
 
-These entries exist only in groups with a pool, because the events of a pool name blocks by the hashes of the engines.
-The entries are in ten Redis hashes. When the newest of these is full, the oldest is deleted.
+These entries exist only in groups with a pool, because the events of a pool name blocks by the hashes of the engines,
+and in groups that a client asks about by these hashes. They are in ten Redis hashes. When the newest of these is full,
+the oldest is deleted.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 from waymark.domain.keys import pack
@@ -25,6 +27,9 @@ _CALL_ENTRIES: Final = 512
 FIND_HASHES: Final = 256
 #: Each of the ten Redis hashes expires a week after its last write, for example if the group has no pool any more.
 _KEEP_MS: Final = 7 * 86_400_000
+#: For how long engines keep their hashes after a client has asked about their group.
+ASKED_SECONDS: Final = 86_400
+_ASKED_MAX: Final = 10_000
 _BLOCK: Final = re.compile(rb"([0-9a-f]{16})([0-9a-v])([0-9a-f]{16})([0-9a-f]{16})?")
 
 
@@ -90,9 +95,33 @@ class EngineHashes:
                     found[engine_hash] = spot
         return found
 
+    async def ask(self, group_ids: Collection[int]) -> None:
+        """Note that a client asks about these groups by engine hashes, so that their engines' streams keep them."""
+        now, held = time.time(), await self._client.hgetall(keys.ASKED)
+        changes = [(str(group_id).encode(), f"{now:.0f}".encode()) for group_id in group_ids]
+        changes += [(name, b"") for name, at in held.items() if not _is_recent(at, now)]
+        for name, value in changes:
+            # If another process has noted the same meanwhile, nothing is lost.
+            await self._scripts.keep_catalog(
+                catalog=keys.ASKED,
+                worker=name.decode(),
+                before=held.get(name, b""),
+                value=value,
+                workers_max=_ASKED_MAX,
+            )
+
+    async def asked(self) -> set[int]:
+        """The groups that clients have asked about lately."""
+        now, held = time.time(), await self._client.hgetall(keys.ASKED)
+        return {int(name) for name, at in held.items() if name.isdigit() and _is_recent(at, now)}
+
     async def _newest(self, group_id: int) -> int:
         (found,) = await self._client.several([("GET", keys.hashes(group_id))])
         return int(found) if found and found.isdigit() and len(found) < 16 else 0
+
+
+def _is_recent(at: bytes, now: float) -> bool:
+    return at.isdigit() and int(at) > now - ASKED_SECONDS
 
 
 def _encoded(spot: Spot) -> bytes:

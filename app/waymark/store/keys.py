@@ -25,6 +25,8 @@ SEEN = "wm:seen:{wm:counts}"
 CATALOG = "wm:catalog"
 #: The peers that clients of the Dynamo API have registered.
 PEERS = "wm:peers"
+#: The groups that a client asks about by the hashes of their engines.
+ASKED = "wm:asked"
 DISCOVERY = "wm:discovery"
 #: The activity list.
 ACTIVITY = "wm:activity"

@@ -23,6 +23,8 @@ class PromptKeys(NamedTuple):
     keys: KeySource
     blocks: int
     tokens: int
+    ids: bytes = b""
+    """The token ids as little-endian u32, if nothing but them names the blocks."""
 
 
 KeysOf = Callable[[int], PromptKeys]

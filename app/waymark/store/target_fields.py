@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from waymark.domain.objects import SHARDS_MAX
 from waymark.domain.targets import PLAIN, WEIGHT_MAX, Role, Target
 from waymark.store.parsing import Document
 
@@ -26,4 +27,6 @@ def target_of(of: Document) -> Target:
         adapters=of.words("adapters"),
         aliases=of.words("aliases"),
         release=of.optional_text("release"),
+        query_endpoint=of.optional_text("query_endpoint"),
+        query_parts=of.integer("query_parts", 1, SHARDS_MAX) if of.has("query_parts") else 0,
     )

@@ -85,7 +85,8 @@ def remembered(prompt_of: PromptOf, made: dict[int, HashedPrompt]) -> PromptOf:
 
 
 def _of_tokens(tokens: bytes, ns: int, seed: int, block_size: int) -> HashedPrompt:
-    return HashedPrompt(len(tokens) // 4, block_keys(None, tokens, block_size, namespace=ns, seed=seed))
+    keys = block_keys(None, tokens, block_size, namespace=ns, seed=seed)
+    return HashedPrompt(len(tokens) // 4, keys, ids=b"" if ns else tokens)
 
 
 def _of_keys(keys: bytes, tokens: int | None, block_size: int) -> HashedPrompt:

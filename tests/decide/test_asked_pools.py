@@ -1,0 +1,262 @@
+"""Pools without events: their masters are asked for the blocks of a prompt, and nothing waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.decide.conftest import metrics, store
+from tests.patience import patient
+from tests.store.factories import registration
+from waymark.base.asker import Asker
+from waymark.base.metrics import Metrics
+from waymark.decide import asked_pools
+from waymark.decide.asked_pools import FAILURES_MAX, KEYS_MAX, AskedPools, QueriedPool, page_hashes
+from waymark.decide.decision import HashedPrompt, PolicyChoice, RankingRequest
+from waymark.decide.options import SelectionOptions
+from waymark.decide.policies.presets import PRESETS
+from waymark.decide.selector import Selector
+from waymark.domain.engines import EngineKind
+from waymark.domain.hashing import block_keys
+from waymark.domain.names import GroupName
+from waymark.domain.targets import Target
+from waymark.store.store import Store
+
+__all__ = ["metrics", "store"]
+
+SIZE = 4
+SESSION = Path(__file__).parent.parent / "fixtures" / "wire" / "sglang_0.5.23_session.json"
+
+
+def packed(*tokens: int) -> bytes:
+    return array("I", tokens).tobytes()
+
+
+TOKENS = packed(*range(100, 124))
+HASHES = list(page_hashes(TOKENS, SIZE))
+
+
+class Master:
+    """A stand-in for Mooncake's master: ``has`` are its keys, ``asked`` those of each request."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.has: set[str] = set()
+        self.asked: list[list[str]] = []
+        self.answer: Callable[[], Awaitable[web.Response]] | None = None
+
+    async def handle(self, request: web.Request) -> web.Response:
+        keys = request.query["keys"].split(",")
+        self.asked.append(keys)
+        if self.answer is not None:
+            return await self.answer()
+        data = {
+            key: {"ok": True, "values": []} if key in self.has else {"ok": False, "error": "OBJECT_NOT_FOUND"}
+            for key in keys
+        }
+        return web.json_response({"success": True, "data": data})
+
+
+@pytest.fixture
+async def master() -> AsyncIterator[Master]:
+    found = Master()
+    app = web.Application(client_max_size=2**20)
+    app.router.add_get("/batch_query_keys", found.handle)
+    runner = web.AppRunner(app, max_line_size=2**20, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    found.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield found
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def pools(metrics: Metrics) -> AsyncIterator[AskedPools]:
+    asker = Asker()
+    yield AskedPools(asker, metrics, seconds=patient(5.0))
+    await asker.close()
+
+
+def outcomes(metrics: Metrics) -> dict[str, float]:
+    return {values[0]: series.value for values, series in metrics.pool_queries.read().items()}
+
+
+def test_pages_are_named_as_sglang_names_them() -> None:
+    """The hashes of a captured session of SGLang 0.5.23: the first 64 bits, signed."""
+    frames = json.loads(SESSION.read_text(encoding="utf-8"))["frames"]
+    told = frames[1]["meaning"][0]
+    named = [int.from_bytes(bytes.fromhex(each)[:8], "big", signed=True) for each in page_hashes(TOKENS[:48], SIZE)]
+    assert str(named) in told
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("parts", "keys"),
+    [
+        (0, lambda page: [f"{page}_0_k"]),
+        (0, lambda page: [f"{page}__k"]),
+        (1, lambda page: [f"{page}__k"]),
+        (4, lambda page: [f"{page}_0_k", f"{page}_0_v", f"{page}_1_k", f"{page}_1_v"]),
+    ],
+)
+async def test_a_block_is_there_when_all_of_its_objects_are(
+    master: Master, pools: AskedPools, parts: int, keys: Callable[[str], list[str]]
+) -> None:
+    for number in (0, 1, 3):
+        master.has.update(keys(HASHES[number]))
+    pool = QueriedPool(master.url + "/", parts)
+    assert await pools.blocks([pool], TOKENS, SIZE) == 0b1011
+    if parts == 4:
+        master.has.discard(keys(HASHES[1])[-1])
+        assert await pools.blocks([pool], TOKENS + packed(1, 2, 3, 4), SIZE) == 0b1001
+
+
+@pytest.mark.outside
+async def test_a_long_prompt_is_asked_for_in_batches(master: Master, pools: AskedPools) -> None:
+    tokens = packed(*range(SIZE * 700))
+    pages = list(page_hashes(tokens, SIZE))
+    master.has = {f"{page}__k" for page in pages[:600]} | {f"{pages[650]}__k"}
+    assert await pools.blocks([QueriedPool(master.url, 1)], tokens, SIZE) == (1 << 600) - 1 | 1 << 650
+    assert [len(each) for each in master.asked] == [KEYS_MAX, 700 - KEYS_MAX]
+    assert await pools.blocks([QueriedPool(master.url, 1)], packed(1, 2), SIZE) == 0
+    assert len(master.asked) == 2
+
+
+@pytest.mark.outside
+async def test_an_answer_is_kept_for_a_moment(
+    master: Master, pools: AskedPools, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asked_pools, "_KEPT_SECONDS", 3600.0)
+    monkeypatch.setattr(asked_pools, "_KEPT_MAX", 1)
+    pool = QueriedPool(master.url)
+    for _ in range(3):
+        await pools.blocks([pool], TOKENS, SIZE)
+    assert len(master.asked) == 1
+    await pools.blocks([pool], TOKENS, 2 * SIZE)  # another size is another question, and takes the only place
+    await pools.blocks([pool], TOKENS, SIZE)
+    assert len(master.asked) == 3
+    assert outcomes(metrics) == {"answered": 3, "kept": 2}
+    monkeypatch.setattr(asked_pools, "_KEPT_SECONDS", 0.0)
+    for _ in range(2):
+        await pools.blocks([pool], TOKENS[:16], SIZE)
+    assert len(master.asked) == 5
+
+
+async def odd(text: str, status: int = 200) -> web.Response:
+    return web.Response(text=text, status=status)
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [("<html>", 200), ("[]", 200), ('{"success": true}', 200), ('{"data": []}', 200), ("no", 503), ("[" * 9999, 200)],
+)
+async def test_a_master_that_answers_oddly_has_nothing(
+    master: Master, pools: AskedPools, metrics: Metrics, text: str, status: int
+) -> None:
+    master.answer = lambda: odd(text, status)
+    assert await pools.blocks([QueriedPool(master.url)], TOKENS, SIZE) == 0
+    assert outcomes(metrics) == {"failed": 1}
+
+
+@pytest.mark.outside
+async def test_an_odd_value_of_one_key_is_of_that_key_alone(master: Master, pools: AskedPools) -> None:
+    data = {f"{HASHES[0]}__k": {"ok": True}, f"{HASHES[1]}__k": 7, f"{HASHES[2]}__k": {"ok": "yes"}, "x": {"ok": True}}
+    master.answer = lambda: odd(json.dumps({"data": data}))
+    assert await pools.blocks([QueriedPool(master.url, 1)], TOKENS, SIZE) == 1
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("kind", ["silent", "refused"])
+async def test_a_master_that_fails_is_left_alone_and_asked_again(
+    master: Master,
+    metrics: Metrics,
+    free_port: int,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def hangs() -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(asked_pools, "_PAUSE_SECONDS", (3600.0, 3600.0))
+    master.answer = hangs
+    url = master.url if kind == "silent" else f"http://127.0.0.1:{free_port}"
+    asker = Asker()
+    pools = AskedPools(asker, metrics, seconds=0.02)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(FAILURES_MAX + 2):
+            assert await pools.blocks([QueriedPool(url)], TOKENS, SIZE) == 0
+    assert outcomes(metrics) == {"failed": FAILURES_MAX, "paused": 2}
+    assert [each.message for each in caplog.records].count(
+        "the master of a pool did not answer; decisions are made without its blocks"
+    ) == 2
+    # Another pool is not its affair, and with its time over it is asked again.
+    pools._masters[url].until = 0.0
+    pools._seconds = patient(5.0)
+    if kind == "silent":
+        master.answer, master.has = None, {f"{HASHES[0]}__k"}
+        assert await pools.blocks([QueriedPool(url)], TOKENS, SIZE) == 1
+        assert pools._masters[url].failures == 0
+    await asker.close()
+
+
+# ---- a decision ------------------------------------------------------------------------------------
+
+
+def prompt_of(block_size: int) -> HashedPrompt:
+    return HashedPrompt(len(TOKENS) // 4, block_keys(None, TOKENS, block_size, namespace=0), ids=TOKENS)
+
+
+def ranking(prompt: Any = prompt_of) -> RankingRequest:
+    return RankingRequest(GroupName("default", "m"), prompt, PolicyChoice.of(PRESETS["least-work"]))
+
+
+async def shared(selector: Selector, prompt: Any = prompt_of) -> dict[str, int]:
+    """The blocks of the prompt that the pool has for each instance."""
+    found = await selector.score(ranking(prompt))
+    assert found is not None
+    return {each.candidate.instance_id: each.candidate.shared // SIZE for each in found.scored}
+
+
+@pytest.mark.outside
+async def test_a_decision_counts_what_a_silent_pool_has(store: Store, master: Master, metrics: Metrics) -> None:
+    for number in (1, 2):
+        endpoint = f"tcp://10.0.0.{number}:5557"
+        await store.registry.register(registration(f"pod-{number}", model_name="m", block_size=SIZE, endpoint=endpoint))
+    pool = registration(
+        "pool", kind=EngineKind.MOONCAKE, model_name="m", block_size=SIZE, endpoint=None, scope="shared",
+        target=Target(query_endpoint=master.url),
+    )  # fmt: skip
+    await store.registry.register(pool)
+    master.has = {f"{page}_0_k" for page in HASHES[:3]}
+    options = SelectionOptions(deadline_seconds=patient(5.0))
+    async with AsyncExitStack() as stack:
+        asker = Asker()
+        stack.push_async_callback(asker.close)
+        selector = Selector(store, options, metrics, pools=AskedPools(asker, metrics, seconds=patient(5.0)))
+        assert await shared(selector) == {"pod-1": 3, "pod-2": 3}
+        # A prompt with a salt, or of hashes alone, has no tokens that name its pages.
+        assert await shared(selector, lambda size: prompt_of(size)._replace(ids=b"")) == {"pod-1": 0, "pod-2": 0}
+        assert len(master.asked) == 1
+        assert outcomes(metrics) == {"answered": 1}  # waymark_pool_queries_total
+        assert await shared(Selector(store, options, metrics)) == {"pod-1": 0, "pod-2": 0}
+        # An engine that names the master is enough.
+        await store.registry.unregister([pool.name])
+        first = registration(
+            "pod-1", model_name="m", block_size=SIZE, endpoint="tcp://10.0.0.1:5557",
+            target=Target(query_endpoint=master.url),
+        )  # fmt: skip
+        await store.registry.register(first)
+        assert await shared(selector) == {"pod-1": 3, "pod-2": 3}
