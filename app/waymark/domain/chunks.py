@@ -20,12 +20,12 @@ from waymark.domain.media import DEVICE
 CHUNK: Final = "chunk:"
 """A flag of this life that begins so says how many blocks its largest chunk has had."""
 CHUNK_BLOCKS_MAX: Final = 128
-"""A hash that is removed off the device takes so many positions in its batch, whether or not it was a chunk's."""
+"""A removed hash off the device takes this many positions in its batch, whether or not it was a chunk's."""
 _PIECE_BLOCKS: Final = 1024
 
 
 def blocks_of(event: Stored, block_size: int) -> int:
-    """How many blocks of this size a hash of a store stands for; 1 where it is of a block, or cannot be split."""
+    """Return how many blocks of this size each hash of a store stands for; 1 if it is a block's, or cannot be split."""
     size, hashes = event.block_size, len(event.engine_hashes)
     blocks = size // block_size
     is_chunked = (
@@ -57,5 +57,5 @@ def split(event: Stored, block_size: int) -> Iterator[Stored]:
 
 
 def hashes_of(chunk: int, blocks: int) -> list[int]:
-    """The engine hashes of the blocks of a chunk, ancestor first; of a smaller chunk they are the last of these."""
+    """Return the engine hashes of the blocks of a chunk, ancestor first; a smaller chunk has the last ones."""
     return [derived_hash(chunk, i) for i in range(blocks - 1, 0, -1)] + [chunk]

@@ -1,6 +1,6 @@
-"""Blocks of a holder with several copies or several engine hashes, and what Redis says of these.
+"""Blocks of a holder that have several copies or several engine hashes, and their text in Redis.
 
-Most blocks have one of each, and are not here.
+Most blocks have one copy and one hash, and are not here.
 """
 
 from __future__ import annotations
@@ -51,19 +51,20 @@ class HolderCopies:
         self.are_removed_each = False
         """A removal has taken a copy that another removal had left, so the engine removes each copy."""
         self.several: dict[int, BlockCopies] = {}
-        """The blocks that have any, by block key."""
+        """The blocks with several copies or hashes, by block key."""
 
     def is_crowded(self, engine_hash: int, key: int) -> bool:
-        """Whether the block, which the holder has, has as many engine hashes as it may, and this is a further one."""
+        """Return whether this would be one engine hash too many for a block that the holder has."""
         several = self.several.get(key)
         return several is not None and len(several.hashes) >= HASHES_MAX and engine_hash not in several.hashes
 
     def store_again(self, engine_hash: int, key: int, *, counts: bool, replaces: bool = False) -> tuple[int, bytes]:
-        """A block that the holder has, once more: the hash in its entry, and what ``*<key>`` says if it changes.
+        """Store a block again that the holder has. Return the hash in its entry, and the new text of ``*<key>`` if it
+        changes.
 
-        ``replaces``: what was counted is not trusted, and the block has one copy from now on.
-        If a removal has left a copy of it, and none has taken such a copy so far, the engine probably removes a block
-        only once, after the last of its copies: that is a contradiction.
+        With ``replaces`` the old count is not trusted, and the block has one copy from now on. A removal may have left
+        a copy although no such copy was ever removed: then the engine probably removes a block only once, after the
+        last of its copies, and this store contradicts the count.
         """
         first = self._known.first(key)
         assert first is not None
@@ -86,10 +87,10 @@ class HolderCopies:
         return first, several.text
 
     def take(self, key: int, copies_left: int | None, *, counts: bool) -> BlockCopies | None:
-        """Take a copy of a block that the holder has; what is left of it, or None if that is nothing.
+        """Take one copy of a block that the holder has. Return the rest, or None if the block has no copy left.
 
-        ``copies_left`` is what the engine says, about one of the block's engine hashes; ``counts`` says whether a
-        removal without it takes only one copy.
+        ``copies_left`` is the engine's own count for one of the block's engine hashes; ``counts`` says whether a
+        removal without a count takes only one copy.
         """
         several = self.several.get(key)
         counted = 1 if several is None else several.copies
@@ -114,11 +115,13 @@ class HolderCopies:
         return several
 
     def left_over(self) -> list[int]:
-        """An engine hash of each block of which a removal has left a copy, and that was not stored again since."""
+        """Return an engine hash of each block that a removal left with a copy, and that was not stored again since."""
         return [each.hashes[0] for each in self.several.values() if each.is_left]
 
     def tell(self, key: int) -> bytes:
-        """The value of ``*<key>`` for a new block whose entry cannot hold its engine hash; empty for most blocks."""
+        """Return the text of ``*<key>`` for a new block whose entry cannot hold its engine hash; empty for most
+        blocks.
+        """
         first = self._known.first(key)
         spot = self._known.get_block(key)
         if first != SAME_HASH or spot is None or spot.seq_hash == SAME_HASH:
@@ -127,7 +130,7 @@ class HolderCopies:
         return several.text
 
     def restore(self, key: int, copies: int, told: Sequence[int]) -> None:
-        """Note what Redis has of the copies of a block.
+        """Restore the copies of a block from Redis.
 
         ``told`` are the block's engine hashes in addition to that of its entry.
         """
@@ -147,7 +150,7 @@ class HolderCopies:
         self.several[key] = BlockCopies(copies, hashes or [first])
 
     def of(self, key: int) -> tuple[int, list[int]] | None:
-        """How many copies the holder has of a block, and the block's engine hashes; None where it has none."""
+        """Return the number of copies of a block and its engine hashes, or None if the holder does not have it."""
         first = self._known.first(key)
         if first is None:
             return None
@@ -155,7 +158,7 @@ class HolderCopies:
         return (1, [first]) if several is None else (several.copies, list(several.hashes))
 
     def carry(self, key: int, copies: int, hashes: Iterable[int], *, counts: bool) -> bytes:
-        """Add to a block what another holder had of it; what ``*<key>`` says then."""
+        """Add another holder's copies and hashes of a block to it. Return the new text of ``*<key>``."""
         first = self._known.first(key)
         assert first is not None
         several = self.several.get(key) or BlockCopies(1, [first])

@@ -1,4 +1,5 @@
-"""What publishers differ in, by their kind: one row a kind. Nothing else in Waymark compares a kind with a name.
+"""The differences between publishers, by their kind: one row a kind. Nothing else in Waymark compares a kind with a
+name.
 
 How a kind writes its events is in ``waymark.engines``, in the module that the row names.
 """
@@ -32,7 +33,7 @@ class EngineKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """What is true of every publisher of one kind. The defaults suit a new kind of which little is known."""
+    """The properties of every publisher of one kind. The defaults suit a new kind that is not well known yet."""
 
     dialect: str
     """The module of ``waymark.engines`` that reads its events."""
@@ -52,11 +53,11 @@ class EngineTraits:
     numbers_events: bool = False
     """The event_ids of each of its streams rise by one."""
     is_opaque: bool = False
-    """It names prefixes by hashes of its own, in an event stream over HTTP; nothing is known of their blocks."""
+    """It names prefixes by hashes of its own, in an event stream over HTTP; their blocks are unknown."""
     may_alias: bool = True
     """On a device, too, one of its hashes can come to mean another block."""
     names_salts_off_device: bool = False
-    """Stores off the device name their salt; with others one that names none may have one."""
+    """Stores off the device name their salt; for other engines, such a store without a salt may still have one."""
     is_asked_by_hash: bool = False
     """Its router asks an index for blocks by the hashes that its events name."""
     sockets_path: str = ""
@@ -91,7 +92,7 @@ TRAITS: Final[Mapping[EngineKind, EngineTraits]] = MappingProxyType(
         EngineKind.MOONCAKE: EngineTraits("mooncake", first_seq=1, scope="shared"),
         EngineKind.STANDARD: EngineTraits("standard", needs_endpoint=False, numbers_events=True),
         EngineKind.CONTINUUM: EngineTraits("standard", aliases=frozenset({"sse"}), is_opaque=True),
-        # It is there for requests to be sent to; nothing is known of its cache.
+        # Requests can be sent to it, but its cache is unknown.
         EngineKind.NONE: EngineTraits("standard", needs_endpoint=False, tells_events=False),
     }
 )
@@ -99,17 +100,19 @@ TRAITS: Final[Mapping[EngineKind, EngineTraits]] = MappingProxyType(
 UNNAMED: Final = EngineKind.VLLM
 """The kind of a registration in a dialect that does not name kinds."""
 WITHOUT_EVENTS: Final = next(kind for kind, traits in TRAITS.items() if not traits.tells_events)
-"""The kind of an engine of whose cache nothing is known."""
+"""The kind of an engine whose cache is unknown."""
 OVER_HTTP: Final = next(kind for kind, traits in TRAITS.items() if traits.tells_events and not traits.needs_endpoint)
 """The kind whose events come by ``POST /events``."""
 
 
 def naming_sockets_at(path: str) -> EngineKind:
-    """The kind whose HTTP API names its event sockets at this path; ``StopIteration`` where there is none."""
+    """Return the kind whose HTTP API names its event sockets at this path. Raise ``StopIteration`` if there is no such
+    kind.
+    """
     return next(kind for kind, traits in TRAITS.items() if traits.sockets_path == path)
 
 
 def kinds_where(trait: str, value: object) -> str:
-    """The kinds with this value of a trait, as a sentence lists them: ``vLLM and SGLang``."""
+    """List the kinds with this value of a trait, as a sentence does: ``vLLM and SGLang``."""
     names = [str(kind) for kind, traits in TRAITS.items() if getattr(traits, trait) == value]
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -1,7 +1,7 @@
 """The events that decoders produce: stored, removed, cleared, independent of any engine's format.
 
-Hashes here are **engine hashes** as u64: opaque names of blocks that are unique within one publisher only. Token ids
-are packed (little-endian u32), because later stages only hash them.
+Hashes here are **engine hashes** as u64: opaque names of blocks, unique only within one publisher. Token ids are packed
+(little-endian u32), because later stages only hash them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from waymark.domain.names import Adapter
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What only a standard event names of its stream, in addition to medium, adapter and salts.
+    """The fields by which only a standard event names its stream, besides medium, adapter and salts.
 
-    A field that is None is the registration's.
+    None stands for the value of the registration.
     """
 
     event_id: int
@@ -44,23 +44,26 @@ class Stored:
     parent: int | None
     """Engine hash of the block before the first; None at the root."""
     tokens: bytes
-    """Little-endian u32, pairs already undone; empty in a placeholder, which says where known blocks are."""
+    """Little-endian u32, pairs already undone; empty in a placeholder, which only gives the location of known
+    blocks.
+    """
     block_size: int
     """Tokens per hash as the event has it; 0 in placeholders."""
     medium: str
     adapter: Adapter = None
-    """The event's own adapter; None where it names none (then the registration's counts)."""
+    """The event's own adapter; if it is None, the registration's counts."""
     salts: tuple[str, ...] = ()
     """The request's cache salt, if the event names one; standard events: ``additional_salt``."""
     extras: tuple[int | None, ...] | None = None
-    """Per hash the digest of leftover extra keys (images, embeds); None where no block has any."""
+    """Per hash the digest of leftover extra keys (images, embeds); None if no block has any."""
     group: int | None = None
     """KV-cache group of a hybrid model."""
     is_main_attention: bool | None = None
     """Whether the event is of main attention; None if it names no kind of attention."""
     window: int | None = None
-    """How many tokens before a boundary a KV-cache group that is not main attention must have, so that a prefix can be
-    reused up to there; None where that is not known."""
+    """The number of tokens that a KV-cache group other than main attention must have before a boundary, so that a
+    prefix can be reused up to there; None if it is unknown.
+    """
     tells_salts: bool = field(default=True, compare=False)
     """The event's form has a place for salts and images, so an event without any is of blocks without any."""
     is_identity: bool = False
@@ -69,7 +72,7 @@ class Stored:
     is_deep: bool = False
     """It begins neither at the root nor after a named parent: how deep its blocks are is not known."""
     may_begin: bool = False
-    """It begins at the root where its parent, 0, is no block of its publisher: a nil was written as 0."""
+    """It begins at the root if its parent, 0, is not a block of its publisher: a nil was written as 0."""
     part: int = 0
     """The number of this event among those that its decoder makes of one long event, from 0."""
     is_reused: bool | None = None
@@ -98,7 +101,7 @@ class Cleared:
     """All blocks of a rank left the cache; for a standard event, all of its stream's dimensions."""
 
     medium: str | None = None
-    """The medium that is cleared; None: every medium of the rank."""
+    """The medium that a clear empties; None for every medium of the rank."""
     adapter: Adapter = None
     salts: tuple[str, ...] = ()
     envelope: Envelope | None = None
@@ -112,9 +115,10 @@ class PlainEvents(Sequence[Event]):
     """Events of a batch that need no rule of their own, and differ in their blocks alone.
 
     All are stores with the tokens of their blocks, and removals; the stores are alike, and so are the removals. The C
-    module has them. An event becomes an object only where somebody asks for it.
+    module has them. An event becomes an object only when it is accessed.
 
-    Where it matters, ``type(events) is PlainEvents`` is asked: ``isinstance`` of a class of ``abc`` takes far longer.
+    Speed matters, so callers test ``type(events) is PlainEvents``: ``isinstance`` with a class of ``abc`` takes far
+    longer.
     """
 
     __slots__ = ("_every", "blocks", "loop", "removal", "removals", "store", "stores")
@@ -127,7 +131,7 @@ class PlainEvents(Sequence[Event]):
         """Stores, and their blocks."""
         self.removals: int = loop.count(1)[0]
         self.store: Stored | None = loop[loop.first(0)] if self.stores else None
-        """The first store; what it says is so of all, except its blocks."""
+        """The first store; all stores share its fields, except the blocks."""
         self.removal: Removed | None = loop[loop.first(1)] if self.removals else None
 
     def __len__(self) -> int:
@@ -165,7 +169,7 @@ class Batch:
     """The events of one frame, in order."""
 
     ts: float | None
-    """The publisher's clock; None where it has none or sends nonsense."""
+    """The publisher's clock; None if it has no clock, or sends nonsense."""
     events: Sequence[Event]
     dp_rank: int | None = None
     """The rank the batch names; it wins over the registered one."""
@@ -174,7 +178,7 @@ class Batch:
     rejected: Counter[str] = field(default_factory=Counter)
     """Events that could not be decoded, by kind; their siblings are in ``events``."""
     ignored: Counter[str] = field(default_factory=Counter)
-    """Events that were understood and mean nothing here, by reason."""
+    """The number of events that were understood but have no meaning here, by reason."""
     samples: dict[str, str] = field(default_factory=dict)
     """One short description per kind in ``rejected``, for the log; never any token."""
     lost: str | None = None
@@ -182,9 +186,9 @@ class Batch:
 
     @property
     def clears_device(self) -> bool:
-        """Whether it has a clear that is of the device alone: one of a process that names itself.
+        """Whether a clear empties only the device, because its process names itself.
 
-        vLLM means that in the releases that name the process. Blocks that were offloaded stay.
+        In the releases that name the process, vLLM means a clear so. Blocks that were offloaded stay.
         """
         if self.publisher_id is None or type(self.events) is PlainEvents:
             return False

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 #: Requests from which a prediction counts; less than 5, since older ones count for less.
 _LEAST = 4.5
-#: Requests whose work differs by less than this share of its mean, or of a token, squared, show nothing of the slope.
+#: The slope cannot be estimated if the work of all requests is this close: a share of its mean, or of a token, squared.
 _SPREAD = 1e-4
 
 
@@ -29,7 +29,8 @@ class FirstTokens(NamedTuple):
         return sums if all(0 <= each < float("inf") for each in sums) else None
 
     def predict(self, work: float) -> float | None:
-        """Milliseconds to the first token behind so many prefill tokens, by least squares; None after too few requests.
+        """Estimate by least squares the milliseconds to the first token behind so many prefill tokens. Return None
+        after too few requests.
 
         More work never counts as faster.
         """

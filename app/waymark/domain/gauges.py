@@ -1,4 +1,4 @@
-"""What an engine reports of itself."""
+"""The load that an engine reports itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Gauges:
     running: int = 0
     """Requests that it computes."""
     kv_usage: float = 0.0
-    """The share of its KV cache that is in use, 0 to 1."""
+    """The used share of its KV cache, 0 to 1."""
     adapters_running: frozenset[str] = frozenset()
     adapters_waiting: frozenset[str] = frozenset()
     adapters_max: int = 0

@@ -16,7 +16,7 @@ from waymark.domain.media import normal_medium
 from waymark.domain.names import HolderName
 
 GENERATIONS: Final = 10
-"""The number of closed generations of a lasting name: by time, and by number where one publisher has all blocks."""
+"""The number of closed generations of a lasting name: by time, and also by number if one publisher has all blocks."""
 GENERATIONS_MAX: Final = 20
 """The most generations of one lasting name. Removals may leave few blocks in each, so their number has a bound."""
 SHARES_MAX: Final = 100
@@ -51,7 +51,7 @@ class BlockBounds:
         """Why a holder is over at ``now`` (in ms); ``cut``: the newest holder of the group that its number ends."""
         seconds = self.seconds(name.medium)
         if name.epoch is None:
-            # It has blocks from before there was a bound, and nobody knows how old they are.
+            # It has blocks from before there was a bound, and their age is unknown.
             return ("ttl" if seconds else "max_entries") if self.has(name.medium) else None
         lives = 1000 * seconds + 1000 * seconds // GENERATIONS
         if seconds and not -lives < now - name.epoch < lives:
@@ -60,7 +60,7 @@ class BlockBounds:
 
 
 class Generations:
-    """The generations of one stream. ``now`` and what the group has are set from outside."""
+    """The generations of one stream. The caller sets ``now`` and the facts of the group."""
 
     def __init__(self, bounds: BlockBounds) -> None:
         self.bounds = bounds
@@ -69,9 +69,9 @@ class Generations:
         self.cut = 0
         """The newest holder of the group that ends because of its number of blocks."""
         self.publishers = 1
-        """The number of publishers of the group that have blocks."""
+        """The number of publishers in the group with blocks."""
         self.epochs: dict[HolderName, int] = {}
-        """The generation for the stores of the batch that is being resolved, by lasting name."""
+        """The generation for the stores of the current batch, by lasting name."""
         self._newest: dict[HolderName, HolderName] = {}
         self._last: dict[HolderName, int] = {}
         """The last epoch of each lasting name."""
@@ -95,7 +95,9 @@ class Generations:
     def over(
         self, holders: Mapping[HolderName, int], blocks_of: Callable[[int], int]
     ) -> Iterator[tuple[HolderName, RemovalReason | None]]:
-        """The holders that are over, oldest first, each with the reason; None where it has no block any more."""
+        """Yield the holders beyond a bound, oldest first, each with the reason; the reason is None if it has no block
+        left.
+        """
         left = Counter(name.lasting for name in holders)
         for name, holder in sorted(holders.items(), key=lambda each: each[1]):
             reason = self.bounds.reason_to_end(name, holder, self.now, self.cut)
@@ -109,7 +111,7 @@ class Generations:
     # ---- stores ------------------------------------------------------------------------------------
 
     def begin_fold(self, blocks_of: Callable[[HolderName], int]) -> None:
-        """Stores go to the newest generations from here on, as far as these are not closed."""
+        """Direct stores to the newest generations from here on, if these are not closed."""
         self._count.clear()
         self.epochs = {}
         for lasting, name in self._newest.items():
@@ -119,7 +121,7 @@ class Generations:
                 self._count[lasting] = count
 
     def store(self, lasting: HolderName, blocks: int) -> None:
-        """So many blocks are stored: a name that has no open generation gets one."""
+        """Count newly stored blocks; a name without an open generation gets one."""
         if lasting not in self.epochs:
             if not self.bounds.has(lasting.medium):
                 return

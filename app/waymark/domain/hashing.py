@@ -1,10 +1,10 @@
 """Tokens to local hashes, local hashes to rolling seq_hashes, adapter and salts to a namespace.
 
-The scheme is the one of the published KV Events contract (XXH3-64 with a seed): ``local[i]`` is the hash of
-block i's tokens as little-endian u32; ``seq[0] = local[0]``; ``seq[i]`` hashes the sixteen bytes of
-``seq[i-1]`` and ``local[i]``, little-endian. A seq_hash therefore proves the whole prefix. What changes the
-contents of a block besides tokens (images, embeds) is appended to its token bytes as one u64; adapter and salts
-are not hashed at all but folded into the key by XOR, as the namespace.
+The scheme is the one of the published KV Events contract (XXH3-64 with a seed): ``local[i]`` is the hash of block i's
+tokens as little-endian u32; ``seq[0] = local[0]``; ``seq[i]`` hashes the sixteen bytes of ``seq[i-1]`` and
+``local[i]``, little-endian. A seq_hash therefore proves the whole prefix. Anything besides tokens that changes the
+contents of a block (images, embeds) is appended to its token bytes as one u64; adapter and salts are not hashed at all
+but folded into the key by XOR, as the namespace.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ _U64 = struct.Struct("<Q").pack
 
 
 def _digest() -> Callable[[bytes, int], int]:
-    """XXH3-64 of a payload with a seed, by the implementation that is selected."""
+    """Return the selected implementation of XXH3-64, which hashes a payload with a seed."""
     return xxh3_64_intdigest if native.selected is None else native.selected.digest
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Token ids as little-endian u32; ``struct.error`` where one is no integer of 0..2^32-1."""
+    """Return token ids as little-endian u32. Raise ``struct.error`` if one is not an integer of 0..2^32-1."""
     return struct.pack(f"<{len(tokens)}I", *tokens)
 
 
 def pack_tokens(tokens: list[int]) -> bytes:
-    """As ``token_bytes``, of a list and faster; ``TypeError`` or ``OverflowError`` where one is none. Booleans pass."""
+    """Pack a list like ``token_bytes``, but faster. Raise ``TypeError`` or ``OverflowError`` if an entry is not a token
+    id. Booleans pass.
+    """
     numbers = array("I")
     numbers.fromlist(tokens)  # takes two thirds of the time of array("I", tokens)
     if sys.byteorder == "big":
@@ -49,7 +51,7 @@ def pack_tokens(tokens: list[int]) -> bytes:
 
 
 def unpack_tokens(tokens: bytes) -> list[int]:
-    """The token ids of little-endian u32."""
+    """Return the token ids of little-endian u32."""
     numbers = array("I", tokens)
     if sys.byteorder == "big":
         numbers.byteswap()
@@ -64,10 +66,10 @@ def extend(
     seed: int = DEFAULT_SEED,
     extras: Sequence[int | None] | None = None,
 ) -> list[int]:
-    """The seq_hashes of the complete blocks in ``tokens``, going on from ``parent`` (None at the root).
+    """Return the seq_hashes of the complete blocks in ``tokens``, continuing from ``parent`` (None at the root).
 
-    ``tokens`` is little-endian u32, 4 bytes a token; a last block that is not complete is left out.
-    ``extras`` holds, per block, the digest of its leftover extra keys (``extra_digest``) or None.
+    ``tokens`` is little-endian u32, 4 bytes a token; an incomplete last block is left out. ``extras`` holds, per block,
+    the digest of its leftover extra keys (``extra_digest``) or None.
     """
     if extras is None and native.selected is not None:
         return list(keys.unpack(native.selected.hash_blocks(tokens, block_size, seed, parent, 0)))
@@ -83,7 +85,7 @@ def extend(
 
 
 def extend_local(parent: int | None, local_hashes: Sequence[int], *, seed: int = DEFAULT_SEED) -> list[int]:
-    """As ``extend``, for blocks whose tokens are hashed already."""
+    """Continue like ``extend``, for blocks whose tokens are hashed already."""
     if not local_hashes:
         return []
     if native.selected is not None and sys.byteorder == "little":
@@ -99,14 +101,14 @@ def extend_local(parent: int | None, local_hashes: Sequence[int], *, seed: int =
 def block_keys(
     parent: int | None, tokens: bytes | memoryview, block_size: int, *, namespace: int, seed: int = DEFAULT_SEED
 ) -> bytes:
-    """As ``extend``, as packed block keys (see ``keys``): each seq_hash with the namespace folded in."""
+    """Return packed block keys (see ``keys``) like ``extend``: each seq_hash with the namespace folded in."""
     if native.selected is not None:
         return native.selected.hash_blocks(tokens, block_size, seed, parent, namespace)
     return keys.pack(extend(parent, tokens, block_size, seed=seed), namespace)
 
 
 def local_keys(parent: int | None, local_hashes: array[int], *, seed: int = DEFAULT_SEED) -> bytes:
-    """As ``extend_local``, as packed block keys of the base model; ``local_hashes`` are u64."""
+    """Return packed block keys of the base model like ``extend_local``; ``local_hashes`` are u64."""
     if native.selected is not None and sys.byteorder == "little":
         return native.selected.chain(local_hashes, seed, parent)
     return keys.pack(extend_local(parent, local_hashes, seed=seed))
@@ -123,7 +125,7 @@ def text_hash(text: str) -> int:
 
 
 def namespace(adapter: Adapter, salts: Sequence[str]) -> int:
-    """The number folded into a block's key: 0 for the base model without salts, else BLAKE2b-64.
+    """Return the number folded into a block's key: 0 for the base model without salts, else BLAKE2b-64.
 
     It is computed from the msgpack of ``[adapter, salts]``, so it needs no table and two adapters or lists of
     salts never meet by concatenation: ``["a", "b"]`` is not ``["ab"]``, and adapter 7 is not adapter ``"7"``.
@@ -135,7 +137,7 @@ def namespace(adapter: Adapter, salts: Sequence[str]) -> int:
 
 
 def derived_hash(engine_hash: int, number: int) -> int:
-    """An engine hash of our own, for a block to which the engine gives none: so many blocks before a named one."""
+    """Make an engine hash for a block to which the engine gives none: ``number`` blocks before a named one."""
     return xxh3_64_intdigest(_PAIR(engine_hash, number))
 
 

@@ -1,9 +1,9 @@
-"""Remembers, for one stream, which block each engine hash stands for, and where that block is.
+"""Remembers, for one stream, the block behind each engine hash, and its place.
 
-The memory is whole: it has every block of the stream's live holders, with its copies, exactly as Redis has them. So
-nothing is looked up in Redis, and what a part writes is absolute. Blocks that have left stay as *gone*, because a child
-or a placeholder may still name them; these are bounded, and only ``trim`` forgets them. The tables come from
-``known``, in C where that was built.
+The memory is whole: it has every block of the stream's live holders, with its copies, exactly as Redis has them. So a
+lookup needs no Redis, and parts are absolute. Blocks that have left stay as *gone*, because a child or a placeholder
+may still name them; their number is bounded, and only ``trim`` forgets them. The tables come from ``known``, in C if
+the module was built.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from waymark.domain.slices import Slices
 
 
 RESTORED_MAX: Final = 32
-"""So many blocks are stored again after a removal that left a copy, and none is removed twice: that is no accident."""
+"""After this many blocks were stored again behind a removal that left a copy, and none was removed twice, it cannot be
+an accident.
+"""
 GONE_MAX = 16_384
-"""Hashes that are gone, of one rank. At least half as many are remembered: the last ones."""
+"""The bound on the gone hashes of one rank. At least the last half of them is remembered."""
 
 
 class GoneHashes:
@@ -122,7 +124,7 @@ class HeldBlocks:
     # ---- holders -----------------------------------------------------------------------------------
 
     def begin(self, holder: int, dp_rank: int) -> None:
-        """A holder to remember for."""
+        """Begin to remember a holder."""
         if holder not in self._held:
             known = new_known(self._places, has_keys=True)
             copies = HolderCopies(known, notes_left=not self._is_of_snapshot)
@@ -132,7 +134,7 @@ class HeldBlocks:
                 self._gone[dp_rank] = GoneHashes(self._places)
 
     def end(self, holder: int) -> None:
-        """Forget a holder; with the last one of its rank, what is gone there too."""
+        """Forget a holder; with the last one of its rank, forget the rank's gone hashes too."""
         held = self._held.pop(holder, None)
         if held is None:
             return
@@ -145,13 +147,13 @@ class HeldBlocks:
         return self._held[holder].blocks
 
     def copies(self, holder: int) -> HolderCopies:
-        """The copies and further engine hashes of the holder's blocks."""
+        """Return the copies and further engine hashes of the holder's blocks."""
         return self._held[holder].copies
 
-    # ---- what a hash stands for --------------------------------------------------------------------
+    # ---- finding the block of a hash ---------------------------------------------------------------
 
     def find(self, holder: int, engine_hash: int) -> Spot | None:
-        """What the hash stands for on this holder, else on another medium of its rank, else what it stood for."""
+        """Find the block of a hash on this holder, else on another medium of its rank, else among the gone ones."""
         held = self._held[holder]
         spot = held.known.get(engine_hash)
         if spot is not None:
@@ -163,23 +165,23 @@ class HeldBlocks:
         return self._gone[held.dp_rank].get(engine_hash)
 
     def held(self, holder: int, engine_hash: int) -> Spot | None:
-        """The block that the holder has under this hash."""
+        """Return the block that the holder has under this hash."""
         return self._held[holder].known.get(engine_hash)
 
     def held_block(self, holder: int, key: int) -> Spot | None:
-        """The block with this key, where the holder has it."""
+        """Return the block with this key, if the holder has it."""
         return self._held[holder].known.get_block(key)
 
     def are_new(self, holder: int, engine_hashes: Sequence[int], keys: Sequence[int]) -> bool:
-        """Whether the holder has none of these blocks, under no hash; and no key or hash is there twice."""
+        """Return whether all these blocks and hashes are new to the holder, and each of them occurs only once."""
         return self._held[holder].known.are_new(engine_hashes, keys)
 
     def gone(self, holder: int, engine_hash: int) -> Spot | None:
-        """The block that the hash stood for on the holder's rank, if it has left and is remembered."""
+        """Return the former block of a hash on the holder's rank, if it has left and is remembered."""
         return self._gone[self._held[holder].dp_rank].get(engine_hash)
 
     def gone_blocks(self, holder: int, hashes: Sequence[int]) -> list[int | None]:
-        """The seq_hashes of the blocks that have left under these hashes; None for a hash without one."""
+        """Return the seq_hashes of the blocks that have left under these hashes; None for a hash without one."""
         spots = [self.gone(holder, each) for each in hashes]
         return [None if spot is None else spot.seq_hash for spot in spots]
 
@@ -194,7 +196,7 @@ class HeldBlocks:
         depths: Sequence[int],
         hashes: Sequence[int],
     ) -> None:
-        """Blocks that are new to the holder, all at one place."""
+        """Store blocks that are new to the holder, all at one place."""
         held = self._held[holder]
         held.known.store(place, namespace, keys, depths, hashes)
         self.blocks += len(keys)
@@ -278,9 +280,9 @@ class HeldBlocks:
     def remove(
         self, holder: int, engine_hash: int, *, counts: bool, copies_left: int | None = None
     ) -> RemovedCopy | None:
-        """Take a copy, where ``counts``, else the block; None where the holder has none under this hash.
+        """Take a copy if ``counts``, else the block. Return None if the holder has no block under this hash.
 
-        ``copies_left``: how many copies the engine has now, if it says so.
+        ``copies_left`` is the engine's own count of the remaining copies, if it gives one.
         """
         held = self._held[holder]
         spot = held.known.get(engine_hash)
@@ -301,7 +303,7 @@ class HeldBlocks:
         return RemovedCopy(spot, text, False, hashes[0])
 
     def leave(self, holder: int, engine_hash: int, *, counts: bool) -> RemovedCopy:
-        """The hash comes to mean another block: the one that it meant stays only where it has another hash."""
+        """Detach a hash that is about to name another block; its former block stays only if it has another hash."""
         held = self._held[holder]
         spot = held.known.pop(engine_hash)
         assert spot is not None
@@ -319,7 +321,7 @@ class HeldBlocks:
         return RemovedCopy(spot, text, True, several.hashes[0])
 
     def take_contradictions(self) -> int:
-        """How many blocks were found since the last call whose copies were counted wrong."""
+        """Return the number of blocks found since the last call whose copies were miscounted."""
         found = 0
         for held in self._held.values():
             found += held.copies.contradictions
@@ -335,14 +337,14 @@ class HeldBlocks:
         )
 
     def mark_gone(self, holder: int, engine_hash: int, spot: Spot) -> None:
-        """A hash whose block was stored and removed elsewhere, or before: a child may name it."""
+        """Remember a hash whose block was stored and removed elsewhere or earlier: a child may name it."""
         gone = self._gone[self._held[holder].dp_rank]
         if gone.get(engine_hash) != spot:
             gone.discard((engine_hash,))
             gone.add(engine_hash, spot)
 
     def move(self, holder: int, key: int, place: Place, *, is_single: bool) -> None:
-        """The block is at another place, if the holder has it as a single, or in a row, as ``is_single`` says."""
+        """Note the new place of a block, if the holder has it as a single, or in a row, as ``is_single`` says."""
         held = self._held.get(holder)
         spot = None if held is None else held.known.get_block(key)
         if held is None or spot is None or spot.place.is_single != is_single:
@@ -354,7 +356,7 @@ class HeldBlocks:
             held.known.move(each, place)
 
     def end_snapshot(self) -> None:
-        """The snapshot is whole: blocks that leave from now on are forgotten in the end."""
+        """Note the end of the snapshot: blocks that leave from now on may be forgotten."""
         self._is_of_snapshot = False
         for held in self._held.values():
             held.copies.notes_left = True
@@ -363,11 +365,11 @@ class HeldBlocks:
 
     @property
     def is_over(self) -> bool:
-        """There are too many that are gone."""
+        """Whether too many gone hashes are remembered."""
         return not self._is_of_snapshot and any(gone.is_over(self._gone_max) for gone in self._gone.values())
 
     def trim(self) -> Slices[None]:
-        """Forget the oldest that are gone, where there are too many. Between folds only."""
+        """Forget the oldest gone hashes if there are too many. Between folds only."""
         for gone in self._gone.values():
             if gone.is_over(self._gone_max):
                 gone.trim()
@@ -375,13 +377,13 @@ class HeldBlocks:
 
     @property
     def bytes(self) -> int:
-        """What the tables take; in Python it is an estimate."""
+        """The size of the tables; in Python it is an estimate."""
         tables = [self._places, *(held.known for held in self._held.values())]
         several = SEVERAL_BYTES * sum(len(held.copies.several) for held in self._held.values())
         return several + sum(map(getsizeof, tables)) + sum(gone.bytes for gone in self._gone.values())
 
     def __len__(self) -> int:
-        """Hashes, those that are gone included."""
+        """Return the number of hashes, including the gone ones."""
         return sum(len(held.known) for held in self._held.values()) + sum(map(len, self._gone.values()))
 
     @property
@@ -389,15 +391,15 @@ class HeldBlocks:
         return len(self._places)
 
 
-# Places that are known to be full, so that the next block of a piece goes to another one.
+# Places known to be full, so that the next block of a piece goes to another one.
 
 
 FULL_MAX = 8_192
-"""Places that are known to be full."""
+"""The bound on such places."""
 
 
 class FullPlaces:
-    """Places that are known to be full: marked rows, and full branch rows. Bounded; a wrong one costs a reply."""
+    """Places known to be full: marked rows, and full branch rows. Bounded; a wrong one costs a reply."""
 
     def __init__(self) -> None:
         self.places: dict[Place, None] = {}

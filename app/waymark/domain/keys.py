@@ -15,7 +15,7 @@ KEY_BYTES = 8
 
 
 def pack(seq_hashes: Iterable[int], namespace: int = 0) -> bytes:
-    """Seq_hashes as packed keys; an array of them costs next to nothing."""
+    """Pack seq_hashes as keys; an array of them costs next to no time."""
     numbers = array("Q", seq_hashes)
     if sys.byteorder == "little":
         numbers.byteswap()
@@ -32,6 +32,6 @@ def unpack(keys: bytes) -> tuple[int, ...]:
 
 
 def key_at(packed: bytes, depth: int) -> int:
-    """The key of the block that ends a prefix of ``depth`` blocks."""
+    """Return the key of the block that ends a prefix of ``depth`` blocks."""
     (key,) = unpack(packed[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])
     return key

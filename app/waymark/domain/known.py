@@ -1,4 +1,4 @@
-"""Tables of what a stream knows: for each engine hash its block, and the place of that block.
+"""Tables of a stream's knowledge: for each engine hash its block, and the place of that block.
 
 A stream has one ``Places`` and, for each set of engine hashes, a ``KnownBlocks`` in it. A place is there as long as one
 of its blocks is. The C module has both types, in some 35 bytes a block; ``pure_known`` has them in Python, with the
@@ -30,7 +30,8 @@ class Spot(NamedTuple):
 
 NewBlocks: TypeAlias = tuple[Place, bytes, bytes, int, int | None]
 """New blocks at one place: their slots and engine hashes, packed; the index of the first in its event, and the key of
-the block before it, where that is in the same piece."""
+the block before it, if that is in the same piece.
+"""
 
 
 class EventRun(NamedTuple):
@@ -73,42 +74,42 @@ class KnownBlocks(Protocol):
         """Engine hashes."""
 
     def __sizeof__(self) -> int:
-        """Bytes, without those of the places."""
+        """Return the size in bytes, without the places."""
 
     def blocks(self) -> int:
-        """Blocks that are found by their key."""
+        """Return the number of blocks that can be found by their key."""
 
     def get(self, engine_hash: int, /) -> Spot | None:
-        """The block of an engine hash."""
+        """Return the block of an engine hash."""
 
     def get_block(self, key: int, /) -> Spot | None:
-        """The block with a key."""
+        """Return the block with a key."""
 
     def first(self, key: int, /) -> int | None:
-        """The first engine hash of the block with a key."""
+        """Return the first engine hash of the block with a key."""
 
     def are_new(self, engine_hashes: Sequence[int], keys: Sequence[int], /) -> bool:
-        """Whether none of these is here, and none of them is there twice."""
+        """Return whether all hashes and keys are new here, and each occurs only once."""
 
     def store(
         self, place: Place, namespace: int, keys: Sequence[int], depths: Sequence[int], engine_hashes: Sequence[int], /
     ) -> None:
-        """Blocks of one place. An engine hash that is here already becomes that of its new block."""
+        """Store blocks at one place. An engine hash that is already here moves to its new block."""
 
     def name(self, engine_hash: int, key: int, /) -> None:
-        """A further engine hash of a block; ``KeyError`` where there is no block with this key."""
+        """Add an engine hash to a block. Raise ``KeyError`` if there is no block with this key."""
 
     def lead(self, engine_hash: int, /) -> None:
-        """It becomes the first engine hash of its block; ``KeyError`` where it is not here."""
+        """Make a hash the first one of its block. Raise ``KeyError`` if it is not here."""
 
     def pop(self, engine_hash: int, /) -> Spot | None:
         """Take an engine hash out. If it is the first one of its block, the block is found by no key then."""
 
     def discard(self, engine_hashes: Sequence[int], /) -> None:
-        """Take engine hashes out, those that are here."""
+        """Remove engine hashes; unknown ones are ignored."""
 
     def move(self, engine_hash: int, place: Place, /) -> None:
-        """Its block is at another place; ``KeyError`` where it is not here."""
+        """Move the block of a hash to another place. Raise ``KeyError`` if the hash is not here."""
 
     def extend(
         self,
@@ -123,19 +124,19 @@ class KnownBlocks(Protocol):
         gone: tuple[KnownBlocks, ...],
         /,
     ) -> list[NewBlocks] | None:
-        """Hash a plain store, and put its blocks in: all of them are new, and go on from a block that is here, of the
-        same namespace, at a place that is not ``full``; or they begin at the root. Their hashes are ``gone`` no more.
+        """Hash a plain store and add its blocks: all of them are new, and continue a block of the same namespace that
+        is here, at a place that is not ``full``; or they begin at the root. Their hashes leave ``gone``.
 
-        None where the store is not plain, or this implementation has no short way for it; nothing has changed then.
+        Return None, without a change, if the store is not plain or this implementation has no short way for it.
         """
 
     def take(
         self, engine_hashes: Sequence[int], gone: tuple[KnownBlocks, ...], several: Mapping[int, object], /
     ) -> list[TakenBlocks] | None:
-        """A plain removal: each of these engine hashes goes to the first of ``gone``, and out of the others. All of
-        them are here, none comes twice, and the key of none is among ``several``.
+        """Apply a plain removal: move each of these engine hashes to the first of ``gone``, and out of the others. All
+        of them must be here, each once, and their keys must not be among ``several``.
 
-        None as of ``extend``.
+        Return None as ``extend`` does.
         """
 
     def run(
@@ -156,7 +157,7 @@ class KnownBlocks(Protocol):
         may_remove: bool,
         /,
     ) -> tuple[int, int, int, int, int] | None:
-        """``extend`` and ``take`` with ``events`` from the one with number ``at`` on, whose parts join ``parts``; both
-        are the C module's. It ends before the first event that is not plain, or that it may not take, and after some
-        ``hashes_max`` hashes. Returns what ``EventRun`` has, None as of ``extend``.
+        """Run ``extend`` and ``take`` over ``events`` from number ``at`` on, and add their parts to ``parts``; both are
+        the C module's. Stop before the first event that is not plain or may not be applied, and after about
+        ``hashes_max`` hashes. Return an ``EventRun``, or None as ``extend`` does.
         """

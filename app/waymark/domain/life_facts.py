@@ -20,7 +20,7 @@ from waymark.domain.windows import Window
 EXTRA_KEYS = "extra_keys"
 """Flag: this life has reported a salt or an image."""
 UNTRUSTED = "untrusted"
-"""Flag: batches were lost, so counts of copies are not what they seem."""
+"""Flag: batches were lost, so counts of copies may be wrong."""
 EVENTS_MISSING = "events_missing"
 """Flag: event_ids of a standard stream are missing, although no batch is."""
 
@@ -44,15 +44,15 @@ PUBLISHER = "publisher:"
 """A flag that begins so names the id of the process whose life this is, in hex digits."""
 
 WINDOW = "window:"
-"""Flags of this life that begin so name the windows of groups that are not main attention."""
+"""Prefix of the flags that name the windows of groups other than main attention."""
 _PUBLISHER = re.compile(PUBLISHER + "((?:[0-9a-f]{2}){1,64})")
 _RELEASE = re.compile(r"v?([0-9]{1,4})\.([0-9]{1,4})", re.ASCII)
 WINDOWS_MAX = 64
-"""Groups beyond these count for nothing."""
+"""Further groups are ignored."""
 
 
 def publisher_of(flags: Collection[str]) -> bytes | None:
-    """The id of the process whose life this is, if its batches name it."""
+    """Return the id of the process of this life, if its batches name it."""
     for flag in flags:
         if match := _PUBLISHER.fullmatch(flag):
             return bytes.fromhex(match[1])
@@ -60,20 +60,20 @@ def publisher_of(flags: Collection[str]) -> bytes | None:
 
 
 class CopiesRule(NamedTuple):
-    """What a removal takes in a stream, and why."""
+    """The number of copies that a removal takes in a stream, and the reason."""
 
     rule: Literal["count", "set"]
     why: str
 
 
 def removes_once(registration: Registration) -> bool:
-    """Whether the release of the engine removes a block only after its last copy."""
+    """Return whether this release of the engine removes a block only after its last copy."""
     first, release = registration.kind.traits.removes_once_from, _RELEASE.match(registration.target.release or "")
     return first is not None and release is not None and (int(release[1]), int(release[2])) >= first
 
 
 def copies_rule(registration: Registration, flags: Collection[str]) -> CopiesRule:
-    """The rule by which the copies of a publisher's blocks count now; ``flags`` are those of its life."""
+    """Return the rule by which the copies of a publisher's blocks count now; ``flags`` are those of its life."""
     if COPIES_LEFT in flags:
         return CopiesRule("set", "its removals say how many copies are left (remaining_copy_counts)")
     if UNTRUSTED in flags:
@@ -101,7 +101,7 @@ class LifeFacts:
         self.shards: set[str] = set()
         """The shards that this life has named in the keys of a pool; ``flags`` has them, too."""
         self.windows: dict[int, Window] = {}
-        """The windows of KV-cache groups that are not main attention, by group; ``flags`` has them, too."""
+        """The windows of KV-cache groups other than main attention, by group; ``flags`` has them, too."""
         self.chunk_blocks = 1
         """How many blocks the largest chunk has had, in this life; ``flags`` has it, too."""
         self._block_size = registration.block_size
@@ -121,7 +121,7 @@ class LifeFacts:
         self.chunk_blocks = max((int(flag.removeprefix(CHUNK)) for flag in flags if flag.startswith(CHUNK)), default=1)
 
     def forget(self) -> None:
-        """The life has ended."""
+        """Forget everything, because the life has ended."""
         self.flags.clear()
         self._publisher_id = None
         self.shards.clear()
@@ -130,7 +130,7 @@ class LifeFacts:
         self.main_group = None
 
     def kept(self) -> tuple[frozenset[str], int | None]:
-        """What a record keeps, as it is now."""
+        """Return the facts for the record, as they are now."""
         return frozenset(self.flags), self.main_group
 
     @property
@@ -151,12 +151,12 @@ class LifeFacts:
             self._publisher_id = publisher_id
 
     def learn_removal(self, event: Removed) -> None:
-        """Learn what a removal shows."""
+        """Learn from a removal."""
         if event.copies_left is not None:
             self.flags.add(COPIES_LEFT)
 
     def learn(self, event: Stored) -> None:
-        """Learn what a store shows that counts."""
+        """Learn from a store that counts."""
         if event.is_reused is not None:
             self.flags.add(COPIES_REUSED)
         if event.is_main_attention is False:
@@ -187,7 +187,7 @@ class LifeFacts:
             self.chunk_blocks = blocks
 
     def window_of(self, event: Event) -> Window | None:
-        """The window of the event's group; None where it is main attention, or of no group that is known."""
+        """Return the window of the event's group; None for main attention and for an unknown group."""
         if not self.windows or isinstance(event, Cleared) or event.group is None or event.group == self.main_group:
             return None
         if isinstance(event, Stored) and event.is_main_attention is not False:
@@ -195,7 +195,7 @@ class LifeFacts:
         return self.windows.get(event.group)
 
     def new_window_of(self, event: Stored) -> Window | None:
-        """What the event says of the window of its group, where blocks of both can be compared."""
+        """Return the window that an event states for its group, if blocks of both can be compared."""
         size, span = self._block_size, event.block_size
         if not self._reads_windows or event.window is None or event.group is None:
             return None

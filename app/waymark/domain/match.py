@@ -1,4 +1,4 @@
-"""The walk: computes from the holders of a prompt's blocks what each instance and rank has of the prompt.
+"""The walk: computes from the holders of a prompt's blocks how much of the prompt each instance and rank has.
 
 Runs of equal holders are fed in the order of the chain, as rows arrive from Redis. Neighbours in a chain mostly have
 equal holders, so the walk costs almost nothing per block. The walk is exact: a block counts only if the holder has it.
@@ -22,19 +22,19 @@ _POOL = frozenset({STORAGE})
 
 
 class Walk:
-    """Follows a chain as long as some instance has every block of it, on any medium and rank."""
+    """A walk along a chain, as long as some instance has every block of it, on any medium and rank."""
 
     def __init__(self, view: View) -> None:
         self.view = view
         self.runs: list[tuple[Presence, int]] = []
-        """(who has them, how many blocks), up to where the last instance stopped."""
+        """(holders, number of blocks), up to the end of the last instance."""
         self.values: list[tuple[bytes, int]] = []
         """(the value of the blocks, how many blocks), up to the same block."""
         self.blocks = 0
         """Length of the longest walk of any instance, in blocks."""
         self.newest_seen = 0
         """The largest holder id in the values read; above ``view.newest`` the table is behind."""
-        self._going: set[int] | None = None  # instances that have everything so far; None: all, nothing read yet
+        self._going: set[int] | None = None  # instances that have everything so far; None before the first run
 
     def feed(self, runs: Iterable[tuple[bytes, int]]) -> bool:
         """Walk on over runs of equal values, (value, how many); False when no instance goes on."""
@@ -56,7 +56,7 @@ class Walk:
 
     @property
     def reusable(self) -> Sequence[tuple[Presence, int]]:
-        """The runs as far as each rank can go on from them: less only where the model is hybrid."""
+        """The runs as far as each rank can continue from them; shorter only for a hybrid model."""
         return reusable(self.view, self.runs) if self.view.windows else self.runs
 
 
@@ -80,11 +80,11 @@ class DynamoRank:
 
 
 def conductor_rows(walk: Walk) -> dict[str, ConductorRow]:
-    """One row for every instance of the group.
+    """Return one row for every instance of the group.
 
-    ``longest``: how far the instance has the blocks in order, on any medium and rank. ``media``: of those,
-    how many are on that medium, on any rank, contiguous or not. ``ranks``: of those, how many that rank has on
-    any medium; a shared pool's blocks belong to no rank.
+    ``longest``: the number of consecutive blocks that the instance has, on any medium and rank. ``media``: of those,
+    how many are on that medium, on any rank, contiguous or not. ``ranks``: of those, how many that rank has on any
+    medium; a shared pool's blocks belong to no rank.
     """
     view = walk.view
     rows = [ConductorRow(ranks=dict.fromkeys(ranks, 0)) for ranks in view.registered_ranks]
@@ -107,7 +107,7 @@ def conductor_rows(walk: Walk) -> dict[str, ConductorRow]:
 
 
 def dynamo_rows(walk: Walk) -> dict[str, dict[int, DynamoRank]]:
-    """Per instance, each rank that is registered or seen in the walk, with its unbroken prefixes.
+    """Return, per instance, each rank that is registered or seen in the walk, with its unbroken prefixes.
 
     ``gpu`` counts blocks on the device, ``cpu`` those on device or host, ``disk`` those anywhere. A shared
     pool's blocks count for every rank.
@@ -140,12 +140,12 @@ def dynamo_rows(walk: Walk) -> dict[str, dict[int, DynamoRank]]:
 
 
 class TargetRow(NamedTuple):
-    """What one target has of a prompt, in blocks of its unbroken prefix, each counted once at its best place."""
+    """One target's share of a prompt, in blocks of its unbroken prefix, each counted once at its best place."""
 
     device: int = 0
     host: int = 0
     shared: int = 0
-    """Blocks that are in a pool, and not on the target's own device or host."""
+    """Blocks in a pool that are not on the target's own device or host."""
     disk: int = 0
 
     @property
@@ -190,14 +190,14 @@ def target_rows(walk: Walk, asked: int = 0) -> dict[tuple[str, int], TargetRow]:
     first = [ranks[0] for ranks in view.registered_ranks]
     is_off_device, is_off_host = DEVICE.isdisjoint, HOST.isdisjoint
     counts: dict[tuple[int, int], list[int]] = {}
-    going: set[tuple[int, int]] | None = None  # None: everybody, nothing read yet
+    going: set[tuple[int, int]] | None = None  # None before the first run: every rank
     for presence, length in with_pool(walk.reusable, asked) if asked else walk.reusable:
         own: dict[tuple[int, int], frozenset[str]] = {}
         for i, dp_rank, media in presence.ranks:
             key = i, dp_rank if dp_rank in view.registered_ranks[i] else first[i]
             own[key] = own[key] | media if key in own else media
         if going is None:
-            # Where a pool has the blocks, those go on who have nothing of their own.
+            # If a pool has the blocks, a rank without a copy of its own continues.
             every = ((i, rank) for i, ranks in enumerate(view.registered_ranks) for rank in ranks)
             going = set(every) if presence.pool_media else set(own)
         elif not presence.pool_media:
@@ -226,14 +226,14 @@ def pool_bitmap(walk: Walk, asked: int = 0) -> int:
 
 # Hybrid models: how far a rank can reuse a prefix, by the windows that it has.
 #
-# A rank can go on at a boundary if it has each of its windows there; ``windows`` explains what a window is.
+# A rank can continue at a boundary if it has each of its windows there; ``windows`` explains windows.
 
 
 Run: TypeAlias = tuple[Presence, int]
 
 
 def reusable(view: View, runs: Sequence[Run]) -> list[Run]:
-    """The runs of a walk as far as each rank can reuse them: behind its last boundary a rank has nothing."""
+    """Cut the runs of a walk for each rank at its last reusable boundary."""
     ends = _ends(view, runs)
     following = sorted(set(ends.values()), reverse=True)
     over: set[tuple[int, int]] = set()
@@ -252,7 +252,7 @@ def reusable(view: View, runs: Sequence[Run]) -> list[Run]:
 
 
 def _ends(view: View, runs: Sequence[Run]) -> dict[tuple[int, int], int]:
-    """For each rank with windows, behind how many blocks its last boundary is."""
+    """Return the last boundary of each rank with windows, as a number of blocks."""
     going = {(each.instance, each.dp_rank) for each in view.windows}
     blocks = dict.fromkeys(going, 0)
     held = [0] * len(view.windows)
@@ -270,13 +270,15 @@ def _ends(view: View, runs: Sequence[Run]) -> dict[tuple[int, int], int]:
             held[number] |= run
     boundaries = {key: (1 << count) - 1 for key, count in blocks.items()}
     for (instance, dp_rank, window), has in zip(view.windows, held, strict=True):
-        # What a pool has of the group is not known: it is taken to be there.
+        # Blocks of the group in a pool are unknown: they are assumed to be there.
         boundaries[instance, dp_rank] &= _complete(has | in_pool, at, *window.blocks(view.block_size))
     return {key: each.bit_length() for key, each in boundaries.items()}
 
 
 def _complete(held: int, length: int, blocks: int, stride: int) -> int:
-    """The blocks behind which ``held`` has the last ``blocks`` of every ``stride``-th one, or all from the root on."""
+    """Return the blocks behind which ``held`` has the last ``blocks`` of every ``stride``-th one, or all from the root
+    on.
+    """
     if stride > 1:
         held &= sum(1 << at for at in range(stride - 1, length, stride))
     complete, reach = held, 1

@@ -1,7 +1,6 @@
 """The media that blocks lie on, best first: one row each, and everything in which they differ.
 
-A medium that has no row keeps its own name: it is counted under that name, and as one that is neither a device nor a
-host.
+A medium without a row keeps its own name: it is counted under that name, and as neither a device nor a host.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Medium:
     is_host: bool = False
     """It is the memory of the machine that the device is in."""
     is_in_every_answer: bool = False
-    """An answer names it without blocks, too. Clients rely on these names, so a further medium is none of them."""
+    """An answer names it without blocks, too. Clients rely on these names, so new media are not among them."""
 
 
 MEDIA: Final = (
@@ -52,23 +51,23 @@ MEDIA: Final = (
 
 BEST: Final = MEDIA[0]
 UNNAMED: Final = BEST.name
-"""The medium of an event that names none."""
+"""The medium of an event that does not name one."""
 DEVICE: Final = frozenset(medium.name for medium in MEDIA if medium.is_device)
 STORAGE: Final = MEDIA[-1].name
-"""The medium of what has left the machine."""
+"""The medium of blocks that have left the machine."""
 IN_EVERY_ANSWER: Final = tuple(medium.name for medium in MEDIA if medium.is_in_every_answer)
 HOST: Final = frozenset(medium.name for medium in MEDIA if medium.is_host)
 
 _NAMES = {spelling: medium.name for medium in MEDIA for spelling in medium.spellings} | {"": UNNAMED}
 _ORDER = {medium.name: place for place, medium in enumerate(MEDIA)}
 _STORAGES = "LMCACHE-L2-"
-"""What the storage of LMCache is called begins so; the rest is the name of its adapter."""
+"""The names of LMCache's storage begin so; the rest is the name of its adapter."""
 _NEW_MEDIUM = re.compile(r"[A-Z0-9_]{1,32}", re.ASCII)
 
 
 def normal_medium(spelling: str | None) -> str | None:
-    """The medium a spelling stands for; None where it stands for none (``DP`` would clash in an answer)."""
-    # Upper case would make known names of letters that are none of theirs: of a dotless i, of a sharp s.
+    """Return the medium of a spelling, or None if it does not name one (``DP`` would clash in an answer)."""
+    # Upper case would turn other letters into known names: a dotless i, a sharp s.
     if spelling is not None and not spelling.isascii():
         return None
     name = "" if spelling is None else spelling.upper()
@@ -81,5 +80,5 @@ def normal_medium(spelling: str | None) -> str | None:
 
 
 def order_of(name: str) -> int:
-    """The place of a medium among all, best first; those without a row share the last."""
+    """Return the rank of a medium among all, best first; media without a row share the last."""
     return _ORDER.get(name, len(MEDIA))

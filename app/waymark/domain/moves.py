@@ -1,4 +1,4 @@
-"""What a worker does when Redis has no slot for a block at the place that a part names.
+"""Moves blocks for which Redis has no slot at the place that a part names.
 
 The rest of the part goes to another place, the memory learns it, and later parts of the same fold follow: they were
 resolved before the refusal was known. Each refusal places at least one block, and a wrong memory of full places costs a
@@ -20,7 +20,7 @@ REFUSALS_MAX = 65_536
 
 
 class Moves:
-    """The blocks of one fold that are not where they were planned."""
+    """The blocks of one fold that are not at their planned place."""
 
     def __init__(self, memory: HeldBlocks) -> None:
         self._memory = memory
@@ -29,12 +29,13 @@ class Moves:
         self._heads: set[int] = set()
         self._sent: set[tuple[int, int, int]] = set()
         self._planned: list[tuple[Sequence[Part], int, int]] = []
-        """Parts that were sent where they were planned: a list of parts, the first number and the number after the
-        last."""
+        """Parts that were sent to their planned places: a list of parts, the first number and the number after the
+        last.
+        """
         self.refusals = 0
 
     def refused(self, is_row: bool, part: Part, offset: int) -> list[Part]:
-        """The parts that take the place of what is left of ``part`` from block ``offset`` on.
+        """Return the parts that replace the rest of ``part`` from block ``offset`` on.
 
         Its place has no slot for that block; with ``is_row`` its branch row is not there, and the row has the block or
         room.
@@ -55,24 +56,24 @@ class Moves:
         count = 1 if part.is_known and not is_row else rest.count
         for i in range(count):
             self._move(rest, i, keys[i], place)
-        if place == part.place:  # nothing of ours refuses that: the value is damaged, and the block has no place
+        if place == part.place:  # only a damaged value refuses that: the block has no place
             return [rest.cut(1, rest.count)] if rest.count > 1 else []
         parts = [rest.cut(0, count, place)]
         return parts if count == rest.count else [*parts, rest.cut(count, rest.count)]
 
     @property
     def are_any(self) -> bool:
-        """Whether a block was moved; until then every part goes where it was planned."""
+        """Whether a block was moved; until then every part goes to its planned place."""
         return bool(self._heads)
 
     def send(self, parts: Sequence[Part], start: int, end: int) -> None:
-        """Parts ``start`` to ``end`` go where they were planned, because no block was moved."""
+        """Note that parts ``start`` to ``end`` go to their planned places, because no block was moved."""
         self._planned.append((parts, start, end))
 
     def follow(self, part: Part) -> list[Part]:
-        """The part, or several in its place where some of its blocks were moved.
+        """Return the part, or several parts if some of its blocks were moved.
 
-        A part that was sent once goes where it went then: Redis may have applied it.
+        A part that was sent before goes to the same place again: Redis may have applied it.
         """
         for parts, start, end in self._planned:
             self._sent.update([(part.holder, part.seq, part.last) for part in parts[start:end]])
@@ -105,7 +106,7 @@ class Moves:
         return place
 
     def _place_of(self, part: Part, i: int, key: int) -> Place | None:
-        """Where the block with ``key`` is when the turn of block ``i`` comes; None if it was not moved by then."""
+        """Return the place of the block with ``key`` at the turn of block ``i``; None if it was not moved by then."""
         found = None
         for since, place in self._moved.get((part.holder, key), ()):
             if since <= (part.seq, part.first + STEP * i):
@@ -113,7 +114,7 @@ class Moves:
         return found
 
     def _move(self, part: Part, i: int, key: int, place: Place) -> None:
-        """From its position on, block ``i``, of this key, is at ``place``, up to where it is moved again."""
+        """Note that block ``i`` with this key is at ``place`` from its position on, up to its next move."""
         moved = self._moved.setdefault((part.holder, key), [])
         since = part.seq, part.first + STEP * i
         moved[:] = sorted([*(each for each in moved if each[0] != since), (since, place)])

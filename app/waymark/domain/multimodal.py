@@ -1,8 +1,8 @@
-"""Items of a prompt that are no text, such as images, and what they add to the keys of the blocks they stand in.
+"""Items of a prompt that are not text, such as images, and their part in the keys of their blocks.
 
-An engine puts placeholder tokens where an item stands, the same for every image of a size. So a block's key has to
-name the item too: ``[identifier, offset]``, the offset of the item's first placeholder within the block, negative where
-the item began in an earlier block. This is the list that vLLM hashes and publishes as ``extra_keys``.
+An engine puts placeholder tokens in place of an item, the same for every image of a size. So a block's key has to name
+the item too: ``[identifier, offset]``, the offset of the item's first placeholder within the block, negative if the
+item began in an earlier block. This is the list that vLLM hashes and publishes as ``extra_keys``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from waymark.domain.hashing import DEFAULT_SEED, extend, extra_digest
 
 #: Of one prompt.
 ITEMS_MAX = 4096
-#: Blocks of one prompt that items stand in; each costs a few microseconds, where others cost nanoseconds.
+#: The bound on blocks of one prompt with items; each costs a few microseconds, while others cost nanoseconds.
 BLOCKS_MAX = 2**15
 _IDENTIFIER_CHARACTERS_MAX = 4096
 _TOKENS_MAX = 2**32 - 1
@@ -39,9 +39,10 @@ PromptItems = tuple[PromptItem, ...]
 
 
 def items_of(features: Any) -> PromptItems:
-    """The items that ``features`` names, in the form of vLLM's render endpoints: ``mm_hashes``, ``mm_placeholders``.
+    """Return the items that ``features`` names, in the form of vLLM's render endpoints: ``mm_hashes``,
+    ``mm_placeholders``.
 
-    Raises ``InvalidValue`` on ``features``.
+    Raise ``InvalidValue`` on ``features``.
     """
     if not isinstance(features, Mapping):
         raise _unfit("is no object; send mm_hashes and mm_placeholders")
@@ -97,7 +98,9 @@ def check_blocks(items: PromptItems, tokens: int, block_size: int) -> None:
 
 
 def extra_keys(items: PromptItems, block_size: int, blocks: range) -> Iterator[list[list[Any]]]:
-    """For each of some consecutive blocks what the items add to its key; an empty list where none stands in it."""
+    """Yield for each of some consecutive blocks the additions of the items to its key; an empty list for a block
+    without items.
+    """
     at = 0
     for block in blocks:
         start, end = block * block_size, (block + 1) * block_size
@@ -119,7 +122,7 @@ def seq_hashes_with(
     first: int = 0,
     seed: int = DEFAULT_SEED,
 ) -> list[int]:
-    """As ``hashing.extend``, of a prompt with items; ``first`` is the number of the first block of ``tokens``."""
+    """Hash a prompt with items like ``hashing.extend``; ``first`` is the number of the first block of ``tokens``."""
     blocks = range(first, first + len(tokens) // (4 * block_size))
     digests = [extra_digest(each, seed=seed) if each else None for each in extra_keys(items, block_size, blocks)]
     return extend(parent, tokens, block_size, seed=seed, extras=digests if any(digests) else None)
@@ -135,6 +138,6 @@ def block_keys_with(
     namespace: int,
     seed: int = DEFAULT_SEED,
 ) -> bytes:
-    """As ``hashing.block_keys``, of a prompt with items."""
+    """Return block keys like ``hashing.block_keys``, for a prompt with items."""
     found = seq_hashes_with(items, parent, tokens, block_size, first=first, seed=seed)
     return keys.pack(found, namespace)

@@ -34,7 +34,7 @@ class PublisherName(NamedTuple):
     tenant_id: str
     dp_rank: int
     socket: str = ""
-    """The endpoint, and the topic if one is registered, of a further socket of a rank that has several; else empty."""
+    """The endpoint, and the topic if one is registered, of a rank's additional socket; else empty."""
 
     def __str__(self) -> str:
         name = f"{self.instance_id}|{self.tenant_id}|{self.dp_rank}"
@@ -70,7 +70,7 @@ BY_CLIENT = Origin()
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A publisher's whole registration, normalized: what ``wm:publishers`` keeps."""
+    """A publisher's whole registration, normalized: its value in ``wm:publishers``."""
 
     kind: EngineKind
     instance_id: str
@@ -79,7 +79,7 @@ class Registration:
     model_name: str
     block_size: int
     endpoint: str | None
-    """``tcp://host:port`` or ``ipc://path``, of an event stream its URL; None where no socket is subscribed to."""
+    """``tcp://host:port`` or ``ipc://path``, of an event stream its URL; None if there is no socket to subscribe to."""
     replay_endpoint: str | None
     lora_name: str | None
     additional_salt: str | None
@@ -93,9 +93,9 @@ class Registration:
     object_shards: int = 0
     """The number of object shards of a block of a pool; 0: that of the different ones in the pool's keys so far."""
     is_further: bool = False
-    """A further socket of a rank that has several: its blocks are the rank's, and nobody picks it."""
+    """An additional socket of a rank with several: its blocks are the rank's, and it is never picked."""
     topic: str | None = None
-    """The topic of this publisher's frames, where several publishers share a socket and its counter."""
+    """The topic of this publisher's frames, if several publishers share a socket and its counter."""
     snapshot_endpoint: str | None = None
     """The socket that answers with a snapshot of the engine's cache, if it has one."""
 
@@ -106,12 +106,12 @@ class Registration:
 
     @property
     def can_replay(self) -> bool:
-        """What is missing can be asked for. A counter per rank has no replay, wherever the endpoint is."""
+        """Whether missing batches can be requested. A counter per rank has no replay, wherever the endpoint is."""
         return self.replay_endpoint is not None and self.sequence == "publisher"
 
     @property
     def cannot_repair(self) -> bool:
-        """What is lost stays lost: nothing can be asked for again, and a full report would count as copies."""
+        """Whether lost blocks stay lost: a replay is impossible, and a full report would count as copies."""
         return self.endpoint is not None and not self.can_replay and self.copies == "count"
 
     @property
@@ -135,7 +135,7 @@ class HolderName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> HolderName:
-        """The name that ``str`` wrote; ValueError where it wrote no such text."""
+        """Parse the text that ``str`` wrote. Raise ValueError if it is not such a text."""
         match = _HOLDER_NAME.fullmatch(text)
         if match is None:
             raise ValueError("not a holder's name, <rank> <medium>[ <digest>][ #<epoch>]")
@@ -149,7 +149,7 @@ class HolderName(NamedTuple):
 
     @property
     def has_window(self) -> bool:
-        """It is of a group that is not full attention."""
+        """Whether it belongs to a group other than full attention."""
         return self.digest.startswith(GROUP)
 
     @property
@@ -158,7 +158,7 @@ class HolderName(NamedTuple):
         return self if self.epoch is None else HolderName(self.dp_rank, self.medium, self.digest)
 
     def is_of(self, unit: Unit) -> bool:
-        """Whether it ends with ``unit``; ``new_life.lua`` has the same rule for the text forms."""
+        """Return whether it ends with ``unit``; ``new_life.lua`` has the same rule for the text forms."""
         if unit == "*" or unit == self:
             return True
         if not isinstance(unit, HolderName):
@@ -187,7 +187,9 @@ class Holder:
     """The envelope's ``backend_id`` for standard events; the instance_id otherwise."""
     scope: Scope
     window: Window | None = None
-    """What a KV-cache group that is not full attention needs at a boundary. The group's blocks are no prefix."""
+    """The blocks that a KV-cache group other than full attention needs at a boundary. The group's blocks are not a
+    prefix.
+    """
 
 
 # ---- endpoints -------------------------------------------------------------------------------------
@@ -202,9 +204,9 @@ ENDPOINT = "tcp://host:port or ipc://path, where no part of the path is empty, '
 
 
 def is_endpoint(text: str) -> bool:
-    """Whether a socket may be opened to ``text``: ``tcp://host:port`` or ``ipc://path``, nothing else.
+    """Return whether a socket may be opened to ``text``: only ``tcp://host:port`` and ``ipc://path`` are allowed.
 
-    A path is normalized, so that a pattern for paths means what it says: no segment of it is empty, ``.`` or ``..``.
+    A path is normalized, so that a pattern for paths matches what it names: a segment is never empty, ``.`` or ``..``.
     It has no ``@``, which ZeroMQ takes for a name outside the file system.
     """
     tcp = _TCP.fullmatch(text)

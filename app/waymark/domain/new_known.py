@@ -1,4 +1,4 @@
-"""New tables of what a stream knows, of the implementation that was selected."""
+"""New tables of a stream's knowledge, by the selected implementation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def new_places() -> Places:
 
 
 def new_known(places: Places, *, has_keys: bool) -> KnownBlocks:
-    """No engine hashes yet; their blocks will be in ``places``."""
+    """Return an empty table; its blocks will be in ``places``."""
     if isinstance(places, PurePlaces):
         return PureKnownBlocks(places, has_keys)
     assert native.selected is not None

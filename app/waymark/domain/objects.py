@@ -14,16 +14,17 @@ from waymark.domain.slices import SLICE_WORK, Slices
 SHARD = "shard:"
 """Flags of this life that begin so name the object shards that stood in its keys."""
 SHARDS_MAX = 1024
-"""Further ones are taken for none."""
+"""Further ones are ignored."""
 FIND_MAX = 512
 """Hashes that wait and are looked up at once."""
 EARLY_MAX = 1_000_000
 """Positions of a batch of a pool that come before those of its events. A block whose object has waited is stored there,
-as the beginning of a batch that has not come yet."""
+at the beginning of a future batch.
+"""
 
 
 class WaitingObjects:
-    """Bounded: the objects that have waited longest are dropped."""
+    """The objects that wait for their blocks, bounded: those that have waited longest are dropped."""
 
     def __init__(self, objects_max: int, shards: int = 0) -> None:
         """``shards`` make up a block; 0: as many as have been seen."""
@@ -39,18 +40,18 @@ class WaitingObjects:
         self._shards.setdefault((holder, engine_hash), set()).add(shard)
 
     def trim(self) -> None:
-        """Drop what is too many, after each object that did not find its block at once."""
+        """Drop objects beyond the bound, after each object that did not find its block at once."""
         while len(self._shards) > self._objects_max:
             del self._shards[next(iter(self._shards))]
             self.dropped += 1
 
     def keep(self, holder: int, engine_hash: int, shards: Collection[str]) -> None:
-        """These shards are left of a block that was whole."""
+        """Keep the remaining shards of a block that was whole."""
         for shard in shards:
             self.put(holder, engine_hash, shard)
 
     def take(self, holder: int, engine_hash: int, shards: Collection[str]) -> bool:
-        """Whether all shards of a block are there; then it does not wait any more. ``shards`` have been seen so far."""
+        """Add the shards seen so far. Return whether all shards of a block are there; then it stops waiting."""
         found = self._shards.get((holder, engine_hash))
         if found is None or not (len(found) >= self._needed if self._needed else found.issuperset(shards)):
             return False
@@ -58,7 +59,7 @@ class WaitingObjects:
         return True
 
     def remove(self, holder: int, engine_hash: int, shard: str) -> bool:
-        """Whether a shard of this block waited."""
+        """Remove a shard. Return whether it waited."""
         found = self._shards.get((holder, engine_hash))
         if found is None or shard not in found:
             return False
@@ -68,7 +69,7 @@ class WaitingObjects:
         return True
 
     def some(self) -> list[int]:
-        """Hashes to look up again, each once; other ones with each call."""
+        """Return hashes to look up again, each once; further ones with each call."""
         names = list(islice(self._shards, FIND_MAX))
         if len(self._shards) > FIND_MAX:
             for name in names:  # the next call begins behind them
@@ -76,7 +77,7 @@ class WaitingObjects:
         return list(dict.fromkeys(engine_hash for _, engine_hash in names))
 
     def found(self, holders: Collection[int], reported: Mapping[int, object]) -> Slices[list[tuple[int, int]]]:
-        """The waiting objects whose hashes have been reported meanwhile, as holder and engine hash."""
+        """Return the waiting objects whose hashes have been reported meanwhile, as holder and engine hash."""
         names: list[tuple[int, int]] = []
         for holder in holders if self._shards else ():
             for i, engine_hash in enumerate(reported, 1):
@@ -87,7 +88,7 @@ class WaitingObjects:
         return names
 
     def end(self, holders: Collection[int]) -> int:
-        """Forget what waits for these holders; how many."""
+        """Forget the objects that wait for these holders. Return how many."""
         before = len(self._shards)
         self._shards = {name: shards for name, shards in self._shards.items() if name[0] not in holders}
         return before - len(self._shards)

@@ -1,4 +1,4 @@
-"""Collects the parts of one batch, in Python or in the C module; neighbours that are one part are joined."""
+"""Collects the parts of one batch, in Python or in the C module; adjacent parts that fit together are joined."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BLOCKS_MAX = 64
 
 
 def new_part_list(seq: int) -> PartList:
-    """A list for the parts of one batch; it is in the C module if that is selected."""
+    """Return an empty list for the parts of one batch; it is in the C module if that is selected."""
     if native.selected is None:
         return PartList(seq)
     packed_parts: PackedParts = native.selected.Parts(Part, Place, seq)
@@ -48,7 +48,7 @@ class PartList:
         copies: bytes = UNCHANGED,
         waits: bool = False,
     ) -> None:
-        """Blocks at consecutive positions, the first at ``position``; ``copies`` of a single block only."""
+        """Add blocks at consecutive positions, the first at ``position``; ``copies`` is for a single block only."""
         slots = b"".join([b"%016x%c" % (key, DEPTHS[depth]) for key, depth in zip(keys, depths, strict=True)])
         self.add_packed(
             kind, holder, position, place, namespace, slots, pack(hashes), is_known, is_identity, parent, copies, waits
@@ -71,8 +71,8 @@ class PartList:
     ) -> None:
         """Add a part whose slots and hashes are packed.
 
-        The blocks join the part before where both are one part. New blocks of the holder join it only if they continue
-        its last block, because a branch row that they may have to begin must hold a chain.
+        The blocks join the previous part if they fit. New blocks of the holder join it only if they continue its last
+        block, because a branch row that they may have to begin must hold a chain.
         """
         count = len(hashes) // KEY_BYTES
         last = self._parts[-1] if self._parts else None
@@ -133,7 +133,7 @@ class _PackedPartList(PartList):
 
 
 def _has_slot(slots: bytes, key: bytes) -> bool:
-    """Whether a block with this key, as text, is among the slots."""
+    """Return whether a block with this key, as text, is among the slots."""
     at = slots.find(key)
     while at > 0 and at % SLOT_CHARS:  # digits across two slots may be the same
         at = slots.find(key, at + 1)

@@ -1,8 +1,8 @@
 """Parts: the changes of a batch, once every engine hash is resolved to a block and its place.
 
-A part is a run of consecutive positions of one batch, for one holder, with one place. It names no block twice, and does
-not mix blocks that the holder has with blocks that are new to it. What it says is absolute: a block is there or not,
-its copies are so many. So a part may be written again.
+A part is a run of consecutive positions of one batch, for one holder, with one place. It names a block at most once,
+and does not mix blocks that the holder has with blocks that are new to it. A part is absolute: a block is present or
+not, with a number of copies. So a part may be written again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Mode = Literal["count", "set", "all"]
 STEP = 2
 """The distance between the positions of two hashes. A hash that comes to mean another block leaves its old block at the
 position between."""
-#: A block without copies, and nothing else to say of it.
+#: A block with neither copies nor further hashes.
 NO_COPIES = b"0"
 UNCHANGED = b""
 
@@ -35,8 +35,9 @@ class Part:
     seq: int
     """The seq of the batch."""
     last: int
-    """Position of the last block in its batch. Every hash of a batch has a position, also those that come to nothing,
-    so that positions mean the same when the batch is resolved again. In the parts of a holder they only ascend."""
+    """Position of the last block in its batch. Every hash of a batch has a position, even an ignored one, so that
+    positions mean the same when the batch is resolved again. In the parts of a holder they only ascend.
+    """
     place: Place
     namespace: int
     slots: bytes
@@ -49,7 +50,7 @@ class Part:
     is_identity: bool = False
     """Engine hashes are the seq_hashes."""
     parent: int | None = None
-    """Key of the block before the first, where it is in the same piece."""
+    """Key of the block before the first, if it is in the same piece."""
     copies: list[bytes] = field(default_factory=list)
     """The new value of the field ``*<key>`` for each block; empty if no value changes."""
     waits: bool = False
@@ -81,7 +82,7 @@ class Part:
         return list(unpack(self.packed_hashes))
 
     def cut(self, start: int, end: int, place: Place | None = None) -> Part:
-        """Blocks ``start`` to ``end`` of it, at ``place`` if that is given."""
+        """Return blocks ``start`` to ``end`` as a part, at ``place`` if that is set."""
         return Part(
             self.kind,
             self.holder,
@@ -100,7 +101,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The new watermark of a stream, and the fields that are written with it."""
+    """The new watermark of a stream, and the fields to write with it."""
 
     watermark: int
     ts: float | None
@@ -111,9 +112,10 @@ class Commit:
 
 
 class PackedParts(Sequence[Part]):
-    """Parts in arrays, as the C module has them. This class says what its type ``Parts`` does, and is never made.
+    """Parts in arrays, as the C module has them. This class describes the type ``Parts`` of the module, and is never
+    instantiated.
 
-    A ``Part`` of them is an object of its own, made when it is asked for.
+    Each access creates a ``Part`` as an object of its own.
     """
 
     blocks: int
@@ -144,15 +146,17 @@ class PackedParts(Sequence[Part]):
         """``PartList.add_packed``, with every argument given."""
 
     def end(self, start: int, parts_max: int, blocks_max: int, /) -> int:  # type: ignore[empty-body]
-        """The end of the parts from ``start`` on that are within both bounds, but of one at least."""
+        """Return the end of the parts from ``start`` on that fit both bounds; at least one part fits."""
 
     def cut(self, start: int, end: int, /) -> PackedParts:  # type: ignore[empty-body]
-        """Parts ``start`` to ``end``."""
+        """Return parts ``start`` to ``end``."""
 
     def pack(  # type: ignore[empty-body]
         self, start: int, end: int, prefix: bytes, /
     ) -> tuple[int, list[int], list[bytes], list[int], list[bytes]]:
-        """What a call with these parts sends: how many blocks, holders, keys of rows, seqs, and the parts."""
+        """Return the arguments of a call with these parts: how many blocks, holders, keys of rows, seqs, and the
+        parts.
+        """
 
 
 Parts: TypeAlias = list[Part] | PackedParts
@@ -160,12 +164,12 @@ _IN_PYTHON: Final = (list, tuple)
 
 
 def packed(parts: Sequence[Part]) -> PackedParts | None:
-    """The parts, if they are the C module's; otherwise None."""
+    """Return the parts, if they are the C module's; otherwise None."""
     return None if isinstance(parts, _IN_PYTHON) else cast("PackedParts", parts)
 
 
 def joined(parts: Parts, others: Parts) -> Parts:
-    """Both, one after the other. The first ones change where they are of the same kind."""
+    """Join two lists of parts. The first one changes if both are of the same kind."""
     if not parts:
         return others
     some, more = packed(parts), packed(others)
@@ -176,18 +180,18 @@ def joined(parts: Parts, others: Parts) -> Parts:
 
 
 def blocks_of(parts: Sequence[Part]) -> int:
-    """The number of blocks in the parts."""
+    """Return the number of blocks in the parts."""
     some = packed(parts)
     return sum([len(part.packed_hashes) for part in parts]) // KEY_BYTES if some is None else some.blocks
 
 
 def stored_of(parts: Sequence[Part]) -> int:
-    """The number of stored blocks in the parts."""
+    """Return the number of stored blocks in the parts."""
     some = packed(parts)
     return blocks_of([part for part in parts if part.kind == "+"]) if some is None else some.stored
 
 
 def has_singles(parts: Sequence[Part]) -> bool:
-    """Whether a part is at a place of blocks of unknown depth."""
+    """Return whether a part is at a place of blocks of unknown depth."""
     some = packed(parts)
     return any(part.place.is_single for part in parts) if some is None else some.singles > 0

@@ -1,8 +1,8 @@
-"""Gives each stored block of a stream its place, writes down what changes as parts, and keeps the memory in step.
+"""Gives each stored block of a stream its place, records the changes as parts, and keeps the memory in step.
 
-A block at depth d belongs to the piece whose head is its ancestor at depth d - d mod 32. A holder's block is addressed
-where the holder has it; a new one goes to its parent's place, to a new branch row where that is full, and to a row of
-its own at the head of a piece.
+A block at depth d belongs to the piece whose head is its ancestor at depth d - d mod 32. A block that the holder has is
+addressed at its present place; a new one goes to its parent's place, to a new branch row if that is full, and to a row
+of its own at the head of a piece.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Placer:
         self.aliased = 0
         """Hashes that came to mean another block."""
         self.crowded = 0
-        """Hashes of blocks that have as many as a block may have."""
+        """The number of hashes refused because their blocks have too many."""
         self._waves = Waves(shards)
         self._applied = AppliedMarks(shards)
         self._piece_blocks = piece_blocks
         self.plain = PlainPlacer(memory, self._waves, self._applied, piece_blocks)
         self.others: dict[int, tuple[int, ...]] = {}
-        """The other generations of each holder's name; a block is in one of them."""
+        """The other generations of each holder's name; a block is in only one generation."""
 
     def skip(self, marks: Mapping[tuple[int, int], tuple[int, int]]) -> None:
         """Leave out the parts that Redis has; see ``AppliedMarks.marks``."""
@@ -40,11 +40,11 @@ class Placer:
 
     @property
     def is_behind(self) -> bool:
-        """Whether Redis may have parts of what is resolved now, so that blocks of it have left already."""
+        """Whether Redis may have parts of the current fold, so that its blocks have left already."""
         return bool(self._applied.marks)
 
     def begin_fold(self) -> None:
-        """Redis has acknowledged all parts so far."""
+        """Begin a fold after Redis has acknowledged all earlier parts."""
         self._waves.begin()
 
     def begin_batch(self, seq: int) -> PartList:
@@ -130,7 +130,7 @@ class Placer:
         is_identity: bool = False,
         is_reused: bool = False,
     ) -> Spot:
-        """Store one block, and return where it is. ``spot`` has the place that it gets if it is new to the holder."""
+        """Store one block, and return its place. ``spot`` has the place for a block that is new to the holder."""
         memory, at = self.memory, STEP * position + 1
         copies_of = memory.copies(holder)
         held, known = memory.held(holder, engine_hash), memory.held_block(holder, spot.key)
@@ -143,7 +143,7 @@ class Placer:
             self.aliased += 1
             self._leave(parts, holder, position, engine_hash, mode)
         if known is not None and copies_of.is_crowded(engine_hash, spot.key):
-            # It counts as removed at once: its children find their parent, and its removal takes nothing.
+            # It counts as removed at once: its children find their parent, and its removal changes nothing.
             self.crowded += 1
             memory.mark_gone(holder, engine_hash, known)
             return known
@@ -186,7 +186,7 @@ class Placer:
         return here
 
     def next_spot(self, above: Spot | None, namespace: int, key: int) -> Spot:
-        """Where a block goes that follows ``above``, or begins at the root, if it is new to its holder."""
+        """Return the place of a new block that follows ``above``, or begins at the root."""
         if above is not None and above.place.is_single:
             return _single(namespace, key)
         depth = 0 if above is None else (above.depth + 1) % self._piece_blocks
@@ -202,9 +202,9 @@ class Placer:
         mode: Mode,
         copies_left: int | None = None,
     ) -> bool:
-        """Remove the block that a hash stands for, or a copy of it; False where the holder has none.
+        """Remove the block of a hash, or one copy of it. Return False if the holder does not have it.
 
-        ``copies_left``: how many copies the engine has now, if it says so.
+        ``copies_left`` is the engine's own count of the remaining copies, if it gives one.
         """
         spot, at = self.memory.held(holder, engine_hash), STEP * position + 1
         if spot is None:
@@ -234,7 +234,7 @@ class Placer:
         hashes: Sequence[int],
         held: Spot | None = None,
     ) -> bool:
-        """Whether the part waits that stores these blocks; ``held`` is what the hash has meant until now."""
+        """Return whether the part with these blocks must wait; ``held`` is the former block of the hash."""
         if not self._waves.has_left:
             return False
         blocks = [*self.memory.gone_blocks(holder, hashes), *(key ^ namespace for key in keys)]
@@ -247,7 +247,9 @@ class Placer:
     def _leave_generation(
         self, parts: PartList, other: int, position: int, engine_hash: int, key: int, mode: Mode
     ) -> tuple[int, list[int]] | None:
-        """A block is stored in another generation than ``other``: its copies and engine hashes, if it was there."""
+        """Take a block out of generation ``other``, because it is stored in another one. Return its copies and engine
+        hashes, if it was there.
+        """
         memory = self.memory
         held = memory.held(other, engine_hash)
         if held is not None and held.key != key:
@@ -273,7 +275,7 @@ def _single(namespace: int, key: int) -> Spot:
 
 
 def _add_left(parts: PartList, kind: PartKind, holder: int, at: int, left: RemovedCopy, *, waits: bool) -> None:
-    """What becomes of a block of which a hash, or a copy, was taken."""
+    """Add the part for a block that lost a hash or a copy."""
     spot = left.spot
     parts.add(
         kind,

@@ -1,6 +1,6 @@
 """Gives the blocks of plain events their places: of a whole event, or of many events, in one step.
 
-The steps are those of ``KnownBlocks``. A step that does not fit what the holder has changes nothing; the caller then
+The steps are those of ``KnownBlocks``. A step that does not fit the holder's blocks changes nothing; the caller then
 stores or removes block by block with ``Placer``.
 """
 
@@ -85,9 +85,9 @@ class PlainPlacer:
         may_store: bool,
         may_remove: bool,
     ) -> EventRun | None:
-        """Store and remove the blocks of plain events, from the one with number ``at`` on; how far that went.
+        """Store and remove the blocks of plain events, from number ``at`` on, and return the progress.
 
-        None where it is not possible. See ``KnownBlocks.run``.
+        Return None if that is not possible. See ``KnownBlocks.run``.
         """
         some = packed(parts.parts)
         if some is None or self._applied.marks or self._waves.is_needed:
@@ -129,7 +129,7 @@ class AppliedMarks:
             self.marks = {}
 
     def has(self, seq: int, at: int, holder: int, place: Place) -> bool:
-        """Whether Redis has the part that a batch writes at this position."""
+        """Return whether Redis has the part that a batch writes at this position."""
         if not self.marks:
             return False
         mark = self.marks.get((holder, place.shard(self._shards)))

@@ -1,7 +1,8 @@
-"""Decides, before a fold is resolved, what each event belongs to, whether it counts, and what must be looked up.
+"""Decides, before a fold is resolved, where each event belongs, whether it counts, and which hashes must be looked up.
 
-A **unit** is what a clear ends: a rank, or, for standard events, one stream of the envelope, named by its holder. The
-result must not depend on how batches are folded, so the plan also learns facts from events that a later clear undoes.
+A **unit** is the scope of a clear: a rank, or, for standard events, one stream of the envelope, named by its holder.
+The result must not depend on how batches are folded, so the plan also learns facts from events that a later clear
+undoes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Plan:
     facts_changed: bool = False
     """Flags or the main group have changed and must be kept before anything is applied."""
     last_clear: dict[Unit, tuple[int, int]] = field(default_factory=dict)
-    """(batch, event) of the last clear of a unit in the fold; what it has before that is not written at all."""
+    """(batch, event) of the last clear of a unit in the fold; earlier events of the unit are not written at all."""
     gaps: int = 0
     """How often event_ids were missing before an event."""
     epochs: list[Mapping[HolderName, int]] = field(default_factory=list)
@@ -59,7 +60,7 @@ class Planner:
     ) -> None:
         self.registered_ranks = registered_ranks
         self.epochs: Mapping[HolderName, int] = {}
-        """The generations for the stores of the batch that is being planned, by lasting name."""
+        """The generations for the stores of the current batch, by lasting name."""
         self.spaces = Spaces(registration)
         self._registration = registration
         self._publisher = publisher
@@ -77,7 +78,7 @@ class Planner:
         event_ids: Mapping[int, int],
         blocks_of: Callable[[int], int],
     ) -> Slices[Plan]:
-        """What must be ended, begun and kept first. Learns flags and the main group on the way.
+        """Find the holders to end and begin, and the facts to keep. Learns flags and the main group on the way.
 
         ``blocks_of`` returns how many blocks a holder has.
         """
@@ -117,7 +118,9 @@ class Planner:
         return plan
 
     def _find_clears(self, plan: Plan, i: int, batch: Batch, start: int, seen: dict[HolderName, int]) -> None:
-        """``seen``: the last event_id of each standard stream; a clear that is not newer came before."""
+        """Find the clears of a batch. ``seen`` has the last event_id of each standard stream; a clear that is not newer
+        came before.
+        """
         for j, event in enumerate(batch.events[start : start + _EVENTS_AT_ONCE], start):
             envelope = event.envelope
             if envelope is None:
@@ -142,9 +145,10 @@ class Planner:
         self._facts.flags.add(EVENTS_MISSING)
 
     def _cleared_units(self, batch: Batch, event: Cleared) -> Sequence[Unit]:
-        """What a clear without an envelope ends: in a stream that names its process, the blocks on the device alone.
+        """Return the units that a clear without an envelope ends: in a stream that names its process, only the blocks
+        on the device.
 
-        vLLM means that by it in the releases that name the process: blocks that were offloaded stay. A clear of others
+        vLLM means a clear so in the releases that name the process: offloaded blocks stay. A clear of another engine
         ends the rank.
         """
         rank = self.rank(batch, event)
@@ -173,7 +177,7 @@ class Planner:
     ) -> None:
         """Learn the facts of one event, and name its holder if there is none yet.
 
-        If the event stands for several that are alike, ``hashes`` is the number of hashes of all of them.
+        If the event stands for several similar ones, ``hashes`` is the number of hashes of all.
         """
         if self._skip_reason_of(batch, event):
             return
@@ -193,11 +197,13 @@ class Planner:
             plan.begun[name] = self._holder(batch, event)
 
     def _blocks(self, event: Stored, hashes: int | None) -> int:
-        """How many blocks it stores; of several events like it, which have so many ``hashes``, all of them."""
+        """Return how many blocks an event stores; if it stands for several, ``hashes`` is the number of hashes of
+        all.
+        """
         size, hashes = self._registration.block_size, len(event.engine_hashes) if hashes is None else hashes
         return hashes if event.block_size <= size else hashes * chunks.blocks_of(event, size)
 
-    # ---- what an event belongs to ------------------------------------------------------------------
+    # ---- the owner of an event ---------------------------------------------------------------------
 
     def rank(self, batch: Batch, event: Event) -> int:
         if event.envelope is not None and event.envelope.dp_rank is not None:
@@ -205,13 +211,13 @@ class Planner:
         return self._registration.dp_rank if batch.dp_rank is None else batch.dp_rank
 
     def name(self, batch: Batch, event: Event) -> HolderName:
-        """The name of the event's holder in this stream."""
+        """Return the name of the event's holder in this stream."""
         name = self._lasting_name(batch, event)
         epoch = self.epochs.get(name) if self.epochs else None
         return name if epoch is None else _name(name.dp_rank, name.medium, name.digest, epoch)
 
     def _lasting_name(self, batch: Batch, event: Event) -> HolderName:
-        """The name without an epoch, which is also the unit that a standard clear ends."""
+        """Return the name without an epoch, which is also the unit that a standard clear ends."""
         if event.envelope is not None:
             digest = self.spaces.dimensions(event, event.envelope)
         else:
@@ -236,14 +242,14 @@ class Planner:
     # ---- whether it counts -------------------------------------------------------------------------
 
     def skip_reason(self, plan: Plan, batch: Batch, event: Event, i: int, j: int) -> str | None:
-        """Why event ``j`` of batch ``i`` of the fold counts for nothing; None where it counts."""
+        """Return the reason to skip event ``j`` of batch ``i`` of the fold, or None if it counts."""
         reason = self._skip_reason_of(batch, event)
         if reason is None and plan.last_clear and self.is_cleared(plan, batch, event, i, j):
             return "cleared"
         return reason
 
     def is_cleared(self, plan: Plan, batch: Batch, event: Event, i: int, j: int) -> bool:
-        """Whether a later event of the fold clears it away."""
+        """Return whether a later event of the fold clears it away."""
         rank = self.rank(batch, event)
         units: list[Unit] = [rank]
         if event.envelope is None:
@@ -303,7 +309,7 @@ class Planner:
 
 
 def _has_room(name: HolderName, names: set[HolderName]) -> bool:
-    """Whether a holder may begin; ``names`` are the lasting names of all others."""
+    """Return whether a holder may begin; ``names`` are the lasting names of all others."""
     if name.lasting in names:
         return True
     if len(names) >= HOLDERS_MAX:
@@ -330,7 +336,7 @@ class Spaces:
         self._adapters: dict[int, Adapter] = {0: None}
 
     def at_root(self, event: Event) -> int:
-        """The namespace of an event that has no parent to inherit one from."""
+        """Return the namespace of an event without a parent to inherit one from."""
         adapter, salts = self._adapter(event), self._salts_of(event)
         ns = namespace(adapter, salts)
         if ns not in self._adapters:
@@ -340,18 +346,18 @@ class Spaces:
         return ns
 
     def has(self, event: Event, ns: int) -> bool:
-        """Whether the event's adapter belongs to the namespace; one that nobody remembers is believed."""
+        """Return whether the event's adapter belongs to the namespace; an unknown adapter is trusted."""
         return ns not in self._adapters or self._adapters[ns] == self._adapter(event)
 
     def dimensions(self, event: Event, envelope: Envelope) -> str:
-        """What stands, beside rank and medium, for the stream of a standard event."""
+        """Return the dimensions, besides rank and medium, of the stream of a standard event."""
         return dimensions_digest(envelope.backend_id, self._adapter(event), self._salts_of(event), envelope.spelling)
 
     def _adapter(self, event: Event) -> Adapter:
         return self._lora_name if event.adapter is None else event.adapter
 
     def _salts_of(self, event: Event) -> tuple[str, ...]:
-        """The registration's salt and the request's; of a standard event, its own in place of the registration's."""
+        """Return the registration's salt and the request's; a standard event's own salt replaces the registration's."""
         if event.envelope is None:
             return self._salts + event.salts
         return event.salts or self._salts

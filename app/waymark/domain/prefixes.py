@@ -1,4 +1,4 @@
-"""Opaque prefixes: what a source says of prefixes that it names by hashes of its own, without tokens or blocks.
+"""Opaque prefixes: reports of a source about prefixes that it names by hashes of its own, without tokens or blocks.
 
 A source has two holders, one for prefixes on the device (hot) and one for prefixes in storage (warm). An entry is a
 prefix with a count of tokens at one holder; it ends by its time.
@@ -28,10 +28,12 @@ _PREFIX_HASH = re.compile(r"[0-9A-Fa-f]{1,128}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
-    """What the registration of a source says of its entries. The defaults are the same as in Continuum Router."""
+    """The options that a source's registration sets for its entries. The defaults are the same as in Continuum
+    Router.
+    """
 
     storage_offloading: bool = False
-    """Whether what leaves the device is in storage afterwards."""
+    """Whether blocks that leave the device are in storage afterwards."""
     treat_eviction_as_offload: bool = True
     """Whether an eviction that names no medium leaves the prefix in storage, if the source offloads."""
     entry_ttl_seconds: int = 600
@@ -44,7 +46,7 @@ DEFAULT: Final = PrefixSource()
 
 
 class PrefixEvent(StrEnum):
-    """What a source reports, by the names of its events."""
+    """An event of a source, by the source's own word."""
 
     CREATED = "cache_created"
     RELOADED = "cache_reloaded"
@@ -54,14 +56,14 @@ class PrefixEvent(StrEnum):
 
 
 class Change(StrEnum):
-    """What an event does to the entries of its prefix. The script ``apply_prefixes`` knows these words."""
+    """The effect of an event on the entries of its prefix. The script ``apply_prefixes`` knows these words."""
 
     HOT = "hot"
     """The prefix is on the device, and nowhere else."""
     WARM = "warm"
     """The prefix is in storage, and nowhere else."""
     DEMOTE = "demote"
-    """An entry on the device moves to storage. A prefix without such an entry gets none."""
+    """An entry on the device moves to storage. A prefix without an entry on the device gets none."""
     REMOVE = "remove"
     """The prefix is nowhere."""
     FORGET_HOT = "forget_hot"
@@ -76,11 +78,11 @@ class PrefixChange(NamedTuple):
     """32 hex digits, from ``prefix_key``."""
     change: Change
     tokens: int | None = None
-    """The length of the prefix. None where the event does not say it: the length that the source had stays."""
+    """The length of the prefix. If the event does not give it, None: the length stays as it was."""
 
 
 def change_of(event: PrefixEvent, source: PrefixSource) -> Change:
-    """What an event means with the options of its source."""
+    """Return the effect of an event under the options of its source."""
     match event:
         case PrefixEvent.CREATED | PrefixEvent.RELOADED:
             return Change.HOT
@@ -96,16 +98,16 @@ SOURCE: Final = "an http or https URL, where no part of the path is '.' or '..' 
 
 
 def is_source(text: str) -> bool:
-    """Whether an event stream may be read from a URL, whose path has to be normalized."""
+    """Return whether an event stream may be read from a URL, whose path has to be normalized."""
     path = text.partition("://")[2].partition("?")[0]
     return is_url(text) and "@" not in text and {".", ".."}.isdisjoint(path.split("/"))
 
 
 def is_prefix_hash(text: str) -> bool:
-    """Whether a text is a prefix hash: 1 to 128 hex digits."""
+    """Return whether a text is a prefix hash: 1 to 128 hex digits."""
     return _PREFIX_HASH.fullmatch(text) is not None
 
 
 def prefix_key(prefix_hash: str) -> str:
-    """The name of a prefix in keys: 32 hex digits, the same for digits in upper and lower case."""
+    """Return the name of a prefix in keys: 32 hex digits, the same for digits in upper and lower case."""
     return sha256(prefix_hash.lower().encode()).hexdigest()[:32]

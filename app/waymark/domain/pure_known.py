@@ -28,7 +28,7 @@ class PurePlaces:
         return _PURE_BYTES * len(self._numbers)
 
     def enter(self, place: Place, namespace: int, count: int) -> int:
-        """The number of a place, which has ``count`` blocks more now."""
+        """Return the number of a place, after adding ``count`` blocks to it."""
         name = (place, namespace)
         number = self._numbers.get(name)
         if number is None:
@@ -134,13 +134,13 @@ class PureKnownBlocks:
         self._places.leave(former)
 
     def extend(self, *_: object) -> None:
-        """There is no short way for it here."""
+        """Return None: the pure implementation has no short way."""
 
     def take(self, *_: object) -> None:
-        """There is no short way for it here."""
+        """Return None: the pure implementation has no short way."""
 
     def run(self, *_: object) -> None:
-        """There is no short way for it here."""
+        """Return None: the pure implementation has no short way."""
 
     def _put(self, engine_hash: int, packed: int) -> None:
         if engine_hash in self._spots:

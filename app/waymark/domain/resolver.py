@@ -1,9 +1,9 @@
 """Turns events into parts: finds the block of each engine hash of a batch, and its place.
 
-One resolver follows one life of one stream. ``plan`` looks at folded batches and says what must be known or done before
-they can be resolved: holders to end and begin, facts to keep. ``resolve`` then turns each batch into parts, without
-waiting for Redis. ``resolve`` changes what the stream remembers, so a batch is resolved once, and its parts are applied
-until Redis has acknowledged them. All of this happens in slices.
+One resolver follows one life of one stream. ``plan`` looks at folded batches and returns the steps before they can be
+resolved: holders to end and begin, facts to keep. ``resolve`` then turns each batch into parts, without waiting for
+Redis. ``resolve`` changes the memory of the stream, so a batch is resolved once, and its parts are applied until Redis
+has acknowledged them. All of this happens in slices.
 
 It follows the rules of the event contract under "From an event to blocks". A block that cannot be placed is counted by
 reason, and never guessed.
@@ -37,11 +37,11 @@ from waymark.domain.waiting import WaitingRoom, WaitingStore
 __all__ = ["EXTRA_KEYS", "UNTRUSTED", "Plan", "Resolver"]
 
 _Placed: TypeAlias = list[tuple[int, Sequence[int]]]
-"""Ranks with engine hashes that have a place now; somebody may wait for one."""
+"""Ranks with engine hashes that have a place now; stores may wait for one."""
 
 
 class _PlainRun(NamedTuple):
-    """Plain events of a batch, and what those of them that can be resolved together share."""
+    """Plain events of a batch, and the facts shared by those that can be resolved together."""
 
     events: PlainEvents
     holder: int
@@ -76,7 +76,9 @@ class Resolver:
         bounds: BlockBounds = _UNBOUNDED,
         reads_windows: bool = False,
     ) -> None:
-        """``reads_windows``: groups of a hybrid model that are not full attention have holders of their own."""
+        """Create a resolver. ``reads_windows``: groups of a hybrid model other than full attention have holders of
+        their own.
+        """
         self.registration = registration
         self._traits = registration.kind.traits
         self.memory = HeldBlocks() if memory is None else memory
@@ -86,16 +88,18 @@ class Resolver:
         self.holders: dict[HolderName, int] = {}
         """Live holder ids by name."""
         self.event_ids: dict[int, int] = {}
-        """Standard events: the last event_id per holder. It is ahead of Redis by what is resolved and not applied."""
+        """Standard events: the last event_id per holder. It may be ahead of Redis by events that are resolved but not
+        applied.
+        """
         self._moved: dict[int, int] = {}
         self._is_part_seen = False
         """Whether the standard event whose parts are being resolved was seen before."""
         self.ignored: Counter[str] = Counter()
-        """Events that came to nothing, by reason; the owner reads and clears it."""
+        """The number of ignored events, by reason; the owner reads and clears it."""
         self.unresolved = 0
-        """Hashes that nobody knows: of removals and placeholders."""
+        """The number of unknown hashes in removals and placeholders."""
         self.missing = 0
-        """About how many blocks the publisher has that are not known here, besides those of the waiting room."""
+        """The approximate number of the publisher's blocks that are unknown here, besides those of the waiting room."""
         self.is_snapshot = False
         """The events are those of a snapshot, which stores and removes each copy."""
         self.below_zero = 0
@@ -105,10 +109,12 @@ class Resolver:
         self.doubts: set[str] = set()
         """Flags of rules for copies that the events show, and that ``flags`` does not have yet; the owner adds them."""
         self.unsalted = 0
-        """Stores of releases that cannot name a salt or an image: they may be taken for what they are not."""
+        """The number of stores from releases that cannot name a salt or an image: they may be indexed under a wrong
+        identity.
+        """
         self.objects = WaitingObjects(waiting_blocks, registration.object_shards)
         self._early = 0
-        """The number of positions, of the ``EARLY_MAX`` of the next batch, that are taken."""
+        """The number of positions in use, of the ``EARLY_MAX`` of the next batch."""
         self._late_rests: list[tuple[int, Sequence[int], tuple[int, ...]]] = []
         """Chunks of a device that the batch removes: position, holders and hashes."""
         self._work = 0
@@ -130,8 +136,9 @@ class Resolver:
 
     @property
     def _may_report(self) -> bool:
-        """Whether a store of blocks that are known is a report of what the publisher has, though its kind otherwise
-        announces copies: counts are not trusted, and nothing says which of both a store is."""
+        """Whether a store of known blocks may be a report of the publisher's cache, although its kind otherwise
+        announces copies: counts are not trusted, and the two cannot be told apart.
+        """
         return (
             self._traits.copies == "count"
             and (self.registration.copies == "set" or UNTRUSTED in self.flags)
@@ -173,7 +180,7 @@ class Resolver:
             self._inherit(name, holder)
 
     def begin(self, names: Sequence[HolderName], ids: Sequence[int]) -> None:
-        """Holders that were begun for a plan."""
+        """Note the holders that were begun for a plan."""
         for name, holder in zip(names, ids, strict=True):
             self._inherit(name, holder)
             if holder in self.event_ids:
@@ -199,11 +206,11 @@ class Resolver:
         return self.waiting.clear(ended) + self.objects.end(ended)
 
     def over(self) -> list[tuple[HolderName, RemovalReason | None]]:
-        """The generations that are over, oldest first, with the reason; None for one without blocks."""
+        """Return the generations beyond a bound, oldest first, with the reason; None for one without blocks."""
         return list(self.generations.over(self.holders, self.memory.blocks_of))
 
     def _inherit(self, name: HolderName, holder: int) -> None:
-        """The order of a standard stream does not end with a generation."""
+        """Continue the order of a standard stream in a new generation."""
         known = [self.event_ids[other] for other in self._holders_of.get(name.lasting, ()) if other in self.event_ids]
         if known:
             self.event_ids[holder] = max(known)
@@ -224,11 +231,11 @@ class Resolver:
             del self._holders_of[lasting]
 
     def _newest_beside(self, holder: int) -> int:
-        """The newest generation of the holder's name."""
+        """Return the newest generation of the holder's name."""
         return max((holder, *self.placer.others.get(holder, ())))
 
     def mode(self, holder: int) -> Mode:
-        """How copies of this holder count now."""
+        """Return the way in which copies of this holder count now."""
         if self.is_snapshot:
             return "count"
         if self.registration.copies == "set":
@@ -238,14 +245,16 @@ class Resolver:
     # ---- before a fold -----------------------------------------------------------------------------
 
     def plan(self, batches: Sequence[Batch]) -> Slices[Plan]:
-        """What must be ended, begun and kept first. Learns flags and the main group on the way."""
+        """Find the holders to end and begin, and the facts to keep. Learns flags and the main group on the way."""
         if self.memory.is_over:
             yield from self.memory.trim()
         self.placer.begin_fold()
         return (yield from self._planner.plan(batches, self.holders, self.event_ids, self.memory.blocks_of))
 
     def hashes_to_find(self, batches: Sequence[Batch]) -> Slices[list[int]]:
-        """The hashes of a pool that other engines may have reported, in a fold and of what waits, each once."""
+        """Return the hashes of a pool that other engines may have reported, in a fold and in the waiting room, each
+        once.
+        """
         if self.registration.scope != "shared":
             return []
         hashes = self.objects.some()
@@ -265,13 +274,13 @@ class Resolver:
         return hashes
 
     def name_of(self, batch: Batch, event: Event) -> HolderName:
-        """The lasting name of the event's holder in this stream."""
+        """Return the lasting name of the event's holder in this stream."""
         return self._planner.name(batch, event).lasting
 
     # ---- a batch -----------------------------------------------------------------------------------
 
     def resolve(self, plan: Plan, index: int, seq: int, batch: Batch) -> Slices[Parts]:
-        """The parts of one batch of the fold, ``index`` its place in it."""
+        """Return the parts of one batch of the fold; ``index`` is its place in the fold."""
         parts = self.placer.begin_batch(seq)
         self._planner.epochs = plan.epochs[index] if plan.epochs else {}
         position = self._first_position
@@ -336,7 +345,9 @@ class Resolver:
         return parts.parts
 
     def _judge_copies(self, parts: PartList, position: int) -> None:
-        """Find contradictions of copies; once it is known that a removal takes all copies, remove what it has left."""
+        """Find contradictions in the counts of copies; once a removal is known to take all copies, remove the leftover
+        ones.
+        """
         found = self.memory.take_contradictions()
         self.contradictions += found
         if found and self.memory.removes_once and self._counts_copies:
@@ -351,9 +362,9 @@ class Resolver:
         return self.registration.copies == "count" and UNTRUSTED not in self.flags and not self.is_snapshot
 
     def _removed_again(self, event: Removed) -> None:
-        """A block is removed that has been removed before, and was not stored since: fewer copies than none.
+        """Note that a block was removed twice without a store in between: it would have fewer copies than zero.
 
-        If that was because a removal takes all copies, it must not.
+        If removals were believed to take all copies, that rule is wrong.
         """
         if not self._counts_copies or self._traits.may_alias or event.medium not in DEVICE or self.placer.is_behind:
             return
@@ -362,7 +373,7 @@ class Resolver:
             self.doubts.add(COPIES_EACH)
 
     def _reported_again(self, parts: Parts, waited: int) -> None:
-        """Count the new blocks of a batch that reports known ones again as missing ones that were found.
+        """Count the new blocks of a batch that reports known ones again as recovered ones.
 
         ``waited`` of them had waited here, and were not missing.
         """
@@ -399,10 +410,10 @@ class Resolver:
         return position
 
     def _children(self, parts: PartList, position: int, placed: _Placed) -> Slices[int]:
-        """Place what waited for a block of this batch; the position behind it.
+        """Place the stores that waited for a block of this batch. Return the position after them.
 
-        It comes after all of the batch's own events: those have their positions whether or not somebody waited, and a
-        removal among them still finds what waits.
+        This comes after all of the batch's own events: their positions must not depend on waiting stores, and a removal
+        among them still finds the waiting ones.
         """
         while placed:
             for waiting in self.waiting.take_children(*placed.pop(0)):
@@ -413,7 +424,7 @@ class Resolver:
                     self.waiting.add(waiting)
                 else:
                     self._place(parts, position, waiting, parent, placed)
-                # Twice as many: what was removed while it waited is removed after it.
+                # Twice as many: blocks that were removed while they waited are removed after it.
                 position += 2 * len(waiting.event.engine_hashes)
                 self._work += EVENT_WORK + len(waiting.event.engine_hashes)
                 if self._work > SLICE_WORK:
@@ -430,7 +441,7 @@ class Resolver:
         self.placer.aliased = self.placer.crowded = 0
 
     def _plain_run(self, plan: Plan, index: int, batch: Batch) -> _PlainRun | None:
-        """What plain events of a batch share, if any of them can be resolved together with others."""
+        """Return the common facts of plain events, if some can be resolved together."""
         events, planner = batch.events, self._planner
         if type(events) is not PlainEvents or self.memory.blocks + events.blocks > self._blocks_max:
             return None
@@ -449,7 +460,7 @@ class Resolver:
             holders += self._holders_of.get(planner.name(batch, removal).lasting, ())
         else:
             may_remove = False
-        # Each kind has one holder, which has no other generation: a block of it may be there.
+        # Each kind has one holder without another generation, which might already have a block of it.
         if not (may_store or may_remove) or len(holders) != may_store + may_remove or len(set(holders)) > 1:
             return None
         holder = holders[0]
@@ -462,8 +473,9 @@ class Resolver:
         return _PlainRun(events, holder, rank, namespace, may_store, may_remove, is_unsalted)
 
     def _may_run(self, plan: Plan, index: int, batch: Batch, event: Stored | Removed) -> bool:
-        """Whether the event, and all that are like it, are of main attention, and nothing says that they do not
-        count."""
+        """Return whether the event and all similar ones are of main attention, and no rule says that they do not
+        count.
+        """
         if self._facts.windows and self._facts.window_of(event) is not None:
             return False
         return self._planner.skip_reason(plan, batch, event, index, 0) is None
@@ -502,9 +514,9 @@ class Resolver:
         return 1 + (EARLY_MAX if self.registration.scope == "shared" else 0)
 
     def skip(self, counted: Mapping[tuple[int, int], tuple[int, int]], watermark: int | None) -> bool:
-        """What Redis has of batches behind the watermark: by holder and shard, seq and position.
+        """Note how much of the batches behind the watermark Redis has: by holder and shard, seq and position.
 
-        Returns whether there is any. Such a batch is resolved again, without the parts that Redis has.
+        Return whether there is any. Such a batch is resolved again, without the parts that Redis has.
         """
         self.placer.skip(counted)
         behind = -1 if watermark is None else watermark
@@ -513,9 +525,9 @@ class Resolver:
         return bool(positions)
 
     def resolve_waiting(self, seq: int) -> Slices[Parts]:
-        """The parts of objects that have waited, and whose blocks an engine has reported meanwhile.
+        """Return the parts of objects that have waited, and whose blocks an engine has reported meanwhile.
 
-        ``seq`` is the number of the batch that has not come yet, of which they are the beginning.
+        They begin batch ``seq``, which has not come yet.
         """
         parts = self.placer.begin_batch(seq)
         for holder, engine_hash in (yield from self._found()):
@@ -525,11 +537,11 @@ class Resolver:
         return parts.parts
 
     def _found(self) -> Slices[list[tuple[int, int]]]:
-        """The waiting objects whose blocks engines have reported, as holder and engine hash."""
+        """Return the waiting objects whose blocks engines have reported, as holder and engine hash."""
         return (yield from self.objects.found(tuple(self.holders.values()), self.reported))
 
     def _ignore(self, reason: str, event: Event) -> None:
-        """Count an event that comes to nothing, once whatever its parts."""
+        """Count an ignored event, once whatever its parts."""
         if not event.part:
             self.ignored[reason] += 1
 
@@ -539,7 +551,7 @@ class Resolver:
         self.missing += len(event.engine_hashes)
 
     def _cannot_find(self, count: int) -> None:
-        """Removed hashes that nobody knows. What was missing has left the publisher with them."""
+        """Count unknown hashes of removals. With them, missing blocks have left the publisher."""
         self.unresolved += count
         self._find(count)
 
@@ -550,7 +562,7 @@ class Resolver:
         self.missing = max(0, self.missing - count)
 
     def take_event_ids(self) -> dict[int, int]:
-        """Per holder the last event_id of what was resolved since the last call; to be kept once that is applied."""
+        """Return per holder the last event_id resolved since the last call; the caller keeps it once it is applied."""
         moved, self._moved = self._moved, {}
         return moved
 
@@ -567,7 +579,7 @@ class Resolver:
         if not (event.tells_salts or event.part) and event.tokens and self._traits.has_saltless_releases:
             self.unsalted += 1
         if event.is_reused and self._has_missing:
-            # Those that are not known here were told in a batch that was lost.
+            # Unknown ones were announced in a lost batch.
             self._find(sum(self.memory.held(holder, each) is None for each in event.engine_hashes))
         if self._is_plain(event) and self._extend(parts, position, holder, event):
             if self.waiting.blocks:
@@ -622,7 +634,7 @@ class Resolver:
         )
 
     def _identity(self, parts: PartList, position: int, holder: int, event: Stored) -> None:
-        """Hashes that are seq_hashes; where the parent is not known, the blocks have no depth."""
+        """Store blocks whose hashes are seq_hashes; if the parent is unknown, their depth is unknown."""
         ns = self._planner.spaces.at_root(event)
         parent = None if event.parent is None else self._seq_parent(holder, event.parent, ns)
         self.placer.chain(
@@ -640,10 +652,10 @@ class Resolver:
         )
 
     def _seq_parent(self, holder: int, seq_hash: int, ns: int) -> Spot | None:
-        """Where the block with this seq_hash is in namespace ``ns``; None where its depth is not known.
+        """Return the place of the block with this seq_hash in namespace ``ns``, or None if its depth is unknown.
 
         A seq_hash stands for the same prefix in all namespaces of a stream, so the spot may be of another one. The
-        prefix has the same depth and the same head in all of them.
+        prefix has the same depth and the same head in every namespace.
         """
         spot = self.memory.find(holder, seq_hash)
         if spot is None or spot.seq_hash != seq_hash:
@@ -657,7 +669,7 @@ class Resolver:
     def _place(
         self, parts: PartList, position: int, waiting: WaitingStore, parent: Spot | None, placed: _Placed
     ) -> None:
-        """Blocks of a store that goes on from ``parent``, or begins at the root."""
+        """Place the blocks of a store that continues ``parent``, or begins at the root."""
         event = waiting.event
         if parent is None:
             ns = self._planner.spaces.at_root(event)
@@ -696,10 +708,10 @@ class Resolver:
             placed.append((waiting.dp_rank, hashes))
 
     def _unsalted(self, parts: PartList, position: int, waiting: WaitingStore, ns: int, parent: Spot | None) -> None:
-        """A store off the GPU: it has tokens, but not the salt or image that went into its hashes.
+        """Place a store off the GPU: it has tokens, but lacks the salt or image that went into its hashes.
 
-        What is known by its hash is that block. The rest goes on from the block before it, unless this life has
-        reported a salt or an image: then nobody can say what it is.
+        A known hash names the same block. The rest continues the block before it, unless this life has reported a salt
+        or an image: then its identity cannot be known.
         """
         event, width = waiting.event, 4 * self.registration.block_size
         may_hash = EXTRA_KEYS not in self.flags
@@ -718,13 +730,15 @@ class Resolver:
         self._remove_waited(parts, position, waiting, count)
 
     def _placeholder(self, parts: PartList, position: int, waiting: WaitingStore) -> None:
-        """A store without tokens: says that blocks known by their hash are on its medium, too."""
+        """Place a store without tokens: it says that blocks known by their hash are on its medium, too."""
         above: Spot | None = None
         for i, h in enumerate(waiting.event.engine_hashes):
             above = self._known(parts, position + i, waiting, h, self.memory.find(waiting.holder, h), above)
 
     def _window(self, parts: PartList, position: int, batch: Batch, event: Stored | Removed) -> None:
-        """Blocks of a group with a window: they have the hashes of the blocks of main attention that end with them."""
+        """Place the blocks of a group with a window: their hashes are those of the main-attention blocks that end with
+        them.
+        """
         name = self._planner.name(batch, event)
         holders = self._holders_of.get(name.lasting, ())
         newest = self.holders.get(name)
@@ -758,7 +772,7 @@ class Resolver:
         spot: Spot | None,
         above: Spot | None,
     ) -> Spot | None:
-        """Store a block that was looked up; one without a spot is nobody's."""
+        """Store a block after its lookup; one without a spot is ignored."""
         if spot is None:
             self.unresolved += 1
             self.missing += 1
@@ -777,7 +791,7 @@ class Resolver:
         )
 
     def _remove_waited(self, parts: PartList, position: int, waiting: WaitingStore, count: int) -> None:
-        """Remove what an event removed while it waited: it is gone, but a child may name it."""
+        """Remove blocks that an event removed while they waited: they are gone, but a child may name them."""
         if not waiting.removed:
             return
         hashes = waiting.event.engine_hashes[:count]
@@ -832,7 +846,7 @@ class Resolver:
                 self._cannot_find(1)
 
     def _rest_removed(self, parts: PartList, position: int, holders: Sequence[int], event: Removed) -> None:
-        """Remove the blocks of chunks that are not their last ones; ``position`` is behind those."""
+        """Remove the blocks of chunks, except the last ones; ``position`` is behind those."""
         for i, chunk in enumerate(event.engine_hashes):
             self._rest_of_chunk_removed(parts, position + i * (CHUNK_BLOCKS_MAX - 1), holders, chunk)
 
@@ -861,7 +875,9 @@ class Resolver:
                 self.placer.remove(parts, holder, position + i, h, mode=self.mode(holder))
 
     def _object_removed(self, holder: int, event: Removed, engine_hash: int) -> bool:
-        """An object shard has gone from a pool. Whether that is all: no block was indexed."""
+        """Note that an object shard has left a pool. Return whether the block was never indexed, so that this is
+        all.
+        """
         shard = "" if event.envelope is None else event.envelope.object_shard or ""
         if self.registration.scope != "shared" or event.is_identity:
             return False
@@ -872,7 +888,7 @@ class Resolver:
         return False
 
     def _cleared(self, plan: Plan, i: int, j: int, batch: Batch, event: Cleared) -> None:
-        """The plan has ended what this ends. Here only the event_id is left to be kept, for what follows."""
+        """Keep the event_id of a clear for later events. The plan has already ended its unit."""
         if event.envelope is None:
             return
         name = self._planner.name(batch, event)
@@ -882,7 +898,7 @@ class Resolver:
             self._moved[holder] = self.event_ids[holder] = event.envelope.event_id
 
     def _is_seen(self, holder: int, event: Stored | Removed) -> bool:
-        """Whether a standard event came before; its own order is its event_id."""
+        """Return whether a standard event came before; its own order is its event_id."""
         if event.envelope is None:
             return False
         if not event.part:
@@ -894,7 +910,7 @@ class Resolver:
         return False
 
     def _positions(self, position: int, event: Event) -> int:
-        """How many positions an event at ``position`` takes in its batch, whatever comes of it."""
+        """Return how many positions an event at ``position`` takes in its batch, even if it is ignored."""
         if isinstance(event, Cleared):
             return 1
         each = 1
@@ -907,18 +923,18 @@ class Resolver:
     # ---- kinds of events ---------------------------------------------------------------------------
 
     def _needs_no_parent(self, holder: int, event: Stored) -> bool:
-        """Whether a store whose parent is not known can be placed: at the root, or by hashes that are known."""
+        """Return whether a store with an unknown parent can be placed: at the root, or by known hashes."""
         if event.parent == 0 and event.may_begin:
             return True
         return self._is_unsalted(event) and any(self.memory.find(holder, h) is not None for h in event.engine_hashes)
 
     def _is_plain(self, event: Stored) -> bool:
-        """Whether the event has the tokens of all of its blocks, and nothing else went into their hashes."""
+        """Return whether the event has the tokens of all of its blocks, and its hashes cover only tokens."""
         dense = 4 * self.registration.block_size * len(event.engine_hashes)
         return len(event.tokens) == dense and event.extras is None and not self._is_unsalted(event)
 
     def _is_unsalted(self, event: Stored) -> bool:
-        """Whether the event may keep silent about a salt or image that went into its hashes."""
+        """Return whether the event may omit a salt or image that went into its hashes."""
         return (
             event.medium not in DEVICE
             and event.envelope is None
@@ -929,10 +945,10 @@ class Resolver:
 
 
 def _is_reported_elsewhere(event: Stored) -> bool:
-    """Whether a pool's event names blocks only by hashes of the engines in front of it."""
+    """Return whether a pool's event names blocks only by hashes of the engines in front of it."""
     return not event.tokens and not event.is_identity
 
 
 def _may_be_chunks(position: int, event: Removed) -> bool:
-    """Whether the blocks of chunks leave with an event; ``position`` is its own, and has 32 bits in the end."""
+    """Return whether blocks of chunks may leave with an event; ``position`` is its own, and has 32 bits in the end."""
     return event.medium not in DEVICE and event.envelope is None and position < _CHUNK_POSITIONS

@@ -2,7 +2,7 @@
 
 A row says for each holder, as a bitmap, which of its slots the holder has. This module translates these slots to the
 blocks of one chain, and puts the bitmaps together to runs of equal holders, as the walk takes them. A value that cannot
-be read counts for nobody.
+be read is ignored.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _KEY_DIGITS = 2 * KEY_BYTES
 
 
 def row_runs(keys: bytes, rows: Sequence[bytes | None]) -> tuple[Runs, int, bool]:
-    """The runs of a chain, as far as the row of each piece decides by itself who has its blocks.
+    """Return the runs of a chain, as far as the rows alone decide who has its blocks.
 
-    ``keys`` are packed block keys from the beginning of a piece; ``rows`` has the row of each piece, None where there
-    is none. Returns the runs, for how many pieces they are, and whether nobody has the block after them. If somebody
-    may have it and there are more rows, the next row cannot be read, or it is marked and does not list all blocks.
+    ``keys`` are packed block keys from the beginning of a piece; ``rows`` has the row of each piece, or None if there
+    is no row. The result is the runs, the number of pieces that they cover, and whether the block after them has no
+    holder. If somebody may have it and there are more rows, the next row cannot be read, or it is marked and does not
+    list all blocks.
     """
     if native.selected is not None:
         return native.selected.row_runs(keys, rows if isinstance(rows, list) else list(rows))
@@ -55,11 +56,12 @@ def row_runs(keys: bytes, rows: Sequence[bytes | None]) -> tuple[Runs, int, bool
 
 
 def piece_runs(keys: bytes, values: Sequence[bytes | None]) -> tuple[Runs, int, int]:
-    """The runs of one piece by all values that may list its blocks.
+    """Return the runs of one piece by all values that may list its blocks.
 
-    ``keys`` are the packed keys of the piece's blocks, at least one; ``values`` has the row and then branch rows, None
-    where there is none. Returns the runs up to the first block that nobody has; as a bitmap, the blocks that may be in
-    branch rows, because the row is marked and does not list them; and as a bitmap, which values cannot be read.
+    ``keys`` are the packed keys of the piece's blocks, at least one; ``values`` has the row and then branch rows, or
+    None for a missing one. The result is the runs up to the first block without a holder; as a bitmap, the blocks that
+    may be in branch rows, because the row is marked and does not list them; and as a bitmap, the values that cannot be
+    read.
     """
     if native.selected is not None:
         return native.selected.piece_runs(keys, values if isinstance(values, list) else list(values))
@@ -81,19 +83,19 @@ def piece_runs(keys: bytes, values: Sequence[bytes | None]) -> tuple[Runs, int, 
 
 
 def pieces_of(keys: bytes) -> list[bytes]:
-    """The packed keys of each piece of a chain; ``keys`` has the keys of the whole chain, from its root on."""
+    """Return the packed keys of each piece of a chain; ``keys`` has the keys of the whole chain, from its root on."""
     width = KEY_BYTES * PIECE_BLOCKS
     return [keys[at : at + width] for at in range(0, len(keys), width)]
 
 
 def last_piece(keys: bytes) -> bytes:
-    """The last of ``pieces_of(keys)``; ``keys`` has at least one."""
+    """Return the last of ``pieces_of(keys)``; ``keys`` has at least one."""
     width = KEY_BYTES * PIECE_BLOCKS
     return keys[(len(keys) - 1) // width * width :]
 
 
 def own_slots(keys: bytes) -> bytes:
-    """The slots of a chain's blocks, as rows have them; ``keys`` are packed, from the beginning of a piece."""
+    """Return the slots of a chain's blocks, in the form of rows; ``keys`` are packed, from the beginning of a piece."""
     count = len(keys) // KEY_BYTES
     digits = keys.hex().encode()
     slots = bytearray(SLOT_CHARS * count)
@@ -110,7 +112,7 @@ class _OwnBlocks(NamedTuple):
     """The first slot."""
     is_marked: bool
     missing: int
-    """The own blocks that are in no slot."""
+    """The own blocks without a slot."""
     blocks: Mapping[int, int]
     """The own blocks that each holder has, by holder id."""
 
@@ -146,7 +148,7 @@ def _read(value: bytes, own: bytes) -> _OwnBlocks | None:
 
 
 def _places(slots: bytes, own: bytes) -> list[int | None]:
-    """The slot of each own block; None for those that are in none."""
+    """Return the slot of each own block; None for those without a slot."""
     listed: dict[bytes, int] = {}
     for at in range(len(slots) // SLOT_CHARS):
         listed.setdefault(slots[SLOT_CHARS * at : SLOT_CHARS * (at + 1)], at)
@@ -163,7 +165,7 @@ def _places(slots: bytes, own: bytes) -> list[int | None]:
 
 
 def _bitmaps(holders: bytes) -> Mapping[int, int] | None:
-    """The bitmap of each holder; None if the text cannot be read, or names a holder twice."""
+    """Return the bitmap of each holder, or None if the text cannot be read, or names a holder twice."""
     if _HOLDERS.fullmatch(holders) is None:
         return None
     words = [word.partition(b":") for word in holders.split()]
@@ -172,7 +174,7 @@ def _bitmaps(holders: bytes) -> Mapping[int, int] | None:
 
 
 def _runs_of(blocks: Mapping[int, int], count: int) -> Runs:
-    """Runs of the blocks that somebody has, from the first one on; ``blocks`` has a bitmap for each holder."""
+    """Return the runs of blocks with a holder, from the first block on; ``blocks`` has a bitmap for each holder."""
     changes = 0
     for bitmap in blocks.values():
         changes |= bitmap ^ (bitmap >> 1)

@@ -3,10 +3,10 @@
 A **piece** is the blocks of one chain at depths 32k to 32k+31, its **head** the first of them. All chains that share a
 head share the **row** at the head's key. A row has up to 64 **slots**, one for each block, and then the holders with a
 bitmap each: bit s stands for slot s. The first slot belongs to the block that names the value, whether or not somebody
-has it. A block that finds no slot in its row begins a **branch row**, and the row is
-**marked** then. A block whose depth nobody knows is a **single**: a row of its own, with one slot.
+has it. A block that finds no slot in its row begins a **branch row**, and the row is **marked** then. A block of
+unknown depth is a **single**: a row of its own, with one slot.
 
-As text, with a ``+`` where the row is marked::
+As text, with a ``+`` if the row is marked::
 
     <16 hex><depth in the piece, 0-9 a-v> ... [+] <holder>:<bitmap in hex> ...
 
@@ -32,7 +32,7 @@ tests."""
 SLOT_CHARS = 17
 DEPTHS = b"0123456789abcdefghijklmnopqrstuv"
 SAME_HASH = 2**64 - 1
-"""The value of a slot whose engine hash is its seq_hash, in an entry that has the hashes of other slots."""
+"""The value of a slot whose engine hash is its seq_hash, in an entry that stores the hashes of other slots."""
 
 _VALUE = re.compile(rb"((?:[0-9a-f]{16}[0-9a-v])*)(\+?)((?: [1-9][0-9]{0,15}:[1-9a-f][0-9a-f]{0,15})*)")
 _FIELD = re.compile(rb"([0-9a-f]{16})(?::(?:([0-9a-f]{16})|(s)))?")
@@ -47,7 +47,7 @@ class Place(NamedTuple):
     head: int
     """Key of the head of the piece; of the block itself for a single."""
     branch: int | None = None
-    """Key of the first block of the branch row, where it is in one."""
+    """Key of the first block of the branch row, if it is in one."""
     is_single: bool = False
 
     @property
@@ -59,16 +59,16 @@ class Place(NamedTuple):
 
     @property
     def field(self) -> bytes:
-        """The field of the entry: it names the row, too, where the block is in a branch row."""
+        """The field of the entry: it also names the row, if the block is in a branch row."""
         return self.name if self.branch is None else b"%016x:%016x" % (self.head, self.branch)
 
     def shard(self, shards: int) -> int:
-        """The shard that has it: that of its head."""
+        """Return its shard: the one of its head."""
         return self.head % shards
 
 
 def parse_field(field: bytes) -> Place:
-    """The place that a field of an engine hash names. Raises ``ValueError``."""
+    """Return the place that a field of an engine hash names. Raise ``ValueError`` if it names none."""
     found = _FIELD.fullmatch(field)
     if found is None:
         raise ValueError("the field names no row: <head>, <head>:<key> or <key>:s")
@@ -86,7 +86,7 @@ class Row:
     slots: bytes
     """Slots of 17 characters, in order: 16 hex digits of the block's key, and its depth."""
     is_marked: bool
-    """Blocks of this piece that are not here may be in branch rows."""
+    """Whether missing blocks of this piece may be in branch rows."""
     holders: Mapping[int, int]
     """A bitmap for each holder id, with a bit for each slot."""
 
@@ -125,20 +125,20 @@ def parse(value: bytes, slots_max: int = ROW_SLOTS) -> Row:
 
 
 def format_row(row: Row) -> bytes:
-    """The value of a row."""
+    """Return a row as text."""
     holders = b"".join(b" %d:%x" % pair for pair in row.holders.items())
     return row.slots + (b"+" if row.is_marked else b"") + holders
 
 
 def slots_of(block_keys: Iterable[int], depth: int, piece_blocks: int = PIECE_BLOCKS) -> bytes:
-    """Slots of consecutive blocks, the first of them at ``depth``."""
+    """Return the slots of consecutive blocks, the first of them at ``depth``."""
     return b"".join(
         b"%016x%c" % (key, DEPTHS[at % piece_blocks]) for at, key in enumerate(block_keys, depth % piece_blocks)
     )
 
 
 def keys_of(slots: bytes) -> list[int]:
-    """The block keys of slots."""
+    """Return the block keys of slots."""
     return [int(slots[at : at + 16], 16) for at in range(0, len(slots), SLOT_CHARS)]
 
 
@@ -150,11 +150,12 @@ class HolderEntry(NamedTuple):
 
     namespace: int
     hashes: Sequence[int]
-    """In slot order, and only up to the last slot that has one; none at all where they are the seq_hashes. A hash at
-    a slot whose bit is not set means nothing."""
+    """In slot order, only up to the last slot with a hash; empty if they are the seq_hashes. A hash at a slot whose bit
+    is not set has no meaning.
+    """
 
     def hash_of(self, slot: int, key: int) -> int:
-        """The engine hash of the block with ``key`` at ``slot``."""
+        """Return the engine hash of the block with ``key`` at ``slot``."""
         found = self.hashes[slot] if slot < len(self.hashes) else SAME_HASH
         return key ^ self.namespace if found == SAME_HASH else found
 
@@ -176,5 +177,5 @@ def parse_entry(value: bytes) -> HolderEntry:
 
 
 def format_entry(entry: HolderEntry) -> bytes:
-    """The value of an entry."""
+    """Return an entry as text."""
     return (b"%016x:" % entry.namespace if entry.namespace else b"") + keys.pack(entry.hashes)

@@ -1,7 +1,6 @@
 """Work in slices: a generator that stops after each slice, so that its caller decides when to continue.
 
-A publisher decides how much work one batch is. An event loop that did all of it at once could do nothing else
-meanwhile.
+A publisher decides how much work one batch is. An event loop that did all of it at once would be blocked meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ EVENT_WORK = 16
 
 
 def finish(work: Slices[T]) -> T:
-    """All slices in one go, where nobody waits."""
+    """Run all slices in one go, if no other work waits."""
     while True:
         try:
             next(work)

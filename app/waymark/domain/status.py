@@ -15,7 +15,7 @@ class StreamStatus(StrEnum):
     DEGRADED = "degraded"
     """Batches are lost or unknown; ``last_error`` explains which."""
     UNREACHABLE = "unreachable"
-    """The stream had a connection to its publisher, and has none now."""
+    """The stream had a connection to its publisher, and has lost it."""
     LOST = "lost"
     """The publisher has been unreachable for so long that its holders are not counted."""
     FAILED = "failed"

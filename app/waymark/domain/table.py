@@ -1,7 +1,7 @@
 """The holder table: it says which instance, rank and medium each id in a block's value stands for.
 
-A block's value lists holder ids, ascending: ``b"17"`` or ``b"17 21 40"``. An id that is not in the table belongs to a
-life that has ended, and does not count. A ``View`` is the table for one query: the live holders of one block size, with
+A block's value lists holder ids, ascending: ``b"17"`` or ``b"17 21 40"``. An id without a row belongs to a life that
+has ended, and does not count. A ``View`` is the table for one query: the live holders of one block size, with
 everything that a walk needs per distinct value computed once.
 """
 
@@ -36,10 +36,10 @@ class PublisherRow:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """The instances that have the blocks of one value. Numbers are indexes into ``View.instances``."""
+    """The instances with the blocks of one value. Numbers are indexes into ``View.instances``."""
 
     ranks: tuple[tuple[int, int, frozenset[str]], ...]
-    """(instance, dp_rank, media) for each rank that has them."""
+    """(instance, dp_rank, media) for each rank with the blocks."""
     instances: Mapping[int, frozenset[str]]
     """Each of those instances with the media of all its ranks."""
     pool_media: frozenset[str]
@@ -47,10 +47,10 @@ class Presence:
     newest: int
     """The largest holder id in the value."""
     windows: frozenset[int] = frozenset()
-    """Indexes into ``View.windows``: the ranks that have them in that group, too."""
+    """Indexes into ``View.windows``: the ranks with the blocks in that group, too."""
 
     def without(self, ranks: Collection[tuple[int, int]]) -> Presence:
-        """As if these ranks, (instance, dp_rank), did not have them."""
+        """Return a presence without these ranks, (instance, dp_rank)."""
         if not ranks:
             return self
         left = tuple(each for each in self.ranks if each[:2] not in ranks)
@@ -83,7 +83,7 @@ class HolderTable:
         return max(self.holders, default=0)
 
     def view(self, block_size: int) -> View:
-        """The table as a query with this block size sees it."""
+        """Return the table for a query with this block size."""
         view = self._views.get(block_size)
         if view is None:
             if len(self._views) >= 16:
@@ -109,7 +109,7 @@ class View:
         self.instances: tuple[str, ...] = tuple(ranks)
         self.registered_ranks: tuple[tuple[int, ...], ...] = tuple(tuple(sorted(r)) for r in ranks.values())
         index = {instance_id: i for i, instance_id in enumerate(self.instances)}
-        # Holder id to (instance or -1 for a pool, dp_rank, medium); an id that is missing counts for nobody.
+        # Holder id to (instance or -1 for a pool, dp_rank, medium); a missing id does not count.
         self._places: dict[int, tuple[int, int, str]] = {}
         windows: dict[RankWindow, int] = {}
         self._windows: dict[int, int] = {}
@@ -123,7 +123,7 @@ class View:
                 if instance is not None and instance >= 0:
                     of = RankWindow(instance, holder.dp_rank, holder.window)
                     self._windows[holder.id] = windows.setdefault(of, len(windows))
-            elif instance is not None:  # else its publisher's row is another instance's: nothing of ours wrote that
+            elif instance is not None:  # otherwise the value is damaged: another instance's row names its publisher
                 self._places[holder.id] = (instance, holder.dp_rank, holder.medium)
         self.windows = tuple(windows)
         """The windows that ranks need beside their blocks; empty if no model is hybrid."""
@@ -136,7 +136,7 @@ class View:
         return len(self._places)
 
     def presence(self, value: bytes) -> Presence:
-        """Who has the blocks with this value; computed once per distinct value."""
+        """Return who has the blocks with this value; computed once per distinct value."""
         presence = self._presences.get(value)
         if presence is None:
             self._remembered_ids += value.count(b" ") + 1
@@ -177,15 +177,17 @@ def _by_instance(ranks: Iterable[tuple[int, int, frozenset[str]]]) -> dict[int, 
 
 
 def holder_ids(value: bytes) -> list[int]:
-    """The holder ids of a block's value; words that are none, which no release writes, are left out."""
+    """Return the holder ids of a block's value; other words, which no release writes, are left out."""
     return [int(word) for word in value.split(b" ") if len(word) <= _ID_DIGITS_MAX and word.isdigit()]
 
 
-# The block size of a group whose request names none.
+# The block size of a group whose request does not name one.
 
 
 def only_block_size(sizes: Collection[int]) -> int | None:
-    """The one block size of a group's engines; None where it has no engine. InvalidValue where they have several."""
+    """Return the one block size of a group's engines, or None if it has no engine. Raise InvalidValue if there are
+    several.
+    """
     if len(sizes) > 1:
         shown = ", ".join(map(str, sorted(sizes)))
         raise InvalidValue(
@@ -197,6 +199,8 @@ def only_block_size(sizes: Collection[int]) -> int | None:
 
 
 def block_size_of(table: HolderTable | None) -> int | None:
-    """As ``only_block_size``, of the engines in a table; a pool that they share has no size of its own."""
+    """Return the block size of the engines in a table, like ``only_block_size``; a shared pool has no size of its
+    own.
+    """
     rows = () if table is None else table.publishers.values()
     return only_block_size({row.block_size for row in rows if row.scope == "instance"})

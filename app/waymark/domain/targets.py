@@ -1,6 +1,7 @@
-"""What a decision has to know of a publisher besides its blocks: the address of requests, and the role of the target.
+"""The facts of a publisher that a decision needs besides its blocks: the address for requests, and the role of the
+target.
 
-None of it changes the meaning of the publisher's blocks, so it may change while they stay.
+They do not change the meaning of the publisher's blocks, so they may change while the blocks stay.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ LABELS_MAX = 64
 #: Bytes of UTF-8 of a label's name, and of its value.
 LABEL_BYTES_MAX = 256
 WEIGHT_MAX = 1e6
-#: Adapters of an engine that are kept, and further names of its model.
+#: The bounds on an engine's adapters that are kept, and on further names of its model.
 ADAPTERS_MAX = 256
 _URL_CHARACTERS_MAX = 2048
 
 
 #: Headers by which proxies, sidecars and engines learn which other engines take part in a request, such as the one to
-#: copy blocks from. A client that sets one could choose where an engine connects to.
+#: copy blocks from. A client with one of these headers could choose where an engine connects to.
 _PLACE_HEADERS = frozenset(
     {
         "x-data-parallel-host-port", "x-decoder-host-port", "x-encoder-hosts-ports", "x-gateway-destination-endpoint",
@@ -46,13 +47,13 @@ class Target:
     """A registration as a router sees it."""
 
     address: str | None = None
-    """``http://host:port``: where its requests go."""
+    """``http://host:port``: the destination of its requests."""
     role: Role = Role.BOTH
     weight: float = 1.0
     """The size of the target relative to others; 0: it takes no new requests."""
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
     metrics_url: str | None = None
-    """The URL of its gauges, if that is not ``/metrics`` of its address."""
+    """The URL of its gauges, unless it is ``/metrics`` of its address."""
     adapters: tuple[str, ...] = ()
     """The adapters that the engine has loaded, by its own account."""
     aliases: tuple[str, ...] = ()
@@ -75,7 +76,7 @@ _ADDRESS = re.compile(rf"(?P<scheme>https?)://{_HOST_AND_PORT}(?:/[!-~]*)?", re.
 
 
 def is_url(text: str) -> bool:
-    """Whether requests may be sent to ``text``."""
+    """Return whether requests may be sent to ``text``."""
     match = _ADDRESS.fullmatch(text)
     if match is None or len(text) > _URL_CHARACTERS_MAX:
         return False
@@ -83,7 +84,7 @@ def is_url(text: str) -> bool:
 
 
 def names_engines(header: str) -> bool:
-    """Whether a header, in lower case, says which engines take part in a request: only a decision sets it."""
+    """Return whether a header, in lower case, names engines that take part in a request: only a decision sets it."""
     return header in _PLACE_HEADERS or header.startswith(_PLACE_HEADERS_BEGIN)
 
 
@@ -92,12 +93,14 @@ ENGINE_URL = f"{URL} without a user, a query and a fragment"
 
 
 def is_engine_url(text: str) -> bool:
-    """Whether ``text`` is the beginning of the URLs of an engine's API: the end of each is Waymark's."""
+    """Return whether ``text`` can begin the URLs of an engine's API: Waymark adds the end of each."""
     return is_url(text) and not set("?#") & set(text)
 
 
 def host_and_port(address: str) -> str:
-    """``10.0.0.7:8000`` of ``http://10.0.0.7:8000``, as proxies name an endpoint; the usual port where it has none."""
+    """Return ``10.0.0.7:8000`` for ``http://10.0.0.7:8000``, as proxies name an endpoint; without a port, the usual one
+    is added.
+    """
     match = _ADDRESS.match(address)
     if match is None:
         return address

@@ -20,7 +20,7 @@ class WaitingStore:
     dp_rank: int
     holder: int
     removed: set[int] = field(default_factory=set)
-    """Engine hashes of it that were removed while it waited."""
+    """Its engine hashes that were removed while it waited."""
 
 
 class WaitingRoom:
@@ -38,7 +38,7 @@ class WaitingRoom:
         """The number of waiting blocks that were removed while they waited."""
 
     def add(self, waiting: WaitingStore) -> None:
-        """Let it wait; where there is no room, those that have waited longest are dropped."""
+        """Add a waiting store; if there is no room, drop those that have waited longest."""
         parent, hashes = waiting.event.parent, waiting.event.engine_hashes
         assert parent is not None
         if len(hashes) > self._blocks_max:
@@ -56,7 +56,7 @@ class WaitingRoom:
             self.dropped_there += sum(len(each.event.engine_hashes) - len(each.removed) for each in group)
 
     def take_children(self, dp_rank: int, parents: Iterable[int]) -> list[WaitingStore]:
-        """The stores that waited for one of ``parents``. They leave the room."""
+        """Return the stores that waited for one of ``parents``, and remove them."""
         taken: list[WaitingStore] = []
         if self._by_parent:
             for parent in parents:
@@ -67,7 +67,7 @@ class WaitingRoom:
         return taken
 
     def remove(self, holder: int, engine_hash: int) -> bool:
-        """Whether the hash waits for this holder; then it will not be stored when its turn comes."""
+        """Return whether the hash waits for this holder; then it will not be stored when its turn comes."""
         for waiting in self._by_hash.get((holder, engine_hash), ()):
             if engine_hash not in waiting.removed:
                 waiting.removed.add(engine_hash)
@@ -76,7 +76,7 @@ class WaitingRoom:
         return False
 
     def clear(self, holders: Iterable[int]) -> int:
-        """Forget what waits for these holders; how many blocks."""
+        """Forget the stores that wait for these holders. Return the number of their blocks."""
         ended, forgotten = set(holders), 0
         for key, group in list(self._by_parent.items()):
             kept = [waiting for waiting in group if waiting.holder not in ended]

@@ -1,9 +1,9 @@
-"""Finds the parts of a fold that must wait, where the shards of an index are written in parallel.
+"""Finds the parts of a fold that must wait, when the shards of an index are written in parallel.
 
 A worker may stop when some shards have their parts of a fold and others do not. The worker that takes over resolves the
 same batches again, with the blocks that Redis has by then. It comes to the same parts if two rules hold:
 
-- A block, or a hash of it, leaves only after Redis has every earlier part that was resolved with it.
+- A block or a hash leaves only after Redis has every earlier part that was resolved with it.
 - A block, and the block of a hash, is never on two shards for one holder: it leaves one before it comes to the other.
 
 A part that would break a rule waits until Redis has applied all parts before it. The parts between two that wait are a
@@ -38,12 +38,12 @@ class Waves:
         self._left.clear()
 
     def use(self, seq_hash: int, place: Place) -> None:
-        """A part at ``place`` was resolved with this block."""
+        """Note that a part at ``place`` was resolved with this block."""
         if self.is_needed:
             self._used.setdefault(seq_hash, set()).add(place.shard(self._shards))
 
     def leave(self, blocks: Sequence[int], place: Place) -> bool:
-        """Whether the part waits that takes these blocks, or a hash of one, out of ``place``."""
+        """Return whether the part that takes these blocks, or a hash of one, out of ``place`` must wait."""
         if not self.is_needed:
             return False
         shard = place.shard(self._shards)
@@ -54,8 +54,9 @@ class Waves:
         return waits
 
     def store(self, blocks: Iterable[int | None], place: Place) -> bool:
-        """Whether the part waits that stores at ``place``. ``blocks`` are those stored, and the former ones of their
-        hashes."""
+        """Return whether the part that stores these blocks at ``place`` must wait. ``blocks`` includes the former ones
+        of their hashes.
+        """
         shard = place.shard(self._shards) if self._left else 0
         waits = bool(self._left) and any(
             block is not None and self._left.get(block, shard) != shard for block in blocks
@@ -66,6 +67,6 @@ class Waves:
 
 
 def waves_of(parts: Sequence[Part]) -> list[Sequence[Part]]:
-    """The parts in order, cut before each that waits; at least one wave, even without parts."""
+    """Return the parts in order, cut before each waiting part; at least one wave, even without parts."""
     cuts = [i for i, part in enumerate(parts) if part.waits and i]
     return [parts[start:end] for start, end in zip([0, *cuts], [*cuts, len(parts)], strict=True)]

@@ -1,4 +1,4 @@
-"""Windows of hybrid models: what a rank must have before a boundary, in addition to the blocks of full attention.
+"""Windows of hybrid models: the blocks that a rank must have before a boundary, besides the blocks of full attention.
 
 A layer with a sliding window needs the last blocks before the boundary, a state-space layer the state at the boundary.
 An engine has a KV-cache group for each such kind of layer, and its events say which blocks of the group it has. Here
@@ -21,13 +21,15 @@ class Window(NamedTuple):
     """Tokens per block of the group."""
 
     def blocks(self, block_size: int) -> tuple[int, int]:
-        """How many blocks of the group that are, and how many blocks of the prefix one of them covers."""
+        """Return the window as a number of the group's blocks, and the number of the prefix's blocks that one
+        covers.
+        """
         span = max(self.span, block_size)
         return -(-self.tokens // span), span // block_size
 
     @classmethod
     def parse(cls, text: str) -> Window:
-        """The window that ``str`` wrote; ValueError where it wrote no such text."""
+        """Parse the text that ``str`` wrote. Raise ValueError if it is not such a text."""
         group, tokens, span = map(int, text.split(":"))
         return cls(group, tokens, span)
 
