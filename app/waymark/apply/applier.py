@@ -50,7 +50,7 @@ from waymark.store.stream_fields import MISSING
 
 log = logging.getLogger(__name__)
 
-#: The number of shards that are asked at each renewal whether they have lost writes.
+#: The number of shards asked at each renewal whether they have lost writes.
 _SHARDS_ASKED = 16
 
 
@@ -80,11 +80,13 @@ class Applier:
         is_patient: bool = True,
         is_staged: bool = False,
     ) -> None:
-        """``is_staged``: what is applied belongs to a life that readers do not see before ``take_place``."""
+        """Create an applier. ``is_staged``: the blocks belong to a life that is hidden from readers before
+        ``take_place``.
+        """
         self.grant = grant
         self.resolver = resolver
         self.counters = counters
-        """The counters of the record, as totals. Some count what was applied, others what was received."""
+        """The counters of the record, as totals. Some count applied blocks, others received ones."""
         self._store = store
         self.bounding = Bounding(resolver, metrics, self.new_life, self._note_entries)
         self.slices = SliceRunner(between=self._keep_lease if is_patient else None)
@@ -234,7 +236,7 @@ class Applier:
             await self._lost()
 
     async def _hold(self) -> None:
-        """Renew the lease while a call waits: nothing else renews it during that time."""
+        """Renew the lease while a call waits: no other task renews it during that time."""
         now = time.monotonic()
         if now - self._lease_at > self.grant.seconds / 4:
             if not await self._store.leases.renew(self.grant, self.grant.seconds):
@@ -289,7 +291,9 @@ class Applier:
         return ids
 
     async def take_place(self, commit: Commit) -> None:
-        """End the life of the stream, and let what was applied here be its life. Raises Fenced."""
+        """End the life of the stream, and replace it by the staged one. Raise Fenced if another worker has the
+        stream.
+        """
         nonce = random_nonce()
         records = self._store.records
         await self.calls.accepted(lambda: records.take_staged(self.grant, commit, self._facts, self._staged, nonce))
@@ -299,7 +303,7 @@ class Applier:
         self.resolver.memory.end_snapshot()
 
     async def drop_staged(self) -> None:
-        """Forget what was applied here; the life of the stream stays. Raises Fenced."""
+        """Forget the staged blocks; the life of the stream stays. Raises Fenced."""
         nonce = random_nonce()
         await self.calls.accepted(lambda: self._store.records.drop_staged(self.grant, nonce))
 
@@ -316,7 +320,7 @@ class Applier:
         return ids
 
     async def _above(self) -> int:
-        """The highest holder id on any shard. It is read again each time if other shards may have raised it."""
+        """Return the highest holder id on any shard. It is read again each time if other shards may have raised it."""
         if self.grant.shards == 1:
             return self.grant.above
         above = await self.calls.answered(lambda: self._store.leases.highest_holder(self.grant))
@@ -326,7 +330,7 @@ class Applier:
 
 
 def _cut_at_clears(fold: Sequence[Incoming]) -> list[Sequence[Incoming]]:
-    """The fold in pieces, each of which begins with the fold or with a batch that clears a device alone.
+    """Cut the fold into pieces, each of which begins with the fold or with a batch that clears a device alone.
 
     Blocks off the device are known by the device's blocks before the clear. A fold leaves those out, so they must be in
     a fold before it.

@@ -89,7 +89,7 @@ class KeptMemories:
 
 
 def _is_same(before: StreamRecord, now: StreamRecord) -> bool:
-    """Whether the record is as it was when the memory was kept. Else Redis lost writes, or a new life began."""
+    """Return whether the record is unchanged since the memory was kept. Else Redis lost writes, or a new life began."""
     if before.is_damaged or now.is_damaged:
         return False
     return (before.life, before.holders, before.event_ids, before.flags) == (

@@ -142,7 +142,7 @@ class PoolHashes:
 
 
 def _reported(parts: Sequence[Part]) -> Slices[list[ReportedBlock]]:
-    """The new blocks with a known depth, under the engine hashes that name them."""
+    """Return the new blocks with a known depth, under their engine hashes."""
     blocks: list[ReportedBlock] = []
     work = 0
     for part in parts:

@@ -35,9 +35,9 @@ class RedisCalls:
         self._begin = begin
 
     async def answered(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The result of ``call``. With ``is_patient`` the call is repeated until Redis answers.
+        """Return the result of ``call``. With ``is_patient`` the call is repeated until Redis answers.
 
-        Raises what ``call`` raises; with ``is_patient``, no StoreUnavailable but RecordDamaged.
+        Raises the errors of ``call``; with ``is_patient``, RecordDamaged is the only StoreUnavailable.
         """
         pause = _PAUSE_SECONDS_MIN
         while True:
@@ -62,6 +62,8 @@ class RedisCalls:
                 return reply
 
     async def accepted(self, call: Callable[[], Awaitable[bool]]) -> None:
-        """As ``answered``, for a call that returns False if another worker has the stream. Raises Fenced then."""
+        """Make a call like ``answered``, for a call that returns False if another worker has the stream. Raises Fenced
+        then.
+        """
         if not await self.answered(call):
             raise Fenced

@@ -96,7 +96,7 @@ def _resolver(
     registered_ranks: frozenset[int],
     memory: HeldBlocks | None,
 ) -> Resolver:
-    """A resolver with the holders, flags and event_ids of the record. Without ``memory`` it knows no blocks.
+    """Return a resolver with the holders, flags and event_ids of the record. Without ``memory`` it knows no blocks.
 
     Without ``state`` it begins a life.
     """

@@ -44,7 +44,7 @@ class SliceRunner:
                 await self.pause()
 
     async def pause(self) -> None:
-        """Let the event loop run other callbacks, and renew the lease if that is due."""
+        """Let the event loop run other callbacks, and renew the lease if it is due."""
         await asyncio.sleep(0)
         if self._between is not None:
             await self._between()
