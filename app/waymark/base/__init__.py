@@ -1,1 +1,1 @@
-"""What every room needs; it imports nothing of the other rooms."""
+"""Parts that every room needs; it imports no other room."""

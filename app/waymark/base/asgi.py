@@ -1,10 +1,10 @@
 """The two ways in which the server calls an application: ASGI, and beside it the straight way.
 
 A server may be given a table of straight questions, whose answers follow from the body of a request and from reads. A
-usual request for one of them needs no task and no ASGI message: the application gets it in the loop turn in which its
-last byte arrives, and writes the answer in the turn in which Redis replies. A usual request is a POST to that very
-path, with a body of a declared length, on a connection on which no other request waits. Each other request is passed
-to the ASGI application, and gets the same answer.
+usual request for one of them needs neither a task nor an ASGI message: the application gets it in the loop turn in
+which its last byte arrives, and writes the answer in the turn in which Redis replies. A usual request is a POST to that
+very path, with a body of a declared length, on a connection without another waiting request. Each other request is
+passed to the ASGI application, and gets the same answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class BrokenAnswer(Exception):
 
 
 AsgiScope: TypeAlias = MutableMapping[str, Any]
-"""What the server knows about a request before its body."""
+"""The server's knowledge of a request before its body."""
 AsgiMessage: TypeAlias = MutableMapping[str, Any]
 """A part of a request or of its answer."""
 AsgiReceive: TypeAlias = Callable[[], Awaitable[AsgiMessage]]
@@ -37,7 +37,7 @@ class Answering(Protocol):
         """Send the whole answer; ``headers`` has neither its type nor its length."""
 
     def pass_on(self) -> None:
-        """Have the request answered the ordinary way. Nothing of it has been counted or changed."""
+        """Have the request answered the ordinary way. The request must not have been counted or changed yet."""
 
     def fail(self, error: BaseException) -> None:
         """End as if the application had raised ``error`` on the ordinary way."""
@@ -59,7 +59,7 @@ class StraightQuestion(Protocol):
     def open(self, headers: RawHeaders) -> StraightRequest | None:
         """Take a request by its head; None if it goes the ordinary way.
 
-        The server holds the body of a request that is taken until it is whole, so its length is declared and moderate.
+        The server holds the body of such a request until it is whole, so its length must be declared and moderate.
         """
 
 

@@ -1,7 +1,7 @@
-"""Asks engines over HTTP: for gauges, for tokens, for what an engine says of itself; and the API server of Kubernetes.
+"""Asks engines over HTTP for gauges, tokens and their own description; and asks the API server of Kubernetes.
 
 An engine is not trusted. A call has a bound of time and of bytes, goes to an allowed place only, and follows no
-redirect. The key of the engines and the certificates that are trusted are the same for all calls.
+redirect. The key of the engines and the trusted certificates are the same for all calls.
 
 aiohttp is imported with the first call: most query replicas ask no engine, and it is an eighth of what they import.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: Connections to all engines together; further calls wait within their time.
 _CONNECTIONS_MAX = 256
 _PIECE_BYTES = 2**16
-#: A peer that is gone without a word ends an idle stream after about a minute and a half.
+#: A peer that disappears silently ends an idle stream after about a minute and a half.
 _IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 60, 10, 3
 
 
@@ -78,7 +78,7 @@ class EngineKey:
         return cls(key, AllowedEndpoints(named), settings.gateway_engines, keys)
 
     def headers(self, url: str) -> Mapping[str, str]:
-        """The headers with the key, for a request to this URL; none if it may not go there."""
+        """Return the headers with the key for a request to this URL; empty if the key may not go there."""
         for host, headers in self._own:
             if host.is_named(url):
                 return headers
@@ -105,7 +105,7 @@ class Asker:
 
     @classmethod
     def of(cls, settings: Settings, *, is_bounded: bool = True) -> Asker:
-        """The client of engines. ``is_bounded=False``: for URLs that an operator named, which need no permission."""
+        """Create the client of engines. ``is_bounded=False``: for URLs from an operator, which need no permission."""
         return cls(
             AllowedEndpoints(settings.allowed_endpoints if is_bounded else ()),
             key=EngineKey.of(settings, is_bounded=is_bounded),
@@ -121,7 +121,7 @@ class Asker:
         json: bytes | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> HttpReply:
-        """GET a URL, or POST ``json`` to it. Raises Unanswered; InvalidValue where the place is not allowed."""
+        """GET a URL, or POST ``json`` to it. Raise Unanswered, or InvalidValue if the place is not allowed."""
         async with self.stream(url, seconds=seconds, json=json, headers=headers) as response:
             if response.status == 200 and not is_framed(response):
                 raise Unanswered("its answer has neither a Content-Length nor chunks, so nobody knows where it ends")
@@ -131,7 +131,9 @@ class Asker:
     async def stream(
         self, url: str, *, seconds: float, json: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer while it arrives, ``seconds`` in all. The caller bounds what it reads. Raises as ``ask``."""
+        """Yield the answer while it arrives, ``seconds`` in all. The caller bounds the bytes that it reads. Raises as
+        ``ask``.
+        """
         import aiohttp
 
         self._allowed.check(url, "url")
@@ -207,7 +209,7 @@ class Asker:
 
 
 def is_framed(response: aiohttp.ClientResponse) -> bool:
-    """Whether the end of an answer is known; else it is whatever has come when the connection ends."""
+    """Return whether the end of an answer is known; otherwise the end of the connection is the end of the answer."""
     return response.content_length is not None or "Transfer-Encoding" in response.headers
 
 
@@ -240,7 +242,7 @@ def _reason(error: Exception) -> str:
 
     if not isinstance(error, aiohttp.ClientConnectorError) or isinstance(error, aiohttp.ClientSSLError):
         return str(error)
-    # The text of aiohttp is about its own options for TLS, also where there is none.
+    # aiohttp's text speaks of its own TLS options, even without TLS.
     number = error.os_error.errno or 0
     said = os.strerror(number) if number > 0 else error.os_error.strerror or str(error.os_error)
     return f"no connection to {error.host} port {error.port}: {said}"

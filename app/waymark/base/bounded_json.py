@@ -1,4 +1,4 @@
-"""JSON of a stranger: what is read has a bound on its depth and on its values, so that nobody else waits for it long.
+"""JSON of a stranger: its depth and its values are bounded, so that parsing it does not delay other requests for long.
 
 The parser holds the whole process, and a megabyte of empty lists takes it as long as fifty megabytes of text. So the
 marks of values are counted first, which takes a hundredth of the time. Marks in a text count, too: a text with as many
@@ -13,7 +13,7 @@ import orjson
 
 #: orjson reads 1024 levels, and writes as many.
 _WRITTEN_DEPTH_MAX = 254
-#: Lists and objects within each other. What is read may be written as a part of something else.
+#: Lists and objects within each other. The parsed value may be written as a part of another document.
 DEPTH_MAX: Final = 200
 #: Numbers and texts: as many as ``WAYMARK_MAX_TOKENS`` allows by default, and the rest of a body.
 VALUES_MAX: Final = 2**21 + 2**18
@@ -27,7 +27,7 @@ class TooMuchJson(ValueError):
 
 
 def bounded_loads(text: bytes, *, values_max: int = VALUES_MAX) -> Any:
-    """Read JSON. Raises TooMuchJson, and orjson.JSONDecodeError for what is not JSON; both are a ValueError."""
+    """Read JSON. Raise TooMuchJson, or orjson.JSONDecodeError if it is not JSON; both are a ValueError."""
     if len(text) > PARTS_MAX and (
         text.count(b",") > values_max or any(text.count(mark) > PARTS_MAX for mark in _PARTS)
     ):

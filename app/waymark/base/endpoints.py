@@ -14,10 +14,10 @@ from waymark.base.shown import shown
 class AllowedEndpoints:
     """Globs or CIDRs; every place is allowed if there are none.
 
-    A CIDR (``10.0.0.0/8``, or a bare address) contains addresses that are written as such. A host name is not looked
-    up and is in no CIDR. A glob with a scheme (``tcp://*.engines.svc:5557``, ``http://10.0.0.*``,
-    ``ipc:///run/engines/*``) must match the whole endpoint; of an ``http`` or ``https`` URL that is
-    ``scheme://host:port`` without its path. A glob without a scheme (``*.engines.svc``) must match the host.
+    A CIDR (``10.0.0.0/8``, or a bare address) contains literal addresses. A host name is not looked up and is in no
+    CIDR. A glob with a scheme (``tcp://*.engines.svc:5557``, ``http://10.0.0.*``, ``ipc:///run/engines/*``) must match
+    the whole endpoint; for an ``http`` or ``https`` URL, that means ``scheme://host:port`` without its path. A glob
+    without a scheme (``*.engines.svc``) must match the host.
     """
 
     def __init__(self, allowed: Sequence[str] = ()) -> None:
@@ -31,7 +31,7 @@ class AllowedEndpoints:
         self._is_everywhere = not allowed
 
     def check(self, endpoint: str | None, field: str) -> None:
-        """Raise ``InvalidValue`` on ``field`` where ``endpoint`` is not allowed."""
+        """Raise ``InvalidValue`` on ``field`` if ``endpoint`` is not allowed."""
         if endpoint is None or self._is_everywhere or self._holds(endpoint):
             return
         raise InvalidValue(
@@ -41,7 +41,7 @@ class AllowedEndpoints:
         )
 
     def is_named(self, endpoint: str) -> bool:
-        """Whether the operator has allowed this place by name, and not because every place is allowed."""
+        """Return whether the operator has allowed this place by name, rather than every place."""
         return not self._is_everywhere and self._holds(endpoint)
 
     def _holds(self, endpoint: str) -> bool:
@@ -59,9 +59,9 @@ def place_of(url: str) -> str:
 
 
 def _place(endpoint: str) -> tuple[str, str | None]:
-    """What a glob with a scheme is compared with, and the host."""
+    """Return the text that a glob with a scheme must match, and the host."""
     if endpoint.startswith("tcp://"):
-        text = endpoint.lower()  # paths keep their case; host names have none
+        text = endpoint.lower()  # paths keep their case; in host names it has no meaning
         return text, text.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     if endpoint.startswith(("http://", "https://")):
         try:
@@ -77,7 +77,7 @@ def _place(endpoint: str) -> tuple[str, str | None]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a port on this host."""
+    """Return whether only this machine reaches a port on this host."""
     address = _address(host.strip("[]"))
     return host.lower() == "localhost" if address is None else address.is_loopback
 

@@ -19,9 +19,8 @@
       ServiceUnreachable  a command gets no answer of the Waymark that it asks
       ServiceRefused      a command was answered with an error
 
-Driver errors are translated where they enter: above ``store`` nobody sees a redis error, above ``ingest``
-nobody a zmq one. Outcomes that a caller can decide about are values, not exceptions (``Verdict`` in
-``store.scripts``).
+Driver errors are translated at the edge: a redis error never leaves ``store``, and a zmq error never leaves ``ingest``.
+Outcomes that a caller can decide about are values, not exceptions (``Verdict`` in ``store.scripts``).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from waymark.base.shown import shown
 
 
 class WaymarkError(Exception):
-    """The base of all of ours. ``sentence`` is what a person reads."""
+    """The base of all of ours. A person reads its ``sentence``."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence)
@@ -54,7 +53,7 @@ class InvalidValue(WaymarkError):
 
 
 class Conflict(WaymarkError):
-    """The request contradicts what is already there; nothing was changed."""
+    """The request contradicts the present state; it was not applied."""
 
     def __init__(self, sentence: str, *, field: str | None = None) -> None:
         super().__init__(sentence)
@@ -70,7 +69,7 @@ class NoTarget(WaymarkError):
 
 
 def nothing_registered(model_name: str, tenant_id: str) -> str:
-    """The sentence of NoTarget where there is no target at all."""
+    """Return the sentence of NoTarget for a model without any target."""
     return (
         f"no target is registered for model {shown(model_name)} of tenant {shown(tenant_id)}; "
         "register one with POST /register"
@@ -91,7 +90,7 @@ class Starting(WaymarkError):
 
 
 class Saturated(WaymarkError):
-    """Targets are there, and all of them have as many requests as they may have."""
+    """Targets are there, but each has as many requests as it may have."""
 
 
 class StoreUnavailable(WaymarkError):
@@ -103,7 +102,7 @@ class StoreUnavailable(WaymarkError):
 
 
 class RecordDamaged(StoreUnavailable):
-    """Redis answers, and what it holds under the keys of one call cannot be used. Other keys are not concerned."""
+    """Redis answers, but the values under the keys of one call cannot be used. Other keys are not concerned."""
 
 
 class RemoteUnavailable(WaymarkError):
@@ -123,7 +122,7 @@ class Unanswered(WaymarkError):
 
 
 class Undecodable(WaymarkError):
-    """A payload that is no batch at all. ``kind`` is a short slug for the counter; the text never holds a token."""
+    """A payload that is not a batch at all. ``kind`` is a short slug for the counter; the text never holds a token."""
 
     def __init__(self, kind: str, sentence: str) -> None:
         super().__init__(sentence)

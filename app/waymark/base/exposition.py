@@ -30,7 +30,7 @@ class Exposition(Collector):
 
 
 def registry(table: object) -> CollectorRegistry:
-    """A registry of a table, and of what the process itself uses."""
+    """Return a registry of a table and of the process's own resources."""
     found = CollectorRegistry()
     found.register(Exposition(table))
     ProcessCollector(registry=found)
@@ -38,12 +38,12 @@ def registry(table: object) -> CollectorRegistry:
 
 
 def render(found: CollectorRegistry) -> tuple[bytes, str]:
-    """The metrics of a registry as Prometheus text, and its content type."""
+    """Return the metrics of a registry as Prometheus text, and its content type."""
     return generate_latest(found), CONTENT_TYPE_LATEST
 
 
 def family(row: MetricRow[Any], instrument: Instrument | None = None) -> Metric:
-    """What Prometheus reads of one metric: without an instrument, no samples."""
+    """Return one metric in the form of Prometheus; without an instrument, it has no samples."""
     name, found = PREFIX + row.name, dict(_series(instrument))
     if row.kind == "histogram":
         histograms = HistogramMetricFamily(name, row.help, labels=row.labels)
@@ -62,7 +62,7 @@ def family(row: MetricRow[Any], instrument: Instrument | None = None) -> Metric:
 def renamed(
     found: Metric, name: str, help: str, labels: Callable[[Mapping[str, str]], Mapping[str, str] | None]
 ) -> Metric:
-    """A metric under another name and with other labels.
+    """Return a metric under another name and with other labels.
 
     ``labels`` returns the new labels of a sample, or None to leave it out. Samples of equal labels are added up.
     """
@@ -79,7 +79,7 @@ def renamed(
 
 
 def gauges(name: str, help: str, numbers: Mapping[str, float] | float, label: str = "") -> Metric:
-    """A gauge: one number, or one for each value of ``label``."""
+    """Return a gauge: one number, or one for each value of ``label``."""
     found = GaugeMetricFamily(name, help, labels=[label] if label else [])
     for value, number in numbers.items() if isinstance(numbers, Mapping) else [("", numbers)]:
         found.add_metric([value] if label else [], number)
@@ -87,14 +87,14 @@ def gauges(name: str, help: str, numbers: Mapping[str, float] | float, label: st
 
 
 def text_of(found: Iterable[Metric]) -> bytes:
-    """Metrics of no registry as Prometheus text."""
+    """Return metrics without a registry as Prometheus text."""
     other = CollectorRegistry()
     other.register(_Given(list(found)))
     return generate_latest(other)
 
 
 class _Given(Collector):
-    """The collector of metrics that are there already."""
+    """A collector of existing metrics."""
 
     def __init__(self, found: list[Metric]) -> None:
         self._found = found
@@ -112,5 +112,5 @@ def _series(instrument: Instrument | None) -> Iterator[tuple[tuple[str, ...], An
 
 @cache
 def _described(table: tuple[MetricRow[Any], ...]) -> tuple[Metric, ...]:
-    """The families of a table, without samples; a table does not change."""
+    """Return the families of a table, without samples; a table does not change."""
     return tuple(family(row) for row in table)

@@ -33,7 +33,7 @@ class Counter:
 
 
 class Gauge:
-    """A number as it is now: the last that was set, or what a function returns when it is read."""
+    """A current number: the last one set, or the result of a function when it is read."""
 
     __slots__ = ("_function", "_value")
 
@@ -55,7 +55,7 @@ class Gauge:
         self._value -= amount
 
     def set_function(self, function: Callable[[], float]) -> None:
-        """From now on the number is what ``function`` returns."""
+        """Read the number from ``function`` from now on."""
         self._function = function
 
 
@@ -79,7 +79,7 @@ Series = TypeVar("Series", Counter, Gauge, Histogram)
 
 
 class Labelled(Generic[Series]):
-    """A metric with labels: one series for each combination of values that has been asked for."""
+    """A metric with labels: one series for each combination of values in use."""
 
     __slots__ = ("_function", "_make", "_names", "series")
 
@@ -90,7 +90,7 @@ class Labelled(Generic[Series]):
         self._function: Callable[[], Mapping[tuple[str, ...], float]] | None = None
 
     def labels(self, **values: object) -> Series:
-        """The series of these values; ``ValueError`` where the names are not exactly the metric's labels."""
+        """Return the series of these values. Raise ``ValueError`` if the names are not exactly the metric's labels."""
         if tuple(values) == self._names:  # mostly so, and the values are text
             found = self.series.get(tuple(values.values()))  # type: ignore[arg-type]
             if found is not None:
@@ -111,15 +111,15 @@ class Labelled(Generic[Series]):
         self.series.clear()
 
     def remove(self, **values: object) -> None:
-        """Forget the series of these values, where there is one."""
+        """Forget the series of these values, if it exists."""
         self.series.pop(tuple(str(values[name]) for name in self._names), None)
 
     def set_function(self, function: Callable[[], Mapping[tuple[str, ...], float]]) -> None:
-        """Set the series of a gauge to what ``function`` returns, by the values of their labels."""
+        """Set the series of a gauge to the result of ``function``, by the values of their labels."""
         self._function = function
 
     def read(self) -> Mapping[tuple[str, ...], Series]:
-        """The series as they are now."""
+        """Return the series as they are now."""
         if self._function is not None:
             self.series.clear()
             for values, number in self._function().items():
@@ -166,11 +166,11 @@ class MetricRow(Generic[T_co]):
 
     @property
     def full_name(self) -> str:
-        """The name that is exported."""
+        """The exported name."""
         return PREFIX + self.name + ("_total" if self.kind == "counter" else "")
 
     def instrument(self) -> T_co:
-        """A new one, at zero."""
+        """Return a new one, at zero."""
         kinds: dict[str, Callable[[], Any]] = {"counter": Counter, "gauge": Gauge}
         make = kinds.get(self.kind) or (lambda: Histogram(self.buckets))
         return cast(T_co, Labelled(self.labels, make) if self.labels else make())
@@ -181,7 +181,7 @@ def counter(help: str, /) -> MetricRow[Counter]: ...
 @overload
 def counter(help: str, /, *labels: str) -> MetricRow[Labelled[Counter]]: ...
 def counter(help: str, /, *labels: str) -> MetricRow[Any]:
-    """A line of the table for a counter."""
+    """Return a line of the table for a counter."""
     return MetricRow("counter", help, labels)
 
 
@@ -190,7 +190,7 @@ def gauge(help: str, /, *, over: Aggregation = "sum") -> MetricRow[Gauge]: ...
 @overload
 def gauge(help: str, /, *labels: str, over: Aggregation = "sum") -> MetricRow[Labelled[Gauge]]: ...
 def gauge(help: str, /, *labels: str, over: Aggregation = "sum") -> MetricRow[Any]:
-    """A line of the table for a gauge; ``over`` says how those of several processes make one number."""
+    """Return a line of the table for a gauge; ``over`` says how those of several processes make one number."""
     return MetricRow("gauge", help, labels, over)
 
 
@@ -199,7 +199,7 @@ def histogram(help: str, buckets: Sequence[float], /) -> MetricRow[Histogram]: .
 @overload
 def histogram(help: str, buckets: Sequence[float], /, *labels: str) -> MetricRow[Labelled[Histogram]]: ...
 def histogram(help: str, buckets: Sequence[float], /, *labels: str) -> MetricRow[Any]:
-    """A line of the table for a histogram with these upper bounds."""
+    """Return a line of the table for a histogram with these upper bounds."""
     return MetricRow("histogram", help, labels, buckets=buckets)
 
 
@@ -207,7 +207,7 @@ C = TypeVar("C")
 
 
 def table(declared: type[C]) -> type[C]:
-    """Class decorator: the class's rows are ``rows`` of it, and only its instances have the attributes.
+    """Move the class's rows to its ``rows``, so that only its instances have the attributes (a class decorator).
 
     An attribute that the class has too is found more slowly on an instance.
     """
@@ -219,6 +219,6 @@ def table(declared: type[C]) -> type[C]:
 
 
 def rows(table: type[object]) -> tuple[MetricRow[Any], ...]:
-    """The lines of a table, in their order."""
+    """Return the lines of a table, in their order."""
     found: tuple[MetricRow[Any], ...] = getattr(table, _ROWS)
     return found

@@ -9,7 +9,7 @@ A line is a constant sentence with fields after it, so that one can search for t
     {"time": "2026-04-01T12:00:00.123Z", "level": "info", "logger": "waymark.ingest.worker",
      "message": "stream resynced", "stream": "vllm-0|default|0", "missing": 7}
 
-Fields say how many and which, never what was in a prompt. As a last fence, values of fields named like a secret and
+Fields contain numbers and names, never any text of a prompt. As a last fence, values of fields named like a secret and
 passwords inside URLs are starred out, in tracebacks too. A line is one line, whatever a client's name holds; only a
 traceback in text form has several.
 """
@@ -32,14 +32,14 @@ _PLAIN = re.compile(r"[\w.:/+*@-]+")
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:
-    """What goes into ``extra=``; any name may be used, none can clash with logging's own."""
+    """Return the argument of ``extra=``; any name may be used, none can clash with logging's own."""
     return {"fields": values}
 
 
 def failure(error: BaseException) -> dict[str, object]:
-    """The fields of an exception that nobody expected: its type, and where it was raised, innermost call first.
+    """Return the fields of an unexpected exception: its type, and where it was raised, innermost call first.
 
-    Its text is left out: it may hold what a client has sent.
+    Its text is left out: it may contain a client's text.
     """
     frames = reversed(traceback.extract_tb(error.__traceback__)[-_FRAMES_MAX:])
     at = " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)
@@ -52,7 +52,7 @@ def configure(level: str, log_format: Literal["text", "json"], stream: TextIO | 
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
-    # uvicorn's logger is called "error" whatever it reports; what it reports at INFO, the process reports itself.
+    # uvicorn's logger is called "error" at every level; the process itself logs the events that uvicorn logs at INFO.
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, logging.getLogger().level))
 
 

@@ -1,11 +1,10 @@
 """Every metric, as one table.
 
-A line is a metric: its name (without ``waymark_`` and ``_total``), kind, help and labels. Counting with a name or a
-label that is not in the table is an error. Names and labels are an API: ``tests/base/test_metrics.py`` has
-the list, ``docs/operations.md`` says how the numbers of several processes are added up. Labels are bounded: a matched
-route, never a path; a status, a reason, never a holder, a hash, a tenant or an endpoint. A label may be a registered
-model, up to a ceiling. It may be an instance only in metrics that another project's dashboards name, up to the same
-ceiling.
+A line is a metric: its name (without ``waymark_`` and ``_total``), kind, help and labels. An unknown name or label
+raises an error. Names and labels are an API: ``tests/base/test_metrics.py`` has the list, ``docs/operations.md`` says
+how the numbers of several processes are added up. Labels are bounded: a matched route, never a path; a status, a
+reason, never a holder, a hash, a tenant or an endpoint. A label may be a registered model, up to a ceiling. It may be
+an instance only in metrics that another project's dashboards name, up to the same ceiling.
 
 Each ``Metrics`` has its own registry, so several roles in one process, or several tests, are apart. It does no I/O;
 ``GET /metrics`` answers with ``render``.
@@ -32,12 +31,12 @@ _REQUEST_BUCKETS = (
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _SCRIPT_BUCKETS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5)
 _LAG_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-# In blocks; the longest prompt that is read has 2,097,152 tokens.
+# In blocks; the longest allowed prompt has 2,097,152 tokens.
 _BLOCK_BUCKETS = (0.0, 1.0, 4.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 16384.0)
 _SHARE_BUCKETS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 _ROUND_TRIP_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
 
-#: The labels of models beyond the ceiling, and of queries for a model that is not registered.
+#: The labels of models beyond the ceiling, and of queries for an unregistered model.
 OTHER_MODELS, NO_MODEL = "other", "none"
 
 
@@ -45,7 +44,7 @@ OTHER_MODELS, NO_MODEL = "other", "none"
 class Metrics:
     """The metrics of one process; all of them start at zero.
 
-    ``role`` is the process's command, ``is_native`` whether its C is in use, ``models_max`` how many models have a
+    ``role`` is the process's command, ``is_native`` whether its C is in use, ``models_max`` the number of models with a
     label of their own.
     """
 
@@ -195,7 +194,7 @@ class Metrics:
         "How many stored responses were copied to MongoDB, and how many attempts failed, by outcome.", "outcome"
     )
 
-    # ---- what publishers send
+    # ---- input from publishers
     frames = counter("How many frames were received, live or by replay.")
     frame_bytes = counter("How many bytes of payload were received, live or by replay.")
     events = counter("How many events were decoded.", "type")
@@ -289,7 +288,7 @@ class Metrics:
     sweeps = counter("How many dead holders were swept completely.")
     dead_holders = gauge("How many dead holders have not been swept yet.", over="max")
 
-    # ---- who does what
+    # ---- workers and streams
     workers = gauge("How many ingest workers are alive, as seen by an ingest worker.", over="max")
     publishers = gauge(
         "How many publishers are registered, by the way their events arrive, as seen by an ingest worker.",
@@ -345,11 +344,15 @@ class Metrics:
         ).set(1)
 
     def model(self, name: str) -> str:
-        """A registered model as a label: its name, or ``other`` if ``models_max`` models have a label already."""
+        """Return a registered model as a label: its name, or ``other`` if ``models_max`` models have a label
+        already.
+        """
         return self._label(name, self._models)
 
     def backend(self, name: str) -> str:
-        """A registered instance as a label: its name, or ``other`` if ``models_max`` instances have a label already."""
+        """Return a registered instance as a label: its name, or ``other`` if ``models_max`` instances have a label
+        already.
+        """
         return self._label(name, self._backends)
 
     def _label(self, name: str, given: set[str]) -> str:
@@ -360,7 +363,7 @@ class Metrics:
         return name
 
     def backends(self, numbers: Iterable[tuple[str, float]]) -> dict[tuple[str, ...], float]:
-        """Numbers of instances as series, added up by name; those beyond ``models_max`` are added up as ``other``."""
+        """Return the numbers of instances as series, added up by name; those beyond ``models_max`` become ``other``."""
         found: dict[tuple[str, ...], float] = {}
         for name, number in numbers:
             label = (name,) if (name,) in found or len(found) < self._models_max else (OTHER_MODELS,)
@@ -369,7 +372,9 @@ class Metrics:
 
     @staticmethod
     def markdown_table() -> str:
-        """One line for each metric: what it is, and how the numbers of several processes are added up."""
+        """Return a table with a line for each metric: its help, and how the numbers of several processes are added
+        up.
+        """
         lines = ["| Metric | Labels | Over processes | What it is |", "|---|---|---|---|"]
         for row in rows(Metrics):
             labels = ", ".join(f"`{label}`" for label in row.labels)
@@ -378,13 +383,13 @@ class Metrics:
 
     @cached_property
     def registry(self) -> CollectorRegistry:
-        """What the Prometheus library reads."""
+        """The registry of the Prometheus library."""
         from waymark.base import exposition
 
         return exposition.registry(self)
 
     def render(self) -> tuple[bytes, str]:
-        """The metrics as Prometheus text, and its content type."""
+        """Return the metrics as Prometheus text, and its content type."""
         from waymark.base import exposition
 
         return exposition.render(self.registry)

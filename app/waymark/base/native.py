@@ -1,11 +1,11 @@
 """Which implementation of the hot loops runs: the C module, or Python.
 
-The C module is built from ``native/`` where a compiler is; a build without one goes on in Python. Each loop has both
-implementations behind one function: block keys in ``domain.hashing``, rows in ``domain.row_runs``, what a stream knows
-in ``domain.new_known``, parts in ``domain.part_list`` and ``store.calls``, lists in ``api.lists``, events in
-``engines.plain``. Both give the same for every input, and the same tests run over both.
+The C module is built from ``native/`` if there is a compiler; a build without one continues in Python. Each loop has
+both implementations behind one function: block keys in ``domain.hashing``, rows in ``domain.row_runs``, the knowledge
+of a stream in ``domain.new_known``, parts in ``domain.part_list`` and ``store.calls``, lists in ``api.lists``, events
+in ``engines.plain``. Both give the same for every input, and the same tests run over both.
 
-In a checkout, where ``native/`` may change without a new build, a module of other sources than these is refused.
+In a checkout, ``native/`` may change without a new build; a module built from other sources is refused.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class NativeFunctions(Protocol):
 
 
 def digest_of(sources: Path) -> str:
-    """The digest of the module's source files; ``hatch_build.py`` puts it into the module."""
+    """Return the digest of the module's source files; ``hatch_build.py`` puts it into the module."""
     files = sorted(path for path in sources.glob("[!.]*.[ch]") if path.is_file())
     return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()[:16]
 
@@ -88,16 +88,16 @@ else:
 is_built = _built is not None
 
 selected: NativeFunctions | None = _built
-"""The C module; None where it was not built, or the pure implementation was selected."""
+"""The C module; None if it was not built, or the pure implementation was selected."""
 
 
 def select(native: bool) -> Implementation:
-    """Run the C module from now on, where it was built, or Python; returns which of the two."""
+    """Select the C module from now on, if it was built, or Python. Return the selected one."""
     global selected
     selected = _built if native else None
     return implementation()
 
 
 def implementation() -> Implementation:
-    """Which implementation runs."""
+    """Return the implementation in use."""
     return "pure" if selected is None else "native"

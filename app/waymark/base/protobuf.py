@@ -22,7 +22,7 @@ _SCALARS = {
 
 
 def message_classes(file_name: str, package: str, messages: Mapping[str, str]) -> dict[str, Any]:
-    """The classes of messages by name.
+    """Return the classes of messages by name.
 
     ``messages`` has for each its fields in the order of their numbers: ``type name``, with ``*`` for a list and ``?``
     for an optional one; a bare number is the number of the next field. The classes are in a pool of their own, because

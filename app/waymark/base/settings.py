@@ -1,8 +1,8 @@
-"""Every setting once: its name, type, bounds, default, and what it is in one or two sentences.
+"""Every setting once: its name, type, bounds and default, and its meaning in one or two sentences.
 
-The variable of a field is ``WAYMARK_`` and the field's name in capitals. Settings are read once, in the command
-line, and handed down as arguments; nothing below asks the environment. What is wrong, or unknown, stops the process
-with a sentence for each such variable. Passwords and the token are in no ``repr`` and in no error.
+The variable of a field is ``WAYMARK_`` and the field's name in capitals. Settings are read once, in the command line,
+and handed down as arguments; lower layers never read the environment. A wrong or unknown variable stops the process
+with a sentence for each. Passwords and the token are in no ``repr`` and in no error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DAY = 86_400
 
 
 def hide_password(url: str) -> str:
-    """The URL as it may be shown: ``redis://***@host``, and no password among its parameters."""
+    """Return the URL without its secrets: ``redis://***@host``, and no password among its parameters."""
     plain = re.sub(r"^([A-Za-z0-9+.-]+://)?.*@", r"\1***@", url)
     return re.sub(r"(?i)([?&][^=&#]*(?:password|username)[^=&#]*=)[^&#]*", r"\1***", plain)
 
@@ -111,7 +111,7 @@ def _split_names(text: Any) -> Any:
 
 
 def _parsed_sources(text: Any) -> Any:
-    """A JSON object of URLs by model; the message of what it is not becomes the error's."""
+    """Parse a JSON object of URLs by model; the parser's message becomes the error's."""
     if not isinstance(text, str):
         return text
     try:
@@ -509,9 +509,9 @@ class Settings(BaseModel):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
-        """The settings of ``environ`` (the process's own by default); an empty value counts as none.
+        """Read the settings from ``environ`` (the process's own by default); an empty value counts as unset.
 
-        Raises ``SettingsError``, one line for each variable that is wrong or unknown.
+        Raise ``SettingsError``, one line for each wrong or unknown variable.
         """
         environ = os.environ if environ is None else environ
         given = {
@@ -546,11 +546,11 @@ _FIELDS = {PREFIX + name.upper(): name for name in Settings.model_fields}
 _TOKENS = frozenset({PREFIX + "API_TOKEN", PREFIX + "ENGINE_API_KEY"})
 
 _MIN_WORKERS = PREFIX + "MIN_INITIAL_WORKERS"
-#: The name of the same setting in Dynamo, which counts where ours is unset.
+#: Dynamo's name for the same setting, used if ours is unset.
 _DYNAMO_MIN_WORKERS = "DYN_ROUTER_MIN_INITIAL_WORKERS"
 
 # Kubernetes gives every container the address of each Service: one called `waymark` sets WAYMARK_SERVICE_HOST,
-# WAYMARK_PORT=tcp://10.0.0.7:13333 and more, which nobody meant for us.
+# WAYMARK_PORT=tcp://10.0.0.7:13333 and more, which are not meant as settings.
 _SERVICE_LINK = re.compile(
     PREFIX + r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)"
 )
@@ -571,7 +571,7 @@ def _unknown(name: str) -> str:
 
 
 def _wrong(error: Any, given: Mapping[str, str]) -> str:
-    """One sentence about one complaint of pydantic's; ``given`` is the environment's part that is ours."""
+    """Return one sentence for one complaint of pydantic's; ``given`` is our part of the environment."""
     reason = str(error["msg"]).removeprefix("Value error, ")
     if not error["loc"]:
         return reason
@@ -589,7 +589,7 @@ def _wrong(error: Any, given: Mapping[str, str]) -> str:
 
 
 def _leaves(annotation: Any) -> list[Any]:
-    """The types in ``annotation``, a union taken apart and ``Annotated`` undone."""
+    """Return the types in ``annotation``, with unions and ``Annotated`` taken apart."""
     if get_origin(annotation) is Annotated:
         return _leaves(get_args(annotation)[0])
     if get_origin(annotation) in (Literal, tuple, dict) or not get_args(annotation):
@@ -602,7 +602,7 @@ def _is_secret(field: FieldInfo) -> bool:
 
 
 def type_text(field: FieldInfo) -> str:
-    """What the variable of the field may be, with its bounds, for people."""
+    """Return the allowed values of the field's variable, with its bounds, for people."""
     (kind,) = _leaves(field.annotation)
     if get_origin(kind) is Literal:
         return " or ".join(f"`{choice}`" for choice in get_args(kind))
@@ -620,7 +620,7 @@ def type_text(field: FieldInfo) -> str:
 
 
 def default_text(field: FieldInfo) -> str:
-    """What the setting is where its variable is left out, for people."""
+    """Return the value of the setting when its variable is unset, for people."""
     if field.default_factory is _new_worker_id:
         return "host name, process id, random"
     default = field.get_default(call_default_factory=True, validated_data={})

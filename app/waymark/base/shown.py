@@ -14,7 +14,8 @@ SHOWN_MAX = 80
 
 
 def shown(value: object) -> str:
-    """The value in at most ``SHOWN_MAX`` characters; a container or an integer beyond 64 bits only by its kind.
+    """Return the value in at most ``SHOWN_MAX`` characters; a container or an integer beyond 64 bits is shown only by
+    its kind.
 
     Of a longer text only the beginning is shown, and its length follows: ``"the begin..." (1000 characters)``.
     """
@@ -29,14 +30,14 @@ def shown(value: object) -> str:
 
 
 def shown_url(text: str) -> str:
-    """A URL that was refused, as ``shown`` but without the parts that may be secret: user, query and fragment."""
+    """Return a refused URL as ``shown`` does, without the parts that may be secret: user, query and fragment."""
     # A password may contain any character, so everything before the last @ is left out.
     plain = re.sub(r"^([A-Za-z][A-Za-z0-9+.-]*:/*)?.*@", r"\1***@", text, flags=re.DOTALL)
     return shown(re.sub(r"([?#]).*", r"\1***", plain, flags=re.DOTALL))
 
 
 def kind(value: object) -> str:
-    """The JSON or msgpack kind of a value, as a noun."""
+    """Return the JSON or msgpack kind of a value, as a noun."""
     for kinds, noun in (
         (str, "a string"),
         (bool, "a boolean"),
@@ -57,7 +58,7 @@ def _quoted(text: str) -> str:
 
 
 def _cut(text: str) -> str:
-    """The beginning of a text, as much as there is room for."""
+    """Return as much of the beginning of a text as there is room for."""
     end = f'..." ({len(text)} characters)'
     kept = text[: SHOWN_MAX - len(end) - 1]
     while len(quoted := _quoted(kept)[:-1] + end) > SHOWN_MAX:

@@ -1,4 +1,4 @@
-"""A file that is read again when it has changed; a change that cannot be read leaves what was read before."""
+"""A file that is read again when it changes; after a change that cannot be read, the earlier entries stay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _POLL_SECONDS = 1.0
 class WatchedFile(Generic[T]):
     """The entries that ``read`` makes of a file; ``what`` names them in the log.
 
-    Raises ``SettingsError`` where the file cannot be read at the start.
+    Raise ``SettingsError`` if the file cannot be read at the start.
     """
 
     def __init__(
