@@ -2,8 +2,8 @@
 
 It starts ``waymark serve`` as a process of its own on the embedded Redis, or takes a service that runs already; starts
 two simulated vLLM engines that publish real frames, lets them work on prompts that share a prefix, and asks ``/query``.
-Every answer is compared with what the engines' caches really hold; the first one that is wrong ends the demo with a
-sentence. In a service that goes on the engines have a tenant of their own, and are unregistered at the end.
+Every answer is compared with the real contents of the engines' caches; the first wrong one ends the demo with a
+sentence. In a service that runs already, the engines have a tenant of their own, and are unregistered at the end.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _DEADLINE_SECONDS = 40.0
 
 
 class DemoFailed(Exception):
-    """The sentence with what went wrong."""
+    """A failure of the demo, with a sentence about its cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPrompt:
-    """A prompt, who has worked on it, and what it is called in the table."""
+    """A prompt, the engines that have worked on it, and its name in the table."""
 
     label: str
     prompt: SimulatedPrompt
@@ -47,7 +47,7 @@ class DemoPrompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptMatch:
-    """One line of the table: what one engine has of one prompt, in tokens."""
+    """One line of the table: one engine's share of one prompt, in tokens."""
 
     label: str
     tokens: int
@@ -59,7 +59,7 @@ class PromptMatch:
 
 @dataclass(frozen=True, slots=True)
 class _DemoService:
-    """The Waymark that is shown; ``process`` is None where it ran before and goes on afterwards."""
+    """The Waymark of the demo; ``process`` is None if it ran before and continues afterwards."""
 
     base: str
     client: AsyncClient
@@ -69,7 +69,8 @@ class _DemoService:
 async def run_demo(
     url: str | None = None, api_token: str | None = None, say: Callable[[str], None] = lambda _: None
 ) -> list[PromptMatch]:
-    """All of it, with the Waymark at ``url`` or with one of its own; the lines of the table, or DemoFailed.
+    """Run the demo with the Waymark at ``url`` or with one of its own. Return the lines of the table, or raise
+    DemoFailed.
 
     ``say`` gets a line for each step.
     """
@@ -108,7 +109,7 @@ async def _show(service: _DemoService, say: Callable[[str], None]) -> list[Promp
 
 
 def _questions() -> Iterator[DemoPrompt]:
-    """Prompts that share a system prompt, as chats do."""
+    """Yield prompts that share a system prompt, as chats do."""
     system = tuple(range(1000, 1160))
     first = tuple(range(2000, 2096))
     yield DemoPrompt("chat A", SimulatedPrompt(system + first), (0,))
@@ -119,7 +120,7 @@ def _questions() -> Iterator[DemoPrompt]:
 
 
 async def _ask(service: _DemoService, question: DemoPrompt, engines: list[SimulatedEngine]) -> list[PromptMatch]:
-    """The answer to one question, once it is what the caches say; DemoFailed if it never is."""
+    """Return the answer to one question, once it agrees with the caches. Raise DemoFailed if it never does."""
     tokens = question.prompt.tokens
     expected = {f"engine-{i}": _held(engine, tokens) for i, engine in enumerate(engines)}
     last: dict[str, tuple[int, int, int]] = {}
@@ -151,7 +152,7 @@ def _held(engine: SimulatedEngine, tokens: tuple[int, ...]) -> tuple[int, int, i
 
 @asynccontextmanager
 async def _registered(service: _DemoService, engines: list[SimulatedEngine]) -> AsyncIterator[None]:
-    """The engines are known to the service inside; a service that goes on forgets them afterwards."""
+    """Register the engines for the time inside; a service that ran before forgets them afterwards."""
     for i, engine in enumerate(engines):
         await service.client.register(
             f"engine-{i}",
@@ -174,7 +175,7 @@ async def _registered(service: _DemoService, engines: list[SimulatedEngine]) -> 
 
 @contextmanager
 def _sentences() -> Iterator[None]:
-    """What the service answers badly ends the demo with its sentence."""
+    """End the demo with the service's sentence, if it rejects a call."""
     try:
         yield
     except Refused as exc:
@@ -229,11 +230,11 @@ async def _until(is_so: Callable[[], Awaitable[bool]], what: str, service: _Demo
 
 
 def _own_address(base: str) -> str:
-    """The IPv4 address of ours that reaches the service, and so the one at which its workers reach us."""
+    """Return our IPv4 address on the way to the service, at which its workers reach us."""
     parts = urllib.parse.urlsplit(base)
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((str(parts.hostname), parts.port or 80))  # sends nothing
+            probe.connect((str(parts.hostname), parts.port or 80))  # does not send a packet
             return str(probe.getsockname()[0])
     except OSError as exc:
         raise DemoFailed(f"no IPv4 address leads to {base}: {exc}") from None

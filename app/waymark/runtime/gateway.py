@@ -1,4 +1,4 @@
-"""What only a gateway has. ``runtime`` imports it for one."""
+"""The parts that only a gateway has. ``runtime`` imports this module only for a gateway."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class GatewayRole:
         asker: Asker,
         stopping: asyncio.Event,
     ) -> None:
-        """``stopping`` ends the answers that have no end of their own."""
+        """Create the parts of a gateway. ``stopping`` ends the answers that would not end by themselves."""
         self._archive = MongoArchive.of(settings, metrics, store)
         cache = ResponseCache.of(settings, metrics, store)
         self._watch = IngestWatch(store.heartbeats)
         gate = StartupGate(store.directory, settings.min_initial_workers, self._watch)
         admin = GatewayAdmin(gate, None if cache is None else cache.operated)
         others: AsgiApplication
-        if settings.redis_url == "memory://":  # nobody else can serve the index of a trial
+        if settings.redis_url == "memory://":  # no other process can serve the index of a trial
             others = create_app(store, settings, metrics, tokenizers, asker, stopping, admin)
         else:
             others = create_gateway_admin(store, settings, metrics, admin)
@@ -57,7 +57,7 @@ class GatewayRole:
         self._engines = _given_engines(store, settings, asker) if settings.gateway_engines else None
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
-        """Each runs until the process ends."""
+        """Return the tasks that run until the process ends."""
         return [each.run() for each in (self._archive, self._engines, self._watch) if each is not None]
 
     async def close(self) -> None:

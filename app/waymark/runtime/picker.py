@@ -32,7 +32,9 @@ from waymark.tokenization.tokenizers import Tokenizers
 
 
 def open_port(settings: Settings) -> list[socket.socket]:
-    """The sockets of its HTTP port; none where it has none. Raises ``PortUnavailable``."""
+    """Open the sockets of its HTTP port; without a port, return an empty list. Raise ``PortUnavailable`` if it is
+    taken.
+    """
     names = ("WAYMARK_HOST", "WAYMARK_EPP_METRICS_PORT")
     if not settings.epp_metrics_port:
         return []
@@ -40,7 +42,7 @@ def open_port(settings: Settings) -> list[socket.socket]:
 
 
 async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
-    """One process, until a signal ends it. Raises SettingsError."""
+    """Run one process, until a signal ends it. Raises SettingsError."""
     is_native = native.select(settings.native) == "native"
     metrics = Metrics(role="epp", is_native=is_native, models_max=settings.metrics_models_max)
     options = SelectionOptions.of(settings)
@@ -93,7 +95,7 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
 
 
 async def _waits_for(store: Store, gate: StartupGate, refusals: list[str], stop: asyncio.Event) -> str | None:
-    """What a picker waits for before it is ready; an index of another format ends the process."""
+    """Return the reason why the picker is not ready yet; an index of another format ends the process."""
     try:
         refusal = await store.other_format()
         if refusal is not None:

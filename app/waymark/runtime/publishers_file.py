@@ -1,13 +1,13 @@
 """The publishers that an operator names in a file, ``WAYMARK_PUBLISHERS_FILE``: read at the start, and as it changes.
 
-Three shapes, as JSON or YAML. A list of what ``POST /register`` takes, one object each, ``url`` included:
+Three shapes, as JSON or YAML. A list of bodies of ``POST /register``, one object each, ``url`` included:
 
     - {type: vLLM, modelname: llama, instance_id: pod-1, block_size: 16, endpoint: "tcp://10.0.0.7:5557"}
 
 or the configuration of Mooncake's Conductor, whose ``kvevent_instance`` has the same objects by name; the name is the
-instance_id where an object has none, and ``ip`` and ``port`` may stand for an endpoint; or the list of llm-d's file
-discovery, ``endpoints``, with a name, an address, a port and labels each. An entry is validated as a body
-of ``/register`` is. One error names all that is wrong: the file, the entry, the field, its value, and the way out.
+instance_id of an object without one, and ``ip`` and ``port`` may replace an endpoint; or the list of llm-d's file
+discovery, ``endpoints``, with a name, an address, a port and labels each. An entry is validated as a body of
+``/register`` is. One error names every mistake: the file, the entry, the field, its value, and the way out.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class _UnreadableFile(Exception):
 
 
 def read_publishers(path: str, allowed_endpoints: Sequence[str] = ()) -> list[Registration]:
-    """The registrations of the file, in its order, without the engines that have to be asked.
+    """Read the registrations of the file, in its order, without the engines that must be asked first.
 
-    Raises ``SettingsError`` where anything in the file is wrong.
+    Raise ``SettingsError`` if anything in the file is wrong.
     """
     allowed = AllowedEndpoints(allowed_endpoints)
     return [
@@ -57,9 +57,10 @@ def read_publishers(path: str, allowed_endpoints: Sequence[str] = ()) -> list[Re
 def read_wanted(
     path: str, allowed_endpoints: Sequence[str] = (), ports: tuple[int, int, int] = (0, 0, 0)
 ) -> list[WantedEngine]:
-    """The engines and publishers of the file, in its order; ``SettingsError`` where anything in it is wrong.
+    """Read the engines and publishers of the file, in its order. Raise ``SettingsError`` if anything in it is wrong.
 
-    ``ports`` are for engines that name no sockets: event port and replay port of rank 0, and the number of ranks.
+    ``ports`` are for engines whose sockets are not named: event port and replay port of rank 0, and the number of
+    ranks.
     """
     about = f"WAYMARK_PUBLISHERS_FILE {path}"
     try:
@@ -91,7 +92,7 @@ def read_wanted(
 def _wanted(
     path: str, entry: Any, allowed: AllowedEndpoints, ports: tuple[int, int, int]
 ) -> tuple[tuple[str, str, int], WantedEngine]:
-    """An entry and its name, which no other entry may have."""
+    """Return an entry and its name, which must be unique."""
     if not isinstance(entry, dict):
         raise InvalidValue(f"it is {kind(entry)}; give an object with the fields of POST /register")
     if entry.get("url"):
@@ -109,7 +110,9 @@ def _wanted(
 
 
 def _with_endpoint(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry of the Conductor's first configurations as one of today's: ``ip`` and ``port``, no adapter by number."""
+    """Convert an entry of the Conductor's first configurations to today's form: ``ip`` and ``port``, no adapter by
+    number.
+    """
     # There -1 is no adapter. Another one would have to be a name here.
     if entry.get("lora_id") not in (None, -1):
         raise InvalidValue(f"lora_id is {shown(entry['lora_id'])}; give lora_name, or leave both out", field="lora_id")
@@ -124,7 +127,7 @@ def _with_endpoint(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _entries(content: Any) -> list[tuple[str, Any]]:
-    """Every entry with what it is called in a complaint."""
+    """Return every entry with its name for complaints."""
     if isinstance(content, list):
         return [(f"entry {number}", entry) for number, entry in enumerate(content, 1)]
     if isinstance(content, dict) and isinstance(content.get("endpoints"), list):
@@ -139,12 +142,14 @@ def _entries(content: Any) -> list[tuple[str, Any]]:
 
 
 def _of_endpoint(entry: Any) -> Any:
-    """An entry of llm-d's list of endpoints, ``{name, namespace, address, port, labels}``, as one with a URL."""
+    """Convert an entry of llm-d's list of endpoints, ``{name, namespace, address, port, labels}``, to one with a
+    URL.
+    """
     if not isinstance(entry, dict) or "address" not in entry:
         return entry
     address, port = entry["address"], entry.get("port", 8000)
     if not isinstance(address, str) or not str(port).isdecimal():
-        return entry | {"url": f"{address}:{port}"}  # refused, with the field and what it holds
+        return entry | {"url": f"{address}:{port}"}  # refused later, with the field and its value
     fields = {name: value for name, value in entry.items() if name not in ("address", "port", "name", "namespace")}
     host = f"[{address}]" if ":" in address else address
     if entry.get("name"):
@@ -170,14 +175,14 @@ def _parsed(path: Path) -> Any:
     except (ValueError, RecursionError, yaml.YAMLError) as exc:
         raise _UnreadableFile(f"the file is not {'JSON' if is_json else 'YAML'}: {' '.join(str(exc).split())}") from exc
     try:
-        # What a body of POST /register could hold: names are texts, numbers have 64 bits.
+        # Only values of a body of POST /register: names are texts, numbers have 64 bits.
         return orjson.loads(orjson.dumps(content))
     except orjson.JSONEncodeError as exc:
         raise _UnreadableFile(f"it holds what JSON has not ({exc}); put names and other strings in quotes") from exc
 
 
 def _once(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """An object whose names are all different: of two equal ones the parsers would silently keep the last."""
+    """Return an object whose names all differ: of two equal ones the parsers would silently keep the last."""
     fields: dict[Any, Any] = {}
     for name, value in pairs:
         if name in fields:

@@ -1,7 +1,7 @@
 """Processes, put together: the API, the ingest worker, or both, over one store.
 
-No logic of its own: it wires what the roles are. SIGTERM and SIGINT end a process in order: the API answers what it
-has begun, the worker gives its leases back.
+It has no logic of its own: it connects the parts of each role. SIGTERM and SIGINT end a process in order: the API
+answers the requests that have begun, the worker gives its leases back.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from waymark.tokenization.tokenizers import Tokenizers
 
 log = logging.getLogger(__name__)
 
-#: How long requests that have begun may take to end.
+#: The time in which requests that have begun must end.
 _SHUTDOWN_SECONDS = 5
 #: The pause before a Redis that did not answer is asked again for the format of its index.
 _FORMAT_AGAIN_SECONDS = 0.5
@@ -54,25 +54,27 @@ class _UvicornServer(uvicorn.Server):
 
 
 def freeze_heap() -> None:
-    """Take what there is now out of every later garbage collection, and let collections begin.
+    """Exclude all present objects from later garbage collections, and enable collections.
 
-    These objects were imported and stay permanently. A full collection goes through all of it, which stopped one of the
-    first queries of each replica for 40 to 70 ms. For the same reason there is none here: of 75,000 objects it would
-    free a hundredth.
+    These objects were imported and stay permanently. A full collection would visit all of these objects, which stopped
+    one of the first queries of each replica for 40 to 70 ms. For the same reason this function does not collect: of
+    75,000 objects a collection would free a hundredth.
     """
     gc.freeze()
     gc.enable()
 
 
 def open_port(settings: Settings, *, has_api: bool) -> list[socket.socket]:
-    """The sockets that a process listens on; none for a worker without a port. Raises ``PortUnavailable``."""
+    """Open the sockets that a process listens on; a worker without a port has none. Raise ``PortUnavailable`` if a port
+    is taken.
+    """
     port = settings.port if has_api else settings.ingest_port
     names = ("--host or WAYMARK_HOST", "--port or WAYMARK_PORT") if has_api else ("WAYMARK_HOST", "WAYMARK_INGEST_PORT")
     return listen(settings.host, port, host_name=names[0], port_name=names[1]) if port else []
 
 
 def open_store(settings: Settings, metrics: Metrics) -> Store:
-    """The store of a process. It connects on the first command."""
+    """Return the store of a process. It connects on the first command."""
     return Store.open(
         settings.redis_url,
         settings.redis_read_url,
@@ -96,7 +98,7 @@ def http_server(
     shape: Shape = lambda path, rejection: None,
     straight: StraightTable | None = None,
 ) -> uvicorn.Server:
-    """An HTTP server, which ends when its ``should_exit`` is set. ``straight`` are questions of ``app``."""
+    """Return an HTTP server, which ends when its ``should_exit`` is set. ``straight`` are questions of ``app``."""
     return _UvicornServer(
         uvicorn.Config(
             app,
@@ -106,7 +108,7 @@ def http_server(
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # nobody here asks who the client is
+            proxy_headers=False,  # no handler uses the client's address
             lifespan="off",
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=shutdown_seconds,
@@ -131,14 +133,15 @@ async def run(
     sockets: Sequence[socket.socket],
     has_gateway: bool = False,
 ) -> None:
-    """One process, until a signal ends it; ``SettingsError`` where the file of publishers is wrong.
+    """Run one process, until a signal ends it. Raise ``SettingsError`` if the file of publishers is wrong.
 
     ``sockets`` come from ``open_port``. The caller closes them.
     """
     if has_worker:
         from waymark.runtime import worker as runtime_worker  # a query replica starts sooner without it
 
-        options = runtime_worker.checked_options(settings)  # what is wrong ends the process before anything is opened
+        # a mistake in the settings ends the process before it opens anything
+        options = runtime_worker.checked_options(settings)
     role = "serve" if has_api and has_worker else "query" if has_api else "gateway" if has_gateway else "ingest"
     is_native = native.select(settings.native) == "native"
     metrics = Metrics(role=role, is_native=is_native, models_max=settings.metrics_models_max)
@@ -219,7 +222,7 @@ async def run(
 
 
 async def report_redis(store: Store) -> None:
-    """Report in the log, before anything else, what is wrong with Redis."""
+    """Log the problems of Redis before anything else."""
     health = await store.health.poll()
     if not health.is_up:
         log.error(
@@ -229,7 +232,7 @@ async def report_redis(store: Store) -> None:
 
 
 async def _other_format(store: Store) -> str | None:
-    """As ``Store.other_format``, as soon as Redis answers."""
+    """Return ``Store.other_format``, as soon as Redis answers."""
     while True:
         try:
             return await store.other_format()

@@ -1,6 +1,6 @@
-"""What only a process with an ingest worker has: the worker itself, and the discovery of engines.
+"""The parts of a process with an ingest worker: the worker itself, and the discovery of engines.
 
-``runtime`` imports it when there is one, since a query replica starts sooner without.
+``runtime`` imports this module only when it is needed, since a query replica starts sooner without it.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 
 def worker(store: Store, settings: Settings, metrics: Metrics, options: WorkerOptions) -> Worker:
-    """The worker of a process; it connects when it runs."""
+    """Return the worker of a process; it connects when it runs."""
     return Worker(store, metrics, options, Asker.of(settings))
 
 
 def checked_options(settings: Settings) -> WorkerOptions:
-    """As ``worker_options``, after a look at what discovery needs. Raises ``SettingsError``."""
+    """Return ``worker_options``, after a check of the needs of discovery. Raise ``SettingsError`` for a mistake."""
     options = worker_options(settings)
     discovery_options(settings, os.environ)
     return options
 
 
 def within_files(options: WorkerOptions, *, is_alone: bool) -> tuple[WorkerOptions, int]:
-    """The options with as many streams as the limit of open files allows, and how many files they take.
+    """Return the options with as many streams as the limit of open files allows, and how many files they take.
 
-    Where a process has HTTP connections too, those get the other half.
+    If the process also has HTTP connections, those get the other half.
     """
     room = room_for(options.streams_max, options.replays_max, part=1.0 if is_alone else 0.5)
     return replace(options, streams_max=room.streams, replays_max=room.replays), room.files
 
 
 def worker_options(settings: Settings) -> WorkerOptions:
-    """What a worker needs of the settings, and of the file they name."""
+    """Return the options of a worker, from the settings and the file that they name."""
     file = settings.publishers_file
     return WorkerOptions(
         worker_id=settings.worker_id,
@@ -83,7 +83,9 @@ def worker_options(settings: Settings) -> WorkerOptions:
 
 
 def discovery_options(settings: Settings, environ: Mapping[str, str]) -> DiscoveryOptions:
-    """What discovery needs of the settings and of a pod's environment; ``SettingsError`` if that is too little."""
+    """Return the options of discovery, from the settings and a pod's environment. Raise ``SettingsError`` if one is
+    missing.
+    """
     ports = PodPorts(settings.discovery_api_port, settings.discovery_port, settings.discovery_replay_port)
     path = settings.publishers_file
     usual = (ports.events, ports.replay, 1)
