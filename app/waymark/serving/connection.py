@@ -22,7 +22,7 @@ from waymark.serving.request_reader import RequestReader, Stop
 
 
 def protocol(connections: Connections) -> type[asyncio.Protocol]:
-    """What uvicorn is given as ``http``."""
+    """Return the class that uvicorn takes as ``http``."""
 
     class Bounded(HttpConnection):
         all = connections
@@ -31,7 +31,7 @@ def protocol(connections: Connections) -> type[asyncio.Protocol]:
 
 
 class HttpConnection(asyncio.Protocol):
-    """One connection; ``all`` is where it is kept with the others."""
+    """One connection; ``all`` contains it and the others."""
 
     all: ClassVar[Connections]
 
@@ -40,12 +40,12 @@ class HttpConnection(asyncio.Protocol):
     ) -> None:
         self.loop: asyncio.AbstractEventLoop = _loop or asyncio.get_running_loop()
         self.is_full = False
-        """The client takes what is written more slowly than it comes."""
+        """Whether the client reads more slowly than the answer is written."""
         self._app: AsgiApplication = config.loaded_app
         self._server = server_state
         self.all.keep_alive_seconds = config.timeout_keep_alive
         self._cycles: deque[RequestCycle] = deque()
-        """Requests that have begun and are not answered; the first one is being answered."""
+        """Requests that have begun and are not answered; the answer of the first is under way."""
         self._reading: RequestCycle | None = None
         """The request whose body is arriving, answered or not."""
         self._is_done = False
@@ -54,7 +54,7 @@ class HttpConnection(asyncio.Protocol):
         """The last word, once all requests before it are answered."""
         self._is_paused = False
         self._drained: asyncio.Event | None = None
-        self._scope: dict[str, Any] = {}  # what all requests of the connection share
+        self._scope: dict[str, Any] = {}  # the common fields of all requests of the connection
         self._reader = RequestReader(self)
 
     # ---- the transport's callbacks ---------------------------------------------------------------------
@@ -96,7 +96,7 @@ class HttpConnection(asyncio.Protocol):
         if self._drained is not None:
             self._drained.set()
 
-    # ---- what the reader has read ----------------------------------------------------------------------
+    # ---- calls of the reader ---------------------------------------------------------------------------
 
     def request_begins(self) -> None:
         if self._is_done:
@@ -145,7 +145,7 @@ class HttpConnection(asyncio.Protocol):
         self._server.tasks.add(cycle.task)
 
     def answered(self, cycle: RequestCycle) -> None:
-        """The whole answer of the first request has been written."""
+        """Note that the whole answer of the first request has been written."""
         self._server.total_requests += 1
         self._cycles.popleft()
         if not cycle.keep_alive:
@@ -166,7 +166,7 @@ class HttpConnection(asyncio.Protocol):
             self.all.idle[self] = self.loop.time()
 
     def ended(self, cycle: RequestCycle) -> None:
-        """The application is done with the request."""
+        """Note that the application has finished the request."""
         if cycle.task is not None:
             self._server.tasks.discard(cycle.task)
             cycle.task = None
@@ -174,12 +174,12 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def owes_answers(self) -> bool:
-        """Whether a request that is whole has not been answered."""
+        """Whether a complete request has not been answered."""
         return any(cycle.is_whole for cycle in self._cycles)
 
     @property
     def is_holding(self) -> bool:
-        """Whether it holds bytes of a body that is not whole."""
+        """Whether it holds bytes of an incomplete body."""
         return self._reading is not None and self._reading.held > 0
 
     def _release(self, cycle: RequestCycle) -> None:
@@ -187,7 +187,7 @@ class HttpConnection(asyncio.Protocol):
         cycle.held = 0
 
     def _drop_requests(self) -> None:
-        """Nobody waits for the answers of those that have begun."""
+        """Drop the requests that have begun: their answers are not wanted any more."""
         for cycle in self._cycles:
             cycle.disconnect()
             if cycle.task is None:
@@ -198,14 +198,14 @@ class HttpConnection(asyncio.Protocol):
     # ---- the ends of a connection ----------------------------------------------------------------------
 
     def reject(self, rejection: Rejection) -> None:
-        """Answer the requests that are whole, say why no more is read, and close."""
+        """Answer the complete requests, send the reason for stopping, and close."""
         if self._is_done:
             return
         self._is_done = True
         self.all.count_cut(rejection.why)
         reading, self._reading = self._reading, None
         if reading is None:
-            # Without a request there is nothing to answer, but a client that is turned away gets an answer.
+            # Without a request there is no answer to give, but a rejected client gets one.
             is_owed = self._reader.is_open or self._reader.unplaced > 0 or rejection is not SLOW
         else:
             is_owed = not (reading.is_answered or reading.is_on_wire)
@@ -234,7 +234,7 @@ class HttpConnection(asyncio.Protocol):
             self.close()
 
     def close(self) -> None:
-        """Close; what has been written is still sent."""
+        """Close; the bytes written so far are still sent."""
         self._is_done = True
         self._drop_requests()
         if not self._transport.is_closing():
@@ -242,7 +242,7 @@ class HttpConnection(asyncio.Protocol):
             self.all.closing(self)
 
     def abort(self) -> None:
-        """Close, and drop what has been written and not been sent."""
+        """Close, and drop the bytes that were written and not sent."""
         self._transport.abort()
 
     def reset(self) -> None:
@@ -253,7 +253,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport.abort()
 
     def shutdown(self) -> None:
-        """End after what has begun is answered; uvicorn calls it when the process ends."""
+        """End after the requests that have begun are answered; uvicorn calls it when the process ends."""
         if self._cycles:
             self._cycles[-1].keep_alive = False
         else:
@@ -271,7 +271,7 @@ class HttpConnection(asyncio.Protocol):
             self._transport.write(piece)
 
     async def drain(self) -> None:
-        """Until the client has taken enough of what was written."""
+        """Wait until the client has read enough of the bytes written."""
         while self.is_full:
             self._drained = self._drained or asyncio.Event()
             self._drained.clear()

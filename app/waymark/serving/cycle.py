@@ -1,6 +1,6 @@
 """One request and its answer: ``receive`` and ``send`` of an ASGI application.
 
-An answer is one write where possible: the head is written together with the first piece of the body. So a request whose
+If possible, an answer is one write: the head is written together with the first piece of the body. So a request whose
 application fails between the two is answered with 500.
 """
 
@@ -63,19 +63,19 @@ class Carrier(Protocol):
     def write(self, piece: bytes) -> None: ...
 
     async def drain(self) -> None:
-        """Until the client has taken enough of what was written."""
+        """Wait until the client has read enough of the bytes written."""
 
     def start(self, cycle: RequestCycle) -> None:
         """Have the request answered by the ASGI application."""
 
     def answered(self, cycle: RequestCycle) -> None:
-        """The whole answer of the first request has been written."""
+        """Note that the whole answer of the first request has been written."""
 
     def ended(self, cycle: RequestCycle) -> None:
-        """The application is done with the request."""
+        """Note that the application has finished the request."""
 
     def close(self) -> None:
-        """Close; what has been written is still sent."""
+        """Close; the bytes written so far are still sent."""
 
     def reset(self) -> None:
         """Close so that the client sees an error."""
@@ -146,7 +146,7 @@ class RequestCycle:
             self._wake()
 
     def end_body(self) -> None:
-        """The request is whole."""
+        """Note that the request is complete."""
         self.is_whole = True
         if self._straight is None:
             self._wake()
@@ -154,7 +154,7 @@ class RequestCycle:
             self._straight.begin(bytes(self._body), self)
 
     def disconnect(self) -> None:
-        """The answer has nowhere to go."""
+        """Note that the client has gone: the answer cannot be sent."""
         self.is_disconnected = True
         if self._straight is None:
             self._wake()
@@ -203,7 +203,7 @@ class RequestCycle:
             lines = [(b"content-type", media_type), (b"content-length", b"%d" % len(body)), *headers]
             self._start({"type": "http.response.start", "status": status, "headers": lines})
             self._go_on({"type": "http.response.body", "body": body})
-        except RuntimeError as exc:  # a header that is invalid
+        except RuntimeError as exc:  # an invalid header
             self._fault(exc)
         finally:
             self._connection.ended(self)
@@ -267,7 +267,7 @@ class RequestCycle:
             self._connection.close()
 
     async def send(self, message: AsgiMessage) -> None:
-        """Take a message of the answer; ``RuntimeError`` where it breaks the rules of ASGI or HTTP."""
+        """Send a message of the answer. Raise ``RuntimeError`` if it breaks the rules of ASGI or HTTP."""
         if self._connection.is_full:
             await self._connection.drain()
         if self.is_disconnected:
@@ -282,7 +282,7 @@ class RequestCycle:
 
     def _answer(self, content_type: bytes, body: bytes) -> None:
         if self._expects_continue and not self.is_whole:
-            self.keep_alive = False  # whether the client sends the body now, nobody knows
+            self.keep_alive = False  # the client may or may not send the body now
         end = b"" if self.keep_alive else b"connection: close\r\n"
         content = b"" if self.scope["method"] == "HEAD" else body
         self._head = b""
@@ -345,7 +345,7 @@ class RequestCycle:
                 self._is_chunked = True
                 self._head += b"transfer-encoding: chunked\r\n"
         if self._expects_continue and not self.is_whole:
-            self.keep_alive = False  # whether the client sends the body now, nobody knows
+            self.keep_alive = False  # the client may or may not send the body now
         self._head += b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
 
     def _write(self, piece: bytes) -> None:

@@ -1,8 +1,8 @@
-"""Bounds what one client can occupy of the server, and what all clients can occupy together.
+"""Bounds the resources of the server that one client can occupy, and those that all clients can occupy together.
 
 A request must arrive completely, and an answer must be read, within a time. A head has a largest size. Connections, and
 the bytes of bodies, have a ceiling. At a ceiling the server closes the connection that has kept it waiting longest, not
-the new one: a client that sends its request at once is served while others occupy all that they can.
+the new one: a client that sends its request at once is served while others occupy as much as they can.
 
 A client whose connection is closed gets an answer with the reason, unless it could take that answer for another one.
 Each case is counted.
@@ -26,7 +26,7 @@ from waymark.base.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-#: Bytes and lines of a request's head, or of what comes between pieces of its body.
+#: Bytes and lines of a request's head, or of the lines between pieces of its body.
 HEAD_BYTES_MAX = 32 * 1024
 HEAD_FIELDS_MAX = 100
 #: Requests that may be sent ahead on one connection while an earlier one is answered.
@@ -61,7 +61,7 @@ class Rejection:
         self._lines = "\r\n".join([*own, "", ""]).encode()
 
     def answer(self, default_lines: bytes, body: bytes | None = None, *, has_body: bool = True) -> bytes:
-        """The answer on the wire. ``default_lines`` are in every answer; ``body`` replaces the usual JSON."""
+        """Return the answer on the wire. ``default_lines`` are in every answer; ``body`` replaces the usual JSON."""
         body = self._body if body is None else body
         length = b"content-length: %d\r\n" % len(body)
         return b"".join((self._status_line, default_lines, length, self._lines, body if has_body else b""))
@@ -128,7 +128,7 @@ class Connection(Protocol):
 
     @property
     def is_holding(self) -> bool:
-        """It has bytes of a body that is not whole."""
+        """Whether it holds bytes of an incomplete body."""
         ...
 
     def reject(self, rejection: Rejection) -> None:
@@ -137,11 +137,11 @@ class Connection(Protocol):
     def close(self) -> None: ...
 
     def abort(self) -> None:
-        """Close, and drop what has been written and not been sent."""
+        """Close, and drop the bytes that were written and not sent."""
 
 
 class Connections:
-    """All connections of one server, by what each is waiting for. The dictionaries are in order of time."""
+    """All connections of one server, by the event that each waits for. The dictionaries are in order of time."""
 
     def __init__(
         self,
@@ -161,9 +161,9 @@ class Connections:
         self.idle: dict[Connection, float] = {}
         """Answered, and kept for a next request."""
         self.unread: dict[Connection, float] = {}
-        """More was written than the client has taken, or the end of it has been written."""
+        """The client has not read all bytes written, or the end of the answer has been written."""
         self.lingering: dict[Connection, float] = {}
-        """The last bytes have been written; what still arrives is dropped."""
+        """The last bytes have been written; later input is dropped."""
         self._waits = (self.arriving, self.idle, self.unread, self.lingering)
         self._open: set[Connection] = set()
         self._defaults: tuple[list[tuple[bytes, bytes]], bytes] = ([], b"")
@@ -171,7 +171,7 @@ class Connections:
         self._metrics.http_bodies_bytes.set_function(lambda: self.bodies_bytes)
         self._is_polling = False
 
-    # ---- where a connection stands ---------------------------------------------------------------------
+    # ---- states of a connection ------------------------------------------------------------------------
 
     def opened(self, connection: Connection) -> None:
         self._open.add(connection)
@@ -189,12 +189,12 @@ class Connections:
         self._forget(connection)
 
     def linger(self, connection: Connection) -> None:
-        """The last word has been written, and the client may still be sending."""
+        """Linger after the last bytes: the client may still be sending."""
         self._forget(connection)
         self.lingering[connection] = connection.loop.time()
 
     def closing(self, connection: Connection) -> None:
-        """The transport closes; if the client does not take the last bytes, the connection is dropped."""
+        """Note that the transport closes; if the client does not read the last bytes, the connection is dropped."""
         self._forget(connection)
         self.unread[connection] = connection.loop.time()
 
@@ -205,7 +205,7 @@ class Connections:
     # ---- ceilings --------------------------------------------------------------------------------------
 
     def take_body(self, connection: Connection, length: int) -> None:
-        """Count bytes of a body that have arrived; bodies that have been arriving longest make room for them."""
+        """Count received bytes of a body; the bodies that have been arriving longest make room for them."""
         self.bodies_bytes += length
         if self.bodies_bytes <= self.bounds.bodies_max_bytes:
             return
@@ -215,7 +215,7 @@ class Connections:
                 break
 
     def _make_room(self) -> None:
-        """Close the connection that has been waiting longest; the newest one is among those that wait."""
+        """Close the connection that has been waiting longest; even the newest one may be closed."""
         if self.lingering:
             next(iter(self.lingering)).close()
             return
@@ -228,7 +228,7 @@ class Connections:
         loop.call_later(min(1.0, self.bounds.request_seconds / 4), self._poll, loop)
 
     def _poll(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Close what is late. One timer for all, since there may be thousands."""
+        """Close the connections that are late. One timer for all, since there may be thousands."""
         now = loop.time()
         for connection in _until(self.arriving, now - self.bounds.request_seconds):
             connection.reject(SLOW)
@@ -243,10 +243,10 @@ class Connections:
         else:
             self._is_polling = False
 
-    # ---- what all answers share, and what is counted ---------------------------------------------------
+    # ---- common headers, and counts --------------------------------------------------------------------
 
     def default_lines(self, headers: list[tuple[bytes, bytes]]) -> bytes:
-        """uvicorn's headers of every answer, as lines; uvicorn makes a new list each second."""
+        """Return uvicorn's headers of every answer, as lines; uvicorn makes a new list each second."""
         if headers is not self._defaults[0]:
             self._defaults = headers, b"".join([b"%b: %b\r\n" % header for header in headers])
         return self._defaults[1]
@@ -268,9 +268,10 @@ def _until(waiting: dict[Connection, float], moment: float) -> list[Connection]:
 
 
 def files_for(connections_max: int, others: int = 0) -> int:
-    """How many connections the limit of open files allows, at most those asked for; raises the soft limit.
+    """Return how many connections the limit of open files allows, at most ``connections_max``; raise the soft limit if
+    needed.
 
-    ``others`` is how many files of this process are for something that has counted them itself.
+    ``others`` is the number of files of this process that another part has counted itself.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections_max + others + _OTHER_FILES

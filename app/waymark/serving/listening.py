@@ -16,15 +16,15 @@ _WHY = {
 }
 
 
-#: How long the process that has the port may take to say what it is, and how much it may say.
+#: The time for an answer of the process that has the port, and the bytes read from it.
 _ASKED_SECONDS, _ANSWER_BYTES_MAX = 1.0, 2**20
 _ROLE = re.compile(rb'^waymark_build_info\{[^}\n]*\brole="([a-z]+)"', re.MULTILINE)
 
 
 def listen(host: str, port: int, *, host_name: str, port_name: str) -> list[socket.socket]:
-    """A bound socket for each address of ``host``. An error names the settings ``host_name`` and ``port_name``.
+    """Bind a socket for each address of ``host``. An error names the settings ``host_name`` and ``port_name``.
 
-    Raises ``PortUnavailable``; then nothing is bound.
+    If it raises ``PortUnavailable``, no socket stays bound.
     """
     opened: list[socket.socket] = []
     try:
@@ -35,7 +35,7 @@ def listen(host: str, port: int, *, host_name: str, port_name: str) -> list[sock
             if family == socket.AF_INET6:
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             bound.bind(address)
-            # What another process has bound without listening is seen only now.
+            # A port that another process has bound without listening is noticed only now.
             bound.listen()
     except OSError as exc:
         for bound in opened:
@@ -52,7 +52,9 @@ def listen(host: str, port: int, *, host_name: str, port_name: str) -> list[sock
 
 
 def _role_at(host: str, port: int) -> str | None:
-    """The role of the Waymark that listens on a port, by its metrics; None if it is something else, or says nothing."""
+    """Return the role of the Waymark that listens on a port, by its metrics; None if it is another program, or
+    silent.
+    """
     connection = HTTPConnection("127.0.0.1" if host in ("", "0.0.0.0") else host, port, timeout=_ASKED_SECONDS)
     try:
         connection.request("GET", "/metrics")

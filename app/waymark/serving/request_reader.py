@@ -1,6 +1,6 @@
 """Makes requests of the bytes of one connection, within the bounds of heads.
 
-``httptools`` parses. ``heads`` rejects what httptools lets pass and RFC 9112 forbids.
+``httptools`` parses. ``heads`` rejects requests that httptools accepts and RFC 9112 forbids.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from waymark.serving.limits import (
 
 
 class Stop(Exception):
-    """Raised out of the parser's callbacks: nothing more is read."""
+    """A signal out of the parser's callbacks to stop reading."""
 
 
 class Receiver(Protocol):
-    """A connection, as its reader uses it. All but ``reject`` raise ``Stop`` if nothing more is to be read."""
+    """A connection, as its reader uses it. All methods but ``reject`` raise ``Stop`` to end the reading."""
 
     @property
     def all(self) -> Connections: ...
@@ -37,18 +37,18 @@ class Receiver(Protocol):
     def request_begins(self) -> None: ...
 
     def take_head(self, scope: dict[str, Any], *, keep_alive: bool, expects_continue: bool) -> None:
-        """``scope`` has what the request says of itself."""
+        """Take the head of a request, as the fields of ``scope``."""
 
     def take_body(self, piece: bytes) -> None: ...
 
     def request_ends(self) -> None: ...
 
     def reject(self, rejection: Rejection) -> None:
-        """Say why no more is read, and close; nothing if that has been said."""
+        """Send the reason for stopping, and close, unless that has been done."""
 
 
 class RequestReader:
-    """The request that is arriving. The methods ``on_`` are the parser's callbacks."""
+    """The request being read. The methods ``on_`` are the parser's callbacks."""
 
     def __init__(self, connection: Receiver) -> None:
         self.unplaced = 0
@@ -73,14 +73,15 @@ class RequestReader:
         return self._url.partition(b"?")[0].decode("latin-1")
 
     def feed(self, data: bytes) -> None:
-        """Read on: call the methods of the connection for each request, and reject what is no request."""
+        """Parse more bytes: call the methods of the connection for each request, and reject anything else."""
         self.unplaced += len(data)
         try:
             while data:
                 try:
                     self._parser.feed_data(data)
                 except httptools.HttpParserUpgrade as stopped:
-                    # The parser takes what follows for another protocol. RFC 9110, 7.8: a server may ignore an Upgrade.
+                    # The parser takes the following bytes for another protocol. RFC 9110, 7.8: a server may ignore an
+                    # Upgrade.
                     assert self._without_upgrade is not None
                     data = self._without_upgrade + data[stopped.args[0] :]
                     self._parser = httptools.HttpRequestParser(self)
@@ -113,11 +114,11 @@ class RequestReader:
         self._head_bytes += len(name) + len(value)
         if self._head_fields > HEAD_FIELDS_MAX or self._head_bytes > HEAD_BYTES_MAX:
             self._stop(HEAD)
-        if self._is_after_head:  # behind the body: nobody has asked for it, and it must not pass for a part of the head
+        if self._is_after_head:  # behind the body: an unwanted line, which must not pass for a part of the head
             self._connection.all.count_trailer_field()
         else:
             name = name.lower()
-            # RFC 9112, 5.1: whitespace behind a value is not a part of it, and the parser leaves it there. Behind a
+            # RFC 9112, 5.1: whitespace behind a value does not belong to it, and the parser leaves it there. Behind a
             # transfer coding the parser knows blanks only, so a tab stays, and the coding is refused.
             self._headers.append((name, value.rstrip(b" " if name == b"transfer-encoding" else b" \t")))
 
@@ -169,11 +170,11 @@ class RequestReader:
 # Heads of requests: the rules of RFC 9112 that ``httptools`` does not check, and the parts of a request target.
 
 
-#: A target that is a path of unreserved characters, with nothing to decode.
+#: A target consisting only of unreserved characters and slashes, so that decoding changes nothing.
 _IS_PLAIN_PATH = re.compile(rb"(?:/[A-Za-z0-9_.-]+)+").fullmatch
 #: RFC 9112, 3.2: uri-host and port, both of which may be empty.
 _IS_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9._~!$&'()*+;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?").fullmatch
-#: Methods whose requests have a body; without a length, or chunks, nobody knows where it ends.
+#: Methods whose requests have a body; without a length or chunks, its end is unknown.
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
