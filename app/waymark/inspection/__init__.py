@@ -1,1 +1,1 @@
-"""What the index has of a prompt, and why it has no more: for people, in the shell and over HTTP."""
+"""The index's view of a prompt, and the reasons why it is no longer: for people, in the shell and over HTTP."""

@@ -37,7 +37,7 @@ class BlockHolder:
     engine_hash: str | None
     """The engine's own hash of the block, in 16 hex digits."""
     live: LiveHolder | None
-    """The live holder; None where its life has ended and it is not swept yet."""
+    """The live holder; None if its life has ended and it is not swept yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class ListedBlock:
 
 
 async def find_block(inspector: Inspector, groups: Sequence[InspectedGroup], key: int) -> list[ListedBlock]:
-    """The rows of ``groups`` that list the block with this key; ``NotFound`` where none does."""
+    """Return the rows of ``groups`` that list the block with this key. Raise ``NotFound`` if there is no such row."""
     search = Search(inspector, key)
     listed: list[ListedBlock] = []
     for group in groups:
@@ -103,7 +103,7 @@ def _live(table: HolderTable, id_: int) -> LiveHolder | None:
 
 
 def of_json(rows: Sequence[Mapping[str, Any]]) -> list[ListedBlock]:
-    """What ``asdict`` made of each."""
+    """Read rows that ``asdict`` has written."""
     return [ListedBlock(**{**row, "holders": tuple(map(_holder, row["holders"]))}) for row in rows]
 
 
@@ -114,7 +114,7 @@ def _holder(each: Mapping[str, Any]) -> BlockHolder:
 # Finds a block by its key alone: a row is found by its first block, and any other block only by looking.
 
 
-#: Rows that are looked at, and how many at once.
+#: The bound on rows to search, and the rows of one step.
 ROWS_MAX = 65_536
 _STEP_ROWS = 256
 
@@ -127,7 +127,7 @@ class FoundValue(NamedTuple):
 
 
 class Search:
-    """A search in one group after the other, with one bound for all of them."""
+    """A search through the groups in turn, with one bound for all."""
 
     def __init__(self, inspector: Inspector, key: int) -> None:
         self._inspector = inspector
@@ -137,7 +137,9 @@ class Search:
         """Whether every row was searched."""
 
     async def run(self, group: InspectedGroup, table: HolderTable) -> list[FoundValue]:
-        """The values that list the block: those that begin with it, or else the first one that a live holder has."""
+        """Return the values that list the block: those that begin with it, or else the first one that a live holder
+        has.
+        """
         found = await self._listing(group, places_that_begin_with(self._key))
         if found:
             return found
@@ -162,7 +164,7 @@ class Search:
         return []
 
     async def _listing(self, group: InspectedGroup, places: list[Place]) -> list[FoundValue]:
-        """The places whose row lists the block, each with its row."""
+        """Return the places whose row lists the block, each with its row."""
         rows = map(read_row, await self._inspector.values(group, places))
         return [
             FoundValue(place, row)
@@ -172,7 +174,7 @@ class Search:
 
 
 def _place(field: bytes) -> Place | None:
-    """The place that a field of an engine hash names; None for a mark or a count."""
+    """Return the place that a field of an engine hash names; None for a mark or a count."""
     try:
         return parse_field(field)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What is wrong with streams, in words: the same for the shell, ``/workers`` and explanations."""
+"""The problems of streams, in words: the same for the shell, ``/workers`` and explanations."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Complaints:
                 self._at[state.registration.endpoint].append(state)
 
     def is_orphan(self, state: PublisherState) -> bool:
-        """The stream has a socket, and no live worker has the stream."""
+        """Return whether the stream has a socket, but is not assigned to any live worker."""
         return state.registration.endpoint is not None and state.worker not in self._limits
 
     def of(self, state: PublisherState) -> str:
-        """Sentences; empty where nothing is seen."""
+        """Return the problems as sentences; an empty text if there is no problem."""
         own = self._without_worker(state) if self.is_orphan(state) else complaint(state)
         return "; ".join(filter(None, (own, self._twice(state), _wildcard(state))))
 
@@ -45,7 +45,7 @@ class Complaints:
         return f"no ingest worker applies it{', the last was ' + state.worker if state.worker else ''}"
 
     def _twice(self, state: PublisherState) -> str:
-        """Another registration of the same socket: what the engine was called before, often."""
+        """Complain of another registration of the same socket, often the engine's former name."""
         others = [
             f"{shown(other.registration.instance_id)} rank {other.registration.dp_rank}"
             for other in self._at.get(state.registration.endpoint or "", ())
@@ -72,7 +72,7 @@ def _wildcard(state: PublisherState) -> str:
 
 
 def complaint(state: PublisherState) -> str:
-    """What the record of the stream shows to be wrong; empty if it shows nothing."""
+    """Return the problem that the record of the stream shows, or an empty text."""
     endpoint = state.registration.endpoint
     if state.status is StreamStatus.LOST:
         reason = f". The last attempt: {state.last_error}" if state.last_error else ""

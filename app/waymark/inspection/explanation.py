@@ -1,4 +1,4 @@
-"""One explanation of a prompt: what each instance has of it and why no more; for the shell and over HTTP.
+"""One explanation of a prompt: each instance's share, and the reason why it is no longer; for the shell and over HTTP.
 
 Its JSON form carries no ids of groups and holders: they are counted over all tenants.
 """
@@ -25,7 +25,7 @@ RUNS_MAX = 10_000
 
 @dataclass(frozen=True, slots=True)
 class PromptExplanation:
-    """The holders of a prompt, and the reasons why instances have no more of it."""
+    """The holders of a prompt, and the reasons why the share of an instance ends."""
 
     name: GroupName
     tokens: int
@@ -55,12 +55,12 @@ async def explain(
 
 
 def nobody(group: InspectedGroup) -> HolderTable:
-    """The table of a group whose own has gone."""
+    """Return a table for a group whose own has gone."""
     return HolderTable(b"", group.name, {}, {})
 
 
 def as_json(explanation: PromptExplanation, *, top: int, instance_id: str | None = None) -> dict[str, Any]:
-    """At most ``top`` instances, or one, and ``RUNS_MAX`` runs."""
+    """Write at most ``top`` instances, or one, and ``RUNS_MAX`` runs."""
     holding = explanation.holding
     lines = [] if holding is None else [each for each in holding.instances if instance_id in (None, each.instance_id)]
     size = 0 if holding is None else holding.block_size
@@ -105,7 +105,7 @@ def _instance(lines: InstanceLines, note: str, block_size: int) -> dict[str, Any
 
 
 def of_json(answer: Mapping[str, Any]) -> PromptExplanation:
-    """What ``as_json`` wrote, with the keys of the blocks added."""
+    """Read an explanation that ``as_json`` has written, and add the keys of the blocks."""
     name, size = GroupName(answer["tenant_id"], answer["model"]), answer["block_size"]
     if size is None:
         return PromptExplanation(name, answer["total_tokens"], reasons=answer["reasons"])
@@ -140,7 +140,7 @@ def _lines(row: Mapping[str, Any], block_size: int) -> InstanceLines:
 # ``waymark inspect keys`` and ``POST /inspect/keys``: redis-cli commands that show everything but the blocks.
 
 
-#: Lines that are printed.
+#: The bound on printed lines.
 LINES_MAX = 10_000
 
 
@@ -158,7 +158,7 @@ class ShellCommands:
 
 
 async def every_key(inspector: Inspector, groups: Sequence[InspectedGroup], cli: RedisCli) -> ShellCommands:
-    """The commands for ``groups``, up to a bound that the last line names."""
+    """Return the commands for ``groups``, up to a bound that the last line names."""
     lines = cli.base()
     for group in groups:
         if len(lines) > LINES_MAX:

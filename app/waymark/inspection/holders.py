@@ -1,4 +1,4 @@
-"""``waymark inspect holder`` and ``POST /inspect/holder``: what a holder id in a row means."""
+"""``waymark inspect holder`` and ``POST /inspect/holder``: the meaning of a holder id in a row."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class HolderRecord:
     not_counted: str | None
     """The reason why queries do not count it; None if they do."""
     publishers: tuple[HolderPublisher, ...]
-    """The publisher of the holder; none if it is not registered any more."""
+    """The publisher of the holder; empty if it is not registered any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ class KnownHolder:
     model_name: str
     group: int
     record: HolderRecord | None
-    """The holder's record; None where its life has ended, and its entries are being swept."""
+    """The holder's record; None if its life has ended, and its entries are being swept."""
     holdings: HolderContents
 
 
 async def find_holder(inspector: Inspector, groups: Sequence[InspectedGroup], holder_id: int) -> list[KnownHolder]:
-    """The holder in each of ``groups`` that knows the id; ``NotFound`` where none does."""
+    """Return the holder in each of ``groups`` that knows the id. Raise ``NotFound`` if no group does."""
     known = []
     for group in groups:
         table = await inspector.table(group)
@@ -105,7 +105,7 @@ async def _record(inspector: Inspector, group: InspectedGroup, table: HolderTabl
 
 
 def of_json(holders: Sequence[Mapping[str, Any]]) -> list[KnownHolder]:
-    """What ``asdict`` made of each."""
+    """Read holders that ``asdict`` has written."""
     return [
         KnownHolder(**{**each, "record": _record_of(each["record"]), "holdings": _holdings_of(each["holdings"])})
         for each in holders

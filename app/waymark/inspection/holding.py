@@ -17,7 +17,7 @@ from waymark.domain.table import HolderTable
 from waymark.inspection.inspector import InspectedGroup, Inspector
 from waymark.inspection.prompt import InspectedPrompt
 
-#: Blocks that are looked up in one step; other requests are served between two of them. A multiple of a piece.
+#: Blocks of one lookup; other requests are served between two lookups. A multiple of a piece.
 _STEP_BLOCKS = 512
 
 
@@ -53,7 +53,7 @@ class InstanceLines:
         return list(runs(_union(self.holders)))
 
     def counts(self, block: int) -> bool:
-        """Whether a holder that counts has the block."""
+        """Return whether a holder that counts has the block."""
         return any(block in line.has for line in self.holders if not line.not_counted)
 
 
@@ -101,7 +101,7 @@ async def hold(
     for i, ids in enumerate(holders):
         for holder_id in ids:
             positions.setdefault(holder_id, []).append(i)
-    # Every registered instance has a place, also one that holds nothing at all.
+    # Every registered instance gets a place, even one without any block.
     lines: dict[tuple[bool, str], list[HolderLine]] = {
         (row.scope == "shared", row.instance_id): [] for row in table.publishers.values()
     }
@@ -118,13 +118,13 @@ async def hold(
 
 
 def _runs(holders: Iterable[set[int]]) -> Iterator[tuple[bytes, int]]:
-    """Runs of blocks with the same holders, as the walk takes them, up to the first block without one."""
+    """Yield runs of blocks with the same holders, as the walk takes them, up to the first block without one."""
     for ids, run in groupby(takewhile(bool, holders)):
         yield b" ".join(b"%d" % holder for holder in sorted(ids)), len(list(run))
 
 
 def runs(positions: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Positions as (first, how many) of those that follow each other."""
+    """Yield runs of consecutive positions as (first, how many)."""
     first = last = -1
     for position in sorted(positions):
         if position != last + 1 or first < 0:
@@ -141,7 +141,7 @@ def _rank_and_medium(holder: Holder) -> tuple[int, int, str, int]:
 
 
 def not_counted(table: HolderTable, holder: Holder, block_size: int | None = None) -> str:
-    """Why queries with this block size do not count a live holder; empty where they do."""
+    """Return why queries with this block size do not count a live holder; an empty text if they do."""
     publisher = table.publishers.get(holder.publisher)
     if publisher is None:
         return "its publisher is not registered"

@@ -1,4 +1,4 @@
-"""What a holder has: how many rows of each kind, and of the first of them which slots."""
+"""A holder's contents: the number of rows of each kind, and the slots of the first ones."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from waymark.store import keys
 from waymark.store.parsing import lenient_text
 from waymark.store.places import read_row
 
-#: Fields of an engine hash that are read, and how many at once.
+#: The bound on fields of an engine hash to read, and the fields of one step.
 FIELDS_MAX = 65_536
 _STEP_FIELDS = 256
-#: Rows that are shown.
+#: The bound on rows to show.
 SHOWN_MAX = 20
 
 _KINDS = ("rows", "branch rows", "singles", "copies")
@@ -34,7 +34,7 @@ class ShardHoldings:
     applied_seq: str | None
     """The number of the last applied frame; None before the first."""
     ops: str
-    """The number of operations of that frame that are applied."""
+    """The number of applied operations of that frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class HeldRow:
     blocks: int | None
     """The number of its blocks that the holder has; None if the value cannot be read."""
     slots: str
-    """The slots of these blocks, such as ``0-3 7``."""
+    """The slots of its blocks, such as ``0-3 7``."""
     note: str
     is_bad: bool
     """The value is gone, or cannot be read."""
@@ -61,11 +61,11 @@ class HolderContents:
     """Every field of every shard is counted."""
     rows: tuple[HeldRow, ...]
     more_rows: int
-    """The number of rows that are not in ``rows``."""
+    """The number of further rows."""
 
 
 async def holdings(inspector: Inspector, group: InspectedGroup, holder_id: int) -> HolderContents:
-    """Count what a holder has, and look at its first rows."""
+    """Count a holder's contents, and look at its first rows."""
     engines = [keys.engine(group.id, shard, holder_id) for shard in range(group.entry.shards)]
     marks = await inspector.several(("HGET", engine, "applied") for engine in engines)
     shards = []
@@ -85,7 +85,7 @@ async def holdings(inspector: Inspector, group: InspectedGroup, holder_id: int) 
 
 
 def kind_of(field: bytes) -> str:
-    """What a field of an engine hash is for: one of four kinds, or ``""`` for what is neither a place nor a copy."""
+    """Return the kind of a field of an engine hash: one of four, or ``""`` if it is neither a place nor a copy."""
     if field.startswith(b"*"):
         return "copies"
     try:
@@ -96,7 +96,7 @@ def kind_of(field: bytes) -> str:
 
 
 async def _fields(inspector: Inspector, engine: str) -> list[bytes]:
-    """The fields of an engine hash, in steps and up to a bound; HSCAN may name one twice."""
+    """Read the fields of an engine hash, in steps and up to a bound; HSCAN may return one twice."""
     fields: dict[bytes, None] = {}
     cursor = None
     while cursor != 0 and len(fields) < FIELDS_MAX:
@@ -122,7 +122,7 @@ async def _rows(inspector: Inspector, group: InspectedGroup, holder_id: int, pla
 
 
 def slots_of(bitmap: int) -> str:
-    """The slots of a bitmap, such as ``0-3 7``."""
+    """Return the slots of a bitmap, such as ``0-3 7``."""
     ranges = []
     slot = 0
     while bitmap >> slot:

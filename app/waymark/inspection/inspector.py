@@ -24,7 +24,7 @@ from waymark.store.publisher_states import PublisherState
 from waymark.store.redis.credentials import Credentials
 from waymark.store.store import Store
 
-#: Hash commands in one pipeline, about: Redis answers others between two of them.
+#: The approximate number of hash commands in one pipeline: Redis answers others between two pipelines.
 _PIECE_COMMANDS = 512
 
 
@@ -40,7 +40,7 @@ class InspectedGroup:
         return self.entry.group_id
 
     def key_of(self, place: Place) -> str:
-        """The name of the key in Redis."""
+        """Return the name of the key in Redis."""
         return key_of(self.entry, place).decode()
 
 
@@ -52,12 +52,12 @@ class Inspector:
         self.store = store
 
     async def groups(self) -> list[InspectedGroup]:
-        """Every group that ever was, in order of registration."""
+        """Return every group that ever was, in order of registration."""
         found = [InspectedGroup(name, entry) for name, entry in (await self.store.directory.groups()).items()]
         return sorted(found, key=lambda group: group.id)
 
     async def claims(self, group: GroupName | None = None) -> list[Claim]:
-        """Registrations, in order; of one group where one is named."""
+        """Return registrations in order, of all groups or of one."""
         return [
             claim
             for claim in await self.store.directory.claims()
@@ -65,7 +65,7 @@ class Inspector:
         ]
 
     async def states(self, claims: Sequence[Claim]) -> list[PublisherState]:
-        """What the records of ``claims`` say, in their order."""
+        """Return the states in the records of ``claims``, in their order."""
         states: list[PublisherState] = []
         size = max(1, _PIECE_COMMANDS // max((claim.shards for claim in claims), default=1))
         for start in range(0, len(claims), size):
@@ -73,16 +73,16 @@ class Inspector:
         return states
 
     async def holders(self, group: InspectedGroup, block_keys: Sequence[int], *, has_singles: bool) -> list[set[int]]:
-        """The holder ids of each block of a chain, from its root on."""
+        """Return the holder ids of each block of a chain, from its root on."""
         found = await holders_of(self.client, group.entry, pieces_of(pack(block_keys)), has_singles=has_singles)
         return [ids for piece in found for ids in piece]
 
     async def values(self, group: InspectedGroup, places: Sequence[Place]) -> list[bytes | None]:
-        """The values at ``places``, in order."""
+        """Return the values at ``places``, in order."""
         return await values_of(self.client, group.entry, places)
 
     async def entries(self, group: InspectedGroup, place: Place, holders: Sequence[int]) -> list[HolderEntry | None]:
-        """The entry of each holder for the row at ``place``; None where there is none, or it cannot be read."""
+        """Return the entry of each holder for the row at ``place``; None if it is missing or cannot be read."""
         shard = place.shard(group.entry.shards)
         values = await self.client.several(
             ("HGET", keys.engine(group.id, shard, holder), place.field) for holder in holders
@@ -90,7 +90,7 @@ class Inspector:
         return [None if value is None else _entry(value) for value in values]
 
     async def table(self, group: InspectedGroup) -> HolderTable | None:
-        """Who is who among the holder ids of a group; None where nobody was registered yet."""
+        """Return the holder table of a group, or None if the group never had a registration."""
         key = keys.holders(group.id)
         return decode_table(await self.client.hgetall(key), self.store.parser, key)
 
@@ -99,7 +99,7 @@ class Inspector:
 
 
 def places_that_begin_with(key: int) -> list[Place]:
-    """The possible places of a block whose head is not known: the row that begins with it, and its single."""
+    """Return the possible places of a block whose head is unknown: the row that begins with it, and its single."""
     return [Place(key), Place(key, is_single=True)]
 
 
@@ -112,7 +112,7 @@ def _entry(value: bytes) -> HolderEntry | None:
 
 @asynccontextmanager
 async def open_inspector(settings: Settings) -> AsyncIterator[Inspector]:
-    """Inspects the Redis of the settings; ``SettingsError`` where that is one inside another process."""
+    """Inspect the Redis of the settings. Raise ``SettingsError`` if it is inside another process."""
     if settings.redis_url == "memory://":
         raise SettingsError(
             "WAYMARK_REDIS_URL is memory://, an emulated Redis inside 'waymark serve' that no other process can see; "
@@ -134,7 +134,7 @@ async def open_inspector(settings: Settings) -> AsyncIterator[Inspector]:
 def pick(
     groups: Sequence[InspectedGroup], *, group_id: int | None, model: str | None, tenant: str | None
 ) -> list[InspectedGroup]:
-    """The groups that are meant; all of them where nothing is named. ``NotFound`` where there are none."""
+    """Return the groups with these names; without a name, all groups. Raise ``NotFound`` if there is no such group."""
     picked = [
         group
         for group in groups
@@ -149,5 +149,5 @@ def pick(
 
 
 def group_text(name: GroupName) -> str:
-    """A group for people."""
+    """Return the name of a group for people."""
     return f"{name.tenant_id}/{name.model_name}"

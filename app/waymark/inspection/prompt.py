@@ -1,4 +1,4 @@
-"""A prompt that is inspected. It can be read in other ways, too: with another block size, adapter, salt or seed."""
+"""A prompt to inspect. It can be read in other ways, too: with another block size, adapter, salt or seed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class InspectedPrompt:
 
     @property
     def count(self) -> int:
-        """Tokens of the prompt; 0 where only hashes are known."""
+        """Tokens of the prompt; 0 if only hashes are known."""
         return len(self.tokens or b"") // 4
 
     def blocks(self, block_size: int) -> int:
@@ -38,7 +38,7 @@ class InspectedPrompt:
         return self.count // block_size if self.seq_hashes is None else len(self.seq_hashes)
 
     def block_keys(self, block_size: int, blocks: int | None = None) -> Sequence[int]:
-        """seq_hash XOR namespace of each complete block, or of the first ``blocks``."""
+        """Return seq_hash XOR namespace of each complete block, or of the first ``blocks``."""
         if self.seq_hashes is not None:
             return unpack(pack(self.seq_hashes[:blocks], self.namespace))
         tokens = memoryview(self.tokens or b"")

@@ -1,4 +1,4 @@
-"""The ``redis-cli`` commands that show what ``waymark inspect`` draws, so that a reader can check it."""
+"""The ``redis-cli`` commands that show the same as ``waymark inspect``, so that a reader can check it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from waymark.store.redis.address import Address, parse
 
 
 class RedisCli:
-    """Commands for the Redis of the settings; passwords stay out of them."""
+    """Commands for the Redis of the settings; they do not contain passwords."""
 
     def __init__(self, settings: Settings) -> None:
         self._words = ["redis-cli"]
@@ -36,7 +36,7 @@ class RedisCli:
             self.notes.append(f"# on the primary, with -h and -p of what this answers: {asked} {address.name}")
 
     def line(self, *words: str | bytes | int) -> str:
-        """One command, quoted for a shell."""
+        """Return one command, quoted for a shell."""
         rest = [_quoted(word) for word in words]
         return " ".join([shlex.join(self._words), *rest])
 
@@ -47,7 +47,7 @@ class RedisCli:
         return [self.line("HGETALL", keys.PUBLISHERS)]
 
     def base(self) -> list[str]:
-        """What there is whatever is registered."""
+        """Return the commands for the keys that exist in every installation."""
         return [
             *self.groups(),
             *self.publishers(),
@@ -57,7 +57,7 @@ class RedisCli:
         ]
 
     def table(self, group: InspectedGroup) -> list[str]:
-        """Who is who among a group's holder ids."""
+        """Return the commands for a group's holder table."""
         return [self.line("HGETALL", keys.holders(group.id))]
 
     def group(self, group: InspectedGroup, table: HolderTable) -> list[str]:
@@ -71,7 +71,7 @@ class RedisCli:
         return lines + self.opaque_prefixes(group, table)
 
     def opaque_prefixes(self, group: InspectedGroup, table: HolderTable) -> list[str]:
-        """The opaque prefixes of a group, and of each holder of a source that names them."""
+        """Return the commands for the opaque prefixes of a group, and of each holder of a source that names them."""
         if not table.opaque:
             return []
         holders = [id_ for id_, holder in sorted(table.holders.items()) if holder.publisher in table.opaque]
@@ -85,18 +85,18 @@ class RedisCli:
         ]
 
     def rows(self, group: InspectedGroup, block_keys: Sequence[int]) -> list[str]:
-        """The rows of a chain, from its root on."""
+        """Return the commands for the rows of a chain, from its root on."""
         return [self.line("GET", group.key_of(Place(key))) for key in block_keys[::PIECE_BLOCKS]]
 
     def block(self, group: InspectedGroup, key: int) -> list[str]:
-        """The row that begins with a block, and the block by itself, as one of unknown depth."""
+        """Return the commands for the row that begins with a block, and for the block as one of unknown depth."""
         return [self.line("GET", group.key_of(place)) for place in places_that_begin_with(key)]
 
     def holder(self, group: InspectedGroup, holder: int) -> list[str]:
         return [self.line("HGET", keys.holders(group.id), holder), self.line("SISMEMBER", keys.dead(group.id), holder)]
 
     def entries(self, group: InspectedGroup, holder: int) -> list[str]:
-        """How many entries a holder has, and how far it is applied, shard by shard."""
+        """Return the commands for the number of entries of a holder, and for its progress, shard by shard."""
         lines: list[str] = []
         for shard in range(group.entry.shards):
             engine = keys.engine(group.id, shard, holder)
@@ -106,12 +106,12 @@ class RedisCli:
 
 def _quoted(word: str | bytes | int) -> str:
     text = word.decode() if isinstance(word, bytes) else str(word)
-    # Braces are nothing to shlex and something to most shells.
+    # shlex leaves braces as they are, but most shells expand them.
     return f"'{text}'" if "{" in text else shlex.quote(text)
 
 
 def _target(address: Address) -> list[str]:
-    """Options that name the Redis; none for what redis-cli takes by itself."""
+    """Return the options that name the Redis; the defaults of redis-cli are left out."""
     options = ["-s", address.path] if address.kind == "socket" else []
     if address.kind in ("server", "cluster"):
         host, port = address.endpoints[0]

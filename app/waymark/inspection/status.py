@@ -24,7 +24,7 @@ from waymark.store.publisher_states import PublisherState
 
 @dataclass(frozen=True, slots=True)
 class PublisherFilter:
-    """The publishers that are shown; a field that is None excludes none."""
+    """A filter of publishers; a field that is None does not exclude any."""
 
     tenant: str | None = None
     model: str | None = None
@@ -39,7 +39,7 @@ class RedisServer:
     primaries: int
     memory_bytes: int
     memory_max_bytes: int
-    """The memory limit; 0: none."""
+    """The memory limit; 0 if there is no limit."""
     policy: str
     evicted_keys: int
     keys: int
@@ -94,7 +94,7 @@ class Status:
     """Records that this release cannot read, of all publishers and groups."""
     complaints: Complaints | StreamComplaints
     discovery: DiscoveryState | None
-    """The state of discovery; None where no worker looks for engines."""
+    """The state of discovery; None if no worker looks for engines."""
     is_whole: bool
     """Nothing was left out for its tenant or model, so workers' streams are all of theirs."""
 
@@ -140,7 +140,7 @@ async def gather(inspector: Inspector, wanted: PublisherFilter) -> Status:
 
 
 async def _about_redis(inspector: Inspector) -> tuple[Sequence[Mapping[str, Any]], tuple[str, ...]]:
-    """INFO of every primary, and what is wrong with how they are set up."""
+    """Return INFO of every primary, and the problems of their configuration."""
     try:
         infos = await inspector.client.infos()
     except StoreUnavailable:
@@ -178,7 +178,7 @@ def _version(info: Mapping[str, Any]) -> str:
 
 
 def _now(infos: Sequence[Mapping[str, Any]]) -> float:
-    """The clock of Redis, that dates heartbeats."""
+    """Return the clock of Redis, by which heartbeats are dated."""
     microseconds = infos[0].get("server_time_usec") if infos else None
     return time.time() if microseconds is None else int(microseconds) / 1e6
 
@@ -199,5 +199,5 @@ def count(state: PublisherState, name: str) -> int:
 
 
 def replays(state: PublisherState) -> int:
-    """Replays of any outcome."""
+    """Return the number of replays, whatever their outcome."""
     return sum(n for name, n in state.counters.items() if name.startswith("replays."))

@@ -17,7 +17,7 @@ from waymark.store.publisher_states import PublisherState
 
 
 def as_json(status: Status) -> dict[str, Any]:
-    """The status as JSON for programs: every number of the drawn form, and more."""
+    """Return the status as JSON for programs: every number of the drawn form, and more."""
     return {
         "redis": None if status.server is None else asdict(status.server),
         "warnings": list(status.warnings),
@@ -64,7 +64,7 @@ def as_json(status: Status) -> dict[str, Any]:
 
 
 def of_json(answer: Mapping[str, Any]) -> Status:
-    """What ``as_json`` wrote, as far as it is drawn."""
+    """Read a status that ``as_json`` has written, as far as it is drawn."""
     rows = answer["publishers"]
     return Status(
         server=None if answer["redis"] is None else RedisServer(**answer["redis"]),

@@ -1,8 +1,8 @@
-"""Why nothing? Reasons for a prompt without a match, as far as Redis can show them.
+"""Why is there no match? Reasons for a prompt without a match, as far as Redis can show them.
 
-First what is plain from the registrations and their streams; then the prompt is looked up once more, its first
-block only, in the ways in which prompts are usually meant: another block size, adapter, salt, tenant, seed, or
-without the first token. A salt may be a secret of its tenant: it is tried, never shown.
+The registrations and their streams come first; then the prompt is looked up once more, its first block only, under the
+usual other readings: another block size, adapter, salt, tenant, seed, or without the first token. A salt may be a
+secret of its tenant: it is tried, never shown.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from waymark.inspection.prompt import InspectedPrompt
 from waymark.store import keys
 from waymark.store.publisher_states import PublisherState
 
-#: Other readings of a prompt that are tried at most.
+#: The bound on other readings of a prompt to try.
 _TRIES_MAX = 64
 _NAMES_MAX = 5
 #: HSCAN calls in search of the prompt's first block in other namespaces, and their size.
@@ -34,7 +34,7 @@ _STEP_ENTRIES = 1000
 
 
 def unknown_group(wanted: GroupName, groups: Sequence[InspectedGroup]) -> str:
-    """The sentence for a tenant and model that were never registered, with what may have been meant."""
+    """Return the sentence for a tenant and model that were never registered, with the likely names."""
     tenants = [group.name.tenant_id for group in groups if group.name.model_name == wanted.model_name]
     if tenants:
         tenant, model = shown(wanted.tenant_id), shown(wanted.model_name)
@@ -50,7 +50,7 @@ def unknown_group(wanted: GroupName, groups: Sequence[InspectedGroup]) -> str:
 
 
 def of_instances(holding: PromptHoldings, states: Sequence[PublisherState]) -> dict[str, str]:
-    """The reason that its own streams give for each instance without a match, if they give one."""
+    """Return the reason in its own streams for each instance without a match, if they show one."""
     reasons: dict[str, str] = {}
     if not holding.keys:  # which is the reason, for every instance
         return reasons
@@ -71,7 +71,7 @@ def of_instances(holding: PromptHoldings, states: Sequence[PublisherState]) -> d
 
 
 def ends(holding: PromptHoldings) -> dict[str, str]:
-    """The next block, and its holders, for each instance whose match ends before the prompt does."""
+    """Return the next block, and its holders, for each instance whose match ends before the prompt does."""
     said: dict[str, str] = {}
     known: dict[int, str] = {}  # by block: many instances may end at the same
     for lines in holding.instances:
@@ -94,14 +94,14 @@ def _who_has(holding: PromptHoldings, block: int) -> str:
 
 
 def _of_stream(state: PublisherState, block_size: int) -> str:
-    """Why a stream could not make a match; empty where it could."""
+    """Return why a stream could not lead to a match; an empty text if it could."""
     of = state.registration
     if of.block_size != block_size:
         return f"it is registered with block size {of.block_size}, and the query is for {block_size}"
     said = f" ({reason})" if (reason := complaint(state)) else ""
     if state.status in (StreamStatus.LOST, StreamStatus.FAILED):
         return f"its stream is {state.status}{said}"
-    # What comes by HTTP has no watermark.
+    # A stream over HTTP does not have a watermark.
     if state.watermark is None and not any(n for name, n in state.counters.items() if name.startswith("events.")):
         why = said or (": it had no request, or its KV events are off" if state.status is StreamStatus.ACTIVE else "")
         return f"it has sent no event, status {state.status}{why}"
@@ -133,7 +133,7 @@ async def of_prompt(
 async def of_other_readings(
     inspector: Inspector, prompt: InspectedPrompt, holding: PromptHoldings, groups: Sequence[InspectedGroup]
 ) -> list[str]:
-    """The readings of the prompt under which its first block is held."""
+    """Return the readings of the prompt under which its first block has a holder."""
     registered = [claim.registration for claim in await inspector.claims(holding.group.name)]
     found: list[str] = []
     for sentence, group, other, block_size in islice(_readings(prompt, holding, groups, registered), _TRIES_MAX):
@@ -154,7 +154,7 @@ def _readings(
     groups: Sequence[InspectedGroup],
     registered: Sequence[Registration],
 ) -> Iterator[tuple[str, InspectedGroup, InspectedPrompt, int]]:
-    """(how it is meant, where, what, by which block size), the likely ones first."""
+    """Yield (description, group, prompt, block size) of each other reading, the likely ones first."""
     group, size = holding.group, holding.block_size
     is_plain = prompt.tokens is not None and not prompt.items
     if is_plain:
@@ -188,9 +188,9 @@ def _readings(
 async def of_other_namespaces(
     inspector: Inspector, prompt: InspectedPrompt, holding: PromptHoldings, table: HolderTable
 ) -> str:
-    """Whether the first block is held in a namespace that is not the prompt's; '' where it is not seen.
+    """Return a sentence if the first block is held in a namespace that is not the prompt's; otherwise ''.
 
-    Entries name the namespace of their row, and their field its head; a bounded number of them is read.
+    Entries name the namespace of their row, and their field its head; a bounded number is read.
     """
     if not holding.keys:
         return ""
@@ -218,7 +218,7 @@ async def of_other_namespaces(
 
 
 def last_resort(prompt: InspectedPrompt, states: Sequence[PublisherState]) -> str:
-    """What is left to say where nobody has the first block."""
+    """Return the last possible sentence if the first block has no holder."""
     held = sum(sum(state.blocks.values()) for state in states)
     if not held:
         return "No block of this model is held at all: 'waymark status' shows the state of the streams"
