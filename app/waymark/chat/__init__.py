@@ -1,1 +1,1 @@
-"""What a chat request says, as far as routing needs it. Pure."""
+"""The contents of a chat request, as far as routing needs them. Pure."""

@@ -1,8 +1,7 @@
 """The messages of a chat request, in the form in which engines give them to a chat template.
 
-A template sees what vLLM shows it: of a message only the fields that are known, a content that is a text as one part
-where the template takes parts, parts as one text with a line break between them where it takes texts, and the
-arguments of a tool call as an object.
+A template sees the same as in vLLM: only the known fields of a message; a text as one part if the template takes parts;
+parts as one text with line breaks between them if it takes texts; and the arguments of a tool call as an object.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 from waymark.base.errors import InvalidValue
 from waymark.chat.media import kind_of
 
-#: Types of a content part that are text, and the field in which it stands.
+#: Type of a content part with text -> the field of that text.
 _TEXT_PARTS = {
     "text": "text",
     "input_text": "text",
@@ -27,12 +26,12 @@ _TEXT_PARTS = {
 def for_template(
     messages: Sequence[Any], system: Any = None, *, takes_parts: bool, mark: str | None = None
 ) -> list[dict[str, Any]]:
-    """The messages as a template gets them, with ``system`` as the first where it is not empty.
+    """Return the messages for a template, with ``system`` as the first unless it is empty.
 
-    With a ``mark`` images and other media are allowed. The mark stands for each of them as a text; where a content is
-    one text, at its beginning, as the engines' own placeholders do. An empty mark leaves them as parts.
+    With a ``mark`` images and other media are allowed. The mark replaces each medium as a text; in a content of one
+    text it stands at the beginning, like the engines' own placeholders. An empty mark leaves them as parts.
 
-    ``InvalidValue`` on ``messages`` with the index of one that is wrong, or on ``system``.
+    Raise ``InvalidValue`` on ``messages`` with the index of a wrong one, or on ``system``.
     """
     shown = [_message(message, index, takes_parts=takes_parts, mark=mark) for index, message in enumerate(messages)]
     first = [_message(each, None, takes_parts=takes_parts) for each in as_message(system)]
@@ -40,10 +39,10 @@ def for_template(
 
 
 def tools_for_template(tools: Sequence[Any]) -> list[Any]:
-    """The tools as a template gets them: with null for what a function lacks, and without what vLLM does not know.
+    """Return the tools for a template: with null for a function's missing fields, and without fields unknown to vLLM.
 
-    A template may write them as JSON, and so each null and each place is in the prompt. One that is not of OpenAI's
-    form stays as it is.
+    A template may write them as JSON, and so each null and each place is in the prompt. A tool that is not of OpenAI's
+    form is unchanged.
     """
     return [_tool(tool) for tool in tools]
 
@@ -64,7 +63,7 @@ def _tool(tool: Any) -> Any:
 
 
 def as_message(system: Any) -> list[dict[str, Any]]:
-    """The message that Anthropic's ``system`` stands for; none where it is absent or empty."""
+    """Return Anthropic's ``system`` as a list of one message; empty if it is absent or empty."""
     return [{"role": "system", "content": system}] if system else []
 
 
@@ -102,7 +101,7 @@ def _message(message: Any, index: int | None, *, takes_parts: bool, mark: str | 
 
 
 def role_of(message: Any, index: int | None) -> str:
-    """The role of a message; ``InvalidValue`` where it is no message."""
+    """Return the role of a message. Raise ``InvalidValue`` if it is not a message."""
     if not isinstance(message, dict | Mapping):  # the first is asked much faster
         raise _unfit(index, "is no object", "send role and content")
     role = message.get("role")
@@ -112,7 +111,7 @@ def role_of(message: Any, index: int | None) -> str:
 
 
 def parts_of(content: Any, index: int | None, *, has_media: bool) -> Iterable[tuple[str, str]]:
-    """The parts of a content: ``text`` with the text, or what kind of media it is."""
+    """Return the parts of a content: ``text`` with the text, or the kind of the medium."""
     if content is None:
         return
     if not isinstance(content, list):
@@ -146,7 +145,7 @@ def listed(calls: Any, index: int | None) -> list[Any]:
 
 
 def function_of(call: Any, index: int | None) -> Mapping[str, Any]:
-    """What a tool call calls."""
+    """Return the function of a tool call."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise _unfit(index, "has a tool call without a function", "send an object with name and arguments")
@@ -154,7 +153,7 @@ def function_of(call: Any, index: int | None) -> Mapping[str, Any]:
 
 
 def arguments_of(function: Mapping[str, Any], index: int | None) -> Any:
-    """The arguments of a call, read where they are JSON in a text."""
+    """Return the arguments of a call, parsed if they are JSON in a text."""
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return arguments

@@ -1,8 +1,8 @@
-"""The prefix key: 32 bytes that are the same for requests that begin the same, made without any token.
+"""The prefix key: 32 bytes that are equal for requests with the same beginning, made without tokens.
 
-``SHA256(model ++ 00 ++ "S" ++ system)`` where the request has a system prompt, else
-``SHA256(model ++ 00 ++ "M" ++ first message that is not system)``. The text is limited to ``prefix_bytes``, at a
-boundary of UTF-8. Continuum Router's prefix-aware routing has the same rule.
+``SHA256(model ++ 00 ++ "S" ++ system)`` if the request has a system prompt, else ``SHA256(model ++ 00 ++ "M" ++ first
+message that is not system)``. The text is limited to ``prefix_bytes``, at a boundary of UTF-8. Continuum Router's
+prefix-aware routing has the same rule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PREFIX_BYTES = 1024
 def prefix_key(
     model: str, messages: Sequence[Any], system: Any = None, *, prefix_bytes: int = PREFIX_BYTES
 ) -> bytes | None:
-    """The prefix key, 32 bytes; None where there is no text to go by.
+    """Return the prefix key, 32 bytes, or None if there is no text to hash.
 
     ``messages`` come from a chat request: mappings with ``role`` and ``content``, the content a text or a list of
     parts. ``system`` is Anthropic's top-level field, a text or a list of blocks. A value of another shape has no text.
@@ -34,7 +34,7 @@ def prefix_key(
 
 
 def text_of(content: Any) -> str:
-    """A text as it is; of a list of parts their texts joined; of anything else nothing."""
+    """Return a text unchanged, the joined texts of a list of parts, and an empty text for anything else."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
@@ -57,7 +57,7 @@ def _digest(model: str, tag: bytes, text: str, prefix_bytes: int) -> bytes:
 
 
 def _whole_characters(head: bytes) -> bytes:
-    """The bytes without a last character that was cut in the middle."""
+    """Return the bytes without a last character cut in the middle."""
     start = len(head)
     while start and head[start - 1] & 0xC0 == 0x80:
         start -= 1
@@ -70,16 +70,15 @@ def _whole_characters(head: bytes) -> bytes:
 
 # Which requests an earlier answer may answer, and the key under which it is kept. Pure.
 #
-# A request may if it asks for the most likely tokens: its ``temperature`` is 0 or absent. The key is made of everything
-# that could change the answer: path, tenant, and every field that is not known to be neutral. So a field that is new,
-# or
-# unknown here, makes another key and never a wrong answer.
+# A request may if it asks for the most likely tokens: its ``temperature`` is 0 or absent. The key covers everything
+# that could change the answer: path, tenant, and every field not known to be neutral. So a new or unknown field makes
+# another key, and never a wrong answer.
 
 
 #: Fields that say whose request it is.
 _NEUTRAL = frozenset({"user"})
-#: Headers that say who asks, by which way and how to answer on the wire, and what their names may begin with. An engine
-#: may read any other one.
+#: Headers that only name the sender, the route and the form of the answer on the wire, and the beginnings of such
+#: names. An engine may read any other one.
 _NEUTRAL_HEADERS = frozenset(
     {
         b"accept", b"accept-language", b"baggage", b"cache-control", b"cdn-loop", b"content-type", b"dnt", b"forwarded",
@@ -88,19 +87,19 @@ _NEUTRAL_HEADERS = frozenset(
     }
 )  # fmt: skip
 _NEUTRAL_HEADERS_BEGIN = (b"cf-", b"sec-", b"x-amzn-", b"x-b3-", b"x-envoy-", b"x-forwarded-", b"x-stainless-")
-#: A number with as many digits may not be the one that is read: above 64 bits it becomes a float.
+#: A number with as many digits may be read as another one: above 64 bits it becomes a float.
 _LONG_NUMBER = re.compile(rb"[0-9]{16}")
 
 
 def is_cacheable(fields: Mapping[str, Any]) -> bool:
-    """Whether the same request again may get the same answer."""
+    """Return whether the same request again may get the same answer."""
     temperature = fields.get("temperature")
     is_zero = isinstance(temperature, int | float) and not isinstance(temperature, bool) and temperature == 0
     return temperature is None or is_zero
 
 
 def telling_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
-    """The headers by which an answer may differ; of a name that is there twice, all values in their order."""
+    """Return the headers that may change an answer; a name that occurs twice has all values in their order."""
     told = [
         (name.decode("latin-1"), value.decode("latin-1"))
         for name, value in headers
@@ -110,12 +109,16 @@ def telling_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, s
 
 
 def as_written(body: bytes) -> str:
-    """What the fields of a body do not say of its numbers: nothing, or all of it where it has long ones."""
+    """Return a digest of the body if it has long numbers, which its parsed fields may not preserve; else an empty
+    text.
+    """
     return sha256(body).hexdigest() if _LONG_NUMBER.search(body) else ""
 
 
 def cache_key(path: str, tenant_id: str, fields: Mapping[str, Any], *more: Any) -> bytes:
-    """32 bytes. ``more`` is what changes an answer and is not a field, such as headers; any JSON."""
+    """Return a key of 32 bytes. ``more`` is anything besides the fields that changes an answer, such as headers; any
+    JSON.
+    """
     said = {name: value for name, value in fields.items() if name not in _NEUTRAL}
     if said.get("temperature") is None:
         said.pop("temperature", None)

@@ -1,7 +1,7 @@
-"""What a request to an engine's HTTP API says that matters for where it goes: its model, its prompt, its salt.
+"""The facts in a request to an engine's HTTP API that decide where it goes: its model, its prompt, its salt.
 
-It reads the bodies of OpenAI's and Anthropic's paths leniently: an engine checks the rest of a body, and a part of it
-that has another shape only costs the match.
+The bodies of OpenAI's and Anthropic's paths are read leniently: an engine checks the rest of a body, and an unexpected
+shape only costs the match.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Truncation(NamedTuple):
     side: Literal["left", "right"] | None = None
 
     def cut(self, ids: bytes, before: bytes, behind: bytes) -> bytes:
-        """What is kept of packed ids, which begin and end with what the tokenizer adds.
+        """Return the kept part of packed ids, which begin and end with those added by the tokenizer.
 
-        ``InvalidValue`` where even that is too much.
+        Raise ``InvalidValue`` if even these are too many.
         """
         keep = _ID_BYTES * self.keep
         if self.keep < 0 or len(ids) <= keep:
@@ -41,7 +41,7 @@ class Truncation(NamedTuple):
             return b""
         if self.side is not None:
             return ids[:keep] if self.side == "right" else ids[len(ids) - keep :]
-        # A tokenizer that cuts leaves what it adds, and cuts what stands between.
+        # A tokenizer that cuts keeps its own additions, and cuts the ids between them.
         room = keep - len(before) - len(behind)
         if room < 0:
             raise InvalidValue(
@@ -54,7 +54,7 @@ class Truncation(NamedTuple):
 
 
 def truncation_of(fields: Mapping[str, Any]) -> Truncation | None:
-    """The truncation that a body asks for; None if it asks for none, or for one that cannot be read."""
+    """Return the truncation in a body; None if there is none, or it cannot be read."""
     keep, side = fields.get("truncate_prompt_tokens"), fields.get("truncation_side")
     if type(keep) is not int or keep < -1:
         return None
@@ -77,7 +77,7 @@ class Form(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """A body, read. It has ``messages`` or ``prompts``, or neither where its path has another form."""
+    """A parsed body. It has ``messages`` or ``prompts``, or neither if its path has another form."""
 
     model: str
     form: Form | None = None
@@ -90,7 +90,7 @@ class InferenceRequest:
     continue_final_message: bool = False
     add_special_tokens: bool | None = None
     prompts: Sequence[str | Sequence[int]] = ()
-    """Texts or token ids; the first one decides where the request goes."""
+    """Texts or token ids; the first one decides the target."""
     truncation: Truncation | None = None
     cache_salt: str | None = None
     is_stream: bool = False
@@ -104,7 +104,7 @@ class InferenceRequest:
 
 
 def form_of(path: str) -> Form | None:
-    """The form of the bodies of a path, whatever prefix a proxy has put before it; None for another path."""
+    """Return the form of the bodies of a path, whatever prefix a proxy has put before it; None for another path."""
     bare = path.partition("?")[0].rstrip("/")
     return next((form for form in Form if bare.endswith(form)), None)
 
@@ -185,7 +185,7 @@ def _chat(form: Form, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool(tool: Any, form: Form) -> Any:
-    """A tool in the form of chat completions, in which templates see it."""
+    """Return a tool in the form of chat completions, in which templates see it."""
     if form is Form.CHAT or not isinstance(tool, Mapping) or "function" in tool:
         return tool
     schema = tool.get("input_schema") if form is Form.MESSAGES else tool.get("parameters")
@@ -194,7 +194,7 @@ def _tool(tool: Any, form: Form) -> Any:
 
 
 def _prompts(value: Any) -> Sequence[str | Sequence[int]]:
-    """One prompt or a list of them, each a text or token ids; what is neither is left out."""
+    """Return one prompt or a list of prompts, each a text or token ids; anything else is left out."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
@@ -218,7 +218,7 @@ _TOKEN_BYTES_MAX = 2048
 
 
 def session_of(token: str | bytes | None) -> str | None:
-    """The instance that a token names; None without one that can be read."""
+    """Return the instance that a token names, or None without a readable token."""
     if not token or len(token) > _TOKEN_BYTES_MAX:
         return None
     try:
@@ -228,5 +228,5 @@ def session_of(token: str | bytes | None) -> str | None:
 
 
 def session_token(instance_id: str) -> str:
-    """The token by which a client's further requests go to the same instance."""
+    """Return the token by which a client's further requests go to the same instance."""
     return base64.b64encode(instance_id.encode()).decode()

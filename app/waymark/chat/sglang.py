@@ -1,7 +1,7 @@
 """The messages of a chat request, in the form in which SGLang gives them to a chat template.
 
-It is not vLLM's: a content that is a text stays one, parts are joined by a blank, the last message is the user's unless
-a template gets the order not to begin an answer, and tools stay as the request has them.
+It differs from vLLM's: a content of one text stays a text, parts are joined by a blank, the last message is the user's
+unless a template gets the order not to begin an answer, and tools are unchanged.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _TEXTS = ("tool_call_id", "name", "phase", "reasoning_content")
 def for_template(
     messages: Sequence[Any], system: Any = None, *, takes_parts: bool, mark: str | None = None
 ) -> list[dict[str, Any]]:
-    """The messages as a template gets them, with the parameters and errors of ``openai.for_template``."""
+    """Return the messages for a template, with the parameters and errors of ``openai.for_template``."""
     shown = [_message(message, index, takes_parts=takes_parts, mark=mark) for index, message in enumerate(messages)]
     return [_message(each, None, takes_parts=takes_parts) for each in as_message(system)] + shown
 
 
 def tools_for_template(tools: Sequence[Any]) -> list[Any]:
-    """The tools as a template gets them: a function's fields in their order, behind them null for what it lacks."""
+    """Return the tools for a template: a function's fields in their order, then null for the missing ones."""
     return [_tool(tool) for tool in tools]
 
 
 def functions_for_template(tools: Sequence[Any]) -> list[Any]:
-    """The functions of ``tools_for_template``, for a template that takes no tools."""
+    """Return the functions of ``tools_for_template``, for a template that takes functions in place of tools."""
     return [tool["function"] if isinstance(tool, Mapping) and "function" in tool else tool for tool in tools]
 
 
 def last_answer(shown: Sequence[Mapping[str, Any]]) -> str | None:
-    """The text of the last message if it is the assistant's."""
+    """Return the text of the last message if it is the assistant's."""
     content = shown[-1]["content"] if shown and shown[-1]["role"] == "assistant" else None
     return content if isinstance(content, str) else None
 

@@ -1,8 +1,8 @@
 """Parses event streams (server-sent events), to the letter of the WHATWG text, from pieces of any size.
 
-Lines end with LF, CR or CRLF. A line that begins with a colon is a comment. The fields ``event``, ``data``, ``id`` and
-``retry`` have a meaning, and others have none. An empty line ends an event. What an event stream ends with, without an
-empty line, is no event.
+Lines end with LF, CR or CRLF. A line that begins with a colon is a comment. Only the fields ``event``, ``data``, ``id``
+and ``retry`` have a meaning. An empty line ends an event. Lines at the end of a stream without an empty line after them
+are not an event.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RETRY_DIGITS_MAX = 9
 
 
 class ServerSentEvent(NamedTuple):
-    """One event. ``type`` is ``message`` where the stream names none."""
+    """One event. ``type`` is ``message`` if the stream does not name one."""
 
     type: str
     data: str
@@ -32,7 +32,7 @@ class EventTooLong(ValueError):
 
 
 class EventStreamParser:
-    """The events of one connection. ``bytes_max`` bounds what the parser keeps of an event that has not ended."""
+    """The events of one connection. ``bytes_max`` bounds the memory for an unfinished event."""
 
     def __init__(self, *, last_event_id: str = "", bytes_max: int = EVENT_BYTES_MAX) -> None:
         self.last_event_id = last_event_id
@@ -50,7 +50,9 @@ class EventStreamParser:
         self._id = last_event_id
 
     def feed(self, piece: bytes) -> Iterator[ServerSentEvent]:
-        """The events that ``piece`` ends. Raises ``EventTooLong`` after those before it; the parser is then over."""
+        """Yield the events that ``piece`` ends. Raise ``EventTooLong`` after those before it; the parser is then
+        over.
+        """
         if not piece:
             return
         start = 1 if self._ended_with_cr and piece.startswith(b"\n") else 0
