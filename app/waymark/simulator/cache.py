@@ -1,16 +1,16 @@
-"""A paged LRU prefix cache over GPU, CPU and disk, which reports what it does as events.
+"""A paged LRU prefix cache over GPU, CPU and disk, which reports its changes as events.
 
 It is the truth the tests hold Waymark against, so two things must stay true: replaying the events with copies
 counted gives exactly ``copies``; and the same seed and the same prompts give the same events.
 
-It behaves as vLLM does where an index could notice:
+It behaves like vLLM in every way that an index could notice:
 
 - Hashes are opaque: BLAKE2b chained over parent, tokens, adapter, salt and images, under the seed of this life.
 - Every physical copy of a block is reported. A prompt found whole has its last block computed again, and now and then
   (``repeat_rate``) two requests for one prefix meet in one step; such a block is stored twice and removed twice.
 - The least recently used copy goes first, and on no medium does a block go before its children there.
-- What leaves the GPU moves to the CPU, what leaves the CPU to disk. Such a store is a placeholder (no tokens,
-  block size 0) as vLLM's offloading reports it, or dense, as SGLang's.
+- Blocks that leave the GPU move to the CPU, and blocks that leave the CPU move to disk. Such a store is a placeholder
+  (no tokens, block size 0) as vLLM's offloading reports it, or dense, as SGLang's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from waymark.simulator.wire import CPU, DISK, GPU, AllBlocksCleared, BlockRemove
 
 
 class Prefix(NamedTuple):
-    """A block named by everything that decides its contents, from the root on; what an independent model compares."""
+    """A block named by everything that decides its contents, from the root on, for comparisons with an independent
+    model.
+    """
 
     tokens: tuple[int, ...]
     lora_name: str | None
@@ -48,7 +50,7 @@ class Totals:
 
 
 class PrefixCache:
-    """See the module. ``gpu_blocks`` bounds a prompt too: what does not fit on the GPU is left out.
+    """See the module. ``gpu_blocks`` bounds a prompt too: blocks that do not fit on the GPU are left out.
 
     ``repeat_rate`` is the chance, per prompt with a hit, that a part of the hit is stored again; at 0 every block
     has one copy per medium. With ``dense_offload``, stores off the GPU have tokens. ``removals_together`` puts the
@@ -91,7 +93,7 @@ class PrefixCache:
         self._media = {medium: MediumBlocks(size) for medium, size in sizes.items() if size}
         self._hit = self._stored = self._removed = 0
 
-    # ---- what happens to the cache ---------------------------------------------------------------------
+    # ---- changes of the cache --------------------------------------------------------------------------
 
     def prefill(
         self,
@@ -100,9 +102,9 @@ class PrefixCache:
         cache_salt: str | None = None,
         extras: Sequence[ExtraKeys | None] | None = None,
     ) -> list[WireEvent]:
-        """Bring the complete blocks of a prompt onto the GPU; the events in the order of their reports.
+        """Bring the complete blocks of a prompt onto the GPU. Return the events in the order of their reports.
 
-        ``extras`` holds, per complete block, what is in it in addition to tokens; it may be shorter than the prompt.
+        ``extras`` holds, per complete block, its contents besides tokens; it may be shorter than the prompt.
         """
         gpu = self._media[GPU]
         blocks = self._blocks(tokens, lora_name, cache_salt, extras)[: gpu.size]
@@ -113,8 +115,8 @@ class PrefixCache:
         kept = self._kept(hits, len(tokens))
         new = blocks[kept:]
 
-        # Touched first, so that nothing of this prompt has to go for the rest of it; and last, because a request
-        # gives its blocks back last one first: a parent is always the younger.
+        # Touched first, so that the rest of this prompt does not push it out; and touched last, because a request gives
+        # its blocks back last one first: a parent is always the younger.
         gpu.touch(blocks[:kept])
         events: list[WireEvent] = []
         for _ in range(len(gpu) + len(new) - gpu.size):
@@ -137,7 +139,7 @@ class PrefixCache:
         return [AllBlocksCleared()]
 
     def restart(self) -> None:
-        """A new process: nothing is held, nothing is reported, and the hashes differ from those before."""
+        """Restart the process: the cache is empty, without a report, and the hashes differ from those before."""
         self.clear()
         self._life += 1
 
@@ -150,7 +152,7 @@ class PrefixCache:
         cache_salt: str | None = None,
         extras: Sequence[ExtraKeys | None] | None = None,
     ) -> list[frozenset[str]]:
-        """Per complete block of the prompt, the media that have it; empty where none has."""
+        """Return the media of each complete block of the prompt; empty for a block on no medium."""
         blocks = self._blocks(tokens, lora_name, cache_salt, extras)
         return [frozenset(m for m, held in self._media.items() if block.key in held) for block in blocks]
 
@@ -168,10 +170,10 @@ class PrefixCache:
         return counts
 
     def snapshot(self, chunk_blocks: int = 1000) -> list[list[WireEvent]]:
-        """Events that tell all that is held to somebody who knows nothing, in chunks of so many blocks, as vLLM's.
+        """Return events that describe the whole cache to a new reader, in chunks of so many blocks, as vLLM's.
 
-        A chunk stores blocks with their tokens, parents first, those included that are held nowhere any more; then what
-        each medium holds, copy by copy and without tokens; and then it removes the first stores.
+        A chunk stores blocks with their tokens, parents first, even those that are not held any more; then the contents
+        of each medium, copy by copy and without tokens; and then it removes the first stores.
         """
         ordered: dict[int, Block] = {}
         for held in self._media.values():
@@ -203,12 +205,12 @@ class PrefixCache:
     # ---- inside ----------------------------------------------------------------------------------------
 
     def _kept(self, hits: int, length: int) -> int:
-        """How many of the blocks found are used as they are; the others are computed and stored once more."""
+        """Return how many of the hits are used unchanged; the others are computed and stored once more."""
         if not hits or not self._repeat_rate:
             return hits
         if self._random.random() < self._repeat_rate:
             return self._random.randrange(hits)
-        # One token must be left to compute, or there is nothing to sample from.
+        # One token must be left to compute; otherwise there is no output to sample from.
         return min(hits, (length - 1) // self.block_size)
 
     def _evict(self, medium: str, events: list[WireEvent]) -> None:
@@ -229,7 +231,7 @@ class PrefixCache:
         return BlockRemoved((block.name,), medium, lora_name=block.lora_name, cache_salt=block.cache_salt)
 
     def _told(self, blocks: Sequence[Block], medium: str) -> BlockStored:
-        """The event for consecutive blocks that entered ``medium``."""
+        """Return the event for consecutive blocks that entered ``medium``."""
         first = blocks[0]
         names = tuple(block.name for block in blocks)
         if medium != GPU and not (self._dense_offload or self._standard_hashes):
@@ -275,7 +277,7 @@ class PrefixCache:
         cache_salt: str | None,
         extras: Sequence[ExtraKeys | None] | None,
     ) -> list[Block]:
-        """The complete blocks of a prompt, named."""
+        """Return the complete blocks of a prompt, named."""
         count = len(tokens) // self.block_size
         extra = [extras[i] if extras and i < len(extras) else None for i in range(count)]
         seq_hashes: Sequence[int | None] = [None] * count

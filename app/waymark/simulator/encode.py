@@ -15,9 +15,9 @@
 | ``standard`` | the KV Events envelope; ``seq_hashes`` are the identity, no tokens |
 | ``standard-tokens`` | the same with the publisher's own hashes and tokens |
 
-An index cannot know what a dialect leaves out: lists of 6 name no medium, ``vllm-list-6`` and ``-7`` only the
-adapter's id, SGLang's lists no adapter. Only ``vllm-list-9`` and later, ``sglang-list`` and ``sglang-map`` name a
-salt.
+An index cannot know the fields that a dialect leaves out: lists of 6 lack the medium, ``vllm-list-6`` and ``-7`` have
+only the adapter's id, SGLang's lists lack the adapter. Only ``vllm-list-9`` and later, ``sglang-list`` and
+``sglang-map`` name a salt.
 
 The bytes are the same as the engines', down to which keys are left out: tests compare them with captured batches.
 """
@@ -68,7 +68,7 @@ class Encoder:
             )
         self.dialect = dialect
         self.publisher_id: bytes | None = None
-        """The id of the process, the fourth element of each batch; None if there is none."""
+        """The id of the process, the fourth element of each batch; None if it has no id."""
         self._standard = _Standard(dialect == "standard-tokens", dimensions or Dimensions())
 
     def payload(self, events: Sequence[WireEvent], *, ts: float, rank: int | None = 0) -> bytes:
@@ -83,11 +83,11 @@ class Encoder:
         return b"".join([head.bytes(), *packed, tail, b"" if self.publisher_id is None else _pack(self.publisher_id)])
 
     def reset(self) -> None:
-        """A new process: event ids begin again."""
+        """Restart the process: event ids begin again."""
         self._standard.reset()
 
     def _packed(self, event: WireEvent, ts: float, rank: int | None) -> list[bytes]:
-        """One event, except that a standard publisher reports a clear once per stream."""
+        """Pack one event; a standard publisher reports a clear once per stream."""
         if self.dialect in _VLLM_LISTS:
             return [_pack(_vllm_list(event, _VLLM_LISTS[self.dialect]))]
         if self.dialect in _SGLANG_LISTS:
@@ -111,7 +111,7 @@ def _pack(value: Any) -> bytes:
 
 
 def _extra_keys(event: BlockStored) -> list[list[Any] | None] | None:
-    """Per block adapter, images, salt in this order, None where a block has none of them."""
+    """Return adapter, images and salt of each block in this order; None for a block without any."""
     if event.extra_keys is None:
         return None
     keys: list[list[Any] | None] = []
@@ -205,7 +205,7 @@ def _sglang_map(event: WireEvent) -> dict[str, Any]:
 # ---- the KV Events envelope ------------------------------------------------------------------------
 
 _StreamName: TypeAlias = tuple[int | None, str | None, str | None, str]
-"""dp_rank, lora_name, additional_salt, medium: what can differ within one publisher."""
+"""dp_rank, lora_name, additional_salt, medium: the fields that can differ within one publisher."""
 
 
 class _Standard:

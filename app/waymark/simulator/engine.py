@@ -1,4 +1,4 @@
-"""A simulated engine: caches, one per rank, that publish what they do over one socket, with faults on request."""
+"""A simulated engine: caches, one per rank, that publish their changes over one socket, with faults on request."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ class SimulatedEngine:
         publisher.snapshot = self._snapshot
 
     def start(self) -> None:
-        """What an engine reports before its first prompt: SGLang that it reset its cache, vLLM nothing."""
+        """Report the start of an engine: SGLang resets its cache, vLLM is silent."""
         if self.publisher.encoder.dialect.startswith("sglang"):
             for rank, cache in enumerate(self.caches):
                 self.publisher.publish(cache.clear(), ts=self._clock(), rank=rank)
 
     async def prefill(self, prompt: SimulatedPrompt, rank: int = 0) -> int | None:
-        """Run one prompt; the seq of its batch, None where nothing changed and so nothing was sent."""
+        """Run one prompt. Return the seq of its batch, or None if the cache did not change, so that nothing was
+        sent.
+        """
         self.prompts += 1
         cache = self.caches[rank]
         events = cache.prefill(prompt.tokens, prompt.lora_name, prompt.cache_salt, prompt.extras)
@@ -99,12 +101,11 @@ def build_engine(
     faults: Faults | None = None,
     clock: Callable[[], float] = time.time,
 ) -> SimulatedEngine:
-    """An engine whose cache behaves as the dialect's engine does; open its ``publisher`` before use.
+    """Return an engine whose cache behaves as the dialect's engine does; open its ``publisher`` before use.
 
-    SGLang's stores off the GPU have tokens, and it removes several blocks in one event. A standard publisher
-    counts no copies, so its blocks are never repeated. With ``removes_once`` a block that has several copies is
-    removed after the last one only. ``InvalidValue`` where a dialect that names no medium
-    is asked for more than the GPU.
+    SGLang's stores off the GPU have tokens, and it removes several blocks in one event. A standard publisher counts no
+    copies, so its blocks are never repeated. With ``removes_once`` a block with several copies is removed after the
+    last one only. Raise ``InvalidValue`` if a dialect without media shall have more than the GPU.
     """
     if cpu_blocks and dialect in WITHOUT_MEDIUM:
         raise InvalidValue(f"{dialect} names no medium, so cpu_blocks is 0 there, not {cpu_blocks}", field="cpu_blocks")

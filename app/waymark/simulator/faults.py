@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
 
-#: What a person reads of a bound, where pydantic's own words are for programs.
+#: The words for a bound; pydantic's own are for programs.
 _WANTED = {
     "greater_than_equal": "it is at least {ge}",
     "less_than_equal": "it is at most {le}",
@@ -18,7 +18,7 @@ _WANTED = {
 
 
 class Options(BaseModel):
-    """Fields that are checked when they are given; ``InvalidValue`` names the first that does not fit."""
+    """Options that are checked when they are set; ``InvalidValue`` names the first wrong one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
@@ -82,5 +82,5 @@ class AnswerFaults(Options):
 
 
 def is_due(every: int, count: int) -> bool:
-    """Whether the ``count``-th (from 1) is one of each ``every``-th."""
+    """Return whether the ``count``-th (from 1) is one of each ``every``-th."""
     return every > 0 and count % every == 0

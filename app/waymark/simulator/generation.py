@@ -1,7 +1,7 @@
-"""What a simulated engine does with one request: it prefills the prompt, and then makes one token after another.
+"""The work of a simulated engine on one request: it prefills the prompt, and then makes one token after another.
 
-Token n of an answer is the text ``<mark>.<n>`` and a blank, with the mark of the request. So a client can see of each
-piece that it belongs to its request, and that none is missing.
+Token n of an answer is the text ``<mark>.<n>`` and a blank, with the mark of the request. So a client can check that
+each piece belongs to its request, and that the answer is complete.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class Generator:
         self._ranks = itertools.cycle(range(len(engine.caches)))
 
     def fault(self) -> str | None:
-        """Count a request; ``error``, ``hang`` or ``cut`` where it is to go wrong."""
+        """Count a request. Return ``error``, ``hang`` or ``cut`` if it must fail."""
         self.requests += 1
         faults = self.faults
         due = {"error": faults.error_every, "hang": faults.hang_every, "cut": faults.cut_every}
         return next((name for name, every in due.items() if is_due(every, self.requests)), None)
 
     async def prefill(self, prompt: SimulatedPrompt, mark: str, tokens: int, rank: int | None = None) -> Completion:
-        """Compute a prompt, and publish what is stored for it. Prompts are computed one after the other."""
+        """Compute a prompt, and publish its stored blocks. Prompts are computed one after the other."""
         chosen = next(self._ranks) if rank is None else rank
         if chosen >= len(self._engine.caches):
             raise InvalidValue(f"there is no rank {chosen}: this engine has {len(self._engine.caches)}")
@@ -82,7 +82,7 @@ class Generator:
         return Completion(mark, len(prompt.tokens), cached, tokens)
 
     async def pieces(self, answer: Completion) -> AsyncIterator[str]:
-        """The tokens of an answer, as they are made."""
+        """Yield the tokens of an answer, as they are made."""
         rate = self._pace.tokens_per_second
         for number in range(answer.tokens):
             if rate:
@@ -90,5 +90,5 @@ class Generator:
             yield answer.piece(number)
 
     async def whole(self, answer: Completion) -> str:
-        """All tokens of an answer."""
+        """Return all tokens of an answer."""
         return "".join([piece async for piece in self.pieces(answer)])

@@ -1,4 +1,4 @@
-"""The HTTP API of a simulated engine: the paths by which a real one says what it is and how it does.
+"""The HTTP API of a simulated engine: the paths by which a real one describes itself and its load.
 
 A vLLM answers ``/kv_event_sources``, ``/version`` and ``/metrics``, an SGLang ``/server_info`` and ``/metrics``, both
 ``/health`` and ``/v1/models``, in the shapes that vLLM 0.33 and SGLang 0.5.23 have. The path of a dialect that the
@@ -29,9 +29,9 @@ _BODY_BYTES_MAX = 64 * 2**20
 
 
 class EngineHttp:
-    """``async with EngineHttp(engine, ...) as http``; ``http.url`` is what was really bound.
+    """``async with EngineHttp(engine, ...) as http``; ``http.url`` is the bound address.
 
-    ``has_sources=False`` is an engine of an older release, which names no sockets.
+    ``has_sources=False`` is an engine of an older release, which does not list its sockets.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class EngineHttp:
 
 @web.middleware
 async def _refusing(request: web.Request, handler: Any) -> web.StreamResponse:
-    """What cannot be answered, as an error in the shape of its API."""
+    """Turn a rejected request into an error in the shape of its API."""
     try:
         found: web.StreamResponse = await handler(request)
         return found
@@ -181,5 +181,5 @@ async def _refusing(request: web.Request, handler: Any) -> web.StreamResponse:
 
 
 def _bound(endpoint: str) -> str:
-    """A socket as an engine says it: bound at every address."""
+    """Return a socket in the words of an engine: bound at every address."""
     return f"tcp://*:{urlsplit(endpoint).port}" if endpoint.startswith("tcp://") else endpoint

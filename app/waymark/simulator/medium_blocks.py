@@ -1,6 +1,6 @@
 """One medium of the simulated cache: physical copies of blocks in the order of their use.
 
-What must stay true: a block's last copy never goes while a child of it is on the same medium.
+An invariant: a block's last copy never goes while a child is on the same medium.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MediumBlocks:
         return key in self._copies
 
     def blocks(self) -> Iterator[Block]:
-        """Every block once, however many copies it has."""
+        """Yield every block once, however many copies it has."""
         return (self._order[copies[0]] for copies in self._copies.values())
 
     def get(self, key: int) -> Block | None:
@@ -58,7 +58,7 @@ class MediumBlocks:
         return len(self._copies.get(key, ()))
 
     def add(self, block: Block) -> None:
-        """One more copy, as the most recently used."""
+        """Add a copy, as the most recently used."""
         copies = self._copies.setdefault(block.key, [])
         if not copies and block.parent is not None:
             self._children[block.parent.key] += 1
@@ -67,7 +67,7 @@ class MediumBlocks:
         self._next_copy += 1
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Use one copy of each block of a chain that is here, parents last, so that they are the younger."""
+        """Use one copy of each present block of a chain, parents last, so that they are the younger."""
         used = [self._copies[block.key][-1] for block in blocks if block.key in self._copies]
         for copy in reversed(used):
             self._order.move_to_end(copy)

@@ -161,10 +161,10 @@ class OpenAi:
             ids = tokens_of_text(str(body.get("prompt", "")))
         return web.json_response({"count": len(ids), "max_model_len": VOCABULARY, "tokens": list(ids)})
 
-    # ---- what bodies share -----------------------------------------------------------------------------
+    # ---- common parts of bodies ------------------------------------------------------------------------
 
     def prompt(self, body: Mapping[str, Any], tokens: tuple[int, ...]) -> SimulatedPrompt:
-        """The prompt of a body. Raises Refused where its model is not served."""
+        """Return the prompt of a body. Raise Refused if its model is not served."""
         model = body.get("model")
         if model is None or model == self._served.model_name:
             return SimulatedPrompt(tokens, cache_salt=body.get("cache_salt"))
@@ -173,7 +173,7 @@ class OpenAi:
         return SimulatedPrompt(tokens, model, body.get("cache_salt"))
 
     def answer_tokens(self, body: Mapping[str, Any], *names: str) -> int:
-        """How long the answer is."""
+        """Return the length of the answer in tokens."""
         limit = next((body[name] for name in names if body.get(name) is not None), self._served.answer_tokens)
         if not isinstance(limit, int) or limit < 1:
             raise BadRequest(400, f"{names[-1]} must be at least 1, got {limit}.")
@@ -181,7 +181,7 @@ class OpenAi:
 
 
 def event(document: Mapping[str, Any], kind: str | None = None) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     head = b"" if kind is None else f"event: {kind}\n".encode()
     return head + b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"
 
@@ -204,7 +204,7 @@ async def send_events(request: web.Request, events: AsyncIterator[bytes], fault:
 
 @asynccontextmanager
 async def answering(generator: Generator, request: web.Request) -> AsyncIterator[str | None]:
-    """Count the request while it runs, and have it go wrong where it is to; a fault that concerns the answer."""
+    """Count the request while it runs, and let it fail if it must; yield a fault that concerns the answer."""
     fault = generator.fault()
     if fault == "error":
         raise BadRequest(generator.faults.error_status, "this error was asked for", "InternalServerError")
@@ -223,7 +223,7 @@ async def answering(generator: Generator, request: web.Request) -> AsyncIterator
 
 
 def usage(answer: Completion, choices: int = 1) -> dict[str, Any]:
-    """The usage of an answer, in OpenAI's form."""
+    """Return the usage of an answer, in OpenAI's form."""
     made = answer.tokens * choices
     return {
         "prompt_tokens": answer.prompt_tokens,
@@ -242,7 +242,7 @@ def _sum(answers: Sequence[Completion]) -> dict[str, Any]:
 
 
 async def body_of(request: web.Request) -> dict[str, Any]:
-    """The object of a body. Raises Refused."""
+    """Return the object of a body. Raises Refused."""
     try:
         body = await request.json()
     except ValueError:
@@ -254,7 +254,7 @@ async def body_of(request: web.Request) -> dict[str, Any]:
 
 
 def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
-    """A list that must have an element. Raises Refused."""
+    """Return a list that must have an element. Raises Refused."""
     found = body.get(name)
     if not isinstance(found, list) or not found:
         raise BadRequest(400, f"{name} must be a list with an element")
@@ -272,13 +272,13 @@ def choices_of(body: Mapping[str, Any]) -> int:
 
 
 def rank_of(request: web.Request) -> int | None:
-    """The data-parallel rank that a request is for."""
+    """Return the data-parallel rank that a request is for."""
     rank = request.headers.get("X-data-parallel-rank", "")
     return int(rank) if rank.isdigit() else None
 
 
 def _prompts(body: Mapping[str, Any]) -> list[tuple[tuple[int, ...], str]]:
-    """The tokens and the mark of each prompt: a text, token ids, or a list of either."""
+    """Return the tokens and the mark of each prompt: a text, token ids, or a list of either."""
     given = body.get("prompt")
     several = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
     found = []
@@ -293,7 +293,7 @@ def _prompts(body: Mapping[str, Any]) -> list[tuple[tuple[int, ...], str]]:
 
 
 def _call(body: Mapping[str, Any], mark: str) -> dict[str, Any] | None:
-    """The call of a tool, where one is required."""
+    """Return the call of a tool, if one is required."""
     choice, tools = body.get("tool_choice"), body.get("tools")
     if not tools or choice in (None, "none", "auto"):
         return None

@@ -147,12 +147,12 @@ def _require(is_met: bool, name: str, complaint: str) -> None:
 # The flags of ``waymark simulate``, one for each option, and the options that they make.
 
 
-#: A type in the annotation of a field -> what reads the text of its flag; the text of any other is its value.
+#: A type in the annotation of a field -> the parser of its flag's text; for any other, the text is the value.
 _READERS: dict[Any, Any] = {tuple: lambda text: tuple(text.split(",")), Path: Path, int: int, float: float}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags; the parsed arguments have None for one that is not given."""
+    """Add the flags; the parsed arguments have None for a missing one."""
     for name, field in SimulateOptions.model_fields.items():
         options = field.annotation
         if isinstance(options, type) and issubclass(options, Options):
@@ -164,7 +164,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(arguments: argparse.Namespace) -> SimulateOptions:
-    """What the flags say; ``InvalidValue`` where it does not fit."""
+    """Return the options from the flags. Raise ``InvalidValue`` if one does not fit."""
     return SimulateOptions(
         **_given(arguments, SimulateOptions),
         faults=Faults(**_given(arguments, Faults)),
@@ -184,13 +184,13 @@ def _add_flag(group: Any, flag: str, name: str, field: FieldInfo) -> None:
 
 
 def _reader(field: FieldInfo) -> Any:
-    """What reads the text of the flag; None among the types of the field says that it may be left out."""
+    """Return the parser of the flag's text; None among the types of the field means that it is optional."""
     types = {get_origin(each) or each for each in (field.annotation, *get_args(field.annotation))}
     return next((reader for kind, reader in _READERS.items() if kind in types), str)
 
 
 def _sentence(field: FieldInfo) -> str:
-    """The sentence of the field as argparse prints it."""
+    """Return the sentence of the field as argparse prints it."""
     return " ".join((field.description or "").split()).replace("``", "").replace("%", "%%")
 
 

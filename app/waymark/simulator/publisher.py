@@ -39,9 +39,9 @@ _GARBAGE = b"\xc1 this is no batch"
 class SimulatedPublisher:
     """``async with SimulatedPublisher(...) as publisher``; both ends within one task.
 
-    ``endpoint`` may be ``tcp://127.0.0.1:0`` or ``ipc://path``; once open, ``endpoint`` and ``replay_endpoint``
-    are what was really bound. ``faults`` may be replaced at any time. ``counts`` holds ``batches``, ``dropped``,
-    ``restarts``, ``replays``, ``bad_requests``. On leaving, what is still on its way gets ``linger_seconds``.
+    ``endpoint`` may be ``tcp://127.0.0.1:0`` or ``ipc://path``; once open, ``endpoint`` and ``replay_endpoint`` are the
+    bound addresses. ``faults`` may be replaced at any time. ``counts`` holds ``batches``, ``dropped``, ``restarts``,
+    ``replays``, ``bad_requests``. When it closes, unsent messages get ``linger_seconds``.
     """
 
     def __init__(
@@ -59,7 +59,9 @@ class SimulatedPublisher:
         faults: Faults | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """With ``snapshot_endpoint`` each batch names the process, and an empty one is sent each second."""
+        """Create a publisher. With ``snapshot_endpoint`` each batch names the process, and an empty one is sent each
+        second.
+        """
         self.endpoint = endpoint
         self.replay_endpoint = replay_endpoint
         self.snapshot_endpoint = snapshot_endpoint
@@ -111,7 +113,7 @@ class SimulatedPublisher:
         await self.__aexit__(None, None, None)
 
     async def up(self) -> None:
-        """Bind both sockets; nothing else changes. An address still in use is tried for ``BIND_SECONDS``."""
+        """Bind both sockets, without any other change. An address in use is tried for ``BIND_SECONDS``."""
         self._live = self._context.socket(zmq.XPUB)
         self._live.setsockopt(zmq.XPUB_VERBOSER, 1)
         self._subscribers = 0
@@ -140,7 +142,7 @@ class SimulatedPublisher:
         self._subscribers = 0
 
     async def restart(self, *, rebind: bool = False) -> None:
-        """A new process: seq from ``first_seq``, an empty buffer. ``rebind`` closes the sockets in between."""
+        """Restart the process: seq from ``first_seq``, an empty buffer. ``rebind`` closes the sockets in between."""
         if rebind:
             await self.down()
         self.encoder.reset()
@@ -160,7 +162,7 @@ class SimulatedPublisher:
 
     @property
     def batches(self) -> list[tuple[int, bytes, bytes]]:
-        """What a replay has: seq, payload and topic of each batch."""
+        """The batches of a replay: seq, payload and topic of each."""
         return list(self._buffer)
 
     # ---- live ------------------------------------------------------------------------------------------
@@ -170,15 +172,15 @@ class SimulatedPublisher:
         return self._send(self.encoder.payload(events, ts=ts, rank=rank))
 
     def publish_garbage(self) -> int:
-        """A frame of the right form whose payload is no batch; its seq."""
+        """Publish a frame of the right form whose payload is not a batch. Return its seq."""
         return self._send(_GARBAGE)
 
     def publish_payload(self, payload: bytes, topic: bytes | None = None) -> int:
-        """A frame with just this payload, under another topic where one is given; its seq."""
+        """Publish a frame with exactly this payload, under another topic if one is set. Return its seq."""
         return self._send(payload, topic)
 
     def send_malformed(self) -> None:
-        """A frame whose seq is no seq. It is not kept and takes no seq."""
+        """Send a frame with an invalid seq. It is not kept and does not use up a seq."""
         if self._live is not None and not self.is_silent:
             self._live.send_multipart([self._topic, b"seq", _GARBAGE])
 
@@ -266,7 +268,7 @@ class SimulatedPublisher:
 
 
 async def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, endpoint: str) -> str:
-    """Bind without any limit on what waits; the endpoint really bound."""
+    """Bind without any limit on waiting messages. Return the bound endpoint."""
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     deadline = asyncio.get_running_loop().time() + BIND_SECONDS

@@ -1,7 +1,7 @@
-"""A run of simulated engines from beginning to end: what ``waymark simulate`` calls.
+"""A run of simulated engines from beginning to end, for ``waymark simulate``.
 
-Nothing here prints: what there is to say at the start goes to ``on_start``, what there is to say at the end is
-the summary. Engines, prompts and their order depend on the seed alone; only ``ts`` and the pace are the clock's.
+This module never prints: ``on_start`` gets the news of the start, and the summary is the result. Engines, prompts and
+their order depend on the seed alone; only ``ts`` and the pace are the clock's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from waymark.simulator.workload import SimulatedPrompt, conversations, read_trac
 LINGER_SECONDS = 1.0
 """The time for the last frames to be sent."""
 PROMPTS_PER_SECOND = 10.0
-"""The rate where neither a rate nor a trace is given."""
+"""The rate if neither a rate nor a trace is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class EngineStarted:
 
 @dataclass(frozen=True, slots=True)
 class EngineSummary:
-    """What one engine did; as text, the line to print."""
+    """The work of one engine; as text, the line to print."""
 
     instance_id: str
     prompts: int
@@ -100,11 +100,11 @@ async def simulate(
     on_start: Callable[[EngineStarted], None] | None = None,
     on_prompt: Callable[[int], None] = lambda _: None,
 ) -> Summary:
-    """Run engines until the prompts, the time or the trace is over, or ``stop`` is set; what they did.
+    """Run engines until the prompts, the time or the trace is over, or ``stop`` is set. Return their work.
 
-    ``on_start`` gets each engine that is up, ``on_prompt`` the number of prompts so far.
+    ``on_start`` gets each engine once it is up, ``on_prompt`` the number of prompts so far.
 
-    ``InvalidValue`` where an address cannot be bound, a trace cannot be read, or a registration is refused.
+    Raise ``InvalidValue`` if an address cannot be bound, a trace cannot be read, or a registration is refused.
     """
     stop = asyncio.Event() if stop is None else stop
     loop = asyncio.get_running_loop()
@@ -137,7 +137,7 @@ async def simulate(
 async def _feed(
     options: SimulateOptions, engines: list[SimulatedEngine], stop: asyncio.Event, on_prompt: Callable[[int], None]
 ) -> None:
-    """Prompts to engines and ranks at random, at the pace asked for."""
+    """Feed prompts to engines and ranks at random, at the wanted pace."""
     rng = random.Random(f"{options.seed}/routing")
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -156,7 +156,7 @@ async def _feed(
 
 
 def _due(options: SimulateOptions, number: int, prompt: SimulatedPrompt) -> float:
-    """When to run a prompt, in seconds since the first; 0: at once."""
+    """Return when to run a prompt, in seconds since the first; 0 for at once."""
     if options.prompts_per_second is None and prompt.at_seconds is not None:
         return prompt.at_seconds / options.trace_speed if options.trace_speed else 0.0
     rate = PROMPTS_PER_SECOND if options.prompts_per_second is None else options.prompts_per_second
@@ -164,7 +164,7 @@ def _due(options: SimulateOptions, number: int, prompt: SimulatedPrompt) -> floa
 
 
 async def _stopped_within(stop: asyncio.Event, seconds: float) -> bool:
-    """Whether ``stop`` was set before ``seconds`` had passed; others get their turn in any case."""
+    """Return whether ``stop`` was set before ``seconds`` had passed; other tasks run in any case."""
     if seconds <= 0:
         await asyncio.sleep(0)
         return stop.is_set()
@@ -182,7 +182,7 @@ def _prompts(options: SimulateOptions) -> Iterator[SimulatedPrompt]:
 
 
 def _port(first: int, i: int) -> int:
-    """The port of engine ``i``; 0: any free one."""
+    """Return the port of engine ``i``; 0 for any free one."""
     return first + i if first else 0
 
 
@@ -293,7 +293,7 @@ async def register(
 ) -> None:
     """POST ``/register``, again and again while Waymark is not up (no answer, 5xx), at most ``within_seconds``.
 
-    ``InvalidValue`` where Waymark rejects it, with Waymark's own sentence, or does not come up in time.
+    Raise ``InvalidValue`` if Waymark rejects it, with Waymark's own sentence, or does not come up in time.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + within_seconds
@@ -315,7 +315,7 @@ async def register(
 
 
 def _is_refused(error: BaseException | None) -> bool:
-    """Whether nobody listens there: an attempt of the connection, deep among the causes, was refused."""
+    """Return whether the port has no listener: a connection, deep among the causes, was refused."""
     if error is None or isinstance(error, ConnectionRefusedError):
         return error is not None
     if isinstance(error, BaseExceptionGroup) and any(map(_is_refused, error.exceptions)):

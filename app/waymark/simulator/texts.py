@@ -1,7 +1,7 @@
 """Tokens of text, as a simulated engine makes them, and the mark by which an answer is known to belong to its request.
 
-A word, a run of blanks or of other characters is a token, and its id is a checksum of it. So equal texts have equal
-tokens in every process, and the tokens of a conversation begin with those of its earlier turns.
+A token is a word, a run of blanks or a run of other characters, and its id is a checksum of the text. So equal texts
+have equal tokens in every process, and the tokens of a conversation begin with those of its earlier turns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MARK_DIGITS = 8
 
 
 def tokens_of_text(text: str) -> tuple[int, ...]:
-    """The token ids of a text."""
+    """Return the token ids of a text."""
     return tuple(
         _SPECIALS + crc32(word.encode("utf-8", "replace")) % (VOCABULARY - _SPECIALS) for word in _WORDS.findall(text)
     )
@@ -31,7 +31,7 @@ def tokens_of_text(text: str) -> tuple[int, ...]:
 def tokens_of_messages(
     messages: Sequence[Any], tools: Sequence[Any] | None = None, *, add_generation_prompt: bool = True
 ) -> tuple[int, ...]:
-    """The token ids of a conversation: of each message its role and its text, between two special tokens."""
+    """Return the token ids of a conversation: the role and the text of each message, between two special tokens."""
     ids: list[int] = []
     if tools:
         ids += [_BEGIN, *tokens_of_text(json.dumps(tools)), _END]
@@ -44,7 +44,7 @@ def tokens_of_messages(
 
 
 def said(message: Any) -> tuple[str, str]:
-    """The role and the text of a message; of a content with parts, the texts of these."""
+    """Return the role and the text of a message; the texts of several parts are joined."""
     if not isinstance(message, Mapping):
         return "", ""
     text = text_of(message.get("content"))
@@ -53,7 +53,7 @@ def said(message: Any) -> tuple[str, str]:
 
 
 def text_of(content: Any) -> str:
-    """A text, or the texts of a list of parts."""
+    """Return a text, or the joined texts of a list of parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -63,5 +63,5 @@ def text_of(content: Any) -> str:
 
 
 def mark_of(text: str) -> str:
-    """The mark of a request: eight hex digits of the SHA-256 of its prompt, or of its last message."""
+    """Return the mark of a request: eight hex digits of the SHA-256 of its prompt, or of its last message."""
     return sha256(text.encode("utf-8", "replace")).hexdigest()[:_MARK_DIGITS]

@@ -1,7 +1,7 @@
 """The events a simulated engine sends, in vLLM's vocabulary, before any encoding.
 
-Fields carry the names of the wire (``block_hashes``, ``parent_block_hash``, ...), because ``encode`` only
-arranges them. What an index makes of them is in ``domain.events``; the two are kept apart so that a mistake in a
+Fields carry the names of the wire (``block_hashes``, ``parent_block_hash``, ...), because ``encode`` only arranges
+them. The same events as an index sees them are in ``domain.events``; the two are kept apart so that a mistake in a
 decoder cannot hide behind the same mistake here.
 """
 
@@ -34,7 +34,7 @@ class BlockStored:
     lora_name: str | None = None
     cache_salt: str | None = None
     extra_keys: tuple[ExtraKeys | None, ...] | None = None
-    """Per hash; images only: an encoding adds adapter and salt where its engine does."""
+    """Per hash; images only: an encoding adds adapter and salt if its engine does."""
     group_idx: int | None = 0
     kv_cache_spec_kind: str | None = "full_attention"
     session_id: str | None = None

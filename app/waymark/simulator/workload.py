@@ -32,7 +32,7 @@ class SimulatedPrompt:
     lora_name: str | None = None
     cache_salt: str | None = None
     extras: tuple[ExtraKeys | None, ...] | None = None
-    """Images, per complete block; None where there are none."""
+    """Images, per complete block; None if the prompt has no image."""
     at_seconds: float | None = None
     """The time of its arrival, since the start; None if the workload has no times of its own."""
 
@@ -49,10 +49,10 @@ def conversations(
     lora_names: Sequence[str] = (),
     cache_salts: Sequence[str] = (),
 ) -> Iterator[SimulatedPrompt]:
-    """Prompts without end, the same ones for the same arguments.
+    """Yield prompts without end, the same ones for the same arguments.
 
-    Each is the next turn of one of ``open_at_once`` conversations, so it repeats what that conversation said
-    before. A conversation keeps its system prompt, and its adapter and salt (or none of them) throughout.
+    Each is the next turn of one of ``open_at_once`` conversations, so it repeats the earlier turns. A conversation
+    keeps its system prompt, adapter and salt (if any) throughout.
     """
     rng = random.Random(f"{seed}/conversations")
 
@@ -76,10 +76,10 @@ def conversations(
 
 
 def read_trace(path: Path) -> Iterator[SimulatedPrompt]:
-    """The requests of a Mooncake trace (JSON lines), in their order.
+    """Read the requests of a Mooncake trace (JSON lines), in their order.
 
-    An id stands for 512 tokens, always the same ones, so prompts share what their ids share. ``input_length``
-    shortens the last id. ``InvalidValue`` names the line that is no request; ``OSError`` passes.
+    An id stands for 512 tokens, always the same ones, so prompts with common ids have common tokens. ``input_length``
+    shortens the last id. Raise ``InvalidValue`` with the line of a wrong request; ``OSError`` passes.
     """
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
@@ -101,5 +101,5 @@ def _request(line: str, where: str) -> SimulatedPrompt:
 
 @lru_cache(maxsize=4096)
 def trace_tokens(hash_id: int) -> tuple[int, ...]:
-    """The 512 tokens (below 2^16) that a ``hash_id`` stands for."""
+    """Return the 512 tokens (below 2^16) that a ``hash_id`` stands for."""
     return struct.unpack(f"<{TRACE_BLOCK_TOKENS}H", shake_128(str(hash_id).encode()).digest(2 * TRACE_BLOCK_TOKENS))
