@@ -2,7 +2,7 @@
 
 A command is a module of this package with ``add_flags(parser, command)`` and ``run(arguments)``, the exit code. Only
 the module of the chosen command is imported, and it imports the rest of Waymark in ``run``: ``--help`` and
-``--version`` need none of it. The flags of ``simulate`` alone are read from the models of its options.
+``--version`` do without. The flags of ``simulate`` alone are read from the models of its options.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class CliCommand(NamedTuple):
     module: str
     sentence: str
     extra: str = "server"
-    """The extra of the package that has what the command needs."""
+    """The extra of the package with the command's requirements."""
 
     def load(self) -> Any:
-        """Its module."""
+        """Import its module."""
         return importlib.import_module(f"waymark.cli.{self.module}")
 
 
@@ -93,7 +93,7 @@ examples:
 
 
 def listed() -> str:
-    """The commands by group, a line each."""
+    """List the commands by group, a line each."""
     width = max(map(len, COMMANDS))
     groups = [
         "\n".join([f"{title}:", *(f"    {name:{width}}  {command.sentence}" for name, command in commands.items())])
@@ -103,7 +103,7 @@ def listed() -> str:
 
 
 def ending() -> str:
-    """What stands below the commands: examples, exit codes, and where settings are."""
+    """Return the text below the commands: examples, exit codes, and the place of the settings."""
     codes = "\n".join(f"  {code:<3}  {meaning}" for code, meaning in MEANINGS.items())
     settings = "Settings are environment variables; docs/configuration.md lists them all."
     return f"{_EXAMPLES}\nexit codes:\n{codes}\n\n{settings}\n"

@@ -1,4 +1,4 @@
-"""``waymark completion``: what a shell runs to complete the words of ``waymark``, and the answers to it.
+"""``waymark completion``: the script by which a shell completes the words of ``waymark``, and the answers to it.
 
 A shell asks the command itself, by variables that ``argcomplete`` defines, so that it completes the words of this
 release.
@@ -12,7 +12,7 @@ import os
 from waymark.cli.exits import EXIT_OK
 
 SHELLS = ("bash", "zsh", "fish")
-#: Is set where a shell asks for words.
+#: Set if a shell asks for words.
 ASKED = "_ARGCOMPLETE"
 
 _EXAMPLES = """\

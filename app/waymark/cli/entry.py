@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # `| head`: what is left in the buffer has nowhere to go, and the interpreter would complain of that at its end.
+        # `| head`: the rest of the buffer cannot be written, and the interpreter would complain at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except KeyboardInterrupt:

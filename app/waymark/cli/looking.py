@@ -21,7 +21,7 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import os
 
-    # A running Waymark is asked where one is named, and no Redis.
+    # A running Waymark is asked if its URL is set and no Redis is.
     is_redis_named = getattr(arguments, "redis_url", None) or os.environ.get("WAYMARK_REDIS_URL")
     if hasattr(arguments, "url") and not arguments.url and not is_redis_named:
         arguments.url = os.environ.get("WAYMARK_URL")

@@ -19,6 +19,6 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
 
 
 def settings_with(flags: Mapping[str, str | None]) -> Settings:
-    """The settings of the environment; a flag that was given wins. Raises SettingsError."""
+    """Read the settings from the environment; a flag wins. Raise SettingsError for a mistake."""
     given = {PREFIX + name.upper(): value for name, value in flags.items() if value is not None}
     return Settings.from_env(dict(os.environ) | given)

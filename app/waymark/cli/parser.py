@@ -1,4 +1,4 @@
-"""Words to arguments. What does not fit gets the usage, and the nearest word that does."""
+"""Words to arguments. A wrong word gets the usage, and the nearest right one."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _CHOICE = re.compile(r"(?P<head>.*)invalid choice: '(?P<word>[^']*)' \(choose fr
 _FLAG = re.compile(r"(?P<head>)unrecognized arguments: (?P<word>--[\w-]+)")
 
 
-#: Words that others use for what a command does.
+#: Other words for a command -> the command.
 MEANT = {
     **dict.fromkeys(("resume", "undrain"), "drain NAME --resume"),
     **dict.fromkeys(("engines", "instances", "list", "ls", "ps", "services", "workers"), "publishers"),
     **dict.fromkeys(("prompt", "who"), "ask"),
 }
-#: What is not suggested: a slip must not lead to it.
+#: Never suggested: a slip must not lead there.
 NEVER_MEANT = frozenset({"reset"})
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser, also of each command, that suggests a word where one is misspelt."""
+    """A parser, also of each command, that suggests a word in place of a misspelt one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does; but a word too many is an error of the command that was given it."""
+        """Parse like argparse; but an extra word is an error of its own command."""
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -64,12 +64,12 @@ def _with_nearest(message: str, text: str) -> str:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command's arguments; ends the process with the usage where they do not fit."""
+    """Return the command's arguments; end the process with the usage if they do not fit."""
     return parser_of(words[0] if words else "").parse_args(words)
 
 
 def parser_of(command: str) -> Parser:
-    """The parser, with the flags of one command; the others have none."""
+    """Return the parser, with the flags of one command only."""
     parser = Parser(
         prog="waymark",
         usage="waymark COMMAND [options]",

@@ -36,7 +36,7 @@ class PrintedLine:
 
 
 async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
-    """Lines to print: the engine, then the state of each of its streams. Raises NotRegistered."""
+    """Yield lines to print: the engine, then the state of each of its streams. Raise NotRegistered if that fails."""
     names = (
         "instance_id",
         "type",
@@ -91,7 +91,7 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
 
 
 async def unregister(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
-    """One line for each rank. Raises NotRegistered."""
+    """Yield one line for each rank. Raise NotRegistered if that fails."""
     name = arguments.engine
     if name.startswith(("http://", "https://")):
         scheme, _, rest = name.partition("://")

@@ -8,7 +8,7 @@ import sys
 from waymark.cli.exits import EXIT_FAILED, EXIT_OK
 from waymark.cli.service import add_service, settle
 
-#: Fields of ``POST /register`` that have a flag.
+#: Fields of ``POST /register`` with a flag.
 _FIELDS = {
     "instance_id": "the name of the engine in answers; the default is host:port of the URL",
     "type": "the type of the engine, if its API does not report it",

@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_answer(service: RemoteService, arguments: argparse.Namespace, screen: Screen) -> int:
-    """The commands that print one answer."""
+    """Run a command that prints one answer."""
     match arguments.command:
         case "ask":
             from waymark.console.ask import ask as command
@@ -180,7 +180,7 @@ def _drain(service: RemoteService, arguments: argparse.Namespace) -> int:
         print(f"waymark drain: {exc}", file=sys.stderr)
         return EXIT_FAILED
     finally:
-        if arguments.json and said:  # one document, when nothing more is to come
+        if arguments.json and said:  # one document, when the output is complete
             print(json.dumps({"instance_id": arguments.engine, "done": is_done, "messages": said}), flush=True)
     return EXIT_OK
 

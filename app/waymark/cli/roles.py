@@ -13,7 +13,7 @@ from waymark.cli.exits import EXIT_OK, EXIT_USAGE
 _ROLES = {"serve": (True, True), "query": (True, False), "ingest": (False, True), "gateway": (False, False)}
 _GATEWAY = "gateway"
 
-#: The address of a trial that names none.
+#: The default address of a trial.
 _TRIAL_HOST = "127.0.0.1"
 
 _EXAMPLES = {

@@ -11,7 +11,7 @@ DEFAULT_URL = "http://127.0.0.1:13333"
 
 
 def add_service(parser: argparse.ArgumentParser) -> None:
-    """Where it is, who asks, and how the answer is printed."""
+    """Add the flags for the service's address, the tenant, and the output."""
     parser.add_argument("--url", help=f"the URL of Waymark; the default is WAYMARK_URL, else {DEFAULT_URL}")
     parser.add_argument("--tenant-id", help="the tenant; the default is 'default'")
     parser.add_argument("--api-token", help="the bearer token; the default is WAYMARK_API_TOKEN")
@@ -19,7 +19,7 @@ def add_service(parser: argparse.ArgumentParser) -> None:
 
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:
-    """The prompt: exactly one of its forms, and what belongs to it."""
+    """Add the flags of the prompt: exactly one of its forms, and its options."""
     parser.add_argument("--model", help="the name of the model; the default is the only one that is registered")
     given = parser.add_mutually_exclusive_group(required=True)
     add_tokens(given)
@@ -34,6 +34,6 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
 
 
 def settle(arguments: argparse.Namespace) -> None:
-    """Fill in from the environment what no flag has given."""
+    """Fill in from the environment the values without a flag."""
     arguments.url = arguments.url or os.environ.get("WAYMARK_URL") or DEFAULT_URL
     arguments.api_token = arguments.api_token or os.environ.get("WAYMARK_API_TOKEN") or None
