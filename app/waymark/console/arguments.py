@@ -22,7 +22,7 @@ examples:
   $ waymark status --json | jq '.publishers[] | select(.lag_seconds > 60)'
 """
 
-#: What is inspected -> its examples.
+#: Kind of inspection -> its examples.
 _INSPECT_EXAMPLES = {
     "prompt": """\
   $ waymark inspect prompt --model llama --tokens "1 2 3 4 5 6 7 8"     which instances have it, or why none does
@@ -47,7 +47,7 @@ _INSPECT_ENDING = "\nThe flag --keys of prompt, block and holder prints the redi
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``status``."""
+    """Add the flags of ``status``."""
     parser.epilog = _STATUS_EXAMPLES
     _add_redis(parser)
     _add_url(parser)
@@ -68,7 +68,7 @@ def add_status(parser: argparse.ArgumentParser) -> None:
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
-    """The kinds of ``inspect``, and their flags."""
+    """Add the kinds of ``inspect``, and their flags."""
     parser.epilog = f"examples:\n{''.join(_INSPECT_EXAMPLES.values())}{_INSPECT_ENDING}"
     _add_inspections(parser.add_subparsers(dest="what", required=True, metavar="what"))
 
@@ -112,7 +112,7 @@ def _add_inspections(kinds: Subcommands) -> None:
 
 
 def add_tokens(given: Any) -> None:
-    """The flags of a prompt in token ids, in a group of flags that exclude each other."""
+    """Add the flags of a prompt in token ids, to a group of flags that exclude each other."""
     given.add_argument(
         "--tokens", help="token ids or ranges such as 100-163, separated by commas or blanks; - reads standard input"
     )

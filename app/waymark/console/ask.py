@@ -1,4 +1,4 @@
-"""``waymark ask``: which engine has how much of a prompt, and where, as a table with a picture of the blocks."""
+"""``waymark ask``: each engine's share of a prompt, and its media, as a table with a picture of the blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from waymark.domain.names import DEFAULT_TENANT
 #: How wide a picture is at most.
 _CELLS_MAX = 32
 _ENGINES_MAX = 1000
-#: Of a block: the first letter of its medium, the fastest first, or one of these.
+#: The character of a block: the first letter of its fastest medium, or one of these.
 _NOWHERE, _IN_PART, _OTHER, _POOL = ".", "+", "o", "P"
 _LETTERS = {medium: medium[0] for medium in IN_EVERY_ANSWER}
 _STYLES = dict(zip(_LETTERS.values(), ("green", "yellow", "blue"), strict=True))
@@ -25,7 +25,7 @@ _STYLES |= {_OTHER: "magenta", _POOL: "cyan", _IN_PART: "green", _NOWHERE: "dim"
 
 
 def ask(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The answer of ``/query`` for this tenant, with the prompt's length, and where its blocks are.
+    """Return the answer of ``/query`` for this tenant, with the prompt's length and the places of its blocks.
 
     ``blocks`` of an instance has a character for each block: the letter of its fastest medium, P for a pool, or a dot.
     """
@@ -52,7 +52,7 @@ def ask(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]
 
 
 def _rows(answer: dict[str, Any], tenant: str) -> dict[str, dict[str, Any]]:
-    """What each instance has, by the name of the medium; a service may answer in Conductor's newer form alone."""
+    """Return each instance's share, by the name of the medium; a service may answer only in Conductor's newer form."""
     if tenant in answer or "instances" not in answer:
         return dict(answer.get(tenant, {}))
     names = {"longest_matched": "longest_matched"} | {medium.lower(): medium for medium in IN_EVERY_ANSWER}
@@ -62,7 +62,7 @@ def _rows(answer: dict[str, Any], tenant: str) -> dict[str, dict[str, Any]]:
 
 
 def _blocks(holders: list[dict[str, Any]], pools: list[dict[str, Any]], total: int) -> str:
-    """A character for each block."""
+    """Return a character for each block."""
     signs = [_NOWHERE] * total
     for holder in pools:
         _put(signs, holder, _POOL)
@@ -78,7 +78,7 @@ def _put(signs: list[str], holder: dict[str, Any], sign: str) -> None:
 
 
 def parts(found: dict[str, Any]) -> list[ScreenPart]:
-    """How it looks."""
+    """Return the drawing of an answer."""
     total, rows = found["tokens"], found["instances"]
     drawn: list[ScreenPart] = [joined(text(found["model"], "bold"), f": a prompt of {total} tokens")]
     drawn += [text(reason, "yellow") for reason in found["reasons"]]

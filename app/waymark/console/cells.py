@@ -24,16 +24,16 @@ _CELLS_MIN = 16
 
 
 class Cell(IntEnum):
-    """What the blocks of a cell have in common."""
+    """The common state of the blocks of a cell."""
 
     NONE = 0
-    """The holder has none of them."""
+    """The holder lacks all of its blocks."""
     SOME = 1
-    """The holder has some of them."""
+    """The holder has some of its blocks."""
     BEHIND = 2
-    """The holder has all of them, behind the end of the instance's match: no query counts them."""
+    """The holder has all of its blocks, behind the end of the instance's match: queries do not count these."""
     ALL = 3
-    """The holder has all of them, within the match."""
+    """The holder has all of its blocks, within the match."""
 
 
 _CHARACTERS = ".+o#"
@@ -49,7 +49,9 @@ _WORDS = {
 def parts(
     holding: PromptHoldings, reasons: Mapping[str, str], *, width: int, is_ascii: bool, top: int
 ) -> list[ScreenPart]:
-    """The drawing; ``top``: instances at most. ``reasons``: why one has no match, or where it ends."""
+    """Return the drawing, with at most ``top`` instances. ``reasons`` says why an instance has no match, or why its
+    match ends.
+    """
     drawn: list[ScreenPart] = [_head(holding)]
     if not holding.keys:
         return drawn
@@ -70,7 +72,7 @@ def parts(
 
 
 def scaled(has: frozenset[int], blocks: int, match: int, scale: int) -> list[Cell]:
-    """A prompt's blocks, ``scale`` to a cell: which of them are there, and that the first ``match`` count."""
+    """Scale a prompt's blocks, ``scale`` to a cell: ``has`` are the present ones, and the first ``match`` count."""
     cells: list[Cell] = []
     for start in range(0, blocks, scale):
         piece = range(start, min(start + scale, blocks))
@@ -129,7 +131,7 @@ def _line(holding: PromptHoldings, lines: InstanceLines, line: HolderLine, scale
 
 
 def _label(line: HolderLine) -> str:
-    number = f" #{line.holder.id}" if line.holder.id else ""  # over HTTP it has none
+    number = f" #{line.holder.id}" if line.holder.id else ""  # unknown over HTTP
     return f"  rank {line.holder.dp_rank} {line.holder.medium}{number}"
 
 

@@ -1,4 +1,4 @@
-"""How ``waymark demo`` looks: a table of what each engine has of each prompt, with a bar."""
+"""The view of ``waymark demo``: a table of each engine's share of each prompt, with a bar."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BAR = 20
 
 
 class PromptLine(Protocol):
-    """What one engine has of one prompt; numbers are tokens."""
+    """One engine's share of one prompt; numbers are tokens."""
 
     @property
     def label(self) -> str: ...
@@ -28,7 +28,7 @@ class PromptLine(Protocol):
 
 
 def parts(lines: Sequence[PromptLine]) -> list[ScreenPart]:
-    """The sentences and the table."""
+    """Return the sentences and the table."""
     rows = [
         (line.label, line.instance, line.matched, line.tokens, line.gpu, line.cpu, "#" * _bar(line)) for line in lines
     ]

@@ -1,4 +1,4 @@
-"""``waymark doctor``: what is wrong, as far as the HTTP API and this machine show, and what to do."""
+"""``waymark doctor``: the problems that the HTTP API and this machine show, and their remedies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STYLES: dict[FindingLevel, str] = {"ok": "green", "warning": "yellow", "failed"
 #: The clock of a replica has whole seconds, and an answer takes a moment.
 _CLOCK_SECONDS = 5.0
 _CONNECT_SECONDS = 1.0
-#: Ports that are tried; an installation may have thousands.
+#: The bound on ports to try; an installation may have thousands.
 _PORTS_MAX = 64
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^:/\[\]]+):(\d{1,5})")
 
@@ -41,7 +41,7 @@ class Finding(NamedTuple):
 
 
 def examine(service: RemoteService, arguments: argparse.Namespace) -> list[Finding]:
-    """Everything that was checked. Raises ``ServiceUnreachable`` where no Waymark answers."""
+    """Return every check with its finding. Raise ``ServiceUnreachable`` if Waymark does not answer."""
     found = [_settings(), *_clock_and_health(service), *_readiness(service), _version(service)]
     view = service.get("/workers")
     found += _workers(view)
@@ -52,7 +52,7 @@ def examine(service: RemoteService, arguments: argparse.Namespace) -> list[Findi
 
 
 def parts(found: list[Finding]) -> list[ScreenPart]:
-    """How it looks."""
+    """Return the drawing of the findings."""
     return [joined(text(f"{each.verdict:8}", _STYLES[each.verdict]), f"{each.what}: {each.sentence}") for each in found]
 
 
@@ -135,7 +135,7 @@ def _publishers(view: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _ports(view: dict[str, Any]) -> Iterator[Finding]:
-    """Whether the sockets of engines can be opened from here, which the ingest workers have to do."""
+    """Check whether the sockets of engines can be opened from here, as the ingest workers must."""
     tried = 0
     for each in view["publishers"]:
         match = _TCP.fullmatch(each["endpoint"] or "")

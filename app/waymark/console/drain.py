@@ -21,7 +21,7 @@ class NotDrained(WaymarkError):
 
 
 def named(service: RemoteService, arguments: argparse.Namespace) -> str:
-    """The instance_id that is meant: the name itself, or the engine whose requests go to this URL."""
+    """Return the instance_id: the name itself, or that of the engine whose requests go to this URL."""
     name: str = arguments.engine
     if not name.startswith(("http://", "https://")):
         return name
@@ -41,7 +41,9 @@ def named(service: RemoteService, arguments: argparse.Namespace) -> str:
 
 
 def drain(service: RemoteService, arguments: argparse.Namespace) -> Iterator[str]:
-    """Lines to print. Raises ``NotFound``, ``ServiceRefused`` and ``NotDrained``; then nothing is unregistered."""
+    """Yield lines to print. If it raises ``NotFound``, ``ServiceRefused`` or ``NotDrained``, no engine is
+    unregistered.
+    """
     name, tenant = arguments.engine, arguments.tenant_id or "default"
     if not _ranks(service, name, tenant):
         raise NotFound(
@@ -73,7 +75,7 @@ def drain(service: RemoteService, arguments: argparse.Namespace) -> Iterator[str
 
 
 def left_as(service: RemoteService, arguments: argparse.Namespace) -> str:
-    """In which state an engine is whose drain was interrupted; empty where it gets requests."""
+    """Return the state of an engine whose drain was interrupted; an empty text if it gets requests."""
     ranks = _ranks(service, arguments.engine, arguments.tenant_id or "default")
     if not any(drains(ranks)):
         return ""

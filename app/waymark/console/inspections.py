@@ -1,4 +1,4 @@
-"""``--url`` of ``waymark status`` and ``waymark inspect``: what their flags ask, over the HTTP API."""
+"""``--url`` of ``waymark status`` and ``waymark inspect``: the same questions over the HTTP API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOP = 1000
 
 
 def inspected(service: RemoteService, arguments: argparse.Namespace) -> Any:
-    """The answer of ``/inspect/prompt`` for the prompt of the flags. ``InvalidValue`` where they name none."""
+    """Return the answer of ``/inspect/prompt`` for the prompt of the flags. Raise ``InvalidValue`` without a prompt."""
     _refuse_keys(arguments)
     if len(arguments.salt) > _SALTS_MAX:
         raise InvalidValue(f"--salt is given {len(arguments.salt)} times; give at most {_SALTS_MAX}", field="--salt")
@@ -36,20 +36,20 @@ def inspected(service: RemoteService, arguments: argparse.Namespace) -> Any:
 
 
 def block_of(service: RemoteService, arguments: argparse.Namespace) -> Any:
-    """The rows of ``/inspect/block`` for the key of the arguments."""
+    """Return the rows of ``/inspect/block`` for the key of the arguments."""
     _refuse_keys(arguments)
     key = f"{read_hash(arguments.key, option='block'):016x}"
     return service.post("/inspect/block", {"key": key} | _groups(arguments))["rows"]
 
 
 def holder_of(service: RemoteService, arguments: argparse.Namespace) -> Any:
-    """The holders of ``/inspect/holder`` with the id of the arguments."""
+    """Return the holders of ``/inspect/holder`` with the id of the arguments."""
     _refuse_keys(arguments)
     return service.post("/inspect/holder", {"holder": arguments.id} | _groups(arguments))["holders"]
 
 
 def keys_of(service: RemoteService, arguments: argparse.Namespace) -> Any:
-    """The answer of ``/inspect/keys`` for the wanted groups."""
+    """Return the answer of ``/inspect/keys`` for the wanted groups."""
     return service.post("/inspect/keys", _groups(arguments))
 
 
@@ -63,7 +63,7 @@ def _refuse_keys(arguments: argparse.Namespace) -> None:
 
 
 def status_of(service: RemoteService, arguments: argparse.Namespace) -> Any:
-    """The answer of ``/inspect/status`` for the wanted publishers, with the warnings of the replica."""
+    """Return the answer of ``/inspect/status`` for the wanted publishers, with the warnings of the replica."""
     wanted = {"tenant_id": arguments.tenant, "model": arguments.model, "status": ",".join(arguments.status)}
     found = service.get(f"/inspect/status?{urlencode({name: each for name, each in wanted.items() if each})}")
     return found | {"warnings": list(dict.fromkeys([*found["warnings"], *warnings(service)]))}

@@ -20,7 +20,7 @@ _SHARD_HEAD = ("KEY", "ROWS", "BRANCH ROWS", "SINGLES", "COPIES", "APPLIED SEQ",
 
 
 def block(listed: Sequence[ListedBlock]) -> list[ScreenPart]:
-    """The rows that list a block, with its holders."""
+    """Return the rows that list a block, with its holders."""
     drawn: list[ScreenPart] = []
     for each in listed:
         group = group_text(GroupName(each.tenant_id, each.model_name))
@@ -52,7 +52,7 @@ def _state(not_counted: str | None) -> Text:
 
 
 def holder(known: Sequence[KnownHolder]) -> list[ScreenPart]:
-    """A holder's record, its publisher, and what it has, in each group that knows the id."""
+    """Return a holder's record, its publisher and its contents, in each group that knows the id."""
     drawn: list[ScreenPart] = []
     for each in known:
         group, record = group_text(GroupName(each.tenant_id, each.model_name)), each.record
@@ -112,7 +112,7 @@ def _holdings(held: HolderContents) -> Iterator[ScreenPart]:
 
 
 def of_namespace(adapter: Adapter, salts: Sequence[str], key: int | None) -> list[ScreenPart]:
-    """The number, and what becomes of a block's key by it; ``key``: a seq_hash."""
+    """Return the namespace's number, and its effect on a block's key; ``key`` is a seq_hash."""
     ns = namespace(adapter, salts)
     drawn: list[ScreenPart] = [joined("namespace ", text(f"{ns:016x}", "bold"), f", {ns} in decimal")]
     if not ns:

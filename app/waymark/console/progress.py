@@ -1,4 +1,4 @@
-"""What long work is at, on standard error: one line that is rewritten on a terminal, and a few lines elsewhere."""
+"""Progress of long work, on standard error: one line that is rewritten on a terminal, and a few lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CLEAR: Final = "\r\x1b[K"
 
 
 class Progress:
-    """Used with ``with``, so that nothing of it is left on a terminal."""
+    """A context manager, so that the line leaves the terminal at the end."""
 
     def __init__(self, name: str, file: TextIO | None = None) -> None:
         """``name`` stands in front of each line."""
@@ -36,11 +36,11 @@ class Progress:
             self._file.flush()
 
     def step(self, sentence: str) -> None:
-        """A new step of the work."""
+        """Begin a new step of the work."""
         self._write(sentence)
 
     def count(self, sentence: str) -> None:
-        """How far it is; it may be called as often as one likes."""
+        """Show the progress; it may be called as often as needed."""
         now = time.monotonic()
         if now >= self._next_count:
             self._next_count = now + (_TERMINAL_SECONDS if self._is_terminal else _OTHER_SECONDS)

@@ -17,7 +17,7 @@ _FROM_INPUT = "-"
 
 
 def prompt_of(service: RemoteService, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
-    """The model and the tenant that are meant, and the token ids of the prompt."""
+    """Return the model and the tenant, and the token ids of the prompt."""
     messages = None
     if arguments.messages is not None:
         messages = _messages(_read(arguments.messages, "--messages"))
@@ -26,7 +26,7 @@ def prompt_of(service: RemoteService, arguments: argparse.Namespace) -> tuple[di
 
 
 def _group_of(service: RemoteService, arguments: argparse.Namespace, named: str | None) -> dict[str, Any]:
-    """The model of the flag, else that of the chat request, else the only one that is registered; and the tenant."""
+    """Return the model of the flag, else that of the chat request, else the only registered one; and the tenant."""
     tenant: str | None = arguments.tenant_id
     model = named if arguments.model is None else arguments.model
     if model is not None:
@@ -45,7 +45,7 @@ def _group_of(service: RemoteService, arguments: argparse.Namespace, named: str 
 def _token_ids(
     service: RemoteService, arguments: argparse.Namespace, model: str, messages: dict[str, Any] | None
 ) -> list[int]:
-    """The token ids of a prompt. The service makes them of a text and of messages."""
+    """Return the token ids of a prompt. The service tokenizes a text and messages."""
     if arguments.tokens is not None:
         return read_tokens(arguments.tokens, option="--tokens")
     if arguments.tokens_file is not None:
@@ -59,7 +59,7 @@ def _token_ids(
 
 
 def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say of the prompt besides its tokens."""
+    """Return the fields of the prompt besides its tokens, from the flags."""
     return {"block_size": arguments.block_size, "lora_name": arguments.lora, "cache_salt": arguments.cache_salt}
 
 
@@ -71,7 +71,7 @@ def _read(path: str, flag: str) -> str:
 
 
 def _messages(text: str) -> dict[str, Any]:
-    """The messages of a file: their list, or the body of a chat request, which may name its model."""
+    """Read the messages of a file: their list, or the body of a chat request, which may name its model."""
     try:
         content = json.loads(text)
     except ValueError as exc:

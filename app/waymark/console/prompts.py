@@ -46,7 +46,7 @@ def read_tokens(given: str, *, option: str, stdin: TextIO | None = None) -> list
 
 
 def read_file(path: Path, *, option: str) -> str:
-    """What is in a file, or ``-``."""
+    """Return the contents of a file, or of standard input for ``-``."""
     if str(path) == "-":
         return "-"
     try:
@@ -56,7 +56,9 @@ def read_file(path: Path, *, option: str) -> str:
 
 
 def read_prompt(text: str | None, messages: str | None, *, stdin: TextIO = sys.stdin) -> Prompt:
-    """A text, or the messages of a chat request as JSON: a list, or an object with ``messages``; ``-`` reads them."""
+    """Read a text, or the messages of a chat request as JSON: a list, or an object with ``messages``; ``-`` reads them
+    from standard input.
+    """
     if messages is None:
         given = text or ""
         return TextPrompt(stdin.read() if given == "-" else given)
@@ -78,7 +80,7 @@ def read_prompt(text: str | None, messages: str | None, *, stdin: TextIO = sys.s
 
 
 def read_hashes(given: str, *, option: str, stdin: TextIO = sys.stdin) -> tuple[int, ...]:
-    """The seq_hashes of a prompt, each as ``read_hash`` takes it; ``-`` reads them from standard input."""
+    """Read the seq_hashes of a prompt, each as ``read_hash`` takes it; ``-`` reads them from standard input."""
     return tuple(read_hash(word, option=option) for word in _words(stdin.read() if given == "-" else given))
 
 

@@ -11,12 +11,12 @@ from waymark.console.service import RemoteService
 from waymark.console.units import held_text, seconds_text
 from waymark.domain.status import StreamStatus
 
-#: An engine of these gets no requests.
+#: An engine with such a status does not get requests.
 UNUSABLE = (StreamStatus.UNREACHABLE, StreamStatus.LOST, StreamStatus.FAILED)
 
 
 def publishers(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The answer of ``/workers``, with the wanted publishers only, and with the warnings of ``/ready``."""
+    """Return the answer of ``/workers``, with the wanted publishers only, and with the warnings of ``/ready``."""
     answer = service.get("/workers")
     drained = dict(zip(map(id, answer["publishers"]), drains(answer["publishers"]), strict=True))
     wanted = [
@@ -30,7 +30,7 @@ def publishers(service: RemoteService, arguments: argparse.Namespace) -> dict[st
 
 
 def warnings(service: RemoteService) -> list[str]:
-    """What a replica warns of: settings of its Redis, and tokenizers that cost more than they could."""
+    """Return the warnings of a replica: settings of its Redis, and tokenizers that cost more than necessary."""
     answer = service.answer("GET", "/ready")
     try:
         content = answer.json()
@@ -41,9 +41,10 @@ def warnings(service: RemoteService) -> list[str]:
 
 
 def drains(publishers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The state of each publisher: ``draining`` or ``drained`` if it is a target with weight 0, else nothing.
+    """Return the state of each publisher: ``draining`` or ``drained`` if it is a target with weight 0, else an empty
+    text.
 
-    A further socket of a rank is no target, and neither is a pool.
+    An additional socket of a rank is not a target, nor is a pool.
     """
     found = []
     for each in publishers:
@@ -54,18 +55,18 @@ def drains(publishers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def state(publisher: Mapping[str, Any], drain: str) -> Text:
-    """Its status, and whether it is drained."""
+    """Return its status, and whether it is drained."""
     style = STATUS_STYLES.get(publisher["status"], "")
     return joined(text(publisher["status"], style), text(f", {drain}" if drain else "", "yellow"))
 
 
 def complaint(publisher: Mapping[str, Any]) -> str:
-    """What is wrong with a publisher, in words; empty where nothing is."""
+    """Return the problems of a publisher, in words; an empty text if there is no problem."""
     return publisher["complaint"] or ""
 
 
 def parts(found: dict[str, Any]) -> list[ScreenPart]:
-    """How it looks."""
+    """Return the drawing of the publishers."""
     drawn: list[ScreenPart] = [text(f"warning: {line}", "bold red") for line in found["warnings"]]
     if not found["workers"]:
         drawn.append(text("no ingest worker is alive: no event is applied until one runs", "bold red"))

@@ -22,7 +22,7 @@ from waymark.inspection.why import unknown_group
 
 
 async def run_inspect(arguments: argparse.Namespace, settings: Settings, screen: Screen) -> None:
-    """Draw one inspection; ``NotFound`` where there is nothing of that name."""
+    """Draw one inspection. Raise ``NotFound`` if the named object does not exist."""
     if arguments.what == "namespace":
         key = None if arguments.seq_hash is None else read_hash(arguments.seq_hash, option="--seq-hash")
         screen.show(lookups.of_namespace(_adapter(arguments), arguments.salt, key))
@@ -122,7 +122,7 @@ async def _prompt(
 
 
 def drawn(found: PromptExplanation, screen: Screen, *, top: int) -> list[ScreenPart]:
-    """An explanation as the screen shows it; ``NotFound`` where nothing was looked up."""
+    """Return the drawing of an explanation. Raise ``NotFound`` if no group was looked up."""
     if found.holding is None:
         raise NotFound(" ".join(found.reasons))
     parts = cells.parts(

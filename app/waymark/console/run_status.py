@@ -48,7 +48,7 @@ async def run_status(arguments: argparse.Namespace, settings: Settings, screen: 
 
 
 async def _tokenizer_warnings(settings: Settings) -> list[str]:
-    """What is wrong with the tokenizers that this process's settings name, which replicas share."""
+    """Return the problems of the tokenizers in this process's settings, which replicas share."""
     if not settings.tokenizers:
         return []
     # Only they need the packages for text.

@@ -1,8 +1,8 @@
 """Where the console's text goes: a terminal with colours and width, or plain lines for files, pipes and logs.
 
-Views give ``Text`` and ``Grid``; only this module knows what becomes of them. Plain text has no colour, no box
-art, no cut words, and the same columns each time. Names come from clients: what cannot be printed is replaced, so
-that none can move the cursor of the terminal.
+Views return ``Text`` and ``Grid``; only this module knows their final form. Plain text has no colour, no box art, no
+cut words, and the same columns each time. Names come from clients: unprintable characters are replaced, so that a name
+cannot move the cursor of the terminal.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _CUT_WIDTH = 20
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table; ``numbers`` are the columns that are aligned to the right."""
+    """A table; the columns in ``numbers`` are aligned to the right."""
 
     head: tuple[str, ...]
     rows: Sequence[tuple[Text, ...]]
     numbers: frozenset[str] = frozenset()
     spare: tuple[str, ...] = ()
-    """Columns that a narrow terminal leaves out, the first of them first."""
+    """Columns that a narrow terminal leaves out, in this order."""
     cut: str = ""
     """The last column, if a narrow terminal cuts its texts: a row is one line then."""
 
@@ -68,12 +68,12 @@ class Screen:
 
     @contextmanager
     def live(self) -> Iterator[Callable[[Sequence[ScreenPart]], None]]:
-        """A function that draws in the place of what it has drawn before, on a screen of its own."""
+        """Yield a function that draws over its last drawing, on a screen of its own."""
         with Live(console=self.console, auto_refresh=False, screen=True) as live:
             yield lambda parts: live.update(self._rich(parts), refresh=True)
 
     def write(self, text: str) -> None:
-        """Text as it is, whatever the width."""
+        """Write a text unchanged, whatever the width."""
         self.console.file.write(text + "\n")
         self.console.file.flush()
 
@@ -94,7 +94,7 @@ class Screen:
 
 
 def text(value: object, style: str = "") -> Text:
-    """A value that may come from a client, as one line that only prints."""
+    """Return a value that may come from a client, as one line of printable characters."""
     return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value)), style)
 
 
@@ -132,7 +132,7 @@ def _needed(widths: Mapping[str, int]) -> int:
 
 
 def _widths(grid: Grid) -> list[int]:
-    """How wide each column would like to be."""
+    """Return the preferred width of each column."""
     cells = [[len(cell.plain) for cell in column] for column in zip(*grid.rows, strict=True)] or [[]] * len(grid.head)
     return [max(len(name), *lengths, 1) for name, lengths in zip(grid.head, cells, strict=True)]
 

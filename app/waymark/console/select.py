@@ -12,7 +12,7 @@ from waymark.console.service import RemoteService
 
 
 def select(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The answers of ``/select`` and ``/score``; without ``--reserve`` nothing is reserved."""
+    """Return the answers of ``/select`` and ``/score``; only ``--reserve`` makes a reservation."""
     group, tokens = prompt_of(service, arguments)
     prompt = {"token_ids": tokens, "policy": arguments.policy}
     body = group | fields_of(arguments) | prompt
@@ -24,7 +24,7 @@ def select(service: RemoteService, arguments: argparse.Namespace) -> dict[str, A
 
 
 def _others(service: RemoteService, group: dict[str, Any], scores: list[dict[str, Any]]) -> dict[str, str]:
-    """The engines of the model that are no target now, and why as far as ``/workers`` shows it."""
+    """Return the engines of the model that are not targets now, and the reasons in ``/workers``."""
     publishers = service.get("/workers")["publishers"]
     scored = {row["instance_id"] for row in scores}
     return {
@@ -38,7 +38,7 @@ def _others(service: RemoteService, group: dict[str, Any], scores: list[dict[str
 
 
 def parts(found: dict[str, Any]) -> list[ScreenPart]:
-    """How it looks."""
+    """Return the drawing of a selection."""
     selected, target = found["selected"], found["selected"]["target"]
     drawn: list[ScreenPart] = [
         joined(
@@ -78,5 +78,5 @@ def parts(found: dict[str, Any]) -> list[ScreenPart]:
 
 
 def _number(value: float) -> str:
-    """A number without an exponent, and with four digits where it is small."""
+    """Format a number without an exponent, and with four digits if it is small."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"

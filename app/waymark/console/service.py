@@ -1,4 +1,4 @@
-"""The HTTP API of a Waymark, as the commands use it: JSON in, JSON out, and one sentence where that fails."""
+"""The HTTP API of a Waymark for the commands: JSON in, JSON out, and one sentence if that fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RemoteService:
     """The HTTP API of one Waymark, as a context manager."""
 
     def __init__(self, url: str, api_token: str | None = None, *, seconds: float = SECONDS) -> None:
-        """Raises ``InvalidValue`` where ``url`` is none."""
+        """Raise ``InvalidValue`` if ``url`` is not a URL."""
         self.url = url.rstrip("/")
         if not _URL.fullmatch(self.url):
             raise InvalidValue(f"url is {shown(url)}; it must be a URL such as {DEFAULT_URL}", field="url")
@@ -37,15 +37,15 @@ class RemoteService:
         self._http.close()
 
     def get(self, path: str) -> Any:
-        """The JSON of a path. Raises ``ServiceRefused``, ``ServiceUnreachable``."""
+        """Return the JSON of a path. Raise ``ServiceRefused`` or ``ServiceUnreachable`` if that fails."""
         return self._json(self.answer("GET", path))
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON that a body is answered with; fields that are None are left out. Raises as ``get``."""
+        """Post a body, without fields that are None, and return the JSON of the answer. Raise the errors of ``get``."""
         return self._json(self.answer("POST", path, {name: each for name, each in body.items() if each is not None}))
 
     def answer(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-        """The answer, whatever its status. Raises ``ServiceUnreachable``."""
+        """Return the answer, whatever its status. Raise ``ServiceUnreachable`` if there is no answer."""
         try:
             return self._http.request(method, self.url + path, json=body)
         except httpx.TransportError as error:

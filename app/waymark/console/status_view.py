@@ -1,4 +1,4 @@
-"""How ``waymark status`` looks: what there is first, the table of workers, the streams group by group."""
+"""The view of ``waymark status``: the summary, the table of workers, the streams group by group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HEAD = (
     *("GAPS", "REPLAYS", "RESTARTS", "LOST", "COMPLAINT"),
 )
 _NUMBERS = frozenset({"RANK", "WATERMARK", "LAG", "KNOWN", "GAPS", "REPLAYS", "RESTARTS", "LOST"})
-#: What a terminal shows in other places: above the table, and below it.
+#: A terminal shows these in other places: above the table, and below it.
 _PLAIN_ONLY = ("TENANT", "MODEL", "COMPLAINT")
 _SPARE = ("TYPE", "REPLAYS", "WATERMARK", "WORKER", "RESTARTS", "GAPS", "LOST", "KNOWN")
 
@@ -57,7 +57,7 @@ def parts(status: Status, *, is_plain: bool) -> list[ScreenPart]:
 
 
 def _group(status: Status, states: Sequence[PublisherState]) -> list[ScreenPart]:
-    """A group's table, and below it each error once, with those who have it."""
+    """Return a group's table, and below it each error once, with the streams that have it."""
     columns = [i for i, name in enumerate(_HEAD) if name not in _PLAIN_ONLY]
     rows = [_row(status, state) for state in states]
     head = tuple(_HEAD[i] for i in columns)
@@ -164,7 +164,7 @@ def _is_little(state: PublisherState) -> bool:
 
 
 def _held(state: PublisherState) -> str:
-    """Blocks by medium; of a source of opaque prefixes its prefixes."""
+    """Return the number of blocks by medium; for a source of opaque prefixes, that of its prefixes."""
     if state.registration.kind.traits.is_opaque:
         return ", ".join(f"{medium} {n} prefixes" for medium, n in sorted(state.prefixes.items())) or "none"
     return held_text(state.blocks)

@@ -1,6 +1,6 @@
 """``waymark top``: the engines of a running Waymark, drawn again every few seconds, sorted and filtered by keys.
 
-``TopView`` is what the keys change and what is drawn, without a terminal; ``run`` has the terminal.
+``TopView`` has the state that keys change, and draws it, without a terminal; ``run`` has the terminal.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from waymark.domain.media import IN_EVERY_ANSWER
 
 PublisherAnswer: TypeAlias = Mapping[str, Any]
 
-#: The media that have a column.
+#: The media with a column.
 _MEDIA = IN_EVERY_ANSWER
 _HELP = "q quit   s sort   r reverse   / filter   j k scroll   c complaints"
 _SPARE = (*reversed(_MEDIA[1:]), "LAG", "RANK", "COMPLAINT", _MEDIA[0], "STORED/S")
 _WORST = tuple(reversed(STATUS_STYLES))
-#: Lines of the screen that are no publisher: an error, the head, the table's head, the help, and one to spare.
+#: Lines of the screen besides publishers: an error, the head, the table's head, the help, and a spare one.
 _OTHER_LINES = 5
 #: How often a pending answer is looked for between keys.
 _POLL_SECONDS = 0.05
@@ -42,7 +42,7 @@ def _blocks(publisher: PublisherAnswer) -> int:
     return sum(publisher["blocks"].values())
 
 
-#: What rows can be sorted by; the greatest first.
+#: Sort key -> the value to sort rows by; the greatest comes first.
 SORTS: dict[str, Callable[[PublisherAnswer, float], Any]] = {
     "stored/s": lambda each, rate: rate,
     "requests": lambda each, rate: each["load"]["requests"],
@@ -81,7 +81,7 @@ class TopView:
         self._looks += 1
 
     def key(self, key: str) -> None:
-        """What a key changes."""
+        """Apply a key."""
         if self.is_typing:
             if key in ("\r", "\n", "\x1b"):
                 self.is_typing = False
@@ -108,7 +108,7 @@ class TopView:
                 self.first = max(0, self.first - 1)
 
     def rows(self, publishers: Sequence[PublisherAnswer]) -> list[PublisherAnswer]:
-        """The publishers that pass the filter, in order."""
+        """Return the publishers that pass the filter, in order."""
         wanted = [
             each for each in publishers if self.filter in f"{each['instance_id']} {each['model_name']} {each['status']}"
         ]
@@ -118,7 +118,7 @@ class TopView:
         return ordered
 
     def parts(self, answer: Mapping[str, Any], lines: int) -> list[ScreenPart]:
-        """The screen, in so many lines."""
+        """Return the screen, in so many lines."""
         rows = [each for each in self.rows(answer["publishers"]) if complaint(each) or not self.is_complaints]
         room = max(1, lines - _OTHER_LINES)
         self.first = min(self.first, max(0, len(rows) - room))
@@ -194,13 +194,13 @@ def run(service: RemoteService, seconds: float, screen: Screen) -> None:
 
 
 def _asked(service: RemoteService) -> Future[Any]:
-    """The next answer, from a thread of its own, so that keys are heard meanwhile and ``q`` waits for nobody."""
+    """Ask in a thread of its own, so that keys are read meanwhile and ``q`` never has to wait."""
     coming: Future[Any] = Future()
 
     def ask() -> None:
         try:
             coming.set_result(service.get("/workers"))
-        except Exception as error:  # of whatever kind: it is raised where the answer is read
+        except Exception as error:  # of any kind: the reader of the answer raises it again
             coming.set_exception(error)
 
     threading.Thread(target=ask, daemon=True).start()
@@ -209,7 +209,7 @@ def _asked(service: RemoteService) -> Future[Any]:
 
 @contextmanager
 def _keys() -> Iterator[None]:
-    """Keys arrive one by one and are not echoed inside."""
+    """Switch to single keys without echo inside."""
     before = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin)

@@ -10,7 +10,7 @@ _KIB = 1024
 
 
 def seconds_text(seconds: float) -> str:
-    """A span, at most four characters or so: 0.4s, 12s, 5m, 3h, 2d."""
+    """Format a span in about four characters: 0.4s, 12s, 5m, 3h, 2d."""
     if seconds < 10:
         return f"{seconds:.1f}s"
     for unit, size, limit in (("s", 1, 120), ("m", 60, 7200), ("h", 3600, 172_800)):
@@ -20,7 +20,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def bytes_text(number: int) -> str:
-    """A size in binary units."""
+    """Format a size in binary units."""
     size, unit = float(number), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < _KIB or unit == "TiB":
@@ -30,6 +30,6 @@ def bytes_text(number: int) -> str:
 
 
 def held_text(blocks: Mapping[str, int]) -> str:
-    """Blocks by medium, the fastest first."""
+    """Format the number of blocks by medium, the fastest first."""
     ordered = sorted(blocks.items(), key=lambda item: (order_of(item[0]), item[0]))
     return ", ".join(f"{medium} {count}" for medium, count in ordered) or "none"
