@@ -19,12 +19,12 @@ budget, and sends the prompt anywhere if the budget is over:
     matches = await waymark.query("llama", token_ids, deadline=0.05, or_empty=True)
 
 Token ids travel packed, 4 bytes each; with ``block_hashes`` and ``query_by_hash`` no token travels at all. ``select``
-has a budget, too: ``deadline`` in seconds, and a ``fallback`` that names the target if nobody has answered by then.
+has a budget, too: ``deadline`` in seconds, and a ``fallback`` that names the target if there is no answer by then.
 
 All numbers are in tokens. A request that Waymark rejects raises ``Refused`` with Waymark's own sentence. A request that
 gets no answer within a bounded time raises ``Unavailable``; a router then sends its prompt to any engine.
 
-The package needs none of the server's dependencies.
+The package does not need the server's dependencies.
 """
 
 from __future__ import annotations

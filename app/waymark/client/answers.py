@@ -1,4 +1,4 @@
-"""What the clients return, and how it is read from the contract's JSON."""
+"""The results of the clients, and their parsers from the contract's JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from waymark.domain.media import BEST, IN_EVERY_ANSWER
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What one instance has of a prompt, in tokens."""
+    """One instance's share of a prompt, in tokens."""
 
     longest_matched: int
     """Unbroken prefix on any medium and rank."""
@@ -63,7 +63,7 @@ class Selection:
     others: Sequence[str]
     """The next best instances."""
     prefill: str | None
-    """The instance that computes the prompt first, if that is another one."""
+    """The instance that computes the prompt first, if it is another one."""
     headers: Mapping[str, str]
     """Headers to send with the request, for proxies and engines that go by them."""
     reservation: str | None
@@ -77,7 +77,7 @@ class Selection:
 
     @classmethod
     def local(cls, target: str) -> Selection:
-        """What the caller has chosen itself, an address or an instance."""
+        """Return the caller's own choice, an address or an instance."""
         address = target if "://" in target else None
         return cls(target, 0, address, 0, 0, (), None, {}, None, reason="local", is_local=True)
 
@@ -90,9 +90,9 @@ class Score:
     dp_rank: int
     address: str | None
     score: float | None
-    """Greater is better; None where the policy has costs."""
+    """Greater is better; None if the policy has costs."""
     cost: float | None
-    """Less is better; None where the policy has scores."""
+    """Less is better; None if the policy has scores."""
     device_tokens: int
     new_tokens: int
     wait_tokens: int
@@ -101,7 +101,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One registration. What was not given is empty."""
+    """One registration. A missing field is empty."""
 
     endpoint: str
     replay_endpoint: str
@@ -128,7 +128,7 @@ class Registered:
     endpoints: Mapping[int, str | None]
     """The event endpoint of each rank."""
     warnings: Sequence[str] = ()
-    """What the registration cannot do, a sentence each."""
+    """The abilities that the registration lacks, a sentence each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class Publisher:
     worker: str | None
     """The ingest worker that applies it."""
     replay: bool
-    """Whether what is missing can be asked for again."""
+    """Whether missing batches can be requested again."""
 
 
 class Applied(NamedTuple):
@@ -163,14 +163,14 @@ class Applied(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Publishers, and the ingest workers that are alive with how many streams each has."""
+    """Publishers, and the live ingest workers with the number of each one's streams."""
 
     publishers: Sequence[Publisher] = field(default_factory=list)
     workers: Mapping[str, int] = field(default_factory=dict)
 
 
 def content_of(answer: httpx.Response) -> Any:
-    """The answer, in the form in which its request was; ``ValueError`` where it cannot be read."""
+    """Parse the answer, which has the form of its request. Raise ``ValueError`` if it cannot be read."""
     if answer.headers.get("content-type", "").startswith("application/msgpack"):
         return msgpack.unpackb(answer.content)
     return answer.json()
@@ -198,7 +198,7 @@ def read_matches(answer: httpx.Response) -> Matches:
 
 
 def _of_tiers(row: dict[str, Any]) -> Match:
-    """Each token counts at the fastest medium that its prefix reaches without a gap."""
+    """Count each token at the fastest medium that its prefix reaches without a gap."""
     tiers = (row["gpu"], row["cpu"] - row["gpu"], row["disk"] - row["cpu"])
     media = dict(zip(IN_EVERY_ANSWER, tiers, strict=True))
     return Match(row["longest_matched"], media, {int(rank): tokens for rank, tokens in row["dp"].items()})

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def _sent(call: Callable[P, calls.ClientCall[T]]) -> Callable[Concatenate[AsyncClient, P], Awaitable[T]]:
-    """A call as a method, which sends it."""
+    """Return a call as a method, which sends it."""
 
     @wraps(call)
     async def method(client: AsyncClient, /, *arguments: P.args, **options: P.kwargs) -> T:
@@ -32,7 +32,7 @@ def _sent(call: Callable[P, calls.ClientCall[T]]) -> Callable[Concatenate[AsyncC
 
 
 class AsyncClient:
-    """A ``Client`` for asyncio. A ``deadline`` is exact: it cancels what is under way then."""
+    """A ``Client`` for asyncio. A ``deadline`` is exact: it cancels the requests under way."""
 
     def __init__(
         self,
@@ -84,13 +84,13 @@ class AsyncClient:
         fallback: Callable[[], str] | None = None,
         **options: Any,
     ) -> AsyncSelecting:
-        """As ``Client.select``, for ``async with``."""
+        """Select a target like ``Client.select``, for ``async with``."""
         return AsyncSelecting(self, calls.select(model, token_ids, **options), fallback)
 
     def select_by_hash(
         self, model: str, seq_hashes: Iterable[int], *, fallback: Callable[[], str] | None = None, **options: Any
     ) -> AsyncSelecting:
-        """As ``select``, with seq_hashes in place of token ids."""
+        """Select a target like ``select``, with seq_hashes in place of token ids."""
         return AsyncSelecting(self, calls.select_by_hash(model, seq_hashes, **options), fallback)
 
     async def _send(self, call: calls.ClientCall[T]) -> T:
@@ -125,7 +125,7 @@ class AsyncClient:
 
 
 class AsyncSelecting:
-    """A target while its request is under way; what ``select`` gives to ``async with``."""
+    """A target while its request is under way; the result of ``select`` for ``async with``."""
 
     selection: Selection
     """The decision; it is there from the beginning of the block on."""
@@ -154,7 +154,7 @@ class AsyncSelecting:
         await self._release("all", calls.outcome_of(error))
 
     async def first_token(self) -> None:
-        """The prompt is computed: others need not wait for it any more, and this target took so long."""
+        """Report that the prompt is computed: other requests need not wait for it any more, and its time is known."""
         await self._release("prefill", ttft_ms=1e3 * (perf_counter() - self._began))
 
     def used(
@@ -171,7 +171,7 @@ class AsyncSelecting:
         self._usage = calls.usage_of(cached_tokens, prompt_tokens, completion_tokens)
 
     async def renew(self) -> None:
-        """The request goes on for longer than it was reserved for."""
+        """Renew the reservation of a request that takes longer."""
         await self._release("renew")
 
     async def _release(self, part: str, outcome: str = "ok", ttft_ms: float | None = None) -> None:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def _sent(call: Callable[P, calls.ClientCall[T]]) -> Callable[Concatenate[Client, P], T]:
-    """A call as a method, which sends it."""
+    """Return a call as a method, which sends it."""
 
     @wraps(call)
     def method(client: Client, /, *arguments: P.args, **options: P.kwargs) -> T:
@@ -32,8 +32,8 @@ def _sent(call: Callable[P, calls.ClientCall[T]]) -> Callable[Concatenate[Client
 
 
 class Client:
-    """Blocking. ``timeout`` is per try, ``retry_seconds`` what may be spent waiting between tries, both in seconds.
-    Queries and decisions never wait between tries.
+    """Blocking. ``timeout`` is per try, ``retry_seconds`` the bound on the time between tries, both in seconds. Queries
+    and decisions never wait between tries.
 
     ``url`` may be several: if one does not answer, or answers that it cannot, the next one is asked at once.
     A URL that failed comes last for five seconds. At most 100 requests are under way at once, over as many connections,
@@ -92,7 +92,7 @@ class Client:
         fallback: Callable[[], str] | None = None,
         **options: Any,
     ) -> Selecting:
-        """A target for a prompt, reserved for as long as the block of ``with`` takes.
+        """Reserve a target for a prompt, for as long as the block of ``with`` takes.
 
         The prompt is given as for ``query``. ``options`` are the fields of ``POST /select``, such as ``only``,
         ``policy`` or ``timeout_seconds``, and ``deadline``. An error that leaves the block counts as one of the
@@ -105,7 +105,7 @@ class Client:
     def select_by_hash(
         self, model: str, seq_hashes: Iterable[int], *, fallback: Callable[[], str] | None = None, **options: Any
     ) -> Selecting:
-        """As ``select``, with seq_hashes in place of token ids."""
+        """Select a target like ``select``, with seq_hashes in place of token ids."""
         return Selecting(self, calls.select_by_hash(model, seq_hashes, **options), fallback)
 
     def _send(self, call: calls.ClientCall[T]) -> T:
@@ -128,7 +128,7 @@ class Client:
 
 
 class Selecting:
-    """A target while its request is under way; what ``select`` gives to ``with``."""
+    """A target while its request is under way; the result of ``select`` for ``with``."""
 
     selection: Selection
     """The decision; it is there from the beginning of the block on."""
@@ -157,7 +157,7 @@ class Selecting:
         self._release("all", calls.outcome_of(error))
 
     def first_token(self) -> None:
-        """The prompt is computed: others need not wait for it any more, and this target took so long."""
+        """Report that the prompt is computed: other requests need not wait for it any more, and its time is known."""
         self._release("prefill", ttft_ms=1e3 * (perf_counter() - self._began))
 
     def used(
@@ -174,7 +174,7 @@ class Selecting:
         self._usage = calls.usage_of(cached_tokens, prompt_tokens, completion_tokens)
 
     def renew(self) -> None:
-        """The request goes on for longer than it was reserved for."""
+        """Renew the reservation of a request that takes longer."""
         self._release("renew")
 
     def _release(self, part: str, outcome: str = "ok", ttft_ms: float | None = None) -> None:

@@ -1,7 +1,7 @@
-"""The requests of the contract, and what their answers mean: every method of both clients, without anything sent.
+"""The requests of the contract, and the meaning of their answers: every method of both clients, before it is sent.
 
-A function here is a method of ``Client`` and of ``AsyncClient``, with the same arguments; what it returns says what is
-sent and how the answer is read.
+A function here is a method of ``Client`` and of ``AsyncClient``, with the same arguments; its result contains the
+request and the parser of the answer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from waymark.domain.engines import UNNAMED
 T = TypeVar("T")
 
 _IN_MSGPACK = {"Content-Type": "application/msgpack"}
-#: No value stands for a call that nobody answered: it raises.
+#: Marks a call without a default result: it raises an error if there is no answer.
 _RAISED: Final[object] = object()
 
 
@@ -50,23 +50,23 @@ class ClientCall(Generic[T]):
     read: Callable[[httpx.Response], T]
     body: dict[str, Any] | None = None
     is_retried: bool = True
-    """A 503 is asked again after a while. Not where a request of a user waits for the answer."""
+    """Whether a 503 is tried again after a while. Not if a user's request waits for the answer."""
     deadline: float | None = None
     """Seconds for the whole call, over all URLs; then each URL is asked once."""
     otherwise: T | object = _RAISED
-    """The result where nobody answers."""
+    """The result if there is no answer."""
     is_named: bool = False
     """Asked of several replicas it needs a name of its own, so that it counts once."""
 
     @property
     def sent(self) -> dict[str, Any]:
-        """The body as httpx takes it: in msgpack if something of it is packed, else in JSON."""
+        """The body as httpx takes it: in msgpack if a field is packed, else in JSON."""
         if self.body is None or not any(isinstance(value, bytes) for value in self.body.values()):
             return {"json": self.body}
         return {"content": msgpack.packb(self.body, use_bin_type=True), "headers": _IN_MSGPACK}
 
     def unanswered(self, error: Unavailable) -> T:
-        """The result where nobody answered, or the error."""
+        """Return the result for a missing answer, or raise the error."""
         if self.otherwise is _RAISED:
             raise error
         return cast("T", self.otherwise)
@@ -77,7 +77,8 @@ def register(
 ) -> ClientCall[list[str]]:
     """Have a publisher's events indexed; the same registration again changes nothing.
 
-    Returns the warnings: what this registration cannot do. ``options`` are further fields of ``POST /register``.
+    Return the warnings, one for each ability that this registration lacks. ``options`` are further fields of ``POST
+    /register``.
     """
     body = {"instance_id": instance_id, "endpoint": endpoint, "model": model, "block_size": block_size, "type": type}
     return ClientCall("POST", "/register", read_warnings, body | options)
@@ -94,7 +95,9 @@ def register_url(url: str, **options: Any) -> ClientCall[Registered]:
 
 
 def unregister(instance_id: str, *, tenant_id: str | None = None, dp_rank: int | None = None) -> ClientCall[list[str]]:
-    """Take a rank out, or all ranks; ``inst|tenant|rank`` of each. ``Refused`` (404) where there is none."""
+    """Unregister a rank, or all ranks. Return ``inst|tenant|rank`` of each. Raise ``Refused`` (404) if there is no such
+    rank.
+    """
     body = {"instance_id": instance_id, "tenant_id": tenant_id, "dp_rank": dp_rank}
     return ClientCall("POST", "/unregister", lambda answer: list(answer.json()["removed_instances"]), body)
 
@@ -108,13 +111,13 @@ def query(
     or_empty: bool = False,
     **options: Any,
 ) -> ClientCall[Matches]:
-    """How much of a prompt each instance has.
+    """Return each instance's share of a prompt.
 
-    Each URL is asked once, with ``deadline`` for at most so many seconds over all URLs. Where no replica answers, it
+    Each URL is asked once, with ``deadline`` for at most so many seconds over all URLs. If no replica answers, it
     raises Unavailable, or with ``or_empty`` returns no matches.
 
-    The prompt is ``token_ids``, ``messages`` of a chat request, or a text as ``prompt``. ``block_size`` may be left
-    out where the model's engines have one. ``features`` names images among ``token_ids``.
+    The prompt is ``token_ids``, ``messages`` of a chat request, or a text as ``prompt``. ``block_size`` may be left out
+    if all engines of the model have the same. ``features`` names images among ``token_ids``.
     """
     body = {"model": model, "block_size": block_size} | _packed_prompt(token_ids) | options
     return ClientCall("POST", "/query", read_matches, body, False, deadline, _empty(or_empty))
@@ -129,41 +132,41 @@ def query_by_hash(
     or_empty: bool = False,
     **options: Any,
 ) -> ClientCall[Matches]:
-    """As ``query``, with seq_hashes in place of token ids."""
+    """Query like ``query``, with seq_hashes in place of token ids."""
     body = {"model": model, "block_size": block_size, "seq_hashes": _packed_hashes(seq_hashes)} | options
     return ClientCall("POST", "/query_by_hash", read_matches, body, False, deadline, _empty(or_empty))
 
 
 def stored(instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Any) -> ClientCall[Applied]:
-    """Blocks that an engine of type ``standard`` without a socket now has; ``event_id`` rises by one each time.
+    """Report new blocks of an engine of type ``standard`` without a socket; ``event_id`` rises by one each time.
 
     ``options`` are fields of a standard event: ``base_block_idx`` or ``parent_hash``, ``medium``, ``dp_rank``,
-    ``token_ids``. Refused (409, ``gap``) where an event is missing before this one.
+    ``token_ids``. Raise Refused (409, ``gap``) if an earlier event is missing.
     """
     return _event("stored", instance_id, event_id, {"seq_hashes": list(seq_hashes)} | options)
 
 
 def removed(instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Any) -> ClientCall[Applied]:
-    """Blocks that it has no more."""
+    """Report removed blocks of such an engine."""
     return _event("removed", instance_id, event_id, {"seq_hashes": list(seq_hashes)} | options)
 
 
 def score(model: str, token_ids: Iterable[int] | None = None, **options: Any) -> ClientCall[list[Score]]:
-    """All targets for a prompt, best first; ``options`` are the fields of ``POST /score``, as for ``query``."""
+    """Return all targets for a prompt, best first; ``options`` are the fields of ``POST /score``, as for ``query``."""
     return ClientCall("POST", "/score", read_scores, {"model": model} | _prompt(token_ids) | options, is_retried=False)
 
 
 def select(
     model: str, token_ids: Iterable[int] | None = None, *, deadline: float | None = None, **options: Any
 ) -> ClientCall[Selection]:
-    """A target; a request waits for it, so a second try is its caller's. Another replica is asked at once."""
+    """Return a target; a request waits for it, so a second try is the caller's. Another replica is asked at once."""
     return _selected(model, _prompt(token_ids), deadline, options)
 
 
 def select_by_hash(
     model: str, seq_hashes: Iterable[int], *, deadline: float | None = None, **options: Any
 ) -> ClientCall[Selection]:
-    """As ``select``, with seq_hashes in place of token ids."""
+    """Select a target like ``select``, with seq_hashes in place of token ids."""
     return _selected(model, {"seq_hashes": list(seq_hashes)}, deadline, options)
 
 
@@ -196,27 +199,29 @@ def usage_of(cached_tokens: int | None, prompt_tokens: int | None, completion_to
 
 
 def services() -> ClientCall[list[Service]]:
-    """Every registration."""
+    """Return every registration."""
     return ClientCall("GET", "/services", read_services)
 
 
 def workers() -> ClientCall[Workers]:
-    """How every publisher's stream does, and who applies them."""
+    """Return the state of every publisher's stream, and the workers that apply them."""
     return ClientCall("GET", "/workers", read_workers)
 
 
 def ready() -> ClientCall[bool]:
-    """Whether queries can be answered now; asked once, never raises for a service that is not there."""
+    """Return whether queries can be answered now; asked once, it never raises an error for an unavailable service."""
     return ClientCall("GET", "/ready", lambda _: True, is_retried=False, otherwise=False)
 
 
 def _prompt(token_ids: Iterable[int] | None) -> dict[str, Any]:
-    """The field of token ids; none where the prompt is a text or messages among the options."""
+    """Return the field of token ids; empty if the prompt is a text or messages among the options."""
     return {} if token_ids is None else {"token_ids": list(token_ids)}
 
 
 def _packed_prompt(token_ids: Iterable[int] | None) -> dict[str, Any]:
-    """The same field with 4 bytes a token. Ids that cannot be packed stay a list; the service names what is wrong."""
+    """Return the same field with 4 bytes a token. Ids that cannot be packed stay a list, for which the service names
+    the mistake.
+    """
     given = _prompt(token_ids)
     try:
         return {name: struct.pack(f"<{len(ids)}I", *ids) for name, ids in given.items()}
@@ -225,7 +230,7 @@ def _packed_prompt(token_ids: Iterable[int] | None) -> dict[str, Any]:
 
 
 def _packed_hashes(seq_hashes: Iterable[int]) -> bytes | list[int]:
-    """The seq_hashes in 8 bytes each, as ``_packed_prompt``."""
+    """Pack the seq_hashes in 8 bytes each, like ``_packed_prompt``."""
     given = list(seq_hashes)
     try:
         return struct.pack(f"<{len(given)}Q", *given)
@@ -238,7 +243,7 @@ def _empty(or_empty: bool) -> Matches | object:
 
 
 def _event(event_type: str, instance_id: str, event_id: int, options: dict[str, Any]) -> ClientCall[Applied]:
-    """One event of an engine without a socket. Sent again it is stale, so there may be a second try."""
+    """Return one event of an engine without a socket. A repeated event is stale, so there may be a second try."""
     body = {"event_type": event_type, "backend_id": instance_id, "event_id": event_id} | options
     return ClientCall("POST", "/events", read_applied, body)
 

@@ -13,7 +13,7 @@ class ClientError(Exception):
 
 
 class Refused(ClientError):
-    """A 4xx: the request does not fit, is not allowed, or names what does not exist. A second try does not help."""
+    """A 4xx: the request does not fit, is not allowed, or names a missing object. A second try does not help."""
 
     def __init__(self, status: int, sentence: str, reason: str | None, field: str | None) -> None:
         super().__init__(sentence)
@@ -21,7 +21,7 @@ class Refused(ClientError):
         self.reason = reason
         """One of the slugs of the contract, such as ``not_found``."""
         self.field = field
-        """The name of the field that does not fit; None where no single field is wrong."""
+        """The name of the wrong field; None if no single field is wrong."""
 
 
 class Unavailable(ClientError):

@@ -14,11 +14,11 @@ from waymark.domain.multimodal import items_of, seq_hashes_with
 def block_hashes(
     token_ids: Sequence[int], block_size: int, *, features: Mapping[str, Any] | None = None, seed: int = DEFAULT_SEED
 ) -> list[int]:
-    """The seq_hash of each complete block of ``block_size`` tokens; a last block that is incomplete has none.
+    """Return the seq_hash of each complete block of ``block_size`` tokens; an incomplete last block has none.
 
     ``features`` names the images among the tokens, as vLLM's render endpoints answer it: ``mm_hashes`` and
     ``mm_placeholders``. A router that asks several times about one prompt, or must not send the prompt itself, hashes
-    it once and asks ``query_by_hash``. ``seed`` is ``WAYMARK_HASH_SEED`` of the service. ``ValueError`` where
+    it once and asks ``query_by_hash``. ``seed`` is ``WAYMARK_HASH_SEED`` of the service. Raise ``ValueError`` if
     ``block_size`` is below 1, a token id is not within 0..2^32-1, or ``features`` does not fit.
     """
     if block_size < 1:
@@ -34,5 +34,5 @@ def block_hashes(
 
 
 def seq_hashes(token_ids: Sequence[int], block_size: int, *, seed: int = DEFAULT_SEED) -> list[int]:
-    """As ``block_hashes``, of a prompt without images."""
+    """Return ``block_hashes`` of a prompt without images."""
     return block_hashes(token_ids, block_size, seed=seed)

@@ -1,7 +1,7 @@
-"""How a call is tried: which URL next, for how long, whether again; nothing here sends or sleeps.
+"""The order of tries: which URL next, for how long, whether again; this module neither sends nor sleeps.
 
-``tries`` is a generator. It yields what is to be done, gets what came of it, and returns the result of the call. So
-both clients are a loop that sends and sleeps.
+``tries`` is a generator. It yields actions, gets their results, and returns the result of the call. So both clients are
+a loop that sends and sleeps.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _CONNECTIONS = 100
 _PAUSE_SECONDS_MIN = 0.25
 #: The pause between two tries if the answer names none.
 _PAUSE_SECONDS = 1.0
-#: What is left of a deadline, at least: httpx takes 0 for an error.
+#: The least remaining time of a deadline: httpx takes 0 for an error.
 _LEFT_SECONDS_MIN = 0.001
 
 
-#: Errors of a connection that have a name among the causes of httpx's own error.
+#: Errors of a connection with a name among the causes of httpx's own error.
 _WHY = {
     ConnectionRefusedError: "the connection was refused",
     socket.gaierror: "there is no such host",
@@ -78,7 +78,7 @@ def tries(call: ClientCall[T], places: UrlOrder, retry_seconds: float) -> Tries[
 
 
 def _answered(call: ClientCall[T], places: UrlOrder) -> Generator[SendRequest | Pause, TryResult, httpx.Response]:
-    """The first answer that no other replica would give; the last one, if there is none."""
+    """Return the first answer that no other replica would give, or else the last one."""
     request = {"method": call.method} | call.sent
     if call.is_named and places.are_several and request["json"].get("request_id") is None:
         # Another replica gives the same reservation, if the first one has made it.
@@ -104,7 +104,7 @@ def _answered(call: ClientCall[T], places: UrlOrder) -> Generator[SendRequest | 
 
 
 def _unreached(url: str, error: httpx.TransportError) -> str:
-    """Which URL did not answer, why, and the way out."""
+    """Return which URL did not answer, why, and the way out."""
     return f"no Waymark answers at {shown_url(url)}: {reason_of(error)}; start it, or give the URL of one that runs"
 
 
@@ -120,7 +120,7 @@ def reason_of(error: httpx.TransportError) -> str:
 
 
 def _pause(call: ClientCall[Any], answer: httpx.Response, waited: float, retry_seconds: float) -> float | None:
-    """How many seconds to wait before another try; None where this answer is the last.
+    """Return the seconds to wait before another try, or None if this answer is the last.
 
     A 503 is asked again after its ``Retry-After``, as long as the waiting adds up to at most ``retry_seconds``.
     """
@@ -132,7 +132,7 @@ def _pause(call: ClientCall[Any], answer: httpx.Response, waited: float, retry_s
 
 
 def _result(call: ClientCall[T], answer: httpx.Response) -> T:
-    """What the answer says; ``Refused`` or ``Unavailable`` where it is no success."""
+    """Return the result in the answer. Raise ``Refused`` or ``Unavailable`` for an error."""
     if answer.is_success:
         try:
             return call.read(answer)
@@ -154,7 +154,7 @@ def _result(call: ClientCall[T], answer: httpx.Response) -> T:
 
 
 def with_token(api_token: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """httpx's own arguments, with the token among the headers, and connections that are kept."""
+    """Return httpx's own arguments, with the token among the headers, and connections that are kept."""
     options.setdefault("limits", httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS))
     if api_token is not None:
         options["headers"] = {**options.get("headers", {}), "Authorization": f"Bearer {api_token}"}

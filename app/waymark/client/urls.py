@@ -27,7 +27,7 @@ class UrlOrder:
         return len(self._urls) > 1
 
     def order(self) -> Iterator[tuple[str, bool]]:
-        """Each URL, and whether it is the last; those that failed a moment ago come last."""
+        """Yield each URL, and whether it is the last; those that failed a moment ago come last."""
         now = time.monotonic()
         urls = sorted(self._urls, key=lambda url: self._away.get(url, 0.0) > now)
         for number, url in enumerate(urls, start=1):
@@ -37,7 +37,7 @@ class UrlOrder:
         self._away[url] = time.monotonic() + _AWAY_SECONDS
 
     def answered(self, url: str, answer: httpx.Response) -> bool:
-        """Whether the answer is one that no other replica would give."""
+        """Return whether the answer is one that no other replica would give."""
         if answer.status_code in _ELSEWHERE:
             self.failed(url)
             return False
