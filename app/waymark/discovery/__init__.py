@@ -1,1 +1,3 @@
-"""Where engines come from: their own description, Kubernetes, a file; and what keeps their registrations up to date."""
+"""Sources of engines: their own description, Kubernetes, a file; and the tasks that keep their registrations up to
+date.
+"""

@@ -1,10 +1,10 @@
 """Lists and watches pods of Kubernetes over plain HTTP.
 
-A list is read in pages; then a watch goes on from its resource version, with bookmarks, until the API server ends it.
-A watch that breaks off is followed by another from the last version that was seen. A version that the server has
+A list is read in pages; then a watch goes on from its resource version, with bookmarks, until the API server ends it. A
+watch that breaks off is followed by another from the last version that was seen. A version that the server has
 forgotten (410), or an event that cannot be read, begins again with a list. The token is read for each request, for the
-kubelet replaces it. Whatever goes wrong, what was known stays known: only a list, or an event, makes a pod gone; and
-whatever the server answers, it is not asked in a loop.
+kubelet replaces it. Known pods stay known after any failure: a pod leaves only by a list or an event; and whatever the
+server answers, requests are paced.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from waymark.discovery.pods import Pod, pod_of
 log = logging.getLogger(__name__)
 
 _PAGE_PODS = 100
-#: Pods of all pages; a list that is longer is a failure, not a shorter list.
+#: The bound on pods of all pages; a longer list is a failure, not a shorter list.
 PODS_MAX = 20_000
-#: Pages of one list: twice as many as full ones need, because a server may leave out in a page what does not match.
+#: Pages of one list: twice as many as full ones need, because a server may leave non-matching items out of a page.
 _PAGES_MAX = 2 * PODS_MAX // _PAGE_PODS
 #: The pause after a page with hardly a pod that was not in an earlier page.
 _THIN_PODS, _THIN_SECONDS = _PAGE_PODS // 10, 0.1
@@ -46,7 +46,7 @@ _WATCH_SECONDS, _WATCH_SECONDS_MAX = 300, 330.0
 _WATCHES_MAX = 3
 #: Between two attempts. The longest pause is short, because engines that come meanwhile are not known.
 _BACKOFF_SECONDS, _BACKOFF_SECONDS_MAX = 1.0, 4.0
-#: A list that lacks pods without a word of the server, or has items that are not pods, is read again after this time.
+#: A list that lacks pods without a word of the server, or has items other than pods, is read again after this time.
 _DOUBT_SECONDS = 2.0
 
 
@@ -66,7 +66,7 @@ class ApiServer:
 
 
 class _ListAgain(Unanswered):
-    """What a watch brought cannot be used: no watch goes on from its version."""
+    """An unusable event of a watch: no watch continues from its version."""
 
 
 class _Expired(_ListAgain):
@@ -128,7 +128,7 @@ class PodWatch:
 
     @property
     def wants_another_list(self) -> bool:
-        """Whether it is time to read a list again that is doubted."""
+        """Whether it is time to read a doubtful list again."""
         return self._doubted is not None and monotonic() - self._doubted >= _DOUBT_SECONDS
 
     async def list_again(self) -> None:

@@ -17,7 +17,7 @@ from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX, Role
 ANNOTATION = "waymark.dev/"
 #: Labels that name a role; the annotation comes first.
 _ROLE_LABELS = ("llm-d.ai/role", "mif.moreh.io/role")
-#: Annotations that are fields of a registration, by their names there.
+#: Annotation -> the field of a registration.
 _FIELDS = {"model": "modelname", "type": "type", "role": "role", "tenant": "tenant_id"}
 
 
@@ -38,16 +38,16 @@ class Pod:
 
 @dataclass(frozen=True, slots=True)
 class PodPorts:
-    """The ports of a pod that names none."""
+    """The ports of a pod that does not name any."""
 
     api: int
     events: int
     replay: int
-    """The replay port; 0: none."""
+    """The replay port; 0 if there is none."""
 
 
 def pod_of(item: Any) -> Pod | None:
-    """The pod of an object of the API; None where it is none."""
+    """Return the pod in an object of the API, or None if it is not a pod."""
     try:
         metadata, status = item["metadata"], item.get("status") or {}
         name = f"{metadata['namespace']}/{metadata['name']}"
@@ -67,7 +67,7 @@ def pod_of(item: Any) -> Pod | None:
 
 
 def wanted_of(pod: Pod, ports: PodPorts) -> WantedEngine:
-    """The engine in a pod that is ready. Raises InvalidValue that names an annotation that does not fit."""
+    """Return the engine in a ready pod. Raise InvalidValue with the name of an annotation that does not fit."""
     own = {key.removeprefix(ANNOTATION): text for key, text in pod.annotations.items()}
     fields: dict[str, Any] = {"instance_id": pod.name, "labels": _fitting(pod.labels)}
     fields |= {field: own[name] for name, field in _FIELDS.items() if own.get(name)}
@@ -84,14 +84,14 @@ def wanted_of(pod: Pod, ports: PodPorts) -> WantedEngine:
     host = f"[{pod.address}]" if ":" in pod.address else pod.address
     url = f"http://{host}:{api}"
     origin, sockets = Origin("discovery", pod.name), (events, replay, ranks)
-    if "modelname" in fields and "block_size" in fields:  # nothing is left to ask
+    if "modelname" in fields and "block_size" in fields:  # every field is known
         fields = {"type": UNNAMED, "address": url} | fields
         return WantedEngine(origin, fields, None, sockets, since=pod.started)
     return WantedEngine(origin, fields, url, sockets, since=pod.started)
 
 
 def role_in(labels: Mapping[str, Any]) -> str | None:
-    """The role that a label names; None where none does, or it is no role."""
+    """Return the role in a label, or None without a valid one."""
     role = next((labels[label] for label in _ROLE_LABELS if label in labels), None)
     return role if role in tuple(Role) else None
 
@@ -108,7 +108,7 @@ def _texts(value: Any) -> dict[str, str]:
 
 
 def _fitting(labels: Mapping[str, str]) -> dict[str, str]:
-    """The labels that a registration can have."""
+    """Return the labels that a registration can have."""
     fitting = {
         name: text
         for name, text in sorted(labels.items())
