@@ -41,7 +41,7 @@ class StoredAnswers:
         self._scripts = scripts
 
     async def find(self, key: bytes) -> FoundAnswer:
-        """The answer to a request, by the request's key."""
+        """Return the answer to a request, by the request's key."""
         verdict, nonce, value = await self._scripts.find_answer(**_KEYS, name=key.hex())
         return FoundAnswer(nonce, value if verdict is Verdict.APPLIED else None)
 
@@ -70,7 +70,7 @@ class StoredAnswers:
         return outcome.numbers[0]
 
     async def room(self) -> AnswersSize:
-        """How much is kept now, by this machine's clock."""
+        """Return the size of the cache, by this machine's clock."""
         bytes_, due, entries = await self._client.several(
             [
                 ("HGET", keys.ANSWERS, "bytes"),
@@ -81,12 +81,12 @@ class StoredAnswers:
         return AnswersSize(entries, int(bytes_ or 0) if due else 0)
 
     def connections(self) -> tuple[int, int]:
-        """Connections to Redis that are in use, and that are idle."""
+        """Return the number of used and of idle connections to Redis."""
         return self._client.connections()
 
 
 def kind_of_failure(error: StoreUnavailable) -> str:
-    """The kind of failure, as the metrics of Continuum Router name it: connection, timeout or other."""
+    """Return the kind of failure, as the metrics of Continuum Router name it: connection, timeout or other."""
     cause = error.__cause__
     kind = kind_of(cause) if isinstance(cause, Exception) else ""
     return kind if kind in ("connection", "timeout") else "other"

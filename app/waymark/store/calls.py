@@ -1,4 +1,4 @@
-"""Cuts parts into calls of the apply script, and packs each of them as the script reads it."""
+"""Cuts parts into calls of the apply script, and packs each part as the script reads it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ApplyCall(NamedTuple):
     rows: list[bytes]
     """The keys of rows, branch rows and singles, each once. A part names a key by its position here, from 1.
 
-    The rows that are here only because a branch row belongs to them come last.
+    The rows listed only because a branch row belongs to them come last.
     """
     seqs: list[int]
     """The seq of each batch, each once. A part names a batch by its position here, from 1."""
@@ -57,7 +57,7 @@ class ApplyCalls:
         return bool(self._waiting) if self._packed is None else self._end < len(self._packed)
 
     def next(self) -> ApplyCall:
-        """The next call, which may have no parts. Call ``done`` after each call."""
+        """Return the next call, which may have no parts. Call ``done`` after each call."""
         if self._packed is not None:
             start, end = self._done, self._packed.end(self._done, CALL_PARTS, CALL_BLOCKS)
             self._moves.send(self._packed, start, end)
@@ -83,7 +83,7 @@ class ApplyCalls:
 
 
 def pack(parts: Sequence[Part], prefix: bytes) -> ApplyCall:
-    """A call with these parts; ``prefix`` is the prefix of the keys of its shard."""
+    """Return a call with these parts; ``prefix`` is the prefix of the keys of its shard."""
     holders = {holder: i for i, holder in enumerate(dict.fromkeys(part.holder for part in parts), 1)}
     seqs = {seq: i for i, seq in enumerate(dict.fromkeys(part.seq for part in parts), 1)}
     rows = {place: i for i, place in enumerate(dict.fromkeys(part.place for part in parts if part.kind != "*"), 1)}
@@ -112,7 +112,7 @@ def _next_parts(waiting: list[Part], moves: Moves) -> tuple[list[Part], list[Par
 
 
 def _packed(part: Part, holder: int, batch: int, rows: Mapping[Place, int]) -> bytes:
-    """A part as the script reads it."""
+    """Pack a part as the script reads it."""
     place = part.place
     row = branch = 0
     if part.kind != "*":

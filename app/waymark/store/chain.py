@@ -1,4 +1,4 @@
-"""The progress of one query through the index: what it reads next, and what it knows so far.
+"""The progress of one query through the index: its next reads, and its results so far.
 
 A query reads the rows of the pieces of its chain, a portion at a time. If a marked row does not list a block of its
 piece, that block is *open*: a branch row may contain it. The query reads the branch rows of open blocks together
@@ -37,7 +37,7 @@ _PIECE_BYTES = KEY_BYTES * PIECE_BLOCKS
 
 
 class _PieceValues:
-    """What was read for a piece in addition to its row. Bit i of a bitmap stands for block i of the piece."""
+    """The values read for a piece besides its row. Bit i of a bitmap stands for block i of the piece."""
 
     __slots__ = ("branches", "has_singles", "values")
 
@@ -67,7 +67,7 @@ class Chain:
         """The values that cannot be read."""
         self._entry = entry
         self._rows: list[bytes | None] = []
-        """The row of each piece that has been asked for."""
+        """The row of each piece that has been requested."""
         self._beside: dict[int, _PieceValues] = {}
         self._rows_asked: Sequence[int] = ()
         """The pieces whose rows were asked for last."""
@@ -83,7 +83,7 @@ class Chain:
         self._open: list[tuple[int, int]] = []
         """(piece, bitmap of its open blocks), in order."""
         self._is_at_end = False
-        """No holder has a block after the rows that have been asked for."""
+        """No holder has a block after the requested rows."""
 
     @property
     def blocks(self) -> int:
@@ -91,7 +91,7 @@ class Chain:
         return min(PIECE_BLOCKS * len(self._rows), len(self._keys) // KEY_BYTES)
 
     def ask(self, pieces: int, now: float) -> WantedValues:
-        """What to read next: the branch rows of open blocks, and the rows of the next ``pieces`` pieces.
+        """Return the next values to read: the branch rows of open blocks, and the rows of the next ``pieces`` pieces.
 
         Rows that the cache of hot rows has are left out.
         """
@@ -130,7 +130,7 @@ class Chain:
                     self._hot.keep(self._entry.group_id, self._head(piece), value, now)
 
     def settle(self) -> tuple[Runs, bool]:
-        """The runs that have become certain since the last call, and whether the whole chain is looked up."""
+        """Return the runs that have become certain since the last call, and whether the whole chain is looked up."""
         certain: Runs = []
         self._open = []
         self._is_at_end = False
@@ -254,7 +254,7 @@ def _length(runs: Runs) -> int:
 
 
 def _first(runs: Runs, count: int) -> Runs:
-    """The runs of the first ``count`` blocks."""
+    """Return the runs of the first ``count`` blocks."""
     first: Runs = []
     for value, length in runs:
         if count > 0:

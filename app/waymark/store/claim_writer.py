@@ -95,10 +95,10 @@ class ClaimWriter:
         )
 
     async def write_several(self, registrations: Sequence[Registration]) -> dict[PublisherName, bool]:
-        """Claim and begin publishers in a few round trips for all of them; whether each one is new.
+        """Claim and begin publishers in a few round trips for all. Return whether each one is new.
 
         The result lacks the publishers that are registered in another way, or that other callers change at the same
-        time; whatever was written of these is an unfinished claim, which ``begin`` or ``write_new`` finishes.
+        time; their parts written so far are an unfinished claim, which ``begin`` or ``write_new`` finishes.
         """
         claims, new = await self._as_registered(registrations)
         ids = await asyncio.gather(*(self._new_ids(each) for each in new))
@@ -130,7 +130,7 @@ class ClaimWriter:
         return done
 
     async def _as_registered(self, registrations: Sequence[Registration]) -> tuple[list[Claim], list[Registration]]:
-        """The claims of those that are registered in just this way, and the registrations that no claim names."""
+        """Return the claims of those that are registered in just this way, and the registrations without a claim."""
         if not registrations:
             return [], []
         fields = [keys.publisher_field(each.name) for each in registrations]
@@ -193,7 +193,7 @@ class ClaimWriter:
         )
 
     async def _confirm(self, claim: Claim) -> bool:
-        """Whether a claim that has begun is still in Redis, under the same ids."""
+        """Return whether a claim that has begun is still in Redis, under the same ids."""
         group, name = keys.group_field(claim.registration.group), keys.publisher_field(claim.registration.name)
         raw, entry = await self._client.several([("HGET", keys.PUBLISHERS, name), ("HGET", keys.GROUPS, group)])
         if raw != claim.raw:
@@ -302,7 +302,7 @@ def _claim_of(registration: Registration, ids: Outcome) -> Claim:
 
 
 def _entry_of(claim: Claim) -> bytes:
-    """The entry of the claim's group."""
+    """Return the entry of the claim's group."""
     return b"%d %d" % (claim.group_id, claim.shards)
 
 

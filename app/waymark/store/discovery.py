@@ -1,4 +1,4 @@
-"""Which ingest worker discovers engines, and what it has found."""
+"""The ingest worker that discovers engines, and its findings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DiscoveryState:
 
     worker: str
     registered: int = 0
-    """Engines that are registered by discovery or by the file."""
+    """The number of engines registered by discovery or by the file."""
     waiting: int = 0
     """Engines that were found and cannot be registered now."""
     problems: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class DiscoveryLease:
         return outcome.is_applied
 
     async def state(self) -> DiscoveryState | None:
-        """The last report of the worker that discovers engines; None if no worker does."""
+        """Return the last report of the worker that discovers engines, or None if no worker does."""
         (raw,) = await self._client.several([("GET", keys.DISCOVERY)])
         if raw is None:
             return None
@@ -58,7 +58,7 @@ class DiscoveryLease:
             return DiscoveryState(worker)  # another release wrote the report, and it cannot be read
 
     async def lives(self, claims: Sequence[Claim]) -> list[tuple[str, str]]:
-        """The life and the status of each stream, in order; an empty text if a stream has none yet."""
+        """Return the life and the status of each stream, in order; an empty text if a stream has none yet."""
         records = [keys.record(claim.group_id, claim.publisher) for claim in claims]
         replies: list[Any] = await self._client.several(
             (("HMGET", record, "life", "status") for record in records), is_lenient=True

@@ -27,7 +27,7 @@ class GroupEntries:
 
     blocks: int
     publishers: int
-    """The number of publishers that have blocks."""
+    """The number of publishers with blocks."""
     cut: int
     """Holders up to this id end."""
 
@@ -72,14 +72,16 @@ class Entries:
         return GroupEntries(total, publishers, cut), bool(chooses)
 
     async def cuts(self, claims: Iterable[Claim]) -> dict[int, int]:
-        """The cut of each group of the claims, by group id; 0 where nothing was chosen yet."""
+        """Return the cut of each group of the claims, by group id; 0 if no cut was chosen yet."""
         groups = sorted({claim.group_id for claim in claims})
         found = await self._client.several([("HGET", keys.entries(group), "cut") for group in groups]) if groups else []
         return {group: int(cut) if cut and cut.isdigit() else 0 for group, cut in zip(groups, found, strict=True)}
 
 
 def _cut(held: Mapping[bytes, bytes], max_entries: int) -> int | None:
-    """The highest id of the holders that must end, so that ``max_entries`` is met; None if the group is within it."""
+    """Return the highest id of the holders that must end, so that ``max_entries`` is met; None if the group is within
+    it.
+    """
     holders: list[tuple[int, int]] = []
     for field, value in held.items():
         if field.isdigit():

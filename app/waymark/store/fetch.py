@@ -1,7 +1,7 @@
 """Reads values of the index from Redis: one MGET per shard, over a read connection.
 
 After an error (a slot that has moved, a Redis that is loading, a broken connection) the same commands are sent once
-more through redis-py, which handles each of these errors.
+more through redis-py, which handles each such error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _ReadCommand(NamedTuple):
     """The prefix of all keys of the shard."""
     words: tuple[str | bytes, ...]
     indexes: Sequence[int]
-    """The position of each value among all values; none for the version."""
+    """The position of each value among all values; empty for the version."""
 
 
 class _CheckedReplies(Replies):
@@ -145,7 +145,7 @@ class Fetcher:
         self._duration = metrics.fetch_duration_seconds
 
     def fetch(self, entry: GroupEntry, asked: WantedValues, *, with_version: bool, until: float) -> Step:
-        """The step that reads the values that ``asked`` names, with one request to each server.
+        """Return the step that reads the values that ``asked`` names, with one request to each server.
 
         The result is a ``Fetched``. The errors are TimeoutError at ``until``, a time of the event loop's clock, and
         StoreUnavailable.
@@ -156,7 +156,7 @@ class Fetcher:
         """Send a request whose values are all on one server, if a connection to it is open."""
         entry, asked, with_version = fetch.entry, fetch.asked, fetch.with_version
         prefix, version = _of_group(entry.group_id)
-        if entry.shards == 1 and not asked.beside:  # the most frequent case: names that are packed in one call
+        if entry.shards == 1 and not asked.beside:  # the most frequent case: names packed in one call
             connection = self._client.connection(prefix)
             packed = _mget(prefix, asked.heads) if asked.heads else b""
             packed = packed + version if with_version else packed
@@ -176,7 +176,9 @@ class Fetcher:
         self._duration.observe(time.monotonic() - began)
 
     async def fetch_slowly(self, fetch: _Fetch) -> Fetched:
-        """As ``fetch``, from any servers, over connections that may have to be opened, and past every error once."""
+        """Fetch like ``fetch``, from any servers, over connections that may have to be opened, and past every error
+        once.
+        """
         asked, with_version, until = fetch.asked, fetch.with_version, fetch.until
         commands = _commands(fetch.entry, asked, with_version=with_version)
         try:
@@ -187,7 +189,7 @@ class Fetcher:
         return _together(commands, replies, with_version=with_version)
 
     async def _ask(self, commands: Sequence[_ReadCommand], until: float) -> list[Any]:
-        """The replies to commands for any servers. Raises StoreUnavailable if one of them is an error."""
+        """Return the replies to commands for any servers. Raise StoreUnavailable if a reply is an error."""
         by_server: dict[object, list[int]] = {}
         for i, command in enumerate(commands):
             by_server.setdefault(self._client.place(command.prefix), []).append(i)
@@ -210,13 +212,13 @@ class Fetcher:
 
 @lru_cache(1024)
 def _of_group(group_id: int) -> tuple[bytes, bytes]:
-    """The prefix of the keys of a group's rows, and the packed HGET of the version of its holder table."""
+    """Return the prefix of the keys of a group's rows, and the packed HGET of the version of its holder table."""
     words = "HGET", keys.holders(group_id), "version"
     return keys.block_prefix(group_id, 0), hiredis.pack_command(cast("Any", words))
 
 
 def _mget(prefix: bytes, heads: bytes) -> bytes:
-    """An MGET of at least one row; each name is ``prefix`` and the hex digits of one of the packed ``heads``."""
+    """Pack an MGET of at least one row; each name is ``prefix`` and the hex digits of one of the packed ``heads``."""
     # All names have the same length, so the bytes between the digits of two consecutive names are always the same.
     between = b"\r\n$%d\r\n%b" % (len(prefix) + 2 * KEY_BYTES, prefix)
     digits = heads.hex(":", KEY_BYTES).encode().replace(b":", between)
@@ -224,7 +226,7 @@ def _mget(prefix: bytes, heads: bytes) -> bytes:
 
 
 def _commands(entry: GroupEntry, asked: WantedValues, *, with_version: bool) -> list[_ReadCommand]:
-    """One MGET for each shard that has a value to read; the command for the version comes last."""
+    """Return one MGET for each shard that has a value to read; the command for the version comes last."""
     names: list[ValueName] = [(head % entry.shards, b"%016x" % head) for head in unpack(asked.heads)]
     picked: dict[int, list[int]] = {}
     names += asked.beside
@@ -241,7 +243,7 @@ def _commands(entry: GroupEntry, asked: WantedValues, *, with_version: bool) -> 
 
 
 def _together(commands: Sequence[_ReadCommand], replies: list[Any], *, with_version: bool) -> Fetched:
-    """The values of all replies, in the order in which ``asked`` names them."""
+    """Return the values of all replies, in the order in which ``asked`` names them."""
     values: list[bytes | None] = [None] * sum(len(command.indexes) for command in commands)
     for command, reply in zip(commands, replies, strict=True):
         if command.indexes:

@@ -1,6 +1,6 @@
 """The gauges that engines report. Redis removes each reading after its time.
 
-So no reader finds a reading that is too old, and no clocks of two machines are compared.
+So a reader never finds an outdated reading, and clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class EngineGauges:
         return outcome.is_applied
 
     async def read(self, group_id: int, publishers: Sequence[int]) -> dict[int, Gauges]:
-        """The readings that have not expired, by publisher id."""
+        """Return the readings that have not expired, by publisher id."""
         if not publishers:
             return {}
         names = [keys.gauges(group_id, publisher) for publisher in publishers]
@@ -54,7 +54,7 @@ class EngineGauges:
 
 
 def _decoded(value: bytes | None) -> Gauges | None:
-    """The gauges in a value; None for any other value."""
+    """Return the gauges in a value, or None for any other value."""
     if value is None:
         return None
     try:
@@ -81,7 +81,7 @@ class FirstTokenTimes:
         self._client = client
 
     async def read(self, group_id: int, publishers: Sequence[int]) -> dict[int, FirstTokens]:
-        """The sums of a group's times, by publisher id. Publishers without times are left out."""
+        """Return the sums of a group's times, by publisher id. Publishers without times are left out."""
         if not publishers:
             return {}
         names = [keys.first_tokens(group_id, publisher) for publisher in publishers]

@@ -1,4 +1,4 @@
-"""The configuration and memory of Redis: what an operator must know before a command fails.
+"""The configuration and memory of Redis: the facts that an operator must know before a command fails.
 
 INFO has these facts, so no command is needed that a managed Redis refuses. INFO is sent at most every two seconds and
 with a short timeout, because a Redis that hangs must not make ``/metrics`` hang. The embedded Redis has no INFO and
@@ -90,7 +90,9 @@ class HealthWatch:
         self._is_polling = False
 
     async def poll(self) -> RedisHealth:
-        """The health of Redis, a few seconds old at most. While Redis is being asked, this is the last known health."""
+        """Return the health of Redis, a few seconds old at most. While Redis is being asked, this is the last known
+        health.
+        """
         if self._clock() < self._fresh_until or self._is_polling:
             return self._health
         self._is_polling = True
@@ -197,7 +199,7 @@ class HealthWatch:
 
 
 def seed_of(raw: bytes) -> int:
-    """A hash seed, 0..2^64-1; raises ``Malformed``."""
+    """Return a hash seed, 0..2^64-1. Raise ``Malformed`` for any other value."""
     if not (raw.isdigit() and len(raw) <= 20) or int(raw) > U64_MASK:
         raise Malformed("the hash seed is no integer of 64 bits")
     return int(raw)
@@ -213,7 +215,9 @@ def _number(info: Mapping[str, Any], name: str) -> int:
 
 
 def _version(text: str) -> tuple[int, int] | None:
-    """The first two numbers of a version; None if the text has none, as with some servers that are not Redis."""
+    """Return the first two numbers of a version, or None if the text has none, as with some servers other than
+    Redis.
+    """
     parts = text.split(".")
     if len(parts) < 2 or not (parts[0].isdecimal() and parts[1].isdecimal()):
         return None

@@ -28,7 +28,7 @@ _HOLDER_FIELDS = ("publisher", "instance_id", "dp_rank", "medium", "block_size",
 
 
 def encode_holder(holder: Holder) -> bytes:
-    """A holder's record as JSON, without the ``id``, which Redis assigns when the holder begins."""
+    """Return a holder's record as JSON, without the ``id``, which Redis assigns when the holder begins."""
     fields = {name: getattr(holder, name) for name in _HOLDER_FIELDS}
     if holder.window is not None:
         fields["window"] = str(holder.window)
@@ -36,7 +36,7 @@ def encode_holder(holder: Holder) -> bytes:
 
 
 def holders_of(held: Mapping[bytes, bytes], publisher: int) -> list[int]:
-    """The ids of a publisher's holders in a table. Holders that cannot be read are left out."""
+    """Return the ids of a publisher's holders in a table. Holders that cannot be read are left out."""
     found: list[int] = []
     for name, value in held.items():
         if name.isdigit():
@@ -48,7 +48,8 @@ def holders_of(held: Mapping[bytes, bytes], publisher: int) -> list[int]:
 
 
 def decode_table(held: dict[bytes, bytes], parser: RecordParser, key: str) -> HolderTable | None:
-    """The table ``wm:{g}:holders`` that ``key`` holds; None if the table is missing, or names no group.
+    """Return the table ``wm:{g}:holders`` that ``key`` holds, or None if the table is missing, or does not name a
+    group.
 
     A row that cannot be read is left out, and its holders are ignored. A target that cannot be read has the default
     fields.
@@ -89,7 +90,7 @@ def decode_table(held: dict[bytes, bytes], parser: RecordParser, key: str) -> Ho
 
 
 def decode_group(raw: bytes) -> GroupName:
-    """A group's name, ``["<tenant>","<model>"]``; raises ``Malformed``."""
+    """Return a group's name, ``["<tenant>","<model>"]``. Raise ``Malformed`` for any other value."""
     tenant_id, model_name = names_of(raw, (2,), "the group's name")
     if not isinstance(tenant_id, str) or not isinstance(model_name, str):
         raise Malformed("the group's name is no list of two texts")

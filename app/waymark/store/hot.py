@@ -1,9 +1,9 @@
 """Hot rows: values that a replica keeps for a short time.
 
-Each row of a long shared system prompt has hundreds of holders, and every query reads these rows. A copy that is a
-moment old is good enough: readers ignore a holder that has ended since, and miss a new holder for that moment only.
-A marked row with few holders is kept, too, but only as a hint. The query reads that row again, and in the same request
-the branch rows of the blocks that the copy did not list.
+Each row of a long shared system prompt has hundreds of holders, and every query reads these rows. A copy from a moment
+ago is good enough: readers ignore a holder that has ended since, and miss a new holder for that moment only. A marked
+row with few holders is kept, too, but only as a hint. The query reads that row again, and in the same request the
+branch rows of the blocks that the copy did not list.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROW_BYTES = 300
 
 
 def is_crowd(run: tuple[bytes, int]) -> bool:
-    """Whether a run of blocks has enough holders to make its row hot."""
+    """Return whether a run of blocks has enough holders to make its row hot."""
     return run[0].count(b" ") >= _HOLDERS_MIN - 1
 
 
@@ -49,7 +49,7 @@ class HotRows:
         return len(self._rows)
 
     def expire(self, now: float) -> bool:
-        """Drop the rows that are too old. Return whether any row remains."""
+        """Drop the outdated rows. Return whether any row remains."""
         while self._queue and self._queue[0][0] <= now:
             self._drop_oldest()
         return bool(self._rows)
@@ -75,7 +75,7 @@ class HotRows:
             self.bytes += size
 
     def clear(self) -> None:
-        """Drop all rows: after a write that this process has acknowledged, an answer contains what was written."""
+        """Drop all rows: after a write that this process has acknowledged, an answer contains its blocks."""
         self.clearings += 1
         self._rows.clear()
         self._queue.clear()

@@ -1,7 +1,7 @@
 """Binds every cache of a process to the incarnation of Redis that it was filled from.
 
 A Redis that came back empty may give an id that a process remembers to another group or publisher. Therefore the one
-``Incarnation`` of a store registers every cache of the process, and clears all of them when a nonce in Redis that
+``Incarnation`` of a store registers every cache of the process, and clears them all when a nonce in Redis that
 identifies the incarnation has changed.
 """
 
@@ -59,7 +59,7 @@ class Incarnation:
         self._nonces[place] = nonce
 
     async def read(self, scripts: Scripts) -> str:
-        """The nonce of the whole Redis; another nonce later means that Redis came back empty."""
+        """Return the nonce of the whole Redis; another nonce later means that Redis came back empty."""
         nonce = await scripts.name_birth(incarnation=keys.INCARNATION, nonce=random_nonce())
         self.saw(keys.INCARNATION, nonce.encode())
         return nonce

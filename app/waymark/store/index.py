@@ -1,6 +1,6 @@
 """The index of blocks: applies the parts of a stream to it.
 
-The resolver has decided what changes. This module sends the changes to the right shards, in calls that Redis runs
+The resolver has decided the changes. This module sends the changes to the right shards, in calls that Redis runs
 atomically and that may be repeated.
 """
 
@@ -189,7 +189,7 @@ class Index:
             return await call()
 
     async def has_lost(self, grant: Grant, shards: Iterable[int]) -> list[int]:
-        """Which of ``shards`` have lost writes that they acknowledged under ``grant``."""
+        """Return which of ``shards`` have lost writes that they acknowledged under ``grant``."""
         expected = {shard: grant.calls.get(shard, 0) for shard in shards}
         found = await self._client.each(
             ("HMGET", keys.fence(grant.group_id, shard), grant.publisher, f"calls:{grant.publisher}")
@@ -204,7 +204,7 @@ class Index:
 
 
 def _calls_of(raw: bytes | None) -> int:
-    """The number of calls in a fence; 0 if it has none, or none that can be read."""
+    """Return the number of calls in a fence; 0 if it is missing or cannot be read."""
     return int(raw) if raw is not None and raw.isdigit() and len(raw) <= 16 else 0
 
 

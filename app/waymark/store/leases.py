@@ -69,7 +69,7 @@ class Grant:
     above: int
     """The highest holder id seen on any shard when the fence was raised."""
     calls: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
-    """The number of acknowledged calls of the stream, by shard. A shard that has counted fewer has lost writes."""
+    """The number of acknowledged calls of the stream, by shard. A shard with a smaller count has lost writes."""
     moved_shards: set[int] = field(default_factory=set, compare=False, repr=False)
     """The shards other than 0 whose number of calls is not in the record yet. It is written with the next watermark."""
     change: HolderChange = field(default_factory=HolderChange, compare=False, repr=False)
@@ -89,7 +89,9 @@ class Grant:
         return outcome.is_applied
 
     def has_lost(self, shard_calls: Mapping[int, int]) -> bool:
-        """Whether a shard lost writes: when its fence was raised, it had counted fewer calls than the record says."""
+        """Return whether a shard lost writes: when its fence was raised, it had counted fewer calls than the record
+        says.
+        """
         return self.is_forgotten or any(self.calls.get(shard, 0) < calls for shard, calls in shard_calls.items())
 
     @property
@@ -174,12 +176,12 @@ class Leases:
             above = counter
 
     async def last_worker(self, claim: Claim) -> str | None:
-        """The worker that has the stream, or stopped without releasing it."""
+        """Return the worker that has the stream, or stopped without releasing it."""
         found = await self._client.hget(keys.record(claim.group_id, claim.publisher), "worker")
         return lenient_text(found) if found else None
 
     async def _is_forgotten(self, claim: Claim) -> bool:
-        """Whether a shard other than the first has no token. Called before fences are raised."""
+        """Return whether a shard other than the first has no token. Called before fences are raised."""
         others = range(1, claim.shards)
         if not others:
             return False
@@ -201,7 +203,7 @@ class Leases:
         return (max(refused) if refused else None), holder, {i: each.numbers[2] for i, each in enumerate(outcomes)}
 
     async def highest_holder(self, grant: Grant) -> int | None:
-        """The highest holder id on any shard at this moment; None if another worker has the stream."""
+        """Return the highest holder id on any shard at this moment, or None if another worker has the stream."""
         counter, holder, _ = await self._raise_fences(grant.claim, grant.token)
         return holder if counter is None else None
 
@@ -253,7 +255,7 @@ class Leases:
         return True
 
     async def end_without_record(self, ids: PublisherIds) -> bool:
-        """End a publisher that has a row in the table and no record. False if it has a record, or no row.
+        """End a publisher that has a row in the table but not a record. Return False if it has a record, or no row.
 
         Such a row remains if Redis evicts keys, or if the move of its slot was interrupted. Only the table knows the
         holders of the publisher. This call needs no token, because the token was lost with the record.

@@ -1,9 +1,9 @@
 """Bounds the blocks that workers write at once, because queries wait in Redis behind the calls of workers.
 
-All ingest workers together send a bounded number of blocks at once to each server, and each worker has an equal
-share. Further calls wait in the worker, in order of arrival, where they delay no query. A worker whose share is smaller
-than one call pauses after each call. The share shrinks while calls take much longer than the fastest recent
-ones, because Redis is busy then.
+All ingest workers together send a bounded number of blocks at once to each server, and each worker has an equal share.
+Further calls wait in the worker, in order of arrival, where they cannot delay a query. A worker whose share is smaller
+than one call pauses after each call. The share shrinks while calls take much longer than the fastest recent ones,
+because Redis is busy then.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from waymark.store.scripts import Scripts
 BLOCKS_PER_CALL = 128
 #: The most holders of one block: every holder may have the beginning of a system prompt.
 _HOLDERS_MAX = 1024
-#: The most blocks, and the most holders of these blocks, that one call reads. Redis needs less than 2 ms for them.
+#: The most blocks, and the most holders of such blocks, that one call reads. Redis needs less than 2 ms for them.
 _MATCHED_PER_CALL, _FIELDS_PER_CALL = 512, 4096
 #: In place of a block: the holders that were dropped, each with the time at which its placements of before end.
 _DROPPED = 2**64 - 1
@@ -80,7 +80,7 @@ class Placements:
         )
 
     async def match(self, group_id: int, block_keys: Sequence[int], *, until: float) -> dict[str, int]:
-        """For each holder, how many blocks from the start of the prompt were sent to it and have not expired.
+        """Return for each holder how many blocks from the start of the prompt were sent to it and have not expired.
 
         At ``until``, a time of the event loop's clock, it returns the result for the blocks that it has read.
         """

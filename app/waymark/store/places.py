@@ -21,7 +21,7 @@ _VALUES = 512
 async def holders_of(
     client: RedisClient, entry: GroupEntry, pieces: Sequence[bytes], *, has_singles: bool
 ) -> list[Holders]:
-    """The holders of each block of ``pieces``. A piece is given as its packed keys, from its head on.
+    """Return the holders of each block of ``pieces``. A piece is given as its packed keys, from its head on.
 
     A value that cannot be read counts for no holder. Each 512 values take at most two round trips.
     """
@@ -46,7 +46,7 @@ async def holders_of(
 
 
 async def values_of(client: RedisClient, entry: GroupEntry, places: Sequence[Place]) -> list[bytes | None]:
-    """The values at ``places``, in their order."""
+    """Return the values at ``places``, in their order."""
     values: list[bytes | None] = [None] * len(places)
     for start in range(0, len(places), _VALUES):
         shards: dict[int, list[int]] = {}
@@ -62,12 +62,12 @@ async def values_of(client: RedisClient, entry: GroupEntry, places: Sequence[Pla
 
 
 def key_of(entry: GroupEntry, place: Place) -> bytes:
-    """The name of the key in Redis."""
+    """Return the name of the key in Redis."""
     return keys.block_prefix(entry.group_id, place.shard(entry.shards)) + place.name
 
 
 def read_row(value: bytes | None) -> Row | None:
-    """The row in a value; None if there is no value, or if it cannot be read."""
+    """Return the row in a value, or None if there is no value, or it cannot be read."""
     try:
         return None if value is None else parse(value)
     except ValueError:

@@ -62,7 +62,9 @@ class Prefixes:
         return hot_entries + warm_entries
 
     async def oldest(self, grant: Grant, hot: int, warm: int, entries_max: int) -> list[PrefixChange]:
-        """Changes that remove the oldest tenth of ``entries_max`` entries: at most ``CHANGES_MAX``, oldest first."""
+        """Return changes that remove the oldest tenth of ``entries_max`` entries: at most ``CHANGES_MAX``, oldest
+        first.
+        """
         few = min(CHANGES_MAX, max(1, entries_max // _EVICTED_SHARE))
         named = ((hot, Change.FORGET_HOT), (warm, Change.FORGET_WARM))
         replies = await self._client.several(
@@ -76,14 +78,16 @@ class Prefixes:
         return [change for _, change in sorted(found, key=lambda each: each[0])[:few]]
 
     async def count(self, group_ids: Sequence[int]) -> int:
-        """How many opaque prefixes these groups have."""
+        """Return how many opaque prefixes these groups have."""
         now = int(1000 * time.time())
         commands = [("ZCOUNT", keys.opaque_prefixes(group_id), now, "+inf") for group_id in group_ids]
         replies = await self._client.several(commands, is_lenient=True) if commands else []
         return sum(reply or 0 for reply in replies)
 
     async def read(self, group_id: int, key: str, *, until: float) -> dict[int, int]:
-        """The tokens of a prefix by holder, for entries that have not ended. Raises TimeoutError at ``until``."""
+        """Return the tokens of a prefix by holder, for entries that have not ended. Raises TimeoutError at
+        ``until``.
+        """
         name = keys.opaque_prefix(group_id, key)
         async with asyncio.timeout_at(until):
             held, left = await self._client.several([("HGETALL", name), ("PTTL", name)], is_lenient=True)
@@ -91,7 +95,7 @@ class Prefixes:
 
 
 def _entries(held: Mapping[bytes, bytes], left: int | None) -> dict[int, int]:
-    """The entries that have not ended; ``left`` is how many ms the key has left."""
+    """Return the entries that have not ended; ``left`` is how many ms the key has left."""
     end = held.get(b"until", b"")
     if left is None or left < 0 or not end.isdigit():
         return {}

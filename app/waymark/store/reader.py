@@ -1,7 +1,7 @@
 """Queries: walk a prompt's chain through Redis, in few round trips.
 
 A replica caches two things between queries, the id of each group and the group's holder table with its version nonce.
-Every query checks both against Redis, and what Redis returns replaces what was cached.
+Every query checks both against Redis, and the replies replace outdated entries.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _GROUPS_MAX = 1024
 
 
 class Reading(NamedTuple):
-    """The result of one query, and what it cost."""
+    """The result of one query, and its cost."""
 
     walk: Walk
     is_partial: bool
@@ -109,16 +109,16 @@ class Reader:
     async def read(
         self, group: GroupName, block_size: int, source: KeySource, *, deadline_seconds: float
     ) -> Reading | None:
-        """Walk the chain to the last block that has a holder; None if the group never had a registration.
+        """Walk the chain to the last block that has a holder. Return None if the group never had a registration.
 
-        Raises StoreUnavailable if Redis is unavailable, or sends no reply within the deadline.
+        Raise StoreUnavailable if Redis is unavailable, or sends no reply within the deadline.
         """
         return await finished(self.reading(group, block_size, source, deadline_seconds=deadline_seconds))
 
     def reading(
         self, group: GroupName, block_size: int, source: KeySource, *, deadline_seconds: float
     ) -> Steps[Reading | None]:
-        """The steps of ``read``."""
+        """Return the steps of ``read``."""
         query = _Query(block_size, Chain(source, self._hot))
         until = asyncio.get_running_loop().time() + deadline_seconds
         try:
@@ -160,7 +160,7 @@ class Reader:
         self._hot.clear()
 
     async def table(self, group: GroupName, *, deadline_seconds: float | None = None) -> HolderTable | None:
-        """The group's table as it is now; None if the group never had a registration."""
+        """Return the group's table as it is now, or None if the group never had a registration."""
         try:
             async with asyncio.timeout(deadline_seconds):
                 entry = await self._directory.group(group)
@@ -170,23 +170,25 @@ class Reader:
         return table if table is not None and table.group == group else None
 
     def table_at_hand(self, group: GroupName) -> HolderTable | None:
-        """The group's table in the cache, as the last query used it."""
+        """Return the group's table in the cache, as the last query used it."""
         entry = self._groups.get(group)
         table = None if entry is None else self._tables.get(entry.group_id)
         return table if table is not None and table.group == group else None
 
     def entry_at_hand(self, group: GroupName) -> GroupEntry | None:
-        """The group's id and shards in the cache, as the last query used them."""
+        """Return the group's id and shards in the cache, as the last query used them."""
         return self._groups.get(group)
 
     async def last_holders(self, entry: GroupEntry, pieces: Sequence[bytes]) -> list[set[int]]:
-        """The holder ids of the last block of each of ``pieces``, which are packed keys from the piece's head on."""
+        """Return the holder ids of the last block of each of ``pieces``, which are packed keys from the piece's head
+        on.
+        """
         table = self._tables.get(entry.group_id)
         has_singles = table is not None and table.has_singles
         return [ids[-1] for ids in await holders_of(self._client, entry, pieces, has_singles=has_singles)]
 
     async def is_tenant_known(self, tenant_id: str, *, deadline_seconds: float | None = None) -> bool:
-        """Whether the tenant has a registration, of any model."""
+        """Return whether the tenant has a registration, of any model."""
         try:
             async with asyncio.timeout(deadline_seconds):
                 return await self._directory.is_tenant_known(tenant_id)
@@ -259,7 +261,7 @@ class Reader:
             pieces = _PORTION
 
     def _remember(self, entry: GroupEntry, chain: Chain) -> None:
-        """Adapt the size of the first portion to what a query found; a query of a few blocks does not count."""
+        """Adapt the size of the first portion to a query's result; a query of a few blocks does not count."""
         small = PIECE_BLOCKS * _FIRST_PORTIONS[0]
         if chain.blocks >= small:
             share = self._long.get(entry.group_id, 0.0)

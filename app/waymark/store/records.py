@@ -36,7 +36,7 @@ class StreamRecord:
     flags: frozenset[str]
     main_groups: str
     holders: Mapping[HolderName, int]
-    """Ids of the holders that are alive, by their names."""
+    """Ids of the live holders, by their names."""
     event_ids: Mapping[int, int]
     """Standard events: the last event_id per holder."""
     shard_calls: Mapping[int, int]
@@ -44,7 +44,7 @@ class StreamRecord:
     counters: Mapping[str, int]
     status: StreamStatus
     change: str
-    """The nonce of the last change of holders under the present token; '' for none."""
+    """The nonce of the last change of holders under the present token; '' if there was none."""
     last_event_id: str = ""
     """For an event stream over HTTP: the ``id`` of the last event that was applied."""
     has_staged: bool = False
@@ -61,7 +61,7 @@ class Facts(TypedDict, total=False):
     """
 
     status: str
-    """What the stream is doing, a ``StreamStatus``."""
+    """The state of the stream, a ``StreamStatus``."""
     last_error: str
     """Why the stream is degraded, or has failed; a sentence."""
     flags: str
@@ -70,7 +70,7 @@ class Facts(TypedDict, total=False):
     main_groups: str
     """The KV-cache group whose blocks are indexed: the group of the first stored event with tokens."""
     last_event_id: str
-    """For an event stream over HTTP: the ``id`` of an event that is applied; all earlier events are applied, too."""
+    """For an event stream over HTTP: the ``id`` of an applied event; all earlier events are applied, too."""
 
 
 @dataclass(slots=True)
@@ -88,9 +88,9 @@ class Records:
         self._scripts = scripts
 
     async def read(self, grant: Grant) -> StreamRecord | None:
-        """The record; None if it is gone, or contains another token.
+        """Return the record, or None if it is gone, or contains another token.
 
-        Raises RecordDamaged if the record has a format that this release does not read.
+        Raise RecordDamaged if the record has a format that this release does not read.
         """
         held = await self._client.hgetall(grant.record)
         if held.get(b"token") != grant.token.encode():
@@ -151,11 +151,11 @@ class Records:
     ) -> list[int] | None:
         """End the holders that ``unit`` names, and then begin the holders in ``begin``.
 
-        ``unit`` is '*' (all holders), the name of one holder, a prefix of holder names, or '' (none).
+        ``unit`` is '*' (all holders), the name of one holder, a prefix of holder names, or '' (no holder).
 
-        Returns the ids of the holders that began, in order; None if fenced. With ``is_restart`` the stream has no
-        watermark afterwards. A caller that repeats a call whose reply was lost passes the same ``nonce``; the change
-        is then made once. The new ids are higher than ``above``.
+        Return the ids of the holders that began, in order, or None if fenced. With ``is_restart`` the stream has no
+        watermark afterwards. A caller that repeats a call whose reply was lost passes the same ``nonce``; the change is
+        then made once. The new ids are higher than ``above``.
         """
         nonce = nonce or random_nonce()
         outcome = await self._scripts.new_life(
@@ -193,9 +193,9 @@ class Records:
     async def take_staged(
         self, grant: Grant, commit: Commit, facts: Facts, begin: Sequence[NewHolder], nonce: str
     ) -> bool:
-        """End all live holders, and let those in ``begin``, which were staged, be live instead; False if fenced.
+        """End all live holders, and replace them by the staged ones in ``begin``. Return False if fenced.
 
-        The record has this watermark and these flags afterwards, and none of the old life.
+        The record then has this watermark and these flags, and loses those of the old life.
         """
         moved = sorted(grant.moved_shards)
         shards: list[Arg] = [word for shard in moved for word in (shard, grant.calls[shard])]
@@ -299,7 +299,7 @@ class Records:
         return outcome.is_applied
 
     async def keep_singles(self, grant: Grant) -> bool:
-        """Mark the group as one that has blocks of unknown depth; False if fenced."""
+        """Mark the group as having blocks of unknown depth. Return False if fenced."""
         outcome = await self._scripts.keep_singles(
             holders=keys.holders(grant.group_id),
             record=grant.record,

@@ -2,8 +2,8 @@
 
 - ``register`` writes the claim into ``wm:publishers`` first, then the publisher's record and its row in the table.
 - ``unregister`` marks the claim as leaving, ends the publisher, and deletes the claim last.
-- A publisher with a new endpoint moves: ``register`` does what ``unregister`` does, and then writes the new claim in
-  the place of the old one.
+- A publisher with a new endpoint moves: ``register`` takes the steps of ``unregister``, and then writes the new claim
+  in the place of the old one.
 
 A worker, or a repeated call, finishes these steps if it finds an unfinished claim.
 """
@@ -120,9 +120,9 @@ class Registry:
         )
 
     async def set_weight(self, name: PublisherName, weight: float) -> bool:
-        """Change the weight of a target and nothing else; False if the name is not registered.
+        """Change only the weight of a target. Return False if the name is not registered.
 
-        Raises Conflict, with the field, if discovery or the publishers file sets the weight and would undo the change.
+        Raise Conflict, with the field, if discovery or the publishers file sets the weight and would undo the change.
         """
         before = None  # the weight before the first attempt; a later attempt may see the change of an earlier one
         for _ in range(ATTEMPTS):
@@ -177,7 +177,7 @@ class Registry:
         """Remove publishers, and return those that were registered. Answers no longer count their blocks afterwards.
 
         A name without a registration is noted, too, because Redis may have lost its claim: ``restore`` then does not
-        register it again. Raises Conflict if a registration cannot be read; nothing changes then.
+        register it again. Raise Conflict, before any change, if a registration cannot be read.
         """
         found = [(name, await self._directory.claim(name)) for name in names]
         claims = [claim for _, claim in found if claim is not None]

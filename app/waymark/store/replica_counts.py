@@ -64,7 +64,7 @@ class ReplicaCounts:
                 self.prefixes_seen = added.numbers[0]
 
     async def read(self) -> tuple[Mapping[str, int], int]:
-        """The counts of all replicas by name, and an estimate of the number of different prefix keys."""
+        """Return the counts of all replicas by name, and an estimate of the number of different prefix keys."""
         held, seen = await self._client.several([("HGETALL", keys.COUNTS), ("PFCOUNT", keys.SEEN)], is_lenient=True)
         pairs = held.items() if isinstance(held, dict) else zip((held or [])[::2], (held or [])[1::2], strict=True)
         return {lenient_text(name): int(value) for name, value in pairs if value.isdigit()}, seen or 0

@@ -54,7 +54,7 @@ class StoredResponses:
         self._scripts = scripts
 
     async def find(self, names: Sequence[str]) -> list[bytes | None]:
-        """The responses by name: an empty value if it was deleted, None if Redis does not have it."""
+        """Return the responses by name: an empty value if it was deleted, None if Redis does not have it."""
         return await self._scripts.find_responses(kept=keys.RESPONSES_KEPT, due=keys.RESPONSES_DUE, name=names)
 
     async def keep(self, name: str, value: bytes, bounds: ResponseBounds) -> ResponseChange:
@@ -85,7 +85,7 @@ class StoredResponses:
         return ResponseChange(outcome.verdict is not Verdict.FULL, AnswersSize(entries, bytes_, evicted))
 
     async def take(self, consumer: str, count: int, *, idle_ms: int) -> list[QueuedResponse]:
-        """Entries for a consumer: those that another one has held for ``idle_ms``, or if there are none, new ones."""
+        """Return entries for a consumer: those that another one has held for ``idle_ms``, or else new ones."""
         taken = await self._scripts.take_responses(
             queue=keys.RESPONSES_QUEUE, group=_GROUP, consumer=consumer, count=count, milliseconds=idle_ms
         )

@@ -1,6 +1,6 @@
 """The workers and peers that clients of the Dynamo API have described, and the states of selections by their ids.
 
-All are in Redis, so every replica knows what a client has sent to any other.
+Everything is in Redis, so every replica knows the requests of a client to any other.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from waymark.store import keys
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts, Verdict
 
-#: Workers that are described at once.
+#: The bound on described workers.
 WORKERS_MAX = 65_536
-#: Peers that are kept at once; a client that needs more of them is mistaken.
+#: The bound on peers; a client that needs more is mistaken.
 PEERS_MAX = 1024
 
 
@@ -26,7 +26,7 @@ class Selections:
         self._scripts = scripts
 
     async def find(self, selection_id: str) -> str:
-        """The state of a selection; empty if the selection is unknown."""
+        """Return the state of a selection; empty if the selection is unknown."""
         (value,) = await self._client.several([("GET", _key(selection_id))])
         return "" if value is None else bytes(value).decode("utf-8", "replace")
 
@@ -38,12 +38,12 @@ class Selections:
         return outcome.is_applied
 
     async def workers(self) -> Mapping[str, bytes]:
-        """The description of every worker, by its id."""
+        """Return the description of every worker, by its id."""
         found = await self._client.hgetall(keys.CATALOG)
         return {worker.decode("utf-8", "replace"): value for worker, value in found.items()}
 
     async def worker(self, worker: str) -> bytes | None:
-        """The description of one worker."""
+        """Return the description of one worker."""
         return await self._client.hget(keys.CATALOG, worker)
 
     async def describe(self, worker: str, before: bytes | None, value: bytes) -> Verdict:
@@ -54,7 +54,7 @@ class Selections:
         return outcome.verdict
 
     async def peers(self) -> list[str]:
-        """The URLs of the peers, in their order."""
+        """Return the URLs of the peers, in their order."""
         return sorted(url.decode("utf-8", "replace") for url in await self._client.hgetall(keys.PEERS))
 
     async def add_peer(self, url: str) -> bool:

@@ -26,9 +26,9 @@ class SnapshotPlaces:
         self._scripts = scripts
 
     async def take(self, place: SnapshotPlace, socket: str, seconds: float, pause_seconds: float) -> SnapshotPlace:
-        """Take a place for ``seconds``, to ask a socket; nobody asks it again within ``pause_seconds``.
+        """Take a place for ``seconds``, to ask a socket; it is not asked again within ``pause_seconds``.
 
-        ``socket`` is the digest of its endpoint. A call that is repeated with the same ``place`` takes one place.
+        ``socket`` is the digest of its endpoint. A repeated call with the same ``place`` takes one place.
         """
         outcome = await self._scripts.hold_snapshot(
             snapshots=keys.SNAPSHOTS,

@@ -24,7 +24,9 @@ _ID_DIGITS_MAX = 16
 
 
 def depths(blocks: int) -> list[int]:
-    """The depths, in blocks, at which a prompt of ``blocks`` blocks has entries: 8, 12, 16, 24, ... and the last."""
+    """Return the depths, in blocks, at which a prompt of ``blocks`` blocks has entries: 8, 12, 16, 24, ... and the
+    last.
+    """
     found = []
     depth = _FIRST
     while depth < blocks:
@@ -64,5 +66,5 @@ class Speculative:
 
 
 def _publisher(value: bytes | None) -> int | None:
-    """The publisher id in a value; None for any other value."""
+    """Return the publisher id in a value, or None for any other value."""
     return int(value) if value is not None and value.isdigit() and len(value) <= _ID_DIGITS_MAX else None

@@ -55,12 +55,12 @@ class Waiting:
 
 
 def run(steps: Steps[T], receiver: ReplyReceiver[T]) -> None:
-    """Run ``steps`` as far as they can go now, and on with each result; ``receiver`` gets what they return or raise."""
+    """Run ``steps`` as far as they can go now, and on with each result; ``receiver`` gets their result or error."""
     _StepsRun(steps, receiver).set_result(None)
 
 
 async def finished(steps: Steps[T]) -> T:
-    """Return what ``steps`` return, for a caller that is in a task."""
+    """Return the result of ``steps``, for a caller in a task."""
     future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     run(steps, future)
     return await future

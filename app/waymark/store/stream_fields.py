@@ -1,7 +1,7 @@
 """The fields of a publisher's record (``wm:{g}:publisher:<id>``), read one by one.
 
-A newer release, a person or a fault may have written any of them, so each field is checked by itself: one that cannot
-be read does not affect the others.
+A newer release, a person or a fault may have written any field, so each is checked by itself: an unreadable field does
+not affect the others.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class StreamFields:
         return name in self._fields
 
     def is_of_this_format(self) -> bool:
-        """False if another release wrote the record in another format."""
+        """Return False if another release wrote the record in another format."""
         return not self.has("format") or self._parsed("format", _format_of, self._fields["format"]) is not None
 
     def is_damaged(self, beginnings: tuple[str, ...]) -> bool:
-        """Whether a requested field whose name begins with one of ``beginnings`` could not be read."""
+        """Return whether a requested field whose name begins with one of ``beginnings`` could not be read."""
         return any(name.startswith(beginnings) for name in self._damaged)
 
     def has_any(self, beginning: str) -> bool:
-        """Whether there is a field whose name begins so."""
+        """Return whether there is a field whose name begins so."""
         return any(name.startswith(beginning) for name in self._fields)
 
     def text(self, name: str) -> str:
@@ -75,9 +75,9 @@ class StreamFields:
         return self._parsed(name, number_of, raw, name) if raw else None
 
     def integers(self, beginning: str, name_of: Callable[[str], T]) -> dict[T, int]:
-        """The integers of all fields whose names begin with ``beginning``.
+        """Return the integers of all fields whose names begin with ``beginning``.
 
-        Their keys are what ``name_of`` makes of the rest of each name; it raises ValueError for a name that is wrong.
+        ``name_of`` makes their keys from the rest of each name; it raises ValueError for a wrong name.
         """
         found: dict[T, int] = {}
         for name, raw in self._fields.items():

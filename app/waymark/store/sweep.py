@@ -1,9 +1,9 @@
 """Sweeping: removes a dead holder from its rows, in small steps.
 
-No query waits for a sweep: readers ignore a holder from the end of its life. A step is one bounded call, so it delays
-a reader by little. A crash between two steps loses nothing, because the id stays in ``dead`` until every shard is
-done. Each step checks whether the id is still in ``dead``. If it is not, another worker has swept the holder, or Redis
-has come back empty, and nothing remains to sweep.
+No query waits for a sweep: readers ignore a holder from the end of its life. A step is one bounded call, so it delays a
+reader by little. A crash between two steps loses nothing, because the id stays in ``dead`` until every shard is done.
+Each step checks whether the id is still in ``dead``. If it is not, another worker has swept the holder, or Redis has
+come back empty, and the sweep is complete.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Sweeper:
         self._metrics = metrics or Metrics()
 
     async def pick(self, entry: GroupEntry) -> int | None:
-        """A dead holder, or None. A member of ``dead`` that is no holder id is deleted, and gives None."""
+        """Return a dead holder, or None. A member of ``dead`` that is not a holder id is deleted, and gives None."""
         key = keys.dead(entry.group_id)
         member = await self._client.srandmember(key)
         if member is None:
@@ -45,7 +45,7 @@ class Sweeper:
         return holder
 
     async def left(self, entry: GroupEntry) -> int:
-        """How many dead holders of the group are still to be swept."""
+        """Return how many dead holders of the group are still to be swept."""
         return await self._client.scard(keys.dead(entry.group_id))
 
     async def steps(self, entry: GroupEntry, holder: int) -> AsyncIterator[int]:
@@ -81,7 +81,7 @@ class Sweeper:
         self._metrics.sweeps.inc(forgotten.numbers[0])
 
     async def _scan(self, entry: GroupEntry, shard: int, holder: int, cursor: int) -> tuple[int, list[Place]]:
-        """The next cursor, and the places that the fields name."""
+        """Return the next cursor, and the places that the fields name."""
         engine = keys.engine(entry.group_id, shard, holder)
         cursor, fields = await self._client.hscan(engine, cursor, SCAN_ENTRIES)
         places = [

@@ -50,9 +50,10 @@ class Takeover:
         return counted
 
     async def reported(self, grant: Grant, holders: Sequence[int]) -> AsyncIterator[list[ReportedBlock]]:
-        """Yield the blocks of these holders in portions, each with its engine hash. Raises StoreUnavailable.
+        """Yield the blocks of these holders in portions, each with its engine hash. Raise StoreUnavailable if Redis is
+        unavailable.
 
-        A block that is removed at the same time may be missing, and one that is stored at that time may be included.
+        Blocks removed during the call may be missing, and blocks stored during it may be included.
         """
         for holder in holders:
             for shard in range(grant.shards):
@@ -111,7 +112,7 @@ class Takeover:
     async def _fill_rows(
         self, grant: Grant, shard: int, holder: int, entries: list[tuple[Place, HolderEntry]], memory: HeldBlocks
     ) -> list[_StoredBlock]:
-        """Remember the blocks of these entries; return those whose engine hash another block has already.
+        """Remember the blocks of these entries. Return those whose engine hash another block has already.
 
         If an entry names no engine hash for a block, the seq_hash is used. The field with the copies of the block may
         replace it later.
@@ -137,7 +138,7 @@ class Takeover:
         return self._parser.parse(RecordKind.ENTRY, engine, name, _entry, name, value)
 
     async def _rows(self, grant: Grant, shard: int, entries: Sequence[tuple[Place, HolderEntry]]) -> list[Row | None]:
-        """The row of each entry; None if there is none, or if it cannot be read."""
+        """Return the row of each entry, or None if it is missing or cannot be read."""
         if not entries:
             return []
         prefix = keys.block_prefix(grant.group_id, shard)
@@ -150,12 +151,12 @@ class Takeover:
 
 
 def _is_place(field: bytes) -> bool:
-    """Whether a field of a holder's entries names a place."""
+    """Return whether a field of a holder's entries names a place."""
     return field != b"applied" and not field.startswith(b"*")
 
 
 def _blocks(row: Row | None, place: Place, entry: HolderEntry, holder: int) -> Iterator[_StoredBlock]:
-    """The blocks that the holder has in a row."""
+    """Yield the blocks that the holder has in a row."""
     if row is not None:
         bitmap, block_keys, depths = row.holders.get(holder, 0), row.keys, row.depths
         for slot in range(bitmap.bit_length()):
@@ -171,7 +172,7 @@ def _restore(memory: HeldBlocks, holder: int, several: dict[int, tuple[int, list
 
 
 def parse_row(value: bytes) -> Row:
-    """A row, branch row or single. Raises ``Malformed``."""
+    """Parse a row, branch row or single. Raise ``Malformed`` if it cannot be read."""
     try:
         return parse(value)
     except ValueError as exc:

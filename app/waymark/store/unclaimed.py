@@ -1,8 +1,8 @@
-"""Ends publishers of a holder table that have no claim.
+"""Ends publishers of a holder table without a claim.
 
 A claim and the publisher's row are in two slots. A Redis that loses the last writes of one slot can bring back a
-publisher that was unregistered, or lose the claim of one that no worker has seen. Nobody could unregister such a
-publisher, and answers would count its blocks permanently.
+publisher that was unregistered, or lose the claim of one that no worker has seen. Such a publisher could not be
+unregistered, and answers would count its blocks permanently.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class UnclaimedPublishers:
         self._directory = directory
 
     async def publishers(self, group_id: int) -> set[int]:
-        """The publishers that have a row in the group's table. Raises StoreUnavailable."""
+        """Return the publishers that have a row in the group's table. Raise StoreUnavailable if Redis is
+        unavailable.
+        """
         names = await self._client.hkeys(keys.holders(group_id))
         ids = (name.removeprefix(_ROW) for name in names if name.startswith(_ROW))
         return {int(each) for each in ids if each.isdigit() and len(each) < 17}
@@ -76,7 +78,9 @@ class UnclaimedPublishers:
         return False
 
     async def _has_claim(self, ids: UnclaimedPublisher, name: bytes | None) -> bool:
-        """Whether the publisher has a claim. A claim that cannot be read counts, because it may be the publisher's."""
+        """Return whether the publisher has a claim. A claim that cannot be read counts, because it may be the
+        publisher's.
+        """
         if name is None:
             held = await self._client.hgetall(keys.PUBLISHERS)
             return any(self._is_of(ids, field, raw) for field, raw in held.items())

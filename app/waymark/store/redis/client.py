@@ -54,7 +54,9 @@ class Subscription:
         self._translated = translated
 
     async def get_message(self, *, seconds: float) -> dict[str, Any] | None:
-        """The next message; None after ``seconds`` without one. Raises StoreUnavailable."""
+        """Return the next message, or None after ``seconds`` without one. Raise StoreUnavailable if Redis is
+        unavailable.
+        """
         with self._translated():
             return cast("dict[str, Any] | None", await self._pubsub.get_message(timeout=seconds))
 
@@ -65,7 +67,9 @@ class RedisClient:
     def __init__(
         self, redis: Redis | Cluster, url: str, variable: str = "WAYMARK_REDIS_URL", reads: ReadPool | None = None
     ) -> None:
-        """``reads`` is the read connection to a server; a Cluster has its own, and the embedded Redis has none."""
+        """Create a client. ``reads`` is the read connection to a server; a Cluster has its own, and the embedded Redis
+        has none.
+        """
         self._redis = redis
         self.reads = reads
         self._variable = variable
@@ -84,9 +88,10 @@ class RedisClient:
         credentials: Credentials | None = None,
         variable: str = "WAYMARK_REDIS_URL",
     ) -> RedisClient:
-        """A client that connects on first use. ``memory://`` is a new, empty, embedded Redis of this process alone.
+        """Return a client that connects on first use. ``memory://`` is a new, empty, embedded Redis of this process
+        alone.
 
-        ``connections`` is the most connections to each server. Raises SettingsError, which names ``variable``, if the
+        ``connections`` is the most connections to each server. Raise SettingsError, which names ``variable``, if the
         URL or a field of ``credentials`` does not fit.
         """
         if url == EMBEDDED:
@@ -124,7 +129,7 @@ class RedisClient:
         return isinstance(self._redis, Cluster)
 
     def connections(self) -> tuple[int, int]:
-        """How many connections of the pools are in use, and how many are idle; 0 for the embedded Redis."""
+        """Return how many connections of the pools are in use, and how many are idle; 0 for the embedded Redis."""
         nodes = self._redis.nodes() if isinstance(self._redis, Cluster) else [self._redis]
         pools = [node.connection_pool for node in nodes]
         counts = [pool.counts() for pool in pools if isinstance(pool, WaitingPool)]
@@ -162,18 +167,20 @@ class RedisClient:
         return await self._redis.execute_command(*command)
 
     async def _ask_in_pipeline(self, command: Sequence[Any]) -> Any:
-        """The reply to a script call or to a command of one key, which shares its round trip with other callers'."""
+        """Return the reply to a script call or to a command of one key, which shares its round trip with other
+        callers'.
+        """
         key = command[3 if command[0] in ("EVALSHA", "EVAL") else 1]
         place = self.place(key if isinstance(key, bytes) else key.encode())
         pipeline = self._pipelines.get(place)
         if pipeline is None:
             if len(self._pipelines) >= _PLACES_MAX:
-                self._pipelines.clear()  # of a Cluster whose nodes have changed; what is under way goes on
+                self._pipelines.clear()  # those of a Cluster whose nodes have changed; calls under way continue
             pipeline = self._pipelines[place] = SharedPipeline(self._replies)
         return await pipeline.ask(command)
 
     async def each(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
-        """As ``several``, for commands that many callers send often: they share their round trips."""
+        """Send commands like ``several``, if many callers send them often: they share their round trips."""
         with self._translated():
             return list(await asyncio.gather(*(self._ask_in_pipeline(command) for command in commands)))
 
@@ -187,7 +194,7 @@ class RedisClient:
             await self._redis.ping()
 
     async def infos(self) -> list[dict[str, Any]]:
-        """INFO of every primary, as the driver parses it; none for the embedded Redis."""
+        """Return INFO of every primary, as the driver parses it; empty for the embedded Redis."""
         if self.url == EMBEDDED:
             return []
         with self._translated():
@@ -218,7 +225,7 @@ class RedisClient:
             return bool(await self._redis.execute_command("SISMEMBER", key, member))
 
     async def hscan(self, key: str, cursor: int, count: int) -> tuple[int, dict[bytes, bytes]]:
-        """One step of an HSCAN: the next cursor and some fields.
+        """Do one step of an HSCAN: return the next cursor and some fields.
 
         A cursor is invalid after a failover; then start again.
         """
@@ -232,9 +239,9 @@ class RedisClient:
             return sum([await _unlink_all(each, pattern) for each in await self._primaries()])
 
     async def several(self, commands: Iterable[Sequence[Any]], *, is_lenient: bool = False) -> list[Any]:
-        """The replies to independent commands, in one round trip (on a Cluster, one to each node, all at once).
+        """Return the replies to independent commands, in one round trip (on a Cluster, one to each node, all at once).
 
-        Raises the first error. With ``is_lenient`` a command that meets a key of another type returns None instead.
+        Raise the first error. With ``is_lenient`` a command that meets a key of another type returns None instead.
         """
         with self._translated():
             replies = await self._replies(commands)
@@ -246,7 +253,7 @@ class RedisClient:
             return replies
 
     async def _replies(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
-        """The reply or the error of each command."""
+        """Return the reply or the error of each command."""
         if isinstance(self._redis, Cluster):
             return await self._redis.several(commands)
         async with self._redis.pipeline(transaction=False) as pipeline:
@@ -257,9 +264,8 @@ class RedisClient:
     async def ask(self, key: bytes, packed: bytes, reader: ReplyReader[T], until: float | None) -> T:
         """Send packed commands to the server that has ``key``; ``reader`` turns the replies into the result.
 
-        Raises TimeoutError at ``until``, a time of the event loop's clock, and StoreUnavailable. It also raises
-        StoreUnavailable if a slot of a Cluster has moved, and on the embedded Redis: the caller then uses
-        ``several``.
+        Raise TimeoutError at ``until``, a time of the event loop's clock, and StoreUnavailable. It also raises
+        StoreUnavailable if a slot of a Cluster has moved, and on the embedded Redis: the caller then uses ``several``.
         """
         try:
             if self.reads is not None:
@@ -274,13 +280,15 @@ class RedisClient:
         raise StoreUnavailable("the embedded Redis has no connections")
 
     def connection(self, key: bytes) -> ReadConnection | None:
-        """The read connection to the server that has ``key``; None if none is open, and ``ask`` has to open it."""
+        """Return the read connection to the server that has ``key``, or None if it is not open, and ``ask`` has to open
+        it.
+        """
         if self.reads is not None:
             return self.reads.connection
         return self._redis.connection(key) if isinstance(self._redis, Cluster) else None
 
     def place(self, key: bytes) -> object:
-        """An object that identifies the server that has ``key``, as far as it is known."""
+        """Return an object that identifies the server that has ``key``, as far as it is known."""
         return self._redis.place(key) if isinstance(self._redis, Cluster) else None
 
     async def publish(self, channel: str, message: str) -> None:
@@ -324,7 +332,7 @@ LUA_DIR = next(folder for folder in (_PACKAGE / "lua", _PACKAGE.parents[1] / "lu
 
 
 class Parameter(NamedTuple):
-    """A name of a signature. ``lua/README.md`` says what the sign behind it means."""
+    """A name of a signature. ``lua/README.md`` explains the sign behind it."""
 
     name: str
     sign: str
@@ -369,7 +377,7 @@ def _parameters(text: str) -> tuple[Parameter, ...]:
 
 
 REPEATABLE = frozenset({"apply_rows", "release", "end_overdue", "reserve", "match_placements"})
-"""Scripts that may run twice for one call. Each of them skips what is done already, or only reads."""
+"""Scripts that may run twice for one call. Each skips the steps that are done already, or only reads."""
 TOGETHER = frozenset(
     {"begin_publisher", "claim_publisher", "new_ids", "raise_fence", "renew_lease", "take_lease", "write_record"}
 )
@@ -379,13 +387,13 @@ SCRIPTS: dict[str, Script] = {
 }
 
 
-# Makes what a URL names: the driver of a server, of a primary behind Sentinels, of a Cluster, or the emulation.
+# Makes the client for a URL: the driver of a server, of a primary behind Sentinels, of a Cluster, or the emulation.
 
 
 def connected(
     address: Address, credentials: Credentials, timeout_seconds: float, connections: int
 ) -> tuple[Redis | Cluster, ReadPool | None]:
-    """The driver, and the read connections to a server; a Cluster has its own."""
+    """Return the driver, and the read connections to a server; a Cluster has its own."""
 
     def node(endpoint: HostPort | None) -> Redis:
         return server(address, credentials, endpoint, timeout_seconds=timeout_seconds, connections=connections)
@@ -415,7 +423,7 @@ def connected(
 
 
 def embedded() -> Redis:
-    """A new, empty Redis of this process alone."""
+    """Return a new, empty Redis of this process alone."""
     from fakeredis import FakeAsyncRedis, FakeServer  # only a process with an embedded Redis loads the emulation
 
     return FakeAsyncRedis(server=FakeServer(), decode_responses=False, protocol=2)

@@ -1,8 +1,8 @@
-"""Commands to a Redis or Valkey Cluster: each goes to the node that has its slot, and follows the slot when it moves.
+"""Commands to a Redis or Valkey Cluster: each goes to the node of its slot, and follows the slot when it moves.
 
 Every command names keys of one slot, so it goes to one node. The Cluster client of redis-py is not used: it parses
 every key of every command, closes connections under way when a slot moves, sends ASKING on a separate connection, and
-raises errors that are no ``RedisError`` when it gives up. Nodes, pools and the protocol come from redis-py.
+raises errors other than ``RedisError`` when it gives up. Nodes, pools and the protocol come from redis-py.
 """
 
 from __future__ import annotations
@@ -99,14 +99,16 @@ class Cluster:
 
             await asyncio.gather(*(ask(*each) for each in by_node.items()))
             again = [i for i, reply in enumerate(replies) if _is_elsewhere(reply)]
-            # Each of these is sent alone, and follows its slot.
+            # Each is sent alone, and follows its slot.
             answers = await asyncio.gather(*(self._follow(listed[i]) for i in again), return_exceptions=True)
             for i, answer in zip(again, answers, strict=True):
                 replies[i] = answer
         return replies
 
     async def ask(self, key: bytes, packed: bytes, reader: ReplyReader[T], until: float | None) -> T:
-        """As ``ReadPool.ask``, for the node of ``key``. An error that names another node corrects the map."""
+        """Send commands like ``ReadPool.ask``, to the node of ``key``. An error that names another node corrects the
+        map.
+        """
         if not self._map.is_usable():
             async with asyncio.timeout_at(until):
                 await self._read_map_bounded()
@@ -125,7 +127,9 @@ class Cluster:
             raise
 
     def connection(self, key: bytes) -> ReadConnection | None:
-        """The open read connection to the node of ``key``; None if there is none, or the node may be another one."""
+        """Return the open read connection to the node of ``key``, or None if there is none, or the node may be another
+        one.
+        """
         slot = key_slot(key)
         if not (self._map.is_usable() and self._map.has(slot)):
             return None
@@ -133,16 +137,16 @@ class Cluster:
         return None if reads is None else reads.connection
 
     def place(self, key: bytes) -> object:
-        """The node that has ``key``; the slot of ``key`` if no map was read yet."""
+        """Return the node that has ``key``, or the slot of ``key`` if no map was read yet."""
         slot = key_slot(key)
         return self._map.pick(slot) if self._map.has(slot) else slot
 
     def nodes(self) -> list[Redis]:
-        """One client for each node of the Cluster that has got a command from this process."""
+        """Return one client for each node of the Cluster that has got a command from this process."""
         return list(self._nodes.values())
 
     async def primaries(self) -> list[Redis]:
-        """One client for each node that has slots, in any order."""
+        """Return one client for each node that has slots, in any order."""
         async with asyncio.timeout(self._bound_seconds):
             await self._read_map()
         found = self._map.primaries()
@@ -262,7 +266,7 @@ def _slot(command: Sequence[Any]) -> int:
 
 
 def _is_elsewhere(reply: Any) -> bool:
-    """Whether another node, or the same node a moment later, may answer the same command."""
+    """Return whether another node, or the same node a moment later, may answer the same command."""
     return isinstance(reply, AskError | TryAgainError | ClusterDownError | RedisConnectionError) and not isinstance(
         reply, AuthenticationError
     )
@@ -273,7 +277,7 @@ async def _asked(node: Redis, *command: Any) -> Any:
 
 
 async def _pipelined(node: Redis, commands: Iterable[Sequence[Any]]) -> list[Any]:
-    """The replies in order; an error is one of them, and is not raised."""
+    """Return the replies in order; an error is returned as a reply, and not raised."""
     async with node.pipeline(transaction=False) as pipeline:
         for command in commands:
             pipeline.execute_command(*command)
@@ -294,7 +298,7 @@ Pipeline = Callable[[HostPort, Sequence[Sequence[Any]]], Awaitable[list[Any]]]
 
 
 async def read_singly(pipeline: Pipeline, owner: HostPort, keys: Sequence[Any]) -> list[bytes | None]:
-    """Do what MGET does, by one pipeline to ``owner`` and one to each node that ASK names. Raises the first error."""
+    """Do what MGET does, by one pipeline to ``owner`` and one to each node that ASK names. Raise the first error."""
     values = await pipeline(owner, [("GET", key) for key in keys])
     asked: dict[HostPort, list[int]] = {}
     for i, value in enumerate(values):

@@ -62,7 +62,7 @@ class WaitingPool(BlockingConnectionPool):
     """A pool in which a caller waits for a free connection, and a cancelled caller still returns its connection."""
 
     def counts(self) -> tuple[int, int]:
-        """Connections that are in use, and that are idle."""
+        """Return the number of used and of idle connections."""
         counts = self.get_connection_count()
         used, idle = (sum(n for n, about in counts if state in about.values()) for state in ("used", "idle"))
         return used, idle
@@ -71,14 +71,14 @@ class WaitingPool(BlockingConnectionPool):
         try:
             await super().release(connection)
         except asyncio.CancelledError:
-            # A caller that is cancelled while it waits for the pool's lock would never return the connection.
+            # A caller that is cancelled during its wait for the pool's lock would never return the connection.
             if connection in self._in_use_connections:
                 await asyncio.shield(super().release(connection))
             raise
 
 
 def common_options(timeout_seconds: float, *, retries: int = 1) -> dict[str, Any]:
-    """Arguments of redis-py for every connection."""
+    """Return the arguments of redis-py for every connection."""
     return {
         "protocol": 2,
         "decode_responses": False,
@@ -99,7 +99,9 @@ def server(
     timeout_seconds: float,
     connections: int,
 ) -> Redis:
-    """A client of the server at ``endpoint``, or at the socket of ``address``. It connects on the first command."""
+    """Return a client of the server at ``endpoint``, or at the socket of ``address``. It connects on the first
+    command.
+    """
     options = common_options(timeout_seconds) | credentials.options(address)
     if endpoint is None:
         options |= {"connection_class": _Socket, "path": address.path}
@@ -123,7 +125,7 @@ async def _read_only(connection: AbstractConnection) -> None:
 async def first(ask: Callable[[A], Awaitable[T]], asked: Iterable[A]) -> T | RedisError:
     """Call ``ask`` for all at once, and return the first reply, or the last error if all fail.
 
-    The calls that have not ended by then are cancelled.
+    The calls unfinished by then are cancelled.
     """
     waiting = {asyncio.ensure_future(ask(each)) for each in asked}
     failure = RedisError("there is no server to ask")

@@ -78,19 +78,21 @@ class Credentials:
             raise SettingsError(f"{names} cannot be used: {exc.strerror or exc}; give PEM files") from None
 
     def options(self, address: Address) -> dict[str, Any]:
-        """Arguments of redis-py for a connection to Redis itself."""
+        """Return the arguments of redis-py for a connection to Redis itself."""
         return self._tls(address) | _credentials(
             address.username or self.username, address.password, self.password_file, "WAYMARK_REDIS_PASSWORD_FILE"
         )
 
     def sentinel_options(self, address: Address) -> dict[str, Any]:
-        """Arguments of redis-py for a connection to a Sentinel."""
+        """Return the arguments of redis-py for a connection to a Sentinel."""
         return self._tls(address) | _credentials(
             self.sentinel_username, None, self.sentinel_password_file, "WAYMARK_REDIS_SENTINEL_PASSWORD_FILE"
         )
 
     def secret(self, address: Address) -> tuple[str, ...]:
-        """The arguments of AUTH, read at each call; empty if no AUTH is needed. Raises SecretUnreadable."""
+        """Return the arguments of AUTH, read at each call; empty if AUTH is not needed. Raise SecretUnreadable if the
+        file cannot be read.
+        """
         username = address.username or self.username
         if self.password_file is not None:
             password = _read_secret(self.password_file, "WAYMARK_REDIS_PASSWORD_FILE")
@@ -101,7 +103,9 @@ class Credentials:
         return (username, password) if username else (password,)
 
     def context(self, address: Address) -> ssl.SSLContext | None:
-        """The TLS context of a connection to Redis; None without TLS. Raises OSError if a file cannot be used."""
+        """Return the TLS context of a connection to Redis, or None without TLS. Raise OSError if a file cannot be
+        used.
+        """
         if not address.is_tls:
             return None
         context = ssl.create_default_context()

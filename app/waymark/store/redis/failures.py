@@ -28,7 +28,9 @@ _REFUSALS = ("OOM", "READONLY", "MISCONF", "LOADING", "NOREPLICAS", "CLUSTERDOWN
 
 
 def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
-    """The error for ``exc`` of redis-py. ``url`` has no secrets; ``variable`` is the setting that it came from."""
+    """Return the error for ``exc`` of redis-py. ``url`` has no secrets; ``variable`` is the setting that it came
+    from.
+    """
     causes = list(_causes(exc))
     for cause in causes:
         if isinstance(cause, SecretUnreadable):
@@ -60,7 +62,7 @@ def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
 
 
 def is_damage(exc: BaseException) -> bool:
-    """Whether Redis refused a command because of the values of its keys. Only the text of the error shows it.
+    """Return whether Redis refused a command because of the values of its keys. Only the text of the error shows it.
 
     Other refusals (out of memory, read-only, loading) concern every key. They have their own exception types in the
     driver, or a script repeats their error code.
@@ -72,7 +74,7 @@ def is_damage(exc: BaseException) -> bool:
 
 
 def kind_of(exc: Exception) -> str:
-    """The kind of a failure, as one of a few fixed words for the counter."""
+    """Return the kind of a failure, as one of a few fixed words for the counter."""
     kinds: dict[str, tuple[type[BaseException], ...]] = {
         "not_allowed": (SecretUnreadable, AuthenticationError, NoPermissionError),
         "tls": (ssl.SSLError,),
@@ -98,7 +100,7 @@ def _causes(exc: BaseException) -> Iterator[BaseException]:
 
 
 def _kind(exc: Exception) -> str:
-    """The error code of Redis if the type of the exception stands for one; else the name of the type."""
+    """Return the error code of Redis if the type of the exception stands for one; else the name of the type."""
     words = {
         ReadOnlyError: "READONLY",
         OutOfMemoryError: "OOM",

@@ -1,4 +1,4 @@
-"""Sends the commands of many callers in few round trips: what comes while others are under way goes with the next.
+"""Sends the commands of many callers in few round trips: commands that arrive during a round trip go with the next.
 
 A worker has thousands of streams, and each renews its lease every few seconds. A connection for each call would be
 more than a pool has, so that callers fail that Redis would have answered.
@@ -27,7 +27,7 @@ class SharedPipeline:
         self._senders: set[asyncio.Task[None]] = set()
 
     async def ask(self, command: Command) -> Any:
-        """The reply to a command. Raises its error, or that of its round trip."""
+        """Return the reply to a command. Raise its error, or that of its round trip."""
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[Any] = loop.create_future()
         self._waiting.append((command, reply))
@@ -38,7 +38,7 @@ class SharedPipeline:
         return await reply
 
     async def _send(self) -> None:
-        """Send until nothing waits."""
+        """Send until the queue is empty."""
         while self._waiting:
             sent = [self._waiting.popleft() for _ in range(min(len(self._waiting), _COMMANDS_MAX))]
             sent = [each for each in sent if not each[1].done()]
@@ -62,7 +62,7 @@ class SharedPipeline:
 
 
 def _copy_of(error: Exception) -> Exception:
-    """The same error for one more caller: each adds its own traceback."""
+    """Return the same error for one more caller: each adds its own traceback."""
     try:
         return type(error)(*error.args)
     except TypeError:

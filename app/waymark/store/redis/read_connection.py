@@ -52,7 +52,7 @@ class ReplyReceiver(Protocol[T_contra]):
     """An object that gets one result: a future, or an object that goes on at once instead of in a task."""
 
     def done(self) -> bool:
-        """Whether nobody waits for the result any more."""
+        """Return whether the result is not wanted any more."""
 
     def set_result(self, result: T_contra, /) -> None: ...
 
@@ -71,13 +71,13 @@ class _PendingRead(Generic[T]):
         self._is_ended = False
 
     def done(self) -> bool:
-        """Whether nobody waits for the answer, or no longer."""
+        """Return whether no caller waits for the answer."""
         return self._is_ended or self.answer.done()
 
     def end(self, answer: Any, error: Exception | None) -> None:
         if self.done():
             return
-        self._is_ended = True  # a question that is late stays in the queue, and is ended again with its connection
+        self._is_ended = True  # a late question stays in the queue, and is ended again with its connection
         if error is None:
             self.answer.set_result(answer)
         else:
@@ -107,16 +107,19 @@ class ReadConnection(asyncio.Protocol):
         self._is_retired = False
 
     def ask(self, packed: bytes, reader: ReplyReader[T], until: float | None) -> asyncio.Future[T]:
-        """Send a question, and return what ``reader`` makes of the replies.
+        """Send a question, and return the result that ``reader`` makes from the replies.
 
-        TimeoutError at ``until``, by the loop's clock; RedisError if a reply is one or the connection is lost.
+        Raise TimeoutError at ``until``, by the loop's clock, and RedisError if a reply is one or the connection is
+        lost.
         """
         answer: asyncio.Future[T] = self._loop.create_future()
         self.send(packed, reader, answer, until)
         return answer
 
     def send(self, packed: bytes, reader: ReplyReader[T], answer: ReplyReceiver[T], until: float | None) -> None:
-        """As ``ask``, with ``answer`` in place of a future. It may get an error before this returns."""
+        """Send a question like ``ask``, with ``answer`` in place of a future. It may get an error before this
+        returns.
+        """
         now = self._loop.time()
         if self._transport is None:
             answer.set_exception(RedisConnectionError("the connection was lost"))
@@ -141,7 +144,7 @@ class ReadConnection(asyncio.Protocol):
             return
         try:
             self._transport.write(b"".join(unsent))
-        except RuntimeError as exc:  # what uvloop says of a connection that the other end has closed
+        except RuntimeError as exc:  # uvloop's error for a connection that the other end has closed
             self.lose(RedisConnectionError(str(exc)))
 
     def retire(self) -> None:
@@ -211,7 +214,7 @@ class ReadConnection(asyncio.Protocol):
             self._timer, self._due = self._loop.call_at(due, self._check_deadlines), due
 
     def _check_deadlines(self) -> None:
-        """Fail the questions that are late; lose the connection if a reply has been due for too long."""
+        """Fail the late questions; lose the connection if a reply has been due for too long."""
         self._timer, self._due = None, math.inf
         now = self._loop.time()
         if self._fail_late(now):
@@ -223,7 +226,7 @@ class ReadConnection(asyncio.Protocol):
             self._check_by(min([self._heard + self._silent_seconds, *untils]))
 
     def _fail_late(self, now: float) -> bool:
-        """Fail the questions that are late. Return whether the oldest open question was late."""
+        """Fail the late questions. Return whether the oldest open question was late."""
         waiting = [question for question in self._questions if not question.done()]
         for question in waiting:
             if question.until <= now:
@@ -232,7 +235,7 @@ class ReadConnection(asyncio.Protocol):
 
 
 def _parsed(reader: ReplyReader[T], replies: list[Any]) -> tuple[T | None, RedisError | None]:
-    """The answer, or an error without its traceback, which would keep the question alive in a cycle."""
+    """Return the answer, or an error without its traceback, which would keep the question alive in a cycle."""
     for reply in replies:
         if isinstance(reply, RedisError):
             return None, reply

@@ -27,7 +27,7 @@ FindServers = Callable[[], Awaitable[Sequence[HostPort]]]
 
 @dataclass(frozen=True, slots=True)
 class Dialer:
-    """Connects to the first server of ``find`` that can be reached; to a unix socket where ``find`` is None."""
+    """Connects to the first server of ``find`` that can be reached; to a unix socket if ``find`` is None."""
 
     address: Address
     credentials: Credentials
@@ -35,7 +35,7 @@ class Dialer:
     find: FindServers | None
 
     async def dial(self, lost: OnLost) -> ReadConnection:
-        """A connection that is authenticated and ready. Raises RedisError."""
+        """Return a connection, authenticated and ready. Raise RedisError if that fails."""
         if self.find is None:
             return await self._dial(None, lost)
         failure: RedisError = RedisConnectionError("there is no server")
@@ -122,7 +122,7 @@ class ReadPool:
         return self._scripts
 
     def ask(self, packed: bytes, reader: ReplyReader[T], until: float | None) -> Awaitable[T]:
-        """As ``ReadConnection.ask``, after opening a connection if none is open."""
+        """Send a question like ``ReadConnection.ask``, after opening a connection if necessary."""
         if self.connection is not None:
             return self.connection.ask(packed, reader, until)
         return self._ask_opened(packed, reader, until)

@@ -48,7 +48,7 @@ class _SentinelPool(SentinelConnectionPool, WaitingPool):
 
 
 class _Sentinels(Sentinel):
-    """Asks all Sentinels at once, so that a silent one delays nothing."""
+    """All Sentinels, asked at once, so that a silent one does not delay the answer."""
 
     async def discover_master(self, service_name: str) -> HostPort:
         async def ask(sentinel: Redis) -> HostPort:
@@ -82,7 +82,7 @@ class _BehindSentinels(Redis):
 
 
 def found_by(redis: Redis, address: Address) -> FindServers:
-    """A function that asks the Sentinels of ``redis`` for the servers; ``behind_sentinels`` made ``redis``."""
+    """Return a function that asks the Sentinels of ``redis`` for the servers; ``behind_sentinels`` made ``redis``."""
     sentinels = cast("_Sentinels", cast("_SentinelPool", redis.connection_pool).sentinel_manager)
 
     async def find() -> Sequence[HostPort]:
@@ -99,7 +99,7 @@ def found_by(redis: Redis, address: Address) -> FindServers:
 
 
 def behind_sentinels(address: Address, credentials: Credentials, *, timeout_seconds: float, connections: int) -> Redis:
-    """A client of the primary, or of its replicas. It connects on the first command."""
+    """Return a client of the primary, or of its replicas. It connects on the first command."""
     sentinels = _Sentinels(  # type: ignore[no-untyped-call]
         address.endpoints,
         sentinel_kwargs=common_options(timeout_seconds, retries=0)

@@ -1,4 +1,4 @@
-"""The map of a Cluster: which nodes have which slots, and which of them to ask.
+"""The map of a Cluster: the nodes of each slot, and the choice among them.
 
 The map is a hint. MOVED corrects one slot at once; a node that failed, or a MOVED, makes the whole map doubtful, and
 then it is read again.
@@ -23,7 +23,7 @@ _MAP_SECONDS_MIN = 0.1
 
 
 class Shard(NamedTuple):
-    """The nodes that have a range of slots."""
+    """The nodes of a range of slots."""
 
     primary: HostPort
     choices: tuple[HostPort, ...]
@@ -40,7 +40,7 @@ class ClusterSlots(NamedTuple):
 
 
 class SlotMap:
-    """The newest map, what MOVED has corrected since, and the nodes that failed recently."""
+    """The newest map, its corrections by MOVED since, and the nodes that failed recently."""
 
     def __init__(self, *, is_replica: bool) -> None:
         """``is_replica``: replicas may answer, in random order, before the primary."""
@@ -52,23 +52,23 @@ class SlotMap:
         self._read_after = 0.0
 
     def is_usable(self) -> bool:
-        """Whether there is a map that is not doubtful, or that was read too recently to be read again."""
+        """Return whether the map is certain, or was read too recently to be read again."""
         is_new = asyncio.get_running_loop().time() < self._read_after
         return bool(self._shards) and (is_new or not self._is_doubtful)
 
     def has(self, slot: int) -> bool:
-        """Whether a node is known that has the slot."""
+        """Return whether the node of the slot is known."""
         return bool(self._shards) and self._shards[slot] is not None
 
     def primaries(self) -> set[HostPort]:
         return {shard.primary for shard in self._known()}
 
     def picked(self) -> Iterable[HostPort]:
-        """Every node that ``pick`` returns for at least one slot, without repetition."""
+        """Return every node that ``pick`` returns for at least one slot, without repetition."""
         return dict.fromkeys(map(self._choice, self._known()))
 
     def pick(self, slot: int) -> HostPort:
-        """The node to ask for a slot. Raises ClusterDownError if no node has it."""
+        """Return the node to ask for a slot. Raise ClusterDownError if no node has it."""
         shard = self._shards[slot]
         if shard is None:
             self._is_doubtful = True
@@ -92,7 +92,7 @@ class SlotMap:
         self._is_doubtful = True
 
     def forget(self, endpoint: HostPort) -> None:
-        """The node has left the Cluster."""
+        """Forget a node that has left the Cluster."""
         self._failed_until.pop(endpoint, None)
 
     def replace(self, slots: ClusterSlots) -> None:
@@ -102,7 +102,7 @@ class SlotMap:
         self._read_after = asyncio.get_running_loop().time() + _MAP_SECONDS_MIN
 
     def parse(self, reply: Iterable[Any], endpoint: HostPort) -> ClusterSlots:
-        """The reply of ``endpoint`` to CLUSTER SLOTS. Raises ClusterDownError if it names no node."""
+        """Parse the reply of ``endpoint`` to CLUSTER SLOTS. Raise ClusterDownError if it names no node."""
         shards: list[Shard | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
         endpoints: set[HostPort] = set()
         for start, end, *nodes in reply:
