@@ -1,6 +1,6 @@
-"""One line for every HTTP request, where the operator asked for it.
+"""One line for every HTTP request, if the operator wants it.
 
-A line says which route, never which path, and how much, never what: no query string, no body, no header but the
+A line contains the route and sizes, never the path or contents: no query string, no body, and of the headers only the
 request's id.
 """
 
@@ -47,7 +47,7 @@ class AccessLog:
         status, length = 499, 0  # until an answer begins, the client has gone away
         request_id = request_id_of(scope["headers"])
         scope["request_id"] = request_id
-        scope.pop("extensions", None)  # what follows reads and changes the messages of every server
+        scope.pop("extensions", None)  # later layers read and change the messages of every server
 
         async def noted(message: Message) -> None:
             nonlocal status, length
@@ -79,7 +79,7 @@ class _LoggedQuestion:
 
 
 class _LoggedRequest:
-    """A straight request, and what it is answered with."""
+    """A straight request, and its answer."""
 
     __slots__ = ("_answering", "_request", "_request_id", "_route", "_started")
 

@@ -1,7 +1,7 @@
-"""``GET /activity``: what happens, as server-sent events.
+"""``GET /activity``: the events of the installation, as server-sent events.
 
 One task reads the stream for all clients of this replica. A client has a bounded queue: one that falls behind is ended,
-and goes on with ``Last-Event-ID`` where it was. While Redis is unavailable the connections stay, and go on afterwards.
+and continues with ``Last-Event-ID``. While Redis is unavailable the connections stay, and go on afterwards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 #: Entries that a client without ``Last-Event-ID`` gets first.
 _FIRST = 100
-#: Entries that are read at once, and that wait for one client.
+#: The entries of one read, and the bound on those that wait for one client.
 _READ_MAX = 500
 _WAITING_MAX = 1_000
 _POLL_SECONDS = 1.0
@@ -58,7 +58,7 @@ class _ActivityReader:
             self.put(_event(entry))
 
     def put(self, event: bytes | None) -> None:
-        """Queue an event; a client that is too far behind is ended after what it has."""
+        """Queue an event; a client too far behind is ended after its queue."""
         if not self.is_over:
             self.is_over = event is None or self.waiting.qsize() >= _WAITING_MAX
             self.waiting.put_nowait(None if self.is_over else event)
@@ -78,7 +78,7 @@ class ActivityFeed:
         self._task: asyncio.Task[None] | None = None
 
     async def follow(self, body: Body) -> Answer:
-        """The answer, which has no end."""
+        """Return the answer, which has no end."""
         last = body.path.get("Last-Event-ID")
         if last is not None and not is_entry_id(last):
             raise InvalidValue(
@@ -153,13 +153,13 @@ def _order(entry_id: str) -> tuple[int, int]:
 
 
 def _event(entry: ActivityEntry) -> bytes:
-    """One server-sent event; JSON has no line break."""
+    """Return one server-sent event; JSON has no line break."""
     milliseconds = int(entry.id.partition("-")[0])
     content: dict[str, Any] = {"at": milliseconds / 1000} | entry.content
     return b"id: %b\nevent: %b\ndata: %b\n\n" % (entry.id.encode(), _kind(entry), orjson.dumps(content))
 
 
 def _kind(entry: ActivityEntry) -> bytes:
-    """The kind, which another release may have written."""
+    """Return the kind, which another release may have written."""
     kind = entry.content["kind"]
     return kind.encode() if isinstance(kind, str) and kind.isidentifier() and kind.isascii() else b"other"

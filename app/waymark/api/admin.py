@@ -1,4 +1,5 @@
-"""The admin paths of Continuum Router, with its names: what the index holds, what decided, and a way to clear it.
+"""The admin paths of Continuum Router, with its names: the contents of the index, the basis of decisions, and a way to
+clear it.
 
 Decisions are counted over all replicas, up to a second ago.
 """
@@ -87,7 +88,7 @@ class Admin:
         )
 
     async def _distribution(self, body: Body) -> list[dict[str, Any]]:
-        """Requests under way by instance, over its ranks and models."""
+        """Return the requests under way by instance, over its ranks and models."""
         requests: dict[str, int] = {}
         claims = [each for each in await self._store.directory.claims() if not each.is_leaving]
         loads = {group: await self._store.reservations.loads(group) for group in {each.group_id for each in claims}}
@@ -135,7 +136,7 @@ class Admin:
         return Answer({"enabled": True, "backends": [_backend(state) for state in states]})
 
     async def kv_index_clear(self, body: Body) -> Answer:
-        """End what sources of opaque prefixes hold, or what every publisher does."""
+        """End the holdings of sources of opaque prefixes, or of every publisher."""
         scope = ClearRequest.of(body.fields).scope
         states = await self._store.states(body.caller.has)
         claims = {claim.publisher: claim for claim in await self._store.directory.claims() if not claim.is_leaving}
@@ -150,12 +151,12 @@ class Admin:
 
 
 def _entries(state: PublisherState) -> int:
-    """Entries of one publisher: a block or an opaque prefix at one of its holders."""
+    """Return the number of entries of one publisher: a block or an opaque prefix at one of its holders."""
     return sum(state.blocks.values()) + sum(state.prefixes.values())
 
 
 def _name(state: PublisherState) -> str:
-    """The instance; with its rank where that is not the first."""
+    """Return the name of the instance; with its rank unless that is the first."""
     of = state.registration
     return f"{of.instance_id}|{of.dp_rank}" if of.dp_rank else of.instance_id
 

@@ -1,8 +1,7 @@
-"""AnswerCache of answers, remembered by what was found: many prompts have the same beginning, or nothing.
+"""A cache of answers by their walks: many prompts have the same beginning, or no match at all.
 
-What is remembered belongs to a view of a holder table, and a view never changes: with another table comes another
-one. So nothing here can be out of date, and what belongs to a view that is gone is forgotten with the rest, all at
-once, when there is no room.
+An entry belongs to a view of a holder table, and a view never changes: another table has another view. So an entry is
+never out of date; entries of old views are forgotten with all others at once, when there is no room.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ InTokens = dict[str, dict[str, Any]]
 
 #: Walks of more runs than this hardly come twice.
 _RUNS_MAX = 16
-#: What a row, a run and a holder of a view take, roughly.
+#: The approximate size of a row, a run and a holder of a view.
 _ROW_BYTES, _RUN_BYTES, _HOLDER_BYTES = 1200, 100, 300
 
 
@@ -30,7 +29,7 @@ _NONE_KNOWN: dict[tuple[tuple[bytes, int], ...], MatchRows] = {}
 
 
 class MatchRows:
-    """The rows of what was found; not to be changed."""
+    """The rows of a walk; not to be changed."""
 
     __slots__ = ("_instances", "json", "rows")
 
@@ -40,7 +39,7 @@ class MatchRows:
         self._instances: InTokens | None = None
 
     def instances(self, walk: Walk | None) -> InTokens:
-        """The counts in the newer form of the API, from the walk that ``rows`` were computed from; made once."""
+        """Return the counts in the newer form of the API, from the walk of ``rows``; made once."""
         if self._instances is None:
             self._instances = {} if walk is None else instances_in_tokens(dynamo_rows(walk), walk.view.block_size)
         return self._instances
@@ -50,7 +49,7 @@ NOTHING = MatchRows({}, b"{}")
 
 
 class AnswerCache:
-    """``bytes_max`` 0 remembers nothing."""
+    """A cache of at most ``bytes_max``; with 0 it stays empty."""
 
     def __init__(self, bytes_max: int, metrics: Metrics) -> None:
         self._bytes_max = bytes_max
@@ -60,7 +59,7 @@ class AnswerCache:
         metrics.answer_cache_bytes.set_function(lambda: self.bytes)
 
     def of(self, walk: Walk) -> MatchRows:
-        """The rows of what was found."""
+        """Return the rows of a walk."""
         view, found = walk.view, tuple(walk.values)
         counted = self._known.get(view, _NONE_KNOWN).get(found)
         if counted is not None:
@@ -91,7 +90,7 @@ _AFTER_RANKS = tuple(name for name in IN_EVERY_ANSWER if name != BEST.name)
 
 
 def in_tokens(row: ConductorRow, block_size: int) -> dict[str, Any]:
-    """One instance of an answer, in the published order of its keys."""
+    """Return one instance of an answer, in the published order of its keys."""
     media, ranks = row.media, row.ranks
     answer: dict[str, Any] = {
         "longest_matched": row.longest * block_size,
@@ -107,7 +106,7 @@ def in_tokens(row: ConductorRow, block_size: int) -> dict[str, Any]:
 
 
 def instances_in_tokens(rows: Mapping[str, Mapping[int, DynamoRank]], block_size: int) -> InTokens:
-    """Instances of the newer form: unbroken prefixes by rank, cumulative from tier to tier; ranks as texts."""
+    """Return instances of the newer form: unbroken prefixes by rank, cumulative from tier to tier; ranks as texts."""
     return {instance_id: _by_ranks(ranks, block_size) for instance_id, ranks in rows.items()}
 
 

@@ -70,7 +70,7 @@ class Conductor:
             table = self._store.reader.table_at_hand(group)
             walk = walk if table is None else self._addresses.walk(table, walk)
         counted = NOTHING if walk is None else self._rows.of(walk)
-        # A group without instances may be one of a tenant that is gone: groups outlive their registrations.
+        # A group without instances may belong to a former tenant: groups outlive their registrations.
         if not counted.rows:
             seconds = self._settings.query_deadline_ms / 1000
             known = Waiting(self._store.reader.is_tenant_known(group.tenant_id, deadline_seconds=seconds))
@@ -93,7 +93,9 @@ class Conductor:
         return Answer(self._shaped({group.tenant_id: rows}, instances, body_format), headers=headers)
 
     def _shaped(self, published: dict[str, Any], instances: dict[str, Any], body_format: Format) -> dict[str, Any]:
-        """The answer in the form of the API that the settings choose; ``auto`` answers msgpack in both at once."""
+        """Return the answer in the form of the API that the settings choose; ``auto`` combines both forms in
+        msgpack.
+        """
         if self._shape == "instances":
             return {"instances": instances}
         if self._shape == "published" or body_format is Format.JSON:
@@ -101,7 +103,9 @@ class Conductor:
         return published | {"instances": instances}
 
     def _note(self, group: GroupName, block_size: int) -> str:
-        """Why there are only zeros, where no engine could have the prompt; a header cannot hold every name."""
+        """Return the reason for an answer of zeros, if no engine could have the prompt; a header cannot hold every
+        name.
+        """
         table = self._store.reader.table_at_hand(group)
         sizes = set() if table is None else {row.block_size for row in table.publishers.values()}
         if not sizes:
@@ -111,7 +115,7 @@ class Conductor:
 
 
 class _QueryFields(NamedTuple):
-    """What a query says beside its prompt."""
+    """The fields of a query besides its prompt."""
 
     group: GroupName
     instance_id: str | None
@@ -166,7 +170,9 @@ class AddressTables:
         self._made: dict[GroupName, tuple[HolderTable, HolderTable]] = {}
 
     def walk(self, table: HolderTable, walk: Walk) -> Walk:
-        """A walk over the same values with addresses in place of instances. Engines without an address have no row."""
+        """Return a walk over the same values with addresses in place of instances. Engines without an address have no
+        row.
+        """
         made = self._made.get(table.group)
         if made is None or made[0] is not table:
             if len(self._made) >= _GROUPS_MAX:

@@ -78,7 +78,7 @@ class Contract:
 
 
 def statuses(operation: Operation) -> list[int]:
-    """Every status that an operation may answer with, its success first."""
+    """Return every status that an operation may answer with, its success first."""
     found = {405, 500, *operation.doc.errors}
     if operation.has_body:
         found |= {400, 413, 415}
@@ -92,7 +92,7 @@ def statuses(operation: Operation) -> list[int]:
 
 
 def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of these operations."""
+    """Return the OpenAPI 3.1 document of these operations."""
     models: dict[type[BaseModel], None] = dict.fromkeys((ErrorBody, DynamoErrorBody))
     for operation in operations:
         models |= dict.fromkeys(model for model in (operation.doc.request, operation.doc.answer) if model is not None)
@@ -188,7 +188,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
 
 
 def _add_example(described: dict[str, Any], path: str, example: dict[str, Any]) -> None:
-    """Put the recorded request and answer where the document has room for them."""
+    """Put the recorded request and answer into the places that the document has for them."""
     if "body" in example:
         described["requestBody"]["content"][Format.JSON.value.decode()]["example"] = example["body"]
     content = described["responses"][str(example["status"])]["content"]
@@ -204,7 +204,7 @@ def _parameter(name: str, place: str) -> dict[str, Any]:
 
 
 def _plain_content(doc: Doc, formats: Sequence[Format]) -> dict[str, Any]:
-    """The content of an answer that has no model, by media type."""
+    """Return the content of an answer that has no model, by media type."""
     if doc.media_type != "application/json":
         return {doc.media_type: {}}
     return {each.value.decode(): {} for each in formats}

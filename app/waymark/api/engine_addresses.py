@@ -1,4 +1,4 @@
-"""Where the engines of a group take requests: for what is asked of any of them."""
+"""The addresses at which the engines of a group take requests, for questions that any engine can answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class EngineAddresses:
         self._known: dict[GroupName, list[str]] = store.incarnation.cache({})
 
     async def __call__(self, group: GroupName) -> Sequence[str]:
-        """The addresses of the group's engines, in order of registration. Raises StoreUnavailable."""
+        """Return the addresses of the group's engines, in order of registration. Raise StoreUnavailable if Redis is
+        unavailable.
+        """
         if monotonic() >= self._until:
             known: dict[GroupName, list[str]] = {}
             for registration in await self._directory.registrations():

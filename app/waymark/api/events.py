@@ -1,9 +1,9 @@
 """``POST /events``: standard events over HTTP, for publishers without a socket.
 
-What a stream does for frames, one request does for its events: it takes the publisher's lease for as long as it
-needs, reads where each stream of the envelope's dimensions stands, applies what comes next, and gives the lease back.
-The order is ``event_id``'s, per stream. An event that was applied already is skipped by its mark even if its answer
-was lost, so a sender may always send again. What a request knows of the publisher's blocks serves the next one.
+One request does for its events the work that a stream does for frames: it takes the publisher's lease for as long as it
+needs, reads the progress of each stream of the envelope's dimensions, applies the next events, and gives the lease
+back. The order is ``event_id``'s, per stream. An event that was applied already is skipped by its mark even if its
+answer was lost, so a sender may always send again. A request's knowledge of the publisher's blocks serves the next one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _AppliedEvents:
     applied: int = 0
     stale: int = 0
     expected: int | None = None
-    """The event_id that should have come next, where there is a gap."""
+    """The event_id that should have come next, if there is a gap."""
 
 
 class Events:
@@ -62,7 +62,7 @@ class Events:
         self._kept = store.incarnation.cache(KeptMemories(store, settings.event_memory_bytes, metrics))
 
     async def events(self, body: Body) -> Answer:
-        """Apply one event or a list, up to the first gap. Nothing is applied where one of them does not fit."""
+        """Apply one event or a list, up to the first gap. If one does not fit, the whole request is rejected."""
         documents = body.documents or []
         for field, width in (("token_ids", 4), ("seq_hashes", 8)):
             check_count(
@@ -164,7 +164,7 @@ class Events:
                 await self._flush(applier, fold, progress)
         await self._flush(applier, fold, progress)
         if resolver.waiting.blocks:
-            # The room ends with the request: what has found no parent in it is lost.
+            # The room ends with the request: events that have not found their parent in it are lost.
             applier.counters["waiting_lost"] += resolver.waiting.blocks
             applier.counters["waiting"] = 0
             await applier.write({}, applier.counters)
@@ -181,7 +181,7 @@ class Events:
 
 
 def _length(document: object, field: str, width: int) -> int:
-    """How many integers of ``width`` bytes a field holds; what is no list is refused when it is decoded."""
+    """Return how many integers of ``width`` bytes a field holds; anything but a list is refused when it is decoded."""
     value = document.get(field) if isinstance(document, dict) else None
     if isinstance(value, bytes):
         return len(value) // width
@@ -201,7 +201,7 @@ def _decoded(document: object, index: int | None) -> Event:
 
 
 def _owner(claims: Sequence[Claim], event: Event) -> Claim:
-    """The publisher an event belongs to; it names its instance as ``backend_id``."""
+    """Return the publisher that an event belongs to; it names its instance as ``backend_id``."""
     envelope = event.envelope
     assert envelope is not None
     of_instance = [

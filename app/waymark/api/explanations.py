@@ -44,7 +44,7 @@ class Explanations:
         self._blocks_max = settings.inspect_blocks_max
 
     async def inspect(self, body: Body) -> Paused:
-        """The handler of ``/inspect/prompt``."""
+        """Handle ``/inspect/prompt``."""
         request = InspectRequest.of(body.fields)
         text_of(request.group, request)
 
@@ -63,7 +63,7 @@ class Explanations:
         return Paused(inspected, answer)
 
     def explained(self, handler: Handler) -> Handler:
-        """The handler with an explanation beside its answer where a body asks for it."""
+        """Return the handler with an explanation beside its answer if a body asks for it."""
 
         async def handle(body: Body) -> Answer | Paused:
             return beside(body) if body.fields.get("explain") is True else await handler(body)
@@ -89,7 +89,9 @@ class Explanations:
         return Straight(steps) if isinstance(handler, Straight) else handle
 
     async def _beside(self, body: Body) -> dict[str, Any]:
-        """An explanation never fails the answer that it stands beside; of a wrong body, that answer is the error."""
+        """Return an explanation, or an error in its place: it never fails the answer; of a wrong body, that answer is
+        the error.
+        """
         if body.fields.get("prefix_hash") is not None:
             return {"reasons": ["prefix_hash names no blocks, so there is nothing to look up"], "instances": []}
         try:
@@ -100,7 +102,9 @@ class Explanations:
             return {"reasons": [exc.sentence], "instances": []}
 
     async def _explain(self, request: InspectRequest, body: Body) -> PromptExplanation:
-        """``StoreUnavailable`` after its deadline, ``InvalidValue`` where the prompt does not fit."""
+        """Explain a prompt. Raise ``StoreUnavailable`` after its deadline, and ``InvalidValue`` if the prompt does not
+        fit.
+        """
         prompt = await self._asked(request, body)
         return await self._queue.take(
             lambda: self._looked_up(request, prompt), name="explanation", remedy="with a shorter prompt"
@@ -130,7 +134,7 @@ class Explanations:
         return await explain(self._inspector, prompt, group, block_size, groups, claims)
 
     async def _asked(self, request: InspectRequest, body: Body) -> InspectedPrompt:
-        """The prompt of a body, checked to its last element."""
+        """Return the prompt of a body, checked to its last element."""
         text = text_of(request.group, request)
         tokens, seq_hashes, items = None, None, request.items
         if text is not None:

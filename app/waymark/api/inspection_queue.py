@@ -22,7 +22,9 @@ class InspectionQueue:
         self._seconds = settings.inspect_seconds
 
     async def take(self, work: Callable[[], Awaitable[T]], *, name: str, remedy: str) -> T:
-        """What ``work`` returns. After its deadline ``StoreUnavailable``, in words that name it and the remedy."""
+        """Return the result of ``work``. After its deadline raise ``StoreUnavailable``, in words that name it and the
+        remedy.
+        """
         if not self._admission.try_enter():
             await self._admission.wait()
         is_unavailable: bool | None = None

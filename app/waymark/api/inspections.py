@@ -1,4 +1,4 @@
-"""What ``waymark status`` and ``waymark inspect`` show, for those who cannot reach Redis."""
+"""``waymark status`` and ``waymark inspect`` over HTTP, for people without access to Redis."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REMEDY = "name one group in group"
 
 
 class Inspections:
-    """Handlers under ``/inspect`` that are about the whole installation."""
+    """Handlers under ``/inspect`` for the whole installation."""
 
     def __init__(self, store: Store, settings: Settings, queue: InspectionQueue) -> None:
         self._inspector = Inspector(store)
@@ -38,11 +38,11 @@ class Inspections:
         self._queue = queue
 
     async def status(self, body: Body) -> Answer:
-        """What ``waymark status --json`` prints."""
+        """Answer with the output of ``waymark status --json``."""
         return Answer(as_json(await gather(self._inspector, _wanted(body.path))))
 
     async def block(self, body: Body) -> Paused:
-        """What ``waymark inspect block`` draws."""
+        """Answer with the block of ``waymark inspect block``."""
         request = InspectBlockRequest.of(body.fields)
 
         async def work() -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Inspections:
         return self._paused(work)
 
     async def holder(self, body: Body) -> Paused:
-        """What ``waymark inspect holder`` draws."""
+        """Answer with the holder of ``waymark inspect holder``."""
         request = InspectHolderRequest.of(body.fields)
 
         async def work() -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Inspections:
         return self._paused(work)
 
     async def keys(self, body: Body) -> Paused:
-        """What ``waymark inspect keys`` prints."""
+        """Answer with the output of ``waymark inspect keys``."""
         request = InspectKeysRequest.of(body.fields)
 
         async def work() -> dict[str, Any]:
@@ -85,7 +85,9 @@ class Inspections:
 
 
 def _wanted(parameters: Mapping[str, str]) -> PublisherFilter:
-    """What the request asks for; ``status`` may be several, separated by commas. Raises ``InvalidValue``."""
+    """Return the filter in a request; ``status`` may be several, separated by commas. Raise ``InvalidValue`` if one
+    does not exist.
+    """
     statuses = tuple(filter(None, parameters.get("status", "").split(",")))
     known = [status.value for status in StreamStatus]
     for each in statuses:

@@ -1,7 +1,7 @@
 """One HTTP operation as a raw ASGI endpoint: method, access, body, handler, answer, errors, metrics.
 
-Starlette's request and response objects, and its layers, cost more than a query that is mostly known. So an operation
-does without them, down to the answer to an exception that nobody expected.
+Starlette's request and response objects, and its layers, cost more than a query with cached results. So an operation
+does without them, down to the answer to an unexpected exception.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """What every operation is given by the application."""
+    """The parts of the application that every operation gets."""
 
     settings: Settings
     metrics: Metrics
@@ -72,7 +72,9 @@ class Operation:
         dependencies: Dependencies,
         without_redis: Handler | None = None,
     ) -> None:
-        """``without_redis`` answers where the handler, or the wait for it, found Redis unavailable."""
+        """Create an operation. ``without_redis`` answers if the handler, or the wait for it, found Redis
+        unavailable.
+        """
         self.method = method
         self.path = path
         self.handler = handler
@@ -119,7 +121,7 @@ class Operation:
             await send_stream(answer, answer.stream, scope, receive, send)
 
     def unexpected(self, error: Exception, headers: RawHeaders, known_id: str | None) -> Answer:
-        """The answer to an exception that nobody expected, which is logged under the request's id.
+        """Return the answer to an unexpected exception, which is logged under the request's id.
 
         Without ``known_id`` the id is taken from ``headers``, or made, and is in the answer.
         """
@@ -129,11 +131,11 @@ class Operation:
         return Answer(body, 500, {} if known_id else {"X-Request-Id": request_id})
 
     def refusal(self, error: WaymarkError) -> Answer:
-        """The answer to an error that names what is wrong."""
+        """Return the answer to an error."""
         return Answer(self._error(body_of(error)), status_of(error, unfit_status=self._unfit_status), headers_of(error))
 
     def count(self, method: str, status: int, seconds: float) -> None:
-        """Count a request that has been answered, or whose client has gone away."""
+        """Count a request after its answer, or after its client has gone away."""
         self._duration.observe(seconds)
         count = self._counts.get((method, status))
         if count is None:
@@ -154,7 +156,7 @@ class Operation:
                 body_format = format_of(headers, must_be_named=self._names_format) if self.has_body else body_format
             except InvalidValue as exc:
                 unreadable = exc
-            # A refusal is answered in the request's format, too, but comes before anything else is said of it.
+            # A refusal is answered in the request's format, too, but comes before any other check.
             caller = self._gate.check(self.access, headers)
             if self.access == "write":
                 check_site(headers)
@@ -217,7 +219,7 @@ class Operation:
         return handler(body if path is None else body._replace(path=path))
 
     def _parameters(self, scope: Scope) -> Mapping[str, str] | None:
-        """What path and query string name; None where the operation has no such names."""
+        """Return the parameters of path and query string; None if the operation has no parameters."""
         doc = self.doc
         if not (doc.parameters or doc.request_headers or "{" in self.path):
             return None
@@ -240,7 +242,7 @@ class Operation:
 
 
 class Resource:
-    """A path with several methods, each of them an operation."""
+    """A path with several methods, each an operation."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self._first = operations[0]
@@ -253,12 +255,12 @@ class Resource:
 
 
 async def _resumed(answer: Answer | Paused) -> Answer:
-    """The answer; a request that holds no place gives none back."""
+    """Return the answer; a request without a place does not give one back."""
     return answer if isinstance(answer, Answer) else await answer.resume(await answer.work())
 
 
 def _long_list(path: str, model: type[BaseModel] | None, dependencies: Dependencies) -> LongList | None:
-    """The list that is nearly all of a body; where a prompt may be tokens or hashes, both, tokens first."""
+    """Return the list that makes up most of a body; if a prompt may be tokens or hashes, both, tokens first."""
     if model is None or not issubclass(model, RequestBody):
         return None
     names = [name for name in _LONG_LISTS if name in model.model_fields]

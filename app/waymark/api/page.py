@@ -1,8 +1,8 @@
 """``GET /ui``: the page of a replica, written by us and served as it is.
 
-The files have nothing of the installation in them, so every client may load them. What the page shows comes from the
-other paths, which check the token. The content security policy lets the page load nothing from elsewhere, run no inline
-script, and be in no frame.
+The files are independent of the installation, so every client may load them. Their contents come from the other paths,
+which check the token. The content security policy lets the page load nothing from elsewhere, run no inline script, and
+be in no frame.
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ class Page:
         return Answer(found[0], media_type=found[1], headers=dict(HEADERS))
 
     async def root(self, _: Body) -> Answer:
-        """Leads to the page."""
+        """Redirect to the page."""
         return Answer(b"", 307, {"Location": "ui"})

@@ -1,4 +1,4 @@
-"""Request bodies with a prompt or its hashes: queries, and what decisions and inspections share with them."""
+"""Request bodies with a prompt or its hashes: queries, and the parts that decisions and inspections share with them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Named(RequestBody):
 
     @property
     def adapter(self) -> Adapter:
-        """The adapter's name or its id; ``InvalidBody`` where both are given."""
+        """The adapter's name or its id. Raises ``InvalidBody`` if both are set."""
         if self.lora_name is None:
             return self.lora_id
         if self.lora_id is not None:

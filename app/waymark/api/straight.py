@@ -61,12 +61,12 @@ class StraightOperation(Operation):
         return _Request(self, headers, body_format, request_id)
 
     def steps(self, body: bytes, body_format: Format) -> Steps[Answer] | Paused:
-        """The work that the handler makes of a body."""
+        """Return the handler's work on a body."""
         return self._straight.steps(decode(body, body_format, long_list=self._long_list))
 
 
 class _Request:
-    """One request, and the receiver of what its steps return."""
+    """One request, and the receiver of the result of its steps."""
 
     __slots__ = ("_answering", "_format", "_headers", "_operation", "_request_id", "_started")
 

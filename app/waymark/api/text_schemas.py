@@ -1,4 +1,4 @@
-"""Request and answer bodies of prompts that are text."""
+"""Request and answer bodies of prompts in the form of text."""
 
 from __future__ import annotations
 

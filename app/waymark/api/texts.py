@@ -1,4 +1,4 @@
-"""Prompts as text: what a body says of them, token ids of them, and ``/tokenize`` and ``/detokenize``."""
+"""Prompts as text: their fields in a body, their token ids, and ``/tokenize`` and ``/detokenize``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from waymark.tokenization.tokenizers import Tokenizers
 
 
 class ModelPrompt(NamedTuple):
-    """A prompt that has no tokens yet, and the model whose tokens it gets."""
+    """A prompt without tokens yet, and the model that defines its tokens."""
 
     group: GroupName
     prompt: Prompt
@@ -26,10 +26,10 @@ class ModelPrompt(NamedTuple):
 
 
 def prompt_of(group: GroupName, request: TextFields, others: Sequence[str] = (), *, missing: str) -> ModelPrompt | None:
-    """The text or the messages of a body; None if it has a prompt of another kind.
+    """Return the text or the messages of a body, or None if it has a prompt of another kind.
 
-    ``others`` are the prompts of other kinds that the body has, and ``missing`` is what it lacks if it has none.
-    ``InvalidBody`` if it does not have exactly one prompt.
+    ``others`` are the prompts of other kinds in the body, and ``missing`` names the field that it lacks if it has no
+    prompt. Raise ``InvalidBody`` if it does not have exactly one prompt.
     """
     named = [*others, *(name for name in ("prompt", "messages") if getattr(request, name) is not None)]
     if len(named) > 1:
@@ -67,13 +67,15 @@ class PromptTokenizer:
         self._max_tokens = settings.max_tokens
 
     async def tokens(self, asked: ModelPrompt) -> SourcedTokens:
-        """The token ids of a prompt; raises as ``Tokenizers.tokens``, and ``too_large`` above ``max_tokens``."""
+        """Return the token ids of a prompt. Raise the errors of ``Tokenizers.tokens``, and ``too_large`` above
+        ``max_tokens``.
+        """
         tokens = await self._tokenizers.tokens(asked.group.model_name, asked.prompt, asked.group.tenant_id)
         check_count(len(tokens.ids) // 4, asked.field, self._max_tokens)
         return tokens
 
     def warnings(self) -> list[str]:
-        """A sentence for each open tokenizer that costs more than it could."""
+        """Return a sentence for each open tokenizer that costs more than necessary."""
         return self._tokenizers.warnings()
 
     async def tokenize(self, body: Body) -> Answer:

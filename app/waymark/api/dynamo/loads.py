@@ -1,4 +1,4 @@
-"""Scores and loads of the Dynamo API: what each worker has of a prompt, and what each has to do."""
+"""Scores and loads of the Dynamo API: each worker's share of a prompt, and the work of each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DynamoLoadHandlers:
         self._inputs = inputs
 
     async def overlap_scores(self, body: Body) -> Answer:
-        """What each worker has of a prompt, in blocks."""
+        """Return each worker's share of a prompt, in blocks."""
         scored, walk, prompt, block_size = await self._all(body)
         rows = {} if walk is None else dynamo_rows(walk)
         workers = []
@@ -60,7 +60,7 @@ class DynamoLoadHandlers:
         )
 
     async def potential_loads(self, body: Body) -> Answer:
-        """What each worker would have to do if the prompt went there."""
+        """Return the work that each worker would have if the prompt went there."""
         scored, _, prompt, block_size = await self._all(body)
         return Answer(
             [
@@ -74,7 +74,7 @@ class DynamoLoadHandlers:
         )
 
     async def loads(self, body: Body) -> Answer:
-        """What each worker has to do, by model and group."""
+        """Return the work of each worker, by model and group."""
         groups = sorted(
             {
                 each.group
@@ -106,7 +106,7 @@ class DynamoLoadHandlers:
         return Answer(found)
 
     async def _all(self, body: Body) -> tuple[Sequence[Candidate], Walk | None, HashedPrompt, int]:
-        """Every worker for a prompt."""
+        """Return every worker for a prompt."""
         request = DynamoPromptRequest.of(body.fields)
         group = GroupName(request.partition, request.model_name)
         made: dict[int, HashedPrompt] = {}
@@ -134,6 +134,6 @@ def _load(candidate: Candidate, tokens: int, blocks: int) -> dict[str, int]:
 
 
 def _workers(scored: Sequence[Scored]) -> list[Candidate]:
-    """The candidates that are workers, by their ids: those of equal scores come in any order."""
+    """Return the candidates that are workers, by their ids: those of equal scores come in any order."""
     found = (each.candidate for each in scored if is_worker_id(each.candidate.instance_id))
     return sorted(found, key=lambda each: (int(each.instance_id), each.dp_rank))

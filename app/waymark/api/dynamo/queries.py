@@ -1,4 +1,4 @@
-"""The Dynamo API under ``/dynamo``: what a client of ``dynamo.indexer`` sends and expects.
+"""The Dynamo API under ``/dynamo``: the requests and answers of ``dynamo.indexer``.
 
 It sees the blocks that the root API sees. A row is an instance whose id is a canonical decimal u64; the group
 (``routing_group`` or ``tenant_id``) is our tenant. Numbers are per rank and cumulative: ``gpu <= cpu <= disk``.
@@ -125,7 +125,7 @@ class Dynamo:
         return Answer({"block_size": block_size, "tiered": in_tiers(rows)}, headers=headers)
 
     def _by_hash(self, body: Body) -> tuple[GroupName, KeysOf]:
-        """The group and the prompt of a body with local hashes."""
+        """Return the group and the prompt of a body with local hashes."""
         request = body.asked(DynamoQueryByHashRequest.of)
         if body.fields.get("cache_salt") is not None:
             raise InvalidValue(
@@ -147,7 +147,7 @@ class Dynamo:
         return _group(request.partition, request.model_name), prompt
 
     def _answer(self, group: GroupName, keys_of: KeysOf) -> Steps[Answer]:
-        """The answer for a prompt in blocks of its group's size."""
+        """Return the answer for a prompt in blocks of its group's size."""
         block_size, reading = yield from self._read(group, keys_of)
         rows = {} if reading is None else dynamo_rows(reading.walk)
         headers = PARTIAL if reading is not None and reading.is_partial else {}
@@ -158,14 +158,14 @@ class Dynamo:
 
 
 def _block_size(group: GroupName, table: HolderTable | None) -> int:
-    """The block size of the group's first registration; ``NotFound`` where it has none."""
+    """Return the block size of the group's first registration. Raise ``NotFound`` if it has no registration."""
     if table is None or not table.publishers:
         raise NotFound(f"no indexer for model={short(group.model_name)} routing_group={short(group.tenant_id)}")
     return table.publishers[min(table.publishers)].block_size
 
 
 def in_tokens(rows: dict[str, dict[int, DynamoRank]], block_size: int) -> dict[str, Any]:
-    """The answer to a query: workers and ranks with a match, and no others."""
+    """Return the answer to a query: only the workers and ranks with a match."""
     scores: dict[str, dict[str, int]] = {}
     instances: dict[str, dict[str, Any]] = {}
     for instance_id, ranks in rows.items():
@@ -187,7 +187,9 @@ def in_tokens(rows: dict[str, dict[int, DynamoRank]], block_size: int) -> dict[s
 
 
 def in_tiers(rows: dict[str, dict[int, DynamoRank]]) -> dict[str, Any]:
-    """Blocks of each worker on its device, and what each tier below adds to them; pairs of a rank and a number."""
+    """Return the blocks of each worker on its device, and the further ones on each tier below; pairs of a rank and a
+    number.
+    """
     device, host, disk = [], [], []
     for instance_id, ranks in rows.items():
         if is_worker_id(instance_id):
@@ -201,7 +203,7 @@ def in_tiers(rows: dict[str, dict[int, DynamoRank]]) -> dict[str, Any]:
 
 
 def is_worker_id(instance_id: str) -> bool:
-    """Whether an instance of the root API is one here: a decimal u64, without leading zeros."""
+    """Return whether an instance of the root API is one here: a decimal u64, without leading zeros."""
     if not (instance_id.isascii() and instance_id.isdigit() and len(instance_id) <= 20):
         return False
     return int(instance_id) <= U64_MASK and (instance_id == "0" or instance_id[0] != "0")
@@ -212,9 +214,10 @@ def _group(partition: str | None, model_name: str) -> GroupName:
 
 
 def _check_new(new: Registration, registrations: list[Registration], *, names_others: bool) -> None:
-    """Raise ``Conflict`` where the rank is registered already, or its group has another block size.
+    """Raise ``Conflict`` if the rank is registered already, or its group has another block size.
 
-    As released, an instance is of one model and routing group, too; which, is said where ``names_others`` allows it.
+    As released, an instance is also of one model and routing group; the message names them if ``names_others`` allows
+    it.
     """
     first = next((old for old in registrations if old.group == new.group), None)
     other = next((old for old in registrations if old.instance_id == new.instance_id and old.group != new.group), None)

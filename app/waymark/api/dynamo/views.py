@@ -1,7 +1,7 @@
 """The Dynamo API's lists: workers, dump, peers, metrics.
 
-A dump is empty and peers are only kept, in Redis: a replica has nothing to lose, so there is nothing to recover from
-another. Both say so in a header, since their bodies are what clients parse.
+A dump is empty and peers are only kept, in Redis: a replica cannot lose any state, so it need not recover from another.
+Both explain this in a header, since clients parse their bodies.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DynamoViews:
         return Answer(await self._workers(body.caller.has))
 
     async def _workers(self, has: Callable[[str], bool]) -> list[dict[str, Any]]:
-        """The workers of the tenants that a caller has."""
+        """Return the workers of the tenants that a caller has."""
         workers: dict[tuple[str, str, str], dict[str, Any]] = {}
         for state in await self._store.states(has):
             of = state.registration
@@ -88,7 +88,7 @@ class DynamoViews:
         return list(workers.values())
 
     async def metrics(self, body: Body) -> Answer:
-        """The metrics of ``/metrics``, and after them the released indexer's by its names.
+        """Return the metrics of ``/metrics``, and after them the released indexer's by its names.
 
         The three gauges are about Redis, and are missing while it is unavailable.
         """
@@ -148,7 +148,7 @@ class DynamoViews:
 
 
 def _by_endpoint(labels: Mapping[str, str]) -> Mapping[str, str] | None:
-    """The labels of a sample about a path of this API; None for another path."""
+    """Return the labels of a sample about a path of this API; None for another path."""
     route = labels["route"]
     if not route.startswith(_UNDER):
         return None

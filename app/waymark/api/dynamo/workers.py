@@ -27,7 +27,7 @@ from waymark.store.store import Store
 
 _ATTEMPTS = 5
 _FIELDS = tuple(WorkerPatch.model_fields)
-#: Fields that the released selector shows and nobody can set here.
+#: Fields that the released selector shows and that cannot be set here.
 _NEVER = ("kv_transfer_domain", "kv_transfer_enforcement", "kv_transfer_preferred_weight")
 
 
@@ -79,7 +79,9 @@ class DynamoWorkerHandlers:
         return verdict is Verdict.APPLIED
 
     async def _reconciled(self, worker: str, known: Mapping[str, Any] | None, told: Mapping[str, Any]) -> Any:
-        """Register what the description says, and end what it does not say any more; the description, to show."""
+        """Register the ranks in the description, and end the former ones that it lacks. Return the description, to
+        show.
+        """
         reasons, wanted = self._missing(told), []
         if not reasons:
             try:
@@ -144,7 +146,7 @@ class DynamoWorkerHandlers:
                 )
 
     async def _unregister(self, worker: str, known: Mapping[str, Any], kept: frozenset[PublisherName]) -> None:
-        """End the ranks of a worker in its group, but for those that are kept."""
+        """End the ranks of a worker in its group, except the kept ones."""
         group = _group(known)
         gone = [
             each.name
@@ -156,7 +158,7 @@ class DynamoWorkerHandlers:
 
 
 def worker_id(body: Body) -> str:
-    """The id in the path, as canonical digits."""
+    """Return the id in the path, as canonical digits."""
     text = body.path["worker_id"]
     if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) <= U64_MASK):
         raise InvalidValue(f"Invalid URL: Cannot parse {shown(text)} to a `u64`", field="worker_id")
@@ -179,7 +181,7 @@ def _group(told: Mapping[str, Any]) -> GroupName:
 
 
 def _ranks(told: Mapping[str, Any]) -> list[tuple[int, str | None]]:
-    """Each rank with the socket of its events."""
+    """Return each rank with the socket of its events."""
     first, size = told.get("data_parallel_start_rank", 0), max(1, told.get("data_parallel_size", 1))
     each = told.get("kv_events_endpoints", {})
     one = told.get("kv_events_endpoint") if size == 1 else None

@@ -1,1 +1,1 @@
-"""What HTTP needs of any API: bodies, formats, fields, access, errors and the docs page."""
+"""The parts of HTTP that any API needs: bodies, formats, fields, access, errors and the docs page."""

@@ -1,4 +1,4 @@
-"""Who may call what, and which tenants a caller sees."""
+"""Access rights: who may call which operation, and which tenants a caller sees."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ tenants of the caller; the handler leaves out all others. ``all``: all tenants, 
 
 
 class Gate:
-    """Checks the bearer token: for what writes where a token is set, for what reads where reads are protected.
+    """A check of the bearer token: for writes if a token is set, for reads if they are protected.
 
     A file of tokens protects reads, too: a token of one tenant would mean little beside requests without any.
     """
@@ -42,7 +42,7 @@ class Gate:
         tokens: TokensFile | None = None,
         is_closed: bool = False,
     ) -> None:
-        """``is_closed``: as long as no token is set, nobody may call what needs one."""
+        """Create a gate. ``is_closed``: without a token in the settings, operations that need one are closed."""
         self._is_closed = is_closed
         self._token = token.encode() if token else None
         self._tokens = tokens
@@ -50,7 +50,7 @@ class Gate:
 
     @classmethod
     def of(cls, settings: Settings, *, is_closed: bool = False) -> Gate:
-        """The gate that the settings ask for."""
+        """Return the gate that the settings describe."""
         token = None if settings.api_token is None else settings.api_token.get_secret_value()
         tokens = None if settings.api_tokens_file is None else TokensFile(Path(settings.api_tokens_file))
         return cls(token, protect_reads=settings.protect_reads, tokens=tokens, is_closed=is_closed)
@@ -60,7 +60,9 @@ class Gate:
         return self._token is not None or self._tokens is not None
 
     def check(self, access: Access, headers: RawHeaders) -> Caller:
-        """Who calls. Raises ``Unauthorized`` without a token that is needed, ``Forbidden`` if it may only read."""
+        """Return the caller. Raise ``Unauthorized`` without a necessary token, and ``Forbidden`` if it may only
+        read.
+        """
         if access == "open" or (access == "read" and not self._protect_reads):
             return EVERYONE
         if not self.has_tokens:
@@ -84,9 +86,9 @@ class Gate:
 
 
 def openness(settings: Settings, *, is_gateway: bool = False) -> str | None:
-    """The warning of a process whose port is open to strangers; None if it is not.
+    """Return the warning of a process whose port is open to strangers, or None if it is not.
 
-    Loopback and a trial on the embedded Redis are open to nobody else, except for a gateway, whose port is for clients.
+    Loopback and a trial on the embedded Redis are closed to strangers, except for a gateway, whose port is for clients.
     """
     if settings.api_token is not None or settings.api_tokens_file is not None:
         return None
@@ -105,7 +107,7 @@ def openness(settings: Settings, *, is_gateway: bool = False) -> str | None:
 def check_site(headers: RawHeaders) -> None:
     """Raise ``Forbidden`` for a request from a page of another site, which any page can make its reader's browser send.
 
-    Browsers say where a request is from in headers that a page cannot set: ``Sec-Fetch-Site`` if the connection is
+    Browsers report the origin of a request in headers that a page cannot set: ``Sec-Fetch-Site`` if the connection is
     encrypted or to the same machine, and ``Origin`` with every POST. A proxy may have changed ``Host``; then it names
     the host of the page as ``X-Forwarded-Host``, which a page of another site cannot send without being asked first.
     """
@@ -127,7 +129,7 @@ def check_site(headers: RawHeaders) -> None:
 
 
 def _with_port(host: bytes, scheme: bytes) -> bytes:
-    """A host with its port, also if that is the usual one."""
+    """Return a host with its port, also if that is the usual one."""
     if host.rpartition(b":")[2].isdigit() and not host.endswith(b"]"):
         return host
     return host + (b":443" if scheme == b"https" else b":80")

@@ -1,11 +1,11 @@
 """How many requests work at the same time; the others wait in the order in which they came.
 
 A request that works uses a connection to Redis, and its parsed body takes several times the memory of its bytes. More
-requests at work make no answer earlier: the loop and Redis do one thing at a time, and what is half done only gets
-older. So a request is parsed when it is admitted, and thousands that come at once cost no more than their bytes.
+requests at work would not make an answer earlier: the loop and Redis do one thing at a time, and unfinished work only
+gets older. So a request is parsed when it is admitted, and thousands that come at once cost no more than their bytes.
 
-Requests that wait behind an unavailable Redis do not wait their full time: one refusal from Redis refuses all that are
-waiting, and the next to be admitted are those that try again.
+Requests that wait behind an unavailable Redis do not wait their full time: one refusal from Redis refuses all waiting
+ones, and the next to be admitted are those that try again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AdmissionQueue:
         """Redis did not answer the request that left last."""
 
     def try_enter(self) -> bool:
-        """Whether the request is admitted at once; if not, it has to ``wait``."""
+        """Return whether the request is admitted at once; if not, it has to ``wait``."""
         if self._places:
             self._places -= 1
             return True
@@ -60,7 +60,7 @@ class AdmissionQueue:
             raise StoreUnavailable("earlier requests still wait for Redis; try again in a moment")
 
     def leave(self, *, is_unavailable: bool | None) -> None:
-        """Give the place back. ``is_unavailable``: Redis did not answer; None where the request did not ask it."""
+        """Give the place back. ``is_unavailable``: Redis did not answer; None if the request did not ask it."""
         if is_unavailable is not None:
             self._is_unavailable = is_unavailable
         self._admit_next()

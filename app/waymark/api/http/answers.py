@@ -1,4 +1,4 @@
-"""What a handler returns, and how it is sent: whole, or piece by piece."""
+"""The results of handlers, and the ways to send them: whole, or piece by piece."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ PARTIAL = {"X-Waymark-Partial": "true"}
 
 @dataclass(slots=True)
 class Answer:
-    """What a handler returns. ``content`` is encoded in the request's format; bytes are sent as they are."""
+    """The result of a handler. ``content`` is encoded in the request's format; bytes are sent as they are."""
 
     content: Any
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     media_type: bytes = b"text/plain; charset=utf-8"
-    """The media type of a ``content`` that is bytes."""
+    """The media type of ``content`` in bytes."""
     stream: AsyncGenerator[bytes] | None = None
     """The pieces of an answer without an end, in the place of ``content``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """What a handler returns when it needs something that takes long and does not involve Redis.
+    """The result of a handler that needs a long operation without Redis.
 
     The request gives its place to others until ``work`` returns. Then ``resume`` answers it with the result.
     """
@@ -76,14 +76,14 @@ async def send_stream(
 
 
 def encoded(answer: Answer, body_format: Format) -> tuple[bytes, bytes]:
-    """The body of an answer, and its media type."""
+    """Return the body of an answer, and its media type."""
     if isinstance(answer.content, bytes):
         return answer.content, answer.media_type
     return encode(answer.content, body_format), body_format.value
 
 
 def more_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
-    """The header fields of an answer besides its type and length."""
+    """Return the header fields of an answer besides its type and length."""
     return [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
 
 

@@ -1,7 +1,7 @@
 """Bodies in and out: JSON and msgpack, bounded before they are parsed.
 
-A body is read to the limit and no further, declared or chunked. Of a repeated key the last counts, in both
-formats. What cannot be read is refused here; whether its fields fit is ``schemas``'.
+A body is read to the limit and no further, declared or chunked. Of a repeated key the last counts, in both formats.
+Unreadable bodies are refused here; ``schemas`` checks the fields.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Format(Enum):
-    """What a body is written in; its answer is written in the same."""
+    """The format of a body; its answer has the same."""
 
     JSON = b"application/json"
     MSGPACK = b"application/msgpack"
@@ -59,13 +59,15 @@ class Body(NamedTuple):
 
     fields: dict[str, Any]
     may_hold_booleans: bool = True
-    """False where the text cannot hold one: a list of integers then needs no look at each element's type."""
+    """False if the text cannot contain a boolean: then the elements of a list of integers need no check of their
+    types.
+    """
     documents: list[Any] | None = None
-    """The bodies of an operation that takes one or a list of them; else None."""
+    """The bodies of an operation that takes one or a list; else None."""
     numbers: bytes | None = None
     """The elements of a long list that was read without the parser, as msgpack's ``bin`` would have them."""
     text: ParsedFields | None = None
-    """The rest of the body, where a long list was read without the parser."""
+    """The rest of the body, if a long list was read without the parser."""
     format: Format = Format.JSON
     path: Mapping[str, str] = _NOWHERE
     """The parameters of the path and of the query string, by name."""
@@ -73,7 +75,7 @@ class Body(NamedTuple):
     """The sender of the request."""
 
     def asked(self, read: Callable[[dict[str, Any]], T]) -> T:
-        """What ``read`` makes of the fields beside the long list, or has made of them before."""
+        """Return the result of ``read`` on the fields beside the long list, from a cache if possible."""
         if self.text is None:
             return read(self.fields)
         if self.text.asked is None:
@@ -84,7 +86,7 @@ class Body(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LongList:
-    """The field of a body that is nearly all of it, and may be read without the parser."""
+    """The field of a body that makes up most of it, and may be read without the parser."""
 
     spellings: tuple[str, ...]
     is_hashes: bool
@@ -96,7 +98,7 @@ class LongList:
     otherwise: LongList | None = None
     """The field that may be nearly all of a body in which this one is not plain."""
     names: tuple[tuple[str, bytes, bytes], ...] = field(init=False)
-    """Each spelling, also as it stands in a text, and with what the keys of its texts begin."""
+    """Each spelling, also as it stands in a text, and the beginning of the keys of its texts."""
 
     def __post_init__(self) -> None:
         # Blanks end both, so that no body can pass for one of another operation, or with another list.
@@ -106,13 +108,14 @@ class LongList:
 
 
 class Disconnected(Exception):
-    """The client went away while its body was read; nobody is left to be answered."""
+    """The client went away while its body was read, so an answer is pointless."""
 
 
 def format_of(headers: RawHeaders, *, must_be_named: bool = False) -> Format:
-    """The format that Content-Type names; JSON where there is none, unless it must be named.
+    """Return the format that Content-Type names; without the header JSON, unless it must be named.
 
-    A page of another site can send any bytes without a Content-Type, and with one of ours only what this server allows.
+    A page of another site can send any bytes without a Content-Type, but with one of ours only if this server allows
+    it.
     """
     found = None
     for name, value in headers:
@@ -138,7 +141,9 @@ def format_of(headers: RawHeaders, *, must_be_named: bool = False) -> Format:
 
 
 async def read_body(headers: RawHeaders, receive: Receive, max_bytes: int) -> bytes:
-    """The whole body; ``InvalidValue`` (too_large) as soon as it is known to be longer than ``max_bytes``."""
+    """Return the whole body. Raise ``InvalidValue`` (too_large) as soon as it is known to be longer than
+    ``max_bytes``.
+    """
     for name, value in headers:
         if name == b"content-length" and value.isdigit() and int(value[:20]) > max_bytes:
             raise _too_large(max_bytes)
@@ -164,14 +169,15 @@ def _too_large(max_bytes: int) -> InvalidValue:
 
 
 def decode(body: bytes, body_format: Format, *, may_be_list: bool = False, long_list: LongList | None = None) -> Body:
-    """The fields of a body; ``InvalidValue`` where it cannot be read, ``InvalidBody`` where it is no object.
+    """Return the fields of a body. Raise ``InvalidValue`` if it cannot be read, and ``InvalidBody`` if it is not an
+    object.
 
-    A ``long_list`` that is plain may come back as ``numbers``; what stands in ``fields`` for it is then empty.
+    A plain ``long_list`` may come back as ``numbers``; its value in ``fields`` is then an empty list.
     """
     if body_format is Format.JSON:
         if long_list is not None and (read := _without_parser(body, long_list)) is not None:
             return read
-        # A bracket inside a text is counted too; nothing that is read has so many.
+        # A bracket inside a text counts too; valid bodies do not have so many.
         if len(body) > CONTAINERS_MAX and body.count(b"[") + body.count(b"{") > CONTAINERS_MAX:
             raise _too_many_containers()
         try:
@@ -182,7 +188,7 @@ def decode(body: bytes, body_format: Format, *, may_be_list: bool = False, long_
     else:
         count = _Containers()
         try:
-            # A str that is no UTF-8, an unfinished value and data behind it are all ValueErrors.
+            # A str other than UTF-8, an unfinished value and data behind it are all ValueErrors.
             value = msgpack.unpackb(
                 body, raw=False, strict_map_key=True, list_hook=count, object_hook=count, ext_hook=count.extension
             )
@@ -198,9 +204,9 @@ def decode(body: bytes, body_format: Format, *, may_be_list: bool = False, long_
 
 
 def _without_parser(body: bytes, of: LongList) -> Body | None:
-    """A body whose long list can be read without the parser; else None, and the parser decides.
+    """Return a body whose long list can be read without the parser; else None, and the parser decides.
 
-    See ``lists.cut`` for why what is left proves what was cut out.
+    See ``lists.cut`` for why the rest proves the contents of the gap.
     """
     for name, quoted, key in of.names:
         found = (cut_hashes if of.is_hashes else cut)(body, quoted, of.count_max)
@@ -213,7 +219,9 @@ def _without_parser(body: bytes, of: LongList) -> Body | None:
 
 
 def _text(rest: bytes, name: str, key: bytes, of: LongList) -> ParsedFields | None:
-    """What is left of a body, if it says that an empty list was ``name`` and nothing else was the same."""
+    """Return the fields of the rest of a body, if ``name`` is an empty list there and its other spellings are
+    absent.
+    """
     if len(rest) > CONTAINERS_MAX:
         return None
     try:
@@ -253,7 +261,7 @@ def _too_many_containers() -> InvalidValue:
 
 
 def _may_hold(text: bytes, word: bytes, letter: bytes) -> bool:
-    """False where ``word`` is certainly not in ``text``; looks for a letter that numbers do not have.
+    """Return False if ``word`` is certainly not in ``text``; looks for a letter that numbers do not have.
 
     One letter is found sixty times faster than a word. After a few that belong to something else it gives up.
     """
@@ -269,7 +277,7 @@ def _may_hold(text: bytes, word: bytes, letter: bytes) -> bool:
 
 
 def encode(content: Any, body_format: Format) -> bytes:
-    """An answer in the format of its request."""
+    """Encode an answer in the format of its request."""
     if body_format is Format.JSON:
         return orjson.dumps(content)
     packed: bytes = msgpack.packb(content, use_bin_type=True)
@@ -283,10 +291,10 @@ _LIST_FOLLOWS = re.compile(rb"[ \n\r\t]*:[ \n\r\t]*\[")
 
 
 def cut(body: bytes, name: bytes, count_max: int) -> tuple[int, int, bytes] | None:
-    """The position of the list of token ids in a JSON text, and the ids as little-endian u32.
+    """Return the position of the list of token ids in a JSON text, and the ids as little-endian u32.
 
-    ``name`` is the key, in its quotes. None where the text or the list is anything but plain, or has more than
-    ``count_max`` ids: then the JSON parser reads all of it. The caller believes the answer only if the parser finds an
+    ``name`` is the key, in its quotes. Return None if the text or the list is anything but plain, or has more than
+    ``count_max`` ids: then the JSON parser reads it all. The caller believes the answer only if the parser finds an
     empty list under the key in ``body[:start] + b"[]" + body[end:]``.
     """
     if native.selected is not None:
@@ -300,11 +308,11 @@ def cut(body: bytes, name: bytes, count_max: int) -> tuple[int, int, bytes] | No
     end = body.find(b"]", start) + 1
     if not end or name in body[end:] or b"\\" in body[:start] or b"\\" in body[end:]:
         return None
-    # Nothing is parsed twice only to be refused. A text that is short needs no count of its commas.
+    # Nothing is parsed twice only to be refused. A short text need not be searched for commas.
     if end - start > 2 * count_max + 2 and body.count(b",", start, end) > count_max:
         return None
     text = body[start:end]
-    # The parser turns ``true``, ``false`` and -0 into what passes for an id; objects it would read in vain.
+    # The parser turns ``true``, ``false`` and -0 into valid ids; objects would be parsed in vain.
     if b"e" in text or b"-" in text or b"{" in text:
         return None
     try:
@@ -315,8 +323,8 @@ def cut(body: bytes, name: bytes, count_max: int) -> tuple[int, int, bytes] | No
 
 
 def cut_hashes(body: bytes, name: bytes, count_max: int) -> tuple[int, int, bytes] | None:
-    """As ``cut``, for hashes of 64 bits as little-endian u64: signed, in quotes, or neither.
+    """Cut hashes of 64 bits like ``cut``, as little-endian u64: signed, in quotes, or neither.
 
-    In the pure implementation it is always None: the parser is faster.
+    The pure implementation always returns None: the parser is faster.
     """
     return None if native.selected is None else native.selected.cut_hashes(body, name, count_max)

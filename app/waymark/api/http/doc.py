@@ -1,4 +1,4 @@
-"""What the published contract says of an operation, and what follows from it for its requests."""
+"""The published description of an operation, and its consequences for requests."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Queue: TypeAlias = Literal["read", "write", "decide"]
 
 @dataclass(frozen=True, slots=True)
 class Doc:
-    """What the published contract says of an operation, beside what follows from its method and access."""
+    """The published description of an operation, beside the facts that follow from its method and access."""
 
     summary: str
     request: type[BaseModel] | None = None
     answer: type[BaseModel] | None = None
-    """The model of the answer; None where the answer is not JSON, or has no fixed shape."""
+    """The model of the answer; None if the answer is not JSON, or has no fixed shape."""
     status: int = 200
     media_type: str = "application/json"
     errors: tuple[int, ...] = ()
-    """404, 409: where it has them."""
+    """404 and 409, if it has them."""
     needs_redis: bool = True
     may_be_list: bool = False
     """A list of bodies is as good as one."""
@@ -35,6 +35,6 @@ class Doc:
     request_headers: tuple[str, ...] = ()
     """Headers that it reads beside those of every operation; a handler finds them among its parameters."""
     reach: Reach = "all"
-    """What it shows of tenants. A path that does not say so is closed to tokens of some tenants."""
+    """The tenants that it shows. A path without this field is closed to tokens of some tenants."""
     queue: Queue | None = None
     """The queue in which its requests wait; None: that of all requests with the same access."""

@@ -1,6 +1,6 @@
 """``/docs``: the contract as one page of HTML, with an example of each operation.
 
-The page loads nothing and runs no script.
+The page needs neither further files nor scripts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ HEADERS: Final = {
 
 
 def page(document: dict[str, Any]) -> str:
-    """The page of an OpenAPI document."""
+    """Return the page of an OpenAPI document."""
     groups = _grouped(document["paths"])
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Waymark: its HTTP API</title>',
@@ -108,7 +108,7 @@ def _section(schemas: dict[str, Any], method: str, path: str, operation: dict[st
 
 
 def _example(method: str, path: str, operation: dict[str, Any]) -> Iterator[str]:
-    """What to type, and what comes back."""
+    """Yield the command to type, and its output."""
     for parameter in operation.get("parameters", ()):
         path = path.replace(f"{{{parameter['name']}}}", str(parameter.get("example", "")))
     line = f"curl {'' if method in ('GET', 'POST') else f'-X {method} '}{_BASE}{path}"
@@ -130,7 +130,7 @@ def _code(name: str, text: str) -> str:
 
 
 def pretty(value: Any, indent: str = "") -> str:
-    """JSON in which what fits into a line is one."""
+    """Format JSON with short values on one line."""
     compact = json.dumps(value, ensure_ascii=False)
     if not isinstance(value, dict | list) or len(indent) + len(compact) <= _WIDTH:
         return compact
@@ -150,7 +150,7 @@ def _fields(schemas: dict[str, Any], body: dict[str, Any]) -> str:
 
 
 def _add_references(schemas: dict[str, Any], value: Any, found: dict[str, None]) -> None:
-    """The names of the schemas that a part of the document refers to, and that those refer to."""
+    """Add the names of the schemas that a part of the document refers to, directly or indirectly."""
     if isinstance(value, dict):
         name = str(value.get("$ref", "")).rpartition("/")[2]
         if name and name not in found:

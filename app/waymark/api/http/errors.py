@@ -1,7 +1,7 @@
 """The error body, and the one place that turns an exception into a status code.
 
-A sentence names the field, the value as far as it may be shown, and the way out. It never holds a salt, an access
-token, or a token id that is a valid one.
+A sentence names the field, the value as far as it may be shown, and the way out. It never contains a salt, an access
+token, or a valid token id.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from waymark.base.errors import (
 )
 from waymark.base.shown import SHOWN_MAX, kind, shown, shown_url
 
-#: Fields whose values are secrets of a tenant; an error names them and shows nothing.
+#: Fields whose values are secrets of a tenant; an error names the field without its value.
 _SECRET = frozenset({"additionalsalt", "additional_salt", "cache_salt"})
 #: Fields whose values may hold a password.
 _URLS = frozenset(
@@ -59,7 +59,7 @@ class InvalidBody(InvalidValue):
 
 
 class Unauthorized(WaymarkError):
-    """No bearer token, or the wrong one, where one is needed."""
+    """The bearer token is missing or wrong, and one is needed."""
 
     def __init__(self, *, is_set: bool = True) -> None:
         """``is_set=False``: this process has no token that could be given."""
@@ -70,21 +70,21 @@ class Unauthorized(WaymarkError):
 
 
 class Forbidden(WaymarkError):
-    """A token is known, and allows less than what was asked for; or a page of another site has sent the request."""
+    """The token is known, but does not allow the operation; or a page of another site has sent the request."""
 
 
 def short(name: str) -> str:
-    """A name inside a sentence that clients match on: as it is, quoted and cut only where it is long."""
+    """Return a name inside a sentence that clients match on: unchanged, quoted and cut only if it is long."""
     return name if len(name) <= SHOWN_MAX else shown(name)
 
 
 def is_beyond_64_bits(value: object) -> bool:
-    """Whether a parsed number was an integer that 64 bits cannot hold: the JSON parser makes floats of those."""
+    """Return whether a parsed number was an integer beyond 64 bits: the JSON parser makes such ones floats."""
     return isinstance(value, float) and value.is_integer() and (value >= 2**64 or value <= -(2**63))
 
 
 def unfit(error: ValidationError, model: type[BaseModel], spelled: Mapping[str, str]) -> InvalidBody:
-    """The first of pydantic's complaints, in our words. ``spelled``: field name to the client's spelling."""
+    """Return the first of pydantic's complaints, in our words. ``spelled``: field name to the client's spelling."""
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0])
     described = model.model_fields[name]
@@ -113,7 +113,7 @@ def _slug(pydantic_type: str, value: Any) -> str:
 
 
 def status_of(error: WaymarkError, *, unfit_status: int = 400) -> int:
-    """The HTTP status of an error; ``unfit_status`` is the API's for fields that do not fit."""
+    """Return the HTTP status of an error; ``unfit_status`` is the API's for fields that do not fit."""
     match error:
         case InvalidValue(reason=reason) if reason in _STATUS_OF_REASON:
             return _STATUS_OF_REASON[reason]
@@ -137,7 +137,7 @@ def status_of(error: WaymarkError, *, unfit_status: int = 400) -> int:
 
 
 def body_of(error: WaymarkError) -> dict[str, Any]:
-    """The error body; absent ``field`` and ``index`` are left out."""
+    """Return the error body; absent ``field`` and ``index`` are left out."""
     body: dict[str, Any] = {"error": str(error)}
     match error:
         case InvalidValue(reason=reason, field=field, index=index):
@@ -160,7 +160,7 @@ def body_of(error: WaymarkError) -> dict[str, Any]:
 
 
 def headers_of(error: WaymarkError) -> dict[str, str]:
-    """What the status asks for beside the body."""
+    """Return the headers that the status requires beside the body."""
     match error:
         case StoreUnavailable(retry_after_seconds=seconds) | RemoteUnavailable(retry_after_seconds=seconds):
             return {"Retry-After": str(seconds)}

@@ -1,4 +1,4 @@
-"""What request bodies have in common: names, hashes and sizes; null is absent, and one value has one name.
+"""Common parts of request bodies: names, hashes and sizes; null is absent, and one value has one name.
 
 A model says in each field's ``description`` what the field must be; that sentence is in the published contract
 and in the error of a value that does not fit.
@@ -56,7 +56,7 @@ OptionalName = Annotated[Annotated[str, AfterValidator(_within_bounds)] | None, 
 """As ``NonEmptyName``; absent, null and the empty string are all None."""
 
 
-# Long lists are not validated by pydantic but packed, see ``prompts``; this is what they must be.
+# Long lists are not validated by pydantic but packed, see ``prompts``; this is their description.
 TokenIds = Annotated[
     Any, WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": U32_MAX}})
 ]
@@ -74,7 +74,7 @@ RankNumber = Annotated[int, Field(ge=0, le=U32_MAX)]
 
 
 class RequestBody(Model):
-    """A request body. Unknown fields are ignored, null is absent, nothing is converted."""
+    """A request body. Unknown fields are ignored, null is absent, and values are never converted."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, hide_input_in_errors=True)
 
@@ -86,7 +86,9 @@ class RequestBody(Model):
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Self:
-        """The body, validated; ``InvalidBody`` names the first field that does not fit, as the client spelled it."""
+        """Return the validated body. ``InvalidBody`` names the first field that does not fit, as the client spelled
+        it.
+        """
         values: dict[str, Any] = {}
         spelled: dict[str, str] = {}
         for name, spellings in cls._spellings.items():
@@ -108,17 +110,17 @@ class RequestBody(Model):
 
     @classmethod
     def has(cls, name: str) -> bool:
-        """Whether it has that field. ``model_fields`` is slow to ask, and each query asks."""
+        """Return whether it has that field. ``model_fields`` is slow to ask, and each query asks."""
         return name in cls._spellings
 
     @classmethod
     def spellings(cls, name: str) -> tuple[str, ...]:
-        """Every name a field may have on the wire, the usual one first."""
+        """Return every name of a field on the wire, the usual one first."""
         return cls._spellings[name]
 
     @classmethod
     def spelling(cls, name: str, fields: dict[str, Any]) -> str:
-        """How the client spelled a field that is there."""
+        """Return the client's spelling of a present field."""
         return next(spelling for spelling in cls._spellings[name] if fields.get(spelling) is not None)
 
 

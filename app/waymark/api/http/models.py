@@ -20,6 +20,6 @@ class Model(BaseModel):
 
 
 class Root(RootModel[T], Generic[T]):
-    """A body that is no object."""
+    """A body other than an object."""
 
     model_config = ConfigDict(defer_build=True)

@@ -26,9 +26,9 @@ _HASHES = "a hash is an integer of 64 bits, or its decimal digits as a string"
 
 
 def token_bytes(value: Any, *, field: str, max_tokens: int, may_hold_booleans: bool = True) -> bytes:
-    """Token ids as little-endian u32, from a list or a ``bin`` that is just that.
+    """Pack token ids as little-endian u32, from a list or a ``bin`` of that form.
 
-    Raises ``InvalidBody`` with field and index, or ``InvalidValue`` (too_large) above ``max_tokens``.
+    Raise ``InvalidBody`` with field and index, or ``InvalidValue`` (too_large) above ``max_tokens``.
     """
     if isinstance(value, bytes):
         _check_binary(value, 4, field)
@@ -39,7 +39,7 @@ def token_bytes(value: Any, *, field: str, max_tokens: int, may_hold_booleans: b
         try:
             return pack_tokens(value)
         except (TypeError, OverflowError):
-            pass  # one of them is no token id; found below
+            pass  # an element is not a token id; found below
     for index, token in enumerate(value):
         if type(token) is not int or not 0 <= token <= U32_MAX:
             raise _element(token, _TOKENS, field, index, "out_of_range" if type(token) is int else "invalid_type")
@@ -47,7 +47,7 @@ def token_bytes(value: Any, *, field: str, max_tokens: int, may_hold_booleans: b
 
 
 def hashes(value: Any, *, field: str, max_tokens: int, may_hold_booleans: bool = True) -> array[int]:
-    """Hashes as u64, from a list (negative i64 as two's complement, decimal strings) or a ``bin`` of LE u64."""
+    """Pack hashes as u64, from a list (negative i64 as two's complement, decimal strings) or a ``bin`` of LE u64."""
     if isinstance(value, bytes):
         _check_binary(value, 8, field)
         check_count(len(value) // 8, field, max_tokens)
@@ -59,12 +59,12 @@ def hashes(value: Any, *, field: str, max_tokens: int, may_hold_booleans: bool =
             packed.fromlist(value)
             return packed
         except (TypeError, OverflowError):
-            pass  # signed ones, strings, or none at all
+            pass  # signed ones, strings, or other values
     return array("Q", (_hash(element, field, index) for index, element in enumerate(value)))
 
 
 def packed_hashes(value: bytes) -> array[int]:
-    """Hashes from little-endian u64."""
+    """Return hashes from little-endian u64."""
     packed = array("Q", value)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -132,7 +132,7 @@ class TokenKeys:
         self._parent: int | None = None
 
     def __call__(self, n: int) -> bytes:
-        """The next ``n`` keys; fewer at the end of the complete blocks."""
+        """Return the next ``n`` keys; fewer at the end of the complete blocks."""
         end = self._at + 4 * self._block_size * n
         piece = self._tokens[self._at : end]
         if self._items:
@@ -161,7 +161,7 @@ class SeqHashKeys:
         self._at = 0
 
     def __call__(self, n: int) -> bytes:
-        """The next ``n`` keys; fewer at the end."""
+        """Return the next ``n`` keys; fewer at the end."""
         start = self._at
         self._at += KEY_BYTES * n
         return self._keys[start : self._at]
@@ -177,7 +177,7 @@ class LocalHashKeys:
         self._parent: int | None = None
 
     def __call__(self, n: int) -> bytes:
-        """The next ``n`` keys; fewer at the end."""
+        """Return the next ``n`` keys; fewer at the end."""
         keys = local_keys(self._parent, self._local_hashes[self._at : self._at + n], seed=self._seed)
         self._at += n
         if keys:

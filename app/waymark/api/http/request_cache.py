@@ -1,7 +1,8 @@
-"""What queries say beside their prompts, remembered by their text: most queries of a client differ in the prompt alone.
+"""The parsed fields of queries besides their prompts, by their text: most queries of a client differ in the prompt
+alone.
 
-A text is all of a body but the elements of its long list. It is known by its bytes, so nothing here can be out of
-date; when there is no room, all of them are forgotten at once.
+The text is the whole body except the elements of its long list. The key is the text itself, so an entry is never out of
+date; when there is no room, all entries are dropped at once.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from waymark.base.metrics import Metrics
 
 #: Longer texts hardly come twice.
 _TEXT_BYTES_MAX = 4096
-#: What one takes beside its bytes, roughly: its fields, and what was made of them.
+#: The approximate size of an entry besides its bytes: its fields, and their parsed form.
 _ENTRY_BYTES = 3000
 #: And for each value in it: a list in a list is three characters, and this in memory.
 _VALUE_BYTES = 80
 
 
 class ParsedFields:
-    """``fields`` of a body, with an empty list for the long one; ``asked`` is what its operation made of them."""
+    """``fields`` of a body, with an empty list for the long one; ``asked`` is their form for the operation."""
 
     __slots__ = ("asked", "fields")
 
@@ -29,7 +30,7 @@ class ParsedFields:
 
 
 class RequestCache:
-    """Texts by their bytes, of ``bytes_max`` in all; 0 remembers nothing."""
+    """A cache of texts by their bytes, of ``bytes_max`` in all; with 0 it stays empty."""
 
     def __init__(self, bytes_max: int, metrics: Metrics) -> None:
         self._bytes_max = bytes_max

@@ -17,7 +17,7 @@ _IS_SANE = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}").fullmatch
 
 
 def request_id_of(headers: RawHeaders) -> str:
-    """The client's id, or a new one."""
+    """Return the client's id, or a new one."""
     for name, value in headers:
         if name == REQUEST_ID and _IS_SANE(value):
             return str(value, "ascii")

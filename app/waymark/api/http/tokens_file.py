@@ -29,15 +29,15 @@ _ENTRY = '{"name": "team-a", "sha256": "<64 hex digits>", "tenants": ["a"], "acc
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls: what its token allows."""
+    """A caller, with the rights of its token."""
 
     name: str = ""
     tenants: frozenset[str] | None = None
-    """The tenants that it may see; None: all, also those that are not known yet."""
+    """The tenants that it may see; None for all, also future ones."""
     may_write: bool = True
 
     def has(self, tenant_id: str) -> bool:
-        """Whether it may see and change what is of this tenant."""
+        """Return whether it may see and change the tenant's objects."""
         return self.tenants is None or tenant_id in self.tenants
 
 
@@ -46,13 +46,13 @@ EVERYONE: Final = Caller()
 
 
 class TokensFile:
-    """The tokens of a file. ``SettingsError`` where it cannot be read at the start."""
+    """The tokens of a file. Raise ``SettingsError`` if it cannot be read at the start."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._file = WatchedFile(path, _read, "tokens", clock)
 
     def caller(self, token: bytes) -> Caller | None:
-        """The caller that the token belongs to. The time that this takes does not depend on the token."""
+        """Return the caller that the token belongs to. The time for this does not depend on the token."""
         digest = sha256(token).hexdigest()
         found = None
         for known, caller in self._file.entries:
@@ -84,7 +84,7 @@ def _read(path: Path) -> list[tuple[str, Caller]]:
 
 
 def _complaint(entry: Any, names: set[str], digests: set[str]) -> str:
-    """What is wrong with an entry; empty where it can be used. No digest is shown."""
+    """Return the mistake in an entry, or an empty text. No digest is shown."""
     if not isinstance(entry, dict):
         return f"it is {kind(entry)}; give {_ENTRY}"
     unknown = entry.keys() - {"name", "sha256", "tenants", "access"}
