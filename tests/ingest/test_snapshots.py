@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+import msgpack
 import pytest
 import zmq
 
@@ -13,10 +14,13 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, Bench, Pod
 from tests.patience import patient, within
 from waymark.base.errors import StoreUnavailable
+from waymark.domain.engines import EngineKind
 from waymark.domain.held import RESTORED_MAX
 from waymark.domain.targets import Target
 from waymark.ingest import snapshot, snapshots
 from waymark.ingest.life import Life
+from waymark.ingest.record_snapshot import RecordReply
+from waymark.ingest.snapshot import BadSnapshot
 from waymark.ingest.snapshots import Snapshots
 from waymark.ingest.stream import StreamOptions
 from waymark.store import keys
@@ -386,3 +390,107 @@ async def test_an_engine_that_dies_in_the_middle_is_asked_in_its_next_life(bench
     await pod.agrees()
     await pod.has_status("active")
     assert not await bench.redis.zcard(keys.SNAPSHOTS)
+
+
+# ---- snapshots of SGLang: records without tokens ---------------------------------------------------
+
+SGLANG: dict[str, Any] = {
+    "kind": EngineKind.SGLANG, "dialect": "sglang-map", "has_snapshots": True, "buffer_batches": 2, "gpu_blocks": 24,
+}  # fmt: skip
+
+
+async def promises_no_more(pod: Pod) -> int:
+    """Ask for every prompt of the pod; by how many blocks the answers fall short of its cache."""
+    short = 0
+    for prompt in pod.prompts:
+        (found, *_), (expected, *_) = await pod.bench.row(pod, prompt), pod.expected(prompt)
+        assert found <= expected
+        short += expected - found
+    return short
+
+
+@pytest.mark.parametrize("version", [1, 2])
+async def test_a_snapshot_of_records_names_the_blocks_that_were_told_with_tokens(bench: Bench, version: int) -> None:
+    pod = await bench.pod(**SGLANG, cpu_blocks=0 if version == 1 else 30)
+    pod.fault(snapshot_version=version)
+    await bench.worker(options=SNAPSHOTS)
+    await pod.at_work(12)
+    (claim,) = await bench.store.directory.claims()
+    assert await bench.store.records.ask_repair(claim)
+    await has_snapshots_of(pod)
+    await pod.agrees()
+    assert (await pod.state()).known == 1.0
+    await pod.work(12)
+    await pod.agrees()
+    assert pod.publisher.counts["snapshots"] == 1
+
+
+async def test_blocks_that_nobody_told_with_tokens_are_unknown(bench: Bench) -> None:
+    pod = await bench.pod(**SGLANG)
+    hand = await bench.worker(options=SNAPSHOTS)
+    await pod.at_work(8)
+    await lose(pod, 4)
+    await has_snapshots_of(pod)
+    await pod.has_status("active")
+    known = (await pod.state()).known
+    assert known is not None
+    assert 0 < known < 1
+    assert await promises_no_more(pod) > 0
+    await hand.die()
+    await bench.worker("worker-2", options=SNAPSHOTS)
+    await pod.work(30)
+    await pod.caught_up()
+    assert await promises_no_more(pod) >= 0
+    await bench.is_swept()
+    assert not await bench.strangers()
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [({"snapshot_cut": True}, "cut short"), ({"snapshot_below_zero": True}, "records and says that it has")],
+    ids=["cut", "lacks-a-record"],
+)
+async def test_a_snapshot_of_records_that_is_not_whole_changes_nothing(
+    bench: Bench, fault: dict[str, Any], why: str
+) -> None:
+    pod = await bench.pod(**SGLANG)
+    await bench.worker(options=SNAPSHOTS)
+    await pod.at_work(4)
+    before = (await bench.record(pod.name))["life"]
+    pod.fault(**fault)
+    await lose(pod)
+    await has_snapshots_of(pod, "refused")
+    await pod.says(why)
+    assert (await bench.record(pod.name))["life"] == before
+    pod.fault(snapshot_cut=False, snapshot_below_zero=False)
+    await has_snapshots_of(pod)
+    await pod.has_status("active")
+
+
+HEADER = {"version": 2, "resume_seq": 8, "barrier_seq": 7, "record_count": 1, "page_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([[b"", b"chunk", b""]], "out of place"),
+        ([[b"", b"header"]], "has 1 frames"),
+        ([[b"", b"header", msgpack.packb([1])]], "not a map"),
+        ([[b"", b"header", b"\xc1"]], "not a map"),
+        ([[b"", b"header", msgpack.packb(HEADER | {"resume_seq": 7})]], "goes on with 7"),
+        ([[b"", b"header", msgpack.packb(HEADER | {"barrier_seq": -2})]], "ends with batch -2"),
+        ([[b"", b"header", msgpack.packb(HEADER | {"record_count": 2_000_000})]], "at most"),
+        ([[b"", b"header", msgpack.packb(HEADER | {"page_size": 16})]], "pages of 16"),
+        ([[b"", b"header", msgpack.packb(HEADER)], *2 * [[b"", b"chunk", b"x"]]], "more chunks than records"),
+        ([[b"", b"header", msgpack.packb(HEADER)], [b"", b"chunk", bytes(301)]], "more than 300 bytes"),
+    ],
+)
+def test_messages_that_are_no_reply_are_refused(
+    monkeypatch: pytest.MonkeyPatch, messages: list[list[bytes]], why: str
+) -> None:
+    monkeypatch.setattr(snapshot, "BYTES_MAX", 300)
+    reply = RecordReply(4)
+    for parts in messages[:-1]:
+        assert not reply.take(parts)
+    with pytest.raises(BadSnapshot, match=why):
+        reply.take(messages[-1])

@@ -8,7 +8,7 @@ the object is stored later, when the block is known.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
@@ -107,12 +107,16 @@ class PoolHashes:
         self._due = time.monotonic() + self._pause
 
     async def _look_up(self, engine_hashes: Sequence[int]) -> None:
-        found: dict[int, Spot] = {}
-        for start in range(0, len(engine_hashes), FIND_HASHES):
-            some = engine_hashes[start : start + FIND_HASHES]
+        self._resolver.reported = await self.spots_of(engine_hashes)
+
+    async def spots_of(self, engine_hashes: Collection[int]) -> dict[int, Spot]:
+        """The blocks that these hashes name, as far as they are kept."""
+        wanted, found = list(engine_hashes), dict[int, Spot]()
+        for start in range(0, len(wanted), FIND_HASHES):
+            some = wanted[start : start + FIND_HASHES]
             found |= await self._answered(partial(self._hashes.find, self._grant.group_id, some))
             await self._slices.pause()
-        self._resolver.reported = found
+        return found
 
     async def _keep_older(self) -> None:
         """Keep some hashes of the blocks that this life had before they were wanted."""

@@ -60,6 +60,8 @@ class EngineTraits:
     """Stores off the device name their salt; for other engines, such a store without a salt may still have one."""
     is_asked_by_hash: bool = False
     """Its router asks an index for blocks by the hashes that its events name."""
+    snapshots: Literal["batches", "records"] = "batches"
+    """What a snapshot of its cache consists of."""
     sockets_path: str = ""
     """The path of its HTTP API that names its event sockets."""
     has_saltless_releases: bool = False
@@ -87,6 +89,7 @@ TRAITS: Final[Mapping[EngineKind, EngineTraits]] = MappingProxyType(
             copies="count",
             names_salts_off_device=True,
             is_asked_by_hash=True,
+            snapshots="records",
             sockets_path="/server_info",
         ),
         EngineKind.MOONCAKE: EngineTraits("mooncake", first_seq=1, scope="shared"),

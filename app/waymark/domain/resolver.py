@@ -12,7 +12,7 @@ reason, and never guessed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 from waymark.domain import chunks
@@ -102,6 +102,8 @@ class Resolver:
         """The approximate number of the publisher's blocks that are unknown here, besides those of the waiting room."""
         self.is_snapshot = False
         """The events are those of a snapshot, which stores and removes each copy."""
+        self.before: Mapping[int, Spot] = {}
+        """The blocks that hashes of a snapshot without tokens stood for in the life before it."""
         self.below_zero = 0
         """Removals of blocks of which no copy was there; the owner of a snapshot reads it."""
         self.contradictions = 0
@@ -733,7 +735,8 @@ class Resolver:
         """Place a store without tokens: it says that blocks known by their hash are on its medium, too."""
         above: Spot | None = None
         for i, h in enumerate(waiting.event.engine_hashes):
-            above = self._known(parts, position + i, waiting, h, self.memory.find(waiting.holder, h), above)
+            spot = self.memory.find(waiting.holder, h) or self.before.get(h)
+            above = self._known(parts, position + i, waiting, h, spot, above)
 
     def _window(self, parts: PartList, position: int, batch: Batch, event: Stored | Removed) -> None:
         """Place the blocks of a group with a window: their hashes are those of the main-attention blocks that end with
@@ -756,6 +759,13 @@ class Resolver:
                 else:
                     is_reused = event.is_reused is True
                     self.placer.block(parts, newest, position + i, h, spot, mode=self.mode(newest), is_reused=is_reused)
+
+    def spots_of(self, dp_rank: int, hashes: Collection[int]) -> dict[int, Spot]:
+        """The blocks that these hashes stand for on a rank, or stood for."""
+        holder = next((holder for name, holder in self.holders.items() if name.dp_rank == dp_rank), None)
+        if holder is None:
+            return {}
+        return {each: spot for each in hashes if (spot := self.memory.find(holder, each)) is not None}
 
     def _find_object(self, parts: PartList, position: int, holder: int, engine_hash: int) -> None:
         """Store the block of a pool's object, if all of its object shards are there and its hash is reported."""

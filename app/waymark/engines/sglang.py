@@ -12,11 +12,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Final
 
-from waymark.domain.events import Event
-from waymark.engines import plain, vllm
-from waymark.engines.batches import Decoder
+import msgpack
+
+from waymark.base.shown import shown
+from waymark.domain.events import Event, Stored
+from waymark.domain.media import IN_EVERY_ANSWER, UNNAMED
+from waymark.domain.slices import EVENT_WORK, Slices
+from waymark.engines import plain, vllm, wire
+from waymark.engines.batches import BAD_MSGPACK, Decoder
 from waymark.engines.ceilings import Ceilings
-from waymark.engines.wire import Ignored
+from waymark.engines.wire import Ignored, Rejected
 
 STORED_FIELDS: Final = vllm.STORED_FIELDS[:7]
 REMOVED_FIELDS: Final = vllm.REMOVED_FIELDS[:2]
@@ -44,3 +49,66 @@ def read_event(event: Any, *, seed: int, zero_of_list: vllm.Zero = "root") -> Ev
         salt = event.get("cache_salt") or named.get("cache_salt")
         event = event | {"lora_name": named.get("lora_name"), "cache_salt": salt}
     return vllm.read_event(event, seed=seed, zero_of_map="unknown", zero_of_list=zero_of_list)
+
+
+# ---- records of a snapshot -------------------------------------------------------------------------
+
+_TIERS: Final = dict(enumerate(IN_EVERY_ANSWER, 1))
+"""The device, the memory of its machine, and storage."""
+_FULL: Final = 1
+"""The bit of ``component_mask`` for full attention."""
+_HASHES_AT_ONCE: Final = 1024
+
+
+def read_records(payload: bytes) -> Slices[tuple[int, list[Stored]]]:
+    """The number of records in a chunk, and the blocks that they name, as stores without tokens.
+
+    A record of version 1 has ``block_hashes``, all on the device; one of version 2 has ``block_hash``, ``tier`` and
+    ``component_mask``. Raises Rejected if the chunk cannot be read whole.
+    """
+    unpacker = msgpack.Unpacker(None, strict_map_key=False, max_buffer_size=0)
+    unpacker.feed(payload)
+    found: dict[str, list[int]] = {}
+    stores: list[Stored] = []
+    try:
+        count = _begin_records(unpacker)
+        for i in range(count):
+            for medium, each in _blocks_of(unpacker.unpack()):
+                hashes = found.setdefault(medium, [])
+                hashes.append(each)
+                if len(hashes) >= _HASHES_AT_ONCE:
+                    stores.append(_store_of(medium, found.pop(medium)))
+            if i % EVENT_WORK == 0:
+                yield
+    except BAD_MSGPACK as error:
+        raise Rejected("bad_msgpack", "a chunk of records is not msgpack, or is cut short") from error
+    return count, stores + [_store_of(medium, hashes) for medium, hashes in found.items()]
+
+
+def _begin_records(unpacker: msgpack.Unpacker) -> int:
+    """Read up to the first record: those of a list, or of the list ``records`` in a map."""
+    try:
+        return int(unpacker.read_array_header())
+    except ValueError:
+        for _ in range(unpacker.read_map_header()):
+            if unpacker.unpack() == "records":
+                return int(unpacker.read_array_header())
+            unpacker.skip()
+        raise
+
+
+def _blocks_of(record: Any) -> list[tuple[str, int]]:
+    """The medium and the hash of each block of a record; a block that full attention does not have is left out."""
+    if not isinstance(record, dict):
+        raise Rejected("bad_event", f"a record is {shown(record)}, not a map")
+    if "block_hashes" in record:
+        return [(UNNAMED, each) for each in wire.hashes(record["block_hashes"], "block_hashes")]
+    medium, mask = _TIERS.get(record.get("tier", 1)), record.get("component_mask", _FULL)
+    if medium is None or not wire.is_u32(mask):
+        raise Rejected("bad_event", "a record has a tier or a component_mask that is not known")
+    return [(medium, wire.u64(record.get("block_hash"), "block_hash"))] if mask & _FULL else []
+
+
+def _store_of(medium: str, hashes: list[int]) -> Stored:
+    # Two records of one block are one copy.
+    return Stored(tuple(dict.fromkeys(hashes)), None, b"", 0, medium, is_reused=True)

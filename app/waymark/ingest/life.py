@@ -14,7 +14,8 @@ from typing import Literal
 from waymark.apply.applier import Applier, Incoming
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.domain.events import Batch
+from waymark.domain.events import Batch, Stored
+from waymark.domain.known import Spot
 from waymark.domain.life_facts import COPIES_LEARNED, publisher_of
 from waymark.domain.parts import Commit
 from waymark.domain.resolver import UNTRUSTED
@@ -139,7 +140,7 @@ class Life:
         is_repeated = position is FramePosition.RESTART and self.is_of_same_process(batch)
         return FramePosition.STALE if is_repeated else position
 
-    def _hear(self, publisher_id: bytes) -> None:
+    def _hear(self, publisher_id: bytes | None) -> None:
         """Note the process that has sent the next batch of this life."""
         if publisher_id == self.publisher_id:
             self.prove()
@@ -282,7 +283,7 @@ class Life:
         """Whether something of this life is lost or unknown that a snapshot has, or somebody asks for a repair."""
         return bool(self.reasons & REPAIRABLE) or self.applier.grant.change.wants_repair
 
-    async def take_snapshot(self, staged: Applier, seq: int, ts: float | None, publisher_id: bytes) -> None:
+    async def take_snapshot(self, staged: Applier, seq: int, ts: float | None, publisher_id: bytes | None) -> None:
         """Let a snapshot, which ``staged`` has applied whole, take the place of this life; it ends with batch ``seq``.
 
         Readers see one step from the old life to the new one.
@@ -302,6 +303,13 @@ class Life:
         self.details.clear()
         self.has_written_status = True
         await self.found()
+
+    async def spots_of(self, batch: Batch) -> dict[int, Spot]:
+        """The blocks that hashes of the batch stand for, as this life, or the engines of its group, have told them."""
+        resolver = self.applier.resolver
+        hashes = {each for event in batch.events if isinstance(event, Stored) for each in event.engine_hashes}
+        found = resolver.spots_of(self._dp_rank, hashes)
+        return found | await self.applier.pool_hashes.spots_of(hashes - found.keys())
 
     def note_snapshot(self, outcome: str, why: str = "") -> None:
         """Count a snapshot; ``why`` says why it could not be used."""

@@ -42,9 +42,12 @@ class BadSnapshot(Exception):
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     seq: int
-    publisher_id: bytes
-    chunks: deque[zmq.Frame]
-    """Payloads of batches. Whoever applies one takes it out, so that its memory is free."""
+    publisher_id: bytes | None
+    """The id of the process; None if the engine does not name it."""
+    chunks: deque[bytes] | deque[zmq.Frame]
+    """Payloads of batches or of records. Whoever applies one takes it out, so that its memory is free."""
+    records: int | None = None
+    """How many records all chunks have together; None if they are batches."""
 
 
 def parse(parts: Sequence[zmq.Frame]) -> Snapshot:

@@ -13,16 +13,22 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import Final
+
+import zmq
 
 from waymark.apply.applier import Applier, Incoming
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.logs import fields
-from waymark.domain.events import Cleared, PlainEvents
+from waymark.domain.events import Batch, Cleared, PlainEvents, Stored
+from waymark.engines.sglang import read_records
+from waymark.engines.wire import Rejected
+from waymark.ingest import record_snapshot, snapshot
 from waymark.ingest.frames import digest
 from waymark.ingest.life import Life
 from waymark.ingest.received import ReceivedFrames
-from waymark.ingest.snapshot import NOTHING_RECORDED, UNAVAILABLE, BadSnapshot, Snapshot, ask
+from waymark.ingest.snapshot import NOTHING_RECORDED, UNAVAILABLE, BadSnapshot, Snapshot
 from waymark.ingest.sockets import ZmqContext
 from waymark.store.activity import ActivityKind
 from waymark.store.snapshots import SnapshotPlaces, new_place
@@ -127,13 +133,7 @@ class Snapshots:
     async def _take(self, deadline: float) -> tuple[SnapshotOutcome, str]:
         """Ask, and apply the answer; the outcome, and why it is not complete."""
         try:
-            snapshot = await ask(
-                self._context,
-                self._source.endpoint,
-                seconds=self._answer_seconds,
-                message_bytes_max=self._message_bytes_max,
-                between=self._may_go_on,
-            )
+            snapshot = await self._ask()
             if snapshot is None and not self._received.is_unbroken:
                 return SnapshotOutcome.INTERRUPTED, "the connection ended before a snapshot came"
             if snapshot is None:
@@ -145,6 +145,20 @@ class Snapshots:
             return await self._apply(snapshot, deadline)
         except (BadSnapshot, InvalidValue, OSError) as exc:
             return SnapshotOutcome.REFUSED, str(exc)
+
+    async def _ask(self) -> Snapshot | None:
+        registration = self._life.applier.resolver.registration
+        if registration.kind.traits.snapshots == "batches":
+            ask = snapshot.ask
+        else:
+            ask = partial(record_snapshot.ask, block_size=registration.block_size)
+        return await ask(
+            self._context,
+            self._source.endpoint,
+            seconds=self._answer_seconds,
+            message_bytes_max=self._message_bytes_max,
+            between=self._may_go_on,
+        )
 
     async def _may_go_on(self) -> bool:
         await self._tick()
@@ -165,17 +179,25 @@ class Snapshots:
         life, watermark = self._life, self._life.order.watermark
         if snapshot.publisher_id == life.publisher_id and watermark is not None and snapshot.seq < watermark:
             raise BadSnapshot(f"its snapshot ends with batch {snapshot.seq}, and batch {watermark} is applied already")
-        staged, ts = self._source.stage(life), None
+        staged, ts, records = self._source.stage(life), None, 0
         is_whole = False
         try:
             for seq, payloads in _numbered(snapshot):
-                incoming = await self._decoded(seq, payloads, snapshot.publisher_id)
+                if snapshot.records is None:
+                    incoming = await self._decoded(seq, payloads, snapshot.publisher_id)
+                else:
+                    incoming, count = await self._records(seq, payloads)
+                    records += count
+                    staged.resolver.before = await life.spots_of(incoming.batch)
                 await staged.apply([incoming], None)
                 ts = incoming.batch.ts if ts is None else max(ts, incoming.batch.ts or ts)
                 _check(staged)
                 await self._tick()
                 if time.monotonic() > deadline:
                     return SnapshotOutcome.INTERRUPTED, f"a snapshot was not applied within {self._seconds:g} s"
+            if snapshot.records not in (None, records):
+                raise BadSnapshot(f"its snapshot has {records} records and says that it has {snapshot.records}")
+            staged.resolver.before = {}
             await life.take_snapshot(staged, snapshot.seq, ts, snapshot.publisher_id)
             is_whole = True
         except BadSnapshot:
@@ -186,7 +208,20 @@ class Snapshots:
                 await staged.drop_staged()
         return SnapshotOutcome.COMPLETE, ""
 
-    async def _decoded(self, seq: int, payloads: list[bytes], publisher_id: bytes) -> Incoming:
+    async def _records(self, seq: int, payloads: list[bytes]) -> tuple[Incoming, int]:
+        """The batch of one or more chunks of records, and how many these are. Raises BadSnapshot."""
+        events: list[Stored] = []
+        records = 0
+        for payload in payloads:
+            try:
+                count, stores = await self._life.decoder.slices.run(read_records(payload))
+            except Rejected as bad:
+                raise BadSnapshot(f"a chunk of its snapshot cannot be read: {bad.sentence}") from None
+            records += count
+            events += stores
+        return Incoming(seq, "", Batch(None, tuple(events)), sum(map(len, payloads))), records
+
+    async def _decoded(self, seq: int, payloads: list[bytes], publisher_id: bytes | None) -> Incoming:
         """The batch of one or more chunks. Raises BadSnapshot if they cannot be read whole."""
         found: list[Incoming] = []
         for payload in payloads:
@@ -224,12 +259,16 @@ def _numbered(snapshot: Snapshot) -> Iterator[tuple[int, list[bytes]]]:
     chunks, seq = snapshot.chunks, 0
     while chunks:
         if seq < snapshot.seq:
-            yield seq, [chunks.popleft().bytes]
+            yield seq, [_bytes(chunks.popleft())]
         else:
-            rest = [chunk.bytes for chunk in chunks]
+            rest = [_bytes(chunk) for chunk in chunks]
             chunks.clear()
             yield seq, rest
         seq += 1
+
+
+def _bytes(chunk: bytes | zmq.Frame) -> bytes:
+    return chunk if isinstance(chunk, bytes) else chunk.bytes
 
 
 def _check(staged: Applier) -> None:

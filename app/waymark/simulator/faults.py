@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -60,12 +60,14 @@ class Faults(Options):
     """The first n requests for a snapshot are answered with -2: ask later."""
     snapshot_silent: bool = False
     """A request for a snapshot is received and never answered."""
+    snapshot_version: Literal[1, 2] = 2
+    """The version of SGLang's snapshots that the engine makes; it refuses the other."""
     snapshot_cut: bool = False
     """The last chunk of a snapshot ends in its middle."""
     snapshot_other_id: bool = False
     """The last chunk of a snapshot is of another process."""
     snapshot_below_zero: bool = False
-    """A snapshot removes each of its blocks once too often."""
+    """A snapshot removes each of its blocks once too often; one of SGLang's lacks a record."""
 
 
 class AnswerFaults(Options):

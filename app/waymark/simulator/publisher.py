@@ -17,14 +17,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
+import msgpack
 import zmq
 import zmq.asyncio
 
 from waymark.base.errors import InvalidValue
 from waymark.simulator.encode import Encoder, ReplayFraming
 from waymark.simulator.faults import Faults, is_due
-from waymark.simulator.wire import BlockRemoved, BlockStored, WireEvent
+from waymark.simulator.wire import CPU, DISK, GPU, BlockRemoved, BlockStored, WireEvent
 
 END_SEQ = b"\xff" * 8
 BIND_SECONDS = 5.0
@@ -125,8 +127,11 @@ class SimulatedPublisher:
         if self.snapshot_endpoint is not None:
             self._snapshots = self._async_context.socket(zmq.ROUTER)
             self.snapshot_endpoint = await _bind(self._snapshots, self.snapshot_endpoint)
-            self._serving.append(self._tasks.create_task(self._serve_snapshots(self._snapshots)))
-            self._serving.append(self._tasks.create_task(self._beat()))
+            if self._has_records:
+                self._serving.append(self._tasks.create_task(self._serve_records(self._snapshots)))
+            else:
+                self._serving.append(self._tasks.create_task(self._serve_snapshots(self._snapshots)))
+                self._serving.append(self._tasks.create_task(self._beat()))
 
     async def down(self, *, linger_seconds: float = 0.0) -> None:
         """Close both sockets, as a lost network does: seq and buffer stay."""
@@ -231,7 +236,12 @@ class SimulatedPublisher:
     # ---- snapshots -------------------------------------------------------------------------------------
 
     def _name_process(self) -> None:
-        self.encoder.publisher_id = None if self.snapshot_endpoint is None else secrets.token_bytes(16)
+        is_named = self.snapshot_endpoint is not None and not self._has_records
+        self.encoder.publisher_id = secrets.token_bytes(16) if is_named else None
+
+    @property
+    def _has_records(self) -> bool:
+        return self.encoder.dialect.startswith("sglang")
 
     async def _beat(self) -> None:
         """Send an empty batch each second, so that a reader sees a loss soon."""
@@ -247,6 +257,63 @@ class SimulatedPublisher:
             elif not (self.faults.snapshot_silent or self.is_silent):
                 self.counts["snapshots"] += 1
                 await socket.send_multipart([identity, b"", *self._snapshot()])
+
+    async def _serve_records(self, socket: zmq.asyncio.Socket) -> None:
+        """Answer as SGLang does: a header, chunks of records, and an end, each a message."""
+        while True:
+            identity, *request = await socket.recv_multipart()
+            if request not in ([b"", b"snapshot-v1"], [b"", b"snapshot-v2"]):
+                self.counts["bad_requests"] += 1
+            elif request[1][-1:] != b"%d" % self.faults.snapshot_version:
+                await socket.send_multipart([identity, b"", b"error", b"unsupported_version"])
+            elif not (self.faults.snapshot_silent or self.is_silent):
+                self.counts["snapshots"] += 1
+                for kind, payload in self._record_messages():
+                    await socket.send_multipart([identity, b"", kind, payload])
+
+    def _record_messages(self) -> list[tuple[bytes, bytes]]:
+        faults, tiers = self.faults, {medium: tier for tier, medium in enumerate((GPU, CPU, DISK), 1)}
+        chunks: list[list[dict[str, Any]]] = []
+        for _, events in self.snapshot():
+            told = [event for event in events if isinstance(event, BlockStored)]
+            parents = {event.block_hashes[0]: event.parent_block_hash for event in told if event.token_ids}
+            held = {(event.block_hashes[0], event.medium) for event in told if not event.token_ids}
+            if faults.snapshot_version == 1:
+                chunks.append(
+                    [
+                        {"parent_block_hash": _signed(parents[each]), "block_hashes": [_signed(each)]}
+                        for each, medium in held
+                        if medium == GPU
+                    ]
+                )
+            else:
+                chunks.append(
+                    [
+                        {
+                            "parent_block_hash": _signed(parents[each]),
+                            "block_hash": _signed(each),
+                            "tier": tiers[medium],
+                            "component_mask": 1,
+                            "block_size": told[0].block_size,
+                        }
+                        for each, medium in held
+                    ]
+                )
+        chunks = [chunk for chunk in chunks if chunk]
+        barrier = self.next_seq - 1
+        header = {
+            "version": faults.snapshot_version,
+            "epoch": 1,
+            "replica_rank": 0,
+            "resume_seq": barrier + 1,
+            "barrier_seq": barrier,
+            "barrier_id": 1,
+            "record_count": sum(map(len, chunks)) + faults.snapshot_below_zero,
+        }
+        packed = [msgpack.packb(chunk) for chunk in chunks]
+        if packed and faults.snapshot_cut:
+            packed[-1] = packed[-1][: len(packed[-1]) // 2]
+        return [(b"header", msgpack.packb(header)), *((b"chunk", each) for each in packed), (b"end", b"")]
 
     def _snapshot(self) -> list[bytes]:
         faults, publisher_id = self.faults, self.encoder.publisher_id
@@ -265,6 +332,11 @@ class SimulatedPublisher:
         if chunks and faults.snapshot_other_id:
             chunks[-1] = chunks[-1].replace(publisher_id, bytes(16))
         return [(self.next_seq - 1).to_bytes(8, "big", signed=True), publisher_id, *chunks]
+
+
+def _signed(value: int | None) -> int | None:
+    """A hash as SGLang writes it."""
+    return value if value is None or value < 2**63 else value - 2**64
 
 
 async def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, endpoint: str) -> str:
