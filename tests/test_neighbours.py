@@ -1,0 +1,96 @@
+"""The pages for those who come from another project: whatever they say is here, is here."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.base.test_metrics import EXPORTED
+from waymark.base.settings import Settings
+from waymark.cli.commands import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs" / "neighbours").glob("*.md"))
+HEADER = "| There | Here | Difference |"
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def rows(page: Path) -> list[list[str]]:
+    """The cells of each row of a page."""
+    lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line != HEADER]
+
+
+@cache
+def paths() -> frozenset[str]:
+    """The method and path of every operation of a replica and of a gateway."""
+    table = (ROOT / "app" / "waymark" / "api" / "application.py").read_text(encoding="utf-8")
+    return frozenset(map(" ".join, re.findall(r'"(GET|POST|PATCH|DELETE)",\s*"(/[^"]*)"', table)))
+
+
+@cache
+def words() -> frozenset[str]:
+    """Every word of the texts and names in the source, but not of its docstrings."""
+    found: set[str] = set()
+    for file in (ROOT / "app" / "waymark").rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            match node:
+                case _ if id(node) in prose:
+                    pass
+                case ast.Constant(value=str(text)):
+                    found |= {text, *re.split(r"[^A-Za-z0-9_.-]+", text)}
+                case ast.Constant(value=bytes(text)):
+                    found.add(text.decode("latin-1"))
+                case ast.Name(id=name) | ast.arg(arg=name) | ast.Attribute(attr=name):
+                    found.add(name)
+    return frozenset(found) | {word.lower() for word in found}
+
+
+def is_here(name: str) -> bool:
+    """Whether a name that a page gives stands for something."""
+    if name.startswith("WAYMARK_"):
+        return name.removeprefix("WAYMARK_").lower() in Settings.model_fields
+    if name.startswith("waymark_"):
+        return name in {each.partition("{")[0] for each in EXPORTED}
+    if name.startswith("waymark "):
+        return name.split()[1] in COMMANDS
+    if re.match(r"(GET|POST|PATCH|DELETE) ", name):
+        return name in paths()
+    return name in words() or name.lower() in words()
+
+
+@each_page
+def test_what_a_page_says_is_here_is_here(page: Path) -> None:
+    found = rows(page)
+    assert found
+    for there, here, _ in found:
+        names = re.findall(r"`([^`]+)`", here)
+        assert [name for name in names if not is_here(name)] == [], there
+        assert bool(names) != (here == "none"), there
+
+
+@each_page
+def test_settings_and_metrics_in_the_rest_of_a_page_are_here(page: Path) -> None:
+    for name in re.findall(r"`((?:WAYMARK|waymark)_\w+)`", page.read_text(encoding="utf-8")):
+        assert is_here(name), name
+
+
+def test_a_name_that_is_nowhere_is_noticed() -> None:
+    for name in (
+        "WAYMARK_NOTHING",
+        "waymark_nothing_total",
+        "waymark nothing",
+        "GET /nothing",
+        "POST /health",
+        "no_such",
+    ):
+        assert not is_here(name)
+    for name in ("WAYMARK_PORT", "waymark_streams", "waymark epp", "POST /admin/kv-index/clear", "x-session-token"):
+        assert is_here(name)
