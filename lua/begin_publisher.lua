@@ -44,7 +44,7 @@ if begun then
   redis.call('HSET', KEYS[1], 'version', ARGV[5])
   return {'applied', 0}
 end
-redis.call('HSET', KEYS[2], 'name', ARGV[2], 'life', ARGV[6], 'status', 'pending', 'format', '1')
+redis.call('HSET', KEYS[2], 'name', ARGV[2], 'life', ARGV[6], 'status', 'starting', 'format', '1')
 if not group then redis.call('HSET', KEYS[1], 'incarnation', ARGV[5]) end
 redis.call('HSET', KEYS[1], 'group', ARGV[4], 'publisher:' .. ARGV[1], ARGV[3], 'version', ARGV[5])
 return {'applied', 0}

@@ -88,7 +88,7 @@ async def test_workers_tells_publishers_and_ingest_workers(
     assert first["blocks"] == {"GPU": 2}
     assert (first["known"], second["known"]) == (1.0, None)
     assert first["watermark"] == 1
-    assert (second["instance_id"], second["dp_rank"], second["status"]) == ("b", 1, "pending")
+    assert (second["instance_id"], second["dp_rank"], second["status"]) == ("b", 1, "starting")
     assert second["watermark"] is None
     for publisher in view["publishers"]:
         assert publisher.keys() >= {"lag_seconds", "gaps", "restarts", "last_error", "worker"}
@@ -153,7 +153,7 @@ async def test_workers_tells_what_was_written_of_a_publisher(
     assert grant is not None
     await store.index.apply(grant, [], Moves(HeldBlocks()), Commit(1, 1.0, 1.0, "0" * 16))
     await store.heartbeats.alive("worker-1", keep_seconds=60)
-    for status in ("pending", "active", "replaying", "degraded", "lost", "failed"):
+    for status in ("starting", "active", "replaying", "degraded", "lost", "failed"):
         facts: Facts = {"status": status, "last_error": "no_replay: none"}
         assert await store.records.write(grant, facts, {"gaps": 3, "restarts": 2})
         view = (await client.get("/workers")).json()
@@ -178,7 +178,7 @@ async def test_what_is_wrong_with_a_stream_is_said(
     for claim in await store.directory.claims():
         grant = await store.leases.take(claim, "worker-1", 60.0, force=True)
         assert grant is not None
-        await store.records.write(grant, {"status": "pending", "last_error": "it is refused; look there"}, {})
+        await store.records.write(grant, {"status": "starting", "last_error": "it is refused; look there"}, {})
     assert await complaints() == {"a": "no connection to tcp://10.0.0.1:5557: it is refused; look there"}
     # A ghost: the engine under the name that it had before. Of another tenant it is one, too.
     await register("b", endpoint="tcp://10.0.0.1:5557", tenant_id="t")
@@ -190,6 +190,43 @@ async def test_what_is_wrong_with_a_stream_is_said(
     assert same.format('"a" rank 0') in found["b"]
     await client.post("/unregister", json={"instance_id": "b", "tenant_id": "t"})
     assert await complaints() == {"a": "no connection to tcp://10.0.0.1:5557: it is refused; look there"}
+
+
+async def test_a_target_whose_requests_fail_is_unreachable_until_one_is_answered(
+    client: httpx.AsyncClient, store: Store, register: Register
+) -> None:
+    for name in ("a", "b"):
+        await register(name, type="none", endpoint=None, address=f"http://{name}:8000")
+
+    async def statuses() -> dict[str, tuple[str, str | None]]:
+        publishers = (await client.get("/workers")).json()["publishers"]
+        return {each["instance_id"]: (each["status"], each["complaint"]) for each in publishers}
+
+    async def asked(outcome: str) -> None:
+        answer = await client.post("/select", json={"model": "m", "token_ids": [1, 2, 3], "only": ["a"]})
+        released = await client.post("/release", json={"reservation": answer.json()["reservation"], "outcome": outcome})
+        assert released.status_code == 200, released.text
+
+    assert await statuses() == {"a": ("no events", None), "b": ("no events", None)}
+    for _ in range(3):
+        await asked("failed")
+    found = await statuses()
+    assert found["b"] == ("no events", None)
+    assert found["a"][0] == "unreachable"
+    assert "its last requests have failed" in str(found["a"][1])
+    await asked("ok")
+    assert await statuses() == {"a": ("no events", None), "b": ("no events", None)}
+
+
+async def test_the_word_of_an_earlier_release_is_read(
+    client: httpx.AsyncClient, store: Store, register: Register
+) -> None:
+    await register("a")
+    (claim,) = await store.directory.claims()
+    grant = await store.leases.take(claim, "worker-1", 60.0, force=True)
+    assert grant is not None
+    await store.records.write(grant, {"status": "pending"}, {})
+    assert [each["status"] for each in (await client.get("/workers")).json()["publishers"]] == ["starting"]
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5557", "tcp://[::]:5557"])

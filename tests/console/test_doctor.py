@@ -121,10 +121,24 @@ def test_no_ingest_worker_and_a_record_that_cannot_be_read(service: Answers) -> 
     assert unwell(service) == ("failed", "records in Redis", "wm:p 1 cannot be read: no JSON; register it again")
 
 
-@pytest.mark.parametrize(("status", "verdict"), [("lost", "failed"), ("failed", "failed"), ("degraded", "warning")])
+@pytest.mark.parametrize(
+    ("status", "verdict"),
+    [
+        ("lost", "failed"),
+        ("failed", "failed"),
+        ("degraded", "warning"),
+        ("unreachable", "failed"),
+        ("starting", "warning"),
+    ],
+)
 def test_an_engine_that_is_not_active(service: Answers, status: str, verdict: str) -> None:
     service.view["publishers"] = [publisher(), publisher(instance_id="b", status=status, complaint="it is refused")]
     assert unwell(service) == (verdict, 'engine "b" rank 0', f"{status}: it is refused")
+
+
+def test_an_engine_without_events_has_no_stream_that_could_be_unwell(service: Answers) -> None:
+    service.view["publishers"] = [publisher(), publisher(instance_id="b", status="no events", type="none")]
+    assert all(each.verdict == "ok" for each in found(service))
 
 
 def test_no_engine(service: Answers) -> None:

@@ -47,7 +47,7 @@ async def test_the_pages_are_those_that_redis_gives(
         assert 'Why nothing? Without adapter and salts it is held by "pod-1"' in salted
         await printed(*ask[:3], "who", *ask[4:], "--url", live.url, code=cli.EXIT_FAILED)
         await printed(*ask, "--keys", "--url", live.url, code=cli.EXIT_USAGE)
-        for flags in ((), ("--tenant", "default", "--status", "pending"), ("--model", "who")):
+        for flags in ((), ("--tenant", "default", "--status", "starting"), ("--model", "who")):
             status = await printed("status", "--url", live.url, *flags)
             assert without_moments(status) == without_moments(await waymark("status", *flags))
         assert "no ingest worker applies it" in await printed("status", "--url", live.url)

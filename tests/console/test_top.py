@@ -63,8 +63,8 @@ def test_rows_are_sorted_by_what_the_key_chose() -> None:
 
 def test_the_worst_status_comes_first() -> None:
     view = TopView(sort="status")
-    each = [publisher(status, status=status) for status in ("active", "failed", "pending", "lost")]
-    assert names(view, *each) == ["failed", "lost", "pending", "active"]
+    each = [publisher(status, status=status) for status in ("active", "failed", "starting", "lost")]
+    assert names(view, *each) == ["failed", "lost", "starting", "active"]
 
 
 def test_the_rate_is_of_two_answers() -> None:

@@ -18,6 +18,7 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, Bench, Hand
 from tests.patience import patient
 from waymark.base.asker import Asker, EngineKey
+from waymark.decide.group_loads import GroupLoads
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import PublisherName, Registration
 from waymark.domain.prefixes import PrefixSource, prefix_key
@@ -354,7 +355,7 @@ async def test_a_url_that_is_no_source_is_named(
     source.status, source.content_type = status, content_type
     await bench.store.registry.register(registration(source))
     await bench.worker()
-    await has_status(bench, "pending", says)
+    await has_status(bench, "starting", says)
     source.status, source.content_type = 200, "text/event-stream; charset=utf-8"
     await source.tell("cache_created", HASHES[0], 5)
     await holds(bench, HASHES[0], GPU=5)
@@ -370,6 +371,29 @@ async def test_a_source_that_is_gone_does_not_count_until_it_is_back(bench: Benc
     await source.start()
     await has_status(bench, "degraded", "reconnected")
     await holds(bench, HASHES[0], GPU=5)
+
+
+async def test_decisions_leave_an_engine_out_whose_source_is_gone(bench: Bench, source: Source) -> None:
+    await bench.store.registry.register(registration(source))
+    await bench.worker(publisher_timeout=60)
+    await source.tell("cache_created", HASHES[0], 5)
+    await holds(bench, HASHES[0], GPU=5)
+    (claim,) = await bench.store.directory.claims()
+
+    async def is_left_out() -> bool:
+        loads = GroupLoads()
+        loads.read(await bench.store.reservations.values(claim.group_id))
+        return bool(loads.left_out(bench.store.reservations.now_ms()))
+
+    async def is_back() -> bool:
+        return not await is_left_out()
+
+    assert await is_back()
+    await source.stop()
+    await has_status(bench, "unreachable")
+    await wait_until(is_left_out, "decisions leave it out")
+    await source.start()
+    await wait_until(is_back, "decisions name it again")
 
 
 async def test_the_engines_key_is_sent(source: Source) -> None:

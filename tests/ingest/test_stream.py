@@ -256,9 +256,9 @@ async def test_three_thousand_frames_of_noise_do_not_end_a_stream(bench: Bench) 
 async def test_a_listener_that_never_answers_is_no_publisher(bench: Bench) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pod = await bench.pod(fields={"endpoint": f"tcp://127.0.0.1:{listener.getsockname()[1]}"})
-        assert (await pod.state()).status == "pending"
+        assert (await pod.state()).status == "starting"
         worker = await bench.worker()
-        await wait_until(lambda: worker.metric("streams", status="pending") == 1, "the stream was begun")
+        await wait_until(lambda: worker.metric("streams", status="starting") == 1, "the stream was begun")
         # For longer than a publisher may be away: it has never been there.
         with pytest.raises(TimeoutError):
             async with within(1.5):

@@ -98,7 +98,7 @@ async def test_a_registration_without_an_endpoint_is_no_stream(bench: Bench) -> 
     await bench.store.registry.register(replace(pod.registration, instance_id="by-http", endpoint=None))
     await pod.has_status("active")
     await wait_until(lambda: worker.metric("streams", status="active") == 1, "one stream")
-    assert worker.metric("streams", status="pending") == 0
+    assert worker.metric("streams", status="starting") == 0
 
 
 # ---- several workers -------------------------------------------------------------------------------

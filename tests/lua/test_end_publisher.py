@@ -34,7 +34,7 @@ async def begin(
 
 async def test_a_publisher_begins_with_a_record_and_a_row(redis: Redis, scripts: Scripts) -> None:
     assert await begin(scripts, b'["t","m"]') is Verdict.APPLIED
-    record = {b"name": NAME, b"life": b"b" * 16, b"status": b"pending", b"format": b"1"}
+    record = {b"name": NAME, b"life": b"b" * 16, b"status": b"starting", b"format": b"1"}
     assert await hgetall(redis, keys.record(1, 1)) == record
     assert await hgetall(redis, keys.holders(1)) == {
         b"group": b'["t","m"]',

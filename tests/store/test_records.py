@@ -28,7 +28,7 @@ async def test_a_new_stream_knows_nothing(stream: Stream) -> None:
     state = await state_of(stream)
     assert len(state.life) == 16
     assert (state.watermark, state.ts, state.newest_ts, state.digest) == (None, None, None, "")
-    assert (state.flags, state.main_groups, state.status) == (frozenset(), "", "pending")
+    assert (state.flags, state.main_groups, state.status) == (frozenset(), "", "starting")
     assert (state.holders, state.event_ids, state.counters) == ({}, {}, {})
 
 
@@ -105,7 +105,7 @@ async def test_workers_tells_status_watermark_lag_and_blocks_by_medium(
     assert first.lag_seconds is not None
     assert 3600 <= first.lag_seconds < 3600 + patient(100)
     assert second.registration == registration("pod-2")
-    assert (second.status, second.watermark, second.lag_seconds, second.worker) == ("pending", None, None, None)
+    assert (second.status, second.watermark, second.lag_seconds, second.worker) == ("starting", None, None, None)
     assert (second.blocks, second.counters) == ({}, {})
 
 

@@ -10,12 +10,30 @@ from typing import Any
 
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
+from waymark.decide.group_loads import GroupLoads
 from waymark.domain.names import Registration
+from waymark.domain.status import StreamStatus
 from waymark.inspection.complaint import Complaints
 from waymark.store.heartbeats import WORKER_SECONDS
 from waymark.store.publisher_states import PublisherState
 from waymark.store.reservations import NO_LOAD, Load
 from waymark.store.store import Store
+
+#: Statuses by which a target would get requests.
+_UNDER_WAY = frozenset(
+    {
+        StreamStatus.NO_EVENTS,
+        StreamStatus.STARTING,
+        StreamStatus.ACTIVE,
+        StreamStatus.REPLAYING,
+        StreamStatus.DEGRADED,
+    }
+)
+_FAILING = {
+    "status": StreamStatus.UNREACHABLE,
+    "complaint": "its last requests have failed, so decisions leave it out and try it with single requests; "
+    "look whether the engine runs and answers at its address",
+}
 
 
 class Views:
@@ -39,13 +57,16 @@ class Views:
         # The name of a record that cannot be read may be any tenant's.
         records = self._store.parser.unreadable if body.caller.tenants is None else ()
         unreadable = [asdict(record) for record in records]
-        loads = await self._loads(states)
+        loads, left_out = await self._loads(states)
         # Its problems name pods and files of any tenant.
         found = await self._store.discovery.state() if body.caller.tenants is None else None
         return Answer(
             {
                 "publishers": [
-                    _publisher(state, loads) | {"complaint": complaints.of(state) or None} for state in states
+                    _publisher(state, loads)
+                    | {"complaint": complaints.of(state) or None}
+                    | (_FAILING if (state.group_id, state.id) in left_out and state.status in _UNDER_WAY else {})
+                    for state in states
                 ],
                 "workers": workers,
                 "unreadable": unreadable,
@@ -53,15 +74,21 @@ class Views:
             }
         )
 
-    async def _loads(self, states: Sequence[PublisherState]) -> dict[tuple[int, int], Load]:
-        """The loads of these publishers, by their ids."""
+    async def _loads(
+        self, states: Sequence[PublisherState]
+    ) -> tuple[dict[tuple[int, int], Load], set[tuple[int, int]]]:
+        """The loads of these publishers, by their ids, and the publishers that decisions leave out."""
         groups = list(dict.fromkeys(state.group_id for state in states))
-        found = await asyncio.gather(*map(self._store.reservations.loads, groups))
-        return {
-            (group_id, publisher): load
-            for group_id, loads in zip(groups, found, strict=True)
-            for publisher, load in loads.items()
-        }
+        found: dict[tuple[int, int], Load] = {}
+        left_out = set()
+        for group_id, values in zip(
+            groups, await asyncio.gather(*map(self._store.reservations.values, groups)), strict=True
+        ):
+            loads = GroupLoads()
+            loads.read(values)
+            found |= {(group_id, publisher): load for publisher, load in loads.items()}
+            left_out |= {(group_id, each) for each in loads.left_out(self._store.reservations.now_ms())}
+        return found, left_out
 
     async def global_view(self, body: Body) -> Answer:
         """Contexts: publishers that agree on model, tenant, block size, adapter and salt."""

@@ -73,7 +73,7 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
                 and each.dp_rank in engine.endpoints
             ]
             if all(
-                each.status not in (StreamStatus.PENDING, StreamStatus.REPLAYING, StreamStatus.UNREACHABLE)
+                each.status not in (StreamStatus.STARTING, StreamStatus.REPLAYING, StreamStatus.UNREACHABLE)
                 and _has_blocks(each)
                 for each in found
             ):

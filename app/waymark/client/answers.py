@@ -140,7 +140,7 @@ class Publisher:
     dp_rank: int
     model: str
     status: str
-    """``pending``, ``active``, ``replaying``, ``degraded``, ``unreachable``, ``lost`` or ``failed``."""
+    """``starting``, ``no events``, ``active``, ``replaying``, ``degraded``, ``unreachable``, ``lost`` or ``failed``."""
     watermark: int | None
     lag_seconds: float | None
     gaps: int

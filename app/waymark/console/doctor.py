@@ -26,6 +26,7 @@ FindingLevel: TypeAlias = Literal["ok", "warning", "failed"]
 _STYLES: dict[FindingLevel, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 #: The clock of a replica has whole seconds, and an answer takes a moment.
 _CLOCK_SECONDS = 5.0
+_WELL = (StreamStatus.ACTIVE, StreamStatus.NO_EVENTS)
 _CONNECT_SECONDS = 1.0
 #: The bound on ports to try; an installation may have thousands.
 _PORTS_MAX = 64
@@ -119,7 +120,7 @@ def _publishers(view: dict[str, Any]) -> Iterator[Finding]:
     if not view["publishers"]:
         yield Finding("warning", "engines", "none is registered; run 'waymark register URL' for each")
         return
-    unwell = [each for each in view["publishers"] if each["status"] != StreamStatus.ACTIVE or complaint(each)]
+    unwell = [each for each in view["publishers"] if each["status"] not in _WELL or complaint(each)]
     for each in unwell:
         verdict: FindingLevel = "failed" if each["status"] in UNUSABLE else "warning"
         said = complaint(each) or "docs/troubleshooting.md says what the status means"

@@ -159,7 +159,8 @@ def _plain(part: ScreenPart) -> str:
 STATUS_STYLES: dict[str, str] = {
     StreamStatus.ACTIVE: "green",
     StreamStatus.REPLAYING: "cyan",
-    StreamStatus.PENDING: "yellow",
+    StreamStatus.NO_EVENTS: "green",
+    StreamStatus.STARTING: "yellow",
     StreamStatus.DEGRADED: "yellow",
     StreamStatus.UNREACHABLE: "red",
     StreamStatus.LOST: "bold red",

@@ -33,7 +33,7 @@ _ROUND_SECONDS, _PAUSE_SECONDS = 5.0, 0.2
 #: Problems that are shown; the metric counts all engines that wait.
 _PROBLEMS_MAX = 20
 #: Statuses of a stream whose engine may publish elsewhere by now.
-_OUT_OF_REACH = frozenset({StreamStatus.PENDING, StreamStatus.UNREACHABLE, StreamStatus.LOST, StreamStatus.FAILED})
+_OUT_OF_REACH = frozenset({StreamStatus.STARTING, StreamStatus.UNREACHABLE, StreamStatus.LOST, StreamStatus.FAILED})
 
 
 @dataclass(frozen=True, slots=True)

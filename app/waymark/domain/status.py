@@ -10,12 +10,19 @@ class StreamStatus(StrEnum):
 
     ACTIVE = "active"
     REPLAYING = "replaying"
-    PENDING = "pending"
+    NO_EVENTS = "no events"
+    """The publisher is a target that tells no events, so that there is no stream."""
+    STARTING = "starting"
     """The stream has no connection to its publisher yet, or no worker applies it."""
     DEGRADED = "degraded"
     """Batches are lost or unknown; ``last_error`` explains which."""
     UNREACHABLE = "unreachable"
-    """The stream had a connection to its publisher, and has lost it."""
+    """The stream had a connection to its publisher, and has lost it; or the last requests to a target have failed."""
     LOST = "lost"
     """The publisher has been unreachable for so long that its holders are not counted."""
     FAILED = "failed"
+
+    @classmethod
+    def _missing_(cls, value: object) -> StreamStatus | None:
+        """Read the word of an earlier release, which may have written the record."""
+        return cls.STARTING if value == "pending" else None

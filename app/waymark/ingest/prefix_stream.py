@@ -23,6 +23,7 @@ from waymark.domain.status import StreamStatus
 from waymark.engines.continuum import read_event
 from waymark.ingest.counters import PrefixCounter, PrefixCounterByReason
 from waymark.ingest.event_source import PAUSE_SECONDS, EventSource
+from waymark.ingest.subscriber import UNREACHABLE_MILLISECONDS, UNREACHABLE_SECONDS
 from waymark.store.prefixes import CHANGES_MAX
 from waymark.store.records import Facts, StreamRecord
 from waymark.store.store import Store
@@ -60,7 +61,7 @@ class PrefixStream:
         registration = applier.grant.claim.registration
         assert registration.endpoint is not None
         interval = registration.prefixes.reconnect_interval_ms
-        self.status = StreamStatus.PENDING
+        self.status = StreamStatus.STARTING
         self._applier = applier
         self._store = store
         self._metrics = metrics
@@ -71,15 +72,20 @@ class PrefixStream:
         self._lease_seconds = lease_seconds
         self._publisher_timeout = publisher_timeout
         self._last_event_id = state.last_event_id
+        pause = PAUSE_SECONDS if interval is None else interval / 1000
         self._source = EventSource(
             asker,
             registration.endpoint,
             last_event_id=state.last_event_id,
-            pause_seconds=PAUSE_SECONDS if interval is None else interval / 1000,
+            pause_seconds=pause,
         )
         self._connection = 0
+        self._away_seconds = max(UNREACHABLE_SECONDS, 2 * pause)
+        """After this time without a connection the source has failed twice, and decisions leave the engine out."""
+        self._noted = float("-inf")
         self._reasons: dict[str, float] = {}
         """The reasons why the stream is degraded, each with the monotonic time at which it ends."""
+        self._had_holders = bool(state.holders)
         if state.holders:
             self._degrade(RECONNECTED)
         self._is_lost = state.status is StreamStatus.LOST
@@ -226,6 +232,7 @@ class PrefixStream:
             await self._applier.renew(self._lease_seconds)
         self._count_source()
         self._reasons = {reason: end for reason, end in self._reasons.items() if end > now}
+        await self._note_health(now)
         if source.is_connected:
             self._down_since = None
             if self._is_lost:
@@ -243,6 +250,21 @@ class PrefixStream:
         if status != self.status or now - self._reported > _REPORT_SECONDS:
             self._reported = now
             await self._report(status)
+
+    async def _note_health(self, now: float) -> None:
+        """Note for all decisions whether the engine can be reached."""
+        if self._source.is_connected:
+            if self._down_since is not None or self._noted != float("-inf"):
+                self._noted = float("-inf")
+                await self._applier.note_health(0)
+        elif self._is_away(now) and not self._is_lost and now - self._noted > UNREACHABLE_MILLISECONDS / 3000:
+            self._noted = now
+            await self._applier.note_health(UNREACHABLE_MILLISECONDS)
+
+    def _is_away(self, now: float) -> bool:
+        """Whether the source was there in this life, and has been gone for long enough to say so."""
+        was_there = bool(self._source.connection or self._had_holders)
+        return was_there and self._down_since is not None and now - self._down_since > self._away_seconds
 
     def _count_source(self) -> None:
         """Count what the source has counted since the last time."""
@@ -269,7 +291,8 @@ class PrefixStream:
         if self._is_lost:
             return StreamStatus.LOST
         if not self._source.is_connected:
-            return StreamStatus.PENDING
+            is_gone = self._source.connection or self._is_away(time.monotonic())
+            return StreamStatus.UNREACHABLE if is_gone else StreamStatus.STARTING
         return StreamStatus.DEGRADED if self._reasons else StreamStatus.ACTIVE
 
     async def _report(self, status: StreamStatus) -> None:

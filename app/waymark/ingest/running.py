@@ -71,7 +71,7 @@ class Running:
     @property
     def is_idle(self) -> bool:
         """The stream has not reached its publisher yet."""
-        return self.stream is None or self.stream.status is StreamStatus.PENDING
+        return self.stream is None or self.stream.status is StreamStatus.STARTING
 
     def may_go_on(self, claim: Claim) -> bool:
         """Whether the stream may go on under the claim as it is now: copies may count otherwise in another release."""

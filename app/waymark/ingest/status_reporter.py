@@ -35,7 +35,7 @@ _REFUSED = (
 
 class StatusReporter:
     def __init__(self, life: Life, subscriber: Subscriber, replaying: Replaying, *, message_bytes_max: int) -> None:
-        self.status = StreamStatus.PENDING
+        self.status = StreamStatus.STARTING
         """The status in the last report."""
         self.is_mixed = False
         """The frames have several counters, so the stream has failed."""
@@ -84,7 +84,9 @@ class StatusReporter:
         if self._life.is_lost:
             return StreamStatus.LOST
         if not self._subscriber.is_connected:
-            return StreamStatus.UNREACHABLE if self._subscriber.connection else StreamStatus.PENDING
+            # A worker that has taken the stream over knows of an earlier connection by the holders.
+            was_there = self._life.applier.resolver.holders and self._subscriber.is_unreachable
+            return StreamStatus.UNREACHABLE if self._subscriber.connection or was_there else StreamStatus.STARTING
         if self._replaying.is_running:
             return StreamStatus.REPLAYING
         return StreamStatus.DEGRADED if self._life.reasons else StreamStatus.ACTIVE

@@ -30,14 +30,12 @@ from waymark.ingest.replaying import Replaying
 from waymark.ingest.snapshots import Snapshots, SnapshotSource
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ZmqContext
 from waymark.ingest.status_reporter import StatusReporter
-from waymark.ingest.subscriber import Subscriber
+from waymark.ingest.subscriber import UNREACHABLE_MILLISECONDS, Subscriber
 
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
 _SETTLE_TRIES = 2
-_UNREACHABLE_MILLISECONDS = 10_000
-"""How long a note that the engine cannot be reached counts. It is repeated in time, and ends with its worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +213,9 @@ class Stream:
         if subscriber.is_connected and subscriber.connection != self._reached:
             self._reached, self._noted = subscriber.connection, float("-inf")
             await life.applier.note_health(0)
-        elif is_away and now - self._noted > _UNREACHABLE_MILLISECONDS / 3000:
+        elif is_away and now - self._noted > UNREACHABLE_MILLISECONDS / 3000:
             self._noted = now
-            await life.applier.note_health(_UNREACHABLE_MILLISECONDS)
+            await life.applier.note_health(UNREACHABLE_MILLISECONDS)
 
     # ---- live frames -------------------------------------------------------------------------------
 

@@ -39,6 +39,8 @@ REFUSED_SECONDS = 30.0
 """The pause after libzmq has closed a connection because of the bytes that came over it."""
 UNREACHABLE_SECONDS = 2.0
 """A publisher whose connection is reset or refused twice within this time cannot be reached."""
+UNREACHABLE_MILLISECONDS = 10_000
+"""How long a note that the engine cannot be reached counts. It is repeated in time, and ends with its worker."""
 BYTES_PER_READ = 8 * 2**20
 """Bytes of frames read in one callback of the event loop, exceeded by at most one frame."""
 

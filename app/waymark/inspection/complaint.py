@@ -78,7 +78,7 @@ def complaint(state: PublisherState) -> str:
         reason = f". The last attempt: {state.last_error}" if state.last_error else ""
         lost = f"no connection to {endpoint} for longer than WAYMARK_PUBLISHER_TIMEOUT: its blocks are not counted"
         return f"{lost}{reason}"
-    if state.status in (StreamStatus.PENDING, StreamStatus.UNREACHABLE) and endpoint is not None:
+    if state.status in (StreamStatus.STARTING, StreamStatus.UNREACHABLE) and endpoint is not None:
         return f"no connection to {endpoint}{': ' + state.last_error if state.last_error else ''}"
     if state.last_error:
         return state.last_error

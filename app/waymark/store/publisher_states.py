@@ -80,6 +80,8 @@ class PublisherStates:
             for medium in held:
                 held[medium] = counters.pop(BLOCKS + medium, 0)
             status, error = fields.status(), fields.text("last_error") or None
+            if not claim.registration.kind.traits.tells_events:
+                status = StreamStatus.NO_EVENTS
             if drift is not None and status in (StreamStatus.ACTIVE, StreamStatus.DEGRADED):
                 status, error = StreamStatus.DEGRADED, "; ".join(filter(None, (error, f"drift: {drift}")))
             states.append(

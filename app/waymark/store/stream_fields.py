@@ -64,7 +64,7 @@ class StreamFields:
 
     def status(self) -> StreamStatus:
         raw = self._fields.get("status")
-        return (raw and self._parsed("status", _status_of, raw)) or StreamStatus.PENDING
+        return (raw and self._parsed("status", _status_of, raw)) or StreamStatus.STARTING
 
     def integer(self, name: str) -> int | None:
         raw = self._fields.get(name)

@@ -35,9 +35,10 @@ _UNDER = "/dynamo/"
 # Ours to Dynamo's; the order of its values is the order in which they win over a worker's listeners.
 _STATUS = {
     StreamStatus.FAILED: "failed",
-    StreamStatus.PENDING: "pending",
+    StreamStatus.STARTING: "pending",
     StreamStatus.UNREACHABLE: "pending",
     StreamStatus.LOST: "pending",
+    StreamStatus.NO_EVENTS: "active",
     StreamStatus.ACTIVE: "active",
     StreamStatus.REPLAYING: "active",
     StreamStatus.DEGRADED: "active",

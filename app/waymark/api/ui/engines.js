@@ -4,7 +4,7 @@ import { askToDrain, isDrained } from "./drain.js";
 import { arrange, byId, canvas, element, onTheme, painted, plain, seconds, setAttribute, setText, several } from "./shown.js";
 
 const POINTS_MAX = 90;
-const WORST_FIRST = ["failed", "lost", "unreachable", "degraded", "pending", "replaying", "active"];
+const WORST_FIRST = ["failed", "lost", "unreachable", "degraded", "starting", "replaying", "active", "no events"];
 // What rows are sorted by; the greatest first.
 const SORTS = {
   name: () => 0,
