@@ -91,6 +91,7 @@ LIBRARIES: dict[str, set[str]] = {
     "grpc_health": {"epp"},
     "httptools": {"serving"},
     "httpx": {"client", "console"},
+    "matplotlib": {"console"},
     "hiredis": {"store"},
     "huggingface_hub": {"tokenization"},
     "minijinja": {"tokenization"},

@@ -76,7 +76,7 @@ STEPS: list[tuple[str, str, Any]] = [
     ("POST", "/inspect/prompt", PROMPT),
     ("POST", "/score", PROMPT),
     ("POST", "/select", PROMPT),
-    ("POST", "/release", {"reservation": "{reservation}"}),
+    ("POST", "/release", {"reservation": "{reservation}", "cached_tokens": 4, "prompt_tokens": 8}),
     ("POST", "/tokenize", {"model": MODEL, "prompt": "What is the weather in Paris?"}),
     ("POST", "/detokenize", {"model": MODEL, "tokens": "{tokens}"}),
     ("GET", "/inspect/status", None),
@@ -87,6 +87,7 @@ STEPS: list[tuple[str, str, Any]] = [
     ("POST", "/weight", {"instance_id": "vllm-0", "weight": 0}),
     ("GET", "/services", None),
     ("GET", "/workers", None),
+    ("GET", "/books", None),
     ("GET", "/global_view", None),
     ("GET", "/activity", None),
     ("GET", "/health", None),
@@ -131,6 +132,7 @@ _LINES = 6
 #: What differs from one session to the next, and what stands in its place.
 _FLEETING = {
     r'"at":[\d.]+': '"at":1760000000.5',
+    r'"time": \d+': '"time": 1760000040',
     r"\b\d{13}-\d+\b": "1760000000500-0",
     r"\b\d+\.\d+\.\d+\.\d+\.[0-9a-f]{16}\b": "2.2.4.4.0123456789abcdef",
     r"\b\d{14,16}\b": "28114406051234",  # the id of a holder

@@ -170,3 +170,47 @@ async def test_the_end_of_a_reservation_of_dynamo_is_booked(client: httpx.AsyncC
     assert ended.is_success, ended.text
     found = await booked(store)
     assert (found.requests, found.delivered, found.prompt) == (1, 4, 40)
+
+
+async def test_the_books_are_shown_by_target_and_by_minute(
+    client: httpx.AsyncClient, store: Store, pods: list[str], register: Register, hold: Hold
+) -> None:
+    await hold("pod-1", PROMPT)
+    for name, cached in (("pod-1", 38), ("pod-2", 0), ("pod-2", None)):
+        selected = await post(client, "/select", only=[name, "pod-3"] if name == "pod-1" else [name])
+        usage = {} if cached is None else {"cached_tokens": cached, "prompt_tokens": 40}
+        await post(client, "/release", reservation=selected["reservation"], **usage)
+    await register("other", model="other", modelname="other")
+    await store.registry.unregister(
+        [each.registration.name for each in await store.directory.claims() if each.registration.instance_id == "pod-2"]
+    )
+
+    answer = (await client.get("/books?since=2h")).json()
+
+    total = {
+        name: answer["total"][name]
+        for name in ("requests", "unreported", "available", "chosen", "expected", "delivered", "random", "earned")
+    }
+    assert total == {
+        "requests": 3,
+        "unreported": 1,
+        "available": 40,
+        "chosen": 40,
+        "expected": 38,
+        "delivered": 38,
+        "random": 20,
+        "earned": 18,
+    }
+    by_name = {each["instance_id"]: each for each in answer["targets"]}
+    assert by_name.keys() == {"pod-1", None}, "one is not registered any more"
+    assert (by_name["pod-1"]["delivered"], by_name[None]["requests"]) == (38, 2)
+    assert sum(each["requests"] for each in answer["by_minute"]) == 3
+    assert (await client.get("/books?model=other")).json()["total"]["requests"] == 0
+    assert (await client.get("/books?tenant=nobody")).json()["targets"] == []
+
+
+@pytest.mark.parametrize("since", ["0m", "25h", "1d", "-1h", "1.5h", "soon", "99999999h"])
+async def test_a_time_that_is_none_is_refused(api: httpx.AsyncClient, since: str) -> None:
+    refused = await api.get(f"/books?since={since}")
+
+    assert (refused.status_code, refused.json()["field"]) == (400, "since")

@@ -139,6 +139,12 @@ async def test_answers_and_counts_are_of_the_tokens_tenants(api: httpx.AsyncClie
     assert [each["tenant_id"] for each in workers["publishers"]] == ["a"]
     assert len((await send(api, "reads-a", "/dynamo/workers")).json()) == 1
     assert list((await send(api, "reads-a", "/dynamo/dump")).json()) == ["m:a"]
+    for tenant in ("a", SECRET):
+        taken = await send(api, "root", "/select", {"model": "m", "tenant_id": tenant, "token_ids": PROMPT})
+        await send(api, "root", "/release", {"reservation": taken.json()["reservation"], "cached_tokens": 0})
+    assert (await send(api, "root", "/books")).json()["total"]["requests"] == 2
+    books = (await send(api, "reads-a", "/books")).json()
+    assert (books["total"]["requests"], [each["tenant_id"] for each in books["targets"]]) == (1, ["a"])
 
 
 @pytest.mark.usefixtures("tenants")
@@ -265,6 +271,7 @@ BODIES: dict[tuple[str, str], Any] = {
     ("POST", "/inspect/keys"): {"tenant_id": THEIRS},
     ("GET", "/services"): None,
     ("GET", "/workers"): None,
+    ("GET", "/books"): None,
     ("GET", "/global_view"): None,
     ("GET", "/health"): None,
     ("GET", "/ready"): None,

@@ -20,7 +20,7 @@ from tests.patience import within
 from tests.ports import unused_port
 from waymark import cli
 from waymark.base.settings import Settings
-from waymark.console import ask, select
+from waymark.console import ask, books, select
 from waymark.console.service import RemoteService
 from waymark.domain.hashing import extend, token_bytes
 
@@ -279,7 +279,9 @@ async def test_a_missing_token_is_named_with_the_way_to_give_it(live: Live) -> N
     assert "--api-token or WAYMARK_API_TOKEN" in error
 
 
-@pytest.mark.parametrize("words", [("publishers",), ("ask", "--tokens", "1"), ("drain", "x"), ("doctor",), ("top",)])
+@pytest.mark.parametrize(
+    "words", [("publishers",), ("ask", "--tokens", "1"), ("drain", "x"), ("doctor",), ("top",), ("books",)]
+)
 def test_a_url_where_nothing_listens_fails_at_once_and_is_named(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -400,3 +402,52 @@ def test_a_reservation_is_made_last_so_that_it_is_always_shown() -> None:
     select.select(cast(RemoteService, Answers()), cli.parse(words))
     assert Answers.asked[-1] == "/select"
     assert "/workers" in Answers.asked[:-1]
+
+
+def target(instance_id: str | None, earned: int, **fields: Any) -> dict[str, Any]:
+    named = {"tenant_id": "t", "model_name": "m", "instance_id": instance_id, "credit": 1.0}
+    return (
+        named
+        | dict.fromkeys(books.SUMMED, 0)
+        | {"requests": 1, "expected": 10, "delivered": 8, "earned": earned}
+        | fields
+    )
+
+
+def test_books_are_added_up_by_engine_model_or_tenant() -> None:
+    targets = [target("a", 1), target("b", 5, credit=0.5), target(None, 2), target("a", 7, model_name="other")]
+
+    assert [(each["instance_id"], each["earned"]) for each in books.added(targets, "engine")] == [
+        ("a", 7), ("b", 5), (None, 2), ("a", 1),
+    ]  # fmt: skip
+    by_model = books.added(targets, "model")
+    assert [(each["model_name"], each["earned"], each["credit"]) for each in by_model] == [
+        ("m", 8, 0.5),
+        ("other", 7, 1.0),
+    ]
+    assert [each["requests"] for each in books.added(targets, "tenant")] == [4]
+
+
+async def test_books_say_what_routing_earned(live: Live) -> None:
+    assert (await run(live, "books"))[1].startswith("no request has ended in the last 60 minutes")
+    async with live.client() as client:
+        selected = (await client.post("/select", json={"model": "m", "token_ids": TOKENS})).json()
+        await client.post("/release", json={"reservation": selected["reservation"], "cached_tokens": 28})
+    code, output, _ = await run(live, "books", "--since", "2h")
+
+    assert code == cli.EXIT_OK
+    assert output.startswith(
+        "4 tokens were not computed again because of Waymark, in 1 requests of the last 120 minutes"
+    )
+    assert (await json_of(live, "books", "--by", "tenant"))["lines"][0]["delivered"] == 28
+    code, _, error = await run(live, "books", "--since", "soon")
+    assert (code, "since" in error) == (cli.EXIT_FAILED, True)
+
+
+def test_books_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "books.svg"
+
+    books.draw({"by_minute": [target("a", 1) | {"time": 60 * minute} for minute in range(3)]}, str(file))
+
+    assert "prompt tokens a minute" in file.read_text()

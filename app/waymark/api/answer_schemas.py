@@ -343,3 +343,47 @@ class ReadyAnswer(Model):
     warnings: list[str] = Field(
         default=[], description="problems of Redis that do not stop it from answering; absent if there are none"
     )
+
+
+class BookRow(Model):
+    """Sums over requests. Amounts are tokens of prompts, of the requests whose engine says what it has reused."""
+
+    requests: int = Field(description="how many requests ended well")
+    unreported: int = Field(description="those of them whose engine does not say what it has reused; not in the sums")
+    prompt_tokens: int
+    completion_tokens: int
+    available: int = Field(description="what the best allowed target had")
+    chosen: int = Field(description="what the chosen target had")
+    chosen_by_medium: dict[str, int] = Field(description="the same by place: device, host, disk, shared")
+    expected: int = Field(description="what the engine should have reused")
+    delivered: int = Field(description="what the engine has reused, as it says")
+    random: int = Field(description="what an allowed target had on average")
+    earned: int = Field(description="delivered without random: what was not computed because of the choice")
+    ttft_ms: float | None = Field(description="the mean time to the first token; null if none was reported")
+
+
+class BookOfTarget(BookRow):
+    """The sums of one target."""
+
+    tenant_id: str
+    model_name: str
+    instance_id: str | None = Field(
+        description="null for a target that is not registered any more, and for those beyond the room of an hour"
+    )
+    dp_rank: int | None
+    credit: float = Field(description="what a block of the target counts for in decisions: 1 without drift")
+
+
+class BookOfMinute(BookRow):
+    """The sums of one minute."""
+
+    time: int = Field(description="the beginning of the minute, in seconds since 1970")
+
+
+class BooksAnswer(Model):
+    """What decisions promised, and what engines delivered."""
+
+    minutes: int = Field(description="how many minutes these sums are of, with the present one")
+    total: BookRow
+    targets: list[BookOfTarget]
+    by_minute: list[BookOfMinute]

@@ -18,6 +18,7 @@ from waymark.api import path_docs as docs
 from waymark.api.access_log import AccessLog
 from waymark.api.activity import ActivityFeed
 from waymark.api.admin import Admin, ResponseCacheAdmin
+from waymark.api.books import BooksView
 from waymark.api.conductor import Conductor
 from waymark.api.contract import Contract
 from waymark.api.decisions import Decisions
@@ -218,6 +219,7 @@ def _operations(
         ("POST", "/inspect/keys", "admin", inspected.keys, docs.INSPECT_KEYS),
         ("GET", "/services", "read", views.services, docs.SERVICES),
         ("GET", "/workers", "read", views.workers, docs.WORKERS),
+        ("GET", "/books", "read", BooksView(store).books, docs.BOOKS),
         ("GET", "/activity", "read", feed.follow, docs.ACTIVITY),
         ("GET", "/global_view", "read", views.global_view, docs.GLOBAL_VIEW),
         ("GET", "/health", "open", probes.health, docs.HEALTH),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from waymark.api import admin_schemas as admin_bodies
 from waymark.api import answer_schemas as answers
+from waymark.api import books, event_schemas, query_schemas, registration_schemas
 from waymark.api import decision_schemas as decision_bodies
-from waymark.api import event_schemas, query_schemas, registration_schemas
 from waymark.api import inspection_schemas as inspections
 from waymark.api import text_schemas as text_bodies
 from waymark.api.dynamo import schemas as dynamo_bodies
@@ -41,6 +41,14 @@ DYNAMO_METRICS = Doc(
 OPENAPI = Doc("Returns this contract.", needs_redis=False, reach="none")
 SERVICES = Doc("Lists every registration.", answer=answers.ServicesAnswer, reach="filtered")
 WORKERS = Doc("Lists publishers and ingest workers with their state.", answer=answers.WorkersAnswer, reach="filtered")
+BOOKS = Doc(
+    "Returns what decisions promised and what engines delivered, in tokens, since a time such as 30m or 2h ago (1h).",
+    answer=answers.BooksAnswer,
+    parameters=books.PARAMETERS,
+    errors=(400,),
+    queue="read",
+    reach="filtered",
+)
 ROOT = Doc("Redirects to the page, /ui.", status=307, media_type=_TEXT, needs_redis=False, reach="none")
 PAGE = Doc(
     "Returns the web page that shows engines, prompts and recent events.",

@@ -1,4 +1,4 @@
-"""``waymark ask``, ``select``, ``publishers``, ``repair``, ``drain``, ``top``, ``doctor``: a running Waymark."""
+"""``waymark ask``, ``select``, ``publishers``, ``repair``, ``drain``, ``top``, ``books``, ``doctor``."""
 
 from __future__ import annotations
 
@@ -53,6 +53,12 @@ examples:
   $ waymark top                            q quits, s changes the order, / filters, c shows complaints in full
   $ waymark top --seconds 5 --url http://waymark:13333
 """,
+    "books": """\
+examples:
+  $ waymark books                          the last hour, by engine
+  $ waymark books --by model --since 24h
+  $ waymark books --since 6h --plot books.svg
+""",
     "doctor": """\
 examples:
   $ waymark doctor
@@ -95,6 +101,11 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
             )
         case "top":
             parser.add_argument("--seconds", type=float, default=2.0, help="seconds between two updates (2)")
+        case "books":
+            parser.add_argument("--by", choices=("engine", "model", "tenant"), default="engine", help="a line for each")
+            parser.add_argument("--model", help="only this model")
+            parser.add_argument("--since", default="1h", help="how long ago they begin: 30m, 2h, at most 24h (1h)")
+            parser.add_argument("--plot", metavar="FILE", help="draw the minutes into this file (.png or .svg), too")
         case "doctor":
             parser.add_argument(
                 "--no-ports", action="store_true", help="do not connect to the event sockets of engines"
@@ -117,6 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
                 return _top(service, arguments, screen)
             case "doctor":
                 return _doctor(service, arguments, screen)
+            case "books":
+                return _books(service, arguments, screen)
             case _:
                 return _print_answer(service, arguments, screen)
 
@@ -192,6 +205,24 @@ def _top(service: RemoteService, arguments: argparse.Namespace, screen: Screen) 
         screen.write(json.dumps(service.get("/workers"), indent=2))
     else:
         top.run(service, arguments.seconds, screen)
+    return EXIT_OK
+
+
+def _books(service: RemoteService, arguments: argparse.Namespace, screen: Screen) -> int:
+    from importlib.util import find_spec
+
+    from waymark.console.books import books, draw, parts
+
+    if arguments.plot is not None and find_spec("matplotlib") is None:
+        print("waymark books: --plot needs matplotlib: pip install 'waymark[plot]', or leave it out", file=sys.stderr)
+        return EXIT_FAILED
+    found = books(service, arguments)
+    if arguments.plot is not None:
+        draw(found, arguments.plot)
+    if arguments.json:
+        screen.write(json.dumps(found, indent=2))
+    else:
+        screen.show(parts(found))
     return EXIT_OK
 
 

@@ -111,7 +111,7 @@ class TargetReserver:
         made: list[Reservation] = []
         if parameters.is_reserved:
             promises = None
-            if before is None and lookup.request.has_tokens:
+            if before is None and lookup.request.has_tokens and ranking.has_index:
                 promises = Promises(lookup.told or lookup.seen, lookup.request, lookup.fleet, choices)
             first = await self._one(_OfferedStage(offers, lookup, ranking, parameters, promises, before is not None))
             if first is None:

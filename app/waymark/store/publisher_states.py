@@ -70,7 +70,7 @@ class PublisherStates:
         pairs = map(pairs_of, replies)
         records = [StreamFields(self._parser, name, each) for name, each in zip(names, pairs, strict=True)]
         prefixes = await self._opaque_prefixes(claims, records)
-        drifts = await self._drifts(claims)
+        drifts = await self.drifts(claims)
         states: list[PublisherState] = []
         for claim, fields, opaque, drift in zip(claims, records, prefixes, drifts, strict=True):
             fields.is_of_this_format()
@@ -111,7 +111,7 @@ class PublisherStates:
             for name, reply in zip(names, replies, strict=True)
         ]
 
-    async def _drifts(self, claims: Sequence[Claim]) -> list[Drift | None]:
+    async def drifts(self, claims: Sequence[Claim]) -> list[Drift | None]:
         """The drift of each target that delivers less than is expected of it."""
         now = 1000 * time.time()
         values = await self._client.several(

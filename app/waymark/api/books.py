@@ -1,0 +1,106 @@
+"""``GET /books``: what decisions promised, what engines delivered, and what that was worth."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from waymark.api.http.answers import Answer
+from waymark.api.http.bodies import Body
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
+from waymark.domain.books import Drift, Sums
+from waymark.domain.names import GroupName
+from waymark.store.books import HOURS_KEPT
+from waymark.store.claims import Claim
+from waymark.store.store import Store
+
+PARAMETERS = ("model", "tenant", "since")
+_SINCE = re.compile(r"(\d{1,6})(s|m|h|)", re.ASCII)
+_SECONDS = {"s": 1, "": 1, "m": 60, "h": 3600}
+_DEFAULT = "1h"
+
+
+class BooksView:
+    """The handler of ``/books``."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def books(self, body: Body) -> Answer:
+        model, tenant_id = body.path.get("model") or None, body.path.get("tenant") or None
+        minutes = _minutes(body.path.get("since") or _DEFAULT)
+        groups = {
+            entry.group_id: group
+            for group, entry in (await self._store.directory.groups()).items()
+            if body.caller.has(group.tenant_id)
+            and model in (None, group.model_name)
+            and tenant_id in (None, group.tenant_id)
+        }
+        lines = await self._store.books.lines(list(groups), int(time.time() // 60) - minutes + 1)
+        targets: dict[tuple[int, int], Sums] = defaultdict(Sums)
+        by_minute: dict[int, Sums] = defaultdict(Sums)
+        for line in lines:
+            target = line.group_id, line.publisher
+            targets[target] = targets[target].plus(line.sums)
+            by_minute[line.minute] = by_minute[line.minute].plus(line.sums)
+        claims = {(each.group_id, each.publisher): each for each in await self._store.directory.claims()}
+        named = [claims[target] for target in targets if target in claims]
+        drifts = dict(zip(map(id, named), await self._store.publisher_states.drifts(named), strict=True))
+        total = Sums()
+        for sums in targets.values():
+            total = total.plus(sums)
+        return Answer(
+            {
+                "minutes": minutes,
+                "total": _row(total),
+                "targets": [
+                    _named(groups[target[0]], claims.get(target), drifts) | _row(sums)
+                    for target, sums in sorted(targets.items())
+                ],
+                "by_minute": [{"time": 60 * minute} | _row(sums) for minute, sums in sorted(by_minute.items())],
+            }
+        )
+
+
+def _minutes(text: str) -> int:
+    """The minutes of a span such as ``90s``, ``30m`` or ``2h``, rounded up. Raises InvalidValue."""
+    match = _SINCE.fullmatch(text)
+    seconds = 0 if match is None else int(match[1]) * _SECONDS[match[2]]
+    if not 0 < seconds <= 3600 * HOURS_KEPT:
+        raise InvalidValue(
+            f"since is {shown(text)}; send how long ago the books begin, such as 30m or 2h, at most {HOURS_KEPT}h",
+            field="since",
+        )
+    return -(-seconds // 60)
+
+
+def _named(group: GroupName, claim: Claim | None, drifts: Mapping[int, Drift | None]) -> dict[str, Any]:
+    drift = None if claim is None else drifts[id(claim)]
+    return {
+        "tenant_id": group.tenant_id,
+        "model_name": group.model_name,
+        "instance_id": None if claim is None else claim.registration.instance_id,
+        "dp_rank": None if claim is None else claim.registration.dp_rank,
+        "credit": 1.0 if drift is None else round(1.0 - drift.share, 3),
+    }
+
+
+def _row(sums: Sums) -> dict[str, Any]:
+    return {
+        "requests": sums.requests,
+        "unreported": sums.unreported,
+        "prompt_tokens": sums.prompt,
+        "completion_tokens": sums.completion,
+        "available": sums.available,
+        "chosen": sums.chosen,
+        "chosen_by_medium": {"device": sums.device, "host": sums.host, "disk": sums.disk, "shared": sums.shared},
+        "expected": sums.expected,
+        "delivered": sums.delivered,
+        "random": sums.random,
+        "earned": sums.earned,
+        "ttft_ms": round(sums.first_token_ms / sums.first_tokens, 1) if sums.first_tokens else None,
+    }

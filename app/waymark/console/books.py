@@ -1,0 +1,83 @@
+"""``waymark books``: what decisions promised, what engines delivered, and what routing earned, from ``/books``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import urlencode
+
+from waymark.console.screen import Grid, ScreenPart, text
+from waymark.console.service import RemoteService
+
+_AMOUNTS = ("available", "chosen", "expected", "delivered", "random", "earned")
+SUMMED = ("requests", "unreported", *_AMOUNTS)
+
+
+def books(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The answer of ``/books``, and its targets added up as ``--by`` says."""
+    wanted = {"model": arguments.model, "tenant": arguments.tenant_id, "since": arguments.since}
+    answer = service.get(f"/books?{urlencode({name: each for name, each in wanted.items() if each is not None})}")
+    return dict(answer) | {"by": arguments.by, "lines": added(answer["targets"], arguments.by)}
+
+
+def added(targets: Sequence[Mapping[str, Any]], by: str) -> list[dict[str, Any]]:
+    """A line for each engine, model or tenant; the one that earned most is the first."""
+    fields = {"engine": ("tenant_id", "model_name", "instance_id"), "model": ("tenant_id", "model_name")}
+    lines: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for target in targets:
+        named = {field: target[field] for field in fields.get(by, ("tenant_id",))}
+        line = lines.setdefault(tuple(named.values()), named | dict.fromkeys(SUMMED, 0) | {"credit": 1.0})
+        for field in SUMMED:
+            line[field] += target[field]
+        line["credit"] = min(line["credit"], target["credit"])
+    return sorted(lines.values(), key=lambda line: -line["earned"])
+
+
+def parts(found: dict[str, Any]) -> list[ScreenPart]:
+    """How it looks."""
+    total = found["total"]
+    told = total["requests"] - total["unreported"]
+    if not total["requests"]:
+        return [text(f"no request has ended in the last {found['minutes']} minutes")]
+    head = (
+        f"{total['earned']:,} tokens were not computed again because of Waymark, in {told:,} requests of the last "
+        f"{found['minutes']} minutes"
+    )
+    drawn: list[ScreenPart] = [text(head, "bold")]
+    if total["unreported"]:
+        drawn.append(
+            text(f"{total['unreported']:,} more requests are not in the sums: their engines say no usage", "yellow")
+        )
+    names = {"tenant_id": "TENANT", "model_name": "MODEL", "instance_id": "ENGINE"}
+    shown = [field for field in names if field in found["lines"][0]]
+    columns = (*(names[field] for field in shown), "REQUESTS", *map(str.upper, _AMOUNTS), "CAME", "CREDIT")
+    rows = [
+        (
+            *(text(line[field] if line[field] is not None else "(unregistered)") for field in shown),
+            text(f"{line['requests']:,}"),
+            *(text(f"{line[field]:,}") for field in _AMOUNTS),
+            text(f"{line['delivered'] / line['expected']:.0%}" if line["expected"] else ""),
+            text(f"{line['credit']:g}", "" if line["credit"] == 1 else "red"),
+        )
+        for line in found["lines"]
+    ]
+    right = frozenset(columns) - set(names.values())
+    return [*drawn, Grid(columns, rows, right, ("TENANT", "RANDOM", "AVAILABLE"))]
+
+
+def draw(found: dict[str, Any], path: str) -> None:
+    """Draw the amounts of each minute into a file. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    minutes = found["by_minute"]
+    times = [datetime.fromtimestamp(each["time"], UTC) for each in minutes]
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.subplots()
+    for name in ("available", "chosen", "expected", "delivered", "random"):
+        axes.plot(times, [each[name] for each in minutes], label=name)
+    axes.set_ylabel("prompt tokens a minute")
+    axes.legend()
+    figure.autofmt_xdate()
+    figure.savefig(path)
