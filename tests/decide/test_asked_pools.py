@@ -52,7 +52,13 @@ class Master:
         self.url = ""
         self.has: set[str] = set()
         self.asked: list[list[str]] = []
+        self.looked_up: list[list[int]] = []
         self.answer: Callable[[], Awaitable[web.Response]] | None = None
+
+    async def look_up(self, request: web.Request) -> web.Response:
+        self.looked_up.append((await request.json())["tokens"])
+        assert self.answer is not None
+        return await self.answer()
 
     async def handle(self, request: web.Request) -> web.Response:
         keys = request.query["keys"].split(",")
@@ -71,6 +77,7 @@ async def master() -> AsyncIterator[Master]:
     found = Master()
     app = web.Application(client_max_size=2**20)
     app.router.add_get("/batch_query_keys", found.handle)
+    app.router.add_post("/lookup", found.look_up)
     runner = web.AppRunner(app, max_line_size=2**20, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -260,3 +267,33 @@ async def test_a_decision_counts_what_a_silent_pool_has(store: Store, master: Ma
         )  # fmt: skip
         await store.registry.register(first)
         assert await shared(selector) == {"pod-1": 3, "pod-2": 3}
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("layout", "blocks"),
+    [
+        ({"one": ["LocalCPUBackend", 9], "two": ["RemoteBackend", 17]}, 4),
+        ({"one": ["RemoteBackend", 9_999]}, 6),
+        ({"one": ["RemoteBackend", 3], "odd": 7, "short": ["a"], "text": ["a", "9"], "flag": ["a", True]}, 0),
+        ({}, 0),
+        ({"one": ["RemoteBackend", -1]}, 0),
+    ],
+)
+async def test_the_controller_of_lmcache_is_asked_with_tokens(
+    pools: AskedPools, master: Master, metrics: Metrics, layout: dict[str, Any], blocks: int
+) -> None:
+    master.answer = lambda: odd(json.dumps({"event_id": "e", "layout_info": layout}))
+    assert await pools.blocks([QueriedPool(master.url + "/lookup")], TOKENS, SIZE) == (1 << blocks) - 1
+    assert master.looked_up == [list(range(100, 124))]
+    assert outcomes(metrics) == {"answered": 1}
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("text", ["<html>", "[]", '{"layout_info": []}', '{"res": "one"}'])
+async def test_an_odd_answer_of_lmcache_counts_for_nothing(
+    pools: AskedPools, master: Master, metrics: Metrics, text: str
+) -> None:
+    master.answer = lambda: odd(text)
+    assert await pools.blocks([QueriedPool(master.url + "/lookup")], TOKENS, SIZE) == 0
+    assert outcomes(metrics) == {"failed": 1}

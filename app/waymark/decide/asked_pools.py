@@ -2,14 +2,16 @@
 
 Mooncake's master answers over HTTP whether it has objects. SGLang puts each page under keys that begin with the hash of
 the page: SHA-256 over the hash of the page before it and its tokens. So the keys follow from the prompt alone, without
-any event. A master that does not answer in time costs the wait: the decision is made without its blocks, and after a
-few failures without asking it for a while.
+any event. LMCache's controller, whose URL ends with ``/lookup``, is asked with the tokens themselves. If nobody answers
+in time, the decision is made without these blocks, and after a few failures without asking for a while.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
+from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +43,9 @@ _PAUSE_SECONDS = (1.0, 30.0)
 #: Masters whose failures are remembered.
 _MASTERS_MAX = 64
 _PATH = "/batch_query_keys?keys="
+#: The path of LMCache's controller, and the most tokens that it is asked for.
+_LOOKUP = "/lookup"
+_TOKENS_MAX = 32_768
 
 
 class QueriedPool(NamedTuple):
@@ -83,8 +88,10 @@ class AskedPools:
 
     async def _of(self, pool: QueriedPool, tokens: bytes, block_size: int) -> int:
         whole = len(tokens) // (_TOKEN_BYTES * block_size)
-        each = len(_parts("", pool.parts))
-        count = min(whole, KEYS_MAX // each * _REQUESTS_MAX) if each <= KEYS_MAX else 0
+        if pool.url.endswith(_LOOKUP):
+            count = min(whole, _TOKENS_MAX // block_size)
+        else:
+            count = min(whole, KEYS_MAX // len(_parts("", pool.parts)) * _REQUESTS_MAX)
         if not count:
             return 0
         now = asyncio.get_running_loop().time()
@@ -97,7 +104,10 @@ class AskedPools:
         if now < master.until:
             return self._counted("paused", 0)
         try:
-            bitmap = await self._ask(pool, list(page_hashes(tokens, block_size)))
+            if pool.url.endswith(_LOOKUP):
+                bitmap = await self._look_up(pool.url, tokens, block_size)
+            else:
+                bitmap = await self._ask(pool, list(page_hashes(tokens, block_size)))
         except (Unanswered, InvalidValue) as error:
             self._failed(master, pool.url, str(error))
             return self._counted("failed", 0)
@@ -132,6 +142,17 @@ class AskedPools:
                 "the master of a pool did not answer; decisions are made without its blocks",
                 extra=fields(url=shown_url(url), error=reason, paused=more >= 0),
             )
+
+    async def _look_up(self, url: str, tokens: bytes, block_size: int) -> int:
+        """Which blocks LMCache has: the longest prefix of any of its instances. Raises Unanswered, InvalidValue."""
+        ids = array("I", tokens)
+        if sys.byteorder == "big":
+            ids.byteswap()
+        body = b'{"tokens":%b}' % str(ids.tolist()).encode()
+        reply = await self._asker.ask(url, seconds=self._seconds, bytes_max=_ANSWER_BYTES_MAX, json=body)
+        if reply.status != 200:
+            raise Unanswered(f"it answered {reply.status}")
+        return (1 << min(max(0, _longest(reply.body)), len(ids)) // block_size) - 1
 
     async def _ask(self, pool: QueriedPool, hashes: Sequence[str]) -> int:
         """Which blocks the pool has. Raises Unanswered, InvalidValue."""
@@ -178,6 +199,19 @@ def _parts(page_hash: str, parts: int) -> list[str]:
     if parts == 1:
         return [f"{page_hash}__k"]
     return [f"{page_hash}_{rank}_{half}" for rank in range(parts // 2) for half in "kv"]
+
+
+def _longest(body: bytes) -> int:
+    """The most tokens that an instance of LMCache has. Raises Unanswered if the answer is of another form."""
+    try:
+        answer: Any = bounded_loads(body)
+    except ValueError:
+        raise Unanswered("its answer is not JSON") from None
+    found = answer.get("layout_info") if isinstance(answer, Mapping) else None
+    if not isinstance(found, Mapping):
+        raise Unanswered("its answer has no object in layout_info")
+    counts = [each[1] for each in found.values() if isinstance(each, list) and len(each) == 2]
+    return max((count for count in counts if type(count) is int), default=0)
 
 
 def _there(body: bytes) -> frozenset[str]:
