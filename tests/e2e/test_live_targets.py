@@ -258,3 +258,37 @@ async def test_a_gateway_without_an_ingest_worker_says_so(server: RedisServer, s
 
         await wait_until(is_over, "/ready names it no more")
         assert {await decision(f"question {number}") for number in range(8)} == {"kv_aware"}
+
+
+async def test_a_killed_engine_draws_hardly_an_attempt_of_a_gateway(server: RedisServer, start: Start) -> None:
+    async with AsyncExitStack() as stack:
+        found = await stack.enter_async_context(engines())
+        await found.register(await start("query", server.url), has_events=False)
+        await start("ingest", server.url)
+        gateway = await start("gateway", server.url)
+        http = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=gateway.url, timeout=patient(30.0), trust_env=False)
+        )
+
+        async def ask(number: int) -> str:
+            body = {"model": "demo", "messages": [{"role": "user", "content": f"question {number}"}], "max_tokens": 2}
+            answer = await http.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.headers["x-waymark-engine"]
+
+        async def attempts_in_vain() -> float:
+            lines = (await http.get("/metrics")).text.splitlines()
+            return sum(float(line.rpartition(" ")[2]) for line in lines if "gateway_retries_total{" in line)
+
+        async with Load(ask) as load:
+            await load.share("e0")
+            await found.kill(0)
+
+            async def is_avoided() -> bool:
+                before = await attempts_in_vain()
+                share = await load.share("e0")
+                return share == 0 and await attempts_in_vain() - before <= DECISIONS / 20
+
+            await wait_until(is_avoided, "hardly an attempt is made at the engine that is away", seconds=4)
+            await found.start(0)
+            await load.names("e0", 15)

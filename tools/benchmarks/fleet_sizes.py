@@ -111,8 +111,9 @@ def _started(folder: Path, tree: Path, held: Sequence[Prompt]) -> Iterator[_Cont
     command: Sequence[str] = (sys.executable, "-m", "waymark")
     if tree != Path():
         command = (str(tree / ".venv" / "bin" / "waymark"),)
-    with redis_server(folder) as redis, waymark(folder, "query", redis.url, command=command) as replica:
-        with waymark(folder, "ingest", redis.url, command=command), publishers(HOLDERS) as engines:
+    environ = {"WAYMARK_REDIS_TIMEOUT_SECONDS": "30"}  # CPU is measured; a busy machine only makes it take longer
+    with redis_server(folder) as redis, waymark(folder, "query", redis.url, environ, command=command) as replica:
+        with waymark(folder, "ingest", redis.url, environ, command=command), publishers(HOLDERS) as engines:
             for engine in engines:
                 engine.register(replica)
                 for prompt in held:
