@@ -72,6 +72,7 @@ void remove_block(KnownBlocks *known, uint32_t number)
         known->firsts--;
     }
     leave_place(known->places, block->place);
+    block->place = NO_PLACE;
     block->hash = known->free;
     known->free = number + 1;
     known->used--;
@@ -165,14 +166,30 @@ int are_strange(KnownBlocks *known, const uint64_t *numbers, size_t count, Find 
     return is_repeated < 0 ? -1 : !is_repeated;
 }
 
+int release_blocks(KnownBlocks *known)
+{
+    clear_index(&known->by_hash);
+    clear_index(&known->by_key);
+    known->used = known->firsts = known->free = 0;
+    for (int i = 0; i < RELEASED_CHUNKS && known->chunks_count > 0; i++) {
+        const uint32_t first = --known->chunks_count * CHUNK_BLOCKS;
+        for (uint32_t number = first; number < known->count; number++)
+            if (block_at(known, number)->place != NO_PLACE)
+                leave_place(known->places, block_at(known, number)->place);
+        known->count = known->count < first ? known->count : first;
+        PyMem_Free(known->chunks[known->chunks_count]);
+    }
+    return known->chunks_count > 0;
+}
+
 void clear_blocks(KnownBlocks *known)
 {
-    /* Where nobody else has the places, they go with it. */
+    /* Where nobody else has the places, they go with it. In the order of their numbers, blocks and places come in the
+     * order of memory: a million take a tenth of the time that they would take in the order of the index. */
     if (known->places != NULL && Py_REFCNT((PyObject *)known->places) > 1)
-        for (int i = 0; i < SEGMENTS; i++)
-            for (uint32_t at = 0; at < known->by_hash.segments[i].capacity; at++)
-                if (known->by_hash.segments[i].slots[at] != 0)
-                    leave_place(known->places, block_at(known, number_in(known->by_hash.segments[i].slots[at]))->place);
+        for (uint32_t number = 0; number < known->count; number++)
+            if (block_at(known, number)->place != NO_PLACE)
+                leave_place(known->places, block_at(known, number)->place);
     for (uint32_t i = 0; i < known->chunks_count; i++)
         PyMem_Free(known->chunks[i]);
     PyMem_Free(known->chunks);

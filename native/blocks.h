@@ -9,12 +9,13 @@
 
 #include "places.h"
 
-enum { PIECE_BLOCKS = 32, CHUNK_BLOCKS = 256, IS_COLLECTED = 2 };
+enum { PIECE_BLOCKS = 32, CHUNK_BLOCKS = 256, RELEASED_CHUNKS = 128, IS_COLLECTED = 2 };
+#define NO_PLACE UINT32_MAX
 
 typedef struct {
     uint64_t hash; /* the engine hash; of a free one: the number of the next free one, and 1 */
     uint64_t key;
-    uint32_t place;
+    uint32_t place; /* NO_PLACE of a free one */
     uint8_t depth;
     uint8_t is_first; /* of the hashes of its block; with IS_COLLECTED while it is being collected */
 } Block;
@@ -82,6 +83,9 @@ int has_repeats(const uint64_t *numbers, size_t count);
 
 /* Whether none of these is found, and none is there twice: 1 or 0, -1 with an exception. */
 int are_strange(KnownBlocks *known, const uint64_t *numbers, size_t count, Find *find);
+
+/* Free the last blocks of a table of no further use; whether some are left. */
+int release_blocks(KnownBlocks *known);
 
 /* Free the table; its blocks leave their places. */
 void clear_blocks(KnownBlocks *known);

@@ -255,6 +255,12 @@ static PyObject *known_move(PyObject *self, PyObject *const *args, Py_ssize_t na
     return Py_NewRef(Py_None);
 }
 
+/* release() -> bool */
+static PyObject *known_release(PyObject *self, PyObject *ignored)
+{
+    return PyBool_FromLong(release_blocks((KnownBlocks *)self));
+}
+
 /* ---- the type ------------------------------------------------------------------------------------ */
 
 /* KnownBlocks(places: Places, has_keys: bool) */
@@ -306,6 +312,8 @@ static PyMethodDef known_methods[] = {
     METHOD("name", known_name, METH_FASTCALL, "name($self, engine_hash, key, /)\n--\n\nA further hash of a block."),
     METHOD("lead", known_lead, METH_O, "lead($self, engine_hash, /)\n--\n\nIt is the first of its block."),
     METHOD("pop", known_pop, METH_O, "pop($self, engine_hash, /)\n--\n\nTake an engine hash out."),
+    METHOD("release", known_release, METH_NOARGS,
+           "release($self, /)\n--\n\nForget some blocks of a table of no further use; whether some are left."),
     METHOD("discard", known_discard, METH_O, "discard($self, engine_hashes, /)\n--\n\nTake engine hashes out."),
     METHOD("move", known_move, METH_FASTCALL, "move($self, engine_hash, place, /)\n--\n\nA block is elsewhere."),
     METHOD("extend", known_extend, METH_FASTCALL,

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.conftest import wait_until
 from tests.unit import examples
 from waymark.domain.hashing import extend, token_bytes
+from waymark.store.calls import ApplyCall, ApplyCalls
 from waymark.store.store import Store
 
 TOKENS = list(range(1, 9))
@@ -354,3 +355,26 @@ async def test_two_media_of_one_tier_are_two_streams(
     assert (await matched(client))[name] == 0
     code, answer = await post(client, one(5, 0, medium=second.upper()))
     assert (code, answer["expected"]) == (409, 4)
+
+
+@pytest.mark.parametrize("removed", [False, True], ids=["stored", "removed"])
+async def test_the_calls_of_the_longest_event_are_bounded(
+    client: httpx.AsyncClient, store: Store, monkeypatch: pytest.MonkeyPatch, removed: bool
+) -> None:
+    """Redis does nothing else during a call."""
+    sizes: list[int] = []
+    call = ApplyCalls.next
+
+    def count(calls: ApplyCalls) -> ApplyCall:
+        sent = call(calls)
+        sizes.append(sent.blocks)
+        return sent
+
+    hashes = list(range(1, 65_537))
+    if removed:
+        assert await post(client, event(0, seq_hashes=hashes)) == (200, {"applied": 1, "stale": 0})
+    monkeypatch.setattr(ApplyCalls, "next", count)
+    told = event(1, "removed" if removed else "stored", seq_hashes=hashes)
+    assert await post(client, told) == (200, {"applied": 1, "stale": 0})
+    assert sum(sizes) >= 65_536
+    assert max(sizes) <= 4096

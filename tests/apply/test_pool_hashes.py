@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
@@ -47,9 +48,12 @@ class Kept:
         self.turns_before = 0
         self._ticks = 0
 
+        self.between: list[int] = []
+        """How many blocks had been written at each chance to renew the lease."""
+
     async def keep(self, parts: Sequence[Part], *, is_wanted: bool = True) -> None:
         """On a clock that says at each look that a slice has taken long enough."""
-        runner = SliceRunner(self._clock)
+        runner = SliceRunner(self._clock, self._keep_lease)
         unused = cast("Any", None)
         hashes = PoolHashes(unused, unused, unused, unused, unused, runner, unused, self._write, unused)
         hashes.is_wanted = is_wanted
@@ -65,6 +69,9 @@ class Kept:
         while True:
             self.turns += 1
             await asyncio.sleep(0)
+
+    async def _keep_lease(self) -> None:
+        self.between.append(len(self.blocks))
 
     async def _write(self, blocks: Sequence[ReportedBlock]) -> None:
         self.turns_before = self.turns
@@ -168,6 +175,14 @@ async def test_other_tasks_run_after_each_slice_of_a_long_fold(kept: Kept) -> No
     await kept.keep(parts)
     assert len(kept.blocks) == 200 * BLOCKS
     assert kept.turns_before >= len(kept.blocks) // (SLICE_WORK + BLOCKS)
+
+
+async def test_the_lease_is_renewed_while_the_hashes_of_a_long_fold_are_written(kept: Kept) -> None:
+    """Redis takes a second for a million: the lease must not end before the fold is applied."""
+    await kept.keep([part(number) for number in range(1000)])
+    between = kept.between[kept.between.index(4096) :]
+    assert len(kept.blocks) == 1000 * BLOCKS
+    assert max(later - earlier for earlier, later in pairwise([0, *between, len(kept.blocks)])) <= 4096
 
 
 async def test_parts_that_keep_nothing_are_sliced_too(kept: Kept) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from tests.conftest import IMPLEMENTATIONS
 from tests.domain.known_model import STEPS, Model, play
 from waymark.base import native
+from waymark.domain.held import HeldBlocks
 from waymark.domain.known import KnownBlocks, Places, Spot
 from waymark.domain.new_known import new_known, new_places
 from waymark.domain.rows import Place
@@ -273,6 +275,41 @@ def test_of_many_blocks_those_that_stay_are_found(known: KnownBlocks) -> None:
 
 
 @pytest.mark.skipif(not native.is_built, reason="built without the C part")
+def test_a_table_of_no_further_use_is_released_in_pieces(known: KnownBlocks, places: Places) -> None:
+    """All at once, a million blocks would hold the loop for a hundredth of a second."""
+    count, piece = 100_000, 32
+    for first in range(0, count, piece):
+        some = range(first + 1, first + 1 + piece)
+        known.store(Place(first), 0, list(some), range(piece), list(some))
+    known.discard(range(1, count, 3))
+    sizes = [len(places)]
+    while known.release():
+        sizes.append(len(places))
+    assert len(sizes) > 2
+    assert max(before - after for before, after in pairwise(sizes)) <= 2 * 32_768 // piece
+    assert (len(known), known.blocks(), known.get(2), known.first(2), len(places)) == (0, 0, None, None, 0)
+    assert not known.release()
+    known.store(Place(1), 0, [5], [0], [7])  # and yet it is a table
+    assert known.get(7) == Spot(Place(1), 0, 0, 5)
+
+
+def test_the_table_of_a_holder_that_has_ended_is_freed_in_slices(implementation: str) -> None:
+    memory, count, piece = HeldBlocks(), 100_000, 32
+    empty = memory.bytes
+    memory.begin(1, 0)
+    memory.begin(2, 0)
+    memory.store(2, Place(7), 0, [3], [0], [3])
+    for first in range(0, count, piece):
+        some = range(first + 10, first + 10 + piece)
+        memory.store(1, Place(first + 10), 0, list(some), range(piece), list(some))
+    memory.end(1)
+    assert memory.bytes > 10 * empty, "it is there until it is freed, in a few pieces"
+    assert len(list(memory.release())) > 2
+    assert (memory.blocks, memory.places, len(memory)) == (1, 1, 1)
+    assert memory.find(2, 3) == Spot(Place(7), 0, 0, 3)
+    assert len(list(memory.release())) == 0
+
+
 def test_a_block_takes_some_thirty_five_bytes_in_c() -> None:
     native.select(True)
     chance = random.Random(1)

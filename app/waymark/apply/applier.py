@@ -265,6 +265,7 @@ class Applier:
         self.counters["waiting_lost"] += self.resolver.end(unit)
         self.counters["waiting"] = self.resolver.waiting.blocks + len(self.resolver.objects)
         self.counters[MISSING] = self.resolver.unknown
+        await self.slices.run(self.resolver.memory.release())
 
     def miss(self, batches: int) -> None:
         """Count the blocks of lost batches as missing: for each batch, the average number of blocks per batch."""

@@ -19,7 +19,7 @@ from waymark.domain.known import EventRun, KnownBlocks, NewBlocks, Places, Spot,
 from waymark.domain.new_known import new_known, new_places
 from waymark.domain.parts import NO_COPIES, UNCHANGED, PackedParts
 from waymark.domain.rows import SLOT_CHARS, Place
-from waymark.domain.slices import Slices
+from waymark.domain.slices import SLICE_WORK, Slices
 
 # Engine hashes whose blocks have left, of one rank: a child or a placeholder may still name them.
 
@@ -118,6 +118,7 @@ class HeldBlocks:
         self._gone: dict[int, GoneHashes] = {}
         self._ranks: dict[int, list[int]] = {}
         self._places = new_places()
+        self._ended: list[_HolderBlocks] = []
         self.blocks = 0
         """Blocks of all live holders."""
 
@@ -134,14 +135,26 @@ class HeldBlocks:
                 self._gone[dp_rank] = GoneHashes(self._places)
 
     def end(self, holder: int) -> None:
-        """Forget a holder; with the last one of its rank, forget the rank's gone hashes too."""
+        """Forget a holder; with the last one of its rank, forget the rank's gone hashes too. Call ``release`` then."""
         held = self._held.pop(holder, None)
         if held is None:
             return
+        self._ended.append(held)
         self.blocks -= held.blocks
         self._ranks[held.dp_rank].remove(holder)
         if not self._ranks[held.dp_rank]:
             del self._ranks[held.dp_rank], self._gone[held.dp_rank]
+
+    def release(self) -> Slices[None]:
+        """Free the tables of the holders that have ended: all of a large one at once would hold up other streams."""
+        while self._ended:
+            held = self._ended.pop()
+            while held.copies.several:
+                for _ in range(min(SLICE_WORK, len(held.copies.several))):
+                    held.copies.several.popitem()
+                yield
+            while held.known.release():
+                yield
 
     def blocks_of(self, holder: int) -> int:
         return self._held[holder].blocks
@@ -378,7 +391,7 @@ class HeldBlocks:
     @property
     def bytes(self) -> int:
         """The size of the tables; in Python it is an estimate."""
-        tables = [self._places, *(held.known for held in self._held.values())]
+        tables = [self._places, *(held.known for held in [*self._held.values(), *self._ended])]
         several = SEVERAL_BYTES * sum(len(held.copies.several) for held in self._held.values())
         return several + sum(map(getsizeof, tables)) + sum(gone.bytes for gone in self._gone.values())
 

@@ -108,6 +108,12 @@ class KnownBlocks(Protocol):
     def discard(self, engine_hashes: Sequence[int], /) -> None:
         """Remove engine hashes; unknown ones are ignored."""
 
+    def release(self) -> bool:
+        """Forget some blocks of a table of no further use, and return whether some are left.
+
+        A million blocks that go with their table hold the process for a hundredth of a second.
+        """
+
     def move(self, engine_hash: int, place: Place, /) -> None:
         """Move the block of a hash to another place. Raise ``KeyError`` if the hash is not here."""
 

@@ -9,6 +9,8 @@ from waymark.domain.rows import PIECE_BLOCKS, Place
 
 _PURE_BYTES = 300
 """About the memory of a block or of a place: two entries of dicts and their numbers."""
+_RELEASED = 4096
+"""Blocks in one call of ``release``, which take about a millisecond."""
 
 
 class PurePlaces:
@@ -62,6 +64,12 @@ class PureKnownBlocks:
     def __del__(self) -> None:
         for packed in self._spots.values():
             self._places.leave(packed >> 69)
+
+    def release(self) -> bool:
+        self._first = {}
+        for _ in range(min(_RELEASED, len(self._spots))):
+            self._places.leave(self._spots.popitem()[1] >> 69)
+        return bool(self._spots)
 
     def __len__(self) -> int:
         return len(self._spots)
