@@ -1,4 +1,4 @@
--- release(load, changes, reservations, first_tokens, books, drift; reservation, part, minute, milliseconds, ttft, work, shows, delivered, prompt, completion, drift_max) -> {verdict, tokens, requests, context, drift}
+-- release(load, changes, reservations, first_tokens, books, drift, pulls?; reservation, part, minute, milliseconds, ttft, work, shows, delivered, prompt, completion, drift_max) -> {verdict, tokens, requests, context, drift}
 --
 -- End a reservation, or its prefill part, and subtract it from the load of its target; or extend it. What was promised
 -- with it, and what came of it, is added to the books.
@@ -9,6 +9,8 @@
 --       first_tokens  string, PX  sums over the requests of this target whose time to the first token is known
 --       books         hash, PX    the sums of the caller's hour, by minute and target
 --       drift         string, PX  requests, and what was expected and delivered, of the target's last requests
+--       pulls         zset        copies under way from the source of the reservation, if it has one. One ends with the
+--                                 prefill, because the blocks are there then
 -- ARGV  reservation   the member as `reserve` wrote it. The script also finds it after 'prefill', which sets its tokens
 --                     to 0
 --       part          'prefill': its tokens are computed; 'ok' or 'failed': the request has ended; 'renew': extend it.
@@ -28,7 +30,19 @@
 --                                         was extended, or the target was unregistered. `drift` is in thousandths, if
 --                                         this request has shown that it is above the bound; 0: it has shown that it is
 --                                         not, any more; else -1
--- {'gone'}                                the reservation does not exist, or has ended; nothing written
+-- {'gone'}                                the reservation does not exist, or has ended; nothing written, except that
+--                                         its copy has ended, too
+
+if KEYS[7] then
+  local nonce = ARGV[1]:match('^%d+ %d+ %d+ (%x+)')
+  if ARGV[2] ~= 'renew' then
+    redis.call('ZREM', KEYS[7], nonce)
+  elseif redis.call('ZSCORE', KEYS[7], nonce) then
+    local time = redis.call('TIME')
+    redis.call('ZADD', KEYS[7], time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[4], nonce)
+    if redis.call('PTTL', KEYS[7]) < tonumber(ARGV[4]) then redis.call('PEXPIRE', KEYS[7], ARGV[4]) end
+  end
+end
 
 local member = ARGV[1]
 local due = redis.call('ZSCORE', KEYS[3], member)

@@ -1,4 +1,4 @@
--- reserve(load, changes, reservations, holders, request?, spec*; milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold, repeatable, candidates) -> {verdict, which, tokens, requests, overdue}
+-- reserve(load, changes, reservations, holders, request?, spec*, pulls*; milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold, repeatable, candidates, pulls_max, sources) -> {verdict, which, tokens, requests, overdue, source}
 --
 -- Choose the best of some targets for a prompt, by their present loads, and add the reservation to the load of this
 -- target. If the same call is repeated because its reply was lost, it finds the reservation by its nonce and adds
@@ -11,6 +11,7 @@
 --       holders           hash        the group's holder table; a target that is not in it is passed over
 --       request           string, PX  the reservation that this request got before; the key is given only if `repeatable`
 --       spec*             string, PX  speculative entries of the prompt at growing depths: the target that gets the prompt
+--       pulls*            zset        copies under way from each possible source, by the Redis ms at which each is over
 -- ARGV  milliseconds      how long the reservation lasts from now, unless it is released before
 --       nonce             random, and the same in a repeated call. It distinguishes equal reservations
 --       context           tokens of the prompt
@@ -23,10 +24,14 @@
 --                         spec_milliseconds, promise. `new` is its prefill tokens, an integer. Its speculative entries
 --                         are spec* without the first `first`, and last for `spec_milliseconds`; with 0 none is
 --                         written. `promise` is a part of the reservation, for `release`; '-' if there is none
+--       pulls_max         a source has at most so many copies under way
+--       sources           the number of `pulls*`, and then a word for each candidate: `-`, or the indexes of its sources
+--                         with a comma behind each, the best first. The first one that has room is booked
 --
--- {'applied', which, tokens, requests, overdue}  the `which`-th candidate has the reservation; `tokens` and `requests` are
---                                  its load without the reservation, and `overdue` reservations were ended
--- {'repeated', publisher, tokens, context, nonce, waited, promise}  the request has this reservation already; its
+-- {'applied', which, tokens, requests, overdue, source}  the `which`-th candidate has the reservation; `tokens` and
+--                                  `requests` are its load without the reservation, and `overdue` reservations were
+--                                  ended. `source` is the index of the booked source, or 0
+-- {'repeated', publisher, tokens, context, nonce, waited, promise, source}  the request has this reservation already; its
 --                                  target had `waited` tokens to compute before it
 -- {'full', 0, 0, 0, overdue}       the group has too many reservations; only overdue ones were ended
 -- {'saturated', 0, 0, 0, overdue}  every candidate is at the limit, or gone; only overdue reservations were ended
@@ -41,10 +46,23 @@ do
   firsts[i], lasting[i] = first, spec_milliseconds
   members[i] = publisher .. ' ' .. new .. rest .. (promise == '-' and '' or ' ' .. promise)
 end
+
+local sources = {}
+for word in ARGV[12]:gmatch('%S+') do sources[#sources + 1] = word end
+local last_spec = #KEYS - sources[1]
+
+-- The index of the source that the reservation with this nonce has, or 0.
+local function booked(nonce)
+  for i = last_spec + 1, #KEYS do
+    if redis.call('ZSCORE', KEYS[i], nonce) then return i - last_spec end
+  end
+  return 0
+end
+
 for i, due in ipairs(redis.call('ZMSCORE', KEYS[3], unpack(members))) do
   if due then
     local tokens, requests = (redis.call('HGET', KEYS[1], names[i]) or '0 0'):match('^(%d+) (%d+)')
-    return {'applied', i, math.max(0, tokens - news[i]), math.max(0, requests - 1), 0}
+    return {'applied', i, math.max(0, tokens - news[i]), math.max(0, requests - 1), 0, booked(ARGV[2])}
   end
 end
 
@@ -54,7 +72,8 @@ if ARGV[9] == '1' then
   local earlier = redis.call('GET', KEYS[5])
   if earlier then
     local publisher, tokens, context, nonce, promise, waited = earlier:match('^(%d+) (%d+) (%d+) (%x+) ?(%S*) (%d+)$')
-    return {'repeated', tonumber(publisher), tonumber(tokens), tonumber(context), nonce, tonumber(waited), promise}
+    return {'repeated', tonumber(publisher), tonumber(tokens), tonumber(context), nonce, tonumber(waited), promise,
+      booked(nonce)}
   end
 end
 
@@ -136,6 +155,17 @@ if healths[which] and not out[which] then
 end
 if ARGV[9] == '1' then redis.call('SET', KEYS[5], string.format('%s %.0f', reservation, waits[which]), 'PX', ARGV[1]) end
 if lasting[which] ~= '0' then
-  for i = first_spec + firsts[which], #KEYS do redis.call('SET', KEYS[i], names[which], 'PX', lasting[which]) end
+  for i = first_spec + firsts[which], last_spec do redis.call('SET', KEYS[i], names[which], 'PX', lasting[which]) end
 end
-return {'applied', which, waits[which], actives[which], #overdue}
+local source = 0
+for index in (sources[which + 1] or '-'):gmatch('%d+') do
+  local pulls = KEYS[last_spec + index]
+  redis.call('ZREMRANGEBYSCORE', pulls, '-inf', now)
+  if redis.call('ZCARD', pulls) < tonumber(ARGV[11]) then
+    redis.call('ZADD', pulls, now + ARGV[1], ARGV[2])
+    if redis.call('PTTL', pulls) < tonumber(ARGV[1]) then redis.call('PEXPIRE', pulls, ARGV[1]) end
+    source = tonumber(index)
+    break
+  end
+end
+return {'applied', which, waits[which], actives[which], #overdue, source}

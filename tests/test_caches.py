@@ -34,7 +34,6 @@ DECORATORS = {"cache", "lru_cache", "cached_property"}
 #: A container, or a class whose containers all have the same reason; and the reason.
 ELSEWHERE = {
     "decide.asked_pools:AskedPools": "what masters of pools have answered",
-    "decide.policies.picker_config:DeclaredPlugin.unused": "the parameters of one plugin of a file",
     "api.http.fields:RequestBody": "names of fields",
     "api.probes:Probes._lasting": "a warning about the settings",
     "api.http.answers:Answer": "one answer",

@@ -31,7 +31,7 @@ from waymark.store.hashes import ReportedBlock
 from waymark.store.leases import Grant
 from waymark.store.records import Facts
 from waymark.store.redis.client import SCRIPTS, RedisClient, Reply
-from waymark.store.reservations import Offer, ReservationPart, ReservationTerms
+from waymark.store.reservations import Offer, Pulls, ReservationPart, ReservationTerms
 from waymark.store.responses import ResponseBounds
 from waymark.store.scripts import Verdict
 from waymark.store.snapshots import new_place
@@ -292,8 +292,16 @@ async def decide(store: Store, redis: Redis, grant: Grant) -> None:
     changes = await store.reservations.changes(group_id, -1)
     await store.reservations.release([found.reservation], ReservationPart.OK, ttft_ms=2.5)
     assert not (await store.reservations.changes(group_id, changes.last)).is_all
-    timed = await store.reservations.reserve(group_id, offers, ReservationTerms(context=9))
+    copies = ReservationTerms(context=9, milliseconds=HOUR_SECONDS * 1000, pulls=Pulls([7], [[0]], 1))
+    await redis.zadd(keys.pulls(group_id, 7), {"0" * 16: 1})
+    await redis.pexpire(keys.pulls(group_id, 7), HOUR_SECONDS * 1000)
+    alone = ReservationTerms(context=9, pulls=Pulls([7], [[0]], 0))
+    without = await store.reservations.reserve(group_id, offers, alone)
+    assert without.reservation is not None
+    await store.reservations.release([without.reservation], ReservationPart.OK)
+    timed = await store.reservations.reserve(group_id, offers, copies)
     assert timed.reservation is not None
+    await store.reservations.release([timed.reservation], ReservationPart.RENEW, milliseconds=2 * HOUR_SECONDS * 1000)
     for part in (ReservationPart.PREFILL, ReservationPart.OK):
         await store.reservations.release([timed.reservation], part, ttft_ms=2.5)
     for is_timed in (False, True):

@@ -246,6 +246,16 @@ class ScoreAnswer(Model):
     )
 
 
+class SourceAnswer(Model):
+    """The engine to copy blocks from, and the blocks that it has beyond those of the target."""
+
+    instance_id: str
+    dp_rank: int
+    kv_source: str
+    tokens: dict[str, int] = Field(description="its tokens beyond those of the target, by medium")
+    engine_hashes: list[int] = Field(description="the engine's hashes of exactly these blocks, in order")
+
+
 class SelectAnswer(Model):
     """The target that gets the request."""
 
@@ -261,6 +271,9 @@ class SelectAnswer(Model):
     prefix_key: str | None
     reservation: str | None = Field(description="the text to send to /release; null if nothing was reserved")
     headers: dict[str, str] = Field(description="the headers to add to the request, for proxies and engines")
+    source: SourceAnswer | None = Field(
+        None, description="the engine that the target should copy blocks from; only if one is worth it"
+    )
     explanation: Explanation | None = Field(
         None, description="why no instance has more of the prompt; only if the request has explain"
     )

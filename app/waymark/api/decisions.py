@@ -313,6 +313,7 @@ def select_answer(selected: SelectedTarget, request: SelectRequest) -> Answer:
         return score_row(scored, prompt_tokens, 0, is_cost=is_cost, explain=request.explain)
 
     by_address = request.by == "address"
+    source = selected.source
     return Answer(
         {
             "target": row(selected.target),
@@ -326,6 +327,7 @@ def select_answer(selected: SelectedTarget, request: SelectRequest) -> Answer:
             "reservation": ",".join(map(str, selected.reservations)) or None,
             "headers": dict(selected.headers),
         }
+        | ({} if source is None else {"source": source._asdict()})
     )
 
 

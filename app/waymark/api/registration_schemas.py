@@ -41,6 +41,7 @@ from waymark.domain.prefixes import (
 )
 from waymark.domain.targets import (
     ENGINE_URL,
+    KV_NUMBER_MAX,
     LABEL_BYTES_MAX,
     LABELS_MAX,
     URL,
@@ -85,6 +86,14 @@ def _url(value: Any) -> Any:
     return value
 
 
+def _kv_source(value: Any) -> Any:
+    if value == "":
+        return None
+    if isinstance(value, str) and not (is_endpoint(value) and value.startswith("tcp://")):
+        raise PydanticCustomError("invalid_value", "no such endpoint")
+    return value
+
+
 def _engine_url(value: Any) -> Any:
     if isinstance(value, str) and value and not is_engine_url(value):
         raise PydanticCustomError("invalid_value", "no such URL")
@@ -126,6 +135,8 @@ OptionalUrl = Annotated[str | None, BeforeValidator(_url)]
 ARole = Annotated[Role, BeforeValidator(_role), WithJsonSchema({"enum": [*Role], "type": "string"})]
 Labels = Annotated[dict[str, str], AfterValidator(_labels)]
 Weight = Annotated[float, Field(ge=0, le=WEIGHT_MAX, allow_inf_nan=False)]
+KvSource = Annotated[str | None, BeforeValidator(_kv_source)]
+KvNumber = Annotated[float, Field(ge=0, le=KV_NUMBER_MAX, allow_inf_nan=False)]
 
 
 _TYPE = f"one of {', '.join(EngineKind)}, in upper or lower case"
@@ -196,6 +207,14 @@ class _PublisherFields(RequestBody):
         description=f"an object of at most {LABELS_MAX} texts by name, each of at most {LABEL_BYTES_MAX} bytes",
     )
     metrics_url: OptionalUrl = Field(default=None, description=f"{URL}; the default is /metrics of the address")
+    kv_source: KvSource = Field(
+        default=None, description="tcp://host:port: where other engines copy this engine's blocks from"
+    )
+    kv_bytes_per_token: KvNumber = Field(default=0.0, description="the bytes of a token's blocks; 0: not known")
+    transfer_gbps: KvNumber = Field(default=0.0, description="the speed of a copy, in gigabits a second; 0: not known")
+    kv_hints: bool = Field(
+        default=False, description="true or false: whether the engine reads the request field kv_hints"
+    )
     storage_offloading: bool = Field(
         default=DEFAULT.storage_offloading,
         description=f"true or false: {_OPAQUE}, whether the engine offloads prefixes to storage",
@@ -255,7 +274,7 @@ class RegisterRequest(_PublisherFields):
             replay_endpoint=None,
             snapshot_endpoint=None,
             is_further=True,
-            target=replace(first.target, weight=0.0, metrics_url=None),
+            target=replace(first.target, weight=0.0, metrics_url=None, kv_source=None),
         )
         return [first, *(replace(further, endpoint=endpoint) for endpoint in endpoints[1:])]
 
@@ -293,6 +312,10 @@ class RegisterRequest(_PublisherFields):
                 self.metrics_url,
                 query_endpoint=self.query_endpoint,
                 query_parts=0 if self.query_endpoint is None else self.shards or 0,
+                kv_source=self.kv_source,
+                kv_bytes_per_token=self.kv_bytes_per_token,
+                transfer_gbps=self.transfer_gbps,
+                takes_kv_hints=self.kv_hints,
             ),
             prefixes=self._prefixes() if traits.is_opaque else DEFAULT,
             object_shards=self.shards or 0 if scope == "shared" else 0,

@@ -67,6 +67,7 @@ def _checked(registration: Registration, allowed: AllowedEndpoints) -> Registrat
     allowed.check(registration.target.address, "address")
     allowed.check(registration.target.metrics_url, "metrics_url")
     allowed.check(registration.target.query_endpoint, "query_endpoint")
+    allowed.check(registration.target.kv_source, "kv_source")
     return registration
 
 

@@ -353,6 +353,10 @@ class Settings(BaseModel):
     """Whether a target counts as having the blocks of a prompt as soon as it is picked for the prompt."""
     speculative_ttl_ms: int = Field(2_000, ge=1, le=600_000)
     """How long, in milliseconds, a speculative entry lasts if no event confirms it."""
+    source_min_tokens: int = Field(1_024, ge=1, le=100_000_000)
+    """The fewest tokens that an engine has more of a prompt than the target, so that the target copies them."""
+    source_pulls_max: int = Field(4, ge=1, le=10_000)
+    """The most copies from one engine at a time, over all replicas."""
     approximate_seconds: int = Field(600, ge=1, le=_DAY)
     """How long a target that publishes no events counts as having the prompts that it was picked for."""
     prefill_tokens_per_second: float = Field(0, ge=0, le=1e9)

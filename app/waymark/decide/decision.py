@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
+from uuid import uuid4
 
 from waymark.decide.policies.constants import Values
 from waymark.decide.policies.policy import Decision, Preset, Scored
@@ -154,6 +155,30 @@ class RankedTargets:
         return self.policy.preset is not None and self.policy.preset.is_cost
 
 
+class CopySource(NamedTuple):
+    """The engine that has more of a prompt than the target, and the blocks that it has more."""
+
+    instance_id: str
+    dp_rank: int
+    kv_source: str
+    """``tcp://host:port``: where the engine gives blocks away."""
+    tokens: dict[str, int]
+    """Its tokens beyond those of the target, by medium; each counts once, on the fastest medium."""
+    engine_hashes: list[int]
+    """The engine hashes of exactly these blocks, in their order."""
+
+    @property
+    def place(self) -> str:
+        """``host:port``, as a header names it."""
+        return self.kv_source.removeprefix("tcp://")
+
+    def hints(self) -> dict[str, Any]:
+        """Return the request field ``kv_hints`` that has an engine fetch the blocks."""
+        payload = {"source_control_endpoint": self.kv_source, "block_hashes": self.engine_hashes}
+        action = {"action_id": uuid4().hex, "action_type": "kv.fetch", "action_version": "1.0", "payload": payload}
+        return {"protocol_version": "0.1", "message_id": uuid4().hex, "actions": [action]}
+
+
 class SelectedTarget(NamedTuple):
     """The target of a request, and how it was decided."""
 
@@ -173,3 +198,7 @@ class SelectedTarget(NamedTuple):
     walk: Walk | None = None
     """The walk over the prompt's blocks."""
     headers: Mapping[str, str] = MappingProxyType({})
+    source: CopySource | None = None
+    """The engine that the target copies the beginning of the prompt from."""
+    kv_hints: Mapping[str, Any] | None = None
+    """The request field by which the target learns of the source, if it reads such a field."""

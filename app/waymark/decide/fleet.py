@@ -310,6 +310,8 @@ class Fleet:
         self.has_silent = any(not member.tells_events for member in self.members)
         self.has_stages = not all(member.is_whole for member in self.members)
         """Whether some targets take one stage of a request alone."""
+        self.kv_sources = [member for member in self.members if member.target.kv_source is not None]
+        """The targets that others copy blocks from."""
         self.by_publisher = {member.publisher: member for member in self.members}
         self.scraped = [each.publisher for each in self.members if each.target.metrics_url or each.target.address]
         """The publishers whose engine's metrics a worker may read."""

@@ -76,7 +76,9 @@ class Selector:
         self._progress = store.incarnation.cache(
             PrefillProgress(store.reader, store.reservations, store.begin, metrics)
         )
-        self._reserver = TargetReserver(store.reservations, self._loads, self._progress, options, metrics)
+        self._reserver = TargetReserver(
+            store.reservations, self._loads, self._progress, options, metrics, store.held_hashes
+        )
         self._bookkeeper = Bookkeeper(store, metrics)
         self._degraded = Degraded()
         remember = self._degraded.remember

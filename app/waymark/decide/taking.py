@@ -22,12 +22,14 @@ from waymark.decide.policies.profile import Speculation
 from waymark.decide.policies.target import Candidate
 from waymark.decide.prefill_progress import PrefillProgress, WatchedReservation
 from waymark.decide.ranking import RankedStages
+from waymark.decide.sources import Peers
 from waymark.decide.target_reader import TargetLookup
 from waymark.domain.hashing import text_hash
 from waymark.domain.keys import KEY_BYTES, key_at
 from waymark.domain.row_runs import last_piece
 from waymark.domain.targets import host_and_port
 from waymark.store import keys
+from waymark.store.engine_hashes import HeldHashes
 from waymark.store.reservations import (
     NO_LOAD,
     Offer,
@@ -52,6 +54,8 @@ class _OfferedStage(NamedTuple):
     """What can be promised of each target; None: nothing."""
     is_prefill_elsewhere: bool = False
     is_prefill: bool = False
+    peers: Peers | None = None
+    """The engines that it may copy from, if it is the stage that computes the prompt."""
 
 
 class TargetReserver:
@@ -64,7 +68,9 @@ class TargetReserver:
         progress: PrefillProgress,
         options: SelectionOptions,
         metrics: Metrics,
+        hashes: HeldHashes,
     ) -> None:
+        self._hashes = hashes
         self._reservations = reservations
         self._loads = loads
         self._progress = progress
@@ -109,17 +115,25 @@ class TargetReserver:
             encode, decision = of.encode, of.decision
         at, before_at = 0, 0
         made: list[Reservation] = []
+        source = None
+        peers = None
+        if parameters.is_reserved and lookup.fleet.kv_sources:
+            peers = Peers(lookup, self._loads.left_out(lookup.entry.group_id), self._options)
         if parameters.is_reserved:
             promises = None
             if before is None and lookup.request.has_tokens and ranking.has_index:
                 promises = Promises(lookup.told or lookup.seen, lookup.request, lookup.fleet, choices)
-            first = await self._one(_OfferedStage(offers, lookup, ranking, parameters, promises, before is not None))
+            own = peers if before is None else None
+            stage = _OfferedStage(offers, lookup, ranking, parameters, promises, before is not None, peers=own)
+            first = await self._one(stage)
             if first is None:
                 return None
             at = first[0]
             made.append(first[1])
             if before is not None:
-                second = await self._second(before, lookup, ranking, parameters, made)
+                second = await self._second(
+                    _OfferedStage(before, lookup, ranking, parameters, is_prefill=True, peers=peers), made
+                )
                 if second is None:
                     return None
                 before_at = second
@@ -131,7 +145,17 @@ class TargetReserver:
         prefill = None if before is None else before.scored(before_at)
         self._metrics.decisions.labels(policy=ranking.policy.name, decision=decision).inc()
         self._count(taken.candidate, lookup)
+        if peers is not None and made and made[-1].source is not None:
+            computes, place = (offers, at) if before is None else (before, before_at)
+            matched = computes.scored(place).candidate.matched // lookup.request.block_size
+            source = await peers.source(self._hashes, made[-1].source, matched)
         headers = headers_of(taken.candidate, prefill and prefill.candidate, [each.candidate for each in encode])
+        kv_hints = None
+        if source is not None:
+            computes_at = (prefill or taken).candidate.publisher
+            if lookup.fleet.by_publisher[computes_at].target.takes_kv_hints:
+                kv_hints = source.hints()
+            headers = {**headers, "x-kv-cache-source-host-port": source.place}
         return SelectedTarget(
             taken,
             offers.others(at, parameters.count - 1),
@@ -146,6 +170,8 @@ class TargetReserver:
             block_size=lookup.request.block_size,
             walk=lookup.walk,
             headers=headers,
+            source=source,
+            kv_hints=kv_hints,
         )
 
     def _count(self, taken: Candidate, lookup: TargetLookup) -> None:
@@ -166,18 +192,16 @@ class TargetReserver:
 
     async def _second(
         self,
-        offers: Offers,
-        lookup: TargetLookup,
-        ranking: RankingRequest,
-        parameters: SelectParameters,
+        stage: _OfferedStage,
         made: list[Reservation],
     ) -> int | None:
         """The prefill stage's target, too, or neither."""
-        other = parameters
-        if parameters.request_id is not None:
-            other = replace(parameters, request_id=f"{text_hash(parameters.request_id + ' prefill'):016x}")
+        request_id = stage.parameters.request_id
+        if request_id is not None:
+            other = f"{text_hash(request_id + ' prefill'):016x}"
+            stage = stage._replace(parameters=replace(stage.parameters, request_id=other))
         try:
-            second = await self._one(_OfferedStage(offers, lookup, ranking, other, is_prefill=True))
+            second = await self._one(stage)
         except BaseException:
             await asyncio.shield(self._reservations.release(made, ReservationPart.OK))
             raise
@@ -189,7 +213,7 @@ class TargetReserver:
 
     async def _one(self, stage: _OfferedStage) -> tuple[int, Reservation] | None:
         """The place of the target that was taken."""
-        of, lookup, ranking, parameters, promises, is_prefill_elsewhere, _ = stage
+        of, lookup, ranking, parameters, promises, is_prefill_elsewhere, _, peers = stage
         began = perf_counter()
         offers, spec_keys = self._with_entries(stage)
         if promises is not None:
@@ -204,6 +228,7 @@ class TargetReserver:
             is_cold=of.is_cold,
             spec_keys=spec_keys,
             request_id=parameters.request_id,
+            pulls=None if peers is None else peers.pulls([each.publisher for each in offers], of.matched_blocks()),
         )
         found = await self._reservations.reserve(lookup.entry.group_id, offers, terms)
         self._observe(perf_counter() - began)

@@ -180,7 +180,7 @@ class TargetReader:
         self, ranking: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, *, expects: bool | None
     ) -> _SideReads | None:
         """The values beside the blocks, if it is the loads alone, and these are known."""
-        if ranking.given is not None or self._needs_gauges(ranking.policy) or self._needs_first_tokens(ranking.policy):
+        if ranking.given is not None or self._needs_gauges(ranking.policy) or self._needs_first_tokens(ranking, fleet):
             return None
         if (ranking.prefix_key is not None and fleet.has_sources) or self._expects(ranking, fleet, expects):
             return None
@@ -203,7 +203,7 @@ class TargetReader:
         if self._needs_gauges(ranking.policy) and (given is None or any(each.gauges is None for each in given)):
             gauges = await self._gauges.of(entry.group_id, fleet.scraped)
         first_tokens: Mapping[int, FirstTokens] = {}
-        if self._needs_first_tokens(ranking.policy):
+        if self._needs_first_tokens(ranking, fleet):
             first_tokens = await self._first_tokens.of(entry.group_id, list(fleet.by_publisher))
         until = asyncio.get_running_loop().time() + self._options.deadline_seconds
         prefixes = await self._prefixes(ranking, entry, fleet, prompt, until)
@@ -244,8 +244,11 @@ class TargetReader:
             return policy.preset.needs_gauges
         return self._options.picker is not None and self._options.picker.needs_gauges
 
-    def _needs_first_tokens(self, policy: PolicyChoice) -> bool:
-        return policy.preset is None and self._options.picker is not None and self._options.picker.needs_first_tokens
+    def _needs_first_tokens(self, ranking: RankingRequest, fleet: Fleet) -> bool:
+        if fleet.kv_sources:
+            return True  # they tell what computing a prompt costs beside copying it
+        is_by_file = ranking.policy.preset is None and self._options.picker is not None
+        return is_by_file and self._options.picker is not None and self._options.picker.needs_first_tokens
 
 
 def request_of(

@@ -222,6 +222,10 @@ class EngineDiscovery:
                     "weight": target.weight,
                     "labels": dict(target.labels),
                     "metrics_url": target.metrics_url,
+                    "kv_source": target.kv_source,
+                    "kv_bytes_per_token": target.kv_bytes_per_token,
+                    "transfer_gbps": target.transfer_gbps,
+                    "kv_hints": target.takes_kv_hints,
                 }
                 given = {name: value for name, value in given.items() if value is not None}
                 known = {"type": each.kind, "modelname": each.model_name, "block_size": each.block_size}

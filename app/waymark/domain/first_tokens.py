@@ -28,16 +28,23 @@ class FirstTokens(NamedTuple):
             return None
         return sums if all(0 <= each < float("inf") for each in sums) else None
 
-    def predict(self, work: float) -> float | None:
-        """Estimate by least squares the milliseconds to the first token behind so many prefill tokens. Return None
-        after too few requests.
+    @property
+    def slope(self) -> float | None:
+        """Estimate by least squares the milliseconds that a further prefill token takes. Return None after too few
+        requests.
 
         More work never counts as faster.
         """
         if self.requests < _LEAST:
             return None
         spread = self.requests * self.work_squared - self.work**2
-        slope = 0.0
-        if spread > _SPREAD * max(self.work**2, 1.0):
-            slope = max(0.0, (self.requests * self.work_ms - self.work * self.ms) / spread)
+        if spread <= _SPREAD * max(self.work**2, 1.0):
+            return 0.0
+        return max(0.0, (self.requests * self.work_ms - self.work * self.ms) / spread)
+
+    def predict(self, work: float) -> float | None:
+        """Estimate the milliseconds to the first token behind so many prefill tokens. Return None after too few."""
+        slope = self.slope
+        if slope is None:
+            return None
         return max(0.0, self.ms / self.requests + slope * (work - self.work / self.requests))

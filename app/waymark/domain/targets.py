@@ -15,6 +15,8 @@ LABELS_MAX = 64
 #: Bytes of UTF-8 of a label's name, and of its value.
 LABEL_BYTES_MAX = 256
 WEIGHT_MAX = 1e6
+#: Of the size of a token's blocks, and of the speed of copies.
+KV_NUMBER_MAX = 1e9
 #: The bounds on an engine's adapters that are kept, and on further names of its model.
 ADAPTERS_MAX = 256
 _URL_CHARACTERS_MAX = 2048
@@ -64,6 +66,14 @@ class Target:
     """The HTTP address of the master of its pool, which decisions ask if the pool sends no events."""
     query_parts: int = 0
     """The number of objects of the pool that make up a block; 0: nobody has said it."""
+    kv_source: str | None = None
+    """``tcp://host:port``: where other engines copy its blocks from; None: they cannot."""
+    kv_bytes_per_token: float = 0.0
+    """The size of a token's blocks; 0: not known."""
+    transfer_gbps: float = 0.0
+    """The speed of a copy, in gigabits a second; 0: not known."""
+    takes_kv_hints: bool = False
+    """Whether the engine reads the request field ``kv_hints``."""
 
 
 PLAIN = Target()

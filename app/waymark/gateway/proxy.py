@@ -16,6 +16,7 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 import aiohttp
+import orjson
 
 from waymark.base.asgi import AsgiSend, BrokenAnswer, RawHeaders
 from waymark.base.asker import is_framed
@@ -192,7 +193,10 @@ class Proxy:
         headers.append(("x-request-id", proxied.request_id))
         if selected.target.candidate.dp_rank:
             headers.append(("x-data-parallel-rank", str(selected.target.candidate.dp_rank)))
-        return await self._upstream.send(routed.address, proxied.path, proxied.query, proxied.body, headers)
+        body = proxied.body
+        if selected.kv_hints is not None:
+            body = orjson.dumps(orjson.loads(body) | {"kv_hints": selected.kv_hints})
+        return await self._upstream.send(routed.address, proxied.path, proxied.query, body, headers)
 
     async def _relay(self, proxied: ProxiedRequest, answered: EngineAnswer, extra: RawHeaders) -> bool:
         """Send the answer on; whether it is none that counts against the engine."""

@@ -139,6 +139,11 @@ def selection(selection_id: str) -> str:
 _PREFILL = 0x7072656669_6C6C21
 
 
+def pulls(group_id: int, publisher: int) -> str:
+    """The copies from one engine that are under way."""
+    return f"wm:{_tag(group_id)}:pulls:{publisher}"
+
+
 def spec(group_id: int, block_key: int, *, of_prefill: bool = False) -> str:
     """A speculative entry: the target that will soon have the prompt up to this block.
 

@@ -35,6 +35,7 @@ _RELEASES_AT_ONCE = 32
 _TEXT = re.compile(
     r"([1-9]\d{0,15})\.([1-9]\d{0,15})\.(\d{1,15})\.(\d{1,15})\.([0-9a-f]{16})(?:\.(\d{1,15}))?"
     rf"(?:\.({PROMISE}))?"
+    r"(?:~([1-9]\d{0,15}))?"
 )
 
 
@@ -52,7 +53,7 @@ class Reservation(NamedTuple):
     """The text that a caller gets for a decision, and sends to release it.
 
     Its form is ``<group>.<publisher>.<tokens>.<context>.<nonce>``, then ``.<waited>`` and ``.<promise>`` if these are
-    known.
+    known, and ``~<publisher>`` of the source if there is one.
     """
 
     group_id: int
@@ -66,12 +67,16 @@ class Reservation(NamedTuple):
     """Prefill tokens that the target had to compute before this request; None if unknown, or if it does not apply."""
     promise: str = ""
     """The text of a ``Promise``; empty if nothing was promised."""
+    source: int | None = None
+    """The publisher that the target copies blocks from."""
 
     def __str__(self) -> str:
         text = f"{self.group_id}.{self.publisher}.{self.tokens}.{self.context}.{self.nonce}"
         if self.waited is not None:
             text += f".{self.waited}"
-        return f"{text}.{self.promise}" if self.promise else text
+        if self.promise:
+            text += f".{self.promise}"
+        return text if self.source is None else f"{text}~{self.source}"
 
     @property
     def member(self) -> str:
@@ -89,7 +94,8 @@ def parse_reservations(text: str, field: str = "reservation") -> list[Reservatio
             raise InvalidValue(f"{field} is not a reservation; send the text that /select returned", field=field)
         group_id, publisher, tokens, context = (int(number) for number in match.groups()[:4])
         waited = None if match[6] is None else int(match[6])
-        found.append(Reservation(group_id, publisher, tokens, context, match[5], waited, match[7] or ""))
+        source = None if match[8] is None else int(match[8])
+        found.append(Reservation(group_id, publisher, tokens, context, match[5], waited, match[7] or "", source))
     return found
 
 
@@ -181,6 +187,30 @@ class Offer(NamedTuple):
     """What the books will say of it, if it gets the prompt: the text of a ``Promise``."""
 
 
+class Pulls(NamedTuple):
+    """The possible sources of a prompt's blocks, and which of them each offered target may copy from."""
+
+    sources: Sequence[int]
+    """Publishers."""
+    choices: Sequence[Sequence[int]]
+    """For each offer the indexes of its sources, the best first."""
+    pulls_max: int
+    """The most copies from one source at a time."""
+
+    def words(self) -> str:
+        """Return it in the form that ``reserve`` reads."""
+        return " ".join(
+            [str(len(self.sources)), *("".join(f"{at + 1}," for at in each) or "-" for each in self.choices)]
+        )
+
+    def at(self, index: int | str) -> int | None:
+        """Return the publisher at an index of the script's, which begins with 1; None for 0."""
+        return self.sources[int(index) - 1] if int(index) else None
+
+
+NO_PULLS = Pulls((), (), 0)
+
+
 class ReservationTerms(NamedTuple):
     """What all candidates of one decision have in common."""
 
@@ -195,6 +225,8 @@ class ReservationTerms(NamedTuple):
     spec_keys: Sequence[str] = ()
     request_id: str | None = None
     """16 hex digits. A second call with the same id gets the same reservation."""
+    pulls: Pulls | None = None
+    """The engines that the targets may copy from."""
 
 
 class Reserved(NamedTuple):
@@ -241,6 +273,8 @@ class Reservations:
             Reservation(group_id, offer.publisher, offer.new, terms.context, nonce, promise=offer.promise)
             for offer in offers
         ]
+        if terms.pulls is not None:
+            made += [made[0]._replace(source=source) for source in terms.pulls.sources]
         until = time.monotonic() + terms.milliseconds / 1000
         while time.monotonic() < until:
             try:
@@ -250,6 +284,7 @@ class Reservations:
                 await asyncio.sleep(_TAKE_BACK_SECONDS)
 
     async def _reserve(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms, nonce: str) -> Reserved:
+        pulls = terms.pulls or NO_PULLS
         verdict, *numbers = await self._scripts.reserve(
             load=keys.load(group_id),
             changes=keys.load_changes(group_id),
@@ -257,6 +292,7 @@ class Reservations:
             holders=keys.holders(group_id),
             request=None if terms.request_id is None else keys.request(group_id, terms.request_id),
             spec=terms.spec_keys,
+            pulls=[keys.pulls(group_id, publisher) for publisher in pulls.sources],
             milliseconds=terms.milliseconds,
             nonce=nonce,
             context=terms.context,
@@ -272,16 +308,28 @@ class Reservations:
                     for publisher, new, handicap, weight, first, lasting, promise in offers
                 ]
             ),
+            pulls_max=pulls.pulls_max,
+            sources=pulls.words(),
         )
         if verdict is Verdict.REPEATED:
-            publisher, tokens, context, earlier, waited, promise = numbers
+            publisher, tokens, context, earlier, waited, promise, source = numbers
             amounts = int(publisher), int(tokens), int(context)
-            return Reserved(verdict, Reservation(group_id, *amounts, str(earlier), int(waited), str(promise)))
-        which, tokens, requests, overdue = map(int, numbers)
+            made = Reservation(group_id, *amounts, str(earlier), int(waited), str(promise), pulls.at(source))
+            return Reserved(verdict, made)
+        which, tokens, requests, overdue = map(int, numbers[:4])
         if verdict is not Verdict.APPLIED:
             return Reserved(verdict, overdue=overdue)
         offer = offers[which - 1]
-        reservation = Reservation(group_id, offer.publisher, offer.new, terms.context, nonce, tokens, offer.promise)
+        reservation = Reservation(
+            group_id,
+            offer.publisher,
+            offer.new,
+            terms.context,
+            nonce,
+            tokens,
+            offer.promise,
+            pulls.at(numbers[4]),
+        )
         return Reserved(verdict, reservation, tokens, requests, overdue)
 
     async def release(
@@ -321,6 +369,7 @@ class Reservations:
                 first_tokens=keys.first_tokens(reservation.group_id, reservation.publisher),
                 books=keys.books(reservation.group_id, minute // 60),
                 drift=keys.drift(reservation.group_id, reservation.publisher),
+                pulls=None if reservation.source is None else keys.pulls(reservation.group_id, reservation.source),
                 reservation=reservation.member,
                 part=part.value,
                 minute=minute,

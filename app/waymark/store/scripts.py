@@ -309,6 +309,7 @@ class Scripts:
         holders: str,
         request: str | None,
         spec: Sequence[str],
+        pulls: Sequence[str],
         milliseconds: int,
         nonce: str,
         context: int,
@@ -319,6 +320,8 @@ class Scripts:
         cold: str,
         repeatable: str,
         candidates: str,
+        pulls_max: int,
+        sources: str,
     ) -> tuple[Verdict, *tuple[int | str, ...]]:
         """Some values are texts: the nonce and the promise of a reservation that was made before."""
         verdict, *rest = await self._call("reserve", locals())
@@ -333,6 +336,7 @@ class Scripts:
         first_tokens: str,
         books: str,
         drift: str,
+        pulls: str | None,
         reservation: str,
         part: str,
         minute: int,

@@ -17,6 +17,7 @@ from waymark.store.books import Books
 from waymark.store.claim_writer import ClaimWriter
 from waymark.store.directory import Directory
 from waymark.store.discovery import DiscoveryLease
+from waymark.store.engine_hashes import HeldHashes
 from waymark.store.entries import Entries
 from waymark.store.gauges import EngineGauges, FirstTokenTimes
 from waymark.store.hashes import EngineHashes
@@ -104,6 +105,7 @@ class Store:
         self.first_tokens = FirstTokenTimes(client)
         self.books = Books(client)
         self.hashes = EngineHashes(client, self.scripts)
+        self.held_hashes = HeldHashes(client)
         self.selections = Selections(client, self.scripts)
         self.speculative = Speculative(client)
         self.snapshots = SnapshotPlaces(self.scripts)

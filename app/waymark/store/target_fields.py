@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from waymark.domain.objects import SHARDS_MAX
-from waymark.domain.targets import PLAIN, WEIGHT_MAX, Role, Target
+from waymark.domain.targets import KV_NUMBER_MAX, PLAIN, WEIGHT_MAX, Role, Target
 from waymark.store.parsing import Document
 
 
@@ -29,4 +29,8 @@ def target_of(of: Document) -> Target:
         release=of.optional_text("release"),
         query_endpoint=of.optional_text("query_endpoint"),
         query_parts=of.integer("query_parts", 1, SHARDS_MAX) if of.has("query_parts") else 0,
+        kv_source=of.optional_text("kv_source"),
+        kv_bytes_per_token=of.number("kv_bytes_per_token", KV_NUMBER_MAX, 0.0),
+        transfer_gbps=of.number("transfer_gbps", KV_NUMBER_MAX, 0.0),
+        takes_kv_hints=of.has("takes_kv_hints") and of.flag("takes_kv_hints"),
     )

@@ -53,9 +53,9 @@ class DeclaredPlugin:
         self.name = _text(fields.get("name", self.type), f"{where}.name")
         self.where = f"{where}.parameters"
         self.parameters = _mapping(fields.get("parameters") or {}, self.where)
-        self.unused: list[str] = []
+        self.unused: tuple[str, ...] = ()
         if self.row.is_open:
-            self.unused = sorted(self.parameters.keys() - self.row.parameters.keys())
+            self.unused = tuple(sorted(self.parameters.keys() - self.row.parameters.keys()))
             self.parameters = {name: self.parameters[name] for name in self.parameters if name not in self.unused}
         check_parameters(self.parameters, self.row.parameters, self.where)
 

@@ -1,0 +1,99 @@
+"""Where a target copies the beginning of a prompt from, if another engine has more of it.
+
+Only a registration with ``kv_source`` is a source. Its pulls are booked by the script that makes the reservation, so
+that any number of replicas together send at most ``WAYMARK_SOURCE_PULLS_MAX`` pulls to one source at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import NamedTuple
+
+from waymark.decide.decision import CopySource
+from waymark.decide.fleet import FleetMember
+from waymark.decide.options import SelectionOptions
+from waymark.decide.target_reader import TargetLookup
+from waymark.domain.keys import KEY_BYTES, unpack
+from waymark.domain.media import order_of
+from waymark.store.engine_hashes import HeldHashes
+from waymark.store.reservations import Pulls
+
+#: The most sources that a decision offers to Redis.
+_PEERS_MAX = 4
+
+
+class _Peer(NamedTuple):
+    member: FleetMember
+    blocks: int
+
+
+class Peers:
+    """The possible sources of one prompt, those with the most of it first."""
+
+    def __init__(self, lookup: TargetLookup, left_out: Set[int], options: SelectionOptions) -> None:
+        self._lookup = lookup
+        self._options = options
+        rows, size, loads = lookup.seen.rows, lookup.request.block_size, lookup.seen.loads
+        found = []
+        for member in lookup.fleet.kv_sources:
+            row = rows.get(member.name)
+            # Every engine reads blocks of a pool from the pool.
+            if row is None or row.shared or member.publisher in left_out:
+                continue
+            if row.blocks * size >= options.source_tokens_min:
+                found.append(_Peer(member, row.blocks))
+
+        def order(peer: _Peer) -> tuple[int, int]:
+            load = loads.get(peer.member.publisher)
+            return -peer.blocks, 0 if load is None else load.requests
+
+        self._peers = sorted(found, key=order)[:_PEERS_MAX]
+
+    def pulls(self, publishers: Sequence[int], matched: Sequence[int]) -> Pulls | None:
+        """Return the sources of each offered target, which has ``matched`` blocks; None if no target has one."""
+        choices = [
+            [at for at, peer in enumerate(self._peers) if self._is_worth(peer, publisher, has)]
+            for publisher, has in zip(publishers, matched, strict=True)
+        ]
+        if not any(choices):
+            return None
+        return Pulls([peer.member.publisher for peer in self._peers], choices, self._options.source_pulls_max)
+
+    def _is_worth(self, peer: _Peer, publisher: int, matched: int) -> bool:
+        """Whether copying is cheaper than computing; it is if nobody says what either costs."""
+        tokens = (peer.blocks - matched) * self._lookup.request.block_size
+        if publisher == peer.member.publisher or tokens < self._options.source_tokens_min:
+            return False
+        of, target = peer.member.target, self._lookup.fleet.by_publisher[publisher].target
+        speeds = [each for each in (of.transfer_gbps, target.transfer_gbps) if each]
+        first_tokens = self._lookup.seen.first_tokens.get(publisher)
+        slope = None if first_tokens is None else first_tokens.slope
+        if slope is None and self._options.prefill_tokens_per_second:
+            slope = 1000 / self._options.prefill_tokens_per_second
+        if not speeds or not of.kv_bytes_per_token or slope is None:
+            return True
+        return of.kv_bytes_per_token * 8 / (min(speeds) * 1e6) < slope
+
+    async def source(self, hashes: HeldHashes, publisher: int, matched: int) -> CopySource | None:
+        """Return the source that was booked for a target with ``matched`` blocks; None if its blocks are gone."""
+        lookup = self._lookup
+        peer = next((each for each in self._peers if each.member.publisher == publisher), None)
+        if peer is None or lookup.walk is None or peer.member.target.kv_source is None:
+            return None
+        table = lookup.fleet.table
+        holders = sorted(
+            (each for each in table.holders.values() if each.publisher == publisher),
+            key=lambda each: order_of(each.medium),
+        )
+        blocks = unpack(lookup.keys[: peer.blocks * KEY_BYTES])
+        held = await hashes.read(lookup.entry, blocks, matched, [each.id for each in holders])
+        if not held:
+            return None
+        instance_id, dp_rank = peer.member.name
+        tokens: dict[str, int] = {}
+        for each in held:
+            medium = table.holders[each.holder].medium
+            tokens[medium] = tokens.get(medium, 0) + lookup.request.block_size
+        return CopySource(
+            instance_id, dp_rank, peer.member.target.kv_source, tokens, [each.engine_hash for each in held]
+        )
