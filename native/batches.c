@@ -100,7 +100,7 @@ static int has_none_of(const Batch *batch, const Event *event, const Field *fiel
 /* The next event; UNUSUAL leaves the reader anywhere in it. */
 static Outcome read_event(Batch *batch, PlainEvent *found)
 {
-    static const Field of_maps[] = {CACHE_SALT, IMAGES}, of_removals[] = {COPY_COUNTS};
+    static const Field of_maps[] = {CACHE_SALT, IMAGES, COMPONENT}, of_removals[] = {COPY_COUNTS};
     static const Field of_stores[] = {PARENT,    TOKEN_IDS,  BLOCK_SIZE, LORA_ID,
                                       LORA_NAME, EXTRA_KEYS, ATTENTION,  ORIGIN};
     Value head;
@@ -109,7 +109,7 @@ static Outcome read_event(Batch *batch, PlainEvent *found)
     if (!read_value(&batch->reader, &head) || head.kind < LIST || !find_fields(&batch->reader, &head, &event))
         return UNUSUAL;
     const Value tag = value_at(batch, event.at[TYPE], &inside), locality = value_at(batch, event.at[LOCALITY], &inside);
-    if (!has_none_of(batch, &event, of_maps, 2) || (locality.kind != NIL && !is_name(&locality, &local)))
+    if (!has_none_of(batch, &event, of_maps, 3) || (locality.kind != NIL && !is_name(&locality, &local)))
         return UNUSUAL;
     if (is_name(&tag, &stored_tag)) {
         const int is_usual = cut_fields(batch, &event, batch->stored_fields) && has_none_of(batch, &event, of_removals, 1);

@@ -15,7 +15,8 @@ static const Name field_names[FIELDS] = {
     NAME("block_hashes"), NAME("parent_block_hash"), NAME("token_ids"),      NAME("block_size"),
     NAME("lora_id"),      NAME("medium"),            NAME("lora_name"),      NAME("extra_keys"),
     NAME("group_idx"),    NAME("kv_cache_spec_kind"), NAME("locality"),      NAME("cache_salt"),
-    NAME("block_mm_infos"), NAME("origin"), NAME("remaining_copy_counts"), NAME("type"),
+    NAME("block_mm_infos"), NAME("origin"), NAME("remaining_copy_counts"), NAME("component_type"),
+    NAME("type"),
 };
 static const Name main_attention[] = {NAME("full_attention"), NAME("mla_attention"), NAME("sink_full_attention")};
 

@@ -27,6 +27,7 @@ typedef enum {
     IMAGES,
     ORIGIN,
     COPY_COUNTS,
+    COMPONENT,
     TYPE,
     FIELDS,
 } Field;

@@ -145,3 +145,18 @@ def test_a_unit_inside_a_physical_block() -> None:
     tokens = packed(list(range(9, 21)))
     assert batch.events == (Stored((unit,), parent, tokens, 12, "GPU", group=0, is_main_attention=True),)
     assert batch.publisher_id == bytes(range(16))
+
+
+def test_components_of_sglang() -> None:
+    several = OTHERS["SGLang component_types in a map and in a list, written from the source: no release sends it"]
+    hashes, tokens = (2**64 - 3, 4), packed([1, 2, 3, 4])
+    state = Stored(hashes, None, b"", 0, "GPU", group=1, is_main_attention=False, window=1)
+    assert batch_of(several, EngineKind.SGLANG).events == (
+        Stored(hashes, None, tokens, 2, "GPU", is_reused=True),
+        state,
+        Stored((5,), 4, packed([5, 6]), 2, "GPU", is_reused=True),
+        Removed((5,), "GPU", 1),
+    )
+    one = OTHERS["SGLang one component_type an event, written from the source: no release sends it"]
+    main, removal = Stored(hashes, None, tokens, 2, "GPU"), Removed((4,), "GPU", 1)
+    assert batch_of(one, EngineKind.SGLANG).events == (main, state, removal)

@@ -215,7 +215,7 @@ def test_the_id_of_a_process_comes_with_its_batch() -> None:
 
 
 LONGER_LISTS: dict[str, Any] = {
-    "groups by name": ["BlockStored", [1, 2], 3, [1, 2, 3, 4], 2, None, "GPU", None, ["FULL", "SWA"]],
+    "groups by number": ["BlockStored", [1, 2], 3, [1, 2, 3, 4], 2, None, "GPU", None, [1, 2]],
     "nil": ["BlockStored", [1, 2], 3, [1, 2, 3, 4], 2, None, "GPU", None, None, None],
     "a number": ["BlockStored", [1, 2], 3, [1, 2, 3, 4], 2, None, "GPU", None, 5, -1, "x"],
     "text that is none": ["BlockStored", [1, 2], 3, [1, 2, 3, 4], 2, None, "GPU", None, b"\xff", "\xe4"],

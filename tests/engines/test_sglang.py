@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -83,3 +84,44 @@ def test_signed_hashes_of_a_removal(one: Callable[..., Event]) -> None:
 def test_what_stands_for_the_name_must_be_a_name_or_a_map(decode: Callable[..., Batch]) -> None:
     batch = decode(as_list(None, "GPU", 5), as_list(None, "GPU", {"cache_salt": 5}), kind=SGLANG)
     assert batch.rejected == {"bad_lora": 1, "bad_salt": 1}
+
+
+# ---- components of hybrid models -------------------------------------------------------------------
+
+MAIN = Stored((2**64 - 11, 12), None, TOKENS, 2, "GPU")
+AGAIN = replace(MAIN, is_reused=True)
+STATE = Stored((2**64 - 11, 12), None, b"", 0, "GPU", group=1, is_main_attention=False, window=1)
+NO_STATE = Removed((2**64 - 11, 12), "GPU", 1)
+GONE = {"type": "BlockRemoved", "block_hashes": [-11, 12], "medium": "GPU"}
+
+
+@pytest.mark.parametrize(
+    ("event", "events"),
+    [
+        (as_map(component_types=["FULL", "SWA"]), (AGAIN, NO_STATE)),
+        (as_map(component_types=["full", "mamba"]), (AGAIN, STATE)),
+        (as_list(None, "GPU", None, ["FULL", "MAMBA"]), (AGAIN, STATE)),
+        (as_list(None, "GPU", ["FULL", "MAMBA"]), (AGAIN, STATE)),
+        (as_list(None, "GPU", [7]), (MAIN,)),
+        (as_map(component_type="FULL"), (MAIN,)),
+        (as_map(component_type="MAMBA"), (STATE,)),
+        (GONE | {"component_type": "FULL"}, (Removed((2**64 - 11, 12), "GPU"),)),
+        (GONE | {"component_type": "MAMBA"}, (NO_STATE,)),
+        (as_map(component_types=None), (MAIN,)),
+        (as_map(component_types="FULL"), (MAIN,)),
+        (as_map(component_types=[1]), (MAIN,)),
+        (as_map(component_type=7), (MAIN,)),
+        (as_list(None, "GPU", None, "evict"), (MAIN,)),
+    ],
+    ids=lambda value: None,
+)
+def test_components_are_groups(decode: Callable[..., Batch], event: object, events: tuple[Event, ...]) -> None:
+    batch = decode(event, kind=SGLANG)
+    assert tuple(batch.events) == events
+    assert (batch.rejected, batch.ignored) == ({}, {})
+
+
+def test_a_window_of_unknown_length_counts_for_nothing(decode: Callable[..., Batch]) -> None:
+    for event in (as_map(component_type="SWA"), GONE | {"component_type": "SWA"}):
+        batch = decode(event, kind=SGLANG)
+        assert (tuple(batch.events), batch.ignored, batch.rejected) == ((), {"other_group": 1}, {})

@@ -9,6 +9,7 @@ import msgpack
 from tests.conftest import wait_until
 from tests.ingest.conftest import BLOCK_SIZE, PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
 from waymark.apply.options import ApplyOptions
+from waymark.domain.engines import EngineKind
 from waymark.simulator.workload import SimulatedPrompt
 
 LARGE: dict[str, Any] = {"gpu_blocks": 10_000, "cpu_blocks": 1}
@@ -96,3 +97,30 @@ async def test_units_inside_physical_blocks(bench: Bench) -> None:
     await pod.counted(unresolved=0)
     await bench.is_swept()
     assert not any((await bench.held(pod.name)).values())
+
+
+async def test_components_of_sglang(bench: Bench) -> None:
+    hand = await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod(kind=EngineKind.SGLANG, dialect="sglang-map", **LARGE)
+    await pod.caught_up()
+
+    def pages(*blocks: int, of: list[str]) -> dict[str, Any]:
+        tokens = PROMPT.tokens[(blocks[0] - 1) * BLOCK_SIZE : blocks[-1] * BLOCK_SIZE]
+        event = said(FULL, *blocks) | {"token_ids": list(tokens), "component_types": of, "medium": "GPU"}
+        del event["group_idx"], event["kv_cache_spec_kind"]
+        return event | {"parent_block_hash": blocks[0] - 1 or None}
+
+    every = pages(1, 2, 3, of=["FULL"]), pages(4, of=["FULL", "MAMBA"]), pages(5, 6, 7, of=["FULL"])
+    assert await say(pod, *every, pages(8, of=["FULL", "MAMBA"])) == 8
+    removal = {"type": "BlockRemoved", "medium": "GPU"}
+    assert await say(pod, removal | {"block_hashes": [8], "component_type": "MAMBA"}) == 4
+    await hand.die()
+    await bench.worker("worker-2", options=WITHOUT_PROBES)
+    await pod.caught_up()
+    assert await say(pod, pages(6, of=["FULL", "MAMBA"])) == 6, "a component has come"
+    assert await say(pod, removal | {"block_hashes": [8, 7, 6]}) == 4
+    assert await say(pod, pages(6, of=["FULL"])) == 4, "with its block the state had left"
+    assert await say(pod, pages(6, of=["FULL", "MAMBA"]), removal | {"block_hashes": [6]}) == 4
+    assert await say(pod, removal | {"block_hashes": [5, 4, 3, 2, 1]}) == 0
+    await bench.is_swept()
+    assert not any((await bench.held(pod.name)).values()), "an event that says more of a block adds no copy"

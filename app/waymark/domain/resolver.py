@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple, TypeAlias
 
 from waymark.domain import chunks
@@ -304,6 +305,9 @@ class Resolver:
             if windows and not isinstance(event, Cleared) and self._facts.window_of(event) is not None:
                 late.append((j, event))
                 continue
+            if windows and isinstance(event, Removed) and event.group is None and event.envelope is None:
+                # Its engine names no groups in removals of main attention; nothing is left of the block.
+                late += [(j, replace(event, group=group)) for group in windows]
             self._work += EVENT_WORK if isinstance(event, Cleared) else EVENT_WORK + len(event.engine_hashes)
             if self._work > SLICE_WORK:
                 self._work = 0
@@ -478,8 +482,10 @@ class Resolver:
         """Return whether the event and all similar ones are of main attention, and no rule says that they do not
         count.
         """
-        if self._facts.windows and self._facts.window_of(event) is not None:
-            return False
+        if self._facts.windows:
+            is_of_all = isinstance(event, Removed) and event.group is None
+            if is_of_all or self._facts.window_of(event) is not None:
+                return False
         return self._planner.skip_reason(plan, batch, event, index, 0) is None
 
     def _run(

@@ -25,7 +25,8 @@ from waymark.engines.parts import PART_HASHES, hashes_of, parts
 from waymark.engines.plain import PlainBatch, ReadPlain
 from waymark.engines.wire import Ignored, Rejected, is_u32
 
-ReadEvent: TypeAlias = Callable[[Any], Event | Ignored]
+ReadEvent: TypeAlias = Callable[[Any], Event | tuple[Event, ...] | Ignored]
+"""Reads an event of the wire, which may be several of ours."""
 
 MORE: Final = "more"
 """The kind of a batch's rejected events beyond ``Ceilings.rejected_events``, counted once."""
@@ -193,10 +194,11 @@ class _EventReader:
             return
         if isinstance(read, Ignored):
             self.ignored[read.value] += 1
-        else:
-            self.events.append(read)
-            if not isinstance(read, Cleared):
-                self.work += len(read.engine_hashes)
+            return
+        for each in read if isinstance(read, tuple) else (read,):
+            self.events.append(each)
+            if not isinstance(each, Cleared):
+                self.work += len(each.engine_hashes)
 
     def _read_parts(self, event: Any) -> Slices[None]:
         found: list[Event] = []
@@ -210,9 +212,11 @@ class _EventReader:
                 if isinstance(read, Cleared):
                     self.events.append(read)
                     return
-                if not seen.add(read.engine_hashes):
+                several = read if isinstance(read, tuple) else (read,)
+                if not seen.add(hashes_of_first(several)):
                     raise Rejected("repeated_hash", f"an event names one of its first {seen.added} blocks twice")
-                found.append(replace(read, part=len(found)))
+                for each in several:
+                    found.append(replace(each, part=len(found)))
                 if len(found) % _COLLECTED_PARTS == 0:
                     gc.collect(0)
                 yield
@@ -231,6 +235,12 @@ class _EventReader:
             self.samples.setdefault(bad.kind, bad.sentence)
         else:
             self.rejected[MORE] = 1
+
+
+def hashes_of_first(events: Sequence[Event]) -> Sequence[int]:
+    """The hashes of the first event; the others are about the same blocks."""
+    first = events[0]
+    return () if isinstance(first, Cleared) else first.engine_hashes
 
 
 def _head(ts: Any = None, rank: Any = None, publisher_id: Any = None, *_: Any) -> _Head:

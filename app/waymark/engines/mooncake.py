@@ -33,7 +33,7 @@ def read_event(event: Any, *, seed: int) -> Event | Ignored:
             return _object(event)
         return standard.read_event(event)
     # SGLang's reading is the wider one: it takes whatever vLLM sends, and does not trust a parent of 0.
-    return sglang.read_event(event, seed=seed, zero_of_list="unknown")
+    return sglang.read_blocks(event, seed=seed, zero_of_list="unknown")
 
 
 def _object(event: Mapping[Any, Any]) -> Event | Ignored:

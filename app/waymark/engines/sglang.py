@@ -9,13 +9,14 @@ are those of HiCache.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 import msgpack
 
 from waymark.base.shown import shown
-from waymark.domain.events import Event, Stored
+from waymark.domain.events import Cleared, Event, Removed, Stored
 from waymark.domain.media import IN_EVERY_ANSWER, UNNAMED
 from waymark.domain.slices import EVENT_WORK, Slices
 from waymark.engines import plain, vllm, wire
@@ -26,7 +27,11 @@ from waymark.engines.wire import Ignored, Rejected
 STORED_FIELDS: Final = vllm.STORED_FIELDS[:7]
 REMOVED_FIELDS: Final = vllm.REMOVED_FIELDS[:2]
 FIELDS: Final = {"BlockStored": STORED_FIELDS, "BlockRemoved": REMOVED_FIELDS}
+_STATE: Final = "MAMBA"
+_STATE_GROUP: Final = 1
 _NAME: Final = 1 + vllm.STORED_FIELDS.index("lora_name")
+_LIST_MAX: Final = _NAME + 2
+"""A list has ``component_types`` before this position: in the place of the adapter's name, or behind it."""
 
 
 def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
@@ -39,10 +44,51 @@ def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
     )
 
 
-def read_event(event: Any, *, seed: int, zero_of_list: vllm.Zero = "root") -> Event | Ignored:
-    """One event of a batch, as a list or as a map."""
+def read_event(event: Any, *, seed: int, zero_of_list: vllm.Zero = "root") -> Event | tuple[Event, ...] | Ignored:
+    """Read one event of a batch, a list or a map."""
+    read = read_blocks(event, seed=seed, zero_of_list=zero_of_list)
+    if isinstance(read, Ignored | Cleared):
+        return read
+    components = _components(event)
+    return read if components is None else _of_components(read, *components)
+
+
+def _components(event: Any) -> tuple[frozenset[str], bool] | None:
+    """The components that an event is about, and whether it says of all what the blocks have; None without any."""
+    if isinstance(event, dict):
+        one, several = event.get("component_type"), event.get("component_types")
+    else:
+        one, several = None, next((each for each in event[_NAME:_LIST_MAX] if isinstance(each, list)), None)
+    if isinstance(one, str):
+        return frozenset([one.upper()]), False
+    if isinstance(several, list) and several and all(isinstance(each, str) for each in several):
+        return frozenset(each.upper() for each in several), True
+    return None
+
+
+def _of_components(read: Stored | Removed, components: frozenset[str], is_whole: bool) -> tuple[Event, ...] | Ignored:
+    """Read an event of some components: full attention is the main group, and a state is a group of its own.
+
+    The length of a sliding window is in no event, so such a component is left out. ``is_whole``: the event says what
+    the blocks have now, so a component that it does not name has left, and a block that is known has no further copy.
+    """
+    if is_whole and isinstance(read, Stored):
+        read = replace(read, is_reused=True)
+    found: list[Event] = [read] if "FULL" in components else []
+    hashes, medium = read.engine_hashes, read.medium
+    if isinstance(read, Stored) and _STATE in components:
+        found.append(Stored(hashes, None, b"", 0, medium, group=_STATE_GROUP, is_main_attention=False, window=1))
+    elif _STATE in components or (is_whole and isinstance(read, Stored)):
+        found.append(Removed(hashes, medium, _STATE_GROUP))
+    return tuple(found) or Ignored.OTHER_GROUP
+
+
+def read_blocks(event: Any, *, seed: int, zero_of_list: vllm.Zero) -> Event | Ignored:
+    """Read an event without its components."""
     if isinstance(event, list) and event and isinstance(event[0], str) and event[0] in FIELDS:
         event = event[: 1 + len(FIELDS[event[0]])]
+        if len(event) > _NAME and isinstance(event[_NAME], list):
+            event = event[:_NAME]
     if isinstance(event, list) and len(event) > _NAME and event[0] == "BlockStored" and isinstance(event[_NAME], dict):
         event = {"type": event[0], **dict(zip(vllm.STORED_FIELDS, event[1:], strict=False))}
     if isinstance(event, dict) and isinstance(named := event.get("lora_name"), dict):
