@@ -92,8 +92,8 @@ class ActivityFeed:
                 retry_after_seconds=5,
             )
         client = _ActivityReader(body.caller, last or "0-0")
-        found = await (self._activity.newest(_FIRST) if last is None else self._activity.after(last, _READ_MAX))
-        for entry in found:
+        entries = await (self._activity.newest(_FIRST) if last is None else self._activity.after(last, _READ_MAX))
+        for entry in entries:
             client.take(entry)
         return Answer(
             b"", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
@@ -133,14 +133,14 @@ class ActivityFeed:
         while self._clients and not self._stopping.is_set():
             last = min((client.last for client in self._clients), key=_order)
             try:
-                found = await self._activity.after(last, _READ_MAX)
+                entries = await self._activity.after(last, _READ_MAX)
             except StoreUnavailable as exc:
                 log.debug("activity waits for redis", extra=fields(error=exc.sentence))
-                found = []
+                entries = []
             for client in list(self._clients):
-                for entry in found:
+                for entry in entries:
                     client.take(entry)
-            if len(found) < _READ_MAX:
+            if len(entries) < _READ_MAX:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), _POLL_SECONDS)
         for client in list(self._clients):

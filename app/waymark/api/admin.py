@@ -64,7 +64,7 @@ class Admin:
         self._injects_cache_control = settings.cache_control_injection
 
     async def prefix_routing_stats(self, body: Body) -> Answer:
-        counts, seen = await self._store.counts.read()
+        counts, distinct = await self._store.counts.read()
         decided = {name: counts.get(f"prefix_routing.{name}", 0) for name in ("prefix_hash", "overflow", "fallback")}
         total = sum(decided.values())
         constants = PRESETS["sticky"].values({})
@@ -83,20 +83,29 @@ class Admin:
                     "overflow_rate": f"{decided['overflow'] / total if total else 0:.4f}",
                 },
                 "backend_distribution": await self._distribution(body),
-                "unique_prefixes": seen,
+                "unique_prefixes": distinct,
             }
         )
 
     async def _distribution(self, body: Body) -> list[dict[str, Any]]:
         """Return the requests under way by instance, over its ranks and models."""
         requests: dict[str, int] = {}
-        claims = [each for each in await self._store.directory.claims() if not each.is_leaving]
-        loads = {group: await self._store.reservations.loads(group) for group in {each.group_id for each in claims}}
+        claims = [
+            publisher_claim
+            for publisher_claim in await self._store.directory.claims()
+            if not publisher_claim.is_leaving
+        ]
+        loads = {
+            group: await self._store.reservations.loads(group)
+            for group in {publisher_claim.group_id for publisher_claim in claims}
+        }
         for claim in claims:
-            of = claim.registration
-            if of.scope == "instance" and body.caller.has(of.tenant_id):
+            registration = claim.registration
+            if registration.scope == "instance" and body.caller.has(registration.tenant_id):
                 load = loads[claim.group_id].get(claim.publisher)
-                requests[of.instance_id] = requests.get(of.instance_id, 0) + (0 if load is None else load.requests)
+                requests[registration.instance_id] = requests.get(registration.instance_id, 0) + (
+                    0 if load is None else load.requests
+                )
         return [{"backend": name, "in_flight_requests": n} for name, n in requests.items()]
 
     async def kv_index_stats(self, body: Body) -> Answer:
@@ -111,9 +120,9 @@ class Admin:
                 "enabled": True,
                 "config": {
                     "backend": "redis",
-                    "max_entries": max((each.max_entries for each in sources), default=DEFAULT.max_entries),
+                    "max_entries": max((source.max_entries for source in sources), default=DEFAULT.max_entries),
                     "entry_ttl_seconds": max(
-                        (each.entry_ttl_seconds for each in sources), default=DEFAULT.entry_ttl_seconds
+                        (source.entry_ttl_seconds for source in sources), default=DEFAULT.entry_ttl_seconds
                     ),
                     "event_sources_count": len(states),
                     "scoring": {name: constants.number(name) for name in _SCORING},
@@ -146,8 +155,8 @@ class Admin:
             if is_meant and state.id in claims and await self._store.registry.clear(claims[state.id]):
                 cleared += _entries(state)
         self._store.reader.forget_rows()
-        before = sum(map(_entries, states))
-        return Answer({"success": True, "entries_before_clear": before, "cleared_entries": cleared})
+        entries = sum(map(_entries, states))
+        return Answer({"success": True, "entries_before_clear": entries, "cleared_entries": cleared})
 
 
 def _entries(state: PublisherState) -> int:
@@ -157,8 +166,8 @@ def _entries(state: PublisherState) -> int:
 
 def _name(state: PublisherState) -> str:
     """Return the name of the instance; with its rank unless that is the first."""
-    of = state.registration
-    return f"{of.instance_id}|{of.dp_rank}" if of.dp_rank else of.instance_id
+    registration = state.registration
+    return f"{registration.instance_id}|{registration.dp_rank}" if registration.dp_rank else registration.instance_id
 
 
 def _received(state: PublisherState) -> int:

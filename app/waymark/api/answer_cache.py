@@ -60,29 +60,29 @@ class AnswerCache:
 
     def of(self, walk: Walk) -> MatchRows:
         """Return the rows of a walk."""
-        view, found = walk.view, tuple(walk.values)
-        counted = self._known.get(view, _NONE_KNOWN).get(found)
+        view, values = walk.view, tuple(walk.values)
+        counted = self._known.get(view, _NONE_KNOWN).get(values)
         if counted is not None:
             self._hits.inc()
             return counted
         rows = {name: in_tokens(row, view.block_size) for name, row in conductor_rows(walk).items()}
         counted = MatchRows(rows, orjson.dumps(rows))
-        if len(found) <= _RUNS_MAX:
-            self._keep(view, found, counted)
+        if len(values) <= _RUNS_MAX:
+            self._keep(view, values, counted)
         return counted
 
     def clear(self) -> None:
         self._known.clear()
         self.bytes = 0
 
-    def _keep(self, view: View, found: tuple[tuple[bytes, int], ...], counted: MatchRows) -> None:
-        size = _ROW_BYTES * (1 + len(counted.rows)) + sum(_RUN_BYTES + len(value) for value, _ in found)
+    def _keep(self, view: View, values: tuple[tuple[bytes, int], ...], counted: MatchRows) -> None:
+        size = _ROW_BYTES * (1 + len(counted.rows)) + sum(_RUN_BYTES + len(value) for value, _ in values)
         of_view = 0 if view in self._known else _ROW_BYTES + _HOLDER_BYTES * view.size
         if self.bytes + of_view + size > self._bytes_max:
             self.clear()
             of_view = _ROW_BYTES + _HOLDER_BYTES * view.size
         if of_view + size <= self._bytes_max:
-            self._known.setdefault(view, {})[found] = counted
+            self._known.setdefault(view, {})[values] = counted
             self.bytes += of_view + size
 
 
@@ -111,16 +111,16 @@ def instances_in_tokens(rows: Mapping[str, Mapping[int, DynamoRank]], block_size
 
 
 def _by_ranks(ranks: Mapping[int, DynamoRank], block_size: int) -> dict[str, Any]:
-    found = {
+    rows = {
         str(rank): {"gpu": row.gpu * block_size, "cpu": row.cpu * block_size, "disk": row.disk * block_size}
         for rank, row in sorted(ranks.items())
     }
-    disk = max(row["disk"] for row in found.values())
+    disk = max(row["disk"] for row in rows.values())
     return {
         "longest_matched": disk,
-        "gpu": max(row["gpu"] for row in found.values()),
-        "dp": {rank: row["gpu"] for rank, row in found.items()},
-        "cpu": max(row["cpu"] for row in found.values()),
+        "gpu": max(row["gpu"] for row in rows.values()),
+        "dp": {rank: row["gpu"] for rank, row in rows.items()},
+        "cpu": max(row["cpu"] for row in rows.values()),
         "disk": disk,
-        "rank_matches": found,
+        "rank_matches": rows,
     }

@@ -134,7 +134,10 @@ def _by_path(operations: Sequence[Operation]) -> dict[str, Operation | Resource]
     several: dict[str, list[Operation]] = {}
     for operation in operations:
         several.setdefault(operation.path, []).append(operation)
-    return {path: each[0] if len(each) == 1 else Resource(each) for path, each in several.items()}
+    return {
+        path: operations_of_path[0] if len(operations_of_path) == 1 else Resource(operations_of_path)
+        for path, operations_of_path in several.items()
+    }
 
 
 class Shortcut:

@@ -73,8 +73,8 @@ class Conductor:
         # A group without instances may belong to a former tenant: groups outlive their registrations.
         if not counted.rows:
             seconds = self._settings.query_deadline_ms / 1000
-            known = Waiting(self._store.reader.is_tenant_known(group.tenant_id, deadline_seconds=seconds))
-            if not (yield known):
+            waiting = Waiting(self._store.reader.is_tenant_known(group.tenant_id, deadline_seconds=seconds))
+            if not (yield waiting):
                 return Answer(self._shaped({}, {}, body_format), headers={"X-Waymark-Note": _UNKNOWN})
         headers = PARTIAL if reading is not None and reading.is_partial else {}
         if reading is None or not reading.walk.view.size:
@@ -110,8 +110,10 @@ class Conductor:
         sizes = set() if table is None else {row.block_size for row in table.publishers.values()}
         if not sizes:
             return _UNKNOWN
-        known = ", ".join(map(str, sorted(sizes)[:_SIZES_MAX]))
-        return "" if block_size in sizes else f"no engine of this model has block_size {block_size}; they have {known}"
+        choices = ", ".join(map(str, sorted(sizes)[:_SIZES_MAX]))
+        return (
+            "" if block_size in sizes else f"no engine of this model has block_size {block_size}; they have {choices}"
+        )
 
 
 class _QueryFields(NamedTuple):
@@ -147,11 +149,12 @@ def _by_prompt(fields: dict[str, Any]) -> _QueryFields:
 
 def _by_hash(fields: dict[str, Any]) -> _QueryFields:
     request = QueryByHashRequest.of(fields)
-    other = next((name for name in ("token_ids", "prompt", "messages") if fields.get(name) is not None), None)
-    if other is not None:
+    other_field = next((name for name in ("token_ids", "prompt", "messages") if fields.get(name) is not None), None)
+    if other_field is not None:
         raise InvalidBody(
-            f"a request has one prompt, and this has seq_hashes and {other}; send {other} to /query, or leave it out",
-            field=other,
+            f"a request has one prompt, and this has seq_hashes and {other_field}; send {other_field} to /query, "
+            "or leave it out",
+            field=other_field,
         )
     return _validated(request)
 
@@ -173,12 +176,12 @@ class AddressTables:
         """Return a walk over the same values with addresses in place of instances. Engines without an address have no
         row.
         """
-        made = self._made.get(table.group)
-        if made is None or made[0] is not table:
+        cached = self._made.get(table.group)
+        if cached is None or cached[0] is not table:
             if len(self._made) >= _GROUPS_MAX:
                 self._made.clear()
-            made = self._made[table.group] = table, _by_address(table)
-        again = Walk(made[1].view(walk.view.block_size))
+            cached = self._made[table.group] = table, _by_address(table)
+        again = Walk(cached[1].view(walk.view.block_size))
         again.feed(walk.values)
         return again
 

@@ -79,16 +79,16 @@ class Contract:
 
 def statuses(operation: Operation) -> list[int]:
     """Return every status that an operation may answer with, its success first."""
-    found = {405, 500, *operation.doc.errors}
+    codes = {405, 500, *operation.doc.errors}
     if operation.has_body:
-        found |= {400, 413, 415}
+        codes |= {400, 413, 415}
         if operation.api == "dynamo":
-            found.add(422)
+            codes.add(422)
     if operation.access != "open":
-        found.add(401)
+        codes.add(401)
     if operation.doc.needs_redis:
-        found.add(503)
-    return [operation.doc.status, *sorted(found)]
+        codes.add(503)
+    return [operation.doc.status, *sorted(codes)]
 
 
 def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
@@ -135,9 +135,9 @@ def _is_request(part: Any) -> bool:
 
 def _add_spellings(schema: dict[str, Any], model: type[RequestBody]) -> None:
     for name in model.model_fields:
-        usual, *others = model.spellings(name)
-        if others:
-            schema["properties"][usual]["description"] += "; also accepted as " + ", ".join(others)
+        usual, *aliases = model.spellings(name)
+        if aliases:
+            schema["properties"][usual]["description"] += "; also accepted as " + ", ".join(aliases)
 
 
 def _allow_null(schema: dict[str, Any]) -> None:
@@ -181,7 +181,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
         headers = doc.headers if is_success else _HEADERS.get(status)
         if headers:
             answer["headers"] = {
-                name: {"description": told, "schema": {"type": "string"}} for name, told in headers.items()
+                name: {"description": sentence, "schema": {"type": "string"}} for name, sentence in headers.items()
             }
         described["responses"][str(status)] = answer
     return described
@@ -207,9 +207,9 @@ def _plain_content(doc: Doc, formats: Sequence[Format]) -> dict[str, Any]:
     """Return the content of an answer that has no model, by media type."""
     if doc.media_type != "application/json":
         return {doc.media_type: {}}
-    return {each.value.decode(): {} for each in formats}
+    return {body_format.value.decode(): {} for body_format in formats}
 
 
 def _content(model: type[BaseModel], formats: Sequence[Format]) -> dict[str, Any]:
     schema = {"$ref": _REF.format(model=model.__name__)}
-    return {each.value.decode(): {"schema": schema} for each in formats}
+    return {body_format.value.decode(): {"schema": schema} for body_format in formats}

@@ -67,9 +67,9 @@ def read_decision(model: type[T], fields: dict[str, Any], *, prefix_bytes: int) 
         key = bytes.fromhex(request.prefix_hash)
     elif request.messages is not None:
         key = prefix_key(request.model, request.messages, request.system, prefix_bytes=prefix_bytes)
-    given = None
+    values = None
     if isinstance(request, ScoreRequest) and request.candidates is not None:
-        given = _given(request.candidates)
+        values = _given(request.candidates)
     text = text_of(request.group, request, "prefix_hash")
     return DecisionBody(
         request,
@@ -82,7 +82,7 @@ def read_decision(model: type[T], fields: dict[str, Any], *, prefix_bytes: int) 
         key,
         text,
         request.items,
-        given,
+        values,
         _taking(request),
     )
 
@@ -106,32 +106,34 @@ def _given(candidates: list[dict[str, Any]]) -> dict[tuple[str, int], GivenValue
             reason="out_of_range",
             field="candidates",
         )
-    found: dict[tuple[str, int], GivenValues] = {}
+    result: dict[tuple[str, int], GivenValues] = {}
     for index, fields in enumerate(candidates):
         try:
-            said = GivenCandidate.of(fields)
+            candidate = GivenCandidate.of(fields)
         except InvalidValue as exc:
             raise InvalidBody(
                 f"candidates[{index}]: {exc.sentence}", reason=exc.reason, field="candidates", index=index
             ) from None
-        name = said.instance_id, said.dp_rank
-        if name in found:
+        name = candidate.instance_id, candidate.dp_rank
+        if name in result:
             raise InvalidBody(
-                f"candidates[{index}] is {shown(said.instance_id)}, rank {said.dp_rank}, which is listed before; "
-                "name each once",
+                f"candidates[{index}] is {shown(candidate.instance_id)}, rank {candidate.dp_rank}, which is listed "
+                "before; name each once",
                 field="candidates",
                 index=index,
             )
-        has_gauges = said.waiting is not None or said.running is not None or said.kv_usage is not None
-        gauges = Gauges(said.waiting or 0, said.running or 0, said.kv_usage or 0.0) if has_gauges else None
-        found[name] = GivenValues(said.tokens, said.requests, said.health, gauges)
-    return found
+        has_gauges = candidate.waiting is not None or candidate.running is not None or candidate.kv_usage is not None
+        gauges = (
+            Gauges(candidate.waiting or 0, candidate.running or 0, candidate.kv_usage or 0.0) if has_gauges else None
+        )
+        result[name] = GivenValues(candidate.tokens, candidate.requests, candidate.health, gauges)
+    return result
 
 
-def check_known(given: Mapping[tuple[str, int], GivenValues], known: Set[tuple[str, int]]) -> None:
+def check_known(values: Mapping[tuple[str, int], GivenValues], present: Set[tuple[str, int]]) -> None:
     """Raise ``InvalidBody`` unless every candidate that was named is a target."""
-    for index, (instance_id, dp_rank) in enumerate(given):
-        if (instance_id, dp_rank) not in known:
+    for index, (instance_id, dp_rank) in enumerate(values):
+        if (instance_id, dp_rank) not in present:
             raise InvalidBody(
                 f"candidates[{index}] is {shown(instance_id)}, rank {dp_rank}, which is no target of this model; "
                 "register it, or leave it out",
@@ -140,26 +142,26 @@ def check_known(given: Mapping[tuple[str, int], GivenValues], known: Set[tuple[s
             )
 
 
-def as_served(read: DecisionBody, served: ServedModel) -> DecisionBody:
-    adapter = read.adapter if served.adapter is None else served.adapter
-    if read.adapter not in (None, adapter):
+def as_served(body: DecisionBody, served: ServedModel) -> DecisionBody:
+    adapter = body.adapter if served.adapter is None else served.adapter
+    if body.adapter not in (None, adapter):
         raise InvalidBody(
-            f"model {shown(read.group.model_name)} is an adapter of {shown(served.group.model_name)}, and the request "
-            f"names the adapter {shown(read.adapter)}, too; send one of them",
+            f"model {shown(body.group.model_name)} is an adapter of {shown(served.group.model_name)}, and the request "
+            f"names the adapter {shown(body.adapter)}, too; send one of them",
             field="model",
         )
-    return read._replace(
+    return body._replace(
         group=served.group,
         adapter=adapter,
-        served_as=read.group.model_name,
-        namespace=namespace(adapter, read.request.salts),
-        text=None if read.text is None else read.text._replace(group=served.group),
+        served_as=body.group.model_name,
+        namespace=namespace(adapter, body.request.salts),
+        text=None if body.text is None else body.text._replace(group=served.group),
     )
 
 
-def select_request(read: DecisionBody) -> SelectRequest:
-    assert isinstance(read.request, SelectRequest)
-    return read.request
+def select_request(body: DecisionBody) -> SelectRequest:
+    assert isinstance(body.request, SelectRequest)
+    return body.request
 
 
 def _taking(request: ScoreRequest | SelectRequest) -> SelectParameters:
@@ -177,19 +179,19 @@ def _taking(request: ScoreRequest | SelectRequest) -> SelectParameters:
     )
 
 
-def asked_of(read: DecisionBody, policy: PolicyChoice, prompt: PromptOf) -> RankingRequest:
-    request = read.request
+def asked_of(body: DecisionBody, policy: PolicyChoice, prompt: PromptOf) -> RankingRequest:
+    request = body.request
     return RankingRequest(
-        group=read.group,
+        group=body.group,
         prompt=prompt,
         policy=policy,
         block_size=request.block_size,
-        prefix_key=read.prefix_key,
-        lora_name=read.adapter if isinstance(read.adapter, str) else None,
-        served_as=read.served_as,
-        session=read.session,
-        is_multimodal=bool(read.items) or _is_multimodal(request.messages),
-        given=read.given,
+        prefix_key=body.prefix_key,
+        lora_name=body.adapter if isinstance(body.adapter, str) else None,
+        served_as=body.served_as,
+        session=body.session,
+        is_multimodal=bool(body.items) or _is_multimodal(request.messages),
+        given=body.given,
     )
 
 
@@ -207,7 +209,7 @@ def keys_of_all(keys_of: KeysOf) -> PromptOf:
     """All keys of a prompt at once: speculative entries need the last ones."""
 
     def prompt(block_size: int) -> HashedPrompt:
-        found = keys_of(block_size)
-        return HashedPrompt(found.tokens, found.keys(found.blocks), ids=found.ids)
+        hashed = keys_of(block_size)
+        return HashedPrompt(hashed.tokens, hashed.keys(hashed.blocks), ids=hashed.ids)
 
     return prompt

@@ -75,22 +75,22 @@ class Decisions:
         self._select = partial(read_decision, SelectRequest, prefix_bytes=settings.prefix_bytes)
 
     async def score(self, body: Body) -> Answer | Paused:
-        read = await self._resolved(body.asked(self._score))
-        return await self._with_prompt(read, body, partial(self._scored, read))
+        decision_body = await self._resolved(body.asked(self._score))
+        return await self._with_prompt(decision_body, body, partial(self._scored, decision_body))
 
-    async def _scored(self, read: DecisionBody, ranking: RankingRequest) -> Answer:
+    async def _scored(self, decision_body: DecisionBody, ranking: RankingRequest) -> Answer:
         ranked = await self._selector.score(ranking)
         if ranked is None:
-            known: list[Scored] = []
+            candidates: list[Scored] = []
             prompt = ranking.prompt(ranking.block_size or 1)
             tokens, block_size, decision = prompt.tokens, ranking.block_size or 0, Decision.KV_AWARE
         else:
-            known, tokens, block_size = list(ranked.scored), ranked.tokens, ranked.block_size
+            candidates, tokens, block_size = list(ranked.scored), ranked.tokens, ranked.block_size
             decision = ranked.decision
-        if read.given is not None:
-            check_known(read.given, set() if ranked is None else ranked.there)
-        if read.request.by == "address":
-            known = best_by_address(known)
+        if decision_body.given is not None:
+            check_known(decision_body.given, set() if ranked is None else ranked.there)
+        if decision_body.request.by == "address":
+            candidates = best_by_address(candidates)
         is_cost = ranking.policy.preset is not None and ranking.policy.preset.is_cost
         return Answer(
             {
@@ -101,41 +101,42 @@ class Decisions:
                 "block_size": block_size,
                 "degraded": False,
                 "scores": [
-                    score_row(each, tokens, block_size, is_cost=is_cost, explain=read.request.explain) for each in known
+                    score_row(candidate, tokens, block_size, is_cost=is_cost, explain=decision_body.request.explain)
+                    for candidate in candidates
                 ],
             },
             headers={"X-Waymark-Partial": "true"} if ranked is not None and ranked.is_partial else {},
         )
 
     async def select(self, body: Body) -> Answer | Paused:
-        read = body.asked(self._select)
-        request = select_request(read)
+        decision_body = body.asked(self._select)
+        request = select_request(decision_body)
         await self._gate.check()
-        read = await self._resolved(read)
+        decision_body = await self._resolved(decision_body)
 
         async def selected(ranking: RankingRequest) -> Answer:
             try:
-                return select_answer(await self._selector.select(ranking, read.parameters), request)
+                return select_answer(await self._selector.select(ranking, decision_body.parameters), request)
             except UnknownModel as exc:
-                near = self._served.nearest(read.group)
-                meant = "" if near is None else f"; did you mean {shown(near)}?"
-                raise NotFound(f"{exc}{meant}") from None
+                near = self._served.nearest(decision_body.group)
+                suggestion = "" if near is None else f"; did you mean {shown(near)}?"
+                raise NotFound(f"{exc}{suggestion}") from None
 
-        return await self._with_prompt(read, body, selected)
+        return await self._with_prompt(decision_body, body, selected)
 
     async def select_without_redis(self, body: Body) -> Answer | Paused:
         """What ``/select`` answers while Redis is unavailable."""
-        read = body.asked(self._select)
-        request = select_request(read)
+        decision_body = body.asked(self._select)
+        request = select_request(decision_body)
         self._gate.check_latched()
-        served = self._served.at_hand(read.group)
-        read = read if served is None else as_served(read, served)
+        served = self._served.at_hand(decision_body.group)
+        decision_body = decision_body if served is None else as_served(decision_body, served)
 
         async def selected(ranking: RankingRequest) -> Answer:
-            return select_answer(self._selector.select_without_redis(ranking, read.parameters), request)
+            return select_answer(self._selector.select_without_redis(ranking, decision_body.parameters), request)
 
         # The prefix alone decides.
-        return await self._with_prompt(read, body, selected, is_sticky=True)
+        return await self._with_prompt(decision_body, body, selected, is_sticky=True)
 
     async def release(self, body: Body) -> Answer:
         request = ReleaseRequest.of(body.fields)
@@ -162,57 +163,59 @@ class Decisions:
                 reason="out_of_range",
                 field="reservations",
             )
-        found = []
+        parsed = []
         for index, text in enumerate(texts):
             field = "reservation" if request.reservation is not None else f"reservations[{index}]"
-            found += parse_reservations(text, field)
+            parsed += parse_reservations(text, field)
         part = {"prefill": ReservationPart.PREFILL, "renew": ReservationPart.RENEW}.get(
             request.part
         ) or ReservationPart(request.outcome)
-        own = found if body.caller.tenants is None else await self._own(found, body.caller)
+        own = parsed if body.caller.tenants is None else await self._own(parsed, body.caller)
         milliseconds = int(1000 * request.timeout_seconds)
-        released, gone = await self._selector.release(
+        released, missing = await self._selector.release(
             own, part, milliseconds=milliseconds, ttft_ms=request.ttft_ms, usage=usage
         )
-        return Answer({"released": released, "gone": gone + len(found) - len(own)})
+        return Answer({"released": released, "gone": missing + len(parsed) - len(own)})
 
     async def _own(self, reservations: Sequence[Reservation], caller: Caller) -> list[Reservation]:
         """The reservations in groups of a caller's tenants; to the caller, the others are gone."""
         groups = await self._store.directory.groups()
         own = {entry.group_id for group, entry in groups.items() if caller.has(group.tenant_id)}
-        return [each for each in reservations if each.group_id in own]
+        return [reservation for reservation in reservations if reservation.group_id in own]
 
     # ---- from bodies -------------------------------------------------------------------------------
 
-    async def _resolved(self, read: DecisionBody) -> DecisionBody:
+    async def _resolved(self, decision_body: DecisionBody) -> DecisionBody:
         """The body with the model and the adapter that its ``model`` means."""
-        served = await self._served.of(read.group)
-        return read if served is None else as_served(read, served)
+        served = await self._served.of(decision_body.group)
+        return decision_body if served is None else as_served(decision_body, served)
 
     async def _with_prompt(
         self,
-        read: DecisionBody,
+        decision_body: DecisionBody,
         body: Body,
         decide: Callable[[RankingRequest], Awaitable[Answer]],
         *,
         is_sticky: bool = False,
     ) -> Answer | Paused:
         """The decision about a prompt, once the prompt has tokens if the policy needs them."""
-        policy = read.policy or self._selector.default_policy
-        request, text = read.request, read.text
+        policy = decision_body.policy or self._selector.default_policy
+        request, text = decision_body.request, decision_body.text
         if text is not None and (text.field == "prompt" or not (is_sticky or policy.preset is PRESETS["sticky"])):
 
             async def resumed(tokens: SourcedTokens | None) -> Answer:
                 if tokens is None:
-                    return await decide(asked_of(self._keyed(read), policy, unread_prompt(self._estimate(request))))
-                keys_of = self._given.of_tokens(tokens.ids, read.namespace, tokens.items)
-                return await decide(asked_of(read, policy, keys_of_all(keys_of)))
+                    return await decide(
+                        asked_of(self._keyed(decision_body), policy, unread_prompt(self._estimate(request)))
+                    )
+                keys_of = self._given.of_tokens(tokens.ids, decision_body.namespace, tokens.items)
+                return await decide(asked_of(decision_body, policy, keys_of_all(keys_of)))
 
             return Paused(partial(self._tokens, text), resumed)
         if text is not None or request.prefix_hash is not None:
-            return await decide(asked_of(read, policy, no_prompt))
-        given = self._given.keys_of(type(request), body, read.namespace, read.items)
-        return await decide(asked_of(read, policy, keys_of_all(given)))
+            return await decide(asked_of(decision_body, policy, no_prompt))
+        given_keys = self._given.keys_of(type(request), body, decision_body.namespace, decision_body.items)
+        return await decide(asked_of(decision_body, policy, keys_of_all(given_keys)))
 
     async def _tokens(self, text: ModelPrompt) -> SourcedTokens | None:
         """Return the tokens of a text; None if nothing tokenizes it now, so that it is decided without them."""
@@ -230,13 +233,15 @@ class Decisions:
         self._without_tokens.labels(reason=reason).inc()
         return None
 
-    def _keyed(self, read: DecisionBody) -> DecisionBody:
+    def _keyed(self, decision_body: DecisionBody) -> DecisionBody:
         """Return the body with a prefix key; a text has one only if it is decided without tokens."""
-        request = read.request
-        if read.prefix_key is not None or request.prompt is None:
-            return read
-        said = [{"role": "user", "content": request.prompt}]
-        return read._replace(prefix_key=prefix_key(request.model, said, None, prefix_bytes=self._prefix_bytes))
+        request = decision_body.request
+        if decision_body.prefix_key is not None or request.prompt is None:
+            return decision_body
+        messages = [{"role": "user", "content": request.prompt}]
+        return decision_body._replace(
+            prefix_key=prefix_key(request.model, messages, None, prefix_bytes=self._prefix_bytes)
+        )
 
     def _estimate(self, request: ScoreRequest | SelectRequest) -> int:
         prompts = () if request.prompt is None else (request.prompt,)
@@ -246,7 +251,7 @@ class Decisions:
 def _check_usage(request: ReleaseRequest) -> None:
     """Raise InvalidBody if the usage cannot be that of one request that has ended."""
     names = ("cached_tokens", "prompt_tokens", "completion_tokens")
-    name = next(each for each in names if getattr(request, each) is not None)
+    name = next(candidate for candidate in names if getattr(request, candidate) is not None)
     if request.reservations is not None or request.part != "all" or request.outcome != "ok":
         raise InvalidBody(
             f"{name} needs exactly one reservation that has ended well; send it with reservation, part all and "
@@ -270,9 +275,9 @@ def _check_usage(request: ReleaseRequest) -> None:
 def best_by_address(scored: list[Scored]) -> list[Scored]:
     """The best of each address; targets without one are left out."""
     best: dict[str, Scored] = {}
-    for each in scored:
-        if each.candidate.address is not None:
-            best.setdefault(each.candidate.address, each)
+    for candidate in scored:
+        if candidate.candidate.address is not None:
+            best.setdefault(candidate.candidate.address, candidate)
     return list(best.values())
 
 
@@ -317,9 +322,11 @@ def select_answer(selected: SelectedTarget, request: SelectRequest) -> Answer:
     return Answer(
         {
             "target": row(selected.target),
-            "others": [name for each in selected.others if (name := _name(each, by_address=by_address)) is not None],
+            "others": [
+                name for candidate in selected.others if (name := _name(candidate, by_address=by_address)) is not None
+            ],
             "prefill": None if selected.prefill is None else row(selected.prefill),
-            "encode": [row(each) for each in selected.encode],
+            "encode": [row(candidate) for candidate in selected.encode],
             "policy": selected.policy.name,
             "decision": selected.decision.value,
             "degraded": selected.is_degraded,

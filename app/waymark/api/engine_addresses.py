@@ -25,11 +25,11 @@ class EngineAddresses:
         unavailable.
         """
         if monotonic() >= self._until:
-            known: dict[GroupName, list[str]] = {}
+            addresses: dict[GroupName, list[str]] = {}
             for registration in await self._directory.registrations():
                 if registration.target.address is not None and registration.scope == "instance":
-                    known.setdefault(registration.group, []).append(registration.target.address)
+                    addresses.setdefault(registration.group, []).append(registration.target.address)
             self._known.clear()
-            self._known.update(known)
+            self._known.update(addresses)
             self._until = monotonic() + _SECONDS
         return self._known.get(group, ())

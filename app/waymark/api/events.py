@@ -143,7 +143,7 @@ class Events:
         resolver = applier.resolver
         last_ids = {
             name.lasting: resolver.event_ids[holder]
-            for name, holder in sorted(resolver.holders.items(), key=lambda each: each[1])
+            for name, holder in sorted(resolver.holders.items(), key=lambda item: item[1])
             if holder in resolver.event_ids
         }
         fold: list[Incoming] = []

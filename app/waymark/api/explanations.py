@@ -49,11 +49,11 @@ class Explanations:
         text_of(request.group, request)
 
         async def inspected() -> dict[str, Any]:
-            found = await self._explain(request, body)
-            answer = as_json(found, top=request.top, instance_id=request.instance_id)
-            if found.holding is None:
+            explanation = await self._explain(request, body)
+            answer = as_json(explanation, top=request.top, instance_id=request.instance_id)
+            if explanation.holding is None:
                 return answer | {"keys": [], "rows": []}
-            block_keys, group = found.holding.keys, found.holding.group
+            block_keys, group = explanation.holding.keys, explanation.holding.group
             rows = [group.key_of(Place(key)) for key in block_keys[::PIECE_BLOCKS]]
             return answer | {"keys": [f"{key:016x}" for key in block_keys], "rows": rows}
 
@@ -81,8 +81,8 @@ class Explanations:
                 if isinstance(answer, Paused):  # its text has been tokenized for the explanation
                     answer = await answer.resume(await answer.work())
                 content = answer.content
-                told = orjson.loads(content) if isinstance(content, bytes) else dict(content)
-                return Answer(told | {"explanation": explanation}, answer.status, answer.headers)
+                answer_fields = orjson.loads(content) if isinstance(content, bytes) else dict(content)
+                return Answer(answer_fields | {"explanation": explanation}, answer.status, answer.headers)
 
             return Paused(work, resume)
 
@@ -138,8 +138,8 @@ class Explanations:
         text = text_of(request.group, request)
         tokens, seq_hashes, items = None, None, request.items
         if text is not None:
-            found = await self._tokenizer.tokens(text)
-            tokens, items = found.ids, found.items
+            sourced = await self._tokenizer.tokens(text)
+            tokens, items = sourced.ids, sourced.items
         elif body.fields.get("token_ids") is not None:
             tokens = body.numbers
             if tokens is None:

@@ -17,16 +17,16 @@ from waymark.domain.names import GroupName
 from waymark.store.query_reader import KeysOf, PromptKeys
 
 
-def text_of(group: GroupName, request: PromptFields, *others: str) -> ModelPrompt | None:
-    """The text or the messages of a body; None if its prompt is of another kind, one of ``others`` too.
+def text_of(group: GroupName, request: PromptFields, *further_kinds: str) -> ModelPrompt | None:
+    """The text or the messages of a body; None if its prompt is of another kind, one of ``further_kinds`` too.
 
     ``InvalidBody`` if it does not have exactly one prompt, or has ``features`` beside another than ``token_ids``.
     """
     kinds = ("token_ids", "seq_hashes")
-    given = [name for name in (*kinds, *others) if getattr(request, name) is not None]
+    present = [name for name in (*kinds, *further_kinds) if getattr(request, name) is not None]
     if request.features is not None and request.token_ids is None:
         raise InvalidBody("features need token_ids; send both", field="features")
-    return prompt_of(group, request, given, missing=", ".join((*kinds, "messages", *others)) + " or prompt")
+    return prompt_of(group, request, present, missing=", ".join((*kinds, "messages", *further_kinds)) + " or prompt")
 
 
 class GivenPrompts:
@@ -55,10 +55,10 @@ class GivenPrompts:
         if numbers is not None:
             return partial(_of_hashes, packed_hashes(numbers), namespace)
         field = model.spelling("seq_hashes", fields)
-        found = hashes(
+        seq_hashes = hashes(
             fields[field], field=field, max_tokens=self._max_tokens, may_hold_booleans=body.may_hold_booleans
         )
-        return partial(_of_hashes, found, namespace)
+        return partial(_of_hashes, seq_hashes, namespace)
 
     def of_tokens(self, tokens: bytes, namespace: int, items: PromptItems = ()) -> KeysOf:
         """The keys of token ids as little-endian u32."""

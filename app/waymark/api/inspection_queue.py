@@ -30,9 +30,9 @@ class InspectionQueue:
         is_unavailable: bool | None = None
         try:
             async with asyncio.timeout(self._seconds):
-                found = await work()
+                result = await work()
             is_unavailable = False
-            return found
+            return result
         except StoreUnavailable:
             is_unavailable = True
             raise

@@ -46,8 +46,8 @@ class Inspections:
         request = InspectBlockRequest.of(body.fields)
 
         async def work() -> dict[str, Any]:
-            found = await find_block(self._inspector, await self._groups(request), int(request.key, 16))
-            return {"rows": [asdict(each) for each in found]}
+            rows = await find_block(self._inspector, await self._groups(request), int(request.key, 16))
+            return {"rows": [asdict(row) for row in rows]}
 
         return self._paused(work)
 
@@ -56,8 +56,8 @@ class Inspections:
         request = InspectHolderRequest.of(body.fields)
 
         async def work() -> dict[str, Any]:
-            found = await find_holder(self._inspector, await self._groups(request), request.holder)
-            return {"holders": [asdict(each) for each in found]}
+            holders = await find_holder(self._inspector, await self._groups(request), request.holder)
+            return {"holders": [asdict(holder) for holder in holders]}
 
         return self._paused(work)
 

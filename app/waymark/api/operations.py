@@ -171,8 +171,8 @@ class Operation:
             try:
                 answer = await self._admitted(self._admission, self._handle, raw, body_format, path, caller)
                 if isinstance(answer, Paused):
-                    found = await answer.work()
-                    answer = await self._admitted(self._admission, answer.resume, found)
+                    result = await answer.work()
+                    answer = await self._admitted(self._admission, answer.resume, result)
                 assert isinstance(answer, Answer)  # a request pauses once
                 return answer, body_format
             except StoreUnavailable:
@@ -223,16 +223,18 @@ class Operation:
         doc = self.doc
         if not (doc.parameters or doc.request_headers or "{" in self.path):
             return None
-        sent = {name: value.decode("latin-1") for name, value in scope["headers"] if doc.request_headers}
-        headers = {name: sent[key] for name in doc.request_headers if (key := name.lower().encode()) in sent}
-        told = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+        header_values = {name: value.decode("latin-1") for name, value in scope["headers"] if doc.request_headers}
+        headers = {
+            name: header_values[key] for name in doc.request_headers if (key := name.lower().encode()) in header_values
+        }
+        query_values = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         named: Mapping[str, str] = scope.get("path_params", {})
-        return {name: told[name] for name in doc.parameters if name in told} | headers | dict(named)
+        return {name: query_values[name] for name in doc.parameters if name in query_values} | headers | dict(named)
 
     def _method_not_allowed(self, method: str) -> Answer:
-        sent = " or ".join(each for each in self.allowed if each != "HEAD")
+        methods = " or ".join(name for name in self.allowed if name != "HEAD")
         error = {
-            "error": f"{self.path} does not know {method[:16]}; send {sent}",
+            "error": f"{self.path} does not know {method[:16]}; send {methods}",
             "reason": "method_not_allowed",
         }
         return Answer(self._error(error), 405, {"Allow": ", ".join(self.allowed)})
@@ -264,8 +266,8 @@ def _long_list(path: str, model: type[BaseModel] | None, dependencies: Dependenc
     if model is None or not issubclass(model, RequestBody):
         return None
     names = [name for name in _LONG_LISTS if name in model.model_fields]
-    found, cache, count_max = None, dependencies.request_cache, dependencies.settings.max_tokens
+    long_list, cache, count_max = None, dependencies.request_cache, dependencies.settings.max_tokens
     for name in reversed(names if issubclass(model, PromptFields) else names[:1]):
         is_hashes = name not in ("token_ids", "tokens")
-        found = LongList(model.spellings(name), is_hashes, count_max, cache, path.encode(), found)
-    return found
+        long_list = LongList(model.spellings(name), is_hashes, count_max, cache, path.encode(), long_list)
+    return long_list

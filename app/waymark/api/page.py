@@ -47,10 +47,10 @@ class Page:
 
     async def file(self, body: Body) -> Answer:
         name = body.path["name"]
-        found = self._files.get(name)
-        if found is None:
+        page_file = self._files.get(name)
+        if page_file is None:
             raise NotFound(f"the page has no file {shown(name)}")
-        return Answer(found[0], media_type=found[1], headers=dict(HEADERS))
+        return Answer(page_file[0], media_type=page_file[1], headers=dict(HEADERS))
 
     async def root(self, _: Body) -> Answer:
         """Redirect to the page."""

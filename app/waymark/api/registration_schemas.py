@@ -64,10 +64,10 @@ KINDS = {kind.lower(): kind for kind in EngineKind} | {
 def _kind(value: Any) -> Any:
     if not isinstance(value, str):
         raise PydanticCustomError("invalid_type", "not a string")
-    found = KINDS.get(value.lower())
-    if found is None:
+    engine_kind = KINDS.get(value.lower())
+    if engine_kind is None:
         raise PydanticCustomError("invalid_value", "no such type")
-    return found
+    return engine_kind
 
 
 def _endpoint(value: Any) -> Any:
@@ -396,9 +396,9 @@ class RegisterByUrlRequest(_PublisherFields):
 
     def fields(self) -> dict[str, Any]:
         """The fields that the client gave, by their names in ``RegisterRequest``."""
-        given = self.model_dump(exclude_unset=True, exclude_none=True)
-        del given["url"]
-        return given
+        values = self.model_dump(exclude_unset=True, exclude_none=True)
+        del values["url"]
+        return values
 
 
 class AnyRegisterRequest(Root[RegisterRequest | RegisterByUrlRequest]):

@@ -41,18 +41,22 @@ _NO_EVENTS = (
 
 def _warnings(registrations: Sequence[Registration], *, is_by_url: bool = False) -> dict[str, list[str]]:
     """The field of an answer that says what a registration cannot do; absent where there is nothing to say."""
-    found = [_NO_REPAIR.format(shown(str(each.name))) for each in registrations if each.cannot_repair]
+    sentences = [
+        _NO_REPAIR.format(shown(str(registration.name))) for registration in registrations if registration.cannot_repair
+    ]
     if is_by_url and not registrations[0].kind.traits.tells_events:
-        found.append(_NO_EVENTS.format(" and ".join(shown(each.instance_id) for each in registrations)))
-    return {"warnings": found} if found else {}
+        sentences.append(
+            _NO_EVENTS.format(" and ".join(shown(registration.instance_id) for registration in registrations))
+        )
+    return {"warnings": sentences} if sentences else {}
 
 
 def registrations_of(fields: dict[str, Any], allowed: AllowedEndpoints) -> list[Registration]:
     """A registration for each socket that the fields of ``POST /register`` name; ``InvalidValue`` if one is unfit."""
-    found = RegisterRequest.of(fields).registrations()
-    for each in found[1:]:
-        allowed.check(each.endpoint, "medium_endpoints")
-    return [_checked(found[0], allowed), *found[1:]]
+    registrations = RegisterRequest.of(fields).registrations()
+    for further in registrations[1:]:
+        allowed.check(further.endpoint, "medium_endpoints")
+    return [_checked(registrations[0], allowed), *registrations[1:]]
 
 
 def registration_of(fields: dict[str, Any], allowed: AllowedEndpoints) -> Registration:
@@ -100,30 +104,30 @@ class Registrations:
         first = sockets[0]
         registered = await self._store.directory.registrations()
         # A socket with a topic is a registration by itself.
-        before = [each for each in registered if each.name.rank == first.name.rank and each.topic is None]
+        former = [entry for entry in registered if entry.name.rank == first.name.rank and entry.topic is None]
         if first.topic is not None:
-            before = []
-        if len(before) > 1 and {each.endpoint for each in before} == {each.endpoint for each in sockets}:
-            stays = {each.endpoint: each for each in before}
+            former = []
+        if len(former) > 1 and {entry.endpoint for entry in former} == {entry.endpoint for entry in sockets}:
+            stays = {entry.endpoint: entry for entry in former}
             target = {False: first.target, True: sockets[-1].target}
             sockets = [
                 replace(
                     first,
                     endpoint=endpoint,
-                    is_further=each.is_further,
-                    target=target[each.is_further],
+                    is_further=item.is_further,
+                    target=target[item.is_further],
                     # A replay is of the socket that it was registered with.
-                    replay_endpoint=each.replay_endpoint and first.replay_endpoint,
+                    replay_endpoint=item.replay_endpoint and first.replay_endpoint,
                 )
-                for endpoint, each in stays.items()
+                for endpoint, item in stays.items()
             ]
-        for each in sockets:
-            await self._store.registry.check(each)
-        for each in sockets:
-            await self._store.registry.register(each)
-        gone = {each.name for each in before if each.is_further} - {each.name for each in sockets}
-        if gone:
-            await self._store.registry.unregister(sorted(gone))
+        for socket in sockets:
+            await self._store.registry.check(socket)
+        for socket in sockets:
+            await self._store.registry.register(socket)
+        former_names = {entry.name for entry in former if entry.is_further} - {entry.name for entry in sockets}
+        if former_names:
+            await self._store.registry.unregister(sorted(former_names))
 
     async def _register_ranks(self, registrations: list[Registration]) -> Answer:
         """All ranks of an engine, or none of them where one contradicts what is registered."""
@@ -143,13 +147,13 @@ class Registrations:
                 "adapters": list(first.target.adapters),
                 "ranks": [
                     {
-                        "dp_rank": each.dp_rank,
-                        "endpoint": each.endpoint,
-                        "replay_endpoint": each.replay_endpoint,
-                        "snapshot_endpoint": each.snapshot_endpoint,
+                        "dp_rank": item.dp_rank,
+                        "endpoint": item.endpoint,
+                        "replay_endpoint": item.replay_endpoint,
+                        "snapshot_endpoint": item.snapshot_endpoint,
                     }
-                    for each in registrations
-                    if each.instance_id == first.instance_id
+                    for item in registrations
+                    if item.instance_id == first.instance_id
                 ],
                 **_warnings(registrations, is_by_url=True),
             }
@@ -159,7 +163,7 @@ class Registrations:
         """A new weight for each rank of an engine that requests are sent to."""
         request = WeightRequest.of(body.fields)
         # A further socket of a rank is no target: its weight stays 0.
-        names = [each.name for each in await self._named(request) if not each.is_further]
+        names = [registration.name for registration in await self._named(request) if not registration.is_further]
         changed = [name for name in names if await self._store.registry.set_weight(name, request.weight)]
         if not changed:
             raise _not_found(request)
@@ -170,10 +174,10 @@ class Registrations:
     async def repair(self, body: Body) -> Answer:
         """Ask the workers of an engine's streams, each of which sees the mark when it renews its lease."""
         request = RepairRequest.of(body.fields)
-        found = await self._named(request)
-        if not found:
+        registrations = await self._named(request)
+        if not registrations:
             raise _not_found(request)
-        able = [each.name for each in found if each.snapshot_endpoint is not None]
+        able = [registration.name for registration in registrations if registration.snapshot_endpoint is not None]
         if not able:
             raise Conflict(
                 f"instance_id {shown(request.instance_id)} has no snapshot_endpoint, so nobody can ask what it has; "
@@ -190,7 +194,7 @@ class Registrations:
 
     async def unregister(self, body: Body) -> Answer:
         request = UnregisterRequest.of(body.fields)
-        names = [each.name for each in await self._named(request)]
+        names = [registration.name for registration in await self._named(request)]
         if request.dp_rank is not None and not names:  # also where its claim cannot be read, which is said
             names = [PublisherName(request.instance_id, request.tenant_id or DEFAULT_TENANT, request.dp_rank)]
         removed = await self._store.registry.unregister(names) if names else []
@@ -203,11 +207,11 @@ class Registrations:
         """What is registered under the names of a request."""
         tenant_id = request.tenant_id or DEFAULT_TENANT
         return [
-            each
-            for each in await self._store.directory.registrations()
-            if each.instance_id == request.instance_id
-            and each.tenant_id == tenant_id
-            and request.dp_rank in (None, each.dp_rank)
+            registration
+            for registration in await self._store.directory.registrations()
+            if registration.instance_id == request.instance_id
+            and registration.tenant_id == tenant_id
+            and request.dp_rank in (None, registration.dp_rank)
         ]
 
 

@@ -82,9 +82,9 @@ class PromptTokenizer:
         request = TokenizeRequest.of(body.fields)
         asked = prompt_of(request.group, request, missing="prompt or messages")
         assert asked is not None  # a prompt of another kind has no field here
-        found = await self.tokens(asked)
-        ids = unpack_tokens(found.ids)
-        return Answer({"count": len(ids), "max_model_len": None, "tokens": ids, "source": found.source})
+        tokens = await self.tokens(asked)
+        ids = unpack_tokens(tokens.ids)
+        return Answer({"count": len(ids), "max_model_len": None, "tokens": ids, "source": tokens.source})
 
     async def detokenize(self, body: Body) -> Answer:
         request = DetokenizeRequest.of(body.fields)

@@ -120,9 +120,9 @@ class Applier:
 
         Raises Fenced, and StoreUnavailable if the applier is not patient.
         """
-        *others, last = _cut_at_clears(fold)
-        for some in others:
-            await self._apply_fold(some, None)
+        *first_folds, last = _cut_at_clears(fold)
+        for part_of_fold in first_folds:
+            await self._apply_fold(part_of_fold, None)
         await self._apply_fold(last, commit)
 
     async def _apply_fold(self, fold: Sequence[Incoming], commit: Commit | None) -> None:
@@ -198,13 +198,13 @@ class Applier:
             raise Fenced
         return group
 
-    async def keep_facts(self, told: Facts | None = None) -> None:
-        """Write the flags, the main KV-cache group, and the further facts in ``told`` into the record.
+    async def keep_facts(self, facts: Facts | None = None) -> None:
+        """Write the flags, the main KV-cache group, and the further facts in ``facts`` into the record.
 
         The next worker reads the flags and the main KV-cache group before it applies a batch.
         """
         if not self._is_staged:
-            await self.write({**self._facts, **(told or {})}, {})
+            await self.write({**self._facts, **(facts or {})}, {})
 
     @property
     def _facts(self) -> Facts:
@@ -226,13 +226,15 @@ class Applier:
         """Renew the lease for ``seconds``, and check that Redis has lost no writes. Raises Fenced."""
         self._lease_at = time.monotonic()
         await self.calls.accepted(lambda: self._store.leases.renew(self.grant, seconds))
-        others = range(1, self.grant.shards)
-        few = [others[(self._asked + i) % len(others)] for i in range(min(_SHARDS_ASKED, len(others)))]
+        other_shards = range(1, self.grant.shards)
+        few = [
+            other_shards[(self._asked + i) % len(other_shards)] for i in range(min(_SHARDS_ASKED, len(other_shards)))
+        ]
         self._asked += len(few)
-        lost = await self.calls.answered(lambda: self._store.index.has_lost(self.grant, [0, *few]))
-        if 0 in lost:
+        lost_shards = await self.calls.answered(lambda: self._store.index.has_lost(self.grant, [0, *few]))
+        if 0 in lost_shards:
             raise Fenced  # the record is on shard 0 and shows the same loss to the next applier
-        if lost:
+        if lost_shards:
             await self._lost()
 
     async def _hold(self) -> None:
@@ -272,20 +274,20 @@ class Applier:
         stored, applied = self.counters["blocks_stored"], self.counters["batches"]
         self.resolver.missing += batches * stored // max(1, applied)
 
-    async def begin(self, begun: Mapping[HolderName, Holder]) -> None:
+    async def begin(self, new_holders: Mapping[HolderName, Holder]) -> None:
         """Begin holders by their names; the resolver knows their ids afterwards. Raises Fenced."""
-        begin = [NewHolder(name, holder) for name, holder in begun.items()]
+        begin = [NewHolder(name, holder) for name, holder in new_holders.items()]
         if self._is_staged:
             ids = await self._stage(begin)
         else:
             ids = await self._change(unit="", is_restart=False, begin=begin)
-        self.resolver.begin(list(begun), ids)
+        self.resolver.begin(list(new_holders), ids)
 
     # ---- a life that readers do not see ------------------------------------------------------------
 
     async def _stage(self, begin: Sequence[NewHolder]) -> list[int]:
-        above, nonce = await self._above(), random_nonce()
-        ids = await self.calls.answered(lambda: self._store.records.stage(self.grant, begin, above, nonce))
+        highest, nonce = await self._above(), random_nonce()
+        ids = await self.calls.answered(lambda: self._store.records.stage(self.grant, begin, highest, nonce))
         if ids is None:
             raise Fenced
         self._staged += begin
@@ -310,10 +312,10 @@ class Applier:
 
     async def _change(self, *, unit: str, is_restart: bool, begin: Sequence[NewHolder]) -> list[int]:
         """End holders, or begin others, and return the ids of those begun. Redis makes a repeated change only once."""
-        above, nonce = await self._above(), random_nonce()
+        highest, nonce = await self._above(), random_nonce()
         ids = await self.calls.answered(
             lambda: self._store.records.new_life(
-                self.grant, unit=unit, is_restart=is_restart, begin=begin, above=above, nonce=nonce
+                self.grant, unit=unit, is_restart=is_restart, begin=begin, above=highest, nonce=nonce
             )
         )
         if ids is None:
@@ -324,10 +326,10 @@ class Applier:
         """Return the highest holder id on any shard. It is read again each time if other shards may have raised it."""
         if self.grant.shards == 1:
             return self.grant.above
-        above = await self.calls.answered(lambda: self._store.leases.highest_holder(self.grant))
-        if above is None:
+        highest = await self.calls.answered(lambda: self._store.leases.highest_holder(self.grant))
+        if highest is None:
             raise Fenced
-        return above
+        return highest
 
 
 def _cut_at_clears(fold: Sequence[Incoming]) -> list[Sequence[Incoming]]:
@@ -336,7 +338,7 @@ def _cut_at_clears(fold: Sequence[Incoming]) -> list[Sequence[Incoming]]:
     Blocks off the device are known by the device's blocks before the clear. A fold leaves those out, so they must be in
     a fold before it.
     """
-    starts = [i for i, each in enumerate(fold) if i and each.batch.clears_device]
+    starts = [i for i, incoming in enumerate(fold) if i and incoming.batch.clears_device]
     return [fold[start:end] for start, end in pairwise([0, *starts, len(fold)])]
 
 
@@ -355,12 +357,12 @@ def portions_of(parts: Sequence[Part], shards: int) -> list[Sequence[Part]]:
     if len(parts) < _PARTS and blocks_of(parts) <= _BLOCKS:
         return [parts]
     blocks_max = min(_BLOCKS * shards, _BLOCKS_MAX)
-    some = packed(parts)
-    if some is not None:
+    packed_parts = packed(parts)
+    if packed_parts is not None:
         ends = [0]
         while ends[-1] < len(parts):
-            ends.append(some.end(ends[-1], _PARTS, blocks_max))
-        return [some.cut(start, end) for start, end in pairwise(ends)]
+            ends.append(packed_parts.end(ends[-1], _PARTS, blocks_max))
+        return [packed_parts.cut(start, end) for start, end in pairwise(ends)]
     portions: list[Sequence[Part]] = []
     portion: list[Part] = []
     blocks = 0
@@ -413,9 +415,9 @@ class Bounding:
         now = time.monotonic()
         if generations.bounds.max_entries and (at_once or now - self._noted >= _NOTE_SECONDS):
             self._noted = now
-            before = generations.cut
+            old_cut = generations.cut
             await self._note()
-            if generations.cut != before:
+            if generations.cut != old_cut:
                 await self._end_over()
                 await self._note()
 

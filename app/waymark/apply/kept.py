@@ -49,12 +49,12 @@ class KeptMemories:
 
     def take(self, grant: Grant, state: StreamRecord) -> HeldBlocks | None:
         """Remove the memory of a publisher, and return it if it agrees with Redis. ``keep`` stores it again."""
-        kept = self._pop(grant)
-        if kept is None or kept.claim != grant.claim or kept.counter + 1 != grant.counter:
+        memory = self._pop(grant)
+        if memory is None or memory.claim != grant.claim or memory.counter + 1 != grant.counter:
             return None
-        if not _is_same(kept.state, state) or kept.calls != grant.calls:
+        if not _is_same(memory.state, state) or memory.calls != grant.calls:
             return None
-        return kept.memory
+        return memory.memory
 
     async def keep(self, grant: Grant, resolver: Resolver) -> None:
         """Keep the memory of ``resolver``.
@@ -82,17 +82,17 @@ class KeptMemories:
             self.bytes -= oldest.size
 
     def _pop(self, grant: Grant) -> _KeptMemory | None:
-        kept = self._kept.pop((grant.group_id, grant.publisher), None)
-        if kept is not None:
-            self.bytes -= kept.size
-        return kept
+        memory = self._kept.pop((grant.group_id, grant.publisher), None)
+        if memory is not None:
+            self.bytes -= memory.size
+        return memory
 
 
-def _is_same(before: StreamRecord, now: StreamRecord) -> bool:
+def _is_same(old: StreamRecord, now: StreamRecord) -> bool:
     """Return whether the record is unchanged since the memory was kept. Else Redis lost writes, or a new life began."""
-    if before.is_damaged or now.is_damaged:
+    if old.is_damaged or now.is_damaged:
         return False
-    return (before.life, before.holders, before.event_ids, before.flags) == (
+    return (old.life, old.holders, old.event_ids, old.flags) == (
         now.life,
         now.holders,
         now.event_ids,

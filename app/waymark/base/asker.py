@@ -66,12 +66,12 @@ class EngineKey:
         self._headers = {} if key is None else _bearer(key)
         self._hosts = hosts
         self._places = frozenset(map(place_of, urls))
-        self._own = [(AllowedEndpoints([host]), _bearer(each)) for host, each in keys.items()]
+        self._own = [(AllowedEndpoints([host]), _bearer(secret)) for host, secret in keys.items()]
 
     @classmethod
     def of(cls, settings: Settings, *, is_bounded: bool = True) -> EngineKey:
         key = None if settings.engine_api_key is None else settings.engine_api_key.get_secret_value()
-        keys = {host: each.get_secret_value() for host, each in settings.engine_keys.items()}
+        keys = {host: secret.get_secret_value() for host, secret in settings.engine_keys.items()}
         if not is_bounded:
             return cls(key, keys=keys)
         named = settings.engine_key_hosts or settings.allowed_endpoints
@@ -150,8 +150,10 @@ class Asker:
                 session.request(method, url, data=json, headers=headers, allow_redirects=False) as response,
             ):
                 if 300 <= response.status < 400:
-                    to = shown(response.headers.get("Location", ""))
-                    raise Unanswered(f"it redirects to {to}, and no redirect is followed; give the URL that answers")
+                    location = shown(response.headers.get("Location", ""))
+                    raise Unanswered(
+                        f"it redirects to {location}, and no redirect is followed; give the URL that answers"
+                    )
                 yield response
         except TimeoutError:
             raise Unanswered(f"it has not answered within {seconds:g} s") from None
@@ -244,14 +246,14 @@ def _reason(error: Exception) -> str:
         return str(error)
     # aiohttp's text speaks of its own TLS options, even without TLS.
     number = error.os_error.errno or 0
-    said = os.strerror(number) if number > 0 else error.os_error.strerror or str(error.os_error)
-    return f"no connection to {error.host} port {error.port}: {said}"
+    message = os.strerror(number) if number > 0 else error.os_error.strerror or str(error.os_error)
+    return f"no connection to {error.host} port {error.port}: {message}"
 
 
 async def in_pieces(body: bytes) -> AsyncIterator[bytes]:
     """Yield the pieces of an answer that take long to read, and give the loop back between them."""
-    for at in range(0, len(body), _PIECE_BYTES):
-        yield body[at : at + _PIECE_BYTES]
+    for start in range(0, len(body), _PIECE_BYTES):
+        yield body[start : start + _PIECE_BYTES]
         await asyncio.sleep(0)
 
 

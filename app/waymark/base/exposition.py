@@ -31,73 +31,73 @@ class Exposition(Collector):
 
 def registry(table: object) -> CollectorRegistry:
     """Return a registry of a table and of the process's own resources."""
-    found = CollectorRegistry()
-    found.register(Exposition(table))
-    ProcessCollector(registry=found)
-    return found
+    collectors = CollectorRegistry()
+    collectors.register(Exposition(table))
+    ProcessCollector(registry=collectors)
+    return collectors
 
 
-def render(found: CollectorRegistry) -> tuple[bytes, str]:
+def render(collectors: CollectorRegistry) -> tuple[bytes, str]:
     """Return the metrics of a registry as Prometheus text, and its content type."""
-    return generate_latest(found), CONTENT_TYPE_LATEST
+    return generate_latest(collectors), CONTENT_TYPE_LATEST
 
 
 def family(row: MetricRow[Any], instrument: Instrument | None = None) -> Metric:
     """Return one metric in the form of Prometheus; without an instrument, it has no samples."""
-    name, found = PREFIX + row.name, dict(_series(instrument))
+    name, samples = PREFIX + row.name, dict(_series(instrument))
     if row.kind == "histogram":
         histograms = HistogramMetricFamily(name, row.help, labels=row.labels)
         bounds = [*map(floatToGoString, row.buckets), "+Inf"]
-        for values, series in found.items():
+        for values, series in samples.items():
             counted = list(zip(bounds, accumulate(series.seen), strict=True))
             histograms.add_metric(values, counted, series.sum)
         return histograms
     kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
-    other = kind(name, row.help, labels=row.labels)
-    for values, series in found.items():
-        other.add_metric(values, series.value)
-    return other
+    empty = kind(name, row.help, labels=row.labels)
+    for values, series in samples.items():
+        empty.add_metric(values, series.value)
+    return empty
 
 
 def renamed(
-    found: Metric, name: str, help: str, labels: Callable[[Mapping[str, str]], Mapping[str, str] | None]
+    metric: Metric, name: str, help: str, labels: Callable[[Mapping[str, str]], Mapping[str, str] | None]
 ) -> Metric:
     """Return a metric under another name and with other labels.
 
     ``labels`` returns the new labels of a sample, or None to leave it out. Samples of equal labels are added up.
     """
-    other = Metric(name, help, found.type)
+    result = Metric(name, help, metric.type)
     sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-    for sample in found.samples:
-        given = labels(sample.labels)
-        if given is not None:
-            key = name + sample.name.removeprefix(found.name), tuple(given.items())
+    for sample in metric.samples:
+        new_labels = labels(sample.labels)
+        if new_labels is not None:
+            key = name + sample.name.removeprefix(metric.name), tuple(new_labels.items())
             sums[key] = sums.get(key, 0.0) + sample.value
     for (full_name, values), number in sums.items():
-        other.add_sample(full_name, dict(values), number)
-    return other
+        result.add_sample(full_name, dict(values), number)
+    return result
 
 
 def gauges(name: str, help: str, numbers: Mapping[str, float] | float, label: str = "") -> Metric:
     """Return a gauge: one number, or one for each value of ``label``."""
-    found = GaugeMetricFamily(name, help, labels=[label] if label else [])
+    metric = GaugeMetricFamily(name, help, labels=[label] if label else [])
     for value, number in numbers.items() if isinstance(numbers, Mapping) else [("", numbers)]:
-        found.add_metric([value] if label else [], number)
-    return found
+        metric.add_metric([value] if label else [], number)
+    return metric
 
 
-def text_of(found: Iterable[Metric]) -> bytes:
+def text_of(metrics: Iterable[Metric]) -> bytes:
     """Return metrics without a registry as Prometheus text."""
-    other = CollectorRegistry()
-    other.register(_Given(list(found)))
-    return generate_latest(other)
+    collectors = CollectorRegistry()
+    collectors.register(_Given(list(metrics)))
+    return generate_latest(collectors)
 
 
 class _Given(Collector):
     """A collector of existing metrics."""
 
-    def __init__(self, found: list[Metric]) -> None:
-        self._found = found
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._found = metrics
 
     def collect(self) -> Iterable[Metric]:
         return self._found

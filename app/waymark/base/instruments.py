@@ -92,9 +92,9 @@ class Labelled(Generic[Series]):
     def labels(self, **values: object) -> Series:
         """Return the series of these values. Raise ``ValueError`` if the names are not exactly the metric's labels."""
         if tuple(values) == self._names:  # mostly so, and the values are text
-            found = self.series.get(tuple(values.values()))  # type: ignore[arg-type]
-            if found is not None:
-                return found
+            known_series = self.series.get(tuple(values.values()))  # type: ignore[arg-type]
+            if known_series is not None:
+                return known_series
         try:
             key = tuple([str(values[name]) for name in self._names])
         except KeyError:
@@ -211,14 +211,14 @@ def table(declared: type[C]) -> type[C]:
 
     An attribute that the class has too is found more slowly on an instance.
     """
-    found = [row for row in vars(declared).values() if isinstance(row, MetricRow)]
-    for row in found:
+    declared_rows = [row for row in vars(declared).values() if isinstance(row, MetricRow)]
+    for row in declared_rows:
         delattr(declared, row.name)
-    setattr(declared, _ROWS, tuple(found))
+    setattr(declared, _ROWS, tuple(declared_rows))
     return declared
 
 
 def rows(table: type[object]) -> tuple[MetricRow[Any], ...]:
     """Return the lines of a table, in their order."""
-    found: tuple[MetricRow[Any], ...] = getattr(table, _ROWS)
-    return found
+    declared_rows: tuple[MetricRow[Any], ...] = getattr(table, _ROWS)
+    return declared_rows

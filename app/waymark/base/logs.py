@@ -42,8 +42,8 @@ def failure(error: BaseException) -> dict[str, object]:
     Its text is left out: it may contain a client's text.
     """
     frames = reversed(traceback.extract_tb(error.__traceback__)[-_FRAMES_MAX:])
-    at = " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)
-    return {"error": type(error).__name__, "at": at}
+    places = " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)
+    return {"error": type(error).__name__, "at": places}
 
 
 def configure(level: str, log_format: Literal["text", "json"], stream: TextIO | None = None) -> None:

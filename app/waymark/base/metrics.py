@@ -355,20 +355,20 @@ class Metrics:
         """
         return self._label(name, self._backends)
 
-    def _label(self, name: str, given: set[str]) -> str:
-        if name not in given:
-            if len(given) >= self._models_max:
+    def _label(self, name: str, labels: set[str]) -> str:
+        if name not in labels:
+            if len(labels) >= self._models_max:
                 return OTHER_MODELS
-            given.add(name)
+            labels.add(name)
         return name
 
     def backends(self, numbers: Iterable[tuple[str, float]]) -> dict[tuple[str, ...], float]:
         """Return the numbers of instances as series, added up by name; those beyond ``models_max`` become ``other``."""
-        found: dict[tuple[str, ...], float] = {}
+        sums: dict[tuple[str, ...], float] = {}
         for name, number in numbers:
-            label = (name,) if (name,) in found or len(found) < self._models_max else (OTHER_MODELS,)
-            found[label] = found.get(label, 0.0) + number
-        return found
+            label = (name,) if (name,) in sums or len(sums) < self._models_max else (OTHER_MODELS,)
+            sums[label] = sums.get(label, 0.0) + number
+        return sums
 
     @staticmethod
     def markdown_table() -> str:

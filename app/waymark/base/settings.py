@@ -88,26 +88,26 @@ def _split_keys(text: Any) -> Any:
     """``HOST=KEY,HOST=KEY`` as a dict. No error shows a part: it may be a key."""
     if not isinstance(text, str):
         return text
-    found: dict[str, str] = {}
+    keys: dict[str, str] = {}
     for number, part in enumerate(_split(text), 1):
         host, _, key = part.partition("=")
-        if not host or not re.fullmatch(r"[!-~]+", key) or host in found:
+        if not host or not re.fullmatch(r"[!-~]+", key) or host in keys:
             raise ValueError(f"entry {number} is not HOST=KEY with a host named once and a key of printable ASCII")
-        found[host] = key
-    return found
+        keys[host] = key
+    return keys
 
 
 def _split_names(text: Any) -> Any:
     """``ALIAS=NAME,ALIAS=NAME`` as a dict."""
     if not isinstance(text, str):
         return text
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for part in _split(text):
         alias, _, name = (piece.strip() for piece in part.partition("="))
-        if not alias or not name or alias in found:
+        if not alias or not name or alias in names:
             raise ValueError(f"{shown(part)} is not ALIAS=NAME with an alias given once")
-        found[alias] = name
-    return found
+        names[alias] = name
+    return names
 
 
 def _parsed_sources(text: Any) -> Any:
@@ -518,22 +518,22 @@ class Settings(BaseModel):
         Raise ``SettingsError``, one line for each wrong or unknown variable.
         """
         environ = os.environ if environ is None else environ
-        given = {
+        variables = {
             name: value
             for name, value in environ.items()
             if name.upper().startswith(PREFIX) and name != CLIENT_URL and not _is_service_link(name, value)
         }
-        if not given.get(_MIN_WORKERS) and environ.get(_DYNAMO_MIN_WORKERS):
-            given[_MIN_WORKERS] = environ[_DYNAMO_MIN_WORKERS]
-        complaints = [_unknown(name) for name in sorted(given) if name not in _FIELDS]
+        if not variables.get(_MIN_WORKERS) and environ.get(_DYNAMO_MIN_WORKERS):
+            variables[_MIN_WORKERS] = environ[_DYNAMO_MIN_WORKERS]
+        complaints = [_unknown(name) for name in sorted(variables) if name not in _FIELDS]
         # A token may not be empty: a secret that did not arrive must not open the door.
         values = {
-            _FIELDS[name]: value for name, value in given.items() if name in _FIELDS and (value or name in _TOKENS)
+            _FIELDS[name]: value for name, value in variables.items() if name in _FIELDS and (value or name in _TOKENS)
         }
         try:
             settings = cls.model_validate(values)
         except ValidationError as exc:
-            complaints += [_wrong(error, given) for error in exc.errors(include_url=False, include_input=False)]
+            complaints += [_wrong(error, variables) for error in exc.errors(include_url=False, include_input=False)]
         if complaints:
             raise SettingsError("\n".join(complaints))
         return settings
@@ -567,24 +567,24 @@ def _is_service_link(name: str, value: str) -> bool:
 
 
 def _unknown(name: str) -> str:
-    known = [variable.removeprefix(PREFIX) for variable in _FIELDS]
-    near = difflib.get_close_matches(name.upper().removeprefix(PREFIX), known, n=1)
+    names = [variable.removeprefix(PREFIX) for variable in _FIELDS]
+    near = difflib.get_close_matches(name.upper().removeprefix(PREFIX), names, n=1)
     return f"{name} is not a setting: " + (
         f"did you mean {PREFIX}{near[0]}?" if near else "take it out of the environment."
     )
 
 
-def _wrong(error: Any, given: Mapping[str, str]) -> str:
-    """Return one sentence for one complaint of pydantic's; ``given`` is our part of the environment."""
+def _wrong(error: Any, variables: Mapping[str, str]) -> str:
+    """Return one sentence for one complaint of pydantic's; ``variables`` is our part of the environment."""
     reason = str(error["msg"]).removeprefix("Value error, ")
     if not error["loc"]:
         return reason
     variable = PREFIX + str(error["loc"][0]).upper()
     field = Settings.model_fields[_FIELDS[variable]]
-    value = given[variable]
-    said = "not usable" if _is_secret(field) else shown(hide_password(value))
+    value = variables[variable]
+    text = "not usable" if _is_secret(field) else shown(hide_password(value))
     return (
-        f"{variable} is {said}: {reason[:1].lower()}{reason[1:]}."
+        f"{variable} is {text}: {reason[:1].lower()}{reason[1:]}."
         f" Expected: {type_text(field)}; left out, it is {default_text(field)}."
     )
 

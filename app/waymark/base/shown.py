@@ -60,9 +60,9 @@ def _quoted(text: str) -> str:
 def _cut(text: str) -> str:
     """Return as much of the beginning of a text as there is room for."""
     end = f'..." ({len(text)} characters)'
-    kept = text[: SHOWN_MAX - len(end) - 1]
-    while len(quoted := _quoted(kept)[:-1] + end) > SHOWN_MAX:
-        kept = kept[:-1]
+    beginning = text[: SHOWN_MAX - len(end) - 1]
+    while len(quoted := _quoted(beginning)[:-1] + end) > SHOWN_MAX:
+        beginning = beginning[:-1]
     return quoted
 
 

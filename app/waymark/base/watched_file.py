@@ -61,7 +61,7 @@ class WatchedFile(Generic[T]):
 
     def _stat(self) -> tuple[int, int, int] | None:
         try:
-            found = os.stat(self._path)
+            status = os.stat(self._path)
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        return status.st_mtime_ns, status.st_size, status.st_ino

@@ -33,9 +33,9 @@ def for_template(
 
     Raise ``InvalidValue`` on ``messages`` with the index of a wrong one, or on ``system``.
     """
-    shown = [_message(message, index, takes_parts=takes_parts, mark=mark) for index, message in enumerate(messages)]
-    first = [_message(each, None, takes_parts=takes_parts) for each in as_message(system)]
-    return first + shown
+    converted = [_message(message, index, takes_parts=takes_parts, mark=mark) for index, message in enumerate(messages)]
+    first = [_message(message_of_system, None, takes_parts=takes_parts) for message_of_system in as_message(system)]
+    return first + converted
 
 
 def tools_for_template(tools: Sequence[Any]) -> list[Any]:
@@ -52,14 +52,16 @@ def _tool(tool: Any) -> Any:
     if not isinstance(function, Mapping):
         return tool
     later = tool.get("defer_loading")
-    shown = {name: function.get(name) for name in ("name", "description", "parameters", "strict", "defer_loading")}
-    if shown["defer_loading"] is None:
-        shown["defer_loading"] = later
+    function_fields = {
+        name: function.get(name) for name in ("name", "description", "parameters", "strict", "defer_loading")
+    }
+    if function_fields["defer_loading"] is None:
+        function_fields["defer_loading"] = later
     for name in ("strict", "defer_loading"):
-        if shown[name] is None:
-            del shown[name]
-    found = {"type": tool.get("type", "function"), "function": shown}
-    return found if later is None else found | {"defer_loading": later}
+        if function_fields[name] is None:
+            del function_fields[name]
+    result = {"type": tool.get("type", "function"), "function": function_fields}
+    return result if later is None else result | {"defer_loading": later}
 
 
 def as_message(system: Any) -> list[dict[str, Any]]:
@@ -69,35 +71,35 @@ def as_message(system: Any) -> list[dict[str, Any]]:
 
 def _message(message: Any, index: int | None, *, takes_parts: bool, mark: str | None = None) -> dict[str, Any]:
     role = role_of(message, index)
-    given = message.get("content")
-    if isinstance(given, str) and len(message) == 2:  # most messages
-        return {"role": role, "content": [{"type": "text", "text": given}] if takes_parts else given}
-    found = [] if isinstance(given, str) else list(parts_of(given, index, has_media=mark is not None))
-    if isinstance(given, str):
-        content: Any = [{"type": "text", "text": given}] if takes_parts else given
+    source = message.get("content")
+    if isinstance(source, str) and len(message) == 2:  # most messages
+        return {"role": role, "content": [{"type": "text", "text": source}] if takes_parts else source}
+    source_parts = [] if isinstance(source, str) else list(parts_of(source, index, has_media=mark is not None))
+    if isinstance(source, str):
+        content: Any = [{"type": "text", "text": source}] if takes_parts else source
     elif takes_parts:
         content = [
             {"type": kind}
             if kind != "text" and not mark
             else {"type": "text", "text": text if kind == "text" else mark}
-            for kind, text in found
+            for kind, text in source_parts
         ]
     else:
-        marks = [mark or "" for kind, _ in found if kind != "text"]
-        content = "\n".join(marks + [text for kind, text in found if kind == "text"])
-    shown: dict[str, Any] = {"role": role, "content": content}
+        marks = [mark or "" for kind, _ in source_parts if kind != "text"]
+        content = "\n".join(marks + [text for kind, text in source_parts if kind == "text"])
+    result: dict[str, Any] = {"role": role, "content": content}
     if role == "assistant":
         calls = message.get("tool_calls")
         if calls:
-            shown["tool_calls"] = [_call(call, index) for call in listed(calls, index)]
+            result["tool_calls"] = [_call(call, index) for call in listed(calls, index)]
         reasoning = message.get("reasoning") or message.get("reasoning_content")
         if isinstance(reasoning, str):
-            shown |= {"reasoning": reasoning, "reasoning_content": reasoning}
+            result |= {"reasoning": reasoning, "reasoning_content": reasoning}
     elif role == "tool" and "tool_call_id" in message:
-        shown["tool_call_id"] = message["tool_call_id"]
+        result["tool_call_id"] = message["tool_call_id"]
     if isinstance(message.get("name"), str):
-        shown["name"] = message["name"]
-    return shown
+        result["name"] = message["name"]
+    return result
 
 
 def role_of(message: Any, index: int | None) -> str:
@@ -167,13 +169,16 @@ def _call(call: Any, index: int | None) -> Any:
     function = function_of(call, index)
     arguments = arguments_of(function, index)
     # In the order in which vLLM has read them: a template may write them as JSON.
-    said = {"arguments": {} if arguments is None else arguments, "name": function.get("name")}
-    shown = {"id": call.get("id"), "function": said | {name: function[name] for name in function if name not in said}}
-    shown = {name: value for name, value in shown.items() if value is not None}
-    return shown | {name: call[name] for name in call if name not in shown}
+    function_fields = {"arguments": {} if arguments is None else arguments, "name": function.get("name")}
+    result = {
+        "id": call.get("id"),
+        "function": function_fields | {name: function[name] for name in function if name not in function_fields},
+    }
+    result = {name: value for name, value in result.items() if value is not None}
+    return result | {name: call[name] for name in call if name not in result}
 
 
-def _unfit(index: int | None, what: str, way_out: str) -> InvalidValue:
+def _unfit(index: int | None, problem: str, way_out: str) -> InvalidValue:
     if index is None:
-        return InvalidValue(f"system {what}; {way_out}", field="system")
-    return InvalidValue(f"messages[{index}] {what}; {way_out}", field="messages", index=index)
+        return InvalidValue(f"system {problem}; {way_out}", field="system")
+    return InvalidValue(f"messages[{index}] {problem}; {way_out}", field="messages", index=index)

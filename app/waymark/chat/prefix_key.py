@@ -100,12 +100,12 @@ def is_cacheable(fields: Mapping[str, Any]) -> bool:
 
 def telling_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
     """Return the headers that may change an answer; a name that occurs twice has all values in their order."""
-    told = [
+    pairs = [
         (name.decode("latin-1"), value.decode("latin-1"))
         for name, value in headers
         if name not in _NEUTRAL_HEADERS and not name.startswith(_NEUTRAL_HEADERS_BEGIN)
     ]
-    return sorted(told, key=itemgetter(0))
+    return sorted(pairs, key=itemgetter(0))
 
 
 def as_written(body: bytes) -> str:
@@ -119,8 +119,8 @@ def cache_key(path: str, tenant_id: str, fields: Mapping[str, Any], *more: Any) 
     """Return a key of 32 bytes. ``more`` is anything besides the fields that changes an answer, such as headers; any
     JSON.
     """
-    said = {name: value for name, value in fields.items() if name not in _NEUTRAL}
-    if said.get("temperature") is None:
-        said.pop("temperature", None)
+    values = {name: value for name, value in fields.items() if name not in _NEUTRAL}
+    if values.get("temperature") is None:
+        values.pop("temperature", None)
     # `json` would take ten times as long, and hold everybody else with millions of token ids.
-    return sha256(orjson.dumps([path, tenant_id, said, more], option=orjson.OPT_SORT_KEYS)).digest()
+    return sha256(orjson.dumps([path, tenant_id, values, more], option=orjson.OPT_SORT_KEYS)).digest()

@@ -29,7 +29,7 @@ class Truncation(NamedTuple):
     """-1: as many as the model takes, and so all of a prompt that it accepts."""
     side: Literal["left", "right"] | None = None
 
-    def cut(self, ids: bytes, before: bytes, behind: bytes) -> bytes:
+    def cut(self, ids: bytes, beginning: bytes, ending: bytes) -> bytes:
         """Return the kept part of packed ids, which begin and end with those added by the tokenizer.
 
         Raise ``InvalidValue`` if even these are too many.
@@ -42,15 +42,15 @@ class Truncation(NamedTuple):
         if self.side is not None:
             return ids[:keep] if self.side == "right" else ids[len(ids) - keep :]
         # A tokenizer that cuts keeps its own additions, and cuts the ids between them.
-        room = keep - len(before) - len(behind)
+        room = keep - len(beginning) - len(ending)
         if room < 0:
             raise InvalidValue(
                 f"truncate_prompt_tokens is {self.keep}, fewer than the special tokens that are added; send more, or "
                 "add_special_tokens as false",
                 field="truncate_prompt_tokens",
             )
-        text = ids[len(before) : len(ids) - len(behind)]
-        return before + text[len(text) - room :] + behind
+        text = ids[len(beginning) : len(ids) - len(ending)]
+        return beginning + text[len(text) - room :] + ending
 
 
 def truncation_of(fields: Mapping[str, Any]) -> Truncation | None:
@@ -149,7 +149,7 @@ def read_request(path: str, fields: Any) -> InferenceRequest:
     form = form_of(path)
     salt = fields.get("cache_salt")
     copies = fields.get("n")
-    said: dict[str, Any] = {
+    values: dict[str, Any] = {
         "model": model,
         "form": form,
         "cache_salt": salt if isinstance(salt, str) and salt else None,
@@ -158,11 +158,11 @@ def read_request(path: str, fields: Any) -> InferenceRequest:
         "copies": copies if type(copies) is int and copies > 0 else 1,
     }
     if form in (Form.CHAT, Form.MESSAGES, Form.RESPONSES):
-        said |= _chat(form, fields)
+        values |= _chat(form, fields)
     elif form is not None:
-        said["prompts"] = _prompts(fields.get("prompt" if form is Form.COMPLETIONS else "input"))
-        said["add_special_tokens"] = _flag(fields, "add_special_tokens", None)
-    return InferenceRequest(**said)
+        values["prompts"] = _prompts(fields.get("prompt" if form is Form.COMPLETIONS else "input"))
+        values["add_special_tokens"] = _flag(fields, "add_special_tokens", None)
+    return InferenceRequest(**values)
 
 
 def _chat(form: Form, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _chat(form: Form, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "messages": messages if isinstance(messages, list) else [],
         "system": system,
-        "tools": [_tool(each, form) for each in tools] if isinstance(tools, list) and tools else None,
+        "tools": [_tool(tool, form) for tool in tools] if isinstance(tools, list) and tools else None,
         "template_kwargs": kwargs if isinstance(kwargs, Mapping) else {},
         "add_generation_prompt": _flag(fields, "add_generation_prompt", True),
         "continue_final_message": _flag(fields, "continue_final_message", False),
@@ -201,7 +201,7 @@ def _prompts(value: Any) -> Sequence[str | Sequence[int]]:
         return ()
     if type(value[0]) is int:
         return (value,)
-    return tuple(each for each in value if isinstance(each, str | list))
+    return tuple(prompt for prompt in value if isinstance(prompt, str | list))
 
 
 def _flag(fields: Mapping[str, Any], name: str, default: Any) -> Any:

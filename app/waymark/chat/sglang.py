@@ -21,8 +21,10 @@ def for_template(
     messages: Sequence[Any], system: Any = None, *, takes_parts: bool, mark: str | None = None
 ) -> list[dict[str, Any]]:
     """Return the messages for a template, with the parameters and errors of ``openai.for_template``."""
-    shown = [_message(message, index, takes_parts=takes_parts, mark=mark) for index, message in enumerate(messages)]
-    return [_message(each, None, takes_parts=takes_parts) for each in as_message(system)] + shown
+    converted = [_message(message, index, takes_parts=takes_parts, mark=mark) for index, message in enumerate(messages)]
+    return [
+        _message(message_of_system, None, takes_parts=takes_parts) for message_of_system in as_message(system)
+    ] + converted
 
 
 def tools_for_template(tools: Sequence[Any]) -> list[Any]:
@@ -35,9 +37,9 @@ def functions_for_template(tools: Sequence[Any]) -> list[Any]:
     return [tool["function"] if isinstance(tool, Mapping) and "function" in tool else tool for tool in tools]
 
 
-def last_answer(shown: Sequence[Mapping[str, Any]]) -> str | None:
+def last_answer(messages: Sequence[Mapping[str, Any]]) -> str | None:
     """Return the text of the last message if it is the assistant's."""
-    content = shown[-1]["content"] if shown and shown[-1]["role"] == "assistant" else None
+    content = messages[-1]["content"] if messages and messages[-1]["role"] == "assistant" else None
     return content if isinstance(content, str) else None
 
 
@@ -46,36 +48,36 @@ def _message(message: Any, index: int | None, *, takes_parts: bool, mark: str | 
     content = _content(message.get("content"), index, takes_parts=takes_parts and role != "tool", mark=mark)
     if role == "user":
         return {"role": role, "content": content}
-    shown: dict[str, Any] = {"role": role.lower(), "content": content}
-    shown |= {name: message[name] for name in _TEXTS if isinstance(message.get(name), str)}
+    result: dict[str, Any] = {"role": role.lower(), "content": content}
+    result |= {name: message[name] for name in _TEXTS if isinstance(message.get(name), str)}
     calls = message.get("tool_calls")
     if calls is not None:
-        is_read = shown["role"] == "assistant"
-        shown["tool_calls"] = [_call(call, index, is_read=is_read) for call in listed(calls, index)]
-    return shown
+        is_read = result["role"] == "assistant"
+        result["tool_calls"] = [_call(call, index, is_read=is_read) for call in listed(calls, index)]
+    return result
 
 
-def _content(given: Any, index: int | None, *, takes_parts: bool, mark: str | None) -> Any:
-    if isinstance(given, str):
-        return given
-    if isinstance(given, list):
-        given = [part for part in given if not (isinstance(part, Mapping) and part.get("type") in _LEFT_OUT)]
-    found = list(parts_of(given, index, has_media=mark is not None))
-    if takes_parts and given is not None:
+def _content(source: Any, index: int | None, *, takes_parts: bool, mark: str | None) -> Any:
+    if isinstance(source, str):
+        return source
+    if isinstance(source, list):
+        source = [part for part in source if not (isinstance(part, Mapping) and part.get("type") in _LEFT_OUT)]
+    source_parts = list(parts_of(source, index, has_media=mark is not None))
+    if takes_parts and source is not None:
         return [
             {"type": kind}
             if kind != "text" and not mark
             else {"type": "text", "text": text if kind == "text" else mark}
-            for kind, text in found
+            for kind, text in source_parts
         ]
-    return " ".join(text if kind == "text" else mark or "" for kind, text in found)
+    return " ".join(text if kind == "text" else mark or "" for kind, text in source_parts)
 
 
 def _call(call: Any, index: int | None, *, is_read: bool) -> dict[str, Any]:
     function = function_of(call, index)
     arguments = arguments_of(function, index) if is_read else function.get("arguments")
-    said = {"name": function.get("name"), "arguments": arguments}
-    return {"id": call.get("id"), "index": call.get("index"), "type": "function", "function": said}
+    function_fields = {"name": function.get("name"), "arguments": arguments}
+    return {"id": call.get("id"), "index": call.get("index"), "type": "function", "function": function_fields}
 
 
 def _tool(tool: Any) -> Any:
@@ -83,11 +85,13 @@ def _tool(tool: Any) -> Any:
     if not isinstance(function, Mapping):
         return tool
     later = tool.get("defer_loading")
-    known = {name: function.get(name) for name in ("description", "name", "parameters", "strict", "defer_loading")}
-    if known["defer_loading"] is None:
-        known["defer_loading"] = later
+    function_fields = {
+        name: function.get(name) for name in ("description", "name", "parameters", "strict", "defer_loading")
+    }
+    if function_fields["defer_loading"] is None:
+        function_fields["defer_loading"] = later
     for name in ("strict", "defer_loading"):
-        if known[name] is None:
-            del known[name]
-    shown = {name: known[name] for name in [*function, *known] if name in known}
-    return {"type": tool.get("type", "function"), "function": shown, "defer_loading": later}
+        if function_fields[name] is None:
+            del function_fields[name]
+    ordered = {name: function_fields[name] for name in [*function, *function_fields] if name in function_fields}
+    return {"type": tool.get("type", "function"), "function": ordered, "defer_loading": later}

@@ -33,11 +33,11 @@ class UsageReader:
     @property
     def usage(self) -> Usage:
         """What was read so far. An answer without a count of reused tokens does not mean that there are none."""
-        found = self._found
-        prompt = found.get(b"prompt_tokens", found.get(b"input_tokens"))
-        read = found.get(b"cache_read_input_tokens")
-        if read is not None and prompt is not None:
+        counts = self._found
+        prompt = counts.get(b"prompt_tokens", counts.get(b"input_tokens"))
+        cache_read = counts.get(b"cache_read_input_tokens")
+        if cache_read is not None and prompt is not None:
             # Anthropic's count of the input leaves out what the cache had.
-            prompt += read + found.get(b"cache_creation_input_tokens", 0)
-        cached = found.get(b"cached_tokens", read)
-        return Usage(cached, prompt, found.get(b"completion_tokens", found.get(b"output_tokens")))
+            prompt += cache_read + counts.get(b"cache_creation_input_tokens", 0)
+        cached = counts.get(b"cached_tokens", cache_read)
+        return Usage(cached, prompt, counts.get(b"completion_tokens", counts.get(b"output_tokens")))

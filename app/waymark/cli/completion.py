@@ -41,5 +41,5 @@ def answer() -> None:
 
     from waymark.cli.parser import parser_of
 
-    before = os.environ.get("COMP_LINE", "").split()
-    argcomplete.autocomplete(parser_of(before[1] if len(before) > 1 else ""))
+    words = os.environ.get("COMP_LINE", "").split()
+    argcomplete.autocomplete(parser_of(words[1] if len(words) > 1 else ""))

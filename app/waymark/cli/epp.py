@@ -47,6 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         loop.run(picker.run(settings, sockets=sockets))
     finally:
-        for each in sockets:
-            each.close()
+        for socket in sockets:
+            socket.close()
     return EXIT_OK

@@ -51,8 +51,8 @@ def _over_http(arguments: argparse.Namespace) -> int:
         elif arguments.watch:
 
             async def draw() -> Sequence[ScreenPart]:
-                found = await asyncio.to_thread(status_of, service, arguments)
-                return status_view.parts(status_json.of_json(found), is_plain=screen.is_plain)
+                answer = await asyncio.to_thread(status_of, service, arguments)
+                return status_view.parts(status_json.of_json(answer), is_plain=screen.is_plain)
 
             asyncio.run(screen.watch(arguments.watch, draw))
         else:
@@ -68,8 +68,8 @@ def _inspect(service: RemoteService, arguments: argparse.Namespace, screen: Scre
 
     match arguments.what:
         case "prompt":
-            found = explanation.of_json(inspections.inspected(service, arguments))
-            screen.show(drawn(found, screen, top=arguments.top))
+            result = explanation.of_json(inspections.inspected(service, arguments))
+            screen.show(drawn(result, screen, top=arguments.top))
         case "block":
             screen.show(lookups.block(blocks.of_json(inspections.block_of(service, arguments))))
         case "holder":

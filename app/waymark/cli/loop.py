@@ -20,5 +20,5 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
 
 def settings_with(flags: Mapping[str, str | None]) -> Settings:
     """Read the settings from the environment; a flag wins. Raise SettingsError for a mistake."""
-    given = {PREFIX + name.upper(): value for name, value in flags.items() if value is not None}
-    return Settings.from_env(dict(os.environ) | given)
+    overrides = {PREFIX + name.upper(): value for name, value in flags.items() if value is not None}
+    return Settings.from_env(dict(os.environ) | overrides)

@@ -33,10 +33,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse like argparse; but an extra word is an error of its own command."""
-        found, rest = super().parse_known_args(args, namespace)
+        namespace_found, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
-        return found, rest
+        return namespace_found, rest
 
     def error(self, message: str) -> NoReturn:
         """End the process with the usage and the message."""
@@ -58,8 +58,8 @@ def _with_nearest(message: str, text: str) -> str:
         return message
     if "COMMAND" in misspelt["head"] and misspelt["word"] in MEANT:
         return f"{misspelt['head']}there is no '{misspelt['word']}'; use 'waymark {MEANT[misspelt['word']]}'"
-    known = re.findall(r"[\w-]+", choice["known"]) if choice else re.findall(r"(?<!\S)--[a-z][\w-]*", text)
-    near = [each for each in get_close_matches(misspelt["word"], known, n=2) if each not in NEVER_MEANT][:1]
+    words = re.findall(r"[\w-]+", choice["known"]) if choice else re.findall(r"(?<!\S)--[a-z][\w-]*", text)
+    near = [match for match in get_close_matches(misspelt["word"], words, n=2) if match not in NEVER_MEANT][:1]
     return f"{misspelt['head']}there is no '{misspelt['word']}'; did you mean '{near[0]}'?" if near else message
 
 
@@ -80,8 +80,8 @@ def parser_of(command: str) -> Parser:
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", prog="waymark", help=argparse.SUPPRESS
     )
-    for name, each in COMMANDS.items():
-        of_command = commands.add_parser(name, help=each.sentence, description=each.sentence)
+    for name, candidate in COMMANDS.items():
+        of_command = commands.add_parser(name, help=candidate.sentence, description=candidate.sentence)
         if name == command:
-            each.load().add_flags(of_command, name)
+            candidate.load().add_flags(of_command, name)
     return parser

@@ -51,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     lines = {"register": registering.register, "unregister": registering.unregister}[arguments.command]
 
     async def show() -> None:
-        async for found in lines(arguments):
-            print(found.as_json() if arguments.json else found, flush=True)
+        async for line in lines(arguments):
+            print(line.as_json() if arguments.json else line, flush=True)
 
     try:
         asyncio.run(show())

@@ -146,11 +146,11 @@ def _print_answer(service: RemoteService, arguments: argparse.Namespace, screen:
         case _:
             from waymark.console.publishers import parts
             from waymark.console.publishers import publishers as command
-    found = command(service, arguments)
+    answer = command(service, arguments)
     if arguments.json:
-        screen.write(json.dumps(found, indent=2))
+        screen.write(json.dumps(answer, indent=2))
     else:
-        screen.show(parts(found))
+        screen.show(parts(answer))
     return EXIT_OK
 
 
@@ -168,10 +168,10 @@ def _drain(service: RemoteService, arguments: argparse.Namespace) -> int:
     from waymark.base.errors import WaymarkError
     from waymark.console.drain import NotDrained, drain, left_as, named
 
-    said: list[str] = []
+    lines: list[str] = []
 
     def say(line: str) -> None:
-        said.append(line)
+        lines.append(line)
         if not arguments.json:
             print(line, flush=True)
 
@@ -193,8 +193,8 @@ def _drain(service: RemoteService, arguments: argparse.Namespace) -> int:
         print(f"waymark drain: {exc}", file=sys.stderr)
         return EXIT_FAILED
     finally:
-        if arguments.json and said:  # one document, when the output is complete
-            print(json.dumps({"instance_id": arguments.engine, "done": is_done, "messages": said}), flush=True)
+        if arguments.json and lines:  # one document, when the output is complete
+            print(json.dumps({"instance_id": arguments.engine, "done": is_done, "messages": lines}), flush=True)
     return EXIT_OK
 
 
@@ -229,9 +229,9 @@ def _books(service: RemoteService, arguments: argparse.Namespace, screen: Screen
 def _doctor(service: RemoteService, arguments: argparse.Namespace, screen: Screen) -> int:
     from waymark.console.doctor import examine, parts
 
-    found = examine(service, arguments)
+    findings = examine(service, arguments)
     if arguments.json:
-        screen.write(json.dumps([each._asdict() for each in found], indent=2))
+        screen.write(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
-        screen.show(parts(found))
-    return EXIT_FAILED if any(each.verdict == "failed" for each in found) else EXIT_OK
+        screen.show(parts(findings))
+    return EXIT_FAILED if any(finding.verdict == "failed" for finding in findings) else EXIT_OK

@@ -100,6 +100,6 @@ def _run(arguments: argparse.Namespace) -> int:
             replica.run(settings, has_api=has_api, has_worker=has_worker, sockets=sockets, has_gateway=has_gateway)
         )
     finally:
-        for each in sockets:
-            each.close()
+        for socket in sockets:
+            socket.close()
     return EXIT_OK

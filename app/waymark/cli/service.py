@@ -21,11 +21,13 @@ def add_service(parser: argparse.ArgumentParser) -> None:
 def add_prompt(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the prompt: exactly one of its forms, and its options."""
     parser.add_argument("--model", help="the name of the model; the default is the only one that is registered")
-    given = parser.add_mutually_exclusive_group(required=True)
-    add_tokens(given)
-    given.add_argument("--text", help="a text, which the model's tokenizer makes into tokens; - reads standard input")
-    given.add_argument("--file", help="a file with the text of the prompt; - reads standard input")
-    given.add_argument(
+    exclusive = parser.add_mutually_exclusive_group(required=True)
+    add_tokens(exclusive)
+    exclusive.add_argument(
+        "--text", help="a text, which the model's tokenizer makes into tokens; - reads standard input"
+    )
+    exclusive.add_argument("--file", help="a file with the text of the prompt; - reads standard input")
+    exclusive.add_argument(
         "--messages", metavar="FILE", help="a JSON file with the messages of a chat; - for standard input"
     )
     parser.add_argument("--block-size", type=int, help="tokens per block; the default is the block size of the engines")

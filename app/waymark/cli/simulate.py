@@ -39,19 +39,19 @@ def run(arguments: argparse.Namespace) -> int:
     logs.configure("warning", "text")
     options = options_of(arguments)
 
-    def shown(found: EngineStarted | Summary) -> str:
-        return json.dumps(asdict(found)) if arguments.json else str(found)
+    def shown(event: EngineStarted | Summary) -> str:
+        return json.dumps(asdict(event)) if arguments.json else str(event)
 
     async def until_stopped(progress: Progress) -> str:
         stop, running = asyncio.Event(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             running.add_signal_handler(number, stop.set)
-        of = "" if options.prompts is None else f" of {options.prompts}"
+        total = "" if options.prompts is None else f" of {options.prompts}"
         summary = await simulate(
             options,
             stop=stop,
             on_start=lambda engine: print(shown(engine), flush=True),
-            on_prompt=lambda count: progress.count(f"{count}{of} prompts"),
+            on_prompt=lambda count: progress.count(f"{count}{total} prompts"),
         )
         return shown(summary)
 

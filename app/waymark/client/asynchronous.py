@@ -74,7 +74,7 @@ class AsyncClient:
         self, model: str, prompts: Iterable[Iterable[int]], block_size: int | None = None, **options: Any
     ) -> list[Matches]:
         """``query`` for each of several prompts of token ids, at the same time."""
-        return await asyncio.gather(*(self.query(model, each, block_size, **options) for each in prompts))
+        return await asyncio.gather(*(self.query(model, prompt, block_size, **options) for prompt in prompts))
 
     def select(
         self,
@@ -107,21 +107,21 @@ class AsyncClient:
             raise
 
     async def _driven(self, steps: Tries[T]) -> T:
-        came: TryResult = None
+        outcome: TryResult = None
         while True:
             try:
-                step = steps.send(came)
+                step = steps.send(outcome)
             except StopIteration as end:
                 result: T = end.value
                 return result
             if isinstance(step, Pause):
-                came = None
+                outcome = None
                 await asyncio.sleep(step.seconds)
                 continue
             try:
-                came = await self._http.request(**step.request)
+                outcome = await self._http.request(**step.request)
             except httpx.TransportError as error:
-                came = error
+                outcome = error
 
 
 class AsyncSelecting:

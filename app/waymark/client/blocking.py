@@ -82,7 +82,7 @@ class Client:
         self, model: str, prompts: Iterable[Iterable[int]], block_size: int | None = None, **options: Any
     ) -> list[Matches]:
         """``query`` for each of several prompts of token ids, one after the other, over one connection."""
-        return [self.query(model, each, block_size, **options) for each in prompts]
+        return [self.query(model, prompt, block_size, **options) for prompt in prompts]
 
     def select(
         self,
@@ -110,21 +110,21 @@ class Client:
 
     def _send(self, call: calls.ClientCall[T]) -> T:
         steps = tries(call, self._places, self._retry_seconds)
-        came: TryResult = None
+        outcome: TryResult = None
         while True:
             try:
-                step = steps.send(came)
+                step = steps.send(outcome)
             except StopIteration as end:
                 result: T = end.value
                 return result
             if isinstance(step, Pause):
-                came = None
+                outcome = None
                 time.sleep(step.seconds)
                 continue
             try:
-                came = self._http.request(**step.request)
+                outcome = self._http.request(**step.request)
             except httpx.TransportError as error:
-                came = error
+                outcome = error
 
 
 class Selecting:

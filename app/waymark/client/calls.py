@@ -194,8 +194,8 @@ def release(
 
 def usage_of(cached_tokens: int | None, prompt_tokens: int | None, completion_tokens: int | None) -> dict[str, int]:
     """What the engine says of a request, as ``/release`` takes it; what it does not say is left out."""
-    said = {"cached_tokens": cached_tokens, "prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-    return {name: tokens for name, tokens in said.items() if tokens is not None}
+    usage = {"cached_tokens": cached_tokens, "prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    return {name: tokens for name, tokens in usage.items() if tokens is not None}
 
 
 def services() -> ClientCall[list[Service]]:
@@ -222,20 +222,20 @@ def _packed_prompt(token_ids: Iterable[int] | None) -> dict[str, Any]:
     """Return the same field with 4 bytes a token. Ids that cannot be packed stay a list, for which the service names
     the mistake.
     """
-    given = _prompt(token_ids)
+    prompt = _prompt(token_ids)
     try:
-        return {name: struct.pack(f"<{len(ids)}I", *ids) for name, ids in given.items()}
+        return {name: struct.pack(f"<{len(ids)}I", *ids) for name, ids in prompt.items()}
     except struct.error:
-        return given
+        return prompt
 
 
 def _packed_hashes(seq_hashes: Iterable[int]) -> bytes | list[int]:
     """Pack the seq_hashes in 8 bytes each, like ``_packed_prompt``."""
-    given = list(seq_hashes)
+    hashes = list(seq_hashes)
     try:
-        return struct.pack(f"<{len(given)}Q", *given)
+        return struct.pack(f"<{len(hashes)}Q", *hashes)
     except struct.error:
-        return given  # signed ones, or texts
+        return hashes  # signed ones, or texts
 
 
 def _empty(or_empty: bool) -> Matches | object:
@@ -249,7 +249,7 @@ def _event(event_type: str, instance_id: str, event_id: int, options: dict[str, 
 
 
 def _selected(
-    model: str, given: dict[str, Any], deadline: float | None, options: dict[str, Any]
+    model: str, prompt: dict[str, Any], deadline: float | None, options: dict[str, Any]
 ) -> ClientCall[Selection]:
-    body = {"model": model} | given | options
+    body = {"model": model} | prompt | options
     return ClientCall("POST", "/select", read_selection, body, is_retried=False, deadline=deadline, is_named=True)

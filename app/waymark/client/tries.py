@@ -83,23 +83,23 @@ def _answered(call: ClientCall[T], places: UrlOrder) -> Generator[SendRequest | 
     if call.is_named and places.are_several and request["json"].get("request_id") is None:
         # Another replica gives the same reservation, if the first one has made it.
         request["json"] = request["json"] | {"request_id": str(uuid4())}
-    until = None if call.deadline is None else time.monotonic() + call.deadline
+    deadline = None if call.deadline is None else time.monotonic() + call.deadline
     for url, is_last in places.order():
-        if until is not None:
-            request["timeout"] = max(_LEFT_SECONDS_MIN, until - time.monotonic())
+        if deadline is not None:
+            request["timeout"] = max(_LEFT_SECONDS_MIN, deadline - time.monotonic())
         try:
-            came = yield SendRequest(request | {"url": url.rstrip("/") + call.path})
+            result = yield SendRequest(request | {"url": url.rstrip("/") + call.path})
         except TimeoutError:
             places.failed(url)
             raise
-        if isinstance(came, httpx.Response):
-            if places.answered(url, came) or is_last:
-                return came
+        if isinstance(result, httpx.Response):
+            if places.answered(url, result) or is_last:
+                return result
         else:
             places.failed(url)
             if is_last:
-                assert came is not None, "a request has an answer or an error"
-                raise Unavailable(_unreached(url, came)) from came
+                assert result is not None, "a request has an answer or an error"
+                raise Unavailable(_unreached(url, result)) from result
     raise AssertionError("a client has a URL")
 
 
@@ -126,8 +126,12 @@ def _pause(call: ClientCall[Any], answer: httpx.Response, waited: float, retry_s
     """
     if answer.status_code != 503 or not call.is_retried:
         return None
-    given = answer.headers.get("retry-after", "")
-    seconds = max(float(given), _PAUSE_SECONDS_MIN) if given.isascii() and given.isdigit() else _PAUSE_SECONDS
+    retry_after = answer.headers.get("retry-after", "")
+    seconds = (
+        max(float(retry_after), _PAUSE_SECONDS_MIN)
+        if retry_after.isascii() and retry_after.isdigit()
+        else _PAUSE_SECONDS
+    )
     return seconds if waited + seconds <= retry_seconds else None
 
 

@@ -80,11 +80,13 @@ def _add_inspections(kinds: Subcommands) -> None:
     prompt.add_argument("--model", required=True, help="the name of the model, as it is registered")
     prompt.add_argument("--tenant", default=DEFAULT_TENANT, help=f"the tenant (default: {DEFAULT_TENANT})")
     prompt.add_argument("--block-size", type=int, help="tokens per block (default: the registered number)")
-    given = prompt.add_mutually_exclusive_group(required=True)
-    add_tokens(given)
-    given.add_argument("--text", help="a text, which the model's tokenizer makes into tokens; - reads standard input")
-    given.add_argument("--messages", help="the messages of a chat request as JSON; - reads standard input")
-    given.add_argument("--hashes", help="rolling hashes, in 16 hex digits or decimal; - reads standard input")
+    exclusive = prompt.add_mutually_exclusive_group(required=True)
+    add_tokens(exclusive)
+    exclusive.add_argument(
+        "--text", help="a text, which the model's tokenizer makes into tokens; - reads standard input"
+    )
+    exclusive.add_argument("--messages", help="the messages of a chat request as JSON; - reads standard input")
+    exclusive.add_argument("--hashes", help="rolling hashes, in 16 hex digits or decimal; - reads standard input")
     _add_space(prompt)
     prompt.add_argument("--top", type=int, default=20, help="the most instances to show (20)")
     block = _inspection(
@@ -99,10 +101,10 @@ def _add_inspections(kinds: Subcommands) -> None:
     )
     holder.add_argument("id", type=int, help="the id of the holder, as rows contain it")
     _add_group(holder)
-    every = _inspection(
+    common = _inspection(
         kinds, "keys", "print redis-cli commands that show everything except the blocks", has_keys=False
     )
-    _add_group(every)
+    _add_group(common)
     sentence = "compute the namespace of an adapter and salts, and the key of a block"
     space = kinds.add_parser(
         "namespace", help=sentence, description=sentence, epilog=f"examples:\n{_INSPECT_EXAMPLES['namespace']}"
@@ -111,12 +113,12 @@ def _add_inspections(kinds: Subcommands) -> None:
     space.add_argument("--seq-hash", help="the rolling hash of a block; the key of the block is printed, too")
 
 
-def add_tokens(given: Any) -> None:
+def add_tokens(exclusive: Any) -> None:
     """Add the flags of a prompt in token ids, to a group of flags that exclude each other."""
-    given.add_argument(
+    exclusive.add_argument(
         "--tokens", help="token ids or ranges such as 100-163, separated by commas or blanks; - reads standard input"
     )
-    given.add_argument("--tokens-file", type=Path, help="a file of token ids and ranges; - reads standard input")
+    exclusive.add_argument("--tokens-file", type=Path, help="a file of token ids and ranges; - reads standard input")
 
 
 def _inspection(kinds: Subcommands, name: str, sentence: str, *, has_keys: bool = True) -> argparse.ArgumentParser:

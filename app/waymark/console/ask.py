@@ -36,8 +36,8 @@ def ask(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]
     rows = _rows(answer, group["tenant_id"] or DEFAULT_TENANT)
     if not rows:
         raise NotFound("; ".join(inspected["reasons"]) or f"no engine is registered for {shown(group['model'])}")
-    lines = {each["instance_id"]: each for each in inspected["instances"]}
-    pools = [holder for each in inspected["instances"] if each["is_pool"] for holder in each["holders"]]
+    lines = {instance["instance_id"]: instance for instance in inspected["instances"]}
+    pools = [holder for instance in inspected["instances"] if instance["is_pool"] for holder in instance["holders"]]
     for name, row in rows.items():
         line = lines.get(name, {"holders": [], "note": ""})
         row |= {"blocks": _blocks(line["holders"], pools, inspected["total_blocks"]), "note": line["note"] or ""}
@@ -57,7 +57,7 @@ def _rows(answer: dict[str, Any], tenant: str) -> dict[str, dict[str, Any]]:
         return dict(answer.get(tenant, {}))
     names = {"longest_matched": "longest_matched"} | {medium.lower(): medium for medium in IN_EVERY_ANSWER}
     return {
-        instance: {shown: row[name] for name, shown in names.items()} for instance, row in answer["instances"].items()
+        instance: {label: row[name] for name, label in names.items()} for instance, row in answer["instances"].items()
     }
 
 
@@ -66,7 +66,7 @@ def _blocks(holders: list[dict[str, Any]], pools: list[dict[str, Any]], total: i
     signs = [_NOWHERE] * total
     for holder in pools:
         _put(signs, holder, _POOL)
-    for holder in sorted(holders, key=lambda each: order_of(each["medium"]), reverse=True):
+    for holder in sorted(holders, key=lambda holder_runs: order_of(holder_runs["medium"]), reverse=True):
         if holder["not_counted"] is None:
             _put(signs, holder, _LETTERS.get(holder["medium"], _OTHER))
     return "".join(signs)
@@ -77,11 +77,11 @@ def _put(signs: list[str], holder: dict[str, Any], sign: str) -> None:
         signs[first : first + length] = sign * length
 
 
-def parts(found: dict[str, Any]) -> list[ScreenPart]:
+def parts(answer: dict[str, Any]) -> list[ScreenPart]:
     """Return the drawing of an answer."""
-    total, rows = found["tokens"], found["instances"]
-    drawn: list[ScreenPart] = [joined(text(found["model"], "bold"), f": a prompt of {total} tokens")]
-    drawn += [text(reason, "yellow") for reason in found["reasons"]]
+    total, rows = answer["tokens"], answer["instances"]
+    screen_parts: list[ScreenPart] = [joined(text(answer["model"], "bold"), f": a prompt of {total} tokens")]
+    screen_parts += [text(reason, "yellow") for reason in answer["reasons"]]
     media = [name for row in rows.values() for name in row if name not in ("longest_matched", "DP", "blocks", "note")]
     media = list(dict.fromkeys(media))
     scale = max(1, -(-max(len(row["blocks"]) for row in rows.values()) // _CELLS_MAX))
@@ -96,14 +96,14 @@ def parts(found: dict[str, Any]) -> list[ScreenPart]:
         for name, row in rows.items()
     ]
     columns = ("ENGINE", "HAS", *media, "BLOCKS", "ENDS BECAUSE")
-    drawn += [
+    screen_parts += [
         text(""),
         Grid(columns, cells, frozenset({"HAS", *media}), (*media[::-1], "ENDS BECAUSE")),
         _legend(scale),
     ]
-    if not any(row["longest_matched"] for row in rows.values()) and not found["reasons"]:
-        drawn += [text(""), text("no engine has the beginning of this prompt", "yellow")]
-    return drawn
+    if not any(row["longest_matched"] for row in rows.values()) and not answer["reasons"]:
+        screen_parts += [text(""), text("no engine has the beginning of this prompt", "yellow")]
+    return screen_parts
 
 
 def _picture(blocks: str, scale: int) -> Text:
@@ -117,5 +117,5 @@ def _picture(blocks: str, scale: int) -> Text:
 def _legend(scale: int) -> Text:
     unit = "1 block" if scale == 1 else f"{scale} blocks"
     mixed = "" if scale == 1 else ", + of several kinds"
-    on = ", ".join(f"{letter} on {medium}" for medium, letter in _LETTERS.items())
-    return text(f"one character is {unit}: {on}, o elsewhere, P in a pool, . nowhere{mixed}", "dim")
+    media = ", ".join(f"{letter} on {medium}" for medium, letter in _LETTERS.items())
+    return text(f"one character is {unit}: {media}, o elsewhere, P in a pool, . nowhere{mixed}", "dim")

@@ -52,23 +52,26 @@ def parts(
     """Return the drawing, with at most ``top`` instances. ``reasons`` says why an instance has no match, or why its
     match ends.
     """
-    drawn: list[ScreenPart] = [_head(holding)]
+    screen_parts: list[ScreenPart] = [_head(holding)]
     if not holding.keys:
-        return drawn
+        return screen_parts
     label_width = 2 + max((len(_label(line)) for lines in holding.instances[:top] for line in lines.holders), default=0)
     scale = max(1, -(-len(holding.keys) // max(_CELLS_MIN, width - label_width)))
-    drawn.append(_legend(holding, scale, is_ascii=is_ascii))
+    screen_parts.append(_legend(holding, scale, is_ascii=is_ascii))
     for lines in holding.instances[:top]:
         if lines.holders or lines is holding.instances[0]:
-            drawn.append(text(""))
-        drawn.append(_title(holding, lines, reasons.get(lines.instance_id, "")))
+            screen_parts.append(text(""))
+        screen_parts.append(_title(holding, lines, reasons.get(lines.instance_id, "")))
         for line in lines.holders:
             cells = _line(holding, lines, line, scale, is_ascii=is_ascii)
-            drawn.append(joined(_label(line).ljust(label_width), cells))
-    left = len(holding.instances) - top
-    if left > 0:
-        drawn += [text(""), text(f"and {left} more with no longer match (--top {len(holding.instances)} shows all)")]
-    return drawn
+            screen_parts.append(joined(_label(line).ljust(label_width), cells))
+    hidden = len(holding.instances) - top
+    if hidden > 0:
+        screen_parts += [
+            text(""),
+            text(f"and {hidden} more with no longer match (--top {len(holding.instances)} shows all)"),
+        ]
+    return screen_parts
 
 
 def scaled(has: frozenset[int], blocks: int, match: int, scale: int) -> list[Cell]:
@@ -76,10 +79,10 @@ def scaled(has: frozenset[int], blocks: int, match: int, scale: int) -> list[Cel
     cells: list[Cell] = []
     for start in range(0, blocks, scale):
         piece = range(start, min(start + scale, blocks))
-        held = sum(i in has for i in piece)
-        if not held:
+        present = sum(i in has for i in piece)
+        if not present:
             cells.append(Cell.NONE)
-        elif held < len(piece) or start < match < piece.stop:
+        elif present < len(piece) or start < match < piece.stop:
             cells.append(Cell.SOME)
         else:
             cells.append(Cell.ALL if start < match else Cell.BEHIND)
@@ -114,20 +117,20 @@ def _title(holding: PromptHoldings, lines: InstanceLines, reason: str) -> Text:
         return joined(name, f": a pool, its {lines.blocks} blocks count for every instance")
     if not lines.match:
         return joined(name, ": ", text("no match", "yellow"), f", {reason}" if reason else "")
-    tokens, of = lines.match * holding.block_size, len(holding.keys) * holding.block_size
+    tokens, total = lines.match * holding.block_size, len(holding.keys) * holding.block_size
     ends = f"; {reason}" if reason else ""
-    return joined(name, f": {tokens} of {of} tokens, {lines.match} of {len(holding.keys)} blocks{ends}")
+    return joined(name, f": {tokens} of {total} tokens, {lines.match} of {len(holding.keys)} blocks{ends}")
 
 
 def _line(holding: PromptHoldings, lines: InstanceLines, line: HolderLine, scale: int, *, is_ascii: bool) -> Text:
     style = "dim" if line.not_counted else _medium_style(line.holder.medium)
     match = holding.best if lines.is_pool else lines.match
     cells = scaled(line.has, len(holding.keys), 0 if line.not_counted else match, scale)
-    drawn = [
+    pieces = [
         text(_character(cell, is_ascii=is_ascii) * sum(1 for _ in run), style if cell else "dim")
         for cell, run in groupby(cells)
     ]
-    return joined(joined(*drawn), text(f"  {line.not_counted}" if line.not_counted else "", "bold red"))
+    return joined(joined(*pieces), text(f"  {line.not_counted}" if line.not_counted else "", "bold red"))
 
 
 def _label(line: HolderLine) -> str:

@@ -26,18 +26,18 @@ def named(service: RemoteService, arguments: argparse.Namespace) -> str:
     if not name.startswith(("http://", "https://")):
         return name
     tenant, url = arguments.tenant_id or "default", name.rstrip("/")
-    found: set[str] = {
-        each["instance_id"]
-        for each in service.get("/workers")["publishers"]
-        if each["tenant_id"] == tenant and (each["address"] or "").rstrip("/") == url
+    names: set[str] = {
+        publisher["instance_id"]
+        for publisher in service.get("/workers")["publishers"]
+        if publisher["tenant_id"] == tenant and (publisher["address"] or "").rstrip("/") == url
     }
-    if len(found) > 1:
-        raise InvalidValue(f"several engines have the address {shown(url)}: {', '.join(sorted(found))}; give a name")
-    if not found:
+    if len(names) > 1:
+        raise InvalidValue(f"several engines have the address {shown(url)}: {', '.join(sorted(names))}; give a name")
+    if not names:
         raise NotFound(
             f"no engine of tenant {shown(tenant)} has the address {shown(url)}; 'waymark publishers' lists them"
         )
-    return found.pop()
+    return names.pop()
 
 
 def drain(service: RemoteService, arguments: argparse.Namespace) -> Iterator[str]:
@@ -56,22 +56,22 @@ def drain(service: RemoteService, arguments: argparse.Namespace) -> Iterator[str
         return
     service.post("/weight", engine | {"weight": 0})
     yield f"{name} gets no new requests"
-    deadline, said = time.monotonic() + arguments.wait_seconds, 0
+    deadline, reported = time.monotonic() + arguments.wait_seconds, 0
     while requests := _requests(_ranks(service, name, tenant)):
-        left = deadline - time.monotonic()
-        if left < 0:
+        seconds_left = deadline - time.monotonic()
+        if seconds_left < 0:
             raise NotDrained(
                 f"{name} has {several(requests, 'request')} under way after {arguments.wait_seconds:g} s. "
                 f"It gets no new ones; run the command again to wait on, or {_resume(arguments)}"
             )
-        if requests != said:
-            said = requests
-            yield f"{several(requests, 'request')} under way, {left:.0f} s left"
+        if requests != reported:
+            reported = requests
+            yield f"{several(requests, 'request')} under way, {seconds_left:.0f} s left"
         time.sleep(_PAUSE_SECONDS)
     yield f"{name} is drained: it has no request under way"
     if arguments.unregister:
         removed = service.post("/unregister", engine)["removed_instances"]
-        yield from (f"unregistered {each}" for each in removed)
+        yield from (f"unregistered {removed_id}" for removed_id in removed)
 
 
 def left_as(service: RemoteService, arguments: argparse.Namespace) -> str:
@@ -90,12 +90,12 @@ def _resume(arguments: argparse.Namespace) -> str:
 
 
 def _requests(ranks: list[dict[str, Any]]) -> int:
-    return sum(each["load"]["requests"] for each in ranks)
+    return sum(rank["load"]["requests"] for rank in ranks)
 
 
 def _ranks(service: RemoteService, name: str, tenant: str) -> list[dict[str, Any]]:
     return [
-        each
-        for each in service.get("/workers")["publishers"]
-        if (each["instance_id"], each["tenant_id"]) == (name, tenant)
+        publisher
+        for publisher in service.get("/workers")["publishers"]
+        if (publisher["instance_id"], publisher["tenant_id"]) == (name, tenant)
     ]

@@ -65,8 +65,8 @@ def _refuse_keys(arguments: argparse.Namespace) -> None:
 def status_of(service: RemoteService, arguments: argparse.Namespace) -> Any:
     """Return the answer of ``/inspect/status`` for the wanted publishers, with the warnings of the replica."""
     wanted = {"tenant_id": arguments.tenant, "model": arguments.model, "status": ",".join(arguments.status)}
-    found = service.get(f"/inspect/status?{urlencode({name: each for name, each in wanted.items() if each})}")
-    return found | {"warnings": list(dict.fromkeys([*found["warnings"], *warnings(service)]))}
+    answer = service.get(f"/inspect/status?{urlencode({name: value for name, value in wanted.items() if value})}")
+    return answer | {"warnings": list(dict.fromkeys([*answer["warnings"], *warnings(service)]))}
 
 
 def _prompt(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -21,14 +21,14 @@ _SHARD_HEAD = ("KEY", "ROWS", "BRANCH ROWS", "SINGLES", "COPIES", "APPLIED SEQ",
 
 def block(listed: Sequence[ListedBlock]) -> list[ScreenPart]:
     """Return the rows that list a block, with its holders."""
-    drawn: list[ScreenPart] = []
-    for each in listed:
-        group = group_text(GroupName(each.tenant_id, each.model_name))
-        where = f"slot {each.slot}, depth {each.depth} in its piece"
-        drawn.append(joined(text(each.row, "bold"), f" has the block in {where}, a block of {group}"))
-        rows = [_block_holder(holder) for holder in each.holders]
-        drawn.append(Grid(_BLOCK_HEAD, rows, frozenset({"HOLDER", "RANK", "BLOCK SIZE"})))
-    return drawn
+    screen_parts: list[ScreenPart] = []
+    for row in listed:
+        group = group_text(GroupName(row.tenant_id, row.model_name))
+        where = f"slot {row.slot}, depth {row.depth} in its piece"
+        screen_parts.append(joined(text(row.row, "bold"), f" has the block in {where}, a block of {group}"))
+        rows = [_block_holder(holder) for holder in row.holders]
+        screen_parts.append(Grid(_BLOCK_HEAD, rows, frozenset({"HOLDER", "RANK", "BLOCK SIZE"})))
+    return screen_parts
 
 
 def _block_holder(holder: BlockHolder) -> tuple[Text, ...]:
@@ -51,25 +51,27 @@ def _state(not_counted: str | None) -> Text:
     return text(not_counted or "live", "bold red" if not_counted else "green")
 
 
-def holder(known: Sequence[KnownHolder]) -> list[ScreenPart]:
+def holder(holders: Sequence[KnownHolder]) -> list[ScreenPart]:
     """Return a holder's record, its publisher and its contents, in each group that knows the id."""
-    drawn: list[ScreenPart] = []
-    for each in known:
-        group, record = group_text(GroupName(each.tenant_id, each.model_name)), each.record
-        drawn.append(joined(text(f"holder {each.id}", "bold"), f" of {group}, group {each.group}"))
+    screen_parts: list[ScreenPart] = []
+    for known_holder in holders:
+        group, record = group_text(GroupName(known_holder.tenant_id, known_holder.model_name)), known_holder.record
+        screen_parts.append(
+            joined(text(f"holder {known_holder.id}", "bold"), f" of {group}, group {known_holder.group}")
+        )
         if record is None:
-            drawn.append(text("its life has ended; its entries are being swept", "yellow"))
+            screen_parts.append(text("its life has ended; its entries are being swept", "yellow"))
         else:
-            drawn.append(
+            screen_parts.append(
                 joined(
                     f"{record.instance_id}, rank {record.dp_rank}, {record.medium}, blocks of {record.block_size} "
                     f"tokens, backend {record.backend_id}, scope {record.scope}: ",
                     _state(record.not_counted),
                 )
             )
-            drawn += map(_publisher, record.publishers)
-        drawn += _holdings(each.holdings)
-    return drawn
+            screen_parts += map(_publisher, record.publishers)
+        screen_parts += _holdings(known_holder.holdings)
+    return screen_parts
 
 
 def _publisher(publisher: HolderPublisher) -> Text:
@@ -83,7 +85,7 @@ def _publisher(publisher: HolderPublisher) -> Text:
     )
 
 
-def _holdings(held: HolderContents) -> Iterator[ScreenPart]:
+def _holdings(contents: HolderContents) -> Iterator[ScreenPart]:
     lines = [
         (
             text(shard.key),
@@ -91,10 +93,10 @@ def _holdings(held: HolderContents) -> Iterator[ScreenPart]:
             text(shard.applied_seq or "none"),
             text(shard.ops),
         )
-        for shard in held.shards
+        for shard in contents.shards
     ]
     yield Grid(_SHARD_HEAD, lines, frozenset(_SHARD_HEAD[1:]))
-    if not held.is_whole:
+    if not contents.is_whole:
         yield text(f"only the first {FIELDS_MAX:,} fields of a key are counted", "yellow")
     rows = [
         (
@@ -103,22 +105,22 @@ def _holdings(held: HolderContents) -> Iterator[ScreenPart]:
             text(row.slots),
             text(row.note, "bold red" if row.is_bad else ""),
         )
-        for row in held.rows
+        for row in contents.rows
     ]
     if rows:
         yield Grid(("ROW", "BLOCKS", "SLOTS", "STATE"), rows, frozenset({"BLOCKS"}))
-    if held.more_rows:
-        yield text(f"and {held.more_rows:,} more")
+    if contents.more_rows:
+        yield text(f"and {contents.more_rows:,} more")
 
 
 def of_namespace(adapter: Adapter, salts: Sequence[str], key: int | None) -> list[ScreenPart]:
     """Return the namespace's number, and its effect on a block's key; ``key`` is a seq_hash."""
     ns = namespace(adapter, salts)
-    drawn: list[ScreenPart] = [joined("namespace ", text(f"{ns:016x}", "bold"), f", {ns} in decimal")]
+    screen_parts: list[ScreenPart] = [joined("namespace ", text(f"{ns:016x}", "bold"), f", {ns} in decimal")]
     if not ns:
-        drawn.append(text("the base model without salts: a block's key is its seq_hash itself"))
+        screen_parts.append(text("the base model without salts: a block's key is its seq_hash itself"))
     elif key is None:
-        drawn.append(text(f"a block's key is its seq_hash XOR {ns:016x} (--seq-hash shows it for one)"))
+        screen_parts.append(text(f"a block's key is its seq_hash XOR {ns:016x} (--seq-hash shows it for one)"))
     if key is not None:
-        drawn.append(text(f"seq_hash {key:016x} XOR namespace {ns:016x} = key {key ^ ns:016x}"))
-    return drawn
+        screen_parts.append(text(f"seq_hash {key:016x} XOR namespace {ns:016x} = key {key ^ ns:016x}"))
+    return screen_parts

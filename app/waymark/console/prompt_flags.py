@@ -32,7 +32,9 @@ def _group_of(service: RemoteService, arguments: argparse.Namespace, named: str 
     if model is not None:
         return {"model": model, "tenant_id": tenant}
     services = service.get("/services")["services"]
-    models = sorted({each["ModelName"] for each in services if each["TenantID"] == (tenant or "default")})
+    models = sorted(
+        {registered["ModelName"] for registered in services if registered["TenantID"] == (tenant or "default")}
+    )
     if not models:
         raise NotFound(
             f"no engine is registered for tenant {shown(tenant or 'default')}; register one, or give --tenant-id"
@@ -54,8 +56,8 @@ def _token_ids(
     if prompt is None:
         text = arguments.text if arguments.file is None else _read(arguments.file, "--file")
         prompt = {"prompt": sys.stdin.read() if text == _FROM_INPUT and arguments.file is None else text}
-    found = service.post("/tokenize", {"model": model} | prompt)
-    return [int(each) for each in found["tokens"]]
+    answer = service.post("/tokenize", {"model": model} | prompt)
+    return [int(token) for token in answer["tokens"]]
 
 
 def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:

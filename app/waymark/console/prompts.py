@@ -22,14 +22,14 @@ _HEX = re.compile(r"(0x)?[0-9a-fA-F]{16}")
 _DECIMAL = re.compile(r"-?[0-9]{1,20}", re.ASCII)
 
 
-def read_tokens(given: str, *, option: str, stdin: TextIO | None = None) -> list[int]:
+def read_tokens(text: str, *, option: str, stdin: TextIO | None = None) -> list[int]:
     """Token ids and ranges between blanks, commas or brackets; ``-`` reads them from standard input."""
-    words = _words((stdin or sys.stdin).read() if given == "-" else given)
-    found: list[int] = []
+    words = _words((stdin or sys.stdin).read() if text == "-" else text)
+    token_ids: list[int] = []
     for place, word in enumerate(words):
         first, dash, last = word.partition("-")
         ends = (first, last if dash else first)
-        if not all(_TOKEN.fullmatch(each) and int(each) <= U32_MAX for each in ends):
+        if not all(_TOKEN.fullmatch(end) and int(end) <= U32_MAX for end in ends):
             raise InvalidValue(
                 f"{option}: {shown(word)} at {place} is no token id; they are integers of 0..{U32_MAX}, "
                 "or ranges such as 100-163"
@@ -37,12 +37,12 @@ def read_tokens(given: str, *, option: str, stdin: TextIO | None = None) -> list
         least, most = map(int, ends)
         if not 0 <= most - least < _RANGE_MAX:
             raise InvalidValue(f"{option}: the range {shown(word)} at {place} must have 1 to {_RANGE_MAX} token ids")
-        if len(found) + most - least >= _IDS_MAX:
+        if len(token_ids) + most - least >= _IDS_MAX:
             raise InvalidValue(f"{option}: at {place} there are more than {_IDS_MAX} token ids")
-        found += range(least, most + 1)
-    if not found:
+        token_ids += range(least, most + 1)
+    if not token_ids:
         raise InvalidValue(f"{option}: there are none; give token ids such as 1,2,3 or 100-163")
-    return found
+    return token_ids
 
 
 def read_file(path: Path, *, option: str) -> str:
@@ -60,28 +60,28 @@ def read_prompt(text: str | None, messages: str | None, *, stdin: TextIO = sys.s
     from standard input.
     """
     if messages is None:
-        given = text or ""
-        return TextPrompt(stdin.read() if given == "-" else given)
+        content = text or ""
+        return TextPrompt(stdin.read() if content == "-" else content)
     try:
-        found = json.loads(stdin.read() if messages == "-" else messages)
+        value = json.loads(stdin.read() if messages == "-" else messages)
     except ValueError as error:
         raise InvalidValue(f"--messages is not JSON: {error}; give a list of messages", field="--messages") from None
-    said = found if isinstance(found, dict) else {"messages": found}
-    if not isinstance(said.get("messages"), list):
+    chat = value if isinstance(value, dict) else {"messages": value}
+    if not isinstance(chat.get("messages"), list):
         raise InvalidValue(
             "--messages is neither a list of messages nor a chat request; give one of them", field="--messages"
         )
     return ChatPrompt(
-        said["messages"],
-        tools=said.get("tools"),
-        template_kwargs=said.get("chat_template_kwargs") or {},
-        system=said.get("system"),
+        chat["messages"],
+        tools=chat.get("tools"),
+        template_kwargs=chat.get("chat_template_kwargs") or {},
+        system=chat.get("system"),
     )
 
 
-def read_hashes(given: str, *, option: str, stdin: TextIO = sys.stdin) -> tuple[int, ...]:
+def read_hashes(text: str, *, option: str, stdin: TextIO = sys.stdin) -> tuple[int, ...]:
     """Read the seq_hashes of a prompt, each as ``read_hash`` takes it; ``-`` reads them from standard input."""
-    return tuple(read_hash(word, option=option) for word in _words(stdin.read() if given == "-" else given))
+    return tuple(read_hash(word, option=option) for word in _words(stdin.read() if text == "-" else text))
 
 
 def read_hash(word: str, *, option: str) -> int:
@@ -94,5 +94,5 @@ def read_hash(word: str, *, option: str) -> int:
     return number & U64_MASK
 
 
-def _words(given: str) -> list[str]:
-    return given.translate(str.maketrans(",[]\"'", "     ")).split()
+def _words(text: str) -> list[str]:
+    return text.translate(str.maketrans(",[]\"'", "     ")).split()

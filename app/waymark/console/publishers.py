@@ -20,11 +20,11 @@ def publishers(service: RemoteService, arguments: argparse.Namespace) -> dict[st
     answer = service.get("/workers")
     drained = dict(zip(map(id, answer["publishers"]), drains(answer["publishers"]), strict=True))
     wanted = [
-        each
-        for each in answer["publishers"]
-        if arguments.tenant_id in (None, each["tenant_id"])
-        and arguments.model in (None, each["model_name"])
-        and (not arguments.status or {each["status"], drained[id(each)]} & {*arguments.status})
+        publisher
+        for publisher in answer["publishers"]
+        if arguments.tenant_id in (None, publisher["tenant_id"])
+        and arguments.model in (None, publisher["model_name"])
+        and (not arguments.status or {publisher["status"], drained[id(publisher)]} & {*arguments.status})
     ]
     return dict(answer) | {"publishers": wanted, "warnings": warnings(service)}
 
@@ -36,8 +36,8 @@ def warnings(service: RemoteService) -> list[str]:
         content = answer.json()
     except ValueError:
         content = None
-    found: list[str] = content.get("warnings", []) if isinstance(content, dict) else []
-    return found
+    sentences: list[str] = content.get("warnings", []) if isinstance(content, dict) else []
+    return sentences
 
 
 def drains(publishers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -46,12 +46,12 @@ def drains(publishers: Sequence[Mapping[str, Any]]) -> list[str]:
 
     An additional socket of a rank is not a target, nor is a pool.
     """
-    found = []
-    for each in publishers:
-        is_target = each["scope"] != "shared" and not each.get("is_further", False)
-        is_drained = is_target and not each["weight"]
-        found.append("" if not is_drained else "draining" if each["load"]["requests"] else "drained")
-    return found
+    states = []
+    for publisher in publishers:
+        is_target = publisher["scope"] != "shared" and not publisher.get("is_further", False)
+        is_drained = is_target and not publisher["weight"]
+        states.append("" if not is_drained else "draining" if publisher["load"]["requests"] else "drained")
+    return states
 
 
 def state(publisher: Mapping[str, Any], drain: str) -> Text:
@@ -65,27 +65,27 @@ def complaint(publisher: Mapping[str, Any]) -> str:
     return publisher["complaint"] or ""
 
 
-def parts(found: dict[str, Any]) -> list[ScreenPart]:
+def parts(answer: dict[str, Any]) -> list[ScreenPart]:
     """Return the drawing of the publishers."""
-    drawn: list[ScreenPart] = [text(f"warning: {line}", "bold red") for line in found["warnings"]]
-    if not found["workers"]:
-        drawn.append(text("no ingest worker is alive: no event is applied until one runs", "bold red"))
-    if not found["publishers"]:
-        return [*drawn, text("no such publisher is registered")]
+    screen_parts: list[ScreenPart] = [text(f"warning: {line}", "bold red") for line in answer["warnings"]]
+    if not answer["workers"]:
+        screen_parts.append(text("no ingest worker is alive: no event is applied until one runs", "bold red"))
+    if not answer["publishers"]:
+        return [*screen_parts, text("no such publisher is registered")]
     columns = ("TENANT", "MODEL", "ENGINE", "RANK", "STATUS", "LAG", "BLOCKS", "WEIGHT", "REQUESTS", "COMPLAINT")
     rows = [
         (
-            text(each["tenant_id"]),
-            text(each["model_name"]),
-            text(each["instance_id"] + (" (pool)" if each["scope"] == "shared" else "")),
-            text(each["dp_rank"]),
-            state(each, drain),
-            text("" if each["lag_seconds"] is None else seconds_text(each["lag_seconds"])),
-            text(held_text(each["blocks"])),
-            text(f"{each['weight']:g}"),
-            text(each["load"]["requests"]),
-            text(complaint(each), "yellow"),
+            text(publisher["tenant_id"]),
+            text(publisher["model_name"]),
+            text(publisher["instance_id"] + (" (pool)" if publisher["scope"] == "shared" else "")),
+            text(publisher["dp_rank"]),
+            state(publisher, drain),
+            text("" if publisher["lag_seconds"] is None else seconds_text(publisher["lag_seconds"])),
+            text(held_text(publisher["blocks"])),
+            text(f"{publisher['weight']:g}"),
+            text(publisher["load"]["requests"]),
+            text(complaint(publisher), "yellow"),
         )
-        for each, drain in zip(found["publishers"], drains(found["publishers"]), strict=True)
+        for publisher, drain in zip(answer["publishers"], drains(answer["publishers"]), strict=True)
     ]
-    return [*drawn, Grid(columns, rows, frozenset({"RANK", "LAG", "WEIGHT", "REQUESTS"}), ("TENANT", "WEIGHT"))]
+    return [*screen_parts, Grid(columns, rows, frozenset({"RANK", "LAG", "WEIGHT", "REQUESTS"}), ("TENANT", "WEIGHT"))]

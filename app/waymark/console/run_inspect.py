@@ -88,8 +88,12 @@ async def _asked(arguments: argparse.Namespace, settings: Settings, inspector: I
         prompt = read_prompt(arguments.text, arguments.messages)
 
         async def addresses(group: GroupName) -> Sequence[str]:
-            found = [claim.registration for claim in await inspector.claims(group)]
-            return [each.target.address for each in found if each.target.address and each.scope == "instance"]
+            registrations = [claim.registration for claim in await inspector.claims(group)]
+            return [
+                registration.target.address
+                for registration in registrations
+                if registration.target.address and registration.scope == "instance"
+            ]
 
         tokenizers = Tokenizers.of(settings, Metrics(), addresses)
         try:
@@ -117,29 +121,29 @@ async def _prompt(
     if arguments.keys:
         _write(screen, cli, cli.rows(group, prompt.block_keys(block_size)) + cli.table(group))
         return
-    found = await explain(inspector, prompt, group, block_size, groups, claims)
-    screen.show(drawn(found, screen, top=arguments.top))
+    explanation = await explain(inspector, prompt, group, block_size, groups, claims)
+    screen.show(drawn(explanation, screen, top=arguments.top))
 
 
-def drawn(found: PromptExplanation, screen: Screen, *, top: int) -> list[ScreenPart]:
+def drawn(explanation: PromptExplanation, screen: Screen, *, top: int) -> list[ScreenPart]:
     """Return the drawing of an explanation. Raise ``NotFound`` if no group was looked up."""
-    if found.holding is None:
-        raise NotFound(" ".join(found.reasons))
+    if explanation.holding is None:
+        raise NotFound(" ".join(explanation.reasons))
     parts = cells.parts(
-        found.holding, found.of_instances, width=screen.width, is_ascii=screen.is_ascii, top=max(1, top)
+        explanation.holding, explanation.of_instances, width=screen.width, is_ascii=screen.is_ascii, top=max(1, top)
     )
-    for i, reason in enumerate(found.reasons):
+    for i, reason in enumerate(explanation.reasons):
         parts += [text("")] * (not i) + [joined(text("Why nothing? ", "bold yellow"), text(reason))]
     return parts
 
 
-def _block_size(given: int | None, registered: Sequence[int]) -> int:
-    if given is None:
+def _block_size(wanted: int | None, registered: Sequence[int]) -> int:
+    if wanted is None:
         if len(registered) == 1:
             return registered[0]
-        known = ", ".join(map(str, registered))
-        said = f"several are registered: {known}" if known else "no publisher is registered with one"
-        raise InvalidValue(f"--block-size is needed: {said}", field="block_size")
-    if not 1 <= given <= 65536:
-        raise InvalidValue(f"--block-size is {given}; give 1 to 65536", field="block_size")
-    return given
+        sizes = ", ".join(map(str, registered))
+        problem = f"several are registered: {sizes}" if sizes else "no publisher is registered with one"
+        raise InvalidValue(f"--block-size is needed: {problem}", field="block_size")
+    if not 1 <= wanted <= 65536:
+        raise InvalidValue(f"--block-size is {wanted}; give 1 to 65536", field="block_size")
+    return wanted

@@ -23,8 +23,8 @@ async def run_status(arguments: argparse.Namespace, settings: Settings, screen: 
     async with open_inspector(settings) as inspector:
 
         async def gather() -> status.Status:
-            found = await status.gather(inspector, wanted)
-            return replace(found, warnings=(*found.warnings, *of_tokenizers))
+            state = await status.gather(inspector, wanted)
+            return replace(state, warnings=(*state.warnings, *of_tokenizers))
 
         async def draw() -> Sequence[ScreenPart]:
             try:

@@ -17,10 +17,10 @@ def select(service: RemoteService, arguments: argparse.Namespace) -> dict[str, A
     prompt = {"token_ids": tokens, "policy": arguments.policy}
     body = group | fields_of(arguments) | prompt
     scores = service.post("/score", body | {"explain": True})
-    others = _others(service, group, scores["scores"])
+    other_engines = _others(service, group, scores["scores"])
     selected = service.post("/select", body | {"reserve": arguments.reserve})  # last: a reservation must be shown
-    found = {"selected": selected, "scores": scores["scores"], "total_tokens": scores["total_tokens"]}
-    return found | {"not_considered": others}
+    answers = {"selected": selected, "scores": scores["scores"], "total_tokens": scores["total_tokens"]}
+    return answers | {"not_considered": other_engines}
 
 
 def _others(service: RemoteService, group: dict[str, Any], scores: list[dict[str, Any]]) -> dict[str, str]:
@@ -28,31 +28,31 @@ def _others(service: RemoteService, group: dict[str, Any], scores: list[dict[str
     publishers = service.get("/workers")["publishers"]
     scored = {row["instance_id"] for row in scores}
     return {
-        each["instance_id"]: drain or (each["status"] if each["status"] in UNUSABLE else "no target")
-        for each, drain in zip(publishers, drains(publishers), strict=True)
-        if (each["tenant_id"], each["model_name"]) == (group["tenant_id"] or "default", group["model"])
-        and each["scope"] != "shared"
-        and not each.get("is_further", False)
-        and each["instance_id"] not in scored
+        publisher["instance_id"]: drain or (publisher["status"] if publisher["status"] in UNUSABLE else "no target")
+        for publisher, drain in zip(publishers, drains(publishers), strict=True)
+        if (publisher["tenant_id"], publisher["model_name"]) == (group["tenant_id"] or "default", group["model"])
+        and publisher["scope"] != "shared"
+        and not publisher.get("is_further", False)
+        and publisher["instance_id"] not in scored
     }
 
 
-def parts(found: dict[str, Any]) -> list[ScreenPart]:
+def parts(answer: dict[str, Any]) -> list[ScreenPart]:
     """Return the drawing of a selection."""
-    selected, target = found["selected"], found["selected"]["target"]
-    drawn: list[ScreenPart] = [
+    selected, target = answer["selected"], answer["selected"]["target"]
+    screen_parts: list[ScreenPart] = [
         joined(
             text(f"{target['instance_id']} rank {target['dp_rank']}", "bold"),
             f" at {target['address']}" if target["address"] else " (registered without an address)",
         ),
         text(
-            f"it has {target['device_tokens']} of {found['total_tokens']} tokens on its device and computes "
+            f"it has {target['device_tokens']} of {answer['total_tokens']} tokens on its device and computes "
             f"{target['new_tokens']}; policy {selected['policy']}, decision {selected['decision']}"
         ),
     ]
     if selected["reservation"] is not None:
-        drawn.append(text(f"reservation {selected['reservation']}; end it with POST /release"))
-    is_cost = any(row["cost"] is not None for row in found["scores"])
+        screen_parts.append(text(f"reservation {selected['reservation']}; end it with POST /release"))
+    is_cost = any(row["cost"] is not None for row in answer["scores"])
     columns = ("ENGINE", "RANK", "COST" if is_cost else "SCORE", "HAS", "COMPUTES", "WAITS", "REQUESTS", "PARTS")
     rows = [
         (
@@ -65,11 +65,11 @@ def parts(found: dict[str, Any]) -> list[ScreenPart]:
             text(row["active_requests"]),
             text(" ".join(f"{name}={_number(value)}" for name, value in row.get("parts", {}).items())),
         )
-        for row in found["scores"]
+        for row in answer["scores"]
     ]
-    left_out = ", ".join(f"{name} ({why})" for name, why in found["not_considered"].items())
+    left_out = ", ".join(f"{name} ({why})" for name, why in answer["not_considered"].items())
     return [
-        *drawn,
+        *screen_parts,
         text(""),
         Grid(columns, rows, frozenset(columns[1:-1])),
         text(f"{'less' if is_cost else 'greater'} is better; HAS, COMPUTES and WAITS are in tokens", "dim"),

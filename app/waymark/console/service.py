@@ -42,7 +42,7 @@ class RemoteService:
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """Post a body, without fields that are None, and return the JSON of the answer. Raise the errors of ``get``."""
-        return self._json(self.answer("POST", path, {name: each for name, each in body.items() if each is not None}))
+        return self._json(self.answer("POST", path, {name: value for name, value in body.items() if value is not None}))
 
     def answer(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         """Return the answer, whatever its status. Raise ``ServiceUnreachable`` if there is no answer."""

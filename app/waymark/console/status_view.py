@@ -32,28 +32,28 @@ _UNREADABLE_MAX = 10
 
 def parts(status: Status, *, is_plain: bool) -> list[ScreenPart]:
     """Everything, in the order of drawing; a plain table is one, so that its columns can be cut."""
-    drawn: list[ScreenPart] = [
+    screen_parts: list[ScreenPart] = [
         _server(status.server),
         *(text(f"warning: {line}", "bold red") for line in status.warnings),
     ]
-    drawn += [text(line, "bold red") for line in _unreadable(status.unreadable)]
-    drawn += [text(line, "yellow") for line in _discovery(status.discovery)]
-    drawn += [_streams(status), text("")]
-    drawn.append(_workers(status))
+    screen_parts += [text(line, "bold red") for line in _unreadable(status.unreadable)]
+    screen_parts += [text(line, "yellow") for line in _discovery(status.discovery)]
+    screen_parts += [_streams(status), text("")]
+    screen_parts.append(_workers(status))
     if not status.publishers:
-        return drawn
-    drawn.append(text(""))
+        return screen_parts
+    screen_parts.append(text(""))
     if is_plain:
-        return [*drawn, Grid(_HEAD, [_row(status, state) for state in status.publishers], _NUMBERS)]
+        return [*screen_parts, Grid(_HEAD, [_row(status, state) for state in status.publishers], _NUMBERS)]
     for (group_id, name), states in groupby(
         status.publishers, key=lambda state: (state.group_id, state.registration.group)
     ):
-        drawn += [
+        screen_parts += [
             joined(text(group_text(name), "bold"), f", group {group_id}"),
             *_group(status, tuple(states)),
             text(""),
         ]
-    return drawn[:-1]
+    return screen_parts[:-1]
 
 
 def _group(status: Status, states: Sequence[PublisherState]) -> list[ScreenPart]:
@@ -61,16 +61,16 @@ def _group(status: Status, states: Sequence[PublisherState]) -> list[ScreenPart]
     columns = [i for i, name in enumerate(_HEAD) if name not in _PLAIN_ONLY]
     rows = [_row(status, state) for state in states]
     head = tuple(_HEAD[i] for i in columns)
-    drawn: list[ScreenPart] = [Grid(head, [tuple(row[i] for i in columns) for row in rows], _NUMBERS, _SPARE)]
+    screen_parts: list[ScreenPart] = [Grid(head, [tuple(row[i] for i in columns) for row in rows], _NUMBERS, _SPARE)]
     errors: dict[str, list[str]] = {}
     for state in states:
         if error := status.complaints.of(state):
-            of = state.registration
-            errors.setdefault(error, []).append(f"{of.instance_id} rank {of.dp_rank}")
+            registration = state.registration
+            errors.setdefault(error, []).append(f"{registration.instance_id} rank {registration.dp_rank}")
     for error, names in errors.items():
         more = f" and {len(names) - _NAMES_MAX} more" if len(names) > _NAMES_MAX else ""
-        drawn.append(joined(f"  {', '.join(names[:_NAMES_MAX])}{more}: ", text(error, "yellow")))
-    return drawn
+        screen_parts.append(joined(f"  {', '.join(names[:_NAMES_MAX])}{more}: ", text(error, "yellow")))
+    return screen_parts
 
 
 def _server(server: RedisServer | None) -> Text:
@@ -92,13 +92,13 @@ def _unreadable(records: Sequence[UnreadableKey]) -> Iterator[str]:
         yield f"and {len(records) - _UNREADABLE_MAX} more that cannot be read; --json lists them"
 
 
-def _discovery(found: DiscoveryState | None) -> Iterator[str]:
-    if found is None:
+def _discovery(state: DiscoveryState | None) -> Iterator[str]:
+    if state is None:
         return
-    for problem in found.problems[:_UNREADABLE_MAX]:
+    for problem in state.problems[:_UNREADABLE_MAX]:
         yield f"discovery: {problem}"
-    if len(found.problems) > _UNREADABLE_MAX:
-        yield f"and {len(found.problems) - _UNREADABLE_MAX} more problems of discovery; --json lists them"
+    if len(state.problems) > _UNREADABLE_MAX:
+        yield f"and {len(state.problems) - _UNREADABLE_MAX} more problems of discovery; --json lists them"
 
 
 def _streams(status: Status) -> Text:
@@ -131,19 +131,19 @@ def _workers(status: Status) -> ScreenPart:
 
 
 def _row(status: Status, state: PublisherState) -> tuple[Text, ...]:
-    of = state.registration
+    registration = state.registration
     worker = text(state.worker or "none", "bold red" if status.complaints.is_orphan(state) else "")
-    if of.endpoint is None:
+    if registration.endpoint is None:
         worker = text("by HTTP")
-    lost = count(state, "batches_lost")
+    lost_batches = count(state, "batches_lost")
     return (
-        text(of.tenant_id),
-        text(of.model_name),
-        text(of.instance_id + (" (pool)" if of.scope == "shared" else "")),
-        text(of.dp_rank),
-        text(of.kind),
+        text(registration.tenant_id),
+        text(registration.model_name),
+        text(registration.instance_id + (" (pool)" if registration.scope == "shared" else "")),
+        text(registration.dp_rank),
+        text(registration.kind),
         text(
-            state.status + ("" if of.target.weight or of.is_further else ", weight 0"),
+            state.status + ("" if registration.target.weight or registration.is_further else ", weight 0"),
             STATUS_STYLES.get(state.status, ""),
         ),
         worker,
@@ -154,7 +154,7 @@ def _row(status: Status, state: PublisherState) -> tuple[Text, ...]:
         text(count(state, "gaps")),
         text(replays(state)),
         text(count(state, "restarts")),
-        text(lost, "bold red" if lost else ""),
+        text(lost_batches, "bold red" if lost_batches else ""),
         text(status.complaints.of(state), "yellow"),
     )
 

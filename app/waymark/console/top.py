@@ -44,11 +44,11 @@ def _blocks(publisher: PublisherAnswer) -> int:
 
 #: Sort key -> the value to sort rows by; the greatest comes first.
 SORTS: dict[str, Callable[[PublisherAnswer, float], Any]] = {
-    "stored/s": lambda each, rate: rate,
-    "requests": lambda each, rate: each["load"]["requests"],
-    "blocks": lambda each, rate: _blocks(each),
-    "status": lambda each, rate: -_WORST.index(each["status"]),
-    "lag": lambda each, rate: each["lag_seconds"] or 0.0,
+    "stored/s": lambda publisher, rate: rate,
+    "requests": lambda publisher, rate: publisher["load"]["requests"],
+    "blocks": lambda publisher, rate: _blocks(publisher),
+    "status": lambda publisher, rate: -_WORST.index(publisher["status"]),
+    "lag": lambda publisher, rate: publisher["lag_seconds"] or 0.0,
 }
 
 
@@ -72,8 +72,8 @@ class TopView:
     def saw(self, publishers: Sequence[PublisherAnswer], now: float) -> None:
         """Take a new answer: the rates are the blocks stored since the one before."""
         stored, rates = {}, {}
-        for each in publishers:
-            name, count = _name(each), each["counters"].get("blocks_stored", 0)
+        for publisher in publishers:
+            name, count = _name(publisher), publisher["counters"].get("blocks_stored", 0)
             then, counted = self._stored.get(name, (now, count))
             stored[name] = (now, count)
             rates[name] = max(0, count - counted) / (now - then) if now > then else 0.0
@@ -110,16 +110,21 @@ class TopView:
     def rows(self, publishers: Sequence[PublisherAnswer]) -> list[PublisherAnswer]:
         """Return the publishers that pass the filter, in order."""
         wanted = [
-            each for each in publishers if self.filter in f"{each['instance_id']} {each['model_name']} {each['status']}"
+            publisher
+            for publisher in publishers
+            if self.filter in f"{publisher['instance_id']} {publisher['model_name']} {publisher['status']}"
         ]
-        by = SORTS[self.sort]
-        ordered = sorted(wanted, key=lambda each: (each["instance_id"], each["dp_rank"]))
-        ordered.sort(key=lambda each: by(each, self._rates.get(_name(each), 0.0)), reverse=not self.is_reversed)
+        value_of = SORTS[self.sort]
+        ordered = sorted(wanted, key=lambda publisher: (publisher["instance_id"], publisher["dp_rank"]))
+        ordered.sort(
+            key=lambda publisher_row: value_of(publisher_row, self._rates.get(_name(publisher_row), 0.0)),
+            reverse=not self.is_reversed,
+        )
         return ordered
 
     def parts(self, answer: Mapping[str, Any], lines: int) -> list[ScreenPart]:
         """Return the screen, in so many lines."""
-        rows = [each for each in self.rows(answer["publishers"]) if complaint(each) or not self.is_complaints]
+        rows = [row for row in self.rows(answer["publishers"]) if complaint(row) or not self.is_complaints]
         room = max(1, lines - _OTHER_LINES)
         self.first = min(self.first, max(0, len(rows) - room))
         count = len(answer["publishers"])
@@ -131,27 +136,27 @@ class TopView:
         )
         columns = ("ENGINE", "RANK", "STATUS", "STORED/S", *_MEDIA, "REQUESTS", "LAG", "COMPLAINT")
         drain = dict(zip(map(id, answer["publishers"]), drains(answer["publishers"]), strict=True))
-        shown = [self._row(each, drain[id(each)]) for each in rows[self.first : self.first + room]]
-        left = len(rows) - self.first - len(shown)
-        below = text(f"{_HELP}{f'   {left} more below' if left > 0 else ''}", "dim")
+        visible = [self._row(row, drain[id(row)]) for row in rows[self.first : self.first + room]]
+        hidden = len(rows) - self.first - len(visible)
+        footer = text(f"{_HELP}{f'   {hidden} more below' if hidden > 0 else ''}", "dim")
         if self.is_complaints:  # which may need several lines each
             sentences = [
-                text(f"{each['instance_id']} rank {each['dp_rank']}: {complaint(each)}", "yellow") for each in rows
+                text(f"{row['instance_id']} rank {row['dp_rank']}: {complaint(row)}", "yellow") for row in rows
             ]
-            return [head, below, *(sentences[self.first :] or [text("no engine has a complaint", "green")])]
-        return [head, Grid(columns, shown, frozenset(columns[3:-1]) | {"RANK"}, _SPARE, columns[-1]), below]
+            return [head, footer, *(sentences[self.first :] or [text("no engine has a complaint", "green")])]
+        return [head, Grid(columns, visible, frozenset(columns[3:-1]) | {"RANK"}, _SPARE, columns[-1]), footer]
 
-    def _row(self, each: PublisherAnswer, drain: str) -> tuple[Any, ...]:
-        blocks = each["blocks"]
+    def _row(self, publisher: PublisherAnswer, drain: str) -> tuple[Any, ...]:
+        blocks = publisher["blocks"]
         return (
-            text(each["instance_id"]),
-            text(each["dp_rank"]),
-            state(each, drain),
-            text("" if self._looks < 2 else f"{self._rates.get(_name(each), 0.0):.0f}"),
+            text(publisher["instance_id"]),
+            text(publisher["dp_rank"]),
+            state(publisher, drain),
+            text("" if self._looks < 2 else f"{self._rates.get(_name(publisher), 0.0):.0f}"),
             *(text(blocks.get(medium, 0)) for medium in _MEDIA),
-            text(each["load"]["requests"]),
-            text("" if each["lag_seconds"] is None else seconds_text(each["lag_seconds"])),
-            text(complaint(each), "yellow"),
+            text(publisher["load"]["requests"]),
+            text("" if publisher["lag_seconds"] is None else seconds_text(publisher["lag_seconds"])),
+            text(complaint(publisher), "yellow"),
         )
 
 
@@ -175,8 +180,8 @@ def run(service: RemoteService, seconds: float, screen: Screen) -> None:
         trouble = ""
         asked: Future[Any] | None = None
         while not view.is_over:
-            drawn = view.parts(answer, screen.height)
-            draw([text(trouble, "bold red"), *drawn] if trouble else drawn)
+            screen_parts = view.parts(answer, screen.height)
+            draw([text(trouble, "bold red"), *screen_parts] if trouble else screen_parts)
             wait = _POLL_SECONDS if asked is not None else max(0.0, due - time.monotonic())
             if select.select([sys.stdin], [], [], wait)[0]:
                 view.key(sys.stdin.read(1))
@@ -210,9 +215,9 @@ def _asked(service: RemoteService) -> Future[Any]:
 @contextmanager
 def _keys() -> Iterator[None]:
     """Switch to single keys without echo inside."""
-    before = termios.tcgetattr(sys.stdin)
+    attributes = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin)
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, attributes)

@@ -142,11 +142,11 @@ class Describer:
             silent["type"] = f"it answers neither {_SOURCES} nor {_SERVER}, and its {_METRICS} are not those of vLLM"
         sockets: list[RankSockets] = []
         try:
-            for rank, endpoint, *others in ranks:
+            for rank, endpoint, *endpoints in ranks:
                 own = await self._names.own(base, endpoint, "endpoint", rank)
                 replay, snapshot = [
-                    None if each is None else await self._names.own(base, each, name, rank)
-                    for name, each in zip(_FIELDS[1:], others, strict=True)
+                    None if endpoint_text is None else await self._names.own(base, endpoint_text, name, rank)
+                    for name, endpoint_text in zip(_FIELDS[1:], endpoints, strict=True)
                 ]
                 sockets.append(RankSockets(rank, own, replay, snapshot))
         except UnusableSocket as error:
@@ -181,21 +181,21 @@ def _ranks_of_vllm(sources: Any, silent: dict[str, str], reply: HttpReply | Unan
     if not isinstance(sources, dict):
         silent["endpoint"] = f"it has no {_SOURCES}, which vLLM has from 0.32 on{_because(reply)}"
         return []
-    found = []
+    ranks = []
     for rank, source in sources.items():
         if not isinstance(source, dict) or not _is_number(str(rank)):
             continue
         endpoint = source.get("endpoint")
         replay, snapshot = (
-            each if isinstance(each, str) and each else None for each in (source.get(name) for name in _FIELDS[1:])
+            value if isinstance(value, str) and value else None for value in (source.get(name) for name in _FIELDS[1:])
         )
         if isinstance(endpoint, str) and source.get("publisher", "zmq") == "zmq":
-            found.append((int(str(rank)), endpoint, replay, snapshot))
-    if len(found) > RANKS_MAX:
-        silent["endpoint"] = f"it names the sockets of {len(found)} ranks, and at most {RANKS_MAX} are read"
+            ranks.append((int(str(rank)), endpoint, replay, snapshot))
+    if len(ranks) > RANKS_MAX:
+        silent["endpoint"] = f"it names the sockets of {len(ranks)} ranks, and at most {RANKS_MAX} are read"
         return []
     # Not by the endpoints: two texts may be one number, and one of them may have no second endpoint.
-    return sorted(found, key=lambda each: each[0])
+    return sorted(ranks, key=lambda value: value[0])
 
 
 def _rank_in(source: Any, position: int) -> Any:
@@ -284,12 +284,12 @@ def _master_of(server: Any) -> str | None:
         return None
     config = server.get("hicache_storage_backend_extra_config")
     try:
-        found = bounded_loads(config.encode()) if isinstance(config, str) else config
+        document = bounded_loads(config.encode()) if isinstance(config, str) else config
     except ValueError:
         return None
-    if not isinstance(found, dict) or not isinstance(place := found.get("master_server_address"), str):
+    if not isinstance(document, dict) or not isinstance(place := document.get("master_server_address"), str):
         return None
-    port = found.get("master_metrics_port", _MASTER_PORT)
+    port = document.get("master_metrics_port", _MASTER_PORT)
     url = f"http://{place.rpartition(':')[0]}:{port}"
     return url if type(port) is int and is_engine_url(url) else None
 
@@ -311,12 +311,12 @@ def _cards(models: Any) -> list[tuple[str, str | None]] | None:
     data = models.get("data") if isinstance(models, dict) else None
     if not isinstance(data, list):
         return None
-    found: dict[str, str | None] = {}
+    cards: dict[str, str | None] = {}
     for card in data:
         if isinstance(card, dict) and isinstance(card.get("id"), str) and 0 < len(card["id"]) <= _NAME_MAX:
             parent = card.get("parent")
-            found.setdefault(card["id"], parent if isinstance(parent, str) else None)
-    return list(found.items())
+            cards.setdefault(card["id"], parent if isinstance(parent, str) else None)
+    return list(cards.items())
 
 
 _NAME_MAX = 256
@@ -454,7 +454,7 @@ async def _is_same(host: str, asked_at: str) -> bool:
     if is_loopback(host) and is_loopback(asked_at):
         return True
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(asked_at, None, type=socket.SOCK_STREAM)
-        return ip_address(host) in {ip_address(each[4][0]) for each in found}
+        addresses = await asyncio.get_running_loop().getaddrinfo(asked_at, None, type=socket.SOCK_STREAM)
+        return ip_address(host) in {ip_address(info[4][0]) for info in addresses}
     except (OSError, ValueError):
         return False

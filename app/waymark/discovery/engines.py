@@ -69,18 +69,18 @@ class EngineRegistrations:
         if origin.kind == "url" and (given.get("endpoint") is not None or given.get("dp_rank") is not None):
             origin = BY_CLIENT  # the client has named the sockets, or the one rank that it wants
         registrations = []
-        for each in sockets:
-            registrations.append(_known(self._registration_of(fields | fields_of(each)), description, origin))
+        for socket in sockets:
+            registrations.append(_known(self._registration_of(fields | fields_of(socket)), description, origin))
             await asyncio.sleep(0)  # an engine with many ranks holds nobody
         return registrations
 
     def _without_events(
-        self, description: Description, given: dict[str, Any], known: Mapping[str, Any], origin: Origin
+        self, description: Description, client_fields: dict[str, Any], engine_fields: Mapping[str, Any], origin: Origin
     ) -> list[Registration]:
         """One registration for each model of a server that publishes no events."""
         # Further names of an engine are those of one model; another server has as many models as names.
         has_several = description.kind is None and bool(description.aliases)
-        model_name = given.get("modelname") or known.get("modelname")
+        model_name = client_fields.get("modelname") or engine_fields.get("modelname")
         names = [model_name or description.model_name]
         if has_several and model_name is None:
             names += description.aliases
@@ -89,13 +89,13 @@ class EngineRegistrations:
         fields = {
             "instance_id": instance_id_of(description.url),
             "type": str(WITHOUT_EVENTS),
-            "block_size": description.block_size or known.get("block_size") or _BLOCK_SIZE,
+            "block_size": description.block_size or engine_fields.get("block_size") or _BLOCK_SIZE,
             "address": description.url,
-        } | given
+        } | client_fields
         registrations = []
         for name in names:
             own = dict(fields, modelname=name)
-            if has_several and (model_name is None or "instance_id" not in given):
+            if has_several and (model_name is None or "instance_id" not in client_fields):
                 own["instance_id"] = f"{fields['instance_id']}/{name}"
             about = replace(description, model_name=name, aliases=()) if has_several else description
             registrations.append(_known(self._registration_of(own), about, origin))
@@ -103,14 +103,17 @@ class EngineRegistrations:
 
 
 def _is_without_events(
-    description: Description, given: dict[str, Any], known: Mapping[str, Any], sockets: Sequence[RankSockets | None]
+    description: Description,
+    client_fields: dict[str, Any],
+    engine_fields: Mapping[str, Any],
+    sockets: Sequence[RankSockets | None],
 ) -> bool:
     """Whether it is registered as a server that publishes no events: it was given so, is known so, or cannot."""
-    if given.get("type") is not None:
-        return _kind_of(given["type"]) == WITHOUT_EVENTS
-    if any(sockets) or given.get("endpoint") is not None:
+    if client_fields.get("type") is not None:
+        return _kind_of(client_fields["type"]) == WITHOUT_EVENTS
+    if any(sockets) or client_fields.get("endpoint") is not None:
         return False
-    return description.is_foreign or _kind_of(known.get("type")) == WITHOUT_EVENTS
+    return description.is_foreign or _kind_of(engine_fields.get("type")) == WITHOUT_EVENTS
 
 
 def _kind_of(text: str | None) -> EngineKind | None:
@@ -122,14 +125,14 @@ def _kind_of(text: str | None) -> EngineKind | None:
     raise InvalidValue(f"type is {shown(text)}; it must be one of {', '.join(EngineKind)}", field="type")
 
 
-def fields_of(each: RankSockets | None) -> dict[str, Any]:
-    if each is None:
+def fields_of(rank_sockets: RankSockets | None) -> dict[str, Any]:
+    if rank_sockets is None:
         return {}
     return {
-        "dp_rank": each.dp_rank,
-        "endpoint": each.endpoint,
-        "replay_endpoint": each.replay_endpoint,
-        "snapshot_endpoint": each.snapshot_endpoint,
+        "dp_rank": rank_sockets.dp_rank,
+        "endpoint": rank_sockets.endpoint,
+        "replay_endpoint": rank_sockets.replay_endpoint,
+        "snapshot_endpoint": rank_sockets.snapshot_endpoint,
     }
 
 
@@ -149,14 +152,14 @@ def _aliases(registration: Registration, description: Description) -> tuple[str,
     return tuple(name for name in served if name != registration.model_name)
 
 
-def _sockets(description: Description, given: dict[str, Any]) -> list[RankSockets | None]:
+def _sockets(description: Description, client_fields: dict[str, Any]) -> list[RankSockets | None]:
     """The ranks to register; None is one whose sockets are given, or that needs none."""
-    kind = _kind_of(given.get("type")) or description.kind or UNNAMED
-    if given.get("endpoint") is not None or not kind.traits.needs_endpoint:
+    kind = _kind_of(client_fields.get("type")) or description.kind or UNNAMED
+    if client_fields.get("endpoint") is not None or not kind.traits.needs_endpoint:
         return [None]
     ranks = description.ranks
-    if given.get("dp_rank") is not None:
-        ranks = tuple(each for each in ranks if each.dp_rank == given["dp_rank"])
+    if client_fields.get("dp_rank") is not None:
+        ranks = tuple(rank for rank in ranks if rank.dp_rank == client_fields["dp_rank"])
     return list(ranks)
 
 
@@ -177,10 +180,10 @@ def usual_sockets(url: str, ports: tuple[int, int, int]) -> list[RankSockets]:
     ]
 
 
-def _check_given(description: Description, given: dict[str, Any]) -> None:
+def _check_given(description: Description, client_fields: dict[str, Any]) -> None:
     """What the client gave must not contradict the engine: blocks of another size or model would never be found."""
     served = () if description.model_name is None else (description.model_name, *description.aliases)
-    model, block_size = given.get("modelname"), given.get("block_size")
+    model, block_size = client_fields.get("modelname"), client_fields.get("block_size")
     if model is not None and served and model not in served:
         raise InvalidValue(
             f"modelname {shown(model)} is not served by {description.url}, which serves {shown(served[0])}; leave "

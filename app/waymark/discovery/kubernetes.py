@@ -165,34 +165,34 @@ class PodWatch:
 
     async def _list(self) -> str:
         """Read all pods; the resource version that a watch goes on from."""
-        found: dict[str, Pod] = {}
+        pods: dict[str, Pod] = {}
         query: dict[str, str] = {"limit": str(_PAGE_PODS)}
         odd_items = 0
         for _ in range(_PAGES_MAX):
             page = await self._page(query)
             metadata, items = page["metadata"], page["items"]
-            before = len(found)
+            count = len(pods)
             for item in items:
                 pod = pod_of(item)
                 if pod is None:
                     odd_items += 1
                 else:
-                    found[pod.name] = pod
-            if len(found) > PODS_MAX:
+                    pods[pod.name] = pod
+            if len(pods) > PODS_MAX:
                 raise self._too_many()
             following = metadata.get("continue")
             if not following:
                 break
             query = {"limit": str(_PAGE_PODS), "continue": str(following)}
-            await asyncio.sleep(_THIN_SECONDS if len(found) - before < _THIN_PODS else 0)
+            await asyncio.sleep(_THIN_SECONDS if len(pods) - count < _THIN_PODS else 0)
         else:
             raise Unanswered(f"its list of pods has more than {_PAGES_MAX} pages")
         if odd_items:
-            log.warning("a list of pods has items that are not pods", extra=fields(items=odd_items, pods=len(found)))
-        are_missing = any(name not in found for name in self.pods)
+            log.warning("a list of pods has items that are not pods", extra=fields(items=odd_items, pods=len(pods)))
+        are_missing = any(name not in pods for name in self.pods)
         self._doubted = monotonic() if odd_items or are_missing else None
-        self.gone |= {name for name, pod in found.items() if not pod.is_ready}
-        self.pods = found
+        self.gone |= {name for name, pod in pods.items() if not pod.is_ready}
+        self.pods = pods
         self.lists += 1
         self.changed.set()
         self._answered()
@@ -270,9 +270,9 @@ class PodWatch:
     # ---- requests ----------------------------------------------------------------------------------
 
     def _url(self, query: Mapping[str, str]) -> str:
-        of = f"/namespaces/{quote(self._server.namespace, safe='')}" if self._server.namespace else ""
+        namespace = f"/namespaces/{quote(self._server.namespace, safe='')}" if self._server.namespace else ""
         text = urlencode({"labelSelector": self._server.selector} | dict(query))
-        return f"{self._server.url.rstrip('/')}/api/v1{of}/pods?{text}"
+        return f"{self._server.url.rstrip('/')}/api/v1{namespace}/pods?{text}"
 
     async def _headers(self) -> dict[str, str]:
         file = self._server.token_file

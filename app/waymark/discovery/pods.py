@@ -52,7 +52,9 @@ def pod_of(item: Any) -> Pod | None:
         metadata, status = item["metadata"], item.get("status") or {}
         name = f"{metadata['namespace']}/{metadata['name']}"
         conditions = status.get("conditions") or []
-        is_ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
+        is_ready = any(
+            condition.get("type") == "Ready" and condition.get("status") == "True" for condition in conditions
+        )
         address = str(status.get("podIP") or "")
         return Pod(
             name,

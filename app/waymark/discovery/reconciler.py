@@ -85,18 +85,22 @@ class Reconciler:
     @property
     def problems(self) -> list[str]:
         """Why engines are not registered as their source wants, a sentence each."""
-        return [f"{each.wanted}: {each.problem}" for each in self._known.values() if each.problem]
+        return [
+            f"{known_engine.wanted}: {known_engine.problem}"
+            for known_engine in self._known.values()
+            if known_engine.problem
+        ]
 
     @property
     def registered(self) -> int:
-        return sum(bool(each.registrations) for each in self._known.values())
+        return sum(bool(known_engine.registrations) for known_engine in self._known.values())
 
     def ask_again(self, origins: Iterable[Origin]) -> None:
         """Ask these engines at the next chance: they have restarted."""
         restarted = set(origins)
-        for known in self._known.values():
-            if known.wanted.origin in restarted and not known.failures:
-                known.again_at = 0.0
+        for known_engine in self._known.values():
+            if known_engine.wanted.origin in restarted and not known_engine.failures:
+                known_engine.again_at = 0.0
 
     @property
     def wants_another_reading(self) -> bool:
@@ -113,39 +117,41 @@ class Reconciler:
         ``confirm_seconds`` later, too. Raises StoreUnavailable.
         """
         there = _EarlierRegistrations(await self._store.directory.registrations(), self._kind)
-        named = {each.key: each async for each in in_turns(wanted)}
-        self._known = {key: known for key, known in self._known.items() if key in named}
+        named = {engine.key: engine async for engine in in_turns(wanted)}
+        self._known = {key: known_engine for key, known_engine in self._known.items() if key in named}
         ghosts = _ghosts(wanted)
         origins = {each.origin for key, each in named.items() if key not in ghosts}
-        lost = {key[0] for key in ghosts} - origins
-        await self._unregister(there.all, origins, lost.union(gone), reading)
+        lost_origins = {key[0] for key in ghosts} - origins
+        await self._unregister(there.all, origins, lost_origins.union(gone), reading)
         now = monotonic()
         due = []
         async for key, each in in_turns(named.items()):
-            known = self._known.get(key)
-            if known is None or known.wanted != each:
-                known = self._known[key] = _KnownEngine(each)
+            known_engine = self._known.get(key)
+            if known_engine is None or known_engine.wanted != each:
+                known_engine = self._known[key] = _KnownEngine(each)
             if key in ghosts:
-                self._failed(known, f"{ghosts[key].source} has the same address, {each.address}, and is newer")
-            elif now >= known.again_at or any(each.name not in there.names for each in known.registrations):
-                due.append(known)
-        due.sort(key=lambda known: known.again_at)
+                self._failed(known_engine, f"{ghosts[key].source} has the same address, {each.address}, and is newer")
+            elif now >= known_engine.again_at or any(
+                registration.name not in there.names for registration in known_engine.registrations
+            ):
+                due.append(known_engine)
+        due.sort(key=lambda known_engine: known_engine.again_at)
         return not await self._ask_and_register(due, there)
 
     # ---- registering -------------------------------------------------------------------------------
 
     async def _ask_and_register(self, due: Sequence[_KnownEngine], there: _EarlierRegistrations) -> int:
         """Return how many engines had no turn within the time of a round."""
-        until = monotonic() + _ROUND_SECONDS
+        deadline = monotonic() + _ROUND_SECONDS
         turns, ready, has_come, left = iter(due), deque[_Ready](), asyncio.Event(), 0
 
         async def ask() -> None:
             nonlocal left
-            for known in turns:
-                if known.wanted.url is not None and monotonic() >= until:
+            for known_engine in turns:
+                if known_engine.wanted.url is not None and monotonic() >= deadline:
                     left += 1  # the others come first in the next round
                     continue
-                await self._ask(known, there, ready)
+                await self._ask(known_engine, there, ready)
                 has_come.set()
                 await asyncio.sleep(0)  # an engine that is not asked takes a turn of the loop, too
 
@@ -164,51 +170,57 @@ class Reconciler:
             await asyncio.gather(asking, return_exceptions=True)
         return left
 
-    async def _ask(self, known: _KnownEngine, there: _EarlierRegistrations, ready: deque[_Ready]) -> None:
+    async def _ask(self, known_engine: _KnownEngine, there: _EarlierRegistrations, ready: deque[_Ready]) -> None:
         """Append the registrations of an engine to ``ready``, unless there are none now."""
-        with self._noting_failure(known):
-            registrations = await self._registrations(known.wanted)
+        with self._noting_failure(known_engine):
+            registrations = await self._registrations(known_engine.wanted)
             there.check(registrations)
-            ready.append(_Ready(known, registrations))
+            ready.append(_Ready(known_engine, registrations))
 
     async def _register(self, several: Sequence[_Ready], there: _EarlierRegistrations) -> None:
         try:
-            done = await self._store.registry.register_several([each for one in several for each in one.registrations])
+            results = await self._store.registry.register_several(
+                [own_registration for ready_engine in several for own_registration in ready_engine.registrations]
+            )
         except RecordDamaged:  # a record of one of them; each one by itself then
-            done = {}
-        for known, registrations in several:
-            with self._noting_failure(known):
+            results = {}
+        for known_engine, registrations in several:
+            with self._noting_failure(known_engine):
                 for registration in registrations:
-                    is_new = done.get(registration.name)
+                    is_new = results.get(registration.name)
                     if is_new is None:
                         is_new = await self._put(registration)
                     if is_new:
                         log.info(
                             "engine is registered", extra=fields(publisher=str(registration.name), source=self._kind)
                         )
-                kept = {each.name for each in registrations}
-                own = there.of(known.wanted.origin)
+                names = {own_registration.name for own_registration in registrations}
+                own = there.of(known_engine.wanted.origin)
                 await self._take(
-                    [each.name for each in own if self._is_of(each, known.wanted) and each.name not in kept]
+                    [
+                        own_registration.name
+                        for own_registration in own
+                        if self._is_of(own_registration, known_engine.wanted) and own_registration.name not in names
+                    ]
                 )
-                if known.problem:
-                    log.info("engine is registered now", extra=fields(engine=str(known.wanted)))
-                known.registrations, known.problem, known.failures = tuple(registrations), "", 0
-                known.again_at = monotonic() + self._again_seconds
+                if known_engine.problem:
+                    log.info("engine is registered now", extra=fields(engine=str(known_engine.wanted)))
+                known_engine.registrations, known_engine.problem, known_engine.failures = tuple(registrations), "", 0
+                known_engine.again_at = monotonic() + self._again_seconds
 
     @contextmanager
-    def _noting_failure(self, known: _KnownEngine) -> Iterator[None]:
+    def _noting_failure(self, known_engine: _KnownEngine) -> Iterator[None]:
         """Note an error that is the engine's own. Raises StoreUnavailable."""
         try:
             yield
         except (InvalidValue, RemoteUnavailable, Conflict, RecordDamaged) as error:
-            self._failed(known, error.sentence)
+            self._failed(known_engine, error.sentence)
         except StoreUnavailable:
             raise
         except Exception as error:
             # A defect met by what one engine says must not stop the others.
-            log.exception("engine cannot be registered", extra=fields(engine=str(known.wanted)))
-            self._failed(known, repr(error)[:200])
+            log.exception("engine cannot be registered", extra=fields(engine=str(known_engine.wanted)))
+            self._failed(known_engine, repr(error)[:200])
 
     def _is_of(self, registration: Registration, wanted: WantedEngine) -> bool:
         """Whether it is one of this engine's; a URL may be registered under several names."""
@@ -217,7 +229,9 @@ class Reconciler:
 
     async def _registrations(self, wanted: WantedEngine) -> list[Registration]:
         if wanted.url is None:
-            return [replace(self._registration_of(each), origin=wanted.origin) for each in _complete(wanted)]
+            return [
+                replace(self._registration_of(rank_fields), origin=wanted.origin) for rank_fields in _complete(wanted)
+            ]
         return await self._engines.of(
             wanted.url, dict(wanted.fields), wanted.origin, ports=wanted.ports, known=wanted.known
         )
@@ -237,24 +251,28 @@ class Reconciler:
             await self._store.registry.unregister([registration.name])
             return await self._store.registry.register(registration)
 
-    def _failed(self, known: _KnownEngine, problem: str) -> None:
-        if problem != known.problem:
-            log.warning("engine cannot be registered", extra=fields(engine=str(known.wanted), error=problem))
-        known.problem = problem
-        wait = min(_RETRY_SECONDS * 2 ** min(known.failures, 10), _RETRY_SECONDS_MAX)
-        known.failures += 1
-        known.again_at = monotonic() + wait
+    def _failed(self, known_engine: _KnownEngine, problem: str) -> None:
+        if problem != known_engine.problem:
+            log.warning("engine cannot be registered", extra=fields(engine=str(known_engine.wanted), error=problem))
+        known_engine.problem = problem
+        wait = min(_RETRY_SECONDS * 2 ** min(known_engine.failures, 10), _RETRY_SECONDS_MAX)
+        known_engine.failures += 1
+        known_engine.again_at = monotonic() + wait
 
     # ---- unregistering -----------------------------------------------------------------------------
 
     async def _unregister(
         self, there: Sequence[Registration], named: Iterable[Origin], gone: Set[Origin], reading: int
     ) -> None:
-        own = [each for each in there if each.origin.kind == self._kind and self._is_mine(each.origin)]
-        kept = set(named)
-        absent = [each for each in own if each.origin not in kept]
-        await self._take(each.name for each in absent if each.origin in gone)
-        missing = [each for each in absent if each.origin not in gone]
+        own = [
+            registration
+            for registration in there
+            if registration.origin.kind == self._kind and self._is_mine(registration.origin)
+        ]
+        named_origins = set(named)
+        absent = [registration for registration in own if registration.origin not in named_origins]
+        await self._take(registration.name for registration in absent if registration.origin in gone)
+        missing = [registration for registration in absent if registration.origin not in gone]
         if 2 * len(missing) <= len(own):
             self._missing = None
         elif self._missing is None:
@@ -266,7 +284,7 @@ class Reconciler:
             return
         elif monotonic() - self._missing[0] < self._confirm_seconds or reading <= self._missing[1]:
             return
-        await self._take(each.name for each in missing)
+        await self._take(registration.name for registration in missing)
         self._missing = None
 
     async def _take(self, names: Iterable[PublisherName]) -> None:
@@ -281,12 +299,12 @@ class Reconciler:
 
 def _some_of(ready: deque[_Ready]) -> list[_Ready]:
     """Remove as many engines as are registered together, at least one, and return them."""
-    taken: list[_Ready] = []
+    batch: list[_Ready] = []
     ranks = 0
     while ready and ranks < _WRITTEN_MAX:
-        taken.append(ready.popleft())
-        ranks += len(taken[-1].registrations)
-    return taken
+        batch.append(ready.popleft())
+        ranks += len(batch[-1].registrations)
+    return batch
 
 
 def _complete(wanted: WantedEngine) -> list[dict[str, Any]]:
@@ -294,21 +312,21 @@ def _complete(wanted: WantedEngine) -> list[dict[str, Any]]:
     fields = dict(wanted.fields)
     if not wanted.ports[0]:
         return [fields]
-    return [fields | fields_of(each) for each in usual_sockets(str(fields["address"]), wanted.ports)]
+    return [fields | fields_of(socket) for socket in usual_sockets(str(fields["address"]), wanted.ports)]
 
 
 def _ghosts(wanted: Sequence[WantedEngine]) -> Mapping[WantedKey, Origin]:
     """Engines at an address that a newer one has, and that one: the API server may list a pod that is long gone."""
     newest: dict[str, WantedEngine] = {}
-    for each in wanted:
-        if each.address is not None:
-            other = newest.get(each.address)
-            if other is None or (other.since, other.origin) < (each.since, each.origin):
-                newest[each.address] = each
+    for engine in wanted:
+        if engine.address is not None:
+            newer = newest.get(engine.address)
+            if newer is None or (newer.since, newer.origin) < (engine.since, engine.origin):
+                newest[engine.address] = engine
     return {
-        each.key: newest[each.address].origin
-        for each in wanted
-        if each.address is not None and newest[each.address].origin != each.origin
+        old_engine.key: newest[old_engine.address].origin
+        for old_engine in wanted
+        if old_engine.address is not None and newest[old_engine.address].origin != old_engine.origin
     }
 
 
@@ -317,13 +335,17 @@ class _EarlierRegistrations:
 
     def __init__(self, registrations: Sequence[Registration], kind: OriginKind) -> None:
         self.all = registrations
-        self.names = {each.name for each in registrations}
+        self.names = {own_registration.name for own_registration in registrations}
         self._by_origin: dict[Origin, list[Registration]] = {}
-        for each in registrations:
-            self._by_origin.setdefault(each.origin, []).append(each)
-        others = [each for each in registrations if each.origin.kind != kind]
-        self._foreign_names = {each.name for each in others}
-        self._foreign_sockets = {(each.endpoint, each.group): each.name for each in others if each.endpoint is not None}
+        for registration in registrations:
+            self._by_origin.setdefault(registration.origin, []).append(registration)
+        foreign = [own_registration for own_registration in registrations if own_registration.origin.kind != kind]
+        self._foreign_names = {own_registration.name for own_registration in foreign}
+        self._foreign_sockets = {
+            (own_registration.endpoint, own_registration.group): own_registration.name
+            for own_registration in foreign
+            if own_registration.endpoint is not None
+        }
 
     def of(self, origin: Origin) -> Sequence[Registration]:
         """Return the registrations with this origin."""
@@ -331,8 +353,8 @@ class _EarlierRegistrations:
 
     def check(self, registrations: Sequence[Registration]) -> None:
         """Nobody else's registration is changed, and no socket is subscribed to twice. Raises Conflict."""
-        for each in registrations:
-            name = each.name if each.name in self._foreign_names else None
-            name = name or self._foreign_sockets.get((each.endpoint or "", each.group))
+        for registration in registrations:
+            name = registration.name if registration.name in self._foreign_names else None
+            name = name or self._foreign_sockets.get((registration.endpoint or "", registration.group))
             if name is not None:
                 raise Conflict(f"{name} is registered by another source, and only that one changes it")

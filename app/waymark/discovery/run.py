@@ -99,12 +99,12 @@ class EngineDiscovery:
             log.debug("lease of discovery not released", extra=fields(error=error.sentence))
 
     def _state(self) -> DiscoveryState:
-        registered = sum(each.registered for each in self._reconcilers)
+        registered = sum(source_reconciler.registered for source_reconciler in self._reconcilers)
         problems = [problem for several in self._problems.values() for problem in several]
         waiting = 0
-        for each in self._reconcilers:
-            problems += each.problems
-            waiting += len(each.problems)
+        for reconciler in self._reconcilers:
+            problems += reconciler.problems
+            waiting += len(reconciler.problems)
         self._metrics.discovery_engines.labels(state="registered").set(registered)
         self._metrics.discovery_engines.labels(state="waiting").set(waiting)
         return DiscoveryState(self._options.worker_id, registered, waiting, tuple(problems[:_PROBLEMS_MAX]))
@@ -154,7 +154,7 @@ class EngineDiscovery:
                 continue
             if reconciler.wants_another_reading or watch.wants_another_list:
                 await watch.list_again()
-            gone, watch.gone = watch.gone, set()
+            gone_pods, watch.gone = watch.gone, set()
             wanted, problems = [], [watch.problem] if watch.problem else []
             async for pod in in_turns(list(watch.pods.values())):
                 if pod.is_ready:
@@ -165,12 +165,12 @@ class EngineDiscovery:
             self._say("discovery", problems)
             try:
                 reconciler.ask_again(await restarts.since_last("discovery"))
-                origins = [Origin("discovery", name) for name in gone]
+                origins = [Origin("discovery", name) for name in gone_pods]
                 if not await reconciler.reconcile(wanted, reading=watch.lists, gone=origins):
                     watch.changed.set()  # the next round begins at once
             except StoreUnavailable as error:
                 log.debug("round of discovery not ended", extra=fields(error=error.sentence))
-                watch.gone |= gone
+                watch.gone |= gone_pods
 
     async def _follow_file(self, reconciler: Reconciler, read: Callable[[], Sequence[WantedEngine]]) -> None:
         restarts = Restarts(self._store)
@@ -204,19 +204,19 @@ class EngineDiscovery:
 
     async def _by_url(self) -> list[WantedEngine]:
         """The engines that clients have registered by URL, with the fields that an engine does not say."""
-        found: dict[WantedKey, WantedEngine] = {}
-        for each in await self._store.directory.registrations():
-            if each.origin.kind == "url":
-                target = each.target
-                given = {
-                    "instance_id": each.instance_id,
-                    "tenant_id": each.tenant_id,
-                    "lora_name": each.lora_name,
-                    "additionalsalt": each.additional_salt,
-                    "scope": each.scope,
-                    "copies": each.copies,
-                    "sequence": each.sequence,
-                    "shards": each.object_shards or None,
+        engines: dict[WantedKey, WantedEngine] = {}
+        for registration in await self._store.directory.registrations():
+            if registration.origin.kind == "url":
+                target = registration.target
+                client_fields = {
+                    "instance_id": registration.instance_id,
+                    "tenant_id": registration.tenant_id,
+                    "lora_name": registration.lora_name,
+                    "additionalsalt": registration.additional_salt,
+                    "scope": registration.scope,
+                    "copies": registration.copies,
+                    "sequence": registration.sequence,
+                    "shards": registration.object_shards or None,
                     "address": target.address,
                     "role": target.role,
                     "weight": target.weight,
@@ -227,11 +227,17 @@ class EngineDiscovery:
                     "transfer_gbps": target.transfer_gbps,
                     "kv_hints": target.takes_kv_hints,
                 }
-                given = {name: value for name, value in given.items() if value is not None}
-                known = {"type": each.kind, "modelname": each.model_name, "block_size": each.block_size}
-                wanted = WantedEngine(each.origin, given, each.origin.source, known=known)
-                found.setdefault(wanted.key, wanted)
-        return list(found.values())
+                client_fields = {name: value for name, value in client_fields.items() if value is not None}
+                engine_fields = {
+                    "type": registration.kind,
+                    "modelname": registration.model_name,
+                    "block_size": registration.block_size,
+                }
+                wanted = WantedEngine(
+                    registration.origin, client_fields, registration.origin.source, known=engine_fields
+                )
+                engines.setdefault(wanted.key, wanted)
+        return list(engines.values())
 
     def _say(self, kind: OriginKind, problems: list[str]) -> None:
         if problems != self._problems.get(kind, []):
@@ -253,14 +259,14 @@ class Restarts:
             for claim in await self._store.directory.claims()
             if not claim.is_leaving and claim.registration.origin.kind == kind and claim.registration.endpoint
         ]
-        before, self._lives = self._lives, {}
-        found: set[Origin] = set()
+        earlier_lives, self._lives = self._lives, {}
+        origins: set[Origin] = set()
         for claim, (life, status) in zip(claims, await self._store.discovery.lives(claims), strict=True):
             self._lives[claim.publisher] = life
-            has_restarted = before.get(claim.publisher, life) not in ("", life)
+            has_restarted = earlier_lives.get(claim.publisher, life) not in ("", life)
             if has_restarted or status in _OUT_OF_REACH:
-                found.add(claim.registration.origin)
-        return found
+                origins.add(claim.registration.origin)
+        return origins
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

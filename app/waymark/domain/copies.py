@@ -32,17 +32,17 @@ class BlockCopies:
     def text(self) -> bytes:
         # An entry with this word says that the engine hash is the seq_hash. If it is one of the engine hashes, all of
         # them are named here, the first one, too.
-        told = self.hashes if SAME_HASH in self.hashes else self.hashes[1:]
-        further = b"".join([b" %016x" % each for each in told])
+        hashes = self.hashes if SAME_HASH in self.hashes else self.hashes[1:]
+        further = b"".join([b" %016x" % engine_hash for engine_hash in hashes])
         return NO_COPIES if self.copies < 2 and not further else b"%d%b" % (self.copies, further)
 
 
 class HolderCopies:
     """The copies and the further engine hashes of the blocks of one holder."""
 
-    def __init__(self, known: KnownBlocks, *, notes_left: bool = True) -> None:
-        """``known`` are all blocks of the holder. ``notes_left``: removals that leave a copy may contradict stores."""
-        self._known = known
+    def __init__(self, table: KnownBlocks, *, notes_left: bool = True) -> None:
+        """``table`` are all blocks of the holder. ``notes_left``: removals that leave a copy may contradict stores."""
+        self._known = table
         self.notes_left = notes_left
         self.contradictions = 0
         """Blocks of which the engine has another number of copies than was counted; the owner reads and clears it."""
@@ -69,7 +69,7 @@ class HolderCopies:
         first = self._known.first(key)
         assert first is not None
         several = self.several.get(key) or BlockCopies(1, [first])
-        before = several.text
+        old_text = several.text
         is_restored = counts and several.is_left and not self.are_removed_each
         self.contradictions += is_restored
         self.restored += is_restored
@@ -78,7 +78,7 @@ class HolderCopies:
         if engine_hash not in several.hashes:
             several.hashes.append(engine_hash)
             self._known.name(engine_hash, key)
-        if several.text == before:
+        if several.text == old_text:
             return first, UNCHANGED
         if several.text == NO_COPIES:
             del self.several[key]
@@ -94,20 +94,20 @@ class HolderCopies:
         """
         several = self.several.get(key)
         counted = 1 if several is None else several.copies
-        others = 0 if several is None else len(several.hashes) - 1
-        if copies_left is None or (copies_left == 0 and others):
-            left = counted - 1 if counts else 0
+        more_copies = 0 if several is None else len(several.hashes) - 1
+        if copies_left is None or (copies_left == 0 and more_copies):
+            remaining = counted - 1 if counts else 0
         else:
-            left = copies_left + others
-            self.contradictions += counts and left != counted - 1
+            remaining = copies_left + more_copies
+            self.contradictions += counts and remaining != counted - 1
         self.are_removed_each = self.are_removed_each or (several is not None and several.is_left)
-        if left < 1:
+        if remaining < 1:
             return None
         if several is None:
             first = self._known.first(key)
             assert first is not None
             several = BlockCopies(1, [first])
-        several.copies, several.is_left = left, copies_left is None and self.notes_left
+        several.copies, several.is_left = remaining, copies_left is None and self.notes_left
         if several.is_left or several.text != NO_COPIES:
             self.several[key] = several
         else:
@@ -116,7 +116,7 @@ class HolderCopies:
 
     def left_over(self) -> list[int]:
         """Return an engine hash of each block that a removal left with a copy, and that was not stored again since."""
-        return [each.hashes[0] for each in self.several.values() if each.is_left]
+        return [block_copies.hashes[0] for block_copies in self.several.values() if block_copies.is_left]
 
     def tell(self, key: int) -> bytes:
         """Return the text of ``*<key>`` for a new block whose entry cannot hold its engine hash; empty for most
@@ -129,20 +129,20 @@ class HolderCopies:
         several = self.several[key] = BlockCopies(1, [first])
         return several.text
 
-    def restore(self, key: int, copies: int, told: Sequence[int]) -> None:
+    def restore(self, key: int, copies: int, further: Sequence[int]) -> None:
         """Restore the copies of a block from Redis.
 
-        ``told`` are the block's engine hashes in addition to that of its entry.
+        ``further`` are the block's engine hashes in addition to that of its entry.
         """
         first = self._known.first(key)
         assert first is not None
         hashes = []
-        for each in dict.fromkeys(told if SAME_HASH in told else [first, *told]):
-            spot = self._known.get(each)
+        for engine_hash in dict.fromkeys(further if SAME_HASH in further else [first, *further]):
+            spot = self._known.get(engine_hash)
             if spot is None:
-                self._known.name(each, key)
+                self._known.name(engine_hash, key)
             if spot is None or spot.key == key:
-                hashes.append(each)
+                hashes.append(engine_hash)
         if hashes:
             self._known.lead(hashes[0])
         if hashes and first not in hashes:  # the entry was read as the seq_hash
@@ -163,10 +163,14 @@ class HolderCopies:
         assert first is not None
         several = self.several.get(key) or BlockCopies(1, [first])
         several.copies += copies if counts else 0
-        for each in hashes:
-            if each not in several.hashes and len(several.hashes) < HASHES_MAX and self._known.get(each) is None:
-                self._known.name(each, key)
-                several.hashes.append(each)
+        for engine_hash in hashes:
+            if (
+                engine_hash not in several.hashes
+                and len(several.hashes) < HASHES_MAX
+                and self._known.get(engine_hash) is None
+            ):
+                self._known.name(engine_hash, key)
+                several.hashes.append(engine_hash)
         if several.text == NO_COPIES:
             return UNCHANGED
         self.several[key] = several

@@ -138,15 +138,15 @@ class PlainEvents(Sequence[Event]):
         return len(self.loop)
 
     @overload
-    def __getitem__(self, at: int) -> Event: ...
+    def __getitem__(self, index: int) -> Event: ...
 
     @overload
-    def __getitem__(self, at: slice) -> Sequence[Event]: ...
+    def __getitem__(self, index: slice) -> Sequence[Event]: ...
 
-    def __getitem__(self, at: int | slice) -> Event | Sequence[Event]:
-        if isinstance(at, slice) or at < 0:
-            return self._all[at]
-        event: Event = self.loop[at]
+    def __getitem__(self, index: int | slice) -> Event | Sequence[Event]:
+        if isinstance(index, slice) or index < 0:
+            return self._all[index]
+        event: Event = self.loop[index]
         return event
 
     def __eq__(self, other: object) -> bool:

@@ -26,7 +26,7 @@ class FirstTokens(NamedTuple):
             sums = cls(*map(float, value.split()))
         except (TypeError, ValueError):
             return None
-        return sums if all(0 <= each < float("inf") for each in sums) else None
+        return sums if all(0 <= number < float("inf") for number in sums) else None
 
     @property
     def slope(self) -> float | None:

@@ -98,14 +98,14 @@ class Generations:
         """Yield the holders beyond a bound, oldest first, each with the reason; the reason is None if it has no block
         left.
         """
-        left = Counter(name.lasting for name in holders)
-        for name, holder in sorted(holders.items(), key=lambda each: each[1]):
+        counts = Counter(name.lasting for name in holders)
+        for name, holder in sorted(holders.items(), key=lambda item: item[1]):
             reason = self.bounds.reason_to_end(name, holder, self.now, self.cut)
-            if reason is None and left[name.lasting] > GENERATIONS_MAX and self.bounds.has(name.medium):
+            if reason is None and counts[name.lasting] > GENERATIONS_MAX and self.bounds.has(name.medium):
                 reason = "max_entries"
             is_newest = self._newest.get(name.lasting) == name
             if reason is not None or (name.epoch is not None and not is_newest and not blocks_of(holder)):
-                left[name.lasting] -= 1
+                counts[name.lasting] -= 1
                 yield name, reason
 
     # ---- stores ------------------------------------------------------------------------------------

@@ -127,20 +127,21 @@ class KnownBlocks(Protocol):
         namespace: int,
         full: Mapping[Place, object],
         piece_blocks: int,
-        gone: tuple[KnownBlocks, ...],
+        former: tuple[KnownBlocks, ...],
         /,
     ) -> list[NewBlocks] | None:
         """Hash a plain store and add its blocks: all of them are new, and continue a block of the same namespace that
-        is here, at a place that is not ``full``; or they begin at the root. Their hashes leave ``gone``.
+        is here, at a place that is not ``full``; or they begin at the root. Their hashes leave ``former``.
 
         Return None, without a change, if the store is not plain or this implementation has no short way for it.
         """
 
     def take(
-        self, engine_hashes: Sequence[int], gone: tuple[KnownBlocks, ...], several: Mapping[int, object], /
+        self, engine_hashes: Sequence[int], former: tuple[KnownBlocks, ...], several: Mapping[int, object], /
     ) -> list[TakenBlocks] | None:
-        """Apply a plain removal: move each of these engine hashes to the first of ``gone``, and out of the others. All
-        of them must be here, each once, and their keys must not be among ``several``.
+        """Apply a plain removal: move each of these engine hashes to the first of ``former``, and out of the others.
+
+        All of them must be here, each once, and their keys must not be among ``several``.
 
         Return None as ``extend`` does.
         """
@@ -148,7 +149,7 @@ class KnownBlocks(Protocol):
     def run(
         self,
         events: Any,
-        at: int,
+        start: int,
         position: int,
         hashes_max: int,
         parts: Any,
@@ -157,13 +158,14 @@ class KnownBlocks(Protocol):
         namespace: int,
         full: Mapping[Place, object],
         piece_blocks: int,
-        gone: tuple[KnownBlocks, ...],
+        former: tuple[KnownBlocks, ...],
         several: Mapping[int, object],
         may_store: bool,
         may_remove: bool,
         /,
     ) -> tuple[int, int, int, int, int] | None:
-        """Run ``extend`` and ``take`` over ``events`` from number ``at`` on, and add their parts to ``parts``; both are
-        the C module's. Stop before the first event that is not plain or may not be applied, and after about
+        """Run ``extend`` and ``take`` over ``events`` from number ``start`` on, and add their parts to ``parts``.
+
+        Both are the C module's. Stop before the first event that is not plain or may not be applied, and after about
         ``hashes_max`` hashes. Return an ``EventRun``, or None as ``extend`` does.
         """

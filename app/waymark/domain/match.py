@@ -96,13 +96,13 @@ def conductor_rows(walk: Walk) -> dict[str, ConductorRow]:
         for i in going:
             row = rows[i]
             row.longest += length
-            held = instances.get(i, _NOWHERE)
-            for medium in held | pool if pool else held:
+            own_tiers = instances.get(i, _NOWHERE)
+            for medium in own_tiers | pool if pool else own_tiers:
                 row.media[medium] = row.media.get(medium, 0) + length
         for i, dp_rank, _ in presence.ranks:
             if i in going:
-                of = rows[i].ranks
-                of[dp_rank] = of.get(dp_rank, 0) + length
+                rank_rows = rows[i].ranks
+                rank_rows[dp_rank] = rank_rows.get(dp_rank, 0) + length
     return dict(zip(view.instances, rows, strict=True))
 
 
@@ -120,19 +120,19 @@ def dynamo_rows(walk: Walk) -> dict[str, dict[int, DynamoRank]]:
         for i, dp_rank, _ in presence.ranks:
             ranks.setdefault((i, dp_rank), DynamoRank())
     is_off_device, is_off_both = DEVICE.isdisjoint, (DEVICE | HOST).isdisjoint
-    at = 0
+    position = 0
     for presence, length in walk.reusable:
         own = {(i, dp_rank): media for i, dp_rank, media in presence.ranks}
         for key, rank in ranks.items():
             media = own.get(key, _NOWHERE) | presence.pool_media
             # A prefix goes on only if it reached this run's first block.
-            if rank.gpu == at and not is_off_device(media):
+            if rank.gpu == position and not is_off_device(media):
                 rank.gpu += length
-            if rank.cpu == at and not is_off_both(media):
+            if rank.cpu == position and not is_off_both(media):
                 rank.cpu += length
-            if rank.disk == at and media:
+            if rank.disk == position and media:
                 rank.disk += length
-        at += length
+        position += length
     rows: dict[str, dict[int, DynamoRank]] = {}
     for (i, dp_rank), rank in ranks.items():
         rows.setdefault(view.instances[i], {})[dp_rank] = rank
@@ -155,20 +155,20 @@ class TargetRow(NamedTuple):
 
 def with_pool(runs: Sequence[tuple[Presence, int]], bitmap: int) -> list[tuple[Presence, int]]:
     """The runs of a walk, and what follows it, as if a pool had the blocks of ``bitmap``: bit i is block i."""
-    found: list[tuple[Presence, int]] = []
-    at = 0
+    result: list[tuple[Presence, int]] = []
+    position = 0
     for presence, length in runs:
-        left = length
-        while left:
-            has, count = _bits(bitmap >> at)
-            count = min(count, left) if count else left
-            held = replace(presence, pool_media=presence.pool_media | _POOL) if has else presence
-            found.append((held, count))
-            at, left = at + count, left - count
-    has, count = _bits(bitmap >> at)
+        remaining = length
+        while remaining:
+            has, count = _bits(bitmap >> position)
+            count = min(count, remaining) if count else remaining
+            with_blocks = replace(presence, pool_media=presence.pool_media | _POOL) if has else presence
+            result.append((with_blocks, count))
+            position, remaining = position + count, remaining - count
+    has, count = _bits(bitmap >> position)
     if has:
-        found.append((Presence((), {}, _POOL, 0), count))
-    return found
+        result.append((Presence((), {}, _POOL, 0), count))
+    return result
 
 
 def _bits(bitmap: int) -> tuple[bool, int]:
@@ -198,8 +198,8 @@ def target_rows(walk: Walk, asked: int = 0) -> dict[tuple[str, int], TargetRow]:
             own[key] = own[key] | media if key in own else media
         if going is None:
             # If a pool has the blocks, a rank without a copy of its own continues.
-            every = ((i, rank) for i, ranks in enumerate(view.registered_ranks) for rank in ranks)
-            going = set(every) if presence.pool_media else set(own)
+            all_ranks = ((i, rank) for i, ranks in enumerate(view.registered_ranks) for rank in ranks)
+            going = set(all_ranks) if presence.pool_media else set(own)
         elif not presence.pool_media:
             going &= own.keys()
         if not going:
@@ -208,19 +208,19 @@ def target_rows(walk: Walk, asked: int = 0) -> dict[tuple[str, int], TargetRow]:
             row = counts.get(key)
             if row is None:
                 row = counts[key] = [0, 0, 0, 0]
-            held = own.get(key, _NOWHERE)
-            place = 0 if not is_off_device(held) else 1 if not is_off_host(held) else 2 if presence.pool_media else 3
+            tiers = own.get(key, _NOWHERE)
+            place = 0 if not is_off_device(tiers) else 1 if not is_off_host(tiers) else 2 if presence.pool_media else 3
             row[place] += length
     return {(view.instances[i], rank): TargetRow(*row) for (i, rank), row in counts.items()}
 
 
 def pool_bitmap(walk: Walk, asked: int = 0) -> int:
     """Which blocks a pool has, up to the first block that nobody has: bit i is block i. ``asked`` as of target_rows."""
-    bitmap = at = 0
+    bitmap = position = 0
     for presence, length in with_pool(walk.reusable, asked) if asked else walk.reusable:
         if presence.pool_media:
-            bitmap |= ((1 << length) - 1) << at
-        at += length
+            bitmap |= ((1 << length) - 1) << position
+        position += length
     return bitmap
 
 
@@ -236,52 +236,50 @@ def reusable(view: View, runs: Sequence[Run]) -> list[Run]:
     """Cut the runs of a walk for each rank at its last reusable boundary."""
     ends = _ends(view, runs)
     following = sorted(set(ends.values()), reverse=True)
-    over: set[tuple[int, int]] = set()
+    finished: set[tuple[int, int]] = set()
     cut: list[Run] = []
-    at = 0
+    position = 0
     for presence, count in runs:
-        until = at + count
-        while at < until:
-            while following and following[-1] <= at:
+        stop_at = position + count
+        while position < stop_at:
+            while following and following[-1] <= position:
                 end = following.pop()
-                over |= {key for key, last in ends.items() if last == end}
-            stop = min(following[-1], until) if following else until
-            cut.append((presence.without(over), stop - at))
-            at = stop
+                finished |= {key for key, last in ends.items() if last == end}
+            stop = min(following[-1], stop_at) if following else stop_at
+            cut.append((presence.without(finished), stop - position))
+            position = stop
     return cut
 
 
 def _ends(view: View, runs: Sequence[Run]) -> dict[tuple[int, int], int]:
     """Return the last boundary of each rank with windows, as a number of blocks."""
-    going = {(each.instance, each.dp_rank) for each in view.windows}
+    going = {(rank_window.instance, rank_window.dp_rank) for rank_window in view.windows}
     blocks = dict.fromkeys(going, 0)
-    held = [0] * len(view.windows)
-    in_pool = at = 0
+    bitmaps = [0] * len(view.windows)
+    in_pool = position = 0
     for presence, count in runs:
-        run = ((1 << count) - 1) << at
-        at += count
+        run = ((1 << count) - 1) << position
+        position += count
         if presence.pool_media:
             in_pool |= run
         else:
             going &= {(instance, dp_rank) for instance, dp_rank, _ in presence.ranks}
         for key in going:
-            blocks[key] = at
+            blocks[key] = position
         for number in presence.windows:
-            held[number] |= run
+            bitmaps[number] |= run
     boundaries = {key: (1 << count) - 1 for key, count in blocks.items()}
-    for (instance, dp_rank, window), has in zip(view.windows, held, strict=True):
+    for (instance, dp_rank, window), has in zip(view.windows, bitmaps, strict=True):
         # Blocks of the group in a pool are unknown: they are assumed to be there.
-        boundaries[instance, dp_rank] &= _complete(has | in_pool, at, *window.blocks(view.block_size))
-    return {key: each.bit_length() for key, each in boundaries.items()}
+        boundaries[instance, dp_rank] &= _complete(has | in_pool, position, *window.blocks(view.block_size))
+    return {key: boundary.bit_length() for key, boundary in boundaries.items()}
 
 
-def _complete(held: int, length: int, blocks: int, stride: int) -> int:
-    """Return the blocks behind which ``held`` has the last ``blocks`` of every ``stride``-th one, or all from the root
-    on.
-    """
+def _complete(bitmap: int, length: int, blocks: int, stride: int) -> int:
+    """Return the blocks behind which ``bitmap`` has the last ``blocks`` of every ``stride``-th one, or all before."""
     if stride > 1:
-        held &= sum(1 << at for at in range(stride - 1, length, stride))
-    complete, reach = held, 1
+        bitmap &= sum(1 << bit for bit in range(stride - 1, length, stride))
+    complete, reach = bitmap, 1
     while reach < blocks:
         more = min(reach, blocks - reach)
         complete &= complete << more * stride | (1 << more * stride) - 1

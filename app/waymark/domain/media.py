@@ -71,9 +71,9 @@ def normal_medium(spelling: str | None) -> str | None:
     if spelling is not None and not spelling.isascii():
         return None
     name = "" if spelling is None else spelling.upper()
-    known = _NAMES.get(name)
-    if known is not None:
-        return known
+    name_of_medium = _NAMES.get(name)
+    if name_of_medium is not None:
+        return name_of_medium
     if name.startswith(_STORAGES):
         return STORAGE
     return name if _NEW_MEDIUM.fullmatch(name) and name != "DP" else None

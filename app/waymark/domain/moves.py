@@ -100,24 +100,28 @@ class Moves:
         if not is_free or depths[i] == 0 or part.place not in self._memory.full:
             return part.place
         parent = keys[i - 1] if i else part.parent
-        above = None if parent is None else self._place_of(part, i, parent)
-        place = Place(part.place.head, keys[i]) if above is None or above in self._memory.full else above
+        parent_place = None if parent is None else self._place_of(part, i, parent)
+        place = (
+            Place(part.place.head, keys[i])
+            if parent_place is None or parent_place in self._memory.full
+            else parent_place
+        )
         self._move(part, i, keys[i], place)
         return place
 
     def _place_of(self, part: Part, i: int, key: int) -> Place | None:
         """Return the place of the block with ``key`` at the turn of block ``i``; None if it was not moved by then."""
-        found = None
-        for since, place in self._moved.get((part.holder, key), ()):
-            if since <= (part.seq, part.first + STEP * i):
-                found = place
-        return found
+        target = None
+        for start, place in self._moved.get((part.holder, key), ()):
+            if start <= (part.seq, part.first + STEP * i):
+                target = place
+        return target
 
     def _move(self, part: Part, i: int, key: int, place: Place) -> None:
         """Note that block ``i`` with this key is at ``place`` from its position on, up to its next move."""
         moved = self._moved.setdefault((part.holder, key), [])
-        since = part.seq, part.first + STEP * i
-        moved[:] = sorted([*(each for each in moved if each[0] != since), (since, place)])
+        start = part.seq, part.first + STEP * i
+        moved[:] = sorted([*(move for move in moved if move[0] != start), (start, place)])
         self._heads.add(place.head)
         # A later event may have removed the block, and stored it again without its depth, or with it.
         self._memory.move(part.holder, key, moved[-1][1], is_single=part.place.is_single)

@@ -62,7 +62,7 @@ def items_of(features: Any) -> PromptItems:
             raise _unfit(f"has more than {ITEMS_MAX} items; send fewer", "out_of_range")
         items += [_item(identifier, range_) for identifier, range_ in zip(identifiers, ranges, strict=True)]
     items.sort()
-    if any(after.offset < before.offset + before.length for before, after in pairwise(items)):
+    if any(right_item.offset < left_item.offset + left_item.length for left_item, right_item in pairwise(items)):
         raise _unfit("has placeholders that overlap; send each token's item once")
     return tuple(items)
 
@@ -82,8 +82,8 @@ def _item(identifier: Any, range_: Any) -> PromptItem:
     return PromptItem(offset, length, identifier)
 
 
-def _unfit(what: str, reason: str = "invalid_value") -> InvalidValue:
-    return InvalidValue(f"features {what}", reason=reason, field="features")
+def _unfit(problem: str, reason: str = "invalid_value") -> InvalidValue:
+    return InvalidValue(f"features {problem}", reason=reason, field="features")
 
 
 def check_blocks(items: PromptItems, tokens: int, block_size: int) -> None:
@@ -101,16 +101,16 @@ def extra_keys(items: PromptItems, block_size: int, blocks: range) -> Iterator[l
     """Yield for each of some consecutive blocks the additions of the items to its key; an empty list for a block
     without items.
     """
-    at = 0
+    index = 0
     for block in blocks:
         start, end = block * block_size, (block + 1) * block_size
-        while at < len(items) and items[at].offset + items[at].length <= start:
-            at += 1
-        found, ahead = [], at
+        while index < len(items) and items[index].offset + items[index].length <= start:
+            index += 1
+        block_extras, ahead = [], index
         while ahead < len(items) and items[ahead].offset < end:
-            found.append([items[ahead].identifier, items[ahead].offset - start])
+            block_extras.append([items[ahead].identifier, items[ahead].offset - start])
             ahead += 1
-        yield found
+        yield block_extras
 
 
 def seq_hashes_with(
@@ -124,7 +124,7 @@ def seq_hashes_with(
 ) -> list[int]:
     """Hash a prompt with items like ``hashing.extend``; ``first`` is the number of the first block of ``tokens``."""
     blocks = range(first, first + len(tokens) // (4 * block_size))
-    digests = [extra_digest(each, seed=seed) if each else None for each in extra_keys(items, block_size, blocks)]
+    digests = [extra_digest(key, seed=seed) if key else None for key in extra_keys(items, block_size, blocks)]
     return extend(parent, tokens, block_size, seed=seed, extras=digests if any(digests) else None)
 
 
@@ -139,5 +139,5 @@ def block_keys_with(
     seed: int = DEFAULT_SEED,
 ) -> bytes:
     """Return block keys like ``hashing.block_keys``, for a prompt with items."""
-    found = seq_hashes_with(items, parent, tokens, block_size, first=first, seed=seed)
-    return keys.pack(found, namespace)
+    seq_hashes = seq_hashes_with(items, parent, tokens, block_size, first=first, seed=seed)
+    return keys.pack(seq_hashes, namespace)

@@ -20,5 +20,5 @@ def new_known(places: Places, *, has_keys: bool) -> KnownBlocks:
     if isinstance(places, PurePlaces):
         return PureKnownBlocks(places, has_keys)
     assert native.selected is not None
-    known: KnownBlocks = native.selected.KnownBlocks(places, has_keys)
-    return known
+    table: KnownBlocks = native.selected.KnownBlocks(places, has_keys)
+    return table

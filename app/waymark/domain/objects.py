@@ -52,19 +52,19 @@ class WaitingObjects:
 
     def take(self, holder: int, engine_hash: int, shards: Collection[str]) -> bool:
         """Add the shards seen so far. Return whether all shards of a block are there; then it stops waiting."""
-        found = self._shards.get((holder, engine_hash))
-        if found is None or not (len(found) >= self._needed if self._needed else found.issuperset(shards)):
+        present = self._shards.get((holder, engine_hash))
+        if present is None or not (len(present) >= self._needed if self._needed else present.issuperset(shards)):
             return False
         del self._shards[holder, engine_hash]
         return True
 
     def remove(self, holder: int, engine_hash: int, shard: str) -> bool:
         """Remove a shard. Return whether it waited."""
-        found = self._shards.get((holder, engine_hash))
-        if found is None or shard not in found:
+        present = self._shards.get((holder, engine_hash))
+        if present is None or shard not in present:
             return False
-        found.discard(shard)
-        if not found:
+        present.discard(shard)
+        if not present:
             del self._shards[holder, engine_hash]
         return True
 
@@ -89,6 +89,6 @@ class WaitingObjects:
 
     def end(self, holders: Collection[int]) -> int:
         """Forget the objects that wait for these holders. Return how many."""
-        before = len(self._shards)
+        count = len(self._shards)
         self._shards = {name: shards for name, shards in self._shards.items() if name[0] not in holders}
-        return before - len(self._shards)
+        return count - len(self._shards)

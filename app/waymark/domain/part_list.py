@@ -134,7 +134,7 @@ class _PackedPartList(PartList):
 
 def _has_slot(slots: bytes, key: bytes) -> bool:
     """Return whether a block with this key, as text, is among the slots."""
-    at = slots.find(key)
-    while at > 0 and at % SLOT_CHARS:  # digits across two slots may be the same
-        at = slots.find(key, at + 1)
-    return at >= 0
+    index = slots.find(key)
+    while index > 0 and index % SLOT_CHARS:  # digits across two slots may be the same
+        index = slots.find(key, index + 1)
+    return index >= 0

@@ -168,30 +168,32 @@ def packed(parts: Sequence[Part]) -> PackedParts | None:
     return None if isinstance(parts, _IN_PYTHON) else cast("PackedParts", parts)
 
 
-def joined(parts: Parts, others: Parts) -> Parts:
+def joined(parts: Parts, second: Parts) -> Parts:
     """Join two lists of parts. The first one changes if both are of the same kind."""
     if not parts:
-        return others
-    some, more = packed(parts), packed(others)
-    if some is None or more is None:
-        return [*parts, *others]
-    some += more
-    return some
+        return second
+    packed_parts, more = packed(parts), packed(second)
+    if packed_parts is None or more is None:
+        return [*parts, *second]
+    packed_parts += more
+    return packed_parts
 
 
 def blocks_of(parts: Sequence[Part]) -> int:
     """Return the number of blocks in the parts."""
-    some = packed(parts)
-    return sum([len(part.packed_hashes) for part in parts]) // KEY_BYTES if some is None else some.blocks
+    packed_parts = packed(parts)
+    return (
+        sum([len(part.packed_hashes) for part in parts]) // KEY_BYTES if packed_parts is None else packed_parts.blocks
+    )
 
 
 def stored_of(parts: Sequence[Part]) -> int:
     """Return the number of stored blocks in the parts."""
-    some = packed(parts)
-    return blocks_of([part for part in parts if part.kind == "+"]) if some is None else some.stored
+    packed_parts = packed(parts)
+    return blocks_of([part for part in parts if part.kind == "+"]) if packed_parts is None else packed_parts.stored
 
 
 def has_singles(parts: Sequence[Part]) -> bool:
     """Return whether a part is at a place of blocks of unknown depth."""
-    some = packed(parts)
-    return any(part.place.is_single for part in parts) if some is None else some.singles > 0
+    packed_parts = packed(parts)
+    return any(part.place.is_single for part in parts) if packed_parts is None else packed_parts.singles > 0

@@ -71,15 +71,15 @@ class Placer:
         ``is_reused``: those that the holder has are only announced again.
         ``is_deep``: it begins neither there nor at the root, so its depth is not known.
         """
-        start, above = 0, parent
+        start, previous = 0, parent
         while start < len(keys):
-            depth = 0 if above is None else (above.depth + 1) % self._piece_blocks
+            depth = 0 if previous is None else (previous.depth + 1) % self._piece_blocks
             end = min(len(keys), start + self._piece_blocks - depth)
             piece, engine_hashes = keys[start:end], hashes[start:end]
-            is_single = is_deep or (above is not None and above.place.is_single)
+            is_single = is_deep or (previous is not None and previous.place.is_single)
             is_plain = not is_single and not self._applied.marks and SAME_HASH not in engine_hashes
             if is_plain and self._are_new(holder, engine_hashes, piece):
-                place = self._next_place(above, depth, piece[0])
+                place = self._next_place(previous, depth, piece[0])
                 depths = range(depth, depth + len(piece))
                 waits = self._begins_wave(holder, place, namespace, piece, engine_hashes)
                 if parent is not None:
@@ -95,26 +95,26 @@ class Placer:
                     depths,
                     engine_hashes,
                     is_identity=is_identity,
-                    parent=above.key if depth and above is not None else None,
+                    parent=previous.key if depth and previous is not None else None,
                     waits=waits,
                 )
-                above = Spot(place, namespace, depths[-1], piece[-1])
+                previous = Spot(place, namespace, depths[-1], piece[-1])
             else:
                 for i, (key, engine_hash) in enumerate(zip(piece, engine_hashes, strict=True), start):
-                    spot = _single(namespace, key) if is_deep else self.next_spot(above, namespace, key)
-                    above = self.block(
+                    spot = _single(namespace, key) if is_deep else self.next_spot(previous, namespace, key)
+                    previous = self.block(
                         parts,
                         holder,
                         position + i,
                         engine_hash,
                         spot,
-                        above,
+                        previous,
                         mode=mode,
                         is_identity=is_identity,
                         is_reused=is_reused,
                     )
                     if parent is not None:
-                        self._waves.use(parent.seq_hash, above.place)
+                        self._waves.use(parent.seq_hash, previous.place)
             start = end
 
     def block(
@@ -124,38 +124,38 @@ class Placer:
         position: int,
         engine_hash: int,
         spot: Spot,
-        above: Spot | None = None,
+        previous: Spot | None = None,
         *,
         mode: Mode,
         is_identity: bool = False,
         is_reused: bool = False,
     ) -> Spot:
         """Store one block, and return its place. ``spot`` has the place for a block that is new to the holder."""
-        memory, at = self.memory, STEP * position + 1
+        memory, offset = self.memory, STEP * position + 1
         copies_of = memory.copies(holder)
-        held, known = memory.held(holder, engine_hash), memory.held_block(holder, spot.key)
-        here = known or spot
-        if self._applied.has(parts.seq, at, holder, here.place):
-            if held is None:
+        old, same_block = memory.held(holder, engine_hash), memory.held_block(holder, spot.key)
+        here = same_block or spot
+        if self._applied.has(parts.seq, offset, holder, here.place):
+            if old is None:
                 memory.mark_gone(holder, engine_hash, spot)
             return here
-        if held is not None and held.key != spot.key:
+        if old is not None and old.key != spot.key:
             self.aliased += 1
             self._leave(parts, holder, position, engine_hash, mode)
-        if known is not None and copies_of.is_crowded(engine_hash, spot.key):
+        if same_block is not None and copies_of.is_crowded(engine_hash, spot.key):
             # It counts as removed at once: its children find their parent, and its removal changes nothing.
             self.crowded += 1
-            memory.mark_gone(holder, engine_hash, known)
-            return known
+            memory.mark_gone(holder, engine_hash, same_block)
+            return same_block
         carried: tuple[int, list[int]] | None = None
-        for other in self.others.get(holder, ()):
-            there = memory.held_block(other, spot.key)
-            if there is not None and self._applied.has(parts.seq, at, other, there.place):
+        for sibling in self.others.get(holder, ()):
+            there = memory.held_block(sibling, spot.key)
+            if there is not None and self._applied.has(parts.seq, offset, sibling, there.place):
                 return there  # this store was applied there, before another worker took the stream over
-            carried = self._leave_generation(parts, other, position, engine_hash, spot.key, mode) or carried
-        waits = self._begins_wave(holder, here.place, here.namespace, [here.key], [engine_hash], held)
+            carried = self._leave_generation(parts, sibling, position, engine_hash, spot.key, mode) or carried
+        waits = self._begins_wave(holder, here.place, here.namespace, [here.key], [engine_hash], old)
         self._waves.use(here.seq_hash, here.place)
-        if known is None:
+        if same_block is None:
             memory.store(holder, spot.place, spot.namespace, [spot.key], [spot.depth], [engine_hash])
             first, copies = engine_hash, copies_of.tell(spot.key)
             if carried is not None:
@@ -167,30 +167,30 @@ class Placer:
         parts.add(
             "+",
             holder,
-            at,
+            offset,
             here.place,
             here.namespace,
             [here.key],
             [here.depth],
             [first],
-            is_known=known is not None,
+            is_known=same_block is not None,
             is_identity=is_identity and first == here.seq_hash,
-            parent=above.key if spot.depth and above is not None else None,
+            parent=previous.key if spot.depth and previous is not None else None,
             copies=copies,
             waits=waits,
         )
         if self._waves.is_needed and here.place.is_single != spot.place.is_single:
             # Once the block has left, a worker that takes over looks at the shard of ``spot`` for whether this is done.
-            parts.add("*", holder, at, spot.place, spot.namespace, [spot.key], [spot.depth], [first], is_known=True)
+            parts.add("*", holder, offset, spot.place, spot.namespace, [spot.key], [spot.depth], [first], is_known=True)
             self._waves.use(here.seq_hash, spot.place)
         return here
 
-    def next_spot(self, above: Spot | None, namespace: int, key: int) -> Spot:
-        """Return the place of a new block that follows ``above``, or begins at the root."""
-        if above is not None and above.place.is_single:
+    def next_spot(self, previous: Spot | None, namespace: int, key: int) -> Spot:
+        """Return the place of a new block that follows ``previous``, or begins at the root."""
+        if previous is not None and previous.place.is_single:
             return _single(namespace, key)
-        depth = 0 if above is None else (above.depth + 1) % self._piece_blocks
-        return Spot(self._next_place(above, depth, key), namespace, depth, key)
+        depth = 0 if previous is None else (previous.depth + 1) % self._piece_blocks
+        return Spot(self._next_place(previous, depth, key), namespace, depth, key)
 
     def remove(
         self,
@@ -206,24 +206,24 @@ class Placer:
 
         ``copies_left`` is the engine's own count of the remaining copies, if it gives one.
         """
-        spot, at = self.memory.held(holder, engine_hash), STEP * position + 1
+        spot, offset = self.memory.held(holder, engine_hash), STEP * position + 1
         if spot is None:
             return False
-        if self._applied.has(parts.seq, at, holder, spot.place):
+        if self._applied.has(parts.seq, offset, holder, spot.place):
             return True
-        left = self.memory.remove(holder, engine_hash, counts=mode == "count", copies_left=copies_left)
-        assert left is not None
-        waits = not left.is_there and self._waves.leave([spot.seq_hash], spot.place)
-        _add_left(parts, "*" if left.is_there else "-", holder, at, left, waits=waits)
+        remaining = self.memory.remove(holder, engine_hash, counts=mode == "count", copies_left=copies_left)
+        assert remaining is not None
+        waits = not remaining.is_there and self._waves.leave([spot.seq_hash], spot.place)
+        _add_left(parts, "*" if remaining.is_there else "-", holder, offset, remaining, waits=waits)
         return True
 
     def _leave(self, parts: PartList, holder: int, position: int, engine_hash: int, mode: Mode) -> None:
-        left = self.memory.leave(holder, engine_hash, counts=mode != "set")
-        spot = left.spot
+        remaining = self.memory.leave(holder, engine_hash, counts=mode != "set")
+        spot = remaining.spot
         if self._applied.has(parts.seq, STEP * position, holder, spot.place):
             return
         waits = self._waves.leave([spot.seq_hash], spot.place)
-        _add_left(parts, "+" if left.is_there else "-", holder, STEP * position, left, waits=waits)
+        _add_left(parts, "+" if remaining.is_there else "-", holder, STEP * position, remaining, waits=waits)
 
     def _begins_wave(
         self,
@@ -232,41 +232,41 @@ class Placer:
         namespace: int,
         keys: Sequence[int],
         hashes: Sequence[int],
-        held: Spot | None = None,
+        old: Spot | None = None,
     ) -> bool:
-        """Return whether the part with these blocks must wait; ``held`` is the former block of the hash."""
+        """Return whether the part with these blocks must wait; ``old`` is the former block of the hash."""
         if not self._waves.has_left:
             return False
         blocks = [*self.memory.gone_blocks(holder, hashes), *(key ^ namespace for key in keys)]
-        return self._waves.store([*blocks, None if held is None else held.seq_hash], place)
+        return self._waves.store([*blocks, None if old is None else old.seq_hash], place)
 
     def _are_new(self, holder: int, engine_hashes: Sequence[int], keys: Sequence[int]) -> bool:
-        others = self.others.get(holder, ())
-        return all(self.memory.are_new(each, engine_hashes, keys) for each in (holder, *others))
+        siblings = self.others.get(holder, ())
+        return all(self.memory.are_new(sibling, engine_hashes, keys) for sibling in (holder, *siblings))
 
     def _leave_generation(
-        self, parts: PartList, other: int, position: int, engine_hash: int, key: int, mode: Mode
+        self, parts: PartList, sibling: int, position: int, engine_hash: int, key: int, mode: Mode
     ) -> tuple[int, list[int]] | None:
-        """Take a block out of generation ``other``, because it is stored in another one. Return its copies and engine
+        """Take a block out of generation ``sibling``, because it is stored in another one. Return its copies and engine
         hashes, if it was there.
         """
         memory = self.memory
-        held = memory.held(other, engine_hash)
-        if held is not None and held.key != key:
+        old = memory.held(sibling, engine_hash)
+        if old is not None and old.key != key:
             self.aliased += 1
-            self._leave(parts, other, position, engine_hash, mode)
-        carried = memory.copies(other).of(key)
+            self._leave(parts, sibling, position, engine_hash, mode)
+        carried = memory.copies(sibling).of(key)
         if carried is not None:
-            left = memory.remove(other, carried[1][0], counts=False)
-            assert left is not None
-            waits = self._waves.leave([left.spot.seq_hash], left.spot.place)
-            _add_left(parts, "-", other, STEP * position, left, waits=waits)
+            remaining = memory.remove(sibling, carried[1][0], counts=False)
+            assert remaining is not None
+            waits = self._waves.leave([remaining.spot.seq_hash], remaining.spot.place)
+            _add_left(parts, "-", sibling, STEP * position, remaining, waits=waits)
         return carried
 
-    def _next_place(self, above: Spot | None, depth: int, key: int) -> Place:
-        if above is None or depth == 0:
+    def _next_place(self, previous: Spot | None, depth: int, key: int) -> Place:
+        if previous is None or depth == 0:
             return Place(key)
-        place = above.place
+        place = previous.place
         return Place(place.head, key) if place in self.memory.full else place
 
 
@@ -274,19 +274,19 @@ def _single(namespace: int, key: int) -> Spot:
     return Spot(Place(key, is_single=True), namespace, 0, key)
 
 
-def _add_left(parts: PartList, kind: PartKind, holder: int, at: int, left: RemovedCopy, *, waits: bool) -> None:
+def _add_left(parts: PartList, kind: PartKind, holder: int, offset: int, removed: RemovedCopy, *, waits: bool) -> None:
     """Add the part for a block that lost a hash or a copy."""
-    spot = left.spot
+    spot = removed.spot
     parts.add(
         kind,
         holder,
-        at,
+        offset,
         spot.place,
         spot.namespace,
         [spot.key],
         [spot.depth],
-        [left.engine_hash],
+        [removed.engine_hash],
         is_known=True,
-        copies=left.copies,
+        copies=removed.copies,
         waits=waits,
     )

@@ -41,22 +41,24 @@ class PlainPlacer:
         """Hash and store the blocks of a plain store at once; whether it was plain. See ``KnownBlocks.extend``."""
         if self._applied.marks or SAME_HASH in hashes:
             return False
-        above = self._memory.held(holder, parent) if self._waves.is_needed and parent is not None else None
+        previous = self._memory.held(holder, parent) if self._waves.is_needed and parent is not None else None
         has_left = self._waves.has_left
         former = self._memory.gone_blocks(holder, hashes) if has_left else []
         pieces = self._memory.extend(holder, parent, hashes, tokens, block_size, seed, namespace, self._piece_blocks)
         if pieces is None:
             return False
-        for place, slots, some, start, before in pieces:
+        for place, slots, some_hashes, start, previous_key in pieces:
             waits = False
             if has_left:
                 keys = keys_of(slots)
                 blocks = [*former[start : start + len(keys)], *(key ^ namespace for key in keys)]
                 waits = self._waves.store(blocks, place)
-            if above is not None:
-                self._waves.use(above.seq_hash, place)
-            at = STEP * (position + start) + 1
-            parts.add_packed("+", holder, at, place, namespace, slots, some, parent=before, waits=waits)
+            if previous is not None:
+                self._waves.use(previous.seq_hash, place)
+            offset = STEP * (position + start) + 1
+            parts.add_packed(
+                "+", holder, offset, place, namespace, slots, some_hashes, parent=previous_key, waits=waits
+            )
         return True
 
     def take(self, parts: PartList, holder: int, position: int, hashes: Sequence[int]) -> bool:
@@ -65,10 +67,10 @@ class PlainPlacer:
         if groups is None:
             return False
         needs_waves = self._waves.is_needed
-        for place, namespace, slots, some in groups:
+        for place, namespace, slots, some_hashes in groups:
             waits = needs_waves and self._waves.leave([key ^ namespace for key in keys_of(slots)], place)
-            at = STEP * position + 1
-            parts.add_packed("-", holder, at, place, namespace, slots, some, is_known=True, waits=waits)
+            offset = STEP * position + 1
+            parts.add_packed("-", holder, offset, place, namespace, slots, some_hashes, is_known=True, waits=waits)
             position += len(slots) // SLOT_CHARS
         return True
 
@@ -89,15 +91,15 @@ class PlainPlacer:
 
         Return None if that is not possible. See ``KnownBlocks.run``.
         """
-        some = packed(parts.parts)
-        if some is None or self._applied.marks or self._waves.is_needed:
+        packed_parts = packed(parts.parts)
+        if packed_parts is None or self._applied.marks or self._waves.is_needed:
             return None
         return self._memory.run(
             holder,
             events,
             at,
             position,
-            some,
+            packed_parts,
             seed=seed,
             namespace=namespace,
             piece_blocks=self._piece_blocks,
@@ -128,9 +130,9 @@ class AppliedMarks:
         if self.marks and all(seq > applied for applied, _ in self.marks.values()):
             self.marks = {}
 
-    def has(self, seq: int, at: int, holder: int, place: Place) -> bool:
+    def has(self, seq: int, offset: int, holder: int, place: Place) -> bool:
         """Return whether Redis has the part that a batch writes at this position."""
         if not self.marks:
             return False
         mark = self.marks.get((holder, place.shard(self._shards)))
-        return mark is not None and (seq, at) <= mark
+        return mark is not None and (seq, offset) <= mark

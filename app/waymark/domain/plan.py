@@ -83,8 +83,8 @@ class Planner:
         ``blocks_of`` returns how many blocks a holder has.
         """
         plan = Plan()
-        before = self._facts.kept()
-        seen = {name.lasting: event_ids[h] for name, h in holders.items() if h in event_ids}
+        old_facts = self._facts.kept()
+        last_ids = {name.lasting: event_ids[h] for name, h in holders.items() if h in event_ids}
         for i, batch in enumerate(batches):
             if batch.publisher_id is not None:
                 self._facts.learn_publisher(batch.publisher_id)
@@ -92,34 +92,35 @@ class Planner:
                 continue  # there is no clear among them
             self._unread += batch.rejected.total() + batch.ignored.total()
             for start in range(0, len(batch.events), _EVENTS_AT_ONCE):
-                self._find_clears(plan, i, batch, start, seen)
+                self._find_clears(plan, i, batch, start, last_ids)
                 if len(batch.events) > _EVENTS_AT_ONCE:
                     yield
         plan.ended = list(plan.last_clear)
-        kept = {name for name in holders if not any(name.is_of(unit) for unit in plan.ended)}
-        names = {name.lasting for name in kept}
+        staying = {name for name in holders if not any(name.is_of(unit) for unit in plan.ended)}
+        names = {name.lasting for name in staying}
         if self._generations:
-            self._generations.begin_fold(lambda name: blocks_of(holders[name]) if name in kept else 0)
+            self._generations.begin_fold(lambda name: blocks_of(holders[name]) if name in staying else 0)
         for i, batch in enumerate(batches):
             if type(batch.events) is PlainEvents:
                 if batch.events.removal is not None:
                     self._facts.learn_removal(batch.events.removal)
                 if batch.events.store is not None:
-                    self._find_holder(plan, i, 0, batch, batch.events.store, batch.events.blocks, kept, names)
+                    self._find_holder(plan, i, 0, batch, batch.events.store, batch.events.blocks, staying, names)
             else:
                 for start in range(0, len(batch.events), _EVENTS_AT_ONCE):
-                    self._find_holders(plan, i, batch, start, kept, names)
+                    self._find_holders(plan, i, batch, start, staying, names)
                     if len(batch.events) > _EVENTS_AT_ONCE:
                         yield
             if self._generations:
                 plan.epochs.append(dict(self._generations.epochs))
                 self._generations.end_batch()
-        plan.facts_changed = before != self._facts.kept()
+        plan.facts_changed = old_facts != self._facts.kept()
         return plan
 
-    def _find_clears(self, plan: Plan, i: int, batch: Batch, start: int, seen: dict[HolderName, int]) -> None:
-        """Find the clears of a batch. ``seen`` has the last event_id of each standard stream; a clear that is not newer
-        came before.
+    def _find_clears(self, plan: Plan, i: int, batch: Batch, start: int, last_ids: dict[HolderName, int]) -> None:
+        """Find the clears of a batch.
+
+        ``last_ids`` has the last event_id of each standard stream; a clear that is not newer came before.
         """
         for j, event in enumerate(batch.events[start : start + _EVENTS_AT_ONCE], start):
             envelope = event.envelope
@@ -128,10 +129,10 @@ class Planner:
                     plan.last_clear |= dict.fromkeys(self._cleared_units(batch, event), (i, j))
             elif not self._skip_reason_of(batch, event):
                 name = self._lasting_name(batch, event)
-                if envelope.event_id > (last := seen.get(name, -1)):
-                    if name in seen and envelope.event_id > last + 1 and self._finds_gaps:
+                if envelope.event_id > (last := last_ids.get(name, -1)):
+                    if name in last_ids and envelope.event_id > last + 1 and self._finds_gaps:
                         self._find_gap(plan, envelope.event_id - last - 1)
-                    seen[name] = envelope.event_id
+                    last_ids[name] = envelope.event_id
                     if isinstance(event, Cleared):
                         plan.last_clear[name] = (i, j)
 
@@ -155,14 +156,14 @@ class Planner:
         return (rank,) if batch.publisher_id is None else tuple(_name(rank, medium) for medium in DEVICE)
 
     def _find_holders(
-        self, plan: Plan, i: int, batch: Batch, start: int, kept: set[HolderName], names: set[HolderName]
+        self, plan: Plan, i: int, batch: Batch, start: int, staying: set[HolderName], names: set[HolderName]
     ) -> None:
-        """Learn facts, and name the holders that there are not yet; ``kept`` are there, under the lasting ``names``."""
+        """Learn facts, and name the missing holders; ``staying`` ones exist already, under the lasting ``names``."""
         for j, event in enumerate(batch.events[start : start + _EVENTS_AT_ONCE], start):
             if isinstance(event, Removed):
                 self._facts.learn_removal(event)
             else:
-                self._find_holder(plan, i, j, batch, event, None, kept, names)
+                self._find_holder(plan, i, j, batch, event, None, staying, names)
 
     def _find_holder(
         self,
@@ -172,7 +173,7 @@ class Planner:
         batch: Batch,
         event: Stored | Cleared,
         hashes: int | None,
-        kept: set[HolderName],
+        staying: set[HolderName],
         names: set[HolderName],
     ) -> None:
         """Learn the facts of one event, and name its holder if there is none yet.
@@ -192,7 +193,7 @@ class Planner:
             self._generations.store(self._lasting_name(batch, event), count)
             self.epochs = self._generations.epochs
         name = self.name(batch, event)
-        if name not in kept and name not in plan.begun and _has_room(name, names):
+        if name not in staying and name not in plan.begun and _has_room(name, names):
             names.add(name.lasting)
             plan.begun[name] = self._holder(batch, event)
 
@@ -314,7 +315,7 @@ def _has_room(name: HolderName, names: set[HolderName]) -> bool:
         return True
     if len(names) >= HOLDERS_MAX:
         return False
-    media = {other.medium for other in names}
+    media = {holder_name.medium for holder_name in names}
     return name.medium in media or len(media) < MEDIA_MAX
 
 

@@ -34,24 +34,24 @@ def row_runs(keys: bytes, rows: Sequence[bytes | None]) -> tuple[Runs, int, bool
         return native.selected.row_runs(keys, rows if isinstance(rows, list) else list(rows))
     runs: Runs = []
     slots = own_slots(keys)
-    known: dict[tuple[int, bytes], Runs] = {}
+    cache: dict[tuple[int, bytes], Runs] = {}
     width = SLOT_CHARS * PIECE_BLOCKS
-    for at, value in enumerate(rows):
-        own = slots[width * at : width * (at + 1)]
+    for index, value in enumerate(rows):
+        own = slots[width * index : width * (index + 1)]
         if value is None or not own:
-            return runs, at, True
+            return runs, index, True
         blocks = len(own) // SLOT_CHARS
         # Rows of one chain mostly differ in their first slots alone, which hold the blocks of the chain.
         rest = blocks, value[len(own) :] if value.startswith(own) else value
-        found = known.get(rest)
-        if found is None:
+        runs_of_row = cache.get(rest)
+        if runs_of_row is None:
             row = _read(value, own)
             if row is None or not own.startswith(row.first) or row.missing & -row.is_marked:
-                return runs, at, False
-            found = known[rest] = _runs_of(row.blocks, blocks)
-        _extend(runs, found)
-        if sum(length for _, length in found) < blocks:
-            return runs, at, True
+                return runs, index, False
+            runs_of_row = cache[rest] = _runs_of(row.blocks, blocks)
+        _extend(runs, runs_of_row)
+        if sum(length for _, length in runs_of_row) < blocks:
+            return runs, index, True
     return runs, len(rows), False
 
 
@@ -68,14 +68,14 @@ def piece_runs(keys: bytes, values: Sequence[bytes | None]) -> tuple[Runs, int, 
     own = own_slots(keys)
     together: dict[int, int] = {}
     missing = unreadable = 0
-    for at, value in enumerate(values):
+    for index, value in enumerate(values):
         if value is None:
             continue
         row = _read(value, own)
-        if row is None or (at == 0 and not own.startswith(row.first)):
-            unreadable |= 1 << at
+        if row is None or (index == 0 and not own.startswith(row.first)):
+            unreadable |= 1 << index
             continue
-        if at == 0 and row.is_marked:
+        if index == 0 and row.is_marked:
             missing = row.missing
         for holder, blocks in row.blocks.items():
             together[holder] = together.get(holder, 0) | blocks
@@ -85,7 +85,7 @@ def piece_runs(keys: bytes, values: Sequence[bytes | None]) -> tuple[Runs, int, 
 def pieces_of(keys: bytes) -> list[bytes]:
     """Return the packed keys of each piece of a chain; ``keys`` has the keys of the whole chain, from its root on."""
     width = KEY_BYTES * PIECE_BLOCKS
-    return [keys[at : at + width] for at in range(0, len(keys), width)]
+    return [keys[start : start + width] for start in range(0, len(keys), width)]
 
 
 def last_piece(keys: bytes) -> bytes:
@@ -99,8 +99,8 @@ def own_slots(keys: bytes) -> bytes:
     count = len(keys) // KEY_BYTES
     digits = keys.hex().encode()
     slots = bytearray(SLOT_CHARS * count)
-    for at in range(_KEY_DIGITS):  # a slice for each digit costs less than a call for each block
-        slots[at::SLOT_CHARS] = digits[at::_KEY_DIGITS]
+    for digit in range(_KEY_DIGITS):  # a slice for each digit costs less than a call for each block
+        slots[digit::SLOT_CHARS] = digits[digit::_KEY_DIGITS]
     slots[_KEY_DIGITS::SLOT_CHARS] = (DEPTHS * (count // PIECE_BLOCKS + 1))[:count]
     return bytes(slots)
 
@@ -136,12 +136,12 @@ def _read(value: bytes, own: bytes) -> _OwnBlocks | None:
         return None
     blocks = len(own) // SLOT_CHARS
     if slots.startswith(own):
-        every = (1 << blocks) - 1
-        return _OwnBlocks(first, is_marked, 0, {holder: bitmap & every for holder, bitmap in bitmaps.items()})
+        all_blocks = (1 << blocks) - 1
+        return _OwnBlocks(first, is_marked, 0, {holder: bitmap & all_blocks for holder, bitmap in bitmaps.items()})
     places = _places(slots, own)
-    missing = sum(1 << at for at, slot in enumerate(places) if slot is None)
+    missing = sum(1 << index for index, slot in enumerate(places) if slot is None)
     moved = {
-        holder: sum((bitmap >> slot & 1) << at for at, slot in enumerate(places) if slot is not None)
+        holder: sum((bitmap >> slot & 1) << index for index, slot in enumerate(places) if slot is not None)
         for holder, bitmap in bitmaps.items()
     }
     return _OwnBlocks(first, is_marked, missing, moved)
@@ -150,15 +150,15 @@ def _read(value: bytes, own: bytes) -> _OwnBlocks | None:
 def _places(slots: bytes, own: bytes) -> list[int | None]:
     """Return the slot of each own block; None for those without a slot."""
     listed: dict[bytes, int] = {}
-    for at in range(len(slots) // SLOT_CHARS):
-        listed.setdefault(slots[SLOT_CHARS * at : SLOT_CHARS * (at + 1)], at)
+    for index in range(len(slots) // SLOT_CHARS):
+        listed.setdefault(slots[SLOT_CHARS * index : SLOT_CHARS * (index + 1)], index)
     places: list[int | None] = []
     following = 0
     for start in range(0, len(own), SLOT_CHARS):
         block = own[start : start + SLOT_CHARS]
         # A chain is mostly in consecutive slots.
-        at = following * SLOT_CHARS
-        slot = following if slots[at : at + SLOT_CHARS] == block else listed.get(block)
+        index = following * SLOT_CHARS
+        slot = following if slots[index : index + SLOT_CHARS] == block else listed.get(block)
         places.append(slot)
         following = following if slot is None else slot + 1
     return places
@@ -179,15 +179,15 @@ def _runs_of(blocks: Mapping[int, int], count: int) -> Runs:
     for bitmap in blocks.values():
         changes |= bitmap ^ (bitmap >> 1)
     runs: Runs = []
-    at = 0
-    while at < count:
-        holders = [holder for holder, bitmap in blocks.items() if bitmap >> at & 1]
+    position = 0
+    while position < count:
+        holders = [holder for holder, bitmap in blocks.items() if bitmap >> position & 1]
         if not holders:
             break
-        until = changes >> at
-        length = min((until & -until).bit_length() or count, count - at)
+        changes_left = changes >> position
+        length = min((changes_left & -changes_left).bit_length() or count, count - position)
         runs.append((b" ".join([b"%d" % holder for holder in sorted(holders)]), length))
-        at += length
+        position += length
     return runs
 
 

@@ -69,10 +69,10 @@ class Place(NamedTuple):
 
 def parse_field(field: bytes) -> Place:
     """Return the place that a field of an engine hash names. Raise ``ValueError`` if it names none."""
-    found = _FIELD.fullmatch(field)
-    if found is None:
+    match = _FIELD.fullmatch(field)
+    if match is None:
         raise ValueError("the field names no row: <head>, <head>:<key> or <key>:s")
-    head, branch, single = found.groups()
+    head, branch, single = match.groups()
     return Place(int(head, 16), None if branch is None else int(branch, 16), single is not None)
 
 
@@ -103,14 +103,14 @@ class Row:
 
 def parse(value: bytes, slots_max: int = ROW_SLOTS) -> Row:
     """Parse a row, branch row or single. Raises ``ValueError`` with a sentence that does not repeat the value."""
-    found = _VALUE.fullmatch(value)
-    if found is None:
+    match = _VALUE.fullmatch(value)
+    if match is None:
         raise ValueError("it is no row: slots of 17 characters, a plus where it is marked, <holder>:<bitmap> ...")
-    slots, mark, rest = found.groups()
+    slots, mark, rest = match.groups()
     count = len(slots) // SLOT_CHARS
     if count > slots_max:
         raise ValueError(f"it has {count} slots, and a row has at most {slots_max}")
-    if len({slots[at : at + 16] for at in range(0, len(slots), SLOT_CHARS)}) < count:
+    if len({slots[start : start + 16] for start in range(0, len(slots), SLOT_CHARS)}) < count:
         raise ValueError("a block has two slots")
     holders: dict[int, int] = {}
     pairs = rest.split()
@@ -133,13 +133,14 @@ def format_row(row: Row) -> bytes:
 def slots_of(block_keys: Iterable[int], depth: int, piece_blocks: int = PIECE_BLOCKS) -> bytes:
     """Return the slots of consecutive blocks, the first of them at ``depth``."""
     return b"".join(
-        b"%016x%c" % (key, DEPTHS[at % piece_blocks]) for at, key in enumerate(block_keys, depth % piece_blocks)
+        b"%016x%c" % (key, DEPTHS[depth_in_piece % piece_blocks])
+        for depth_in_piece, key in enumerate(block_keys, depth % piece_blocks)
     )
 
 
 def keys_of(slots: bytes) -> list[int]:
     """Return the block keys of slots."""
-    return [int(slots[at : at + 16], 16) for at in range(0, len(slots), SLOT_CHARS)]
+    return [int(slots[start : start + 16], 16) for start in range(0, len(slots), SLOT_CHARS)]
 
 
 # ---- entries ---------------------------------------------------------------------------------------
@@ -156,8 +157,8 @@ class HolderEntry(NamedTuple):
 
     def hash_of(self, slot: int, key: int) -> int:
         """Return the engine hash of the block with ``key`` at ``slot``."""
-        found = self.hashes[slot] if slot < len(self.hashes) else SAME_HASH
-        return key ^ self.namespace if found == SAME_HASH else found
+        engine_hash = self.hashes[slot] if slot < len(self.hashes) else SAME_HASH
+        return key ^ self.namespace if engine_hash == SAME_HASH else engine_hash
 
 
 def parse_entry(value: bytes) -> HolderEntry:

@@ -53,8 +53,8 @@ class Presence:
         """Return a presence without these ranks, (instance, dp_rank)."""
         if not ranks:
             return self
-        left = tuple(each for each in self.ranks if each[:2] not in ranks)
-        return replace(self, ranks=left, instances=_by_instance(left))
+        remaining = tuple(rank for rank in self.ranks if rank[:2] not in ranks)
+        return replace(self, ranks=remaining, instances=_by_instance(remaining))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +121,8 @@ class View:
             instance = -1 if holder.scope == "shared" else index.get(holder.instance_id)
             if holder.window is not None:
                 if instance is not None and instance >= 0:
-                    of = RankWindow(instance, holder.dp_rank, holder.window)
-                    self._windows[holder.id] = windows.setdefault(of, len(windows))
+                    rank_window = RankWindow(instance, holder.dp_rank, holder.window)
+                    self._windows[holder.id] = windows.setdefault(rank_window, len(windows))
             elif instance is not None:  # otherwise the value is damaged: another instance's row names its publisher
                 self._places[holder.id] = (instance, holder.dp_rank, holder.medium)
         self.windows = tuple(windows)
@@ -189,9 +189,9 @@ def only_block_size(sizes: Collection[int]) -> int | None:
     several.
     """
     if len(sizes) > 1:
-        shown = ", ".join(map(str, sorted(sizes)))
+        text = ", ".join(map(str, sorted(sizes)))
         raise InvalidValue(
-            f"block_size is missing, and the engines of this model have several ({shown}); send one of them",
+            f"block_size is missing, and the engines of this model have several ({text}); send one of them",
             reason="missing",
             field="block_size",
         )

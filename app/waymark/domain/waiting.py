@@ -53,18 +53,18 @@ class WaitingRoom:
             key = next(iter(self._by_parent))
             group = self._by_parent.pop(key)
             self.dropped += self._leave(group)
-            self.dropped_there += sum(len(each.event.engine_hashes) - len(each.removed) for each in group)
+            self.dropped_there += sum(len(store.event.engine_hashes) - len(store.removed) for store in group)
 
     def take_children(self, dp_rank: int, parents: Iterable[int]) -> list[WaitingStore]:
         """Return the stores that waited for one of ``parents``, and remove them."""
-        taken: list[WaitingStore] = []
+        children: list[WaitingStore] = []
         if self._by_parent:
             for parent in parents:
                 waiting = self._by_parent.pop((dp_rank, parent), None)
                 if waiting is not None:
                     self._leave(waiting)
-                    taken += waiting
-        return taken
+                    children += waiting
+        return children
 
     def remove(self, holder: int, engine_hash: int) -> bool:
         """Return whether the hash waits for this holder; then it will not be stored when its turn comes."""
@@ -79,10 +79,10 @@ class WaitingRoom:
         """Forget the stores that wait for these holders. Return the number of their blocks."""
         ended, forgotten = set(holders), 0
         for key, group in list(self._by_parent.items()):
-            kept = [waiting for waiting in group if waiting.holder not in ended]
+            remaining = [waiting for waiting in group if waiting.holder not in ended]
             forgotten += self._leave([waiting for waiting in group if waiting.holder in ended])
-            if kept:
-                self._by_parent[key] = kept
+            if remaining:
+                self._by_parent[key] = remaining
             else:
                 del self._by_parent[key]
         return forgotten
@@ -94,9 +94,9 @@ class WaitingRoom:
             blocks += len(waiting.event.engine_hashes)
             self.removed -= len(waiting.removed)
             for engine_hash in waiting.event.engine_hashes:
-                others = self._by_hash[waiting.holder, engine_hash]
-                others.remove(waiting)
-                if not others:
+                stores = self._by_hash[waiting.holder, engine_hash]
+                stores.remove(waiting)
+                if not stores:
                     del self._by_hash[waiting.holder, engine_hash]
         self.blocks -= blocks
         return blocks

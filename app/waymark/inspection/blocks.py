@@ -61,7 +61,7 @@ async def find_block(inspector: Inspector, groups: Sequence[InspectedGroup], key
     for group in groups:
         table = await inspector.table(group)
         if table is not None:
-            listed += [await _listed(inspector, group, table, key, found) for found in await search.run(group, table)]
+            listed += [await _listed(inspector, group, table, key, value) for value in await search.run(group, table)]
     if listed:
         return listed
     names = ", ".join(group_text(group.name) for group in groups[:5])
@@ -70,17 +70,17 @@ async def find_block(inspector: Inspector, groups: Sequence[InspectedGroup], key
 
 
 async def _listed(
-    inspector: Inspector, group: InspectedGroup, table: HolderTable, key: int, found: FoundValue
+    inspector: Inspector, group: InspectedGroup, table: HolderTable, key: int, value: FoundValue
 ) -> ListedBlock:
-    slot = found.row.keys.index(key)
-    ids = [holder for holder, bitmap in sorted(found.row.holders.items()) if bitmap >> slot & 1]
-    entries = await inspector.entries(group, found.place, ids)
+    slot = value.row.keys.index(key)
+    ids = [holder for holder, bitmap in sorted(value.row.holders.items()) if bitmap >> slot & 1]
+    entries = await inspector.entries(group, value.place, ids)
     return ListedBlock(
         tenant_id=group.name.tenant_id,
         model_name=group.name.model_name,
-        row=group.key_of(found.place),
+        row=group.key_of(value.place),
         slot=slot,
-        depth=found.row.depths[slot],
+        depth=value.row.depths[slot],
         holders=tuple(
             BlockHolder(id_, None if entry is None else f"{entry.hash_of(slot, key):016x}", _live(table, id_))
             for id_, entry in zip(ids, entries, strict=True)
@@ -107,8 +107,8 @@ def of_json(rows: Sequence[Mapping[str, Any]]) -> list[ListedBlock]:
     return [ListedBlock(**{**row, "holders": tuple(map(_holder, row["holders"]))}) for row in rows]
 
 
-def _holder(each: Mapping[str, Any]) -> BlockHolder:
-    return BlockHolder(**{**each, "live": None if each["live"] is None else LiveHolder(**each["live"])})
+def _holder(fields: Mapping[str, Any]) -> BlockHolder:
+    return BlockHolder(**{**fields, "live": None if fields["live"] is None else LiveHolder(**fields["live"])})
 
 
 # Finds a block by its key alone: a row is found by its first block, and any other block only by looking.
@@ -140,14 +140,14 @@ class Search:
         """Return the values that list the block: those that begin with it, or else the first one that a live holder
         has.
         """
-        found = await self._listing(group, places_that_begin_with(self._key))
-        if found:
-            return found
+        values = await self._listing(group, places_that_begin_with(self._key))
+        if values:
+            return values
         for holder in table.holders:
             for shard in range(group.entry.shards):
-                found = await self._of_holder(group, keys.engine(group.id, shard, holder))
-                if found or not self.is_complete:
-                    return found
+                values = await self._of_holder(group, keys.engine(group.id, shard, holder))
+                if values or not self.is_complete:
+                    return values
         return []
 
     async def _of_holder(self, group: InspectedGroup, engine: str) -> list[FoundValue]:
@@ -158,9 +158,9 @@ class Search:
                 return []
             cursor, fields = await self._inspector.client.hscan(engine, cursor or 0, _STEP_ROWS)
             self._left -= len(fields)
-            found = await self._listing(group, [place for place in map(_place, fields) if place is not None])
-            if found:
-                return found
+            values = await self._listing(group, [place for place in map(_place, fields) if place is not None])
+            if values:
+                return values
         return []
 
     async def _listing(self, group: InspectedGroup, places: list[Place]) -> list[FoundValue]:

@@ -62,14 +62,18 @@ def nobody(group: InspectedGroup) -> HolderTable:
 def as_json(explanation: PromptExplanation, *, top: int, instance_id: str | None = None) -> dict[str, Any]:
     """Write at most ``top`` instances, or one, and ``RUNS_MAX`` runs."""
     holding = explanation.holding
-    lines = [] if holding is None else [each for each in holding.instances if instance_id in (None, each.instance_id)]
+    lines = (
+        []
+        if holding is None
+        else [instance for instance in holding.instances if instance_id in (None, instance.instance_id)]
+    )
     size = 0 if holding is None else holding.block_size
     instances: list[dict[str, Any]] = []
-    left = RUNS_MAX
-    for each in lines[:top]:
-        row = _instance(each, explanation.of_instances.get(each.instance_id, ""), size)
-        left -= sum(len(holder["runs"]) for holder in row["holders"])
-        if left < 0:
+    runs_left = RUNS_MAX
+    for line in lines[:top]:
+        row = _instance(line, explanation.of_instances.get(line.instance_id, ""), size)
+        runs_left -= sum(len(holder["runs"]) for holder in row["holders"])
+        if runs_left < 0:
             break
         instances.append(row)
     return {
@@ -128,11 +132,11 @@ def _lines(row: Mapping[str, Any], block_size: int) -> InstanceLines:
         row["longest_matched"] // block_size,
         tuple(
             HolderLine(
-                Holder(0, 0, name, each["dp_rank"], each["medium"], block_size, name, scope),  # type: ignore[arg-type]
-                frozenset(block for first, n in each["runs"] for block in range(first, first + n)),
-                each["not_counted"] or "",
+                Holder(0, 0, name, holder["dp_rank"], holder["medium"], block_size, name, scope),  # type: ignore[arg-type]
+                frozenset(block for first, n in holder["runs"] for block in range(first, first + n)),
+                holder["not_counted"] or "",
             )
-            for each in row["holders"]
+            for holder in row["holders"]
         ),
     )
 

@@ -62,7 +62,7 @@ class KnownHolder:
 
 async def find_holder(inspector: Inspector, groups: Sequence[InspectedGroup], holder_id: int) -> list[KnownHolder]:
     """Return the holder in each of ``groups`` that knows the id. Raise ``NotFound`` if no group does."""
-    known = []
+    result = []
     for group in groups:
         table = await inspector.table(group)
         (is_dead,) = await inspector.several([("SISMEMBER", keys.dead(group.id), holder_id)])
@@ -70,10 +70,10 @@ async def find_holder(inspector: Inspector, groups: Sequence[InspectedGroup], ho
         if table is None or (holder is None and not is_dead):
             continue
         record = None if holder is None else await _record(inspector, group, table, holder)
-        held = await holdings(inspector, group, holder_id)
-        known.append(KnownHolder(holder_id, group.name.tenant_id, group.name.model_name, group.id, record, held))
-    if known:
-        return known
+        contents = await holdings(inspector, group, holder_id)
+        result.append(KnownHolder(holder_id, group.name.tenant_id, group.name.model_name, group.id, record, contents))
+    if result:
+        return result
     names = ", ".join(group_text(group.name) for group in groups[:5])
     raise NotFound(f"holder {holder_id} is unknown in {names}: its life has ended and was swept, or it never existed")
 
@@ -107,8 +107,8 @@ async def _record(inspector: Inspector, group: InspectedGroup, table: HolderTabl
 def of_json(holders: Sequence[Mapping[str, Any]]) -> list[KnownHolder]:
     """Read holders that ``asdict`` has written."""
     return [
-        KnownHolder(**{**each, "record": _record_of(each["record"]), "holdings": _holdings_of(each["holdings"])})
-        for each in holders
+        KnownHolder(**{**holder, "record": _record_of(holder["record"]), "holdings": _holdings_of(holder["holdings"])})
+        for holder in holders
     ]
 
 
@@ -116,12 +116,14 @@ def _record_of(record: Mapping[str, Any] | None) -> HolderRecord | None:
     if record is None:
         return None
     publishers = tuple(
-        HolderPublisher(**{**each, "type": EngineKind(each["type"]), "status": StreamStatus(each["status"])})
-        for each in record["publishers"]
+        HolderPublisher(
+            **{**publisher, "type": EngineKind(publisher["type"]), "status": StreamStatus(publisher["status"])}
+        )
+        for publisher in record["publishers"]
     )
     return HolderRecord(**{**record, "publishers": publishers})
 
 
-def _holdings_of(held: Mapping[str, Any]) -> HolderContents:
-    shards = tuple(ShardHoldings(**each) for each in held["shards"])
-    return HolderContents(**{**held, "shards": shards, "rows": tuple(HeldRow(**each) for each in held["rows"])})
+def _holdings_of(contents: Mapping[str, Any]) -> HolderContents:
+    shards = tuple(ShardHoldings(**shard) for shard in contents["shards"])
+    return HolderContents(**{**contents, "shards": shards, "rows": tuple(HeldRow(**row) for row in contents["rows"])})

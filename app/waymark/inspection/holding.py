@@ -109,10 +109,10 @@ async def hold(
         line = HolderLine(holder, frozenset(positions.get(holder.id, ())), not_counted(table, holder, block_size))
         lines.setdefault((holder.scope == "shared", holder.instance_id), []).append(line)
     instances = [
-        InstanceLines(instance_id, is_pool, 0 if is_pool else rows[instance_id].longest, tuple(held))
-        for (is_pool, instance_id), held in lines.items()
+        InstanceLines(instance_id, is_pool, 0 if is_pool else rows[instance_id].longest, tuple(holder_lines))
+        for (is_pool, instance_id), holder_lines in lines.items()
     ]
-    instances.sort(key=lambda each: (each.is_pool, -each.match, -each.blocks, each.instance_id))
+    instances.sort(key=lambda instance: (instance.is_pool, -instance.match, -instance.blocks, instance.instance_id))
     ended = positions.keys() - table.holders.keys()
     return PromptHoldings(group, block_size, block_keys, tuple(instances), len(ended))
 

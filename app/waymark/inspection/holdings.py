@@ -74,14 +74,14 @@ async def holdings(inspector: Inspector, group: InspectedGroup, holder_id: int) 
     for engine, applied in zip(engines, marks, strict=True):
         fields = await _fields(inspector, engine)
         is_whole = is_whole and len(fields) < FIELDS_MAX
-        found = Counter(map(kind_of, fields))
+        counts = Counter(map(kind_of, fields))
         seq, _, ops = ("" if applied is None else lenient_text(applied)).partition(" ")
-        rows, branch_rows, singles, copies = (found[kind] for kind in _KINDS)
+        rows, branch_rows, singles, copies = (counts[kind] for kind in _KINDS)
         shards.append(ShardHoldings(engine, rows, branch_rows, singles, copies, seq or None, ops))
         places += [parse_field(field) for field in fields if kind_of(field) in _KINDS[:3]]
-    some = sorted(places, key=lambda place: place.field)[:SHOWN_MAX]
-    held = await _rows(inspector, group, holder_id, some)
-    return HolderContents(tuple(shards), is_whole, tuple(held), len(places) - len(some))
+    first_places = sorted(places, key=lambda place: place.field)[:SHOWN_MAX]
+    held_rows = await _rows(inspector, group, holder_id, first_places)
+    return HolderContents(tuple(shards), is_whole, tuple(held_rows), len(places) - len(first_places))
 
 
 def kind_of(field: bytes) -> str:
@@ -100,8 +100,8 @@ async def _fields(inspector: Inspector, engine: str) -> list[bytes]:
     fields: dict[bytes, None] = {}
     cursor = None
     while cursor != 0 and len(fields) < FIELDS_MAX:
-        cursor, found = await inspector.client.hscan(engine, cursor or 0, _STEP_FIELDS)
-        fields |= dict.fromkeys(found)
+        cursor, portion = await inspector.client.hscan(engine, cursor or 0, _STEP_FIELDS)
+        fields |= dict.fromkeys(portion)
     return list(fields)
 
 

@@ -53,8 +53,8 @@ class Inspector:
 
     async def groups(self) -> list[InspectedGroup]:
         """Return every group that ever was, in order of registration."""
-        found = [InspectedGroup(name, entry) for name, entry in (await self.store.directory.groups()).items()]
-        return sorted(found, key=lambda group: group.id)
+        entries = [InspectedGroup(name, entry) for name, entry in (await self.store.directory.groups()).items()]
+        return sorted(entries, key=lambda group: group.id)
 
     async def claims(self, group: GroupName | None = None) -> list[Claim]:
         """Return registrations in order, of all groups or of one."""
@@ -74,8 +74,8 @@ class Inspector:
 
     async def holders(self, group: InspectedGroup, block_keys: Sequence[int], *, has_singles: bool) -> list[set[int]]:
         """Return the holder ids of each block of a chain, from its root on."""
-        found = await holders_of(self.client, group.entry, pieces_of(pack(block_keys)), has_singles=has_singles)
-        return [ids for piece in found for ids in piece]
+        pieces = await holders_of(self.client, group.entry, pieces_of(pack(block_keys)), has_singles=has_singles)
+        return [ids for piece in pieces for ids in piece]
 
     async def values(self, group: InspectedGroup, places: Sequence[Place]) -> list[bytes | None]:
         """Return the values at ``places``, in order."""
@@ -142,9 +142,11 @@ def pick(
     ]
     if not picked:
         wanted = {"group": group_id, "model": model, "tenant": tenant}
-        said = ", ".join(f"{name} {shown(value)}" for name, value in wanted.items() if value is not None)
-        known = ", ".join(f"{group.id} ({group_text(group.name)})" for group in groups[:20]) or "none"
-        raise NotFound(f"no group with {said}; groups of this Redis: {known}" if said else "no group is registered yet")
+        names = ", ".join(f"{name} {shown(value)}" for name, value in wanted.items() if value is not None)
+        choices = ", ".join(f"{group.id} ({group_text(group.name)})" for group in groups[:20]) or "none"
+        raise NotFound(
+            f"no group with {names}; groups of this Redis: {choices}" if names else "no group is registered yet"
+        )
     return picked
 
 

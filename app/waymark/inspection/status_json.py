@@ -70,14 +70,14 @@ def of_json(answer: Mapping[str, Any]) -> Status:
         server=None if answer["redis"] is None else RedisServer(**answer["redis"]),
         warnings=tuple(answer["warnings"]),
         workers=tuple(
-            WorkerState(**{name: each[name] for name in WorkerState.__slots__}) for each in answer["workers"]
+            WorkerState(**{name: worker[name] for name in WorkerState.__slots__}) for worker in answer["workers"]
         ),
         publishers=tuple(map(_state, rows)),
         registered=answer["registered"],
-        unreadable=tuple(UnreadableKey(**each) for each in answer["unreadable"]),
+        unreadable=tuple(UnreadableKey(**place) for place in answer["unreadable"]),
         complaints=StreamComplaints(
-            {(each["group"], each["publisher"]): each["complaint"] or "" for each in rows},
-            frozenset((each["group"], each["publisher"]) for each in rows if not each["has_live_worker"]),
+            {(row["group"], row["publisher"]): row["complaint"] or "" for row in rows},
+            frozenset((row["group"], row["publisher"]) for row in rows if not row["has_live_worker"]),
         ),
         discovery=None if answer["discovery"] is None else DiscoveryState(**answer["discovery"]),
         is_whole=answer["is_whole"],
@@ -99,12 +99,12 @@ def _state(row: Mapping[str, Any]) -> PublisherState:
             for name in ("instance_id", "tenant_id", "dp_rank", "model_name", "block_size", "endpoint", "scope")
         },
     )
-    drawn = {name: row[name] for name in ("watermark", "lag_seconds", "counters", "blocks", "prefixes", "worker")}
+    fields = {name: row[name] for name in ("watermark", "lag_seconds", "counters", "blocks", "prefixes", "worker")}
     return PublisherState(
         registration=registration,
         id=row["publisher"],
         group_id=row["group"],
         status=StreamStatus(row["status"]),
         last_error=row["last_error"],
-        **drawn,
+        **fields,
     )

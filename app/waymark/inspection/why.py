@@ -43,10 +43,10 @@ def unknown_group(wanted: GroupName, groups: Sequence[InspectedGroup]) -> str:
     near = difflib.get_close_matches(wanted.model_name, models, n=3, cutoff=0.5)
     if near:
         return f"model {shown(wanted.model_name)} is not registered; did you mean {_names(near)}?"
-    known = (
+    choices = (
         f"tenant {shown(wanted.tenant_id)} has {_names(models)}" if models else "this tenant has no registered model"
     )
-    return f"model {shown(wanted.model_name)} is not registered; {known}"
+    return f"model {shown(wanted.model_name)} is not registered; {choices}"
 
 
 def of_instances(holding: PromptHoldings, states: Sequence[PublisherState]) -> dict[str, str]:
@@ -57,9 +57,9 @@ def of_instances(holding: PromptHoldings, states: Sequence[PublisherState]) -> d
     for lines in holding.instances:
         if not lines.match:
             own = [state for state in states if state.registration.instance_id == lines.instance_id]
-            held = sum(sum(state.blocks.values()) for state in own)
+            blocks = sum(sum(state.blocks.values()) for state in own)
             reason = (
-                f"its {held} blocks belong to other prompts, or to this one under another salt or adapter"
+                f"its {blocks} blocks belong to other prompts, or to this one under another salt or adapter"
                 if own
                 else ""
             )
@@ -72,40 +72,44 @@ def of_instances(holding: PromptHoldings, states: Sequence[PublisherState]) -> d
 
 def ends(holding: PromptHoldings) -> dict[str, str]:
     """Return the next block, and its holders, for each instance whose match ends before the prompt does."""
-    said: dict[str, str] = {}
-    known: dict[int, str] = {}  # by block: many instances may end at the same
+    sentences: dict[str, str] = {}
+    sentence_of: dict[int, str] = {}  # by block: many instances may end at the same
     for lines in holding.instances:
         block = lines.match
         if lines.is_pool or not 0 < block < len(holding.keys):
             continue
-        if block not in known:
-            known[block] = _who_has(holding, block)
-        behind = sum(at + n - max(at, block) for at, n in lines.runs if at + n > block)
-        more = f"; {behind} of its blocks are behind the missing one and do not count" if behind else ""
-        said[lines.instance_id] = f"block {block} is next, and {known[block]}{more}"
-    return said
+        if block not in sentence_of:
+            sentence_of[block] = _who_has(holding, block)
+        blocks_behind = sum(first + n - max(first, block) for first, n in lines.runs if first + n > block)
+        more = f"; {blocks_behind} of its blocks are behind the missing one and do not count" if blocks_behind else ""
+        sentences[lines.instance_id] = f"block {block} is next, and {sentence_of[block]}{more}"
+    return sentences
 
 
 def _who_has(holding: PromptHoldings, block: int) -> str:
-    if others := [other.instance_id for other in holding.instances if other.counts(block)]:
-        return f"{_names(others)} {'has' if len(others) == 1 else 'have'} it"
-    uncounted = [each.instance_id for each in holding.instances if any(block in line.has for line in each.holders)]
+    if instance_ids := [candidate.instance_id for candidate in holding.instances if candidate.counts(block)]:
+        return f"{_names(instance_ids)} {'has' if len(instance_ids) == 1 else 'have'} it"
+    uncounted = [
+        instance.instance_id for instance in holding.instances if any(block in line.has for line in instance.holders)
+    ]
     return f"no instance has it except {_names(uncounted)} (not counted)" if uncounted else "no instance has it"
 
 
 def _of_stream(state: PublisherState, block_size: int) -> str:
     """Return why a stream could not lead to a match; an empty text if it could."""
-    of = state.registration
-    if of.block_size != block_size:
-        return f"it is registered with block size {of.block_size}, and the query is for {block_size}"
-    said = f" ({reason})" if (reason := complaint(state)) else ""
+    registration = state.registration
+    if registration.block_size != block_size:
+        return f"it is registered with block size {registration.block_size}, and the query is for {block_size}"
+    reason_text = f" ({reason})" if (reason := complaint(state)) else ""
     if state.status in (StreamStatus.LOST, StreamStatus.FAILED):
-        return f"its stream is {state.status}{said}"
+        return f"its stream is {state.status}{reason_text}"
     # A stream over HTTP does not have a watermark.
     if state.watermark is None and not any(n for name, n in state.counters.items() if name.startswith("events.")):
-        why = said or (": it had no request, or its KV events are off" if state.status is StreamStatus.ACTIVE else "")
+        why = reason_text or (
+            ": it had no request, or its KV events are off" if state.status is StreamStatus.ACTIVE else ""
+        )
         return f"it has sent no event, status {state.status}{why}"
-    return "" if any(state.blocks.values()) else f"it has sent events and holds no blocks{said}"
+    return "" if any(state.blocks.values()) else f"it has sent events and holds no blocks{reason_text}"
 
 
 async def of_prompt(
@@ -125,9 +129,9 @@ async def of_prompt(
     silent = sorted({line.holder.instance_id for lines in holding.instances for line in lines.holders if 0 in line.has})
     if silent:
         return [f"It is held by {_names(silent)}, whose blocks are currently not counted"]
-    found = await of_other_readings(inspector, prompt, holding, groups)
-    elsewhere = "" if found else await of_other_namespaces(inspector, prompt, holding, table)
-    return found or [elsewhere or last_resort(prompt, states)]
+    readings = await of_other_readings(inspector, prompt, holding, groups)
+    elsewhere = "" if readings else await of_other_namespaces(inspector, prompt, holding, table)
+    return readings or [elsewhere or last_resort(prompt, states)]
 
 
 async def of_other_readings(
@@ -135,17 +139,19 @@ async def of_other_readings(
 ) -> list[str]:
     """Return the readings of the prompt under which its first block has a holder."""
     registered = [claim.registration for claim in await inspector.claims(holding.group.name)]
-    found: list[str] = []
-    for sentence, group, other, block_size in islice(_readings(prompt, holding, groups, registered), _TRIES_MAX):
-        first = other.block_keys(block_size, 1)
+    sentences: list[str] = []
+    for sentence, group, reading, block_size in islice(_readings(prompt, holding, groups, registered), _TRIES_MAX):
+        first = reading.block_keys(block_size, 1)
         table = await inspector.table(group) if first else None
         if table is not None:
             (holders,) = await inspector.holders(group, first, has_singles=table.has_singles)
-            live = {each for each in table.holders.keys() & holders if not not_counted(table, table.holders[each])}
+            live = {
+                holder for holder in table.holders.keys() & holders if not not_counted(table, table.holders[holder])
+            }
             if live:
                 owners = _names(sorted({table.holders[holder].instance_id for holder in live}))
-                found.append(f"{sentence} it is held by {owners}")
-    return found
+                sentences.append(f"{sentence} it is held by {owners}")
+    return sentences
 
 
 def _readings(
@@ -158,22 +164,25 @@ def _readings(
     group, size = holding.group, holding.block_size
     is_plain = prompt.tokens is not None and not prompt.items
     if is_plain:
-        for other in sorted({of.block_size for of in registered} - {size}):
-            yield f"With block size {other}", group, prompt, other
+        for other_size in sorted({registration.block_size for registration in registered} - {size}):
+            yield f"With block size {other_size}", group, prompt, other_size
     if prompt.namespace:
         yield "Without adapter and salts", group, replace(prompt, adapter=None, salts=()), size
         if prompt.adapter is not None and prompt.salts:
             yield "With its salts and without an adapter", group, replace(prompt, adapter=None), size
             yield "With its adapter and without salts", group, replace(prompt, salts=()), size
-    spaces = {(of.lora_name, of.additional_salt): of.instance_id for of in reversed(registered)}
+    spaces = {
+        (registration.lora_name, registration.additional_salt): registration.instance_id
+        for registration in reversed(registered)
+    }
     for (lora_name, salt), instance_id in spaces.items():
         if lora_name and lora_name != prompt.adapter:
             yield f"With adapter {shown(lora_name)}", group, replace(prompt, adapter=lora_name), size
         if salt and salt not in prompt.salts:
-            said = f"With the additional salt that {shown(instance_id)} is registered with"
-            yield said, group, replace(prompt, salts=(salt, *prompt.salts)), size
+            sentence_start = f"With the additional salt that {shown(instance_id)} is registered with"
+            yield sentence_start, group, replace(prompt, salts=(salt, *prompt.salts)), size
             if prompt.salts:
-                yield f"{said}, in place of the given ones", group, replace(prompt, salts=(salt,)), size
+                yield f"{sentence_start}, in place of the given ones", group, replace(prompt, salts=(salt,)), size
     if len(prompt.salts) > 1:
         yield "With its salts in the other order", group, replace(prompt, salts=prompt.salts[::-1]), size
     if prompt.tokens is not None and prompt.seed != DEFAULT_SEED:
@@ -219,16 +228,16 @@ async def of_other_namespaces(
 
 def last_resort(prompt: InspectedPrompt, states: Sequence[PublisherState]) -> str:
     """Return the last possible sentence if the first block has no holder."""
-    held = sum(sum(state.blocks.values()) for state in states)
-    if not held:
+    blocks = sum(sum(state.blocks.values()) for state in states)
+    if not blocks:
         return "No block of this model is held at all: 'waymark status' shows the state of the streams"
     seed = "" if prompt.tokens is None else f"; or its workers run with another WAYMARK_HASH_SEED than {prompt.seed}"
     return (
-        f"{held} blocks of this model are held, and none begins this prompt: no engine has computed it, it was "
+        f"{blocks} blocks of this model are held, and none begins this prompt: no engine has computed it, it was "
         f"evicted, or the tokens differ (tokenizer, chat template, special tokens){seed}"
     )
 
 
 def _names(names: Sequence[str]) -> str:
-    said = ", ".join(map(shown, names[:_NAMES_MAX]))
-    return said if len(names) <= _NAMES_MAX else f"{said} and {len(names) - _NAMES_MAX} more"
+    text = ", ".join(map(shown, names[:_NAMES_MAX]))
+    return text if len(names) <= _NAMES_MAX else f"{text} and {len(names) - _NAMES_MAX} more"

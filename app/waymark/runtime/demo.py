@@ -217,15 +217,15 @@ async def _started_service() -> AsyncIterator[_DemoService]:
                 await process.wait()
 
 
-async def _until(is_so: Callable[[], Awaitable[bool]], what: str, service: _DemoService) -> None:
+async def _until(is_so: Callable[[], Awaitable[bool]], condition: str, service: _DemoService) -> None:
     deadline = time.monotonic() + _DEADLINE_SECONDS
     while not await is_so():
         if service.process is not None and service.process.returncode is not None:
             raise DemoFailed(
-                f"the service ended with code {service.process.returncode} while the demo waited for {what}"
+                f"the service ended with code {service.process.returncode} while the demo waited for {condition}"
             )
         if time.monotonic() > deadline:
-            raise DemoFailed(f"waited {_DEADLINE_SECONDS:g} s for {what}")
+            raise DemoFailed(f"waited {_DEADLINE_SECONDS:g} s for {condition}")
         await asyncio.sleep(0.05)
 
 

@@ -58,7 +58,7 @@ class GatewayRole:
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
         """Return the tasks that run until the process ends."""
-        return [each.run() for each in (self._archive, self._engines, self._watch) if each is not None]
+        return [part.run() for part in (self._archive, self._engines, self._watch) if part is not None]
 
     async def close(self) -> None:
         await self.app.close()

@@ -48,9 +48,9 @@ def read_publishers(path: str, allowed_endpoints: Sequence[str] = ()) -> list[Re
     """
     allowed = AllowedEndpoints(allowed_endpoints)
     return [
-        replace(registration_of(dict(each.fields), allowed), origin=each.origin)
-        for each in read_wanted(path, allowed_endpoints)
-        if each.url is None
+        replace(registration_of(dict(engine.fields), allowed), origin=engine.origin)
+        for engine in read_wanted(path, allowed_endpoints)
+        if engine.url is None
     ]
 
 
@@ -68,7 +68,7 @@ def read_wanted(
     except (OSError, _UnreadableFile) as exc:
         raise SettingsError(f"{about} cannot be used: {exc}") from None
     allowed = AllowedEndpoints(allowed_endpoints)
-    found: dict[tuple[str, str, int], tuple[str, WantedEngine]] = {}
+    labelled: dict[tuple[str, str, int], tuple[str, WantedEngine]] = {}
     complaints: list[str] = []
     for label, entry in entries:
         try:
@@ -76,17 +76,17 @@ def read_wanted(
         except InvalidValue as exc:
             complaints.append(f"{about}, {label}: {exc.sentence}")
             continue
-        other, _ = found.setdefault(name, (label, wanted))
-        if other != label:
+        former, _ = labelled.setdefault(name, (label, wanted))
+        if former != label:
             complaints.append(
-                f"{about}, {label}: instance_id, tenant_id and dp_rank are those of {other}; give each publisher a "
+                f"{about}, {label}: instance_id, tenant_id and dp_rank are those of {former}; give each publisher a "
                 "dp_rank or instance_id of its own"
             )
     if len(complaints) > _COMPLAINTS_MAX:
         complaints[_COMPLAINTS_MAX:] = [f"{about}: {len(complaints) - _COMPLAINTS_MAX} more entries are wrong"]
     if complaints:
         raise SettingsError("\n".join(complaints))
-    return [wanted for _, wanted in found.values()]
+    return [wanted for _, wanted in labelled.values()]
 
 
 def _wanted(
@@ -102,8 +102,8 @@ def _wanted(
         fields, url = request.fields(), request.url
     else:
         fields, url = _with_endpoint(entry), None
-        of = registration_of(fields, allowed).name
-        name = (of.instance_id, of.tenant_id, of.dp_rank)
+        registered_name = registration_of(fields, allowed).name
+        name = (registered_name.instance_id, registered_name.tenant_id, registered_name.dp_rank)
     return name, WantedEngine(
         Origin("file", f"{path} {'|'.join(map(str, name))}"), fields, url, ports if url else (0, 0, 0)
     )
@@ -131,7 +131,9 @@ def _entries(content: Any) -> list[tuple[str, Any]]:
     if isinstance(content, list):
         return [(f"entry {number}", entry) for number, entry in enumerate(content, 1)]
     if isinstance(content, dict) and isinstance(content.get("endpoints"), list):
-        return [(f"endpoint {number}", _of_endpoint(each)) for number, each in enumerate(content["endpoints"], 1)]
+        return [
+            (f"endpoint {number}", _of_endpoint(endpoint)) for number, endpoint in enumerate(content["endpoints"], 1)
+        ]
     instances = content.get("kvevent_instance") if isinstance(content, dict) else None
     if not isinstance(instances, dict):
         raise _UnreadableFile(f"it has no publishers; {_SHAPES}")

@@ -205,7 +205,7 @@ async def run(
                 workers.append(tasks.create_task(work()))
                 workers.append(tasks.create_task(runtime_worker.discovery(store, settings, metrics, asker).run()))
             if gateway is not None:
-                workers += [tasks.create_task(each) for each in gateway.tasks()]
+                workers += [tasks.create_task(task) for task in gateway.tasks()]
             await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
             stop.set()
             server.should_exit = True

@@ -209,8 +209,8 @@ class Connections:
         self.bodies_bytes += length
         if self.bodies_bytes <= self.bounds.bodies_max_bytes:
             return
-        for other in [*(other for other in self.arriving if other.is_holding), connection]:
-            other.reject(BODIES)
+        for candidate in [*(candidate for candidate in self.arriving if candidate.is_holding), connection]:
+            candidate.reject(BODIES)
             if self.bodies_bytes <= self.bounds.bodies_max_bytes:
                 break
 
@@ -260,26 +260,26 @@ class Connections:
 
 def _until(waiting: dict[Connection, float], moment: float) -> list[Connection]:
     late = []
-    for connection, since in waiting.items():
-        if since > moment:
+    for connection, start in waiting.items():
+        if start > moment:
             break
         late.append(connection)
     return late
 
 
-def files_for(connections_max: int, others: int = 0) -> int:
+def files_for(connections_max: int, other_files: int = 0) -> int:
     """Return how many connections the limit of open files allows, at most ``connections_max``; raise the soft limit if
     needed.
 
-    ``others`` is the number of files of this process that another part has counted itself.
+    ``other_files`` is the number of files of this process that another part has counted itself.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections_max + others + _OTHER_FILES
+    wanted = connections_max + other_files + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return connections_max
-    allowed = max(1, soft - others - _OTHER_FILES)
+    allowed = max(1, soft - other_files - _OTHER_FILES)
     log.info("the limit of open files limits the number of connections", extra=fields(connections=allowed, files=soft))
     return allowed

@@ -58,14 +58,16 @@ def _role_at(host: str, port: int) -> str | None:
     connection = HTTPConnection("127.0.0.1" if host in ("", "0.0.0.0") else host, port, timeout=_ASKED_SECONDS)
     try:
         connection.request("GET", "/metrics")
-        found = _ROLE.search(connection.getresponse().read(_ANSWER_BYTES_MAX))
+        match = _ROLE.search(connection.getresponse().read(_ANSWER_BYTES_MAX))
     except (OSError, HTTPException):
         return None
     finally:
         connection.close()
-    return None if found is None else found[1].decode()
+    return None if match is None else match[1].decode()
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, int, int, str, tuple[object, ...]]]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return list(dict.fromkeys((family, kind, protocol, "", address) for family, kind, protocol, _, address in found))
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(
+        dict.fromkeys((family, kind, protocol, "", address) for family, kind, protocol, _, address in addresses)
+    )

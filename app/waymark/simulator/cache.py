@@ -112,18 +112,18 @@ class PrefixCache:
         while hits < len(blocks) and blocks[hits].key in gpu:
             hits += 1
         self._hit += hits
-        kept = self._kept(hits, len(tokens))
-        new = blocks[kept:]
+        kept_blocks = self._kept(hits, len(tokens))
+        new = blocks[kept_blocks:]
 
         # Touched first, so that the rest of this prompt does not push it out; and touched last, because a request gives
         # its blocks back last one first: a parent is always the younger.
-        gpu.touch(blocks[:kept])
+        gpu.touch(blocks[:kept_blocks])
         events: list[WireEvent] = []
         for _ in range(len(gpu) + len(new) - gpu.size):
             self._evict(GPU, events)
         for block in reversed(new):
             gpu.add(block)
-        gpu.touch(blocks[:kept])
+        gpu.touch(blocks[:kept_blocks])
         for medium in (CPU, DISK):
             if medium in self._media:
                 self._media[medium].touch(blocks)
@@ -134,8 +134,8 @@ class PrefixCache:
 
     def clear(self) -> list[WireEvent]:
         """Forget every block on every medium (``reset_prefix_cache``, ``flush_cache``)."""
-        for held in self._media.values():
-            held.clear()
+        for medium_blocks in self._media.values():
+            medium_blocks.clear()
         return [AllBlocksCleared()]
 
     def restart(self) -> None:
@@ -154,19 +154,24 @@ class PrefixCache:
     ) -> list[frozenset[str]]:
         """Return the media of each complete block of the prompt; empty for a block on no medium."""
         blocks = self._blocks(tokens, lora_name, cache_salt, extras)
-        return [frozenset(m for m, held in self._media.items() if block.key in held) for block in blocks]
+        return [
+            frozenset(m for m, medium_blocks in self._media.items() if block.key in medium_blocks) for block in blocks
+        ]
 
     def contents(self) -> dict[str, frozenset[Prefix]]:
         """Per medium every block held, each as its whole prefix; meant for small caches."""
-        return {medium: frozenset(_prefix(b) for b in held.blocks()) for medium, held in self._media.items()}
+        return {
+            medium: frozenset(_prefix(b) for b in medium_blocks.blocks())
+            for medium, medium_blocks in self._media.items()
+        }
 
     def copies(self) -> dict[str, Counter[int]]:
         """Per medium the number of physical copies by the hash the events name."""
         counts: dict[str, Counter[int]] = {}
-        for medium, held in self._media.items():
+        for medium, medium_blocks in self._media.items():
             counts[medium] = Counter()
-            for block in held.blocks():
-                counts[medium][block.name] += held.copies(block.key)
+            for block in medium_blocks.blocks():
+                counts[medium][block.name] += medium_blocks.copies(block.key)
         return counts
 
     def snapshot(self, chunk_blocks: int = 1000) -> list[list[WireEvent]]:
@@ -176,27 +181,27 @@ class PrefixCache:
         of each medium, copy by copy and without tokens; and then it removes the first stores.
         """
         ordered: dict[int, Block] = {}
-        for held in self._media.values():
-            for block in held.blocks():
+        for medium_blocks in self._media.values():
+            for block in medium_blocks.blocks():
                 chain = [block]
                 while (parent := chain[-1].parent) is not None and parent.key not in ordered:
                     chain.append(parent)
-                ordered |= {each.key: each for each in reversed(chain)}
+                ordered |= {ancestor.key: ancestor for ancestor in reversed(chain)}
         blocks = list(ordered.values())
         chunks: list[list[WireEvent]] = []
         for start in range(0, len(blocks), chunk_blocks):
-            some = blocks[start : start + chunk_blocks]
-            events: list[WireEvent] = [self._told([block], GPU) for block in some]
-            for medium, held in self._media.items():
-                for block in some:
-                    told = BlockStored((block.name,), None, (), self.block_size, medium, kv_cache_spec_kind=None)
-                    events += [told] * held.copies(block.key)
-            chunks.append([*events, *(BlockRemoved((block.name,), GPU) for block in some)])
+            portion = blocks[start : start + chunk_blocks]
+            events: list[WireEvent] = [self._told([block], GPU) for block in portion]
+            for medium, medium_blocks in self._media.items():
+                for block in portion:
+                    event = BlockStored((block.name,), None, (), self.block_size, medium, kv_cache_spec_kind=None)
+                    events += [event] * medium_blocks.copies(block.key)
+            chunks.append([*events, *(BlockRemoved((block.name,), GPU) for block in portion)])
         return chunks
 
     def size(self) -> dict[str, int]:
         """Per medium the number of different blocks held."""
-        return {medium: sum(1 for _ in held.blocks()) for medium, held in self._media.items()}
+        return {medium: sum(1 for _ in medium_blocks.blocks()) for medium, medium_blocks in self._media.items()}
 
     @property
     def totals(self) -> Totals:
@@ -217,10 +222,10 @@ class PrefixCache:
         block = self._media[medium].evict()
         colder = {GPU: CPU, CPU: DISK}.get(medium)
         if colder in self._media and block.key not in self._media[medium] and block.key not in self._media[colder]:
-            held = self._media[colder]
-            if len(held) == held.size:
+            medium_blocks = self._media[colder]
+            if len(medium_blocks) == medium_blocks.size:
                 self._evict(colder, events)
-            held.add(block)
+            medium_blocks.add(block)
             self._stored += 1
             events.append(self._told([block], colder))
         self._removed += 1
@@ -289,11 +294,13 @@ class PrefixCache:
         seed = blake2b(f"{self._seed}/{self._life}".encode()).digest()
         for i, seq_hash in enumerate(seq_hashes):
             piece = tuple(tokens[i * self.block_size : (i + 1) * self.block_size])
-            above = b"" if parent is None else parent.key.to_bytes(8, "little")
+            parent_bytes = b"" if parent is None else parent.key.to_bytes(8, "little")
             keys = repr((lora_name, cache_salt if parent is None else None, extra[i])).encode()
-            digest = blake2b(above + pack(f"<{len(piece)}I", *piece) + keys, digest_size=8, key=seed).digest()
+            digest = blake2b(parent_bytes + pack(f"<{len(piece)}I", *piece) + keys, digest_size=8, key=seed).digest()
             key = int.from_bytes(digest, "little")
-            block = next((b for held in self._media.values() if (b := held.get(key)) is not None), None)
+            block = next(
+                (b for medium_blocks in self._media.values() if (b := medium_blocks.get(key)) is not None), None
+            )
             if block is None:
                 name = key if seq_hash is None else seq_hash
                 block = Block(key, name, parent, piece, lora_name, cache_salt, extra[i])
@@ -307,5 +314,5 @@ def _prefix(block: Block) -> Prefix:
     while (parent := chain[-1].parent) is not None:
         chain.append(parent)
     chain.reverse()
-    tokens = tuple(token for each in chain for token in each.tokens)
-    return Prefix(tokens, block.lora_name, block.cache_salt, tuple(each.extra for each in chain))
+    tokens = tuple(token for ancestor in chain for token in ancestor.tokens)
+    return Prefix(tokens, block.lora_name, block.cache_salt, tuple(ancestor.extra for ancestor in chain))

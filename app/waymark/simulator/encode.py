@@ -73,7 +73,7 @@ class Encoder:
 
     def payload(self, events: Sequence[WireEvent], *, ts: float, rank: int | None = 0) -> bytes:
         """``[ts, events, rank]``; vLLM 0.9.0 had no rank: ``vllm-list-6`` leaves out a rank of None."""
-        packed = [each for event in events for each in self._packed(event, ts, rank)]
+        packed = [event_bytes for event in events for event_bytes in self._packed(event, ts, rank)]
         without_rank = rank is None and self.dialect == "vllm-list-6"
         head = msgpack.Packer(autoreset=False)
         head.pack_array_header(2 if without_rank else 3 if self.publisher_id is None else 4)
@@ -95,7 +95,7 @@ class Encoder:
         if self.dialect == "sglang-map":
             return [_pack(_sglang_map(event))]
         if self.dialect.startswith("standard"):
-            return [_pack(each) for each in self._standard.maps(event, ts, rank)]
+            return [_pack(event_map) for event_map in self._standard.maps(event, ts, rank)]
         packed = _pack(_vllm_map(event))
         if self.dialect == "vllm-map-wide" and isinstance(event, BlockStored):
             packed = b"\xde\x00" + bytes([packed[0] & 0x0F]) + packed[1:]
@@ -187,7 +187,7 @@ def _sglang_map(event: WireEvent) -> dict[str, Any]:
         parent = event.parent_block_hash
         return {
             "type": "BlockStored",
-            "block_hashes": [_signed(each) for each in event.block_hashes],
+            "block_hashes": [_signed(engine_hash) for engine_hash in event.block_hashes],
             "parent_block_hash": None if parent is None else _signed(parent),
             "token_ids": event.token_ids,
             "block_size": event.block_size,
@@ -197,7 +197,7 @@ def _sglang_map(event: WireEvent) -> dict[str, Any]:
         }
     if isinstance(event, BlockRemoved):
         medium = None if event.medium is None else _SGLANG_MEDIA.get(event.medium, event.medium)
-        hashes = [_signed(each) for each in event.block_hashes]
+        hashes = [_signed(engine_hash) for engine_hash in event.block_hashes]
         return {"type": "BlockRemoved", "block_hashes": hashes, **_there({"medium": medium})}
     return {"type": "BlockMoved" if isinstance(event, UnknownEvent) else "AllBlocksCleared"}
 

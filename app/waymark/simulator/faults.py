@@ -22,9 +22,9 @@ class Options(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **values: Any) -> None:
         try:
-            super().__init__(**given)
+            super().__init__(**values)
         except ValidationError as exc:
             error = exc.errors(include_url=False)[0]
             name = str(error["loc"][0]) if error["loc"] else "options"
@@ -83,6 +83,6 @@ class AnswerFaults(Options):
     """The connection of each n-th request is closed in the middle of the answer."""
 
 
-def is_due(every: int, count: int) -> bool:
-    """Return whether the ``count``-th (from 1) is one of each ``every``-th."""
-    return every > 0 and count % every == 0
+def is_due(period: int, count: int) -> bool:
+    """Return whether the ``count``-th (from 1) is one of each ``period``-th."""
+    return period > 0 and count % period == 0

@@ -65,7 +65,7 @@ class Generator:
         self.requests += 1
         faults = self.faults
         due = {"error": faults.error_every, "hang": faults.hang_every, "cut": faults.cut_every}
-        return next((name for name, every in due.items() if is_due(every, self.requests)), None)
+        return next((name for name, period in due.items() if is_due(period, self.requests)), None)
 
     async def prefill(self, prompt: SimulatedPrompt, mark: str, tokens: int, rank: int | None = None) -> Completion:
         """Compute a prompt, and publish its stored blocks. Prompts are computed one after the other."""
@@ -73,8 +73,8 @@ class Generator:
         if chosen >= len(self._engine.caches):
             raise InvalidValue(f"there is no rank {chosen}: this engine has {len(self._engine.caches)}")
         async with self._prefilling:
-            held = self._engine.caches[chosen].held(prompt.tokens, prompt.lora_name, prompt.cache_salt)
-            hits = next((number for number, media in enumerate(held) if GPU not in media), len(held))
+            cached_media = self._engine.caches[chosen].held(prompt.tokens, prompt.lora_name, prompt.cache_salt)
+            hits = next((number for number, media in enumerate(cached_media) if GPU not in media), len(cached_media))
             cached = hits * self._block_size
             if self._pace.prefill_tokens_per_second:
                 await asyncio.sleep((len(prompt.tokens) - cached) / self._pace.prefill_tokens_per_second)

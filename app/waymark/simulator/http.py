@@ -143,22 +143,22 @@ class EngineHttp:
         )
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        held = sum(cache.size().get(GPU, 0) for cache in self._engine.caches)
-        usage = held / (self._gpu_blocks * len(self._engine.caches))
+        blocks = sum(cache.size().get(GPU, 0) for cache in self._engine.caches)
+        usage = blocks / (self._gpu_blocks * len(self._engine.caches))
         running = float(self.generator.running)
         if self._is_sglang:
-            of = f'{{model_name="{self._model_name}"}}'
+            labels = f'{{model_name="{self._model_name}"}}'
             lines = [
-                f"sglang:num_running_reqs{of} {running}",
-                f"sglang:num_queue_reqs{of} 0.0",
-                f"sglang:token_usage{of} {usage}",
+                f"sglang:num_running_reqs{labels} {running}",
+                f"sglang:num_queue_reqs{labels} 0.0",
+                f"sglang:token_usage{labels} {usage}",
             ]
         else:
-            of = f'{{engine="0",model_name="{self._model_name}"}}'
+            labels = f'{{engine="0",model_name="{self._model_name}"}}'
             lines = [
-                f"vllm:num_requests_running{of} {running}",
-                f"vllm:num_requests_waiting{of} 0.0",
-                f"vllm:kv_cache_usage_perc{of} {usage}",
+                f"vllm:num_requests_running{labels} {running}",
+                f"vllm:num_requests_waiting{labels} 0.0",
+                f"vllm:kv_cache_usage_perc{labels} {usage}",
                 f'vllm:cache_config_info{{block_size="{self._block_size}",enable_prefix_caching="True",engine="0",'
                 f'num_gpu_blocks="{self._gpu_blocks}"}} 1.0',
             ]
@@ -169,8 +169,8 @@ class EngineHttp:
 async def _refusing(request: web.Request, handler: Any) -> web.StreamResponse:
     """Turn a rejected request into an error in the shape of its API."""
     try:
-        found: web.StreamResponse = await handler(request)
-        return found
+        response: web.StreamResponse = await handler(request)
+        return response
     except (BadRequest, InvalidValue) as error:
         status, kind = (error.status, error.kind) if isinstance(error, BadRequest) else (400, "BadRequestError")
         if request.path == "/v1/messages":

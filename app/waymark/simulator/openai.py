@@ -132,8 +132,8 @@ class OpenAi:
 
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
         body = await body_of(request)
-        given = body.get("input")
-        texts = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+        value = body.get("input")
+        texts = value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
         rows, total = [], 0
         async with answering(self._generator, request):
             for n, text in enumerate(texts):
@@ -224,20 +224,20 @@ async def answering(generator: Generator, request: web.Request) -> AsyncIterator
 
 def usage(answer: Completion, choices: int = 1) -> dict[str, Any]:
     """Return the usage of an answer, in OpenAI's form."""
-    made = answer.tokens * choices
+    completion_tokens = answer.tokens * choices
     return {
         "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": made,
-        "total_tokens": answer.prompt_tokens + made,
+        "completion_tokens": completion_tokens,
+        "total_tokens": answer.prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
     }
 
 
 def _sum(answers: Sequence[Completion]) -> dict[str, Any]:
-    first, *others = map(usage, answers)
-    for other in others:
+    first, *rest = map(usage, answers)
+    for further in rest:
         for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-            first[name] += other[name]
+            first[name] += further[name]
     return first
 
 
@@ -255,10 +255,10 @@ async def body_of(request: web.Request) -> dict[str, Any]:
 
 def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
     """Return a list that must have an element. Raises Refused."""
-    found = body.get(name)
-    if not isinstance(found, list) or not found:
+    value = body.get(name)
+    if not isinstance(value, list) or not value:
         raise BadRequest(400, f"{name} must be a list with an element")
-    return found
+    return value
 
 
 def choices_of(body: Mapping[str, Any]) -> int:
@@ -279,17 +279,17 @@ def rank_of(request: web.Request) -> int | None:
 
 def _prompts(body: Mapping[str, Any]) -> list[tuple[tuple[int, ...], str]]:
     """Return the tokens and the mark of each prompt: a text, token ids, or a list of either."""
-    given = body.get("prompt")
-    several = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
-    found = []
-    for each in several:
-        if isinstance(each, str):
-            found.append((tokens_of_text(each), mark_of(each)))
-        elif isinstance(each, list) and each and all(isinstance(token, int) for token in each):
-            found.append((tuple(each), mark_of(json.dumps(each))))
+    value = body.get("prompt")
+    several = value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
+    prompts = []
+    for prompt in several:
+        if isinstance(prompt, str):
+            prompts.append((tokens_of_text(prompt), mark_of(prompt)))
+        elif isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
+            prompts.append((tuple(prompt), mark_of(json.dumps(prompt))))
         else:
             raise BadRequest(400, "prompt must be a text, a list of token ids, or a list of these")
-    return found
+    return prompts
 
 
 def _call(body: Mapping[str, Any], mark: str) -> dict[str, Any] | None:

@@ -157,8 +157,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         options = field.annotation
         if isinstance(options, type) and issubclass(options, Options):
             group = parser.add_argument_group(name.replace("_", " "), _sentence(field))
-            for fault, each in options.model_fields.items():
-                _add_flag(group, f"--fault-{fault}", fault, each)
+            for fault, field_info in options.model_fields.items():
+                _add_flag(group, f"--fault-{fault}", fault, field_info)
         else:
             _add_flag(parser, f"--{field.alias or name}", name, field)
 
@@ -185,7 +185,7 @@ def _add_flag(group: Any, flag: str, name: str, field: FieldInfo) -> None:
 
 def _reader(field: FieldInfo) -> Any:
     """Return the parser of the flag's text; None among the types of the field means that it is optional."""
-    types = {get_origin(each) or each for each in (field.annotation, *get_args(field.annotation))}
+    types = {get_origin(type_arg) or type_arg for type_arg in (field.annotation, *get_args(field.annotation))}
     return next((reader for kind, reader in _READERS.items() if kind in types), str)
 
 

@@ -65,11 +65,11 @@ class EngineSummary:
     """Different blocks per medium, over all ranks; a block on two ranks counts twice."""
 
     def __str__(self) -> str:
-        held = ", ".join(f"{count} on {medium}" for medium, count in self.blocks_held.items())
+        blocks_text = ", ".join(f"{count} on {medium}" for medium, count in self.blocks_held.items())
         return (
             f"{self.instance_id}: {self.prompts} prompts, {self.batches} batches ({self.dropped} dropped), "
             f"{self.blocks_stored} blocks stored, {self.blocks_removed} removed, {self.blocks_hit} hit, "
-            f"{self.restarts} restarts, {self.replays} replays; holds {held}"
+            f"{self.restarts} restarts, {self.replays} replays; holds {blocks_text}"
         )
 
 
@@ -265,9 +265,9 @@ def _started(options: SimulateOptions, i: int, engine: SimulatedEngine, http_url
 
 def _summary(options: SimulateOptions, i: int, engine: SimulatedEngine) -> EngineSummary:
     counts = engine.publisher.counts
-    held: Counter[str] = Counter()
+    blocks_held: Counter[str] = Counter()
     for cache in engine.caches:
-        held.update(cache.size())
+        blocks_held.update(cache.size())
     return EngineSummary(
         _instance(options, i),
         engine.prompts,
@@ -278,7 +278,7 @@ def _summary(options: SimulateOptions, i: int, engine: SimulatedEngine) -> Engin
         sum(cache.totals.hit for cache in engine.caches),
         sum(cache.totals.stored for cache in engine.caches),
         sum(cache.totals.removed for cache in engine.caches),
-        dict(held),
+        dict(blocks_held),
     )
 
 

@@ -58,7 +58,7 @@ def text_of(content: Any) -> str:
         return content
     if not isinstance(content, list):
         return ""
-    parts = (each.get("text", each.get("content")) for each in content if isinstance(each, Mapping))
+    parts = (item.get("text", item.get("content")) for item in content if isinstance(item, Mapping))
     return "".join(part if isinstance(part, str) else text_of(part) for part in parts)
 
 

@@ -69,8 +69,8 @@ def conversations(
     while True:
         i = rng.randrange(open_at_once)
         prompt, turns_left = running[i]
-        said = prompt.tokens + some_tokens(rng.randint(*turn_tokens))
-        prompt = SimulatedPrompt(said, prompt.lora_name, prompt.cache_salt)
+        conversation = prompt.tokens + some_tokens(rng.randint(*turn_tokens))
+        prompt = SimulatedPrompt(conversation, prompt.lora_name, prompt.cache_salt)
         running[i] = (prompt, turns_left - 1) if turns_left > 1 else begin()
         yield prompt
 
@@ -91,7 +91,7 @@ def _request(line: str, where: str) -> SimulatedPrompt:
     try:
         fields: Any = json.loads(line)
         milliseconds, length, ids = fields["timestamp"], fields["input_length"], fields["hash_ids"]
-        tokens = tuple(token for each in ids for token in trace_tokens(each))[: int(length)]
+        tokens = tuple(token for token_id in ids for token in trace_tokens(token_id))[: int(length)]
         return SimulatedPrompt(tokens, at_seconds=float(milliseconds) / 1000)
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidValue(

@@ -106,8 +106,8 @@ class Activity:
         return (await self._read("XREVRANGE", "+", "-", count))[::-1]
 
     async def _read(self, command: str, start: str, end: str, count: int) -> list[ActivityEntry]:
-        (found,) = await self._client.several([(command, keys.ACTIVITY, start, end, "COUNT", count)])
-        return [entry for each in found if (entry := _entry(each)) is not None]
+        (reply,) = await self._client.several([(command, keys.ACTIVITY, start, end, "COUNT", count)])
+        return [entry for item in reply if (entry := _entry(item)) is not None]
 
 
 def about(registration: Registration) -> dict[str, Any]:
@@ -125,9 +125,9 @@ def is_entry_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None
 
 
-def _entry(found: Any) -> ActivityEntry | None:
+def _entry(item: Any) -> ActivityEntry | None:
     """An entry of a reply; None if another release wrote an entry that this release cannot read."""
-    entry_id, parts = found
+    entry_id, parts = item
     pairs = parts.items() if isinstance(parts, dict) else zip(parts[::2], parts[1::2], strict=False)
     try:
         content = orjson.loads(dict(pairs)[b"entry"])

@@ -47,18 +47,18 @@ class Books:
         last = int(time.time() // 3600) + 1  # the clock of another replica may be ahead
         hours = range(max(since_minute // 60, last - HOURS_KEPT - 1), last + 1)
         asked = [(group_id, hour) for hour in hours for group_id in groups]
-        found: list[Line] = []
+        lines: list[Line] = []
         for start in range(0, len(asked), _HASHES_AT_ONCE):
-            some = asked[start : start + _HASHES_AT_ONCE]
+            portion = asked[start : start + _HASHES_AT_ONCE]
             replies = await self._client.several(
-                [("HGETALL", keys.books(group_id, hour)) for group_id, hour in some], is_lenient=True
+                [("HGETALL", keys.books(group_id, hour)) for group_id, hour in portion], is_lenient=True
             )
-            for (group_id, hour), reply in zip(some, replies, strict=True):
+            for (group_id, hour), reply in zip(portion, replies, strict=True):
                 for name, value in (pairs_of(reply) or {}).items():
                     line = _line(group_id, hour, name, value)
                     if line is not None and line.minute >= since_minute:
-                        found.append(line)
-        return sorted(found, key=lambda each: each.minute)
+                        lines.append(line)
+        return sorted(lines, key=lambda item: item.minute)
 
 
 def _line(group_id: int, hour: int, name: bytes, value: bytes) -> Line | None:

@@ -99,12 +99,12 @@ def _next_parts(waiting: list[Part], moves: Moves) -> tuple[list[Part], list[Par
     blocks, are_moved = 0, moves.are_any
     end = len(waiting)
     for i, part in enumerate(waiting):
-        some = moves.follow(part) if are_moved else (part,)
+        moved_parts = moves.follow(part) if are_moved else (part,)
         count = part.count
-        if call and (len(call) + len(some) > CALL_PARTS or blocks + count > CALL_BLOCKS):
+        if call and (len(call) + len(moved_parts) > CALL_PARTS or blocks + count > CALL_BLOCKS):
             end = i
             break
-        call += some
+        call += moved_parts
         blocks += count
     if not are_moved:
         moves.send(call, 0, len(call))

@@ -115,10 +115,10 @@ class Chain:
         else:
             for piece, value in zip(rows, values, strict=False):
                 self._rows[piece] = value
-        for (piece, at, name), value in zip(self._beside_asked, values[len(rows) :], strict=True):
+        for (piece, index, name), value in zip(self._beside_asked, values[len(rows) :], strict=True):
             if value is not None:
-                if at >= PIECE_BLOCKS:  # the value of a single does not contain its depth
-                    value = b"%b%c%b" % (value[:16], DEPTHS[at - PIECE_BLOCKS], value[17:])
+                if index >= PIECE_BLOCKS:  # the value of a single does not contain its depth
+                    value = b"%b%c%b" % (value[:16], DEPTHS[index - PIECE_BLOCKS], value[17:])
                 self._beside[piece].values.append((name, value))
 
     def keep_hot(self, now: float) -> None:
@@ -163,8 +163,8 @@ class Chain:
 
     def _heads(self, pieces: Sequence[int]) -> bytes:
         if isinstance(pieces, range) and pieces:
-            every = array("Q", self._keys[_PIECE_BYTES * pieces[0] : _PIECE_BYTES * pieces[-1] + KEY_BYTES])
-            return every[::PIECE_BLOCKS].tobytes()
+            all_keys = array("Q", self._keys[_PIECE_BYTES * pieces[0] : _PIECE_BYTES * pieces[-1] + KEY_BYTES])
+            return all_keys[::PIECE_BLOCKS].tobytes()
         return b"".join([self._head(piece) for piece in pieces])
 
     def _head(self, piece: int) -> bytes:
@@ -195,18 +195,18 @@ class Chain:
 
     def _ask_beside(self, piece: int, blocks: int) -> None:
         """Ask for the branch rows that may begin with ``blocks``. In a group with singles, also ask for all singles."""
-        of = self._beside.setdefault(piece, _PieceValues())
+        piece_values = self._beside.setdefault(piece, _PieceValues())
         keys = self._keys_of(piece)
         shard = self._shard(keys[:KEY_BYTES])
-        for at in range(len(keys) // KEY_BYTES):
-            key = keys[KEY_BYTES * at : KEY_BYTES * (at + 1)]
-            if (blocks & ~of.branches) >> at & 1:
-                self._beside_asked.append((piece, at, (shard, b"%b:b" % key.hex().encode())))
-            if self.has_singles and not of.has_singles:
+        for index in range(len(keys) // KEY_BYTES):
+            key = keys[KEY_BYTES * index : KEY_BYTES * (index + 1)]
+            if (blocks & ~piece_values.branches) >> index & 1:
+                self._beside_asked.append((piece, index, (shard, b"%b:b" % key.hex().encode())))
+            if self.has_singles and not piece_values.has_singles:
                 name = self._shard(key), b"%b:s" % key.hex().encode()
-                self._beside_asked.append((piece, PIECE_BLOCKS + at, name))
-        of.branches |= blocks
-        of.has_singles = self.has_singles
+                self._beside_asked.append((piece, PIECE_BLOCKS + index, name))
+        piece_values.branches |= blocks
+        piece_values.has_singles = self.has_singles
 
     # ---- settling --------------------------------------------------------------------------------------
 
@@ -214,13 +214,13 @@ class Chain:
         """Find the runs of a piece whose blocks may be in its row, in branch rows or in singles."""
         self._may_be_hot = True
         keys = self._keys_of(piece)
-        of = self._beside.get(piece) or _PieceValues()
-        runs, missing, unreadable = piece_runs(keys, [self._rows[piece], *(value for _, value in of.values)])
+        piece_values = self._beside.get(piece) or _PieceValues()
+        runs, missing, unreadable = piece_runs(keys, [self._rows[piece], *(value for _, value in piece_values.values)])
         if unreadable:
-            self._note(piece, of, unreadable)
-        missing &= ~of.branches
+            self._note(piece, piece_values, unreadable)
+        missing &= ~piece_values.branches
         decided = blocks = len(keys) // KEY_BYTES
-        if self.has_singles and not of.has_singles:
+        if self.has_singles and not piece_values.has_singles:
             decided = 0
         elif missing:
             decided = (missing & -missing).bit_length() - 1
@@ -236,17 +236,17 @@ class Chain:
         """Append the runs of a piece, from its first block, to ``certain``, unless an earlier block is open."""
         if self._open:
             return
-        known = self.found - PIECE_BLOCKS * piece
+        known_blocks = self.found - PIECE_BLOCKS * piece
         for value, length in runs:
-            more = min(length, length - known)
-            known = max(0, known - length)
+            more = min(length, length - known_blocks)
+            known_blocks = max(0, known_blocks - length)
             if more > 0:
                 certain.append((value, more))
                 self.found += more
 
-    def _note(self, piece: int, of: _PieceValues, unreadable: int) -> None:
-        names = [self._name(piece), *(name for name, _ in of.values)]
-        self.unreadable |= {name for at, name in enumerate(names) if unreadable >> at & 1}
+    def _note(self, piece: int, piece_values: _PieceValues, unreadable: int) -> None:
+        names = [self._name(piece), *(name for name, _ in piece_values.values)]
+        self.unreadable |= {name for index, name in enumerate(names) if unreadable >> index & 1}
 
 
 def _length(runs: Runs) -> int:

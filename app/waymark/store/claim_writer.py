@@ -53,11 +53,13 @@ class ClaimWriter:
         self._hash_seed = hash_seed
         self._note = note
 
-    async def write_new(self, registration: Registration, before: Claim | None, *, is_restored: bool = False) -> bool:
-        """Claim a publisher under new ids, in the place of ``before``; False if Redis has another claim there."""
-        above = publisher_above = 0
+    async def write_new(
+        self, registration: Registration, old_claim: Claim | None, *, is_restored: bool = False
+    ) -> bool:
+        """Claim a publisher under new ids, in the place of ``old_claim``; False if Redis has another claim there."""
+        group_above = publisher_above = 0
         for _ in range(ATTEMPTS):
-            ids = await self._new_ids(registration, above, publisher_above)
+            ids = await self._new_ids(registration, group_above, publisher_above)
             if not ids.is_applied:
                 raise Conflict(
                     f"model {shown(registration.model_name)} of tenant {shown(registration.tenant_id)} has an entry in "
@@ -65,7 +67,7 @@ class ClaimWriter:
                     field="modelname",
                 )
             claim = _claim_of(registration, ids)
-            expected = b"" if before is None else before.raw
+            expected = b"" if old_claim is None else old_claim.raw
             claimed = await self.replace(registration.name, expected, claim, is_restored=is_restored)
             if claimed is None:
                 return False
@@ -77,18 +79,18 @@ class ClaimWriter:
             # Another claim has one of its ids, or another caller has changed the claim in between.
             if clash is None:
                 await self._end(claimed)
-            before = claimed
-            above = claim.group_id if clash == "group" else above
+            old_claim = claimed
+            group_above = claim.group_id if clash == "group" else group_above
             publisher_above = claim.publisher
         raise contended(registration.name)
 
-    async def _new_ids(self, registration: Registration, above: int = 0, publisher_above: int = 0) -> Outcome:
+    async def _new_ids(self, registration: Registration, group_above: int = 0, publisher_above: int = 0) -> Outcome:
         group = keys.group_field(registration.group)
         return await self._scripts.new_ids(
             groups=keys.GROUPS,
             group=group,
             shards=self._shards,
-            above=above,
+            above=group_above,
             publisher_above=publisher_above,
             hash_seed=self._hash_seed,
             format=FORMAT,
@@ -101,13 +103,17 @@ class ClaimWriter:
         time; their parts written so far are an unfinished claim, which ``begin`` or ``write_new`` finishes.
         """
         claims, new = await self._as_registered(registrations)
-        ids = await asyncio.gather(*(self._new_ids(each) for each in new))
-        wanted = [_claim_of(each, found) for each, found in zip(new, ids, strict=True) if found.is_applied]
-        kept = await asyncio.gather(*(self.replace(each.registration.name, b"", each) for each in wanted))
-        written = [claim for claim in kept if claim is not None]
+        ids = await asyncio.gather(*(self._new_ids(registration) for registration in new))
+        wanted = [
+            _claim_of(registration, answer) for registration, answer in zip(new, ids, strict=True) if answer.is_applied
+        ]
+        results = await asyncio.gather(
+            *(self.replace(new_claim.registration.name, b"", new_claim) for new_claim in wanted)
+        )
+        written = [claim for claim in results if claim is not None]
         claims += written
-        begun = await asyncio.gather(*(self._begin(claim) for claim in claims))
-        claims = [claim for claim, outcome in zip(claims, begun, strict=True) if outcome.is_applied]
+        grants = await asyncio.gather(*(self._begin(claim) for claim in claims))
+        claims = [claim for claim, outcome in zip(claims, grants, strict=True) if outcome.is_applied]
         if not claims:
             return {}
         raws, entries = await self._client.several(
@@ -117,23 +123,23 @@ class ClaimWriter:
             ]
         )
         are_new = {claim.publisher for claim in written}
-        done = {
+        new_names = {
             claim.registration.name: claim.publisher in are_new
             for claim, raw, entry in zip(claims, raws, entries, strict=True)
             if raw == claim.raw and entry == _entry_of(claim)
         }
-        if any(done.values()):
+        if any(new_names.values()):
             await self._client.publish(keys.CONTROL, "registered")
         for claim in written:
-            if claim.registration.name in done:
+            if claim.registration.name in new_names:
                 self._note(ActivityKind.REGISTERED, **about(claim.registration), detail="")
-        return done
+        return new_names
 
     async def _as_registered(self, registrations: Sequence[Registration]) -> tuple[list[Claim], list[Registration]]:
         """Return the claims of those that are registered in just this way, and the registrations without a claim."""
         if not registrations:
             return [], []
-        fields = [keys.publisher_field(each.name) for each in registrations]
+        fields = [keys.publisher_field(wanted.name) for wanted in registrations]
         (raws,) = await self._client.several([("HMGET", keys.PUBLISHERS, *fields)])
         claims, new = [], []
         for registration, field, raw in zip(registrations, fields, raws, strict=True):
@@ -206,7 +212,7 @@ class ClaimWriter:
             return True
         # After a failover ``wm:groups`` may lack these ids. Then queries would not find the group, and the ids would
         # be assigned again.
-        kept = await self._scripts.keep_ids(
+        result = await self._scripts.keep_ids(
             groups=keys.GROUPS,
             group=group,
             id=claim.group_id,
@@ -214,7 +220,7 @@ class ClaimWriter:
             publisher=claim.publisher,
             format=FORMAT,
         )
-        return kept.is_applied
+        return result.is_applied
 
     async def put_back(self, claim: Claim) -> bool:
         """Write a claim again if Redis has lost it; return whether Redis had lost it.
@@ -226,16 +232,16 @@ class ClaimWriter:
         name = claim.registration.name
         if await self._client.hget(keys.record(claim.group_id, claim.publisher), "name") != keys.publisher_field(name):
             return False
-        kept = await self.replace(name, b"", claim, is_restored=True)
-        if kept is not None:
-            await self.is_begun(kept)  # a worker that saw no claim may be about to end the publisher
+        stored = await self.replace(name, b"", claim, is_restored=True)
+        if stored is not None:
+            await self.is_begun(stored)  # a worker that saw no claim may be about to end the publisher
         else:
             raw = await self._client.hget(keys.PUBLISHERS, keys.publisher_field(name))
             if raw is None:
                 await self._end(claim)  # unregistered while its worker began the record again, and then stopped
                 return False
-            other = self._directory.decode(keys.publisher_field(name), raw)
-            if other is not None and other.publisher != claim.publisher:
+            other_claim = self._directory.decode(keys.publisher_field(name), raw)
+            if other_claim is not None and other_claim.publisher != claim.publisher:
                 await self._end(claim)  # the publisher was registered again in between
         return True
 

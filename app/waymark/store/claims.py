@@ -37,7 +37,11 @@ _COPIES: tuple[Copies, ...] = get_args(Copies)
 _ORIGINS: tuple[OriginKind, ...] = get_args(OriginKind)
 _SEQ_COUNTERS: tuple[SeqCounter, ...] = get_args(SeqCounter)
 #: The fields of a registration that are one value.
-_PLAIN = [each.name for each in fields(Registration) if each.name not in ("target", "origin", "prefixes", "is_further")]
+_PLAIN = [
+    attribute.name
+    for attribute in fields(Registration)
+    if attribute.name not in ("target", "origin", "prefixes", "is_further")
+]
 _SOCKETS = ("endpoint", "replay_endpoint", "snapshot_endpoint")
 
 
@@ -71,8 +75,8 @@ class Claim:
         if self.is_leaving:
             ids["leaving"] = True
         if self.successor is not None:
-            to = {name: getattr(self.successor, name) for name in _SOCKETS}
-            named = {name: value for name, value in to.items() if value is not None}
+            successor_fields = {name: getattr(self.successor, name) for name in _SOCKETS}
+            named = {name: value for name, value in successor_fields.items() if value is not None}
             ids["moves_to"] = (
                 named | changed_fields(self.successor.target) | _origin(self.successor) | _options_of(self.successor)
             )
@@ -81,36 +85,38 @@ class Claim:
     @classmethod
     def decode(cls, raw: bytes) -> Claim:
         """Raises ``Malformed``."""
-        of = Document(raw)
+        document = Document(raw)
         registration = Registration(
-            kind=of.one_of("kind", tuple(EngineKind)),
-            instance_id=of.text("instance_id"),
-            tenant_id=of.text("tenant_id"),
-            dp_rank=of.integer("dp_rank", 0, U32_MAX),
-            model_name=of.text("model_name"),
-            block_size=of.integer("block_size", 1, U32_MAX),
-            endpoint=of.optional_text("endpoint"),
-            replay_endpoint=of.optional_text("replay_endpoint"),
-            lora_name=of.optional_text("lora_name"),
-            additional_salt=of.optional_text("additional_salt"),
-            scope=of.one_of("scope", _SCOPES),
-            copies=of.one_of("copies", _COPIES),
-            sequence=of.one_of("sequence", _SEQ_COUNTERS),
-            target=target_of(of),
-            origin=_origin_of(of),
-            prefixes=_prefixes_of(of),
-            object_shards=of.integer("object_shards", 1, OBJECT_SHARDS_MAX) if of.has("object_shards") else 0,
-            is_further=of.flag("further"),
-            topic=of.optional_text("topic"),
-            snapshot_endpoint=of.optional_text("snapshot_endpoint"),
+            kind=document.one_of("kind", tuple(EngineKind)),
+            instance_id=document.text("instance_id"),
+            tenant_id=document.text("tenant_id"),
+            dp_rank=document.integer("dp_rank", 0, U32_MAX),
+            model_name=document.text("model_name"),
+            block_size=document.integer("block_size", 1, U32_MAX),
+            endpoint=document.optional_text("endpoint"),
+            replay_endpoint=document.optional_text("replay_endpoint"),
+            lora_name=document.optional_text("lora_name"),
+            additional_salt=document.optional_text("additional_salt"),
+            scope=document.one_of("scope", _SCOPES),
+            copies=document.one_of("copies", _COPIES),
+            sequence=document.one_of("sequence", _SEQ_COUNTERS),
+            target=target_of(document),
+            origin=_origin_of(document),
+            prefixes=_prefixes_of(document),
+            object_shards=document.integer("object_shards", 1, OBJECT_SHARDS_MAX)
+            if document.has("object_shards")
+            else 0,
+            is_further=document.flag("further"),
+            topic=document.optional_text("topic"),
+            snapshot_endpoint=document.optional_text("snapshot_endpoint"),
         )
         return cls(
             registration,
-            of.integer("publisher", 1),
-            of.integer("group", 1),
-            of.integer("shards", 1, SHARDS_MAX),
-            is_leaving=of.flag("leaving"),
-            successor=_successor(of, registration),
+            document.integer("publisher", 1),
+            document.integer("group", 1),
+            document.integer("shards", 1, SHARDS_MAX),
+            is_leaving=document.flag("leaving"),
+            successor=_successor(document, registration),
             raw=raw,
         )
 
@@ -160,23 +166,23 @@ def _origin(registration: Registration) -> dict[str, Any]:
     return {} if registration.origin == BY_CLIENT else {"origin": registration.origin._asdict()}
 
 
-def _origin_of(of: Document) -> Origin:
-    part = of.optional_part("origin")
+def _origin_of(document: Document) -> Origin:
+    part = document.optional_part("origin")
     return BY_CLIENT if part is None else Origin(part.one_of("kind", _ORIGINS), part.text("source"))
 
 
-def _successor(of: Document, registration: Registration) -> Registration | None:
-    to = of.optional_part("moves_to")
-    if to is None:
+def _successor(document: Document, registration: Registration) -> Registration | None:
+    successor = document.optional_part("moves_to")
+    if successor is None:
         return None
     return replace(
         registration,
-        endpoint=to.optional_text("endpoint"),
-        replay_endpoint=to.optional_text("replay_endpoint"),
-        snapshot_endpoint=to.optional_text("snapshot_endpoint"),
-        target=target_of(to),
-        origin=_origin_of(to),
-        prefixes=_prefixes_of(to),
+        endpoint=successor.optional_text("endpoint"),
+        replay_endpoint=successor.optional_text("replay_endpoint"),
+        snapshot_endpoint=successor.optional_text("snapshot_endpoint"),
+        target=target_of(successor),
+        origin=_origin_of(successor),
+        prefixes=_prefixes_of(successor),
     )
 
 
@@ -187,13 +193,13 @@ def _options_of(registration: Registration) -> dict[str, Any]:
     return {name: value for name, value in asdict(registration.prefixes).items() if value is not None}
 
 
-def _prefixes_of(of: Document) -> PrefixSource:
-    if not of.has("entry_ttl_seconds"):
+def _prefixes_of(document: Document) -> PrefixSource:
+    if not document.has("entry_ttl_seconds"):
         return PrefixSource()
     return PrefixSource(
-        storage_offloading=of.flag("storage_offloading"),
-        treat_eviction_as_offload=of.flag("treat_eviction_as_offload"),
-        entry_ttl_seconds=of.integer("entry_ttl_seconds", 1, TTL_SECONDS_MAX),
-        max_entries=of.integer("max_entries", ENTRIES_MIN, ENTRIES_MAX),
-        reconnect_interval_ms=of.optional_integer("reconnect_interval_ms", 1, RECONNECT_MILLISECONDS_MAX),
+        storage_offloading=document.flag("storage_offloading"),
+        treat_eviction_as_offload=document.flag("treat_eviction_as_offload"),
+        entry_ttl_seconds=document.integer("entry_ttl_seconds", 1, TTL_SECONDS_MAX),
+        max_entries=document.integer("max_entries", ENTRIES_MIN, ENTRIES_MAX),
+        reconnect_interval_ms=document.optional_integer("reconnect_interval_ms", 1, RECONNECT_MILLISECONDS_MAX),
     )

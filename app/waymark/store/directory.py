@@ -57,11 +57,11 @@ class Directory:
 
     async def claims(self) -> list[Claim]:
         """Every claim that can be read, also of publishers that are leaving, in order of registration."""
-        held = await self._client.hgetall(keys.PUBLISHERS)
-        self._parser.forget(keys.PUBLISHERS, held.keys())
-        known, decoded = self._decoded, dict[bytes, Claim]()
-        for number, (field, raw) in enumerate(held.items(), 1):
-            claim = known.get(field)
+        raw_claims = await self._client.hgetall(keys.PUBLISHERS)
+        self._parser.forget(keys.PUBLISHERS, raw_claims.keys())
+        cache, decoded = self._decoded, dict[bytes, Claim]()
+        for number, (field, raw) in enumerate(raw_claims.items(), 1):
+            claim = cache.get(field)
             if claim is None or claim.raw != raw:
                 claim = self.decode(field, raw)
                 if number % _SLICE_CLAIMS == 0:
@@ -97,15 +97,15 @@ class Directory:
 
     async def groups(self) -> dict[GroupName, GroupEntry]:
         """Every group whose entry can be read."""
-        held = await self._client.hgetall(keys.GROUPS)
-        self._parser.forget(keys.GROUPS, held.keys())
-        found: dict[GroupName, GroupEntry] = {}
-        for field, value in held.items():
+        raw_groups = await self._client.hgetall(keys.GROUPS)
+        self._parser.forget(keys.GROUPS, raw_groups.keys())
+        groups: dict[GroupName, GroupEntry] = {}
+        for field, value in raw_groups.items():
             if field not in _COUNTERS:
                 named = self._parser.parse(RecordKind.GROUP, keys.GROUPS, field, _named_entry, field, value)
                 if named is not None:
-                    found[named[0]] = named[1]
-        return found
+                    groups[named[0]] = named[1]
+        return groups
 
 
 @dataclass(frozen=True, slots=True)

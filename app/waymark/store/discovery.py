@@ -35,12 +35,12 @@ class DiscoveryLease:
 
     async def hold(self, state: DiscoveryState, seconds: float) -> bool:
         """Take or renew the lease of discovery; False if another worker has it. With ``seconds`` 0 it is released."""
-        told = {"registered": state.registered, "waiting": state.waiting, "problems": list(state.problems)}
+        report = {"registered": state.registered, "waiting": state.waiting, "problems": list(state.problems)}
         outcome = await self._scripts.hold_discovery(
             discovery=keys.DISCOVERY,
             worker=state.worker,
             milliseconds=int(seconds * 1000),
-            state=orjson.dumps(told).decode(),
+            state=orjson.dumps(report).decode(),
         )
         return outcome.is_applied
 
@@ -49,10 +49,10 @@ class DiscoveryLease:
         (raw,) = await self._client.several([("GET", keys.DISCOVERY)])
         if raw is None:
             return None
-        worker, _, told = lenient_text(raw).partition(" ")
+        worker, _, report = lenient_text(raw).partition(" ")
         try:
-            fields = orjson.loads(told)
-            problems = tuple(str(each) for each in fields["problems"])
+            fields = orjson.loads(report)
+            problems = tuple(str(problem) for problem in fields["problems"])
             return DiscoveryState(worker, int(fields["registered"]), int(fields["waiting"]), problems)
         except (ValueError, KeyError, TypeError):
             return DiscoveryState(worker)  # another release wrote the report, and it cannot be read

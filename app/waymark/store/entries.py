@@ -74,22 +74,24 @@ class Entries:
     async def cuts(self, claims: Iterable[Claim]) -> dict[int, int]:
         """Return the cut of each group of the claims, by group id; 0 if no cut was chosen yet."""
         groups = sorted({claim.group_id for claim in claims})
-        found = await self._client.several([("HGET", keys.entries(group), "cut") for group in groups]) if groups else []
-        return {group: int(cut) if cut and cut.isdigit() else 0 for group, cut in zip(groups, found, strict=True)}
+        replies = (
+            await self._client.several([("HGET", keys.entries(group), "cut") for group in groups]) if groups else []
+        )
+        return {group: int(cut) if cut and cut.isdigit() else 0 for group, cut in zip(groups, replies, strict=True)}
 
 
-def _cut(held: Mapping[bytes, bytes], max_entries: int) -> int | None:
+def _cut(fields: Mapping[bytes, bytes], max_entries: int) -> int | None:
     """Return the highest id of the holders that must end, so that ``max_entries`` is met; None if the group is within
     it.
     """
     holders: list[tuple[int, int]] = []
-    for field, value in held.items():
+    for field, value in fields.items():
         if field.isdigit():
             pairs = (word.partition(b":") for word in value.split()[1:])
             holders += ((int(holder), int(n)) for holder, _, n in pairs if holder.isdigit() and n.isdigit())
-    total, found = sum(n for _, n in holders), None
+    total, cut = sum(n for _, n in holders), None
     for holder, n in sorted(holders):
         if total <= max_entries:
             break
-        total, found = total - n, holder
-    return found
+        total, cut = total - n, holder
+    return cut

@@ -163,8 +163,8 @@ class Fetcher:
             reader: ReplyReader[Fetched] = _RowsReader(len(asked.heads) // KEY_BYTES, with_version)
         else:
             commands = _commands(entry, asked, with_version=with_version)
-            found = {self._client.connection(command.prefix) for command in commands}
-            connection = found.pop() if len(found) == 1 else None
+            connections = {self._client.connection(command.prefix) for command in commands}
+            connection = connections.pop() if len(connections) == 1 else None
             packed = b"".join([hiredis.pack_command(cast("Any", command.words)) for command in commands])
             reader = _ValuesReader(commands, with_version)
         if connection is None:
@@ -193,9 +193,9 @@ class Fetcher:
         by_server: dict[object, list[int]] = {}
         for i, command in enumerate(commands):
             by_server.setdefault(self._client.place(command.prefix), []).append(i)
-        each = [self._ask_server([commands[i] for i in indexes], until) for indexes in by_server.values()]
+        calls = [self._ask_server([commands[i] for i in indexes], until) for indexes in by_server.values()]
         # Every reply is awaited, even after an error.
-        answers = await asyncio.gather(*each, return_exceptions=True)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         replies: list[Any] = [None] * len(commands)
         for indexes, answer in zip(by_server.values(), answers, strict=True):
             if isinstance(answer, BaseException):
@@ -220,9 +220,9 @@ def _of_group(group_id: int) -> tuple[bytes, bytes]:
 def _mget(prefix: bytes, heads: bytes) -> bytes:
     """Pack an MGET of at least one row; each name is ``prefix`` and the hex digits of one of the packed ``heads``."""
     # All names have the same length, so the bytes between the digits of two consecutive names are always the same.
-    between = b"\r\n$%d\r\n%b" % (len(prefix) + 2 * KEY_BYTES, prefix)
-    digits = heads.hex(":", KEY_BYTES).encode().replace(b":", between)
-    return b"*%d\r\n$4\r\nMGET%b%b\r\n" % (len(heads) // KEY_BYTES + 1, between, digits)
+    separator = b"\r\n$%d\r\n%b" % (len(prefix) + 2 * KEY_BYTES, prefix)
+    digits = heads.hex(":", KEY_BYTES).encode().replace(b":", separator)
+    return b"*%d\r\n$4\r\nMGET%b%b\r\n" % (len(heads) // KEY_BYTES + 1, separator, digits)
 
 
 def _commands(entry: GroupEntry, asked: WantedValues, *, with_version: bool) -> list[_ReadCommand]:

@@ -49,8 +49,8 @@ class EngineGauges:
             return {}
         names = [keys.gauges(group_id, publisher) for publisher in publishers]
         (values,) = await self._client.several([("MGET", *names)])
-        found = {publisher: _decoded(value) for publisher, value in zip(publishers, values, strict=True)}
-        return {publisher: gauges for publisher, gauges in found.items() if gauges is not None}
+        readings = {publisher: _decoded(value) for publisher, value in zip(publishers, values, strict=True)}
+        return {publisher: gauges for publisher, gauges in readings.items() if gauges is not None}
 
 
 def _decoded(value: bytes | None) -> Gauges | None:
@@ -86,9 +86,9 @@ class FirstTokenTimes:
             return {}
         names = [keys.first_tokens(group_id, publisher) for publisher in publishers]
         (values,) = await self._client.several([("MGET", *names)])
-        found = {
+        times = {
             publisher: FirstTokens.parse(value)
             for publisher, value in zip(publishers, values, strict=True)
             if value is not None
         }
-        return {publisher: sums for publisher, sums in found.items() if sums is not None}
+        return {publisher: sums for publisher, sums in times.items() if sums is not None}

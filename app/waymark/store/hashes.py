@@ -85,43 +85,43 @@ class EngineHashes:
             return {}
         newest = await self._newest(group_id)
         numbers = range(max(0, newest + 1 - GENERATIONS), newest + 1)
-        fields = [pack([each]) for each in engine_hashes]
-        found: dict[int, Spot] = {}
+        fields = [pack([wanted_hash]) for wanted_hash in engine_hashes]
+        spots: dict[int, Spot] = {}
         replies = await self._client.several([("HMGET", keys.hashes(group_id, number), *fields) for number in numbers])
         for values in replies:  # the newest last
             for engine_hash, value in zip(engine_hashes, values, strict=True):
                 spot = None if value is None else _decoded(value)
                 if spot is not None:
-                    found[engine_hash] = spot
-        return found
+                    spots[engine_hash] = spot
+        return spots
 
     async def ask(self, group_ids: Collection[int]) -> None:
         """Note that a client asks about these groups by engine hashes, so that their engines' streams keep them."""
-        now, held = time.time(), await self._client.hgetall(keys.ASKED)
+        now, asked_at = time.time(), await self._client.hgetall(keys.ASKED)
         changes = [(str(group_id).encode(), f"{now:.0f}".encode()) for group_id in group_ids]
-        changes += [(name, b"") for name, at in held.items() if not _is_recent(at, now)]
+        changes += [(name, b"") for name, asked in asked_at.items() if not _is_recent(asked, now)]
         for name, value in changes:
             # If another process has noted the same meanwhile, nothing is lost.
             await self._scripts.keep_catalog(
                 catalog=keys.ASKED,
                 worker=name.decode(),
-                before=held.get(name, b""),
+                before=asked_at.get(name, b""),
                 value=value,
                 workers_max=_ASKED_MAX,
             )
 
     async def asked(self) -> set[int]:
         """The groups that clients have asked about lately."""
-        now, held = time.time(), await self._client.hgetall(keys.ASKED)
-        return {int(name) for name, at in held.items() if name.isdigit() and _is_recent(at, now)}
+        now, asked_at = time.time(), await self._client.hgetall(keys.ASKED)
+        return {int(name) for name, time_text in asked_at.items() if name.isdigit() and _is_recent(time_text, now)}
 
     async def _newest(self, group_id: int) -> int:
-        (found,) = await self._client.several([("GET", keys.hashes(group_id))])
-        return int(found) if found and found.isdigit() and len(found) < 16 else 0
+        (newest,) = await self._client.several([("GET", keys.hashes(group_id))])
+        return int(newest) if newest and newest.isdigit() and len(newest) < 16 else 0
 
 
-def _is_recent(at: bytes, now: float) -> bool:
-    return at.isdigit() and int(at) > now - ASKED_SECONDS
+def _is_recent(asked_at: bytes, now: float) -> bool:
+    return asked_at.isdigit() and int(asked_at) > now - ASKED_SECONDS
 
 
 def _encoded(spot: Spot) -> bytes:
@@ -131,8 +131,8 @@ def _encoded(spot: Spot) -> bytes:
 
 def _decoded(value: bytes) -> Spot | None:
     """The block in a value; None if the value cannot be read."""
-    found = _BLOCK.fullmatch(value)
-    if found is None:
+    match = _BLOCK.fullmatch(value)
+    if match is None:
         return None
-    key, depth, head, namespace = found.groups()
+    key, depth, head, namespace = match.groups()
     return Spot(Place(int(head, 16)), int(namespace or b"0", 16), DEPTHS.index(depth), int(key, 16))

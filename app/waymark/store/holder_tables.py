@@ -35,29 +35,29 @@ def encode_holder(holder: Holder) -> bytes:
     return orjson.dumps({"format": FORMAT} | fields)
 
 
-def holders_of(held: Mapping[bytes, bytes], publisher: int) -> list[int]:
+def holders_of(fields: Mapping[bytes, bytes], publisher: int) -> list[int]:
     """Return the ids of a publisher's holders in a table. Holders that cannot be read are left out."""
-    found: list[int] = []
-    for name, value in held.items():
+    ids: list[int] = []
+    for name, value in fields.items():
         if name.isdigit():
             with suppress(orjson.JSONDecodeError):
                 holder = orjson.loads(value)
                 if isinstance(holder, dict) and holder.get("publisher") == publisher:
-                    found.append(int(name))
-    return found
+                    ids.append(int(name))
+    return ids
 
 
-def decode_table(held: dict[bytes, bytes], parser: RecordParser, key: str) -> HolderTable | None:
+def decode_table(raw_fields: dict[bytes, bytes], parser: RecordParser, key: str) -> HolderTable | None:
     """Return the table ``wm:{g}:holders`` that ``key`` holds, or None if the table is missing, or does not name a
     group.
 
     A row that cannot be read is left out, and its holders are ignored. A target that cannot be read has the default
     fields.
     """
-    parser.forget(key, held.keys())
-    if b"group" not in held:
+    parser.forget(key, raw_fields.keys())
+    if b"group" not in raw_fields:
         return None
-    group = parser.parse(RecordKind.TABLE, key, "group", decode_group, held[b"group"])
+    group = parser.parse(RecordKind.TABLE, key, "group", decode_group, raw_fields[b"group"])
     if group is None:
         return None
     publishers: dict[int, PublisherRow] = {}
@@ -65,7 +65,7 @@ def decode_table(held: dict[bytes, bytes], parser: RecordParser, key: str) -> Ho
     silent: set[int] = set()
     opaque: set[int] = set()
     holders: dict[int, Holder] = {}
-    for name, value in held.items():
+    for name, value in raw_fields.items():
         if name.startswith(b"publisher:"):
             row = parser.parse(RecordKind.PUBLISHER, key, name, _row, name, value)
             if row is not None:
@@ -82,8 +82,8 @@ def decode_table(held: dict[bytes, bytes], parser: RecordParser, key: str) -> Ho
             holder = parser.parse(RecordKind.HOLDER, key, name, _holder, name, value)
             if holder is not None:
                 holders[holder.id] = holder
-    incarnation = held.get(b"incarnation", b"")
-    version, has_singles = held.get(b"version", b""), b"singles" in held
+    incarnation = raw_fields.get(b"incarnation", b"")
+    version, has_singles = raw_fields.get(b"version", b""), b"singles" in raw_fields
     return HolderTable(
         version, group, publishers, holders, incarnation, targets, frozenset(silent), frozenset(opaque), has_singles
     )
@@ -99,36 +99,36 @@ def decode_group(raw: bytes) -> GroupName:
 
 @lru_cache(_ROWS_MAX)
 def _row(name: bytes, raw: bytes) -> tuple[int, PublisherRow]:
-    of = Document(raw)
+    document = Document(raw)
     row = PublisherRow(
-        of.text("instance_id"),
-        of.integer("dp_rank", 0, U32_MAX),
-        of.integer("block_size", 1, U32_MAX),
-        of.one_of("scope", _SCOPES),
-        of.optional_text("state") == "lost",
+        document.text("instance_id"),
+        document.integer("dp_rank", 0, U32_MAX),
+        document.integer("block_size", 1, U32_MAX),
+        document.one_of("scope", _SCOPES),
+        document.optional_text("state") == "lost",
     )
     return integer_of(name.removeprefix(b"publisher:"), "the publisher's id"), row
 
 
 def _target(name: bytes, raw: bytes) -> tuple[int, Target, bool, bool]:
-    of = Document(raw)
+    document = Document(raw)
     publisher = integer_of(name.removeprefix(b"target:"), "the publisher's id")
-    return publisher, target_of(of), of.flag("silent"), of.flag("opaque")
+    return publisher, target_of(document), document.flag("silent"), document.flag("opaque")
 
 
 @lru_cache(_ROWS_MAX)
 def _holder(name: bytes, raw: bytes) -> Holder:
-    of = Document(raw)
+    document = Document(raw)
     return Holder(
         id=integer_of(name, "the holder's id"),
-        publisher=of.integer("publisher", 1),
-        instance_id=of.text("instance_id"),
-        dp_rank=of.integer("dp_rank", 0, U32_MAX),
-        medium=of.text("medium"),
-        block_size=of.integer("block_size", 1, U32_MAX),
-        backend_id=of.text("backend_id"),
-        scope=of.one_of("scope", _SCOPES),
-        window=None if (window := of.optional_text("window")) is None else _window(window),
+        publisher=document.integer("publisher", 1),
+        instance_id=document.text("instance_id"),
+        dp_rank=document.integer("dp_rank", 0, U32_MAX),
+        medium=document.text("medium"),
+        block_size=document.integer("block_size", 1, U32_MAX),
+        backend_id=document.text("backend_id"),
+        scope=document.one_of("scope", _SCOPES),
+        window=None if (window := document.optional_text("window")) is None else _window(window),
     )
 
 

@@ -50,11 +50,11 @@ class Incarnation:
 
         ``place`` is the id of a group, for the nonce of its holder table, or the key ``wm:birth``.
         """
-        known = self._nonces.get(place)
-        if known is None:
+        last_nonce = self._nonces.get(place)
+        if last_nonce is None:
             if len(self._nonces) >= _NONCES_MAX:
                 self.forget()
-        elif known != nonce:
+        elif last_nonce != nonce:
             self.forget()
         self._nonces[place] = nonce
 

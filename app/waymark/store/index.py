@@ -113,7 +113,10 @@ class Index:
         if verdict in (Verdict.FENCED, Verdict.LOST):
             return verdict
         verdicts = await asyncio.gather(
-            *(self._apply_shard(grant, shard, some, moves, None, hold=hold) for shard, some in by_shard.items())
+            *(
+                self._apply_shard(grant, shard, shard_parts, moves, None, hold=hold)
+                for shard, shard_parts in by_shard.items()
+            )
         )
         grant.moved_shards.update(by_shard)
         for refusal in (Verdict.FENCED, Verdict.LOST):
@@ -146,8 +149,8 @@ class Index:
             grant.acknowledged(shard, outcome.numbers[-1])
             if verdict is Verdict.STALE:
                 return verdict
-            done, offset, _ = outcome.numbers
-            calls.done(done)
+            applied, offset, _ = outcome.numbers
+            calls.done(applied)
             if verdict is not Verdict.APPLIED:
                 calls.refused(offset, is_row=verdict is Verdict.ROW)
             if not calls.are_left:
@@ -157,7 +160,7 @@ class Index:
         self,
         grant: Grant,
         shard: int,
-        sent: ApplyCall,
+        prepared: ApplyCall,
         record: str | None,
         commit: Commit | None,
         events: Sequence[Arg],
@@ -167,8 +170,8 @@ class Index:
         call = partial(
             self._scripts.apply_rows,
             fence=keys.fence(grant.group_id, shard),
-            engine=[keys.engine(grant.group_id, shard, holder) for holder in sent.holders],
-            row=sent.rows,
+            engine=[keys.engine(grant.group_id, shard, holder) for holder in prepared.holders],
+            row=prepared.rows,
             branches=keys.branches(grant.group_id, shard),
             record=record,
             publisher=grant.publisher,
@@ -177,28 +180,28 @@ class Index:
             calls=grant.calls.get(shard, 0),
             slots_max=self._row_slots,
             bytes_max=self._call_bytes,
-            holders=sent.holders,
+            holders=prepared.holders,
             events=events,
-            seqs=sent.seqs,
-            part=sent.words,
+            seqs=prepared.seqs,
+            part=prepared.words,
         )
         if hold is None:
             return await call()
-        blocks = sent.blocks + _PART_COST * len(sent.words)
+        blocks = prepared.blocks + _PART_COST * len(prepared.words)
         async with self._pacer.admit(self._client.place(prefix), blocks, hold):
             return await call()
 
     async def has_lost(self, grant: Grant, shards: Iterable[int]) -> list[int]:
         """Return which of ``shards`` have lost writes that they acknowledged under ``grant``."""
         expected = {shard: grant.calls.get(shard, 0) for shard in shards}
-        found = await self._client.each(
+        replies = await self._client.each(
             ("HMGET", keys.fence(grant.group_id, shard), grant.publisher, f"calls:{grant.publisher}")
             for shard in expected
         )
         # A shard without a token came back empty, or the publisher is gone. In the second case its record is gone, too.
         return [
             shard
-            for (shard, calls), (token, now) in zip(expected.items(), found, strict=True)
+            for (shard, calls), (token, now) in zip(expected.items(), replies, strict=True)
             if token is None or _calls_of(now) < calls
         ]
 

@@ -13,11 +13,11 @@ _ANY_INDEX = "last_group"
 FIELDS = (FIELD, _ANY_INDEX)
 
 
-def complaint(found: bytes | None, last_group: bytes | None) -> str | None:
+def complaint(version: bytes | None, last_group: bytes | None) -> str | None:
     """Why the index in this Redis cannot be used, as a sentence with the way out; None if it can, or if it is empty."""
-    if found == FORMAT.encode() or (found is None and last_group is None):
+    if version == FORMAT.encode() or (version is None and last_group is None):
         return None
-    name = "none" if found is None else shown(found.decode(errors="replace"))
+    name = "none" if version is None else shown(version.decode(errors="replace"))
     return (
         f"the index in this Redis has another format (found: {name}, wanted: {FORMAT}): stop all processes of Waymark, "
         "run 'waymark reset --yes' or use another database, and start them again; engines with a replay endpoint then "

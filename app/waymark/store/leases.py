@@ -141,54 +141,54 @@ class Leases:
         ``force`` takes the lease even if another worker has it.
         """
         is_forgotten = await self._is_forgotten(claim)
-        taken = await self.take_for(claim, worker, seconds, force=force)
-        if taken is None:
+        lease = await self.take_for(claim, worker, seconds, force=force)
+        if lease is None:
             return None
-        return Grant(claim, taken.token, taken.above, taken.calls, seconds=seconds, is_forgotten=is_forgotten)
+        return Grant(claim, lease.token, lease.above, lease.calls, seconds=seconds, is_forgotten=is_forgotten)
 
     async def take_for(
         self, ids: PublisherIds, worker: str, seconds: float, *, force: bool = False
     ) -> TakenLease | None:
         """``take`` for any publisher."""
-        own, above, milliseconds = "", 0, max(1, int(seconds * 1000))
+        own, counter_above, milliseconds = "", 0, max(1, int(seconds * 1000))
         record, lease = keys.record(ids.group_id, ids.publisher), keys.lease(ids.group_id, ids.publisher)
         while True:
             random = random_nonce()
-            taken = await self._scripts.take_lease(
+            outcome = await self._scripts.take_lease(
                 lease=lease,
                 record=record,
                 own=own,
                 random=random,
                 worker=worker,
                 milliseconds=milliseconds,
-                above=above,
+                above=counter_above,
                 force="1" if force else "",
             )
-            if taken.verdict is Verdict.GONE:
+            if outcome.verdict is Verdict.GONE:
                 await self._forget(ids)
-            if not taken.is_applied:
+            if not outcome.is_applied:
                 return None
-            own = f"{taken.numbers[0]}.{random}"
+            own = f"{outcome.numbers[0]}.{random}"
             counter, holder, calls = await self._raise_fences(ids, own)
             if counter is None:
                 return TakenLease(own, holder, calls)
             # A failover has brought back an old record, and a shard has a higher token: take a still higher one.
-            above = counter
+            counter_above = counter
 
     async def last_worker(self, claim: Claim) -> str | None:
         """Return the worker that has the stream, or stopped without releasing it."""
-        found = await self._client.hget(keys.record(claim.group_id, claim.publisher), "worker")
-        return lenient_text(found) if found else None
+        worker = await self._client.hget(keys.record(claim.group_id, claim.publisher), "worker")
+        return lenient_text(worker) if worker else None
 
     async def _is_forgotten(self, claim: Claim) -> bool:
         """Return whether a shard other than the first has no token. Called before fences are raised."""
-        others = range(1, claim.shards)
-        if not others:
+        other_shards = range(1, claim.shards)
+        if not other_shards:
             return False
-        found = await self._client.several(
-            ("HGET", keys.fence(claim.group_id, shard), claim.publisher) for shard in others
+        tokens = await self._client.several(
+            ("HGET", keys.fence(claim.group_id, shard), claim.publisher) for shard in other_shards
         )
-        return None in found
+        return None in tokens
 
     async def _raise_fences(self, ids: PublisherIds, token: str) -> tuple[int | None, int, dict[int, int]]:
         """Return the counter of a higher token or None, the highest holder id of all shards, and the calls by shard."""
@@ -200,7 +200,11 @@ class Leases:
         )
         holder = max(outcome.numbers[1] for outcome in outcomes)
         refused = [outcome.numbers[0] for outcome in outcomes if not outcome.is_applied]
-        return (max(refused) if refused else None), holder, {i: each.numbers[2] for i, each in enumerate(outcomes)}
+        return (
+            (max(refused) if refused else None),
+            holder,
+            {i: outcome.numbers[2] for i, outcome in enumerate(outcomes)},
+        )
 
     async def highest_holder(self, grant: Grant) -> int | None:
         """Return the highest holder id on any shard at this moment, or None if another worker has the stream."""
@@ -260,10 +264,10 @@ class Leases:
         Such a row remains if Redis evicts keys, or if the move of its slot was interrupted. Only the table knows the
         holders of the publisher. This call needs no token, because the token was lost with the record.
         """
-        held = await self._client.hgetall(keys.holders(ids.group_id))
-        if b"publisher:%d" % ids.publisher not in held:
+        fields = await self._client.hgetall(keys.holders(ids.group_id))
+        if b"publisher:%d" % ids.publisher not in fields:
             return False
-        if not (await self._end(ids, "", "gone", holders_of(held, ids.publisher))).is_applied:
+        if not (await self._end(ids, "", "gone", holders_of(fields, ids.publisher))).is_applied:
             return False
         await self._forget(ids)
         return True

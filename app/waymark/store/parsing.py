@@ -96,13 +96,13 @@ class RecordParser:
     def parse(self, kind: RecordKind, key: str, field: str | bytes, parse: Callable[..., T], *parts: Any) -> T | None:
         """Return ``parse(*parts)``; None if it raises ``Malformed``. The record is in ``field`` of ``key``."""
         try:
-            found = parse(*parts)
+            result = parse(*parts)
         except Malformed as exc:
             self.reject(kind, key, field, str(exc))
             return None
         if self._places:
             self._places.pop((key, _name(field)), None)
-        return found
+        return result
 
     def reject(self, kind: RecordKind, key: str, field: str | bytes, reason: str) -> None:
         """Count and log a record that the caller could not read."""
@@ -120,10 +120,10 @@ class RecordParser:
         """Forget every place, because Redis has come back empty."""
         self._places.clear()
 
-    def forget(self, key: str, kept: Collection[bytes] = ()) -> None:
-        """Forget the unreadable fields of ``key`` that no longer exist; ``kept`` are the fields that do."""
+    def forget(self, key: str, remaining: Collection[bytes] = ()) -> None:
+        """Forget the unreadable fields of ``key`` that no longer exist; ``remaining`` are the fields that do."""
         if self._places:
-            names = {_name(field) for field in kept}
+            names = {_name(field) for field in remaining}
             for place in [place for place in self._places if place[0] == key and place[1] not in names]:
                 del self._places[place]
 
@@ -152,21 +152,21 @@ def pairs(reply: Any) -> list[tuple[bytes, bytes]]:
     return list(zip(reply[::2], reply[1::2], strict=True))
 
 
-def integer_of(raw: bytes | str, what: str) -> int:
+def integer_of(raw: bytes | str, label: str) -> int:
     """Parse an integer in plain decimal digits, 2^53 - 1 at most. Raises ``Malformed``."""
     if not (raw.isascii() and raw.isdigit() and len(raw) <= _DIGITS_MAX) or int(raw) > INTEGER_MAX:
-        raise Malformed(f"{what} is no integer of 0..2^53-1")
+        raise Malformed(f"{label} is no integer of 0..2^53-1")
     return int(raw)
 
 
-def number_of(raw: bytes | str, what: str) -> float:
+def number_of(raw: bytes | str, label: str) -> float:
     """Parse a finite number. Raises ``Malformed``."""
     try:
         number = float(raw)
     except ValueError:
-        raise Malformed(f"{what} is no number") from None
+        raise Malformed(f"{label} is no number") from None
     if not math.isfinite(number):
-        raise Malformed(f"{what} is no finite number")
+        raise Malformed(f"{label} is no finite number")
     return number
 
 
@@ -189,9 +189,9 @@ class Document:
         self._take(document, "it")
         check_format(self._fields.get("format", FORMAT))
 
-    def _take(self, document: object, what: str) -> None:
+    def _take(self, document: object, label: str) -> None:
         if not isinstance(document, dict):
-            raise Malformed(f"{what} is no JSON object")
+            raise Malformed(f"{label} is no JSON object")
         self._fields: dict[str, Any] = document
 
     def has(self, name: str) -> bool:
@@ -253,18 +253,18 @@ class Document:
     def one_of(self, name: str, words: Collection[T], default: T | None = None) -> T:
         """The value of the field, which must be one of ``words``. A newer release may have written another one."""
         value = self._fields.get(name, default)
-        found = [word for word in words if word == value]
-        if not found or not isinstance(value, str):
+        matches = [word for word in words if word == value]
+        if not matches or not isinstance(value, str):
             raise Malformed(f"{name} is none of {', '.join(map(str, words))}")
-        return found[0]
+        return matches[0]
 
 
-def names_of(raw: bytes, counts: tuple[int, ...], what: str) -> list[Any]:
+def names_of(raw: bytes, counts: tuple[int, ...], label: str) -> list[Any]:
     """Parse a JSON list, as names of hash fields are, with one of the lengths in ``counts``. Raises ``Malformed``."""
     try:
         names = orjson.loads(raw)
     except orjson.JSONDecodeError:
-        raise Malformed(f"{what} is no JSON") from None
+        raise Malformed(f"{label} is no JSON") from None
     if not isinstance(names, list) or len(names) not in counts:
-        raise Malformed(f"{what} is no list of {' or '.join(map(str, counts))}")
+        raise Malformed(f"{label} is no list of {' or '.join(map(str, counts))}")
     return names

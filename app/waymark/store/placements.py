@@ -46,22 +46,22 @@ class Placements:
             )
             while outcome.numbers[0] - blocks_max > 0:
                 few = min(BLOCKS_PER_CALL, outcome.numbers[0] - blocks_max)
-                gone = await self._drop_oldest(group_id, few)
-                dropped += gone
-                if gone < few:
+                dropped_count = await self._drop_oldest(group_id, few)
+                dropped += dropped_count
+                if dropped_count < few:
                     break  # another call may drop them, too
-                outcome = outcome._replace(numbers=(outcome.numbers[0] - gone,))
+                outcome = outcome._replace(numbers=(outcome.numbers[0] - dropped_count,))
         return dropped
 
     async def _drop_oldest(self, group_id: int, count: int) -> int:
         name = keys.placements(group_id)
         (reply,) = await self._client.several([("ZRANGE", name, 0, count - 1, "WITHSCORES")])
-        found = pairs(reply)
-        if not found:
+        oldest = pairs(reply)
+        if not oldest:
             return 0
-        names = [keys.placement(group_id, block.decode()) for block, _ in found]
+        names = [keys.placement(group_id, block.decode()) for block, _ in oldest]
         outcome = await self._scripts.drop_placements(
-            placements=name, placement=names, before=f"{float(found[-1][1]):.0f}"
+            placements=name, placement=names, before=f"{float(oldest[-1][1]):.0f}"
         )
         return outcome.numbers[0]
 
@@ -84,12 +84,14 @@ class Placements:
 
         At ``until``, a time of the event loop's clock, it returns the result for the blocks that it has read.
         """
-        found: dict[str, int] = {}
+        depths: dict[str, int] = {}
         dropped = keys.placement(group_id, f"{_DROPPED:016x}")
         going: list[str] = []
-        at = 0
-        while at < len(block_keys):
-            names = [keys.placement(group_id, f"{key:016x}") for key in block_keys[at : at + _MATCHED_PER_CALL]]
+        position = 0
+        while position < len(block_keys):
+            names = [
+                keys.placement(group_id, f"{key:016x}") for key in block_keys[position : position + _MATCHED_PER_CALL]
+            ]
             try:
                 async with asyncio.timeout_at(until):
                     count, matches = await self._scripts.match_placements(
@@ -97,9 +99,9 @@ class Placements:
                     )
             except TimeoutError:
                 break
-            found |= {holder: at + blocks for holder, blocks in matches.items()}
+            depths |= {holder: position + blocks for holder, blocks in matches.items()}
             going = [holder for holder, blocks in matches.items() if blocks == count]
-            at += count
+            position += count
             if not going or not count:
                 break
-        return found
+        return depths

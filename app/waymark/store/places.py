@@ -26,23 +26,23 @@ async def holders_of(
     A value that cannot be read counts for no holder. Each 512 values take at most two round trips.
     """
     blocks = [unpack(piece) for piece in pieces]
-    found: list[Holders] = [[set() for _ in of] for of in blocks]
+    result: list[Holders] = [[set() for _ in piece_keys] for piece_keys in blocks]
     more: list[tuple[int, Place]] = []
-    rows = await values_of(client, entry, [Place(of[0]) for of in blocks])
-    for at, (of, value) in enumerate(zip(blocks, rows, strict=True)):
+    rows = await values_of(client, entry, [Place(piece_keys[0]) for piece_keys in blocks])
+    for index, (piece_keys, value) in enumerate(zip(blocks, rows, strict=True)):
         row = read_row(value)
         if row is not None:
-            _add(found[at], of, row)
+            _add(result[index], piece_keys, row)
         if row is not None and row.is_marked:
-            more += [(at, Place(of[0], key)) for key in of if key not in row.keys]
+            more += [(index, Place(piece_keys[0], key)) for key in piece_keys if key not in row.keys]
         if has_singles:
-            more += [(at, Place(key, is_single=True)) for key in of]
+            more += [(index, Place(key, is_single=True)) for key in piece_keys]
     values = await values_of(client, entry, [place for _, place in more])
-    for (at, _), value in zip(more, values, strict=True):
+    for (index, _), value in zip(more, values, strict=True):
         row = read_row(value)
         if row is not None:
-            _add(found[at], blocks[at], row)
-    return found
+            _add(result[index], blocks[index], row)
+    return result
 
 
 async def values_of(client: RedisClient, entry: GroupEntry, places: Sequence[Place]) -> list[bytes | None]:
@@ -74,9 +74,9 @@ def read_row(value: bytes | None) -> Row | None:
         return None
 
 
-def _add(found: Holders, blocks: Sequence[int], row: Row) -> None:
+def _add(holders: Holders, blocks: Sequence[int], row: Row) -> None:
     slots = {key: slot for slot, key in enumerate(row.keys)}
-    for ids, key in zip(found, blocks, strict=True):
+    for ids, key in zip(holders, blocks, strict=True):
         slot = slots.get(key)
         if slot is not None:
             ids |= {holder for holder, bitmap in row.holders.items() if bitmap >> slot & 1}

@@ -70,12 +70,12 @@ class Prefixes:
         replies = await self._client.several(
             ("ZRANGE", keys.opaque_prefixes(grant.group_id, holder), 0, few - 1, "WITHSCORES") for holder, _ in named
         )
-        found = [
+        changes = [
             (float(end), PrefixChange(name.decode(), change))
             for (_, change), reply in zip(named, replies, strict=True)
             for name, end in pairs(reply)
         ]
-        return [change for _, change in sorted(found, key=lambda each: each[0])[:few]]
+        return [change for _, change in sorted(changes, key=lambda dated: dated[0])[:few]]
 
     async def count(self, group_ids: Sequence[int]) -> int:
         """Return how many opaque prefixes these groups have."""
@@ -90,19 +90,19 @@ class Prefixes:
         """
         name = keys.opaque_prefix(group_id, key)
         async with asyncio.timeout_at(until):
-            held, left = await self._client.several([("HGETALL", name), ("PTTL", name)], is_lenient=True)
-        return _entries(dict(pairs(held)), left)
+            fields, milliseconds = await self._client.several([("HGETALL", name), ("PTTL", name)], is_lenient=True)
+        return _entries(dict(pairs(fields)), milliseconds)
 
 
-def _entries(held: Mapping[bytes, bytes], left: int | None) -> dict[int, int]:
-    """Return the entries that have not ended; ``left`` is how many ms the key has left."""
-    end = held.get(b"until", b"")
-    if left is None or left < 0 or not end.isdigit():
+def _entries(fields: Mapping[bytes, bytes], milliseconds: int | None) -> dict[int, int]:
+    """Return the entries that have not ended; ``milliseconds`` is how many ms the key has left."""
+    end = fields.get(b"until", b"")
+    if milliseconds is None or milliseconds < 0 or not end.isdigit():
         return {}
-    now = int(end) - left
-    found: dict[int, int] = {}
-    for holder, value in held.items():
-        tokens, _, over = value.partition(b" ")
-        if holder.isdigit() and tokens.isdigit() and over.isdigit() and int(over) > now:
-            found[int(holder)] = int(tokens)
-    return found
+    now = int(end) - milliseconds
+    entries: dict[int, int] = {}
+    for holder, value in fields.items():
+        tokens, _, end_ms = value.partition(b" ")
+        if holder.isdigit() and tokens.isdigit() and end_ms.isdigit() and int(end_ms) > now:
+            entries[int(holder)] = int(tokens)
+    return entries

@@ -51,8 +51,8 @@ class PublisherState:
         None if there are no such blocks.
         """
         there = sum(self.blocks.values())
-        told = there + self.counters.get(MISSING, 0)
-        return round(there / told, 4) if told else None
+        total = there + self.counters.get(MISSING, 0)
+        return round(there / total, 4) if total else None
 
 
 class PublisherStates:
@@ -68,7 +68,7 @@ class PublisherStates:
         names = [keys.record(claim.group_id, claim.publisher) for claim in claims]
         replies = await self._client.several((("HGETALL", name) for name in names), is_lenient=True)
         pairs = map(pairs_of, replies)
-        records = [StreamFields(self._parser, name, each) for name, each in zip(names, pairs, strict=True)]
+        records = [StreamFields(self._parser, name, raw_record) for name, raw_record in zip(names, pairs, strict=True)]
         prefixes = await self._opaque_prefixes(claims, records)
         drifts = await self.drifts(claims)
         states: list[PublisherState] = []
@@ -76,9 +76,9 @@ class PublisherStates:
             fields.is_of_this_format()
             ts = fields.number("ts")
             counters = fields.integers(COUNTER, str)
-            held = {name.medium: 0 for name in fields.integers(HOLDER, HolderName.parse)}
-            for medium in held:
-                held[medium] = counters.pop(BLOCKS + medium, 0)
+            blocks = {name.medium: 0 for name in fields.integers(HOLDER, HolderName.parse)}
+            for medium in blocks:
+                blocks[medium] = counters.pop(BLOCKS + medium, 0)
             status, error = fields.status(), fields.text("last_error") or None
             if not claim.registration.kind.traits.tells_events:
                 status = StreamStatus.NO_EVENTS
@@ -93,7 +93,7 @@ class PublisherStates:
                     watermark=fields.integer("watermark"),
                     lag_seconds=None if ts is None else max(0.0, now - ts),
                     counters={name: n for name, n in counters.items() if not name.startswith(BLOCKS)},
-                    blocks=held,
+                    blocks=blocks,
                     last_error=error,
                     worker=fields.text("worker") if fields.has("worker") else None,
                     prefixes=opaque,
@@ -118,21 +118,21 @@ class PublisherStates:
             [("HGET", keys.load(claim.group_id), DRIFT + b"%d" % claim.publisher) for claim in claims], is_lenient=True
         )
         drifts = [None if value is None else Drift.parse(value) for value in values]
-        return [None if each is None or each.until_ms < now else each for each in drifts]
+        return [None if drift is None or drift.until_ms < now else drift for drift in drifts]
 
     async def _opaque_prefixes(
         self, claims: Sequence[Claim], records: Sequence[StreamFields]
     ) -> list[Mapping[str, int]]:
         """How many opaque prefixes each publisher holds, by medium; empty for a publisher that names none."""
         now = int(1000 * time.time())
-        held = [
+        holders_of_sources = [
             fields.integers(HOLDER, HolderName.parse) if claim.registration.kind.traits.is_opaque else {}
             for claim, fields in zip(claims, records, strict=True)
         ]
         commands = [
             ("ZCOUNT", keys.opaque_prefixes(claim.group_id, holder), now, "+inf")
-            for claim, holders in zip(claims, held, strict=True)
+            for claim, holders in zip(claims, holders_of_sources, strict=True)
             for holder in holders.values()
         ]
         counts = iter(await self._client.several(commands, is_lenient=True) if commands else ())
-        return [{name.medium: next(counts) or 0 for name in holders} for holders in held]
+        return [{name.medium: next(counts) or 0 for name in holders} for holders in holders_of_sources]

@@ -120,16 +120,16 @@ class Reader:
     ) -> Steps[Reading | None]:
         """Return the steps of ``read``."""
         query = _Query(block_size, Chain(source, self._hot))
-        until = asyncio.get_running_loop().time() + deadline_seconds
+        deadline = asyncio.get_running_loop().time() + deadline_seconds
         try:
             for _ in range(_STARTS_MAX):
                 changes = self._incarnation.changes
-                known = self._groups.get(group)
-                entry = known or (yield Waiting(self._find(group, until)))
+                cached = self._groups.get(group)
+                entry = cached or (yield Waiting(self._find(group, deadline)))
                 if entry is None:
                     return None
                 query.begin(entry)
-                if (yield from self._walk(group, entry, query, until, changes)):
+                if (yield from self._walk(group, entry, query, deadline, changes)):
                     self._remember(entry, query.chain)
                     for shard, name in query.chain.unreadable:
                         self._parser.reject(
@@ -140,9 +140,9 @@ class Reader:
                         )
                     return query.reading(is_partial=False)
                 if changes == self._incarnation.changes:
-                    if known is None:
+                    if cached is None:
                         return None
-                    yield Waiting(self._doubt(group, known, until))
+                    yield Waiting(self._doubt(group, cached, deadline))
             return None
         except TimeoutError:
             partial = query.reading(is_partial=True)
@@ -195,9 +195,9 @@ class Reader:
         except TimeoutError:
             raise self._silent(deadline_seconds) from None
 
-    async def _find(self, group: GroupName, until: float) -> GroupEntry | None:
+    async def _find(self, group: GroupName, deadline: float) -> GroupEntry | None:
         changes = self._incarnation.changes
-        async with asyncio.timeout_at(until):
+        async with asyncio.timeout_at(deadline):
             entry = await self._directory.group(group)
         if entry is not None and changes == self._incarnation.changes:
             if len(self._groups) >= _GROUPS_MAX:
@@ -208,21 +208,21 @@ class Reader:
             self._groups[group] = entry
         return entry
 
-    async def _doubt(self, group: GroupName, known: GroupEntry, until: float) -> None:
+    async def _doubt(self, group: GroupName, cached: GroupEntry, deadline: float) -> None:
         """Read the id of a group again, because its table does not fit. If the id has changed, Redis came back empty.
 
         If the id is the same, the table is missing or cannot be read. Then only this group is affected.
         """
         self._groups.pop(group, None)
-        async with asyncio.timeout_at(until):
+        async with asyncio.timeout_at(deadline):
             entry = await self._directory.group(group)
-        if entry != known:
+        if entry != cached:
             self._incarnation.forget()
 
-    def _walk(self, group: GroupName, entry: GroupEntry, query: _Query, until: float, changes: int) -> Steps[bool]:
+    def _walk(self, group: GroupName, entry: GroupEntry, query: _Query, deadline: float, changes: int) -> Steps[bool]:
         """Read to the end of the chain; False if the cached data of the group are old.
 
-        Raises TimeoutError at ``until``.
+        Raises TimeoutError at ``deadline``.
         """
         chain = query.chain
         cached = self._tables.get(entry.group_id)
@@ -233,13 +233,13 @@ class Reader:
             asked = chain.ask(pieces, time.monotonic())
             walk = query.walk
             if asked.heads or asked.beside or walk is None:
-                fetched: Fetched = yield self._fetcher.fetch(entry, asked, with_version=walk is None, until=until)
+                fetched: Fetched = yield self._fetcher.fetch(entry, asked, with_version=walk is None, until=deadline)
                 query.round_trips += 1
                 chain.take(fetched.values)
                 if walk is None:
                     table = self._tables.get(entry.group_id)
                     if table is None or table.version != fetched.version:
-                        table, is_fresh = (yield Waiting(self._read_table(entry.group_id, until))), True
+                        table, is_fresh = (yield Waiting(self._read_table(entry.group_id, deadline))), True
                         query.round_trips += 1
                     if table is None or table.group != group or changes != self._incarnation.changes:
                         return False
@@ -252,7 +252,7 @@ class Reader:
                 if is_fresh or walk.newest_seen <= walk.view.newest:
                     return True
                 # A row names a holder that began after the table was read: read the table again, once, and walk again.
-                table, is_fresh = (yield Waiting(self._read_table(entry.group_id, until))), True
+                table, is_fresh = (yield Waiting(self._read_table(entry.group_id, deadline))), True
                 query.round_trips += 1
                 if table is None or table.group != group or changes != self._incarnation.changes:
                     return False
@@ -267,9 +267,9 @@ class Reader:
             share = self._long.get(entry.group_id, 0.0)
             self._long[entry.group_id] = share + _WEIGHT * ((chain.found >= small) - share)
 
-    async def _read_table(self, group_id: int, until: float | None) -> HolderTable | None:
+    async def _read_table(self, group_id: int, deadline: float | None) -> HolderTable | None:
         changes = self._incarnation.changes
-        async with asyncio.timeout_at(until):
+        async with asyncio.timeout_at(deadline):
             key = keys.holders(group_id)
             table = decode_table(await self._client.hgetall(key), self._parser, key)
         if table is None:

@@ -92,16 +92,16 @@ class Records:
 
         Raise RecordDamaged if the record has a format that this release does not read.
         """
-        held = await self._client.hgetall(grant.record)
-        if held.get(b"token") != grant.token.encode():
+        raw_fields = await self._client.hgetall(grant.record)
+        if raw_fields.get(b"token") != grant.token.encode():
             return None
-        fields = StreamFields(self._parser, grant.record, held)
+        fields = StreamFields(self._parser, grant.record, raw_fields)
         if not fields.is_of_this_format():
             raise RecordDamaged(
                 f"the record {grant.record} is of another release; run its stream with that one, or unregister "
                 f"publisher {grant.claim.registration.name} there"
             )
-        by, _, change = fields.text("turn").partition(" ")
+        worker, _, change = fields.text("turn").partition(" ")
         holders = fields.integers(HOLDER, HolderName.parse)
         event_ids = fields.integers(EVENT, holder_id)
         shard_calls = fields.integers(SHARD, int)
@@ -119,7 +119,7 @@ class Records:
             shard_calls=shard_calls,
             counters=fields.integers(COUNTER, str),
             status=fields.status(),
-            change=change if by == grant.token else "",
+            change=change if worker == grant.token else "",
             last_event_id=fields.text("last_event_id"),
             has_staged=fields.has_any(STAGED),
             is_damaged=fields.is_damaged(("watermark", "main_groups", HOLDER, EVENT, SHARD)),
@@ -129,11 +129,15 @@ class Records:
         """Add to a damaged record the live holders of its publisher that it does not name: ``new_life`` ends them."""
         key = keys.holders(grant.group_id)
         table = decode_table(await self._client.hgetall(key), self._parser, key)
-        known = set(state.holders.values())
-        lost = [] if table is None else [each for each in table.holders.values() if each.publisher == grant.publisher]
+        ids = set(state.holders.values())
+        lost_holders = (
+            []
+            if table is None
+            else [table_holder for table_holder in table.holders.values() if table_holder.publisher == grant.publisher]
+        )
         args: list[str] = []
-        for holder in lost:
-            if holder.id not in known:
+        for holder in lost_holders:
+            if holder.id not in ids:
                 name = HolderName(holder.dp_rank, holder.medium, digest=str(holder.id))
                 args += (f"{HOLDER}{name}", str(holder.id))
         if args:
@@ -171,7 +175,7 @@ class Records:
             above=above,
             unit=unit,
             life=nonce if is_restart else "",
-            begin=[arg for each in begin for arg in (str(each.name), encode_holder(each.holder))],
+            begin=[arg for new_holder in begin for arg in (str(new_holder.name), encode_holder(new_holder.holder))],
         )
         if not outcome.is_applied:
             return None
@@ -236,7 +240,7 @@ class Records:
             flags=facts.get("flags", ""),
             main_groups=facts.get("main_groups", ""),
             shards=shards,
-            begin=[arg for each in begin for arg in (str(each.name), encode_holder(each.holder))],
+            begin=[arg for new_holder in begin for arg in (str(new_holder.name), encode_holder(new_holder.holder))],
         )
         if not outcome.is_applied:
             return None

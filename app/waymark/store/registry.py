@@ -79,7 +79,7 @@ class Registry:
                 f"tenant_id is {shown(registration.tenant_id)}, which is a field of answers; choose another name",
                 field="tenant_id",
             )
-        has_moved, before = False, None
+        has_moved, old_weight = False, None
         for _ in range(ATTEMPTS):
             claim = await self._directory.claim(registration.name)
             if claim is None:
@@ -96,9 +96,9 @@ class Registry:
                     return has_moved
                 changed = replace(claim, registration=registration)
                 if claim.registration != registration and claim.has_stream_of(changed):
-                    if before is None:
-                        before = claim.registration.target.weight
-                    if await self._change_target(claim, changed, before):
+                    if old_weight is None:
+                        old_weight = claim.registration.target.weight
+                    if await self._change_target(claim, changed, old_weight):
                         return True
                     continue
                 # A new endpoint begins a new life: the state of the old stream is invalid.
@@ -116,7 +116,7 @@ class Registry:
         ``register`` registers them, or says why not.
         """
         return await self._claims.write_several(
-            [each for each in registrations if each.tenant_id not in RESERVED_TENANTS]
+            [registration for registration in registrations if registration.tenant_id not in RESERVED_TENANTS]
         )
 
     async def set_weight(self, name: PublisherName, weight: float) -> bool:
@@ -124,7 +124,7 @@ class Registry:
 
         Raise Conflict, with the field, if discovery or the publishers file sets the weight and would undo the change.
         """
-        before = None  # the weight before the first attempt; a later attempt may see the change of an earlier one
+        old_weight = None  # the weight before the first attempt; a later attempt may see the change of an earlier one
         for _ in range(ATTEMPTS):
             claim = await self._directory.claim(name)
             if claim is None or claim.is_leaving:
@@ -136,27 +136,29 @@ class Registry:
                     "which would undo a change; set it there",
                     field="instance_id",
                 )
-            if before is None:
-                before = registration.target.weight
+            if old_weight is None:
+                old_weight = registration.target.weight
             target = replace(registration.target, weight=weight)
             changed = replace(claim, registration=replace(registration, target=target))
-            if await self._change_target(claim, changed, before):
+            if await self._change_target(claim, changed, old_weight):
                 return True
         raise contended(name)
 
-    async def _change_target(self, claim: Claim, changed: Claim, before: float) -> bool:
+    async def _change_target(self, claim: Claim, changed: Claim, old_weight: float) -> bool:
         """Write a claim with another target; False if another call changes the publisher at the same time.
 
-        ``before`` is the weight that the target had.
+        ``old_weight`` is the weight that the target had.
         """
-        kept = await self._claims.replace(claim.registration.name, claim.raw, changed)
-        if kept is None or not await self._claims.is_begun(kept):
+        stored = await self._claims.replace(claim.registration.name, claim.raw, changed)
+        if stored is None or not await self._claims.is_begun(stored):
             return False
         await self._client.publish(keys.CONTROL, "registered")
         registration, weight = changed.registration, changed.registration.target.weight
-        if weight != before:
-            kind = ActivityKind.WEIGHT if weight and before else ActivityKind.RESUME if weight else ActivityKind.DRAIN
-            self._note(kind, **about(registration), detail=f"weight {before:g}, now {weight:g}")
+        if weight != old_weight:
+            kind = (
+                ActivityKind.WEIGHT if weight and old_weight else ActivityKind.RESUME if weight else ActivityKind.DRAIN
+            )
+            self._note(kind, **about(registration), detail=f"weight {old_weight:g}, now {weight:g}")
         return True
 
     async def check(self, registration: Registration) -> None:
@@ -179,9 +181,9 @@ class Registry:
         A name without a registration is noted, too, because Redis may have lost its claim: ``restore`` then does not
         register it again. Raise Conflict, before any change, if a registration cannot be read.
         """
-        found = [(name, await self._directory.claim(name)) for name in names]
-        claims = [claim for _, claim in found if claim is not None]
-        for name, claim in found:
+        pairs = [(name, await self._directory.claim(name)) for name in names]
+        claims = [claim for _, claim in pairs if claim is not None]
+        for name, claim in pairs:
             if claim is None:
                 await self._claims.note_unregistered(name)
         for claim in claims:
@@ -212,8 +214,8 @@ class Registry:
         if grant is None:
             return False
         try:
-            above = await self._leases.highest_holder(grant)
-            if above is None:
+            highest = await self._leases.highest_holder(grant)
+            if highest is None:
                 return False
             nonce = random_nonce()
             outcome = await self._scripts.new_life(
@@ -226,7 +228,7 @@ class Registry:
                 calls=grant.calls.get(0, 0),
                 before="",
                 version=nonce,
-                above=above,
+                above=highest,
                 unit="*",
                 life=nonce,
                 begin=[],
@@ -238,11 +240,11 @@ class Registry:
 
 def _check_same(old: Registration, new: Registration) -> None:
     for attribute, field in _FIXED.items():
-        before, after = getattr(old, attribute), getattr(new, attribute)
-        if before != after:
+        old_value, new_value = getattr(old, attribute), getattr(new, attribute)
+        if old_value != new_value:
             # A salt may be a secret of its tenant; it is compared, never shown.
             is_secret = field == "additionalsalt"
-            difference = f"another {field}" if is_secret else f"{field} {_show(before)}, not {_show(after)}"
+            difference = f"another {field}" if is_secret else f"{field} {_show(old_value)}, not {_show(new_value)}"
             raise Conflict(
                 f"publisher {_show(old.name)} is registered with {difference}; "
                 "unregister it first, or use another instance_id or dp_rank",

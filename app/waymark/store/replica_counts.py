@@ -65,6 +65,12 @@ class ReplicaCounts:
 
     async def read(self) -> tuple[Mapping[str, int], int]:
         """Return the counts of all replicas by name, and an estimate of the number of different prefix keys."""
-        held, seen = await self._client.several([("HGETALL", keys.COUNTS), ("PFCOUNT", keys.SEEN)], is_lenient=True)
-        pairs = held.items() if isinstance(held, dict) else zip((held or [])[::2], (held or [])[1::2], strict=True)
-        return {lenient_text(name): int(value) for name, value in pairs if value.isdigit()}, seen or 0
+        raw_counts, estimate = await self._client.several(
+            [("HGETALL", keys.COUNTS), ("PFCOUNT", keys.SEEN)], is_lenient=True
+        )
+        pairs = (
+            raw_counts.items()
+            if isinstance(raw_counts, dict)
+            else zip((raw_counts or [])[::2], (raw_counts or [])[1::2], strict=True)
+        )
+        return {lenient_text(name): int(value) for name, value in pairs if value.isdigit()}, estimate or 0

@@ -86,10 +86,10 @@ class StoredResponses:
 
     async def take(self, consumer: str, count: int, *, idle_ms: int) -> list[QueuedResponse]:
         """Return entries for a consumer: those that another one has held for ``idle_ms``, or else new ones."""
-        taken = await self._scripts.take_responses(
+        entries = await self._scripts.take_responses(
             queue=keys.RESPONSES_QUEUE, group=_GROUP, consumer=consumer, count=count, milliseconds=idle_ms
         )
-        return [QueuedResponse(*each) for each in taken]
+        return [QueuedResponse(*entry) for entry in entries]
 
     async def end(self, entries: Sequence[QueuedResponse]) -> None:
         """Take entries out of the queue, since MongoDB has their responses."""

@@ -39,8 +39,8 @@ class Selections:
 
     async def workers(self) -> Mapping[str, bytes]:
         """Return the description of every worker, by its id."""
-        found = await self._client.hgetall(keys.CATALOG)
-        return {worker.decode("utf-8", "replace"): value for worker, value in found.items()}
+        descriptions = await self._client.hgetall(keys.CATALOG)
+        return {worker.decode("utf-8", "replace"): value for worker, value in descriptions.items()}
 
     async def worker(self, worker: str) -> bytes | None:
         """Return the description of one worker."""

@@ -27,12 +27,12 @@ def depths(blocks: int) -> list[int]:
     """Return the depths, in blocks, at which a prompt of ``blocks`` blocks has entries: 8, 12, 16, 24, ... and the
     last.
     """
-    found = []
+    result = []
     depth = _FIRST
     while depth < blocks:
-        found.append(depth)
+        result.append(depth)
         depth = depth * 3 // 2 if depth & (depth - 1) == 0 else depth // 3 * 4
-    return [*found, blocks] if blocks > 0 else []
+    return [*result, blocks] if blocks > 0 else []
 
 
 class Speculative:

@@ -65,9 +65,9 @@ class Store:
         apply_blocks_max: int = 0,
     ) -> None:
         metrics = metrics or Metrics()
-        for each in (client, read_client):
-            if each is not None:
-                each.metrics = metrics
+        for redis_client in (client, read_client):
+            if redis_client is not None:
+                redis_client.metrics = metrics
         self.incarnation = Incarnation()
         """Registers every cache of the process, and clears them when Redis has come back empty."""
         self._background: set[asyncio.Task[Any]] = set()
@@ -215,9 +215,9 @@ class Store:
         try:
             await self._client.load_scripts()
             # A Cluster that is down takes scripts and pings, and refuses every key.
-            other = await self.other_format()
-            if other is not None:
-                return [other]
+            other_version = await self.other_format()
+            if other_version is not None:
+                return [other_version]
             if self._read_client is not None:
                 await self._read_client.ping()
                 await self._read_client.hget(keys.GROUPS, "last_group")

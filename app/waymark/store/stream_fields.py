@@ -35,13 +35,13 @@ _HOLDER_ID = re.compile(r"[0-9]{1,16}")
 class StreamFields:
     """A publisher's record. A field that cannot be read counts as absent; the parser counts and logs it."""
 
-    def __init__(self, parser: RecordParser, key: str, held: Mapping[bytes, bytes] | None) -> None:
+    def __init__(self, parser: RecordParser, key: str, raw_fields: Mapping[bytes, bytes] | None) -> None:
         self._parser = parser
         self._key = key
-        self._fields = {lenient_text(name): value for name, value in (held or {}).items()}
+        self._fields = {lenient_text(name): value for name, value in (raw_fields or {}).items()}
         self._damaged: set[str] = set()
-        parser.forget(key, (held or {}).keys())
-        if held is None:
+        parser.forget(key, (raw_fields or {}).keys())
+        if raw_fields is None:
             parser.reject(RecordKind.STREAM, key, "", "it is no hash")
 
     def has(self, name: str) -> bool:
@@ -79,19 +79,19 @@ class StreamFields:
 
         ``name_of`` makes their keys from the rest of each name; it raises ValueError for a wrong name.
         """
-        found: dict[T, int] = {}
+        numbers: dict[T, int] = {}
         for name, raw in self._fields.items():
             if name.startswith(beginning):
                 named = self._parsed(name, _named_integer, name_of, name[len(beginning) :], raw)
                 if named is not None:
-                    found[named[0]] = named[1]
-        return found
+                    numbers[named[0]] = named[1]
+        return numbers
 
     def _parsed(self, name: str, parse: Callable[..., T], *parts: Any) -> T | None:
-        found = self._parser.parse(RecordKind.STREAM, self._key, name, parse, *parts)
-        if found is None:
+        value = self._parser.parse(RecordKind.STREAM, self._key, name, parse, *parts)
+        if value is None:
             self._damaged.add(name)
-        return found
+        return value
 
 
 def _named_integer(name_of: Callable[[str], T], name: str, raw: bytes) -> tuple[T, int]:

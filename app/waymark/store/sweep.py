@@ -57,9 +57,9 @@ class Sweeper:
             cursor, has_found = 0, False
             places: list[Place] = []
             while True:
-                cursor, found = await self._scan(entry, shard, holder, cursor)
-                has_found = has_found or bool(found)
-                places += found
+                cursor, found_places = await self._scan(entry, shard, holder, cursor)
+                has_found = has_found or bool(found_places)
+                places += found_places
                 while len(places) >= STEP_ROWS or (places and cursor == 0):
                     outcome = await self._step(entry, shard, holder, places[:STEP_ROWS])
                     if outcome.verdict is Verdict.GONE:

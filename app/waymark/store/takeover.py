@@ -62,12 +62,12 @@ class Takeover:
                     cursor, fields = await self._client.hscan(engine, cursor, _FIELDS)
                     is_over = cursor == 0
                     entries = [self._entry_of(engine, name, value) for name, value in fields.items() if _is_place(name)]
-                    found = [each for each in entries if each is not None and not each[0].is_single]
+                    placed = [entry for entry in entries if entry is not None and not entry[0].is_single]
                     yield [
                         ReportedBlock(engine_hash, Spot(Place(place.head), namespace, depth, key))
-                        for rows in [await self._rows(grant, shard, found)]
-                        for row, (at, entry) in zip(rows, found, strict=True)
-                        for place, namespace, key, depth, engine_hash in _blocks(row, at, entry, holder)
+                        for rows in [await self._rows(grant, shard, placed)]
+                        for row, (entry_place, entry) in zip(rows, placed, strict=True)
+                        for place, namespace, key, depth, engine_hash in _blocks(row, entry_place, entry, holder)
                     ]
 
     async def _fill_from(self, grant: Grant, shard: int, holder: int, memory: HeldBlocks) -> tuple[int, int] | None:
@@ -75,7 +75,7 @@ class Takeover:
         mark: tuple[int, int] | None = None
         several: dict[int, tuple[int, list[int]]] = {}
         late: list[_StoredBlock] = []
-        seen: set[Place] = set()
+        places: set[Place] = set()
         cursor = 0
         while True:
             cursor, fields = await self._client.hscan(engine, cursor, _FIELDS)
@@ -84,14 +84,14 @@ class Takeover:
                 if name == b"applied":
                     mark = self._parser.parse(RecordKind.ENTRY, engine, name, _applied, value)
                 elif not _is_place(name):
-                    told = self._parser.parse(RecordKind.ENTRY, engine, name, _copies, name, value)
-                    if told is not None:
-                        several[told[0]] = told[1:]
+                    copies = self._parser.parse(RecordKind.ENTRY, engine, name, _copies, name, value)
+                    if copies is not None:
+                        several[copies[0]] = copies[1:]
                 else:
-                    found = self._entry_of(engine, name, value)
-                    if found is not None and found[0] not in seen:
-                        seen.add(found[0])
-                        entries.append(found)
+                    placed_entry = self._entry_of(engine, name, value)
+                    if placed_entry is not None and placed_entry[0] not in places:
+                        places.add(placed_entry[0])
+                        entries.append(placed_entry)
             late += await self._fill_rows(grant, shard, holder, entries, memory)
             if cursor == 0:
                 break
@@ -100,7 +100,9 @@ class Takeover:
         # belong to A, although it may be an engine hash of another block B. If the copies of B were restored first, B
         # would lose this hash, and a later removal by it would find no block. If the late blocks were stored first, a
         # B whose entry names this hash would not be stored at all.
-        _restore(memory, holder, {key: each for key, each in several.items() if SAME_HASH in each[1]})
+        _restore(
+            memory, holder, {key: block_copies for key, block_copies in several.items() if SAME_HASH in block_copies[1]}
+        )
         for place, namespace, key, depth, engine_hash in late:
             _, further = several.get(key, (1, []))
             first = further[0] if SAME_HASH in further else engine_hash
@@ -166,9 +168,9 @@ def _blocks(row: Row | None, place: Place, entry: HolderEntry, holder: int) -> I
 
 
 def _restore(memory: HeldBlocks, holder: int, several: dict[int, tuple[int, list[int]]]) -> None:
-    for key, (copies, told) in several.items():
+    for key, (copies, hashes) in several.items():
         if memory.held_block(holder, key) is not None:
-            memory.copies(holder).restore(key, copies, told)
+            memory.copies(holder).restore(key, copies, hashes)
 
 
 def parse_row(value: bytes) -> Row:
@@ -188,14 +190,14 @@ def _entry(field: bytes, value: bytes) -> tuple[Place, HolderEntry]:
 
 def _copies(field: bytes, value: bytes) -> tuple[int, int, list[int]]:
     """Key, copies and further engine hashes of a block."""
-    found = _COPIES.fullmatch(value)
-    if found is None or _COPIES_FIELD.fullmatch(field) is None:
+    match = _COPIES.fullmatch(value)
+    if match is None or _COPIES_FIELD.fullmatch(field) is None:
         raise Malformed("it is no number of copies with further engine hashes after it")
-    return int(field[1:], 16), int(found[1]), [int(each, 16) for each in found[2].split()]
+    return int(field[1:], 16), int(match[1]), [int(text, 16) for text in match[2].split()]
 
 
 def _applied(value: bytes) -> tuple[int, int]:
-    found = _APPLIED.fullmatch(value)
-    if found is None:
+    match = _APPLIED.fullmatch(value)
+    if match is None:
         raise Malformed("it is not <seq> <position>")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])

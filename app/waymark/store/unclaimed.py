@@ -40,7 +40,7 @@ class UnclaimedPublishers:
         """
         names = await self._client.hkeys(keys.holders(group_id))
         ids = (name.removeprefix(_ROW) for name in names if name.startswith(_ROW))
-        return {int(each) for each in ids if each.isdigit() and len(each) < 17}
+        return {int(publisher_id) for publisher_id in ids if publisher_id.isdigit() and len(publisher_id) < 17}
 
     async def end(self, ids: UnclaimedPublisher) -> bool:
         """End a publisher if it has no claim; return whether it has ended. Raises StoreUnavailable.
@@ -53,28 +53,28 @@ class UnclaimedPublishers:
         name = await self._client.hget(record, "name")
         if await self._has_claim(ids, name):
             return False
-        taken = await self._leases.take_for(ids, "unregister", 5.0, force=True)
-        if taken is None:
+        lease = await self._leases.take_for(ids, "unregister", 5.0, force=True)
+        if lease is None:
             return await self._leases.end_without_record(ids)
-        fence, calls = keys.fence(ids.group_id, 0), taken.calls[0]
+        fence, calls = keys.fence(ids.group_id, 0), lease.calls[0]
         marked = await self._scripts.write_record(
             record=record,
             fence=fence,
             publisher=ids.publisher,
-            token=taken.token,
+            token=lease.token,
             calls=calls,
             field=["unclaimed", "1"],
         )
         if (
             marked.is_applied
             and not await self._has_claim(ids, name)
-            and await self._leases.end_for(ids, taken.token, only_unclaimed=True)
+            and await self._leases.end_for(ids, lease.token, only_unclaimed=True)
         ):
             return True
         await self._scripts.write_record(
-            record=record, fence=fence, publisher=ids.publisher, token=taken.token, calls=calls, field=["unclaimed", ""]
+            record=record, fence=fence, publisher=ids.publisher, token=lease.token, calls=calls, field=["unclaimed", ""]
         )
-        await self._scripts.drop_lease(lease=keys.lease(ids.group_id, ids.publisher), record=record, token=taken.token)
+        await self._scripts.drop_lease(lease=keys.lease(ids.group_id, ids.publisher), record=record, token=lease.token)
         return False
 
     async def _has_claim(self, ids: UnclaimedPublisher, name: bytes | None) -> bool:
@@ -82,8 +82,8 @@ class UnclaimedPublishers:
         publisher's.
         """
         if name is None:
-            held = await self._client.hgetall(keys.PUBLISHERS)
-            return any(self._is_of(ids, field, raw) for field, raw in held.items())
+            fields = await self._client.hgetall(keys.PUBLISHERS)
+            return any(self._is_of(ids, field, raw) for field, raw in fields.items())
         raw = await self._client.hget(keys.PUBLISHERS, name)
         return raw is not None and self._is_of(ids, name, raw)
 

@@ -74,12 +74,12 @@ class DynamoInputs:
         return partial(_of_keys, packed, request.isl_tokens)
 
 
-def remembered(prompt_of: PromptOf, made: dict[int, HashedPrompt]) -> PromptOf:
-    """``prompt_of``, with each prompt that it makes kept in ``made`` by its block size."""
+def remembered(prompt_of: PromptOf, cache: dict[int, HashedPrompt]) -> PromptOf:
+    """``prompt_of``, with each prompt that it makes kept in ``cache`` by its block size."""
 
     def of(block_size: int) -> HashedPrompt:
-        made[block_size] = prompt_of(block_size)
-        return made[block_size]
+        cache[block_size] = prompt_of(block_size)
+        return cache[block_size]
 
     return of
 

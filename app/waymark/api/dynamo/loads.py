@@ -65,11 +65,11 @@ class DynamoLoadHandlers:
         return Answer(
             [
                 _load(
-                    each,
-                    each.wait + max(0, prompt.tokens - each.device),
-                    each.context // block_size + prompt.tokens // block_size,
+                    candidate,
+                    candidate.wait + max(0, prompt.tokens - candidate.device),
+                    candidate.context // block_size + prompt.tokens // block_size,
                 )
-                for each in scored
+                for candidate in scored
             ]
         )
 
@@ -77,16 +77,16 @@ class DynamoLoadHandlers:
         """Return the work of each worker, by model and group."""
         groups = sorted(
             {
-                each.group
-                for each in await self._store.directory.registrations()
-                if is_worker_id(each.instance_id)
-                and each.scope == "instance"
-                and body.path.get("model_name", each.model_name) == each.model_name
-                and body.path.get("routing_group", each.tenant_id) == each.tenant_id
+                registration.group
+                for registration in await self._store.directory.registrations()
+                if is_worker_id(registration.instance_id)
+                and registration.scope == "instance"
+                and body.path.get("model_name", registration.model_name) == registration.model_name
+                and body.path.get("routing_group", registration.tenant_id) == registration.tenant_id
             },
             key=lambda group: (group.model_name, group.tenant_id),
         )
-        found = []
+        rows = []
         for group in groups:
             _, block_size = await self._inputs.workers(group)
             ranking = RankingRequest(group, partial(_nothing, 0), self._inputs.policy(None), block_size)
@@ -94,29 +94,29 @@ class DynamoLoadHandlers:
             if ranked is None:
                 continue
             workers = _workers(ranked.scored)
-            found.append(
+            rows.append(
                 {
                     "model_name": group.model_name,
                     "routing_group": group.tenant_id,
-                    "loads": [_load(each, each.wait, each.context // block_size) for each in workers],
+                    "loads": [_load(worker, worker.wait, worker.context // block_size) for worker in workers],
                     "pending_count": 0,
                     "pending_isl_tokens": 0,
                 }
             )
-        return Answer(found)
+        return Answer(rows)
 
     async def _all(self, body: Body) -> tuple[Sequence[Candidate], Walk | None, HashedPrompt, int]:
         """Return every worker for a prompt."""
         request = DynamoPromptRequest.of(body.fields)
         group = GroupName(request.partition, request.model_name)
-        made: dict[int, HashedPrompt] = {}
+        cache: dict[int, HashedPrompt] = {}
         _, block_size = await self._inputs.workers(group)
         ranking = RankingRequest(
-            group, remembered(self._inputs.prompt(request, body), made), self._inputs.policy(None), block_size
+            group, remembered(self._inputs.prompt(request, body), cache), self._inputs.policy(None), block_size
         )
         ranked = await self._selector.score(ranking)
-        found = _workers(() if ranked is None else ranked.scored)
-        return found, None if ranked is None else ranked.walk, made[block_size], block_size
+        workers = _workers(() if ranked is None else ranked.scored)
+        return workers, None if ranked is None else ranked.walk, cache[block_size], block_size
 
 
 def _nothing(tokens: int, _: int) -> HashedPrompt:
@@ -135,5 +135,5 @@ def _load(candidate: Candidate, tokens: int, blocks: int) -> dict[str, int]:
 
 def _workers(scored: Sequence[Scored]) -> list[Candidate]:
     """Return the candidates that are workers, by their ids: those of equal scores come in any order."""
-    found = (each.candidate for each in scored if is_worker_id(each.candidate.instance_id))
-    return sorted(found, key=lambda each: (int(each.instance_id), each.dp_rank))
+    candidates = (candidate.candidate for candidate in scored if is_worker_id(candidate.candidate.instance_id))
+    return sorted(candidates, key=lambda item: (int(item.instance_id), item.dp_rank))

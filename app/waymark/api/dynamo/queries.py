@@ -64,7 +64,7 @@ class Dynamo:
             sequence="publisher",
         )
         registrations = [
-            each for each in await self._store.directory.registrations() if body.caller.has(each.tenant_id)
+            item for item in await self._store.directory.registrations() if body.caller.has(item.tenant_id)
         ]
         _check_new(registration, registrations, names_others=not self._settings.protect_reads)
         if not await self._store.registry.register(registration):
@@ -220,9 +220,11 @@ def _check_new(new: Registration, registrations: list[Registration], *, names_ot
     it.
     """
     first = next((old for old in registrations if old.group == new.group), None)
-    other = next((old for old in registrations if old.instance_id == new.instance_id and old.group != new.group), None)
-    if other is not None:
-        model, tenant = short(other.model_name), short(other.tenant_id)
+    old_registration = next(
+        (old for old in registrations if old.instance_id == new.instance_id and old.group != new.group), None
+    )
+    if old_registration is not None:
+        model, tenant = short(old_registration.model_name), short(old_registration.tenant_id)
         where = f"model={model} routing_group={tenant}" if names_others else "another model or routing_group"
         raise Conflict(f"instance {new.instance_id} is already registered for {where}")
     if any(old.name == new.name for old in registrations):

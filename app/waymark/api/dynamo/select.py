@@ -54,12 +54,12 @@ class DynamoSelect:
     async def select(self, body: Body) -> Answer:
         """Pick a worker; nothing is reserved."""
         request = DynamoSelectRequest.of(body.fields)
-        content, taken, _ = await self._selected(request, body, is_reserved=False)
+        content, reservation_text, _ = await self._selected(request, body, is_reserved=False)
         if request.selection_id is not None:
-            pending = f"{_PENDING}{taken}"
-            before = await self._store.selections.find(request.selection_id)
-            if before.startswith((_BEGUN, _RESERVED)) or not await self._store.selections.change(
-                request.selection_id, before, pending, _PENDING_MS
+            pending = f"{_PENDING}{reservation_text}"
+            old_state = await self._store.selections.find(request.selection_id)
+            if old_state.startswith((_BEGUN, _RESERVED)) or not await self._store.selections.change(
+                request.selection_id, old_state, pending, _PENDING_MS
             ):
                 raise _taken(request.selection_id)
             content = {"selection_id": request.selection_id} | content
@@ -71,11 +71,11 @@ class DynamoSelect:
         selection_id = request.selection_id or str(uuid4())
         await self._begin(selection_id)
         try:
-            content, taken, prompt = await self._selected(request, body, is_reserved=True)
+            content, reservation_text, prompt = await self._selected(request, body, is_reserved=True)
         except BaseException:
             await self._forget(selection_id)
             raise
-        await self._keep(selection_id, taken)
+        await self._keep(selection_id, reservation_text)
         signed = [key - 2**64 if key >= 2**63 else key for key in unpack(prompt.keys)]
         head = {
             "selection_id": selection_id,
@@ -89,27 +89,27 @@ class DynamoSelect:
         """Reserve what /select has picked before, or a worker that the client has picked."""
         request = DynamoReservationRequest.of(body.fields)
         group = GroupName(request.partition, request.model_name)
-        before = await self._store.selections.find(request.selection_id)
+        old_state = await self._store.selections.find(request.selection_id)
         if request.worker_id is None:
-            if not before.startswith(_PENDING):
+            if not old_state.startswith(_PENDING):
                 raise _no_pending(request.selection_id, group)
-            (wanted,) = parse_reservations(before.removeprefix(_PENDING), "selection_id")
-        elif before.startswith((_BEGUN, _RESERVED)):
+            (wanted,) = parse_reservations(old_state.removeprefix(_PENDING), "selection_id")
+        elif old_state.startswith((_BEGUN, _RESERVED)):
             raise _taken(request.selection_id)
         else:
             wanted = await self._wanted(request, group, body)
-        if not await self._store.selections.change(request.selection_id, before, _BEGUN, _PENDING_MS):
+        if not await self._store.selections.change(request.selection_id, old_state, _BEGUN, _PENDING_MS):
             raise _taken(request.selection_id)
         candidate = await self._target(group, wanted)
         if candidate is None:
             await self._forget(request.selection_id)
             raise _no_pending(request.selection_id, group)
         try:
-            made = await self._selector.reserve(group, candidate, wanted.tokens, wanted.context, _RESERVATION_MS)
+            reserved = await self._selector.reserve(group, candidate, wanted.tokens, wanted.context, _RESERVATION_MS)
         except BaseException:
             await self._forget(request.selection_id)
             raise
-        await self._keep(request.selection_id, str(made))
+        await self._keep(request.selection_id, str(reserved))
         return Answer(
             {
                 "selection_id": request.selection_id,
@@ -159,8 +159,8 @@ class DynamoSelect:
     ) -> tuple[dict[str, Any], str, HashedPrompt]:
         """The answer of a selection, the text of its reservation as it is or would be, and its prompt."""
         group = GroupName(request.partition, request.model_name)
-        made: dict[int, HashedPrompt] = {}
-        prompt_of = remembered(self._inputs.prompt(request, body), made)
+        cache: dict[int, HashedPrompt] = {}
+        prompt_of = remembered(self._inputs.prompt(request, body), cache)
         allowed = None if request.allowed_worker_ids is None else set(map(str, request.allowed_worker_ids))
         workers, block_size = await self._inputs.workers(group)
         if allowed is not None and not allowed <= workers:
@@ -176,7 +176,7 @@ class DynamoSelect:
             selected = await self._selector.select(ranking, parameters)
         except NoTarget:
             raise none_schedulable(group) from None
-        candidate, prompt = selected.target.candidate, made[block_size]
+        candidate, prompt = selected.target.candidate, cache[block_size]
         new = max(0, prompt.tokens - candidate.device)
         text = ",".join(map(str, selected.reservations))
         if not is_reserved:
@@ -202,7 +202,11 @@ class DynamoSelect:
         tokens = (context or 0) if request.track_prefill_tokens else 0
         fleet = await self._selector.fleets.newest(group)
         worker = str(request.worker_id)
-        members = [] if fleet is None else [each for each in fleet.members if each.name[0] == worker]
+        members = (
+            []
+            if fleet is None
+            else [candidate_member for candidate_member in fleet.members if candidate_member.name[0] == worker]
+        )
         if not members:
             raise NotFound(
                 f"schedulable worker {worker} not found for model={group.model_name} routing_group={group.tenant_id}"
@@ -220,9 +224,9 @@ class DynamoSelect:
     # ---- the state of an id --------------------------------------------------------------------------
 
     async def _begin(self, selection_id: str) -> None:
-        before = await self._store.selections.find(selection_id)
-        if before.startswith((_BEGUN, _RESERVED)) or not await self._store.selections.change(
-            selection_id, before, _BEGUN, _PENDING_MS
+        old_state = await self._store.selections.find(selection_id)
+        if old_state.startswith((_BEGUN, _RESERVED)) or not await self._store.selections.change(
+            selection_id, old_state, _BEGUN, _PENDING_MS
         ):
             raise _taken(selection_id)
 

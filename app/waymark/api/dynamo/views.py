@@ -62,30 +62,30 @@ class DynamoViews:
         """Return the workers of the tenants that a caller has."""
         workers: dict[tuple[str, str, str], dict[str, Any]] = {}
         for state in await self._store.states(has):
-            of = state.registration
-            if not is_worker_id(of.instance_id) or of.scope == "shared":
+            registration = state.registration
+            if not is_worker_id(registration.instance_id) or registration.scope == "shared":
                 continue
             worker = workers.setdefault(
-                (of.instance_id, of.model_name, of.tenant_id),
+                (registration.instance_id, registration.model_name, registration.tenant_id),
                 {
-                    "instance_id": int(of.instance_id),
+                    "instance_id": int(registration.instance_id),
                     "source": "discovery",
                     "status": "active",
-                    "model_name": of.model_name,
-                    "routing_group": of.tenant_id,
-                    "block_size": of.block_size,
+                    "model_name": registration.model_name,
+                    "routing_group": registration.tenant_id,
+                    "block_size": registration.block_size,
                     "endpoints": {},
                     "listeners": {},
                 },
             )
             # A publisher whose events come by HTTP has no listener; workers without one are "discovery" there.
-            if of.endpoint is not None:
+            if registration.endpoint is not None:
                 worker["source"] = "zmq"
-                worker["endpoints"][str(of.dp_rank)] = of.endpoint
-                worker["listeners"][str(of.dp_rank)] = _listener(state, of.endpoint)
+                worker["endpoints"][str(registration.dp_rank)] = registration.endpoint
+                worker["listeners"][str(registration.dp_rank)] = _listener(state, registration.endpoint)
         for worker in workers.values():
-            found = {listener["status"] for listener in worker["listeners"].values()}
-            worker["status"] = next((status for status in _PRIORITY if status in found), "active")
+            statuses = {listener["status"] for listener in worker["listeners"].values()}
+            worker["status"] = next((status for status in _PRIORITY if status in statuses), "active")
         return list(workers.values())
 
     async def metrics(self, body: Body) -> Answer:
@@ -101,7 +101,7 @@ class DynamoViews:
         durations = exposition.family(
             described["http_request_duration_seconds"], self._metrics.http_request_duration_seconds
         )
-        found = [
+        metrics = [
             exposition.renamed(durations, _METRIC + "request_duration_seconds", "HTTP request latency", _by_endpoint),
             exposition.renamed(named(), _METRIC + "requests", "HTTP requests", _by_method),
             exposition.renamed(named(), _METRIC + "errors", "HTTP answers of 4xx and 5xx", _by_error),
@@ -110,7 +110,7 @@ class DynamoViews:
             workers = await self._workers(body.caller.has)
             groups = {(worker["model_name"], worker["routing_group"]) for worker in workers}
             statuses = Counter(listener["status"] for worker in workers for listener in worker["listeners"].values())
-            found += [
+            metrics += [
                 exposition.gauges(_METRIC + "models", "Models and routing groups that have a worker", len(groups)),
                 exposition.gauges(_METRIC + "workers", "Registered worker instances", len(workers)),
                 exposition.gauges(
@@ -120,7 +120,7 @@ class DynamoViews:
                     "status",
                 ),
             ]
-        return replace(answer, content=answer.content + exposition.text_of(found))
+        return replace(answer, content=answer.content + exposition.text_of(metrics))
 
     async def dump(self, body: Body) -> Answer:
         groups: dict[str, dict[str, Any]] = {}
@@ -158,15 +158,15 @@ def _by_endpoint(labels: Mapping[str, str]) -> Mapping[str, str] | None:
 
 
 def _by_method(labels: Mapping[str, str]) -> Mapping[str, str] | None:
-    found = _by_endpoint(labels)
-    return None if found is None else {**found, "method": labels["method"]}
+    new_labels = _by_endpoint(labels)
+    return None if new_labels is None else {**new_labels, "method": labels["method"]}
 
 
 def _by_error(labels: Mapping[str, str]) -> Mapping[str, str] | None:
-    found = _by_endpoint(labels)
-    if found is None or labels["status"] < "400":
+    new_labels = _by_endpoint(labels)
+    if new_labels is None or labels["status"] < "400":
         return None
-    return {**found, "status_class": f"{labels['status'][0]}xx"}
+    return {**new_labels, "status_class": f"{labels['status'][0]}xx"}
 
 
 def _listener(state: PublisherState, endpoint: str) -> dict[str, str]:

@@ -41,82 +41,95 @@ class DynamoWorkerHandlers:
     async def add(self, body: Body) -> Answer:
         request = WorkerRequest.of(body.fields)
         worker = str(request.worker_id)
-        told = _told(request) | {"model_name": request.model_name, "routing_group": request.partition}
+        description = _told(request) | {"model_name": request.model_name, "routing_group": request.partition}
         for _ in range(_ATTEMPTS):
-            before = await self._store.selections.worker(worker)
-            if await self._describe(worker, before, told):
-                return Answer(await self._reconciled(worker, _loaded(before), told), 201)
+            old_value = await self._store.selections.worker(worker)
+            if await self._describe(worker, old_value, description):
+                return Answer(await self._reconciled(worker, _loaded(old_value), description), 201)
         raise _contended(worker)
 
     async def change(self, body: Body) -> Answer:
         worker, patch = worker_id(body), WorkerPatch.of(body.fields)
         for _ in range(_ATTEMPTS):
-            before = await self._store.selections.worker(worker)
-            known = _loaded(before)
-            if known is None:
+            old_value = await self._store.selections.worker(worker)
+            old_description = _loaded(old_value)
+            if old_description is None:
                 raise NotFound(f"worker {worker} not found")
-            told = known | _told(patch)
-            if await self._describe(worker, before, told):
-                return Answer(await self._reconciled(worker, known, told))
+            description = old_description | _told(patch)
+            if await self._describe(worker, old_value, description):
+                return Answer(await self._reconciled(worker, old_description, description))
         raise _contended(worker)
 
     async def remove(self, body: Body) -> Answer:
         worker = worker_id(body)
         for _ in range(_ATTEMPTS):
-            before = await self._store.selections.worker(worker)
-            known = _loaded(before)
-            if known is None:
+            old_value = await self._store.selections.worker(worker)
+            old_description = _loaded(old_value)
+            if old_description is None:
                 raise NotFound(f"worker {worker} not found")
-            if await self._store.selections.describe(worker, before, b"") is Verdict.APPLIED:
-                await self._unregister(worker, known, frozenset())
-                return Answer(_shown(worker, known, "unschedulable", []))
+            if await self._store.selections.describe(worker, old_value, b"") is Verdict.APPLIED:
+                await self._unregister(worker, old_description, frozenset())
+                return Answer(_shown(worker, old_description, "unschedulable", []))
         raise _contended(worker)
 
-    async def _describe(self, worker: str, before: bytes | None, told: Mapping[str, Any]) -> bool:
-        verdict = await self._store.selections.describe(worker, before, orjson.dumps(dict(told)))
+    async def _describe(self, worker: str, old_value: bytes | None, description: Mapping[str, Any]) -> bool:
+        verdict = await self._store.selections.describe(worker, old_value, orjson.dumps(dict(description)))
         if verdict is Verdict.FULL:
             raise Saturated(f"{WORKERS_MAX} workers are described, which is the maximum; delete one")
         return verdict is Verdict.APPLIED
 
-    async def _reconciled(self, worker: str, known: Mapping[str, Any] | None, told: Mapping[str, Any]) -> Any:
+    async def _reconciled(
+        self, worker: str, old_description: Mapping[str, Any] | None, description: Mapping[str, Any]
+    ) -> Any:
         """Register the ranks in the description, and end the former ones that it lacks. Return the description, to
         show.
         """
-        reasons, wanted = self._missing(told), []
+        reasons, wanted = self._missing(description), []
         if not reasons:
             try:
-                wanted = self._registrations(worker, told)
+                wanted = self._registrations(worker, description)
                 await self._check_block_size(wanted)
-                if known is not None and _group(known) != _group(told):
-                    await self._unregister(worker, known, frozenset())
+                if old_description is not None and _group(old_description) != _group(description):
+                    await self._unregister(worker, old_description, frozenset())
                 for registration in wanted:
                     await self._store.registry.register(registration)
             except (InvalidValue, Conflict) as exc:
                 wanted, reasons = [], [f"reconciliation failed: {exc.sentence}"]
-        await self._unregister(worker, known or told, frozenset(each.name for each in wanted))
-        return _shown(worker, told, "incomplete" if reasons else "schedulable", reasons)
+        await self._unregister(
+            worker,
+            old_description or description,
+            frozenset(wanted_registration.name for wanted_registration in wanted),
+        )
+        return _shown(worker, description, "incomplete" if reasons else "schedulable", reasons)
 
     @staticmethod
-    def _missing(told: Mapping[str, Any]) -> list[str]:
-        reasons = [] if told.get("endpoint") else ["endpoint is required"]
-        if not told.get("block_size"):
+    def _missing(description: Mapping[str, Any]) -> list[str]:
+        reasons = [] if description.get("endpoint") else ["endpoint is required"]
+        if not description.get("block_size"):
             reasons.append("block_size must be greater than 0")
-        return reasons + [f"kv_events endpoint is required for dp_rank {rank}" for rank, at in _ranks(told) if not at]
+        return reasons + [
+            f"kv_events endpoint is required for dp_rank {rank}"
+            for rank, endpoint in _ranks(description)
+            if not endpoint
+        ]
 
-    def _registrations(self, worker: str, told: Mapping[str, Any]) -> list[Registration]:
-        address, block_size, group = told["endpoint"], told["block_size"], _group(told)
+    def _registrations(self, worker: str, description: Mapping[str, Any]) -> list[Registration]:
+        address, block_size, group = description["endpoint"], description["block_size"], _group(description)
         if block_size > 65_536:
             raise InvalidValue(f"block_size is {block_size}; it must be 1..65536", field="block_size")
         if not is_engine_url(address):
             raise InvalidValue(f"endpoint is {shown_url(address)}; it must be {ENGINE_URL}", field="endpoint")
         self._allowed.check(address, "endpoint")
-        found = []
-        for rank, endpoint in _ranks(told):
-            for field, each in (("kv_events endpoint", endpoint), ("replay_endpoint", told.get("replay_endpoint"))):
-                if each is not None and not is_endpoint(each):
-                    raise InvalidValue(f"{field} is {shown(each)} for dp_rank {rank}; it must be {ENDPOINT}")
-                self._allowed.check(each, field)
-            found.append(
+        registrations = []
+        for rank, endpoint in _ranks(description):
+            for field, text in (
+                ("kv_events endpoint", endpoint),
+                ("replay_endpoint", description.get("replay_endpoint")),
+            ):
+                if text is not None and not is_endpoint(text):
+                    raise InvalidValue(f"{field} is {shown(text)} for dp_rank {rank}; it must be {ENDPOINT}")
+                self._allowed.check(text, field)
+            registrations.append(
                 Registration(
                     kind=UNNAMED,
                     instance_id=worker,
@@ -125,7 +138,7 @@ class DynamoWorkerHandlers:
                     model_name=group.model_name,
                     block_size=block_size,
                     endpoint=endpoint,
-                    replay_endpoint=told.get("replay_endpoint"),
+                    replay_endpoint=description.get("replay_endpoint"),
                     lora_name=None,
                     additional_salt=None,
                     scope="instance",
@@ -134,7 +147,7 @@ class DynamoWorkerHandlers:
                     target=Target(address=address),
                 )
             )
-        return found
+        return registrations
 
     async def _check_block_size(self, wanted: list[Registration]) -> None:
         new = wanted[0]
@@ -145,16 +158,20 @@ class DynamoWorkerHandlers:
                     f"existing={old.block_size} requested={new.block_size}"
                 )
 
-    async def _unregister(self, worker: str, known: Mapping[str, Any], kept: frozenset[PublisherName]) -> None:
+    async def _unregister(
+        self, worker: str, old_description: Mapping[str, Any], kept_names: frozenset[PublisherName]
+    ) -> None:
         """End the ranks of a worker in its group, except the kept ones."""
-        group = _group(known)
-        gone = [
-            each.name
-            for each in await self._store.directory.registrations()
-            if each.instance_id == worker and each.group == group and each.name not in kept
+        group = _group(old_description)
+        names = [
+            registration.name
+            for registration in await self._store.directory.registrations()
+            if registration.instance_id == worker
+            and registration.group == group
+            and registration.name not in kept_names
         ]
-        if gone:
-            await self._store.registry.unregister(gone)
+        if names:
+            await self._store.registry.unregister(names)
 
 
 def worker_id(body: Body) -> str:
@@ -172,37 +189,37 @@ def _told(request: WorkerPatch) -> dict[str, Any]:
 def _loaded(value: bytes | None) -> dict[str, Any] | None:
     if value is None:
         return None
-    found = orjson.loads(value)
-    return dict(found)
+    document = orjson.loads(value)
+    return dict(document)
 
 
-def _group(told: Mapping[str, Any]) -> GroupName:
-    return GroupName(told["routing_group"], told["model_name"])
+def _group(description: Mapping[str, Any]) -> GroupName:
+    return GroupName(description["routing_group"], description["model_name"])
 
 
-def _ranks(told: Mapping[str, Any]) -> list[tuple[int, str | None]]:
+def _ranks(description: Mapping[str, Any]) -> list[tuple[int, str | None]]:
     """Return each rank with the socket of its events."""
-    first, size = told.get("data_parallel_start_rank", 0), max(1, told.get("data_parallel_size", 1))
-    each = told.get("kv_events_endpoints", {})
-    one = told.get("kv_events_endpoint") if size == 1 else None
-    return [(rank, each.get(str(rank), one)) for rank in range(first, first + size)]
+    first, size = description.get("data_parallel_start_rank", 0), max(1, description.get("data_parallel_size", 1))
+    endpoints = description.get("kv_events_endpoints", {})
+    only_endpoint = description.get("kv_events_endpoint") if size == 1 else None
+    return [(rank, endpoints.get(str(rank), only_endpoint)) for rank in range(first, first + size)]
 
 
-def _shown(worker: str, told: Mapping[str, Any], lifecycle: str, reasons: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def _shown(worker: str, description: Mapping[str, Any], lifecycle: str, reasons: list[str]) -> dict[str, Any]:
+    view: dict[str, Any] = {
         "worker_id": int(worker),
-        "model_name": told["model_name"],
-        "routing_group": told["routing_group"],
+        "model_name": description["model_name"],
+        "routing_group": description["routing_group"],
         "lifecycle": lifecycle,
     }
-    found |= {name: told.get(name) for name in _FIELDS if name != "kv_events_endpoints"}
-    found |= {"taints": told.get("taints", []), "topology_domains": told.get("topology_domains", {})}
-    found |= dict.fromkeys(_NEVER)
-    if told.get("kv_events_endpoints"):
-        found["kv_events_endpoints"] = told["kv_events_endpoints"]
+    view |= {name: description.get(name) for name in _FIELDS if name != "kv_events_endpoints"}
+    view |= {"taints": description.get("taints", []), "topology_domains": description.get("topology_domains", {})}
+    view |= dict.fromkeys(_NEVER)
+    if description.get("kv_events_endpoints"):
+        view["kv_events_endpoints"] = description["kv_events_endpoints"]
     if reasons:
-        found["not_schedulable_reasons"] = reasons
-    return found
+        view["not_schedulable_reasons"] = reasons
+    return view
 
 
 def _contended(worker: str) -> Conflict:

@@ -71,18 +71,18 @@ class Gate:
             return EVERYONE
         for name, value in headers:
             if name == b"authorization":
-                scheme, _, given = value.partition(b" ")
-                caller = self._caller(given.strip()) if scheme.lower() == b"bearer" else None
+                scheme, _, token = value.partition(b" ")
+                caller = self._caller(token.strip()) if scheme.lower() == b"bearer" else None
                 if caller is not None:
                     if access == "write" and not caller.may_write:
                         raise Forbidden(f"the token {shown(caller.name)} may read only; use one with access write")
                     return caller
         raise Unauthorized()
 
-    def _caller(self, given: bytes) -> Caller | None:
-        if self._token is not None and hmac.compare_digest(given, self._token):
+    def _caller(self, token: bytes) -> Caller | None:
+        if self._token is not None and hmac.compare_digest(token, self._token):
             return EVERYONE
-        return None if self._tokens is None else self._tokens.caller(given)
+        return None if self._tokens is None else self._tokens.caller(token)
 
 
 def openness(settings: Settings, *, is_gateway: bool = False) -> str | None:
@@ -154,7 +154,7 @@ def check_reach(caller: Caller, reach: Reach, body: Body, *, is_dynamo: bool) ->
     for fields in _documents(body):
         # The handler refuses a tenant of a wrong type.
         named = [fields.get(field) for field in (("routing_group", "tenant_id") if is_dynamo else ("tenant_id",))]
-        tenant = next((each for each in named if each), DEFAULT_TENANT)
+        tenant = next((tenant_id for tenant_id in named if tenant_id), DEFAULT_TENANT)
         if isinstance(tenant, str) and not caller.has(tenant):
             raise Forbidden(
                 f"the token {shown(caller.name)} has no access to tenant {shown(tenant)}; use a token for this tenant"
@@ -163,5 +163,5 @@ def check_reach(caller: Caller, reach: Reach, body: Body, *, is_dynamo: bool) ->
 
 def _documents(body: Body) -> Sequence[Mapping[str, Any]]:
     if body.documents is not None:
-        return [each for each in body.documents if isinstance(each, dict)]
+        return [document for document in body.documents if isinstance(document, dict)]
     return [body.fields if body.text is None else body.text.fields]

@@ -117,7 +117,7 @@ def format_of(headers: RawHeaders, *, must_be_named: bool = False) -> Format:
     A page of another site can send any bytes without a Content-Type, but with one of ours only if this server allows
     it.
     """
-    found = None
+    body_format = None
     for name, value in headers:
         if name == b"content-type":
             media_type = value if value in _FORMATS else value.partition(b";")[0].strip().lower()
@@ -126,18 +126,18 @@ def format_of(headers: RawHeaders, *, must_be_named: bool = False) -> Format:
                     f"Content-Type is {shown(value.decode('latin-1'))}; send application/json or application/msgpack",
                     reason="unsupported_content_type",
                 )
-            found = _FORMATS[media_type] if media_type else None
+            body_format = _FORMATS[media_type] if media_type else None
         elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
             raise InvalidValue(
                 f"Content-Encoding is {shown(value.decode('latin-1'))}; send the body without compression",
                 reason="unsupported_content_type",
             )
-    if found is None and must_be_named:
+    if body_format is None and must_be_named:
         raise InvalidValue(
             "this request has no Content-Type; send application/json or application/msgpack",
             reason="unsupported_content_type",
         )
-    return found or Format.JSON
+    return body_format or Format.JSON
 
 
 async def read_body(headers: RawHeaders, receive: Receive, max_bytes: int) -> bytes:
@@ -175,8 +175,8 @@ def decode(body: bytes, body_format: Format, *, may_be_list: bool = False, long_
     A plain ``long_list`` may come back as ``numbers``; its value in ``fields`` is then an empty list.
     """
     if body_format is Format.JSON:
-        if long_list is not None and (read := _without_parser(body, long_list)) is not None:
-            return read
+        if long_list is not None and (plain_body := _without_parser(body, long_list)) is not None:
+            return plain_body
         # A bracket inside a text counts too; valid bodies do not have so many.
         if len(body) > CONTAINERS_MAX and body.count(b"[") + body.count(b"{") > CONTAINERS_MAX:
             raise _too_many_containers()
@@ -203,22 +203,22 @@ def decode(body: bytes, body_format: Format, *, may_be_list: bool = False, long_
     return Body(value, may_hold_booleans, format=body_format)
 
 
-def _without_parser(body: bytes, of: LongList) -> Body | None:
+def _without_parser(body: bytes, long_list: LongList) -> Body | None:
     """Return a body whose long list can be read without the parser; else None, and the parser decides.
 
     See ``lists.cut`` for why the rest proves the contents of the gap.
     """
-    for name, quoted, key in of.names:
-        found = (cut_hashes if of.is_hashes else cut)(body, quoted, of.count_max)
-        if found is not None:
-            start, end, numbers = found
+    for name, quoted, key in long_list.names:
+        piece = (cut_hashes if long_list.is_hashes else cut)(body, quoted, long_list.count_max)
+        if piece is not None:
+            start, end, numbers = piece
             rest = b"%b[]%b" % (body[:start], body[end:])
-            text = of.cache.find(key + rest) or _text(rest, name, key, of)
+            text = long_list.cache.find(key + rest) or _text(rest, name, key, long_list)
             return None if text is None else Body(text.fields, False, None, numbers, text)
-    return None if of.otherwise is None else _without_parser(body, of.otherwise)
+    return None if long_list.otherwise is None else _without_parser(body, long_list.otherwise)
 
 
-def _text(rest: bytes, name: str, key: bytes, of: LongList) -> ParsedFields | None:
+def _text(rest: bytes, name: str, key: bytes, long_list: LongList) -> ParsedFields | None:
     """Return the fields of the rest of a body, if ``name`` is an empty list there and its other spellings are
     absent.
     """
@@ -231,10 +231,12 @@ def _text(rest: bytes, name: str, key: bytes, of: LongList) -> ParsedFields | No
     if not isinstance(fields, dict) or fields.get(name) != []:
         return None
     # Whether two spellings say the same can be seen of two lists only.
-    if len(of.spellings) > 1 and any(fields.get(other) is not None for other in of.spellings if other != name):
+    if len(long_list.spellings) > 1 and any(
+        fields.get(spelling) is not None for spelling in long_list.spellings if spelling != name
+    ):
         return None
     text = ParsedFields(fields)
-    of.cache.keep(key + rest, text)
+    long_list.cache.keep(key + rest, text)
     return text
 
 
@@ -265,14 +267,14 @@ def _may_hold(text: bytes, word: bytes, letter: bytes) -> bool:
 
     One letter is found sixty times faster than a word. After a few that belong to something else it gives up.
     """
-    before = word.index(letter)
-    at = text.find(letter)
+    letter_index = word.index(letter)
+    index = text.find(letter)
     for _ in range(8):
-        if at < 0:
+        if index < 0:
             return False
-        if text.startswith(word, max(0, at - before)):
+        if text.startswith(word, max(0, index - letter_index)):
             return True
-        at = text.find(letter, at + 1)
+        index = text.find(letter, index + 1)
     return True
 
 
@@ -300,8 +302,8 @@ def cut(body: bytes, name: bytes, count_max: int) -> tuple[int, int, bytes] | No
     if native.selected is not None:
         return native.selected.cut(body, name, count_max)
     # The parser reads the list here too; the gain is that the rest can be recognised by its bytes.
-    at = body.find(name)
-    colon = _LIST_FOLLOWS.match(body, at + len(name)) if at >= 0 else None
+    index = body.find(name)
+    colon = _LIST_FOLLOWS.match(body, index + len(name)) if index >= 0 else None
     if colon is None:
         return None
     start = colon.end() - 1

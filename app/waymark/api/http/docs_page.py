@@ -78,11 +78,11 @@ def page(document: dict[str, Any]) -> str:
 
 
 def _grouped(paths: dict[str, Any]) -> dict[str, list[tuple[str, str, Any]]]:
-    found: dict[str, list[tuple[str, str, Any]]] = {title: [] for _, title in reversed(_GROUPS)}
+    groups: dict[str, list[tuple[str, str, Any]]] = {title: [] for _, title in reversed(_GROUPS)}
     for path, methods in paths.items():
         title = next(title for beginning, title in _GROUPS if path.startswith(beginning))
-        found[title] += [(method.upper(), path, operation) for method, operation in methods.items()]
-    return found
+        groups[title] += [(method.upper(), path, operation) for method, operation in methods.items()]
+    return groups
 
 
 def _anchor(method: str, path: str) -> str:
@@ -119,9 +119,9 @@ def _example(method: str, path: str, operation: dict[str, Any]) -> Iterator[str]
         line = line.replace("curl ", "curl -X POST ")
     yield _code("request", line)
     status, answer = next(iter(operation["responses"].items()))
-    for kind, shown in answer["content"].items():
-        if "example" in shown:
-            text = shown["example"] if isinstance(shown["example"], str) else pretty(shown["example"])
+    for kind, example in answer["content"].items():
+        if "example" in example:
+            text = example["example"] if isinstance(example["example"], str) else pretty(example["example"])
             yield _code("answer", f"{status} {kind}\n{text}".rstrip())
 
 
@@ -136,28 +136,28 @@ def pretty(value: Any, indent: str = "") -> str:
         return compact
     inner = indent + "  "
     if isinstance(value, dict):
-        lines = [f"{inner}{json.dumps(name)}: {pretty(each, inner)}" for name, each in value.items()]
+        lines = [f"{inner}{json.dumps(name)}: {pretty(item, inner)}" for name, item in value.items()]
     else:
-        lines = [inner + pretty(each, inner) for each in value]
+        lines = [inner + pretty(item, inner) for item in value]
     opening, closing = "{}" if isinstance(value, dict) else "[]"
     return "\n".join([opening, ",\n".join(lines), indent + closing])
 
 
 def _fields(schemas: dict[str, Any], body: dict[str, Any]) -> str:
-    found: dict[str, None] = {}
-    _add_references(schemas, body["content"].get("application/json", {}), found)
-    return "".join(_table(schemas[name]) for name in found)
+    names: dict[str, None] = {}
+    _add_references(schemas, body["content"].get("application/json", {}), names)
+    return "".join(_table(schemas[name]) for name in names)
 
 
-def _add_references(schemas: dict[str, Any], value: Any, found: dict[str, None]) -> None:
+def _add_references(schemas: dict[str, Any], value: Any, names: dict[str, None]) -> None:
     """Add the names of the schemas that a part of the document refers to, directly or indirectly."""
     if isinstance(value, dict):
         name = str(value.get("$ref", "")).rpartition("/")[2]
-        if name and name not in found:
-            found[name] = None
-            _add_references(schemas, schemas[name], found)
+        if name and name not in names:
+            names[name] = None
+            _add_references(schemas, schemas[name], names)
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _add_references(schemas, part, found)
+        _add_references(schemas, part, names)
 
 
 def _table(schema: dict[str, Any]) -> str:

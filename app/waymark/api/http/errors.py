@@ -94,11 +94,11 @@ def unfit(error: ValidationError, model: type[BaseModel], spelled: Mapping[str, 
         return InvalidBody(f"{field} is missing; it must be {wanted}", reason="missing", field=field)
     value = first["input"]
     if name in _SECRET:
-        said = kind(value)
+        text = kind(value)
     else:
-        said = shown_url(value) if name in _URLS and isinstance(value, str) else shown(value)
+        text = shown_url(value) if name in _URLS and isinstance(value, str) else shown(value)
     return InvalidBody(
-        f"{field} is {said}; it must be {wanted}",
+        f"{field} is {text}; it must be {wanted}",
         reason=_slug(first["type"], value),
         field=field,
     )

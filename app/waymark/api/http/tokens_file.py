@@ -54,11 +54,11 @@ class TokensFile:
     def caller(self, token: bytes) -> Caller | None:
         """Return the caller that the token belongs to. The time for this does not depend on the token."""
         digest = sha256(token).hexdigest()
-        found = None
-        for known, caller in self._file.entries:
-            if hmac.compare_digest(known, digest):
-                found = caller
-        return found
+        match = None
+        for known_digest, caller in self._file.entries:
+            if hmac.compare_digest(known_digest, digest):
+                match = caller
+        return match
 
 
 def _read(path: Path) -> list[tuple[str, Caller]]:
@@ -95,7 +95,7 @@ def _complaint(entry: Any, names: set[str], digests: set[str]) -> str:
         return f"name is {shown(name)}; give each token a name of its own"
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest) or digest in digests:
         return "sha256 is not 64 hex digits in lower case, or is there twice; printf %s TOKEN | sha256sum"
-    is_list = isinstance(tenants, list) and tenants and all(isinstance(each, str) and each for each in tenants)
+    is_list = isinstance(tenants, list) and tenants and all(isinstance(tenant, str) and tenant for tenant in tenants)
     if not is_list or ("*" in tenants and tenants != ["*"]):  # type: ignore[operator]
         return 'tenants is no list of tenants; give ["*"] for all'
     if access not in ("read", "write"):

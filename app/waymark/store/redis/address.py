@@ -104,26 +104,26 @@ def _parse(url: str) -> Address:
 
 
 def _parameters(query: str) -> dict[str, str]:
-    known = ("db", "username", "password", "role")
-    given: dict[str, str] = {}
+    names = ("db", "username", "password", "role")
+    parameters: dict[str, str] = {}
     for part in filter(None, query.split("&")):
         name, _, value = part.partition("=")
-        if name not in known or name in given:
+        if name not in names or name in parameters:
             # The error names the option alone: its value may be a secret.
             option = name if re.fullmatch(r"[a-z_]{1,40}", name) else "one of its parameters"
-            raise ValueError(f"{option} is unknown or given twice; it may have {', '.join(known)}")
-        given[name] = unquote(value)
-    return given
+            raise ValueError(f"{option} is unknown or given twice; it may have {', '.join(names)}")
+        parameters[name] = unquote(value)
+    return parameters
 
 
 def _endpoints(hosts: str, kind: str) -> tuple[HostPort, ...]:
-    found: list[HostPort] = []
+    endpoints: list[HostPort] = []
     for text in hosts.split(","):
         match = _HOST.fullmatch(text)
         port = int(match["port"] or (26379 if kind == "sentinel" else 6379)) if match else 0
         if match is None or not 1 <= port <= 65535:
             raise ValueError("a host is host:port, and user and password are percent-encoded")
-        found.append((match["host"].strip("[]"), port))
-    if kind == "server" and len(found) > 1:
+        endpoints.append((match["host"].strip("[]"), port))
+    if kind == "server" and len(endpoints) > 1:
         raise ValueError("it has several hosts: use redis+sentinel:// or redis+cluster://")
-    return tuple(found)
+    return tuple(endpoints)

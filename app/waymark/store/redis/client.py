@@ -145,9 +145,9 @@ class RedisClient:
         if self.reads is not None and name in REPEATABLE:
             pool = self.reads.scripts
             try:
-                until = asyncio.get_running_loop().time() + pool.seconds
-                connection = pool.connection or await pool.opened(until)
-                (reply,) = await connection.ask(hiredis.pack_command(words), _ONE_REPLY, until)
+                deadline = asyncio.get_running_loop().time() + pool.seconds
+                connection = pool.connection or await pool.opened(deadline)
+                (reply,) = await connection.ask(hiredis.pack_command(words), _ONE_REPLY, deadline)
                 return cast("Reply", reply)
             except TimeoutError:
                 with self._translated():
@@ -187,7 +187,7 @@ class RedisClient:
     async def load_scripts(self) -> None:
         """Load all scripts into every primary."""
         with self._translated():
-            await asyncio.gather(*(_load(each) for each in await self._primaries()))
+            await asyncio.gather(*(_load(primary) for primary in await self._primaries()))
 
     async def ping(self) -> None:
         with self._translated():
@@ -198,7 +198,7 @@ class RedisClient:
         if self.url == EMBEDDED:
             return []
         with self._translated():
-            return list(await asyncio.gather(*(each.info() for each in await self._primaries())))
+            return list(await asyncio.gather(*(primary.info() for primary in await self._primaries())))
 
     async def hget(self, key: str, field: Any) -> bytes | None:
         with self._translated():
@@ -236,7 +236,7 @@ class RedisClient:
     async def unlink_all(self, pattern: str) -> int:
         """Delete every key that matches ``pattern``, on every primary; return how many there were."""
         with self._translated():
-            return sum([await _unlink_all(each, pattern) for each in await self._primaries()])
+            return sum([await _unlink_all(primary, pattern) for primary in await self._primaries()])
 
     async def several(self, commands: Iterable[Sequence[Any]], *, is_lenient: bool = False) -> list[Any]:
         """Return the replies to independent commands, in one round trip (on a Cluster, one to each node, all at once).

@@ -50,14 +50,14 @@ class Cluster:
         self,
         seeds: Sequence[HostPort],
         connect: Callable[[HostPort], Redis],
-        read: Callable[[HostPort], ReadPool],
+        read_pool_of: Callable[[HostPort], ReadPool],
         *,
         timeout_seconds: float,
         is_replica: bool = False,
     ) -> None:
         self._seeds = seeds
         self._connect = connect
-        self._read = read
+        self._read = read_pool_of
         self._bound_seconds = _BOUND_TIMEOUTS * timeout_seconds
         self._nodes: dict[HostPort, Redis] = {}
         self._reads: dict[HostPort, ReadPool] = {}
@@ -97,7 +97,7 @@ class Cluster:
                 for i, answer in zip(indexes, answers, strict=True):
                     replies[i] = answer
 
-            await asyncio.gather(*(ask(*each) for each in by_node.items()))
+            await asyncio.gather(*(ask(*node_commands) for node_commands in by_node.items()))
             again = [i for i, reply in enumerate(replies) if _is_elsewhere(reply)]
             # Each is sent alone, and follows its slot.
             answers = await asyncio.gather(*(self._follow(listed[i]) for i in again), return_exceptions=True)
@@ -149,15 +149,15 @@ class Cluster:
         """Return one client for each node that has slots, in any order."""
         async with asyncio.timeout(self._bound_seconds):
             await self._read_map()
-        found = self._map.primaries()
-        return [self._node(each) for each in random.sample(sorted(found), len(found))]
+        endpoints = self._map.primaries()
+        return [self._node(endpoint) for endpoint in random.sample(sorted(endpoints), len(endpoints))]
 
     async def ping(self) -> None:
         """Check that every node that gets commands answers."""
         async with asyncio.timeout(self._bound_seconds):
             await self._read_map()
             picked = self._map.picked()
-            for reply in await asyncio.gather(*(self._ping(each) for each in picked), return_exceptions=True):
+            for reply in await asyncio.gather(*(self._ping(endpoint) for endpoint in picked), return_exceptions=True):
                 if isinstance(reply, BaseException):
                     raise reply
 
@@ -233,14 +233,14 @@ class Cluster:
         async with self._reading:
             if self._map.is_usable():
                 return
-            known = random.sample(list(self._nodes), min(len(self._nodes), _ASKED_MAX))
+            known_nodes = random.sample(list(self._nodes), min(len(self._nodes), _ASKED_MAX))
             seeds = random.sample(self._seeds, min(len(self._seeds), _ASKED_MAX))
-            found = await first(self._ask, dict.fromkeys([*known, *seeds]))
-            if isinstance(found, Exception):
-                raise RedisConnectionError(f"no node of the Cluster returns the map of slots: {found}") from found
-            self._map.replace(found)
-            gone = [endpoint for endpoint in self._nodes if endpoint not in found.endpoints]
-            for endpoint in gone:
+            slots = await first(self._ask, dict.fromkeys([*known_nodes, *seeds]))
+            if isinstance(slots, Exception):
+                raise RedisConnectionError(f"no node of the Cluster returns the map of slots: {slots}") from slots
+            self._map.replace(slots)
+            left_nodes = [endpoint for endpoint in self._nodes if endpoint not in slots.endpoints]
+            for endpoint in left_nodes:
                 # Commands that were sent end first; the pool closes their connections when they return.
                 pool = self._nodes.pop(endpoint).connection_pool
                 self._map.forget(endpoint)

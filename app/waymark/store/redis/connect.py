@@ -127,12 +127,12 @@ async def first(ask: Callable[[A], Awaitable[T]], asked: Iterable[A]) -> T | Red
 
     The calls unfinished by then are cancelled.
     """
-    waiting = {asyncio.ensure_future(ask(each)) for each in asked}
+    waiting = {asyncio.ensure_future(ask(task)) for task in asked}
     failure = RedisError("there is no server to ask")
     try:
         while waiting:
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            outcomes = await asyncio.gather(*done, return_exceptions=True)
+            finished, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            outcomes = await asyncio.gather(*finished, return_exceptions=True)
             for outcome in outcomes:
                 if isinstance(outcome, RedisError):
                     failure = outcome
@@ -142,6 +142,6 @@ async def first(ask: Callable[[A], Awaitable[T]], asked: Iterable[A]) -> T | Red
                     return outcome
         return failure
     finally:
-        for each in waiting:
-            each.cancel()
+        for task in waiting:
+            task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)

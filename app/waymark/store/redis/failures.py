@@ -88,15 +88,15 @@ def kind_of(exc: Exception) -> str:
     if is_damage(exc):
         return "damaged"
     causes = list(_causes(exc))
-    found = (kind for kind, types in kinds.items() if any(isinstance(cause, types) for cause in causes))
-    return next(found, "other")
+    kinds_found = (kind for kind, types in kinds.items() if any(isinstance(cause, types) for cause in causes))
+    return next(kinds_found, "other")
 
 
 def _causes(exc: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = exc
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__
+    cause: BaseException | None = exc
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def _kind(exc: Exception) -> str:

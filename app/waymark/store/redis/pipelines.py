@@ -40,17 +40,17 @@ class SharedPipeline:
     async def _send(self) -> None:
         """Send until the queue is empty."""
         while self._waiting:
-            sent = [self._waiting.popleft() for _ in range(min(len(self._waiting), _COMMANDS_MAX))]
-            sent = [each for each in sent if not each[1].done()]
-            if not sent:
+            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _COMMANDS_MAX))]
+            batch = [pending for pending in batch if not pending[1].done()]
+            if not batch:
                 continue
             replies: list[Any] = []
             try:
-                replies = await self._replies([command for command, _ in sent])
+                replies = await self._replies([command for command, _ in batch])
             except Exception as error:
-                replies = [_copy_of(error) for _ in sent]
+                replies = [_copy_of(error) for _ in batch]
             finally:
-                for i, (_, answer) in enumerate(sent):
+                for i, (_, answer) in enumerate(batch):
                     if answer.done():
                         continue
                     if i >= len(replies):  # the loop ends

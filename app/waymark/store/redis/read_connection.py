@@ -62,10 +62,10 @@ class ReplyReceiver(Protocol[T_contra]):
 class _PendingRead(Generic[T]):
     __slots__ = ("_is_ended", "answer", "reader", "replies", "until")
 
-    def __init__(self, reader: ReplyReader[T], answer: ReplyReceiver[T], until: float) -> None:
+    def __init__(self, reader: ReplyReader[T], answer: ReplyReceiver[T], deadline: float) -> None:
         self.reader = reader
         self.answer = answer
-        self.until = until
+        self.until = deadline
         self.replies: list[Any] = []
         """The replies that have been parsed so far."""
         self._is_ended = False
@@ -90,9 +90,9 @@ class ReadConnection(asyncio.Protocol):
     It counts as lost if a reply is missing and no data come for ``silent_seconds``.
     """
 
-    def __init__(self, silent_seconds: float, lost: Callable[[ReadConnection], None]) -> None:
+    def __init__(self, silent_seconds: float, on_lost: Callable[[ReadConnection], None]) -> None:
         self._silent_seconds = silent_seconds
-        self._lost = lost
+        self._lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._questions: deque[_PendingRead[Any]] = deque()
@@ -106,31 +106,31 @@ class ReadConnection(asyncio.Protocol):
         self._due = math.inf
         self._is_retired = False
 
-    def ask(self, packed: bytes, reader: ReplyReader[T], until: float | None) -> asyncio.Future[T]:
+    def ask(self, packed: bytes, reader: ReplyReader[T], deadline: float | None) -> asyncio.Future[T]:
         """Send a question, and return the result that ``reader`` makes from the replies.
 
-        Raise TimeoutError at ``until``, by the loop's clock, and RedisError if a reply is one or the connection is
+        Raise TimeoutError at ``deadline``, by the loop's clock, and RedisError if a reply is one or the connection is
         lost.
         """
         answer: asyncio.Future[T] = self._loop.create_future()
-        self.send(packed, reader, answer, until)
+        self.send(packed, reader, answer, deadline)
         return answer
 
-    def send(self, packed: bytes, reader: ReplyReader[T], answer: ReplyReceiver[T], until: float | None) -> None:
+    def send(self, packed: bytes, reader: ReplyReader[T], answer: ReplyReceiver[T], deadline: float | None) -> None:
         """Send a question like ``ask``, with ``answer`` in place of a future. It may get an error before this
         returns.
         """
         now = self._loop.time()
         if self._transport is None:
             answer.set_exception(RedisConnectionError("the connection was lost"))
-        elif until is not None and until <= now:
+        elif deadline is not None and deadline <= now:
             answer.set_exception(TimeoutError())
         elif len(self._questions) >= QUESTIONS_MAX:
             answer.set_exception(RedisConnectionError(f"{QUESTIONS_MAX} commands are under way"))
         else:
             if not self._questions:
                 self._heard = now
-            question = _PendingRead(reader, answer, math.inf if until is None else until)
+            question = _PendingRead(reader, answer, math.inf if deadline is None else deadline)
             self._questions.append(question)
             self._check_by(min(question.until, self._heard + self._silent_seconds))
             self._unsent.append(packed)

@@ -34,23 +34,23 @@ class Dialer:
     timeout_seconds: float
     find: FindServers | None
 
-    async def dial(self, lost: OnLost) -> ReadConnection:
+    async def dial(self, on_lost: OnLost) -> ReadConnection:
         """Return a connection, authenticated and ready. Raise RedisError if that fails."""
         if self.find is None:
-            return await self._dial(None, lost)
+            return await self._dial(None, on_lost)
         failure: RedisError = RedisConnectionError("there is no server")
         for endpoint in await self.find():
             try:
-                return await self._dial(endpoint, lost)
+                return await self._dial(endpoint, on_lost)
             except RedisError as exc:
                 failure = exc
         raise failure
 
-    async def _dial(self, endpoint: HostPort | None, lost: OnLost) -> ReadConnection:
+    async def _dial(self, endpoint: HostPort | None, on_lost: OnLost) -> ReadConnection:
         connection: ReadConnection | None = None
         try:
             async with asyncio.timeout(self.timeout_seconds):
-                connection = await self._connect(endpoint, lost)
+                connection = await self._connect(endpoint, on_lost)
                 await self._greet(connection)
         except TimeoutError as exc:
             self._give_up(connection)
@@ -62,11 +62,11 @@ class Dialer:
             raise
         return connection
 
-    async def _connect(self, endpoint: HostPort | None, lost: OnLost) -> ReadConnection:
+    async def _connect(self, endpoint: HostPort | None, on_lost: OnLost) -> ReadConnection:
         loop = asyncio.get_running_loop()
 
         def make() -> ReadConnection:
-            return ReadConnection(self.timeout_seconds, lost)
+            return ReadConnection(self.timeout_seconds, on_lost)
 
         if endpoint is None:
             _, connection = await loop.create_unix_connection(make, self.address.path)
@@ -127,19 +127,19 @@ class ReadPool:
             return self.connection.ask(packed, reader, until)
         return self._ask_opened(packed, reader, until)
 
-    async def _ask_opened(self, packed: bytes, reader: ReplyReader[T], until: float | None) -> T:
-        connection = await self.opened(until)
-        return await connection.ask(packed, reader, until)
+    async def _ask_opened(self, packed: bytes, reader: ReplyReader[T], deadline: float | None) -> T:
+        connection = await self.opened(deadline)
+        return await connection.ask(packed, reader, deadline)
 
-    async def opened(self, until: float | None) -> ReadConnection:
+    async def opened(self, deadline: float | None) -> ReadConnection:
         """Return the open connection, or open one.
 
-        Raises TimeoutError at ``until``, by the loop's clock, and RedisError if no connection can be opened.
+        Raises TimeoutError at ``deadline``, by the loop's clock, and RedisError if no connection can be opened.
         """
-        seen = self._failures
-        async with asyncio.timeout_at(until), self._opening:
+        failures = self._failures
+        async with asyncio.timeout_at(deadline), self._opening:
             if self.connection is None:
-                if self._failures != seen and self._failure is not None:
+                if self._failures != failures and self._failure is not None:
                     # The attempt of another caller has just failed. One more for each caller would multiply the delay.
                     raise RedisConnectionError(*self._failure.args) from self._failure
                 try:

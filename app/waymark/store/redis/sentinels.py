@@ -57,20 +57,20 @@ class _Sentinels(Sentinel):
                 raise MasterNotFoundError("it is down")
             return state["ip"], state["port"]
 
-        found = await first(ask, self.sentinels)
-        if isinstance(found, Exception):
+        endpoint = await first(ask, self.sentinels)
+        if isinstance(endpoint, Exception):
             raise MasterNotFoundError(
-                f"no Sentinel names a primary {shown(service_name)} that is up: {found}"
-            ) from found
-        return found
+                f"no Sentinel names a primary {shown(service_name)} that is up: {endpoint}"
+            ) from endpoint
+        return endpoint
 
     async def discover_slaves(self, service_name: str) -> list[HostPort]:
         async def ask(sentinel: Redis) -> list[HostPort]:
             return cast("list[HostPort]", self.filter_slaves(await sentinel.sentinel_slaves(service_name)))
 
-        found = await first(ask, self.sentinels)
+        endpoints = await first(ask, self.sentinels)
         # Without a replica the library goes on to the primary.
-        return [] if isinstance(found, Exception) else found
+        return [] if isinstance(endpoints, Exception) else endpoints
 
 
 class _BehindSentinels(Redis):

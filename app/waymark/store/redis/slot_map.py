@@ -107,8 +107,8 @@ class SlotMap:
         endpoints: set[HostPort] = set()
         for start, end, *nodes in reply:
             primary, *replicas = [((node[0] or b"").decode() or endpoint[0], int(node[1])) for node in nodes]
-            others = random.sample(replicas, len(replicas)) if self._is_replica else []
-            shards[start : end + 1] = [Shard(primary, (*others, primary))] * (end + 1 - start)
+            choices_left = random.sample(replicas, len(replicas)) if self._is_replica else []
+            shards[start : end + 1] = [Shard(primary, (*choices_left, primary))] * (end + 1 - start)
             endpoints.update((primary, *replicas))
         if not endpoints:
             raise ClusterDownError("its map of slots is empty")
@@ -119,4 +119,4 @@ class SlotMap:
 
     def _choice(self, shard: Shard) -> HostPort:
         now = asyncio.get_running_loop().time()
-        return next((each for each in shard.choices if self._failed_until.get(each, 0.0) <= now), shard.primary)
+        return next((choice for choice in shard.choices if self._failed_until.get(choice, 0.0) <= now), shard.primary)
