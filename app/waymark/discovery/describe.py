@@ -1,9 +1,9 @@
-"""Asks an engine what a registration needs to know: its model, its block size, and the event sockets of its ranks.
+"""Asks an engine for the facts of a registration: its model, its block size, and the event sockets of its ranks.
 
 vLLM answers ``/kv_event_sources`` (0.32 and later), ``/v1/models``, ``/version`` and ``/metrics``; SGLang
 ``/server_info`` and ``/v1/models``; any other server with OpenAI's API ``/v1/models`` alone. An engine is not trusted:
-every answer has a bound, and ``HostNames`` says which of its sockets are its own. What an engine does not say,
-``silent`` explains by the field that then has to be given.
+every answer has a bound, and ``HostNames`` says which of its sockets are its own. For each fact that an engine does not
+report, ``silent`` names the field to set instead.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Description:
     names_sockets: bool = True
     """Whether the engine answers the path that names its sockets."""
     is_foreign: bool = False
-    """Whether it is another server with OpenAI's API: one that has none of the paths by which engines name sockets."""
+    """Whether it is another server with OpenAI's API: it has no path by which engines name sockets."""
     silent: Mapping[str, str] = field(default_factory=dict)
     """The reason why the engine does not report a field, by field."""
 
@@ -90,9 +90,9 @@ class Describer:
         self._seconds = seconds
 
     async def describe(self, url: str, kind: EngineKind | None = None) -> Description:
-        """The description of the engine at ``url``; of an engine that is known to be of ``kind``, if it is.
+        """Describe the engine at ``url``, as an engine of ``kind`` if that is known.
 
-        Raises RemoteUnavailable where the engine does not answer, InvalidValue on ``url`` where something else does.
+        Raise RemoteUnavailable if the engine does not answer, and InvalidValue on ``url`` if another server does.
         """
         base = base_of(url)
         try:
@@ -194,7 +194,7 @@ def _ranks_of_vllm(sources: Any, silent: dict[str, str], reply: HttpReply | Unan
     if len(ranks) > RANKS_MAX:
         silent["endpoint"] = f"it names the sockets of {len(ranks)} ranks, and at most {RANKS_MAX} are read"
         return []
-    # Not by the endpoints: two texts may be one number, and one of them may have no second endpoint.
+    # Not by the endpoints: two texts may be one number, and one entry may have no second endpoint.
     return sorted(ranks, key=lambda value: value[0])
 
 
@@ -240,7 +240,7 @@ def _stated_size(labels: Mapping[str, str]) -> tuple[int, ...]:
 
 
 def _is_number(text: str) -> bool:
-    """Whether a text is a number, with fewer digits than those that Python refuses to read."""
+    """Return whether a text is a number with fewer digits than Python refuses to parse."""
     return text.isdecimal() and len(text) < 10
 
 
@@ -307,7 +307,9 @@ def _json(reply: HttpReply | Unanswered) -> Any:
 
 
 def _cards(models: Any) -> list[tuple[str, str | None]] | None:
-    """The names of ``/v1/models``, each with the model that it is an adapter of; None where it is no such answer."""
+    """Return the names of ``/v1/models``, each with the model that it is an adapter of; None if it is not such an
+    answer.
+    """
     data = models.get("data") if isinstance(models, dict) else None
     if not isinstance(data, list):
         return None
@@ -336,14 +338,14 @@ def _kind(server: Any, sources: Any) -> EngineKind | None:
 
 
 def _kind_by_metrics(reply: HttpReply | Unanswered) -> EngineKind | None:
-    """The kind of an engine by the names of its metrics: vLLM before 0.32 has no path that names its sockets."""
+    """Return the kind of an engine by the names of its metrics: vLLM before 0.32 has no path that names its sockets."""
     if isinstance(reply, HttpReply) and reply.status == 200 and _VLLM_METRIC.search(reply.body):
         return naming_sockets_at(_SOURCES)
     return None
 
 
 def _is_absent(reply: HttpReply | Unanswered) -> bool:
-    """Whether the server has said that it has no such path. One that is silent or fails may have it later."""
+    """Return whether the server has said that it has no such path. A silent or failing server may have it later."""
     return isinstance(reply, HttpReply) and reply.status < 500 and reply.status not in (401, 403, 429)
 
 
@@ -381,33 +383,35 @@ def _unavailable(base: str, why: str) -> RemoteUnavailable:
 
 
 def base_of(url: str) -> str:
-    """The URL without the slash at its end, and without the ``/v1`` that clients of OpenAI's API have in theirs."""
+    """Return the URL without the slash at its end, and without the ``/v1`` that clients of OpenAI's API append."""
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def host_of(url: str) -> str:
-    """The host of a URL as an endpoint has it: an IPv6 address in brackets."""
+    """Return the host of a URL as an endpoint has it: an IPv6 address in brackets."""
     host = urlsplit(url).hostname or ""
     return f"[{host}]" if ":" in host else host
 
 
 def instance_id_of(url: str) -> str:
-    """``10.0.0.7:8000`` of ``http://10.0.0.7:8000/``: what an engine is called that nobody has named."""
+    """Return ``10.0.0.7:8000`` for ``http://10.0.0.7:8000/``, the name of an engine that was registered without a
+    name.
+    """
     parts = urlsplit(url)
     return parts.netloc if parts.port is not None else f"{parts.netloc}:{443 if parts.scheme == 'https' else 80}"
 
 
-# Which sockets an engine may name as its own: at its own host, or where the operator allows connections.
+# The sockets that an engine may name as its own: those at its own host, and those that the operator allows.
 #
-# An engine says where it binds, which is a wildcard more often than not; subscribers connect to the host that it was
-# asked at. Any other host could be anybody's, so a registration by URL never leads there by itself.
+# An engine reports the address that it binds, which is a wildcard more often than not; subscribers connect to the host
+# of the registered URL. Any other host may belong to a stranger, so a registration by URL never leads there by itself.
 
 
 _WILDCARDS = frozenset({"*", "0.0.0.0", "::", ""})
 
 
 class UnusableSocket(Exception):
-    """The sentence that says what is wrong with a socket."""
+    """The sentence about an unusable socket."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence)
@@ -415,13 +419,15 @@ class UnusableSocket(Exception):
 
 
 class HostNames:
-    """Turns what an engine says of its sockets into endpoints to connect to."""
+    """Turns the sockets that an engine reports into endpoints to connect to."""
 
     def __init__(self, allowed: AllowedEndpoints) -> None:
         self._allowed = allowed
 
     async def own(self, url: str, endpoint: str, field: str, rank: int) -> str:
-        """The endpoint of ``rank`` of the engine at ``url``. Raises UnusableSocket, InvalidValue where not allowed."""
+        """Return the endpoint of ``rank`` of the engine at ``url``. Raise UnusableSocket, or InvalidValue if it is not
+        allowed.
+        """
         asked_at = urlsplit(url).hostname or ""
         about = f"rank {rank} says that its {field} is {shown(endpoint)}"
         host, colon, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -450,7 +456,7 @@ class HostNames:
 
 
 async def _is_same(host: str, asked_at: str) -> bool:
-    """Whether the host that was asked has this address; two names of the loopback are the same."""
+    """Return whether the engine's host has this address; two names of the loopback are the same."""
     if is_loopback(host) and is_loopback(asked_at):
         return True
     try:

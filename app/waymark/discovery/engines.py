@@ -1,4 +1,6 @@
-"""The registrations of an engine: what a client, a file or a pod gave, and for the rest what the engine says."""
+"""The registrations of an engine: the fields of a client, a file or a pod, and for the rest the engine's own
+answers.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from waymark.discovery.describe import Describer, Description, RankSockets, host
 from waymark.domain.engines import UNNAMED, WITHOUT_EVENTS, EngineKind
 from waymark.domain.names import BY_CLIENT, Origin, Registration
 
-#: The tokens of a block for a server that has none of its own: what is estimated of its cache is counted in these.
+#: The tokens of a block for a server without blocks of its own: estimates of its cache count in these.
 _BLOCK_SIZE = 16
 
 RegistrationOf = Callable[[dict[str, Any]], Registration]
-"""Makes a registration of the fields of ``POST /register``; raises InvalidValue where one does not fit."""
+"""Makes a registration from the fields of ``POST /register``; raises InvalidValue if one does not fit."""
 
 
 class EngineRegistrations:
@@ -35,13 +37,12 @@ class EngineRegistrations:
         ports: tuple[int, int, int] = (0, 0, 0),
         known: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[Registration]:
-        """One registration for each rank of the engine at ``url``, at least one, by rank.
+        """Return one registration for each rank of the engine at ``url``, at least one, by rank.
 
-        ``given`` are fields of ``POST /register``; they are not taken from the engine. ``ports`` and ``known`` count
-        for what the engine does not say. A server of another make has a registration for each of its models, of the
-        kind that has no events; so has an engine that names no sockets, if ``known`` has that kind. Raises
-        RemoteUnavailable where the engine does not answer, and InvalidValue that names each field that is still
-        missing.
+        ``given`` are fields of ``POST /register``; they are not taken from the engine. ``ports`` and ``known`` fill in
+        the fields that the engine does not report. A server of another make has a registration for each of its models,
+        of the kind without events; so has an engine that does not name sockets, if ``known`` has that kind. Raise
+        RemoteUnavailable if the engine does not answer, and InvalidValue that names each missing field.
         """
         kind = _kind_of(given.get("type"))
         description = await self._describer.describe(url, None if kind == WITHOUT_EVENTS else kind)
@@ -71,13 +72,13 @@ class EngineRegistrations:
         registrations = []
         for socket in sockets:
             registrations.append(_known(self._registration_of(fields | fields_of(socket)), description, origin))
-            await asyncio.sleep(0)  # an engine with many ranks holds nobody
+            await asyncio.sleep(0)  # an engine with many ranks does not block other tasks
         return registrations
 
     def _without_events(
         self, description: Description, client_fields: dict[str, Any], engine_fields: Mapping[str, Any], origin: Origin
     ) -> list[Registration]:
-        """One registration for each model of a server that publishes no events."""
+        """Return one registration for each model of a server without events."""
         # Further names of an engine are those of one model; another server has as many models as names.
         has_several = description.kind is None and bool(description.aliases)
         model_name = client_fields.get("modelname") or engine_fields.get("modelname")
@@ -108,7 +109,9 @@ def _is_without_events(
     engine_fields: Mapping[str, Any],
     sockets: Sequence[RankSockets | None],
 ) -> bool:
-    """Whether it is registered as a server that publishes no events: it was given so, is known so, or cannot."""
+    """Return whether it is registered as a server without events: by its fields, as known before, or for want of
+    sockets.
+    """
     if client_fields.get("type") is not None:
         return _kind_of(client_fields["type"]) == WITHOUT_EVENTS
     if any(sockets) or client_fields.get("endpoint") is not None:
@@ -153,7 +156,7 @@ def _aliases(registration: Registration, description: Description) -> tuple[str,
 
 
 def _sockets(description: Description, client_fields: dict[str, Any]) -> list[RankSockets | None]:
-    """The ranks to register; None is one whose sockets are given, or that needs none."""
+    """Return the ranks to register; None is a rank with explicit sockets, or without a need for them."""
     kind = _kind_of(client_fields.get("type")) or description.kind or UNNAMED
     if client_fields.get("endpoint") is not None or not kind.traits.needs_endpoint:
         return [None]
@@ -164,12 +167,14 @@ def _sockets(description: Description, client_fields: dict[str, Any]) -> list[Ra
 
 
 def _usual_sockets(description: Description, ports: tuple[int, int, int]) -> list[RankSockets | None]:
-    """The sockets of an engine that has no path to name them, at the ports that its source expects."""
+    """Return the sockets of an engine without a path to name them, at the ports that its source expects."""
     return [] if description.names_sockets else list(usual_sockets(description.url, ports))
 
 
 def usual_sockets(url: str, ports: tuple[int, int, int]) -> list[RankSockets]:
-    """The sockets of an engine at ``url``, from event port and replay port of rank 0, and the number of ranks."""
+    """Return the sockets of an engine at ``url``, from event port and replay port of rank 0, and the number of
+    ranks.
+    """
     port, replay_port, ranks = ports
     if not port:
         return []
@@ -181,7 +186,9 @@ def usual_sockets(url: str, ports: tuple[int, int, int]) -> list[RankSockets]:
 
 
 def _check_given(description: Description, client_fields: dict[str, Any]) -> None:
-    """What the client gave must not contradict the engine: blocks of another size or model would never be found."""
+    """Check that the client's fields do not contradict the engine: blocks of another size or model would never
+    match.
+    """
     served = () if description.model_name is None else (description.model_name, *description.aliases)
     model, block_size = client_fields.get("modelname"), client_fields.get("block_size")
     if model is not None and served and model not in served:

@@ -1,7 +1,7 @@
-"""Registers what a source names and unregisters what it names no longer; of others' registrations it touches none.
+"""Registers the engines that a source names, and unregisters those that it names no longer; other registrations stay.
 
-An engine that does not answer is tried again, later and later, and stays registered meanwhile. One that is slow, or
-wrong, holds up no other: a few are asked at a time, each within its own bound.
+An engine that does not answer is tried again, later and later, and stays registered meanwhile. A slow or wrong one does
+not delay others: a few are asked at a time, each within its own bound.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 #: Engines that are asked at the same time, and how long a round begins to ask further ones.
 _ASKED_MAX = 32
 _ROUND_SECONDS = 5.0
-#: Ranks that are registered together, exceeded by at most one engine.
+#: Ranks of one write, exceeded by at most one engine.
 _WRITTEN_MAX = 256
 _RETRY_SECONDS, _RETRY_SECONDS_MAX = 1.0, 60.0
 #: How long the absence of most engines has to last before they are unregistered.
@@ -108,12 +108,12 @@ class Reconciler:
         return self._missing is not None and monotonic() - self._missing[0] >= self._confirm_seconds
 
     async def reconcile(self, wanted: Sequence[WantedEngine], *, reading: int, gone: Iterable[Origin] = ()) -> bool:
-        """Make the registrations those of ``wanted``, which is everything that the source names.
+        """Make the registrations those of ``wanted``, the complete list of the source.
 
         False if the time of a round was over before every engine had its turn.
 
-        ``reading`` is the number of times that the source was read completely. What the source itself calls gone is
-        unregistered at once. What is merely absent, and more than half, has to be absent in a reading
+        ``reading`` is the number of times that the source was read completely. Engines that the source itself calls
+        gone are unregistered at once. If more than half are merely absent, they must be absent in a reading
         ``confirm_seconds`` later, too. Raises StoreUnavailable.
         """
         there = _EarlierRegistrations(await self._store.directory.registrations(), self._kind)
@@ -182,7 +182,7 @@ class Reconciler:
             results = await self._store.registry.register_several(
                 [own_registration for ready_engine in several for own_registration in ready_engine.registrations]
             )
-        except RecordDamaged:  # a record of one of them; each one by itself then
+        except RecordDamaged:  # a damaged record of one engine; each is then tried by itself
             results = {}
         for known_engine, registrations in several:
             with self._noting_failure(known_engine):
@@ -210,7 +210,7 @@ class Reconciler:
 
     @contextmanager
     def _noting_failure(self, known_engine: _KnownEngine) -> Iterator[None]:
-        """Note an error that is the engine's own. Raises StoreUnavailable."""
+        """Note an error of the engine itself. Raises StoreUnavailable."""
         try:
             yield
         except (InvalidValue, RemoteUnavailable, Conflict, RecordDamaged) as error:
@@ -218,12 +218,12 @@ class Reconciler:
         except StoreUnavailable:
             raise
         except Exception as error:
-            # A defect met by what one engine says must not stop the others.
+            # A defect in the handling of one engine must not stop the others.
             log.exception("engine cannot be registered", extra=fields(engine=str(known_engine.wanted)))
             self._failed(known_engine, repr(error)[:200])
 
     def _is_of(self, registration: Registration, wanted: WantedEngine) -> bool:
-        """Whether it is one of this engine's; a URL may be registered under several names."""
+        """Return whether it is a registration of this engine; a URL may be registered under several names."""
         is_name = self._kind != "url" or wanted.key[1:] == (registration.instance_id, registration.tenant_id)
         return is_name and registration.origin == wanted.origin
 
@@ -308,7 +308,7 @@ def _some_of(ready: deque[_Ready]) -> list[_Ready]:
 
 
 def _complete(wanted: WantedEngine) -> list[dict[str, Any]]:
-    """The fields of each rank of an engine that need not be asked."""
+    """Return the fields of each rank of an engine that need not be asked."""
     fields = dict(wanted.fields)
     if not wanted.ports[0]:
         return [fields]
@@ -316,7 +316,9 @@ def _complete(wanted: WantedEngine) -> list[dict[str, Any]]:
 
 
 def _ghosts(wanted: Sequence[WantedEngine]) -> Mapping[WantedKey, Origin]:
-    """Engines at an address that a newer one has, and that one: the API server may list a pod that is long gone."""
+    """Return engines at an address that a newer one has, with the newer one: the API server may list a pod long after
+    its end.
+    """
     newest: dict[str, WantedEngine] = {}
     for engine in wanted:
         if engine.address is not None:

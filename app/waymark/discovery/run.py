@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 LEASE_SECONDS = 10.0
 #: Between two rounds of a source, and at least so long between two rounds that changes ask for.
 _ROUND_SECONDS, _PAUSE_SECONDS = 5.0, 0.2
-#: Problems that are shown; the metric counts all engines that wait.
+#: The bound on problems to show; the metric counts all waiting engines.
 _PROBLEMS_MAX = 20
 #: Statuses of a stream whose engine may publish elsewhere by now.
 _OUT_OF_REACH = frozenset({StreamStatus.STARTING, StreamStatus.UNREACHABLE, StreamStatus.LOST, StreamStatus.FAILED})
@@ -45,7 +45,7 @@ class DiscoveryOptions:
     file: str = ""
     """The path of the file of publishers."""
     read_file: Callable[[], Sequence[WantedEngine]] | None = None
-    """Reads the file of publishers; raises SettingsError where it cannot be used. It blocks."""
+    """Reads the file of publishers; raises SettingsError if it cannot be used. It blocks."""
     round_seconds: float = _ROUND_SECONDS
     confirm_seconds: float = CONFIRM_SECONDS
 
@@ -110,7 +110,7 @@ class EngineDiscovery:
         return DiscoveryState(self._options.worker_id, registered, waiting, tuple(problems[:_PROBLEMS_MAX]))
 
     async def _work(self) -> None:
-        """All sources; one that fails is begun again with the next lease."""
+        """Run all sources; one that fails is begun again with the next lease."""
         self._reconcilers, self._problems = [], {}
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -203,7 +203,7 @@ class EngineDiscovery:
             await asyncio.sleep(self._options.round_seconds)
 
     async def _by_url(self) -> list[WantedEngine]:
-        """The engines that clients have registered by URL, with the fields that an engine does not say."""
+        """Return the engines that clients have registered by URL, with the fields that an engine does not report."""
         engines: dict[WantedKey, WantedEngine] = {}
         for registration in await self._store.directory.registrations():
             if registration.origin.kind == "url":

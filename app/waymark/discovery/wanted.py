@@ -1,4 +1,4 @@
-"""What a source of engines names: a pod, an entry of a file, or an engine that was registered by its URL."""
+"""An engine named by a source: a pod, an entry of a file, or an engine that was registered by its URL."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WantedEngine:
     """Event port and replay port of rank 0, and the number of ranks, for an engine that names no sockets; 0:
     unknown."""
     known: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that count where the engine does not say them: what it was registered with."""
+    """Fields used if the engine does not report them: those of its last registration."""
     since: str = ""
     """The start of the engine, as a text that grows. Of two engines at one address the later one counts."""
 
@@ -44,7 +44,7 @@ class WantedEngine:
 
     @property
     def address(self) -> str | None:
-        """What no two engines of a source have in common."""
+        """The key that differs between any two engines of a source."""
         return self.url or (self.fields.get("address") if self.ports[0] else None)
 
 
