@@ -54,7 +54,7 @@ class ActivityKind(StrEnum):
 
 
 class ActivityEntry(NamedTuple):
-    """One thing that has happened."""
+    """One event in the life of the installation."""
 
     id: str
     """``<milliseconds since 1970>-<number>``, by the clock of Redis; ids grow."""
@@ -95,14 +95,14 @@ class Activity:
                     self._waiting.popleft()
 
     async def after(self, entry_id: str, count: int) -> list[ActivityEntry]:
-        """At most ``count`` entries after ``entry_id``, oldest first.
+        """Return at most ``count`` entries after ``entry_id``, oldest first.
 
         If the entry with this id was trimmed, these are the oldest entries.
         """
         return await self._read("XRANGE", f"({entry_id}", "+", count)
 
     async def newest(self, count: int) -> list[ActivityEntry]:
-        """At most ``count`` entries, oldest first."""
+        """Return at most ``count`` entries, oldest first."""
         return (await self._read("XREVRANGE", "+", "-", count))[::-1]
 
     async def _read(self, command: str, start: str, end: str, count: int) -> list[ActivityEntry]:
@@ -111,7 +111,7 @@ class Activity:
 
 
 def about(registration: Registration) -> dict[str, Any]:
-    """The fields of an entry about a publisher."""
+    """Return the fields of an entry about a publisher."""
     return {
         "tenant_id": registration.tenant_id,
         "model": registration.model_name,
@@ -121,12 +121,12 @@ def about(registration: Registration) -> dict[str, Any]:
 
 
 def is_entry_id(text: str) -> bool:
-    """Whether a text is the id of an entry."""
+    """Return whether a text is the id of an entry."""
     return _ID.fullmatch(text) is not None
 
 
 def _entry(item: Any) -> ActivityEntry | None:
-    """An entry of a reply; None if another release wrote an entry that this release cannot read."""
+    """Return an entry of a reply, or None if another release wrote an entry that this release cannot read."""
     entry_id, parts = item
     pairs = parts.items() if isinstance(parts, dict) else zip(parts[::2], parts[1::2], strict=False)
     try:

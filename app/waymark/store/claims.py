@@ -84,7 +84,7 @@ class Claim:
 
     @classmethod
     def decode(cls, raw: bytes) -> Claim:
-        """Raises ``Malformed``."""
+        """Decode a claim. Raise ``Malformed`` if it cannot be read."""
         document = Document(raw)
         registration = Registration(
             kind=document.one_of("kind", tuple(EngineKind)),
@@ -122,19 +122,21 @@ class Claim:
 
     @classmethod
     def decode_field(cls, field: bytes, raw: bytes) -> Claim:
-        """The claim in ``field``. Raises ``Malformed``, also if the field has the name of another publisher."""
+        """Decode the claim in ``field``. Raise ``Malformed`` if it cannot be read, or if the field has the name of
+        another publisher.
+        """
         claim = cls.decode(raw)
         if keys.publisher_field(claim.registration.name) != field:
             raise Malformed("it stands under another publisher's name")
         return claim
 
     def has_stream_of(self, other: Claim) -> bool:
-        """Whether the two claims differ in target and origin only, so that the stream can continue."""
+        """Return whether the two claims differ in target and origin only, so that the stream can continue."""
         mine = replace(self.registration, target=other.registration.target, origin=other.registration.origin)
         return (self.publisher, self.is_leaving, mine) == (other.publisher, other.is_leaving, other.registration)
 
     def target(self) -> bytes:
-        """The publisher's target as JSON for the group's table; empty if every field has its default."""
+        """Return the publisher's target as JSON for the group's table; empty if every field has its default."""
         changed = changed_fields(self.registration.target)
         if not self.registration.kind.traits.tells_blocks:
             changed["silent"] = True
@@ -148,7 +150,7 @@ class Claim:
         return self.successor if self.is_leaving else self.registration
 
     def row(self, *, is_lost: bool = False) -> bytes:
-        """The publisher's row in the group's table, as JSON."""
+        """Return the publisher's row in the group's table, as JSON."""
         registration = self.registration
         row: dict[str, Any] = {
             "format": FORMAT,
@@ -187,7 +189,7 @@ def _successor(document: Document, registration: Registration) -> Registration |
 
 
 def _options_of(registration: Registration) -> dict[str, Any]:
-    """The options of a source of opaque prefixes; empty for any other publisher."""
+    """Return the options of a source of opaque prefixes; empty for any other publisher."""
     if not registration.kind.traits.is_opaque:
         return {}
     return {name: value for name, value in asdict(registration.prefixes).items() if value is not None}

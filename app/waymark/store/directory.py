@@ -1,4 +1,4 @@
-"""Reads the claims, groups and tenants in Redis; it writes nothing.
+"""Reads the claims, groups and tenants in Redis, without writing.
 
 A query replica needs no more of the registry than this module.
 """
@@ -38,7 +38,7 @@ class Directory:
         self._tenants = _Tenants()
 
     async def claim(self, name: PublisherName) -> Claim | None:
-        """The publisher's claim, or None. Raises Conflict if the claim cannot be read."""
+        """Return the publisher's claim, or None. Raise Conflict if the claim cannot be read."""
         field = keys.publisher_field(name)
         raw = await self._client.hget(keys.PUBLISHERS, field)
         if raw is None:
@@ -56,7 +56,7 @@ class Directory:
         return self._parser.parse(RecordKind.REGISTRATION, keys.PUBLISHERS, field, Claim.decode_field, field, raw)
 
     async def claims(self) -> list[Claim]:
-        """Every claim that can be read, also of publishers that are leaving, in order of registration."""
+        """Return every claim that can be read, also of publishers that are leaving, in order of registration."""
         raw_claims = await self._client.hgetall(keys.PUBLISHERS)
         self._parser.forget(keys.PUBLISHERS, raw_claims.keys())
         cache, decoded = self._decoded, dict[bytes, Claim]()
@@ -72,11 +72,11 @@ class Directory:
         return sorted(decoded.values(), key=lambda claim: claim.publisher)
 
     async def registrations(self) -> list[Registration]:
-        """Every registration, in order."""
+        """Return every registration, in order."""
         return [claim.registration for claim in await self.claims() if not claim.is_leaving]
 
     async def is_tenant_known(self, tenant_id: str) -> bool:
-        """Whether the tenant has a registration, of any model.
+        """Return whether the tenant has a registration, of any model.
 
         This method reads the list of tenants again only if registrations have changed. So the cost of a query for an
         unknown tenant does not grow with the number of registrations.
@@ -90,13 +90,15 @@ class Directory:
         return tenant_id in self._tenants.ids
 
     async def group(self, group: GroupName) -> GroupEntry | None:
-        """The group's id and shards; None if the group never had a registration, or its entry cannot be read."""
+        """Return the group's id and shards, or None if the group never had a registration, or its entry cannot be
+        read.
+        """
         field = keys.group_field(group)
         value = await self._client.hget(keys.GROUPS, field)
         return None if value is None else self._parser.parse(RecordKind.GROUP, keys.GROUPS, field, _entry, value)
 
     async def groups(self) -> dict[GroupName, GroupEntry]:
-        """Every group whose entry can be read."""
+        """Return every group whose entry can be read."""
         raw_groups = await self._client.hgetall(keys.GROUPS)
         self._parser.forget(keys.GROUPS, raw_groups.keys())
         groups: dict[GroupName, GroupEntry] = {}
@@ -116,7 +118,7 @@ class _Tenants:
     ids: frozenset[str] = frozenset()
 
 
-#: Fields of ``wm:groups`` that are no groups.
+#: Fields of ``wm:groups`` that are not groups.
 _COUNTERS = frozenset({b"last_group", b"last_publisher", b"hash_seed", b"format"})
 
 
@@ -129,7 +131,7 @@ def _entry(value: bytes) -> GroupEntry:
 
 
 def _tenant_of(field: bytes) -> str | None:
-    """The tenant in a field that names a publisher; None for any other field, which the parser reports."""
+    """Return the tenant in a field that names a publisher, or None for any other field, which the parser reports."""
     try:
         tenant_id = names_of(field, (3, 4), "it")[1]
     except Malformed:

@@ -78,7 +78,9 @@ class EngineHashes:
         return True
 
     async def find(self, group_id: int, engine_hashes: Sequence[int]) -> dict[int, Spot]:
-        """The blocks that these hashes name, if engines reported them. ValueError for more than ``FIND_HASHES``."""
+        """Return the blocks that these hashes name, if engines reported them. Raise ValueError for more than
+        ``FIND_HASHES``.
+        """
         if len(engine_hashes) > FIND_HASHES:
             raise ValueError(f"engine_hashes has {len(engine_hashes)} elements and one call takes {FIND_HASHES}")
         if not engine_hashes:
@@ -130,7 +132,7 @@ def _encoded(spot: Spot) -> bytes:
 
 
 def _decoded(value: bytes) -> Spot | None:
-    """The block in a value; None if the value cannot be read."""
+    """Return the block in a value, or None if the value cannot be read."""
     match = _BLOCK.fullmatch(value)
     if match is None:
         return None

@@ -1,7 +1,7 @@
 """Workers report that they are alive, in ``wm:workers``.
 
 A member has a worker's name and, if it is limited, the number of streams that it takes. Workers divide the streams by
-computing the same shares, so all of them need every limit. The limit is part of the member and expires with it.
+computing the same shares, so every worker needs every limit. The limit is part of the member and expires with it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Heartbeats:
     async def report(
         self, worker: str, *, keep_seconds: int, streams_max: int | None = None, is_leaving: bool = False
     ) -> dict[str, int | None]:
-        """Report that ``worker`` is alive, or leaves, and return all workers that are alive. '' only returns these.
+        """Report that ``worker`` is alive, or leaves, and return all live workers. With '' the call only returns them.
 
         The values are each worker's ``streams_max``, None if it has no limit. A worker reports the same
         ``streams_max`` for as long as it runs.
@@ -52,5 +52,5 @@ class Heartbeats:
         return dict(map(Heartbeat.of, members))
 
     async def alive(self, worker: str, *, keep_seconds: int, is_leaving: bool = False) -> list[str]:
-        """As ``report``, for a worker without a limit. Returns only the ids."""
+        """Report like ``report``, for a worker without a limit. Return only the ids."""
         return list(await self.report(worker, keep_seconds=keep_seconds, is_leaving=is_leaving))

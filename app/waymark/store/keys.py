@@ -1,4 +1,4 @@
-"""Builds every key name; ``lua/README.md`` lists what each key contains.
+"""Builds every key name; ``lua/README.md`` lists the contents of each key.
 
 Names that clients choose (tenants, models, instances) are never part of a key. They are fields and values, as JSON
 arrays, so one name cannot be mistaken for another. Braces are the hash tag of a Redis Cluster: shard 0 of
@@ -90,17 +90,19 @@ def load_changes(group_id: int) -> str:
 
 
 def entries(group_id: int) -> str:
-    """How many blocks the publishers of a bounded group have."""
+    """Return the key of the number of blocks that the publishers of a bounded group have."""
     return f"wm:{_tag(group_id)}:entries"
 
 
 def hashes(group_id: int, number: int | None = None) -> str:
-    """Blocks of a group by engine hash: one generation, or without ``number`` the number of the newest generation."""
+    """Return the key of a group's blocks by engine hash: one generation, or without ``number`` the number of the newest
+    generation.
+    """
     return f"wm:{_tag(group_id)}:{'hashes' if number is None else f'hash:{number}'}"
 
 
 def snapshot_asked(socket: str) -> str:
-    """The last snapshot that was asked from a socket. ``socket`` has 16 hex digits."""
+    """Return the key of the last snapshot requested from a socket. ``socket`` has 16 hex digits."""
     return f"wm:snapshot:{{{SNAPSHOTS}}}:{socket}"
 
 
@@ -153,37 +155,39 @@ def spec(group_id: int, block_key: int, *, of_prefill: bool = False) -> str:
 
 
 def spec_prefix(group_id: int) -> bytes:
-    """The beginning of the key of a speculative entry; 16 hex digits follow."""
+    """Return the beginning of the key of a speculative entry; 16 hex digits follow."""
     return f"wm:{_tag(group_id)}:spec:".encode()
 
 
 def opaque_prefix(group_id: int, key: str) -> str:
-    """An opaque prefix. ``key`` has 32 hex digits."""
+    """Return the key of an opaque prefix. ``key`` has 32 hex digits."""
     return f"wm:{_tag(group_id)}:prefix:{key}"
 
 
 def opaque_prefixes(group_id: int, holder: int | None = None) -> str:
-    """The opaque prefixes of a group, or of one holder."""
+    """Return the key of the opaque prefixes of a group, or of one holder."""
     return f"wm:{_tag(group_id)}:prefixes{'' if holder is None else f':{holder}'}"
 
 
 def placement(group_id: int, block: str) -> str:
-    """The holders to which external routers have sent a prompt with this block. ``block`` has 16 hex digits."""
+    """Return the key of the holders to which external routers have sent a prompt with this block. ``block`` has 16 hex
+    digits.
+    """
     return f"wm:{_tag(group_id)}:placement:{block}"
 
 
 def placements(group_id: int) -> str:
-    """The blocks of a group that have a key ``placement``."""
+    """Return the key of the blocks of a group that have a key ``placement``."""
     return f"wm:{_tag(group_id)}:placements"
 
 
 def block_prefix(group_id: int, shard: int) -> bytes:
-    """The beginning of the key of a row, a branch row or a single."""
+    """Return the beginning of the key of a row, a branch row or a single."""
     return f"wm:{_tag(group_id, shard)}:".encode()
 
 
 def blocks(group_id: int) -> str:
-    """The form of all block keys of a group, for messages to people."""
+    """Return the form of all block keys of a group, for messages to people."""
     return f"wm:{{{group_id}}}:<block>"
 
 

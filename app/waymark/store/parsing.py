@@ -1,8 +1,8 @@
 """Parses records of Redis, which a newer release, a person or a fault may have written.
 
-A parse function raises ``Malformed``, and nothing else, for any bytes that it cannot parse. ``RecordParser.parse`` then
-returns None, counts the place of the record, and logs it once. So one record that cannot be read is skipped, and all
-other records are used.
+For any bytes that it cannot parse, a parse function raises ``Malformed`` and no other exception. ``RecordParser.parse``
+then returns None, counts the place of the record, and logs it once. So one record that cannot be read is skipped, and
+all other records are used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMAT = 1
 INTEGER_MAX = 2**53 - 1
 _DIGITS_MAX = 16
 
-#: The most unreadable records that are remembered, by place; further ones are neither counted nor logged.
+#: The most unreadable records to remember, by place; further ones are neither counted nor logged.
 _PLACES_MAX = 1000
 _NAME_MAX = 200
 
@@ -66,7 +66,7 @@ class Malformed(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class UnreadableKey:
-    """A place in Redis that holds what this release cannot read."""
+    """A place in Redis that this release cannot read."""
 
     kind: RecordKind
     key: str
@@ -137,12 +137,12 @@ def _name(field: str | bytes) -> str:
 
 
 def lenient_text(raw: bytes) -> str:
-    """The bytes as text; bytes that are no UTF-8 become escapes."""
+    """Return the bytes as text; bytes other than UTF-8 become escapes."""
     return raw.decode(errors="backslashreplace")
 
 
 def pairs(reply: Any) -> list[tuple[bytes, bytes]]:
-    """The names and values of a reply. The client returns them as a flat list, as pairs or as a mapping."""
+    """Return the names and values of a reply. The client returns them as a flat list, as pairs or as a mapping."""
     if not reply:
         return []
     if isinstance(reply, Mapping):
@@ -171,7 +171,7 @@ def number_of(raw: bytes | str, label: str) -> float:
 
 
 def check_format(version: object) -> None:
-    """Raise ``Malformed`` where a record is of another version than this release reads."""
+    """Raise ``Malformed`` if the version of a record is not the one that this release reads."""
     if type(version) is not int:
         raise Malformed("format is no integer")
     if version != FORMAT:
@@ -198,7 +198,7 @@ class Document:
         return self._fields.get(name) is not None
 
     def optional_part(self, name: str) -> Document | None:
-        """An object inside of this one."""
+        """Return an object inside of this one."""
         if self._fields.get(name) is None:
             return None
         part = Document.__new__(Document)
@@ -224,21 +224,21 @@ class Document:
         return None if self._fields.get(name) is None else self.integer(name, least, most)
 
     def number(self, name: str, most: float, default: float) -> float:
-        """A finite number of 0 to ``most``."""
+        """Return a finite number of 0 to ``most``."""
         value = self._fields.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
             raise Malformed(f"{name} is no number of 0 to {most:g}")
         return float(value)
 
     def texts(self, name: str) -> dict[str, str]:
-        """Texts by name."""
+        """Return texts by name."""
         value = self._fields.get(name, {})
         if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
             raise Malformed(f"{name} is no object of texts")
         return value
 
     def words(self, name: str) -> tuple[str, ...]:
-        """A list of texts."""
+        """Return a list of texts."""
         value = self._fields.get(name, [])
         if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
             raise Malformed(f"{name} is no list of texts")
@@ -251,7 +251,9 @@ class Document:
         return value
 
     def one_of(self, name: str, words: Collection[T], default: T | None = None) -> T:
-        """The value of the field, which must be one of ``words``. A newer release may have written another one."""
+        """Return the value of the field, which must be one of ``words``. A newer release may have written another
+        one.
+        """
         value = self._fields.get(name, default)
         matches = [word for word in words if word == value]
         if not matches or not isinstance(value, str):

@@ -37,7 +37,7 @@ class PublisherState:
     prefixes: Mapping[str, int] = field(default_factory=dict)
     """Opaque prefixes held, by medium."""
     flags: frozenset[str] = frozenset()
-    """What its events have shown in this life."""
+    """Facts that its events have shown in this life."""
 
     @property
     def copies(self) -> CopiesRule:
@@ -46,9 +46,9 @@ class PublisherState:
 
     @property
     def known(self) -> float | None:
-        """The publisher's blocks in the index, divided by these and the blocks of this life that are missing there.
+        """The publisher's blocks in the index, divided by the sum of these and its missing blocks of this life.
 
-        None if there are no such blocks.
+        None if the publisher has no blocks.
         """
         there = sum(self.blocks.values())
         total = there + self.counters.get(MISSING, 0)
@@ -63,7 +63,9 @@ class PublisherStates:
         self._parser = parser
 
     async def of(self, claims: Sequence[Claim]) -> list[PublisherState]:
-        """The state of each claim, in order. If its record cannot be read, a state has only the values of the claim."""
+        """Return the state of each claim, in order. If its record cannot be read, a state has only the values of the
+        claim.
+        """
         now = time.time()
         names = [keys.record(claim.group_id, claim.publisher) for claim in claims]
         replies = await self._client.several((("HGETALL", name) for name in names), is_lenient=True)
@@ -103,7 +105,7 @@ class PublisherStates:
         return states
 
     async def holders(self, claims: Sequence[Claim]) -> list[list[tuple[HolderName, int]]]:
-        """The live holders of each claim, as far as they can be read."""
+        """Return the live holders of each claim, as far as they can be read."""
         names = [keys.record(claim.group_id, claim.publisher) for claim in claims]
         replies = await self._client.several((("HGETALL", name) for name in names), is_lenient=True)
         return [
@@ -123,7 +125,9 @@ class PublisherStates:
     async def _opaque_prefixes(
         self, claims: Sequence[Claim], records: Sequence[StreamFields]
     ) -> list[Mapping[str, int]]:
-        """How many opaque prefixes each publisher holds, by medium; empty for a publisher that names none."""
+        """Return how many opaque prefixes each publisher holds, by medium; empty for an engine without such
+        prefixes.
+        """
         now = int(1000 * time.time())
         holders_of_sources = [
             fields.integers(HOLDER, HolderName.parse) if claim.registration.kind.traits.is_opaque else {}

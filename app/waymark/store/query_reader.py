@@ -35,7 +35,7 @@ SizeOf = Callable[[HolderTable | None], int | None]
 
 
 class QueryReader:
-    """Reads the store within the query's deadline, and counts what was asked and found."""
+    """A reader within the query's deadline that counts requested and found blocks."""
 
     def __init__(self, reader: Reader, settings: Settings, metrics: Metrics) -> None:
         self._reader = reader
@@ -43,7 +43,7 @@ class QueryReader:
         self._counts = QueryCounts(metrics)
 
     def read(self, group: GroupName, block_size: int, prompt: PromptKeys) -> Steps[Reading | None]:
-        """As ``Reader.read``."""
+        """Read like ``Reader.read``."""
         reading = yield from self._reader.reading(
             group, block_size, prompt.keys, deadline_seconds=self._deadline_seconds
         )
@@ -51,10 +51,11 @@ class QueryReader:
         return reading
 
     def read_in_size(self, group: GroupName, size_of: SizeOf, keys_of: KeysOf) -> Steps[tuple[int, Reading | None]]:
-        """As ``read``, in the block size that ``size_of`` reads from the group's table; 0 and None if it has none.
+        """Read like ``read``, in the block size that ``size_of`` reads from the group's table; 0 and None if it has
+        none.
 
-        The first table is the cached one. The reading replaces it with the current one; if that has another block
-        size, the query starts again.
+        The first table is the cached one. The reading replaces it with the current one; if the block size differs, the
+        query starts again.
         """
         table = self._reader.table_at_hand(group)
         block_size, reading = 0, None
@@ -73,15 +74,15 @@ class QueryReader:
         return block_size, reading
 
 
-# What one query adds to the metrics: what was asked, what was found, and for which model.
+# The metrics of one query: its blocks, its result, and its model.
 
 
 class QueryCounts:
     """Counts queries of both APIs.
 
-    ``result`` is ``hit`` or ``zero`` (no instance has even the first block), ``short`` where the prompt has no complete
-    block, ``unknown_model`` where nothing was ever registered for tenant and model; that model's name is a client's
-    word, and no label.
+    ``result`` is ``hit`` or ``zero`` (no instance has even the first block), ``short`` if the prompt has no complete
+    block, ``unknown_model`` if tenant and model never had a registration; such a model's name comes from a client, and
+    is not used as a label.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -90,7 +91,9 @@ class QueryCounts:
         self._series: dict[tuple[str, str], Callable[[], None]] = {}
 
     def count(self, group: GroupName, asked: int, reading: Reading | None) -> None:
-        """``asked`` is the number of complete blocks of the prompt; ``reading`` what ``Reader.read`` answered."""
+        """Count a query. ``asked`` is the number of complete blocks of the prompt; ``reading`` is the result of
+        ``Reader.read``.
+        """
         metrics = self._metrics
         if reading is None:
             self._one_more(NO_MODEL, "unknown_model")

@@ -3,7 +3,7 @@
 A decision is one call of ``reserve``. Redis runs the calls one after the other. Each call ends some overdue
 reservations, ranks the candidates by their present loads, and adds the reservation to the best one. A reservation is a
 member of a sorted set. A script subtracts from a load only if the member exists. So a release that is repeated, late,
-or sent after Redis came back empty changes nothing, and no load falls below zero.
+or sent after Redis came back empty has no effect, and a load never falls below zero.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class Reservation(NamedTuple):
 
 
 def parse_reservations(text: str, field: str = "reservation") -> list[Reservation]:
-    """One reservation, or those of several stages joined by commas. Raises ``InvalidValue`` for any other text."""
+    """Return one reservation, or those of several stages joined by commas. Raise ``InvalidValue`` for any other
+    text.
+    """
     found: list[Reservation] = []
     for part in text.split(","):
         match = _TEXT.fullmatch(part)
@@ -128,7 +130,7 @@ class Load(NamedTuple):
         return cls(*map(int, numbers))
 
 
-#: The fields of targets that have failed begin with this.
+#: The fields of failed targets begin with this.
 HEALTH = b"health:"
 #: The fields of targets that deliver less than is expected of them begin with this.
 DRIFT = b"drift:"
@@ -149,7 +151,7 @@ class LoadChanges(NamedTuple):
 
 
 def left_out_until(value: bytes) -> int:
-    """The Redis ms until which a target is left out of decisions; 0 for a value of another form."""
+    """Return the Redis ms until which a target is left out of decisions; 0 for a value of another form."""
     words = value.split()
     if len(words) != 6 or not (words[2].isdigit() and words[5].isdigit()):
         return 0
@@ -182,7 +184,7 @@ class Offer(NamedTuple):
     spec_from: int = 0
     """The index of the first speculative entry to write; the target has the blocks before it."""
     spec_milliseconds: int = 0
-    """How long its speculative entries last; with 0 ``reserve`` writes none."""
+    """The lifetime of its speculative entries; with 0 ``reserve`` does not write any."""
     promise: str = ""
     """What the books will say of it, if it gets the prompt: the text of a ``Promise``."""
 
@@ -212,7 +214,7 @@ NO_PULLS = Pulls((), (), 0)
 
 
 class ReservationTerms(NamedTuple):
-    """What all candidates of one decision have in common."""
+    """The common terms of all candidates of one decision."""
 
     context: int
     weight_new: float = 0.0
@@ -400,7 +402,7 @@ class Reservations:
         return released, len(reservations) - released
 
     async def under_way(self, groups: Sequence[int]) -> list[int]:
-        """The groups that have reservations, in one round trip.
+        """Return the groups that have reservations, in one round trip.
 
         A group whose key has a wrong type is included, so that a later call reports it.
         """
@@ -420,16 +422,16 @@ class Reservations:
         return ended
 
     def now_ms(self) -> int:
-        """The clock of Redis, as far as the last call of ``end_overdue`` shows it."""
+        """Return the clock of Redis, as far as the last call of ``end_overdue`` shows it."""
         return int(1000 * time.time()) + self._ahead_ms
 
     async def loads(self, group_id: int) -> dict[int, Load]:
-        """The load of every target by publisher id; a target that never got a request is absent."""
+        """Return the load of every target by publisher id; a target that never got a request is absent."""
         found = await self.values(group_id)
         return {int(publisher): Load.parse(value) for publisher, value in found.items() if publisher.isdigit()}
 
     async def values(self, group_id: int) -> dict[bytes, bytes]:
-        """The load of every target as the bytes in Redis, by publisher id, and the health of those that have failed."""
+        """Return the load of every target as the bytes in Redis, by publisher id, and the health of the failed ones."""
         return await self._client.hgetall(keys.load(group_id))
 
     async def changes(self, group_id: int, since: int, publishers: Sequence[int] = ()) -> LoadChanges:

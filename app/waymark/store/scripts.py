@@ -24,7 +24,7 @@ class Verdict(StrEnum):
     - ``APPLIED``: the script wrote everything.
     - ``BRANCH``: a block needs a branch row, because it has no slot in its place. The script wrote all before it.
     - ``ROW``: the branch row of a part does not exist, and the row has room. The script wrote all before the part.
-    - Other verdicts: the script wrote nothing. But ``reserve`` ends overdue reservations first, and ``keep_answer`` and
+    - Other verdicts: the script did not write. But ``reserve`` ends overdue reservations first, and ``keep_answer`` and
       ``keep_response`` may remove old entries.
     """
 
@@ -403,7 +403,7 @@ class Scripts:
     async def match_placements(
         self, *, dropped: str, placement: Sequence[str], fields_max: int, holder: Sequence[str]
     ) -> tuple[int, dict[str, int]]:
-        """How many blocks were looked at, and how many of them each holder has."""
+        """Return how many blocks were looked at, and how many each holder has."""
         _, count, matches = await self._call("match_placements", locals())
         return count, {lenient_text(each): blocks for each, blocks in zip(matches[::2], matches[1::2], strict=True)}
 
@@ -417,7 +417,7 @@ class Scripts:
         return await self._run("note_activity", locals())
 
     async def find_answer(self, *, answers: str, kept: str, due: str, name: str) -> tuple[Verdict, bytes, bytes]:
-        """The verdict, the nonce of the last clearing, and the answer."""
+        """Return the verdict, the nonce of the last clearing, and the answer."""
         verdict, nonce, value = await self._call("find_answer", locals())
         return Verdict(verdict.decode()), bytes(nonce), bytes(value)
 
@@ -440,7 +440,7 @@ class Scripts:
         return await self._run("clear_answers", locals())
 
     async def find_responses(self, *, kept: str, due: str, name: Sequence[str]) -> list[bytes | None]:
-        """The responses, in order; None for a name without one."""
+        """Return the responses, in order; None for a name without one."""
         _, *values = await self._call("find_responses", locals())
         return [None if value is None else bytes(value) for value in values]
 
@@ -465,7 +465,7 @@ class Scripts:
     async def take_responses(
         self, *, queue: str, group: str, consumer: str, count: int, milliseconds: int
     ) -> list[tuple[str, str]]:
-        """The ids of the entries, and the names of their responses."""
+        """Return the ids of the entries, and the names of their responses."""
         _, *texts = await self._call("take_responses", locals())
         words = [lenient_text(text) for text in texts]
         return list(zip(words[::2], words[1::2], strict=True))
@@ -476,7 +476,7 @@ class Scripts:
         return await self._run("end_responses", locals())
 
     async def beat(self, *, workers: str, worker: str, keep_seconds: int, leaving: str) -> list[str]:
-        """The workers that are alive, as members of ``wm:workers``."""
+        """Return the live workers, as members of ``wm:workers``."""
         _, *alive = await self._call("beat", locals())
         return [lenient_text(name) for name in alive]
 

@@ -140,7 +140,9 @@ class Store:
         hash_seed: int = DEFAULT_SEED,
         apply_blocks_max: int = 0,
     ) -> Store:
-        """A store on ``url``; queries read from ``read_url`` if there is one. It connects on the first command."""
+        """Return a store on ``url``; queries read from ``read_url`` if there is one. It connects on the first
+        command.
+        """
         read_client = None
         if read_url is not None:
             read_client = RedisClient.open(
@@ -169,7 +171,7 @@ class Store:
         return self._client
 
     async def read_incarnation(self) -> str:
-        """The nonce of this incarnation of Redis; caches of another one are cleared."""
+        """Return the nonce of this incarnation of Redis, and clear caches of another one."""
         return await self.incarnation.read(self.scripts)
 
     def begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -214,7 +216,7 @@ class Store:
         """Why queries and events cannot be served, as sentences; empty if Redis answers and has the scripts."""
         try:
             await self._client.load_scripts()
-            # A Cluster that is down takes scripts and pings, and refuses every key.
+            # A Cluster that is down accepts scripts and pings, and refuses every key.
             other_version = await self.other_format()
             if other_version is not None:
                 return [other_version]

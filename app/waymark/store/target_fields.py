@@ -11,13 +11,13 @@ from waymark.store.parsing import Document
 
 
 def changed_fields(target: Target) -> dict[str, Any]:
-    """The fields of a target that differ from their defaults."""
+    """Return the fields of a target that differ from their defaults."""
     values = {each.name: getattr(target, each.name) for each in fields(Target)}
     return {name: value for name, value in values.items() if value != getattr(PLAIN, name)}
 
 
 def target_of(of: Document) -> Target:
-    """Raises ``Malformed``."""
+    """Read a target. Raise ``Malformed`` if it cannot be read."""
     return Target(
         address=of.optional_text("address"),
         role=of.one_of("role", tuple(Role), Role.BOTH),
