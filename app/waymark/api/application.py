@@ -68,7 +68,7 @@ _OperationRow: TypeAlias = tuple[Method, str, Access, Handler, Doc]
 
 @dataclass(frozen=True, slots=True)
 class GatewayAdmin:
-    """What the API of a gateway has in addition to that of a replica."""
+    """The parts of a gateway's API that a replica's lacks."""
 
     start: StartupGate
     """The gate of its decisions, so that it is ready exactly while it decides."""
@@ -93,11 +93,11 @@ def create_app(
     stopping: asyncio.Event | None = None,
     gateway: GatewayAdmin | None = None,
 ) -> Shortcut | AccessLog:
-    """The ASGI application over an open store, with its straight questions.
+    """Return the ASGI application over an open store, with its straight questions.
 
     The caller closes the store, the tokenizers and the asker.
 
-    ``stopping`` ends the answers that have no end of their own. ``gateway``: the process is a gateway, too.
+    ``stopping`` ends the answers that would not end by themselves. ``gateway``: the process is a gateway, too.
     """
     gate = Gate.of(settings) if gateway is None else _gate_of_gateway(settings)
     asker = asker or Asker.of(settings)
@@ -304,7 +304,7 @@ def create_probes(store: Store, settings: Settings, metrics: Metrics, start: Sta
 
 
 def create_gateway_admin(store: Store, settings: Settings, metrics: Metrics, gateway: GatewayAdmin) -> Starlette:
-    """What a gateway on a real Redis answers in addition to its clients' paths: probes, and the admin paths."""
+    """Return the paths of a gateway on a real Redis besides its clients' paths: probes, and the admin paths."""
     dependencies = _dependencies(settings, metrics, _gate_of_gateway(settings))
     probes = Probes(store, metrics, gateway.start, warning=openness(settings, is_gateway=True))
     admin = Admin(store, settings)
@@ -327,5 +327,5 @@ def create_gateway_admin(store: Store, settings: Settings, metrics: Metrics, gat
 
 
 def _gate_of_gateway(settings: Settings) -> Gate:
-    """A gateway with keys is for strangers, and its operator's paths are not."""
+    """Return the gate of a gateway: with keys it is open to strangers, but its operator's paths are not."""
     return Gate.of(settings, is_closed=bool(settings.gateway_keys) or settings.gateway_keys_file is not None)

@@ -1,4 +1,4 @@
-"""What the bodies of ``/score`` and ``/select`` ask for, validated."""
+"""The validated bodies of ``/score`` and ``/select``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DecisionBody(NamedTuple):
     request: ScoreRequest | SelectRequest
     policy: PolicyChoice | None
     group: GroupName
-    """The model itself, where the request names it by an alias or by an adapter."""
+    """The model itself, if the request names it by an alias or by an adapter."""
     adapter: Adapter
     served_as: str | None
     namespace: int
@@ -51,7 +51,7 @@ class DecisionBody(NamedTuple):
     """The images and other items among its tokens."""
     given: Mapping[tuple[str, int], GivenValues] | None
     parameters: SelectParameters
-    """What only ``/select`` asks for."""
+    """The parameters of ``/select`` only."""
 
 
 def read_decision(model: type[T], fields: dict[str, Any], *, prefix_bytes: int) -> DecisionBody:
@@ -206,7 +206,7 @@ def _is_multimodal(messages: list[Any] | None) -> bool:
 
 
 def keys_of_all(keys_of: KeysOf) -> PromptOf:
-    """All keys of a prompt at once: speculative entries need the last ones."""
+    """Return a prompt function with all keys at once: speculative entries need the last ones."""
 
     def prompt(block_size: int) -> HashedPrompt:
         hashed = keys_of(block_size)

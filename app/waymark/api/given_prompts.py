@@ -30,14 +30,14 @@ def text_of(group: GroupName, request: PromptFields, *further_kinds: str) -> Mod
 
 
 class GivenPrompts:
-    """Reads prompts that are token ids or hashes already, checked to the last element."""
+    """A reader of prompts that are token ids or hashes already, checked to the last element."""
 
     def __init__(self, settings: Settings) -> None:
         self._max_tokens = settings.max_tokens
         self._seed = settings.hash_seed
 
     def keys_of(self, model: type[RequestBody], body: Body, namespace: int, items: PromptItems = ()) -> KeysOf:
-        """The keys of the token ids or hashes of a body. ``InvalidBody`` names the element that is none.
+        """Return the keys of the token ids or hashes of a body. ``InvalidBody`` names the wrong element.
 
         ``items`` are the images and other items among the tokens.
         """
@@ -61,7 +61,7 @@ class GivenPrompts:
         return partial(_of_hashes, seq_hashes, namespace)
 
     def of_tokens(self, tokens: bytes, namespace: int, items: PromptItems = ()) -> KeysOf:
-        """The keys of token ids as little-endian u32."""
+        """Return the keys of token ids as little-endian u32."""
         return partial(_of_tokens, tokens, namespace, self._seed, items)
 
 

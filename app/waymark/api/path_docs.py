@@ -1,4 +1,4 @@
-"""What each path does, takes and answers, for the contract and the page made of it."""
+"""The purpose, input and answers of each path, for the contract and the page made from it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Liveness, readiness, metrics: what an orchestrator and a scraper ask.
+"""Liveness, readiness, metrics: the questions of an orchestrator and a scraper.
 
 A process is alive while its event loop runs, and ready while Redis answers and has the scripts. Neither probe contacts
-an engine. None of them waits long for a Redis that hangs, because its caller has a time limit, usually of a second.
+an engine. They never wait long for a Redis that hangs, because their caller has a time limit, usually of a second.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Probes:
         return Answer(text, media_type=media_type.encode())
 
     async def _health(self) -> RedisHealth:
-        """How Redis is, in the metrics too. Of the embedded Redis it is known only that it is up."""
+        """Return the health of Redis, and set the metrics from it. The embedded Redis has no data but that it is up."""
         health, metrics = await self._store.health.poll(), self._metrics
         metrics.redis_up.set(health.is_up)
         if health.primaries:

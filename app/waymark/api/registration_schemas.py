@@ -52,7 +52,7 @@ from waymark.domain.targets import (
     is_url,
 )
 
-# The types of a registration's fields: each takes a value from JSON, or says what is wrong with it.
+# The types of a registration's fields: each takes a value from JSON, or explains its mistake.
 
 
 #: Each kind by its name and its aliases, in lower case.
@@ -252,7 +252,9 @@ class RegisterRequest(_PublisherFields):
     )
 
     def registrations(self) -> list[Registration]:
-        """One for each socket of the rank, the one that is picked first; ``InvalidBody`` as ``registration``."""
+        """Return a registration for each socket of the rank, the pickable one first. Raise ``InvalidBody`` like
+        ``registration``.
+        """
         sockets = sorted((self.medium_endpoints or {}).items(), key=lambda item: order_of(normal_medium(item[0]) or ""))
         endpoints = list(dict.fromkeys(endpoint for _, endpoint in sockets))
         if not endpoints:
@@ -279,7 +281,9 @@ class RegisterRequest(_PublisherFields):
         return [first, *(replace(further, endpoint=endpoint) for endpoint in endpoints[1:])]
 
     def registration(self) -> Registration:
-        """The registration with its defaults filled in; ``InvalidBody`` where fields contradict each other."""
+        """Return the registration with its defaults filled in. Raise ``InvalidBody`` if fields contradict each
+        other.
+        """
         if self.store_backend is not None and self.endpoint is not None:
             pool = KINDS.get(self.store_backend.lower(), self.type)
             kind = pool if pool.traits.scope == "shared" else self.type
@@ -325,7 +329,7 @@ class RegisterRequest(_PublisherFields):
         )
 
     def _check_endpoints(self) -> None:
-        """``InvalidBody`` where the endpoints fit neither each other, nor the type and the topic."""
+        """Raise ``InvalidBody`` if the endpoints fit neither each other, nor the type and the topic."""
         traits = self.type.traits
         if not traits.tells_events and self.endpoint is not None:
             raise InvalidBody(
@@ -395,7 +399,7 @@ class RegisterByUrlRequest(_PublisherFields):
     dp_rank: RankNumber | None = Field(default=None, description=f"{RANK}; the default is every rank of the engine")
 
     def fields(self) -> dict[str, Any]:
-        """The fields that the client gave, by their names in ``RegisterRequest``."""
+        """Return the client's fields, by their names in ``RegisterRequest``."""
         values = self.model_dump(exclude_unset=True, exclude_none=True)
         del values["url"]
         return values

@@ -40,7 +40,7 @@ _NO_EVENTS = (
 
 
 def _warnings(registrations: Sequence[Registration], *, is_by_url: bool = False) -> dict[str, list[str]]:
-    """The field of an answer that says what a registration cannot do; absent where there is nothing to say."""
+    """Return the answer's field for abilities that a registration lacks; absent if there is no warning."""
     sentences = [
         _NO_REPAIR.format(shown(str(registration.name))) for registration in registrations if registration.cannot_repair
     ]
@@ -52,7 +52,9 @@ def _warnings(registrations: Sequence[Registration], *, is_by_url: bool = False)
 
 
 def registrations_of(fields: dict[str, Any], allowed: AllowedEndpoints) -> list[Registration]:
-    """A registration for each socket that the fields of ``POST /register`` name; ``InvalidValue`` if one is unfit."""
+    """Return a registration for each socket in the fields of ``POST /register``. Raise ``InvalidValue`` if one is
+    unfit.
+    """
     registrations = RegisterRequest.of(fields).registrations()
     for further in registrations[1:]:
         allowed.check(further.endpoint, "medium_endpoints")
@@ -60,7 +62,7 @@ def registrations_of(fields: dict[str, Any], allowed: AllowedEndpoints) -> list[
 
 
 def registration_of(fields: dict[str, Any], allowed: AllowedEndpoints) -> Registration:
-    """The registration that the fields of ``POST /register`` make; ``InvalidValue`` where one does not fit."""
+    """Return the registration from the fields of ``POST /register``. Raise ``InvalidValue`` if one does not fit."""
     return _checked(RegisterRequest.of(fields).registration(), allowed)
 
 
@@ -97,9 +99,9 @@ class Registrations:
         return Answer(answer | _warnings(sockets[:1]))
 
     async def _register_sockets(self, sockets: list[Registration]) -> None:
-        """All sockets of a rank; those that it had before and has no more are unregistered.
+        """Register all sockets of a rank, and unregister its former ones.
 
-        The same sockets under other media are the same registration: which of them is the first stays as it is.
+        The same sockets under other media are the same registration: the first one stays the first.
         """
         first = sockets[0]
         registered = await self._store.directory.registrations()
@@ -130,7 +132,7 @@ class Registrations:
             await self._store.registry.unregister(sorted(former_names))
 
     async def _register_ranks(self, registrations: list[Registration]) -> Answer:
-        """All ranks of an engine, or none of them where one contradicts what is registered."""
+        """Register all ranks of an engine, or none if one contradicts an earlier registration."""
         for registration in registrations:
             await self._store.registry.check(registration)
         for registration in registrations:
@@ -160,7 +162,7 @@ class Registrations:
         )
 
     async def weight(self, body: Body) -> Answer:
-        """A new weight for each rank of an engine that requests are sent to."""
+        """Set a new weight for each rank of an engine that takes requests."""
         request = WeightRequest.of(body.fields)
         # A further socket of a rank is no target: its weight stays 0.
         names = [registration.name for registration in await self._named(request) if not registration.is_further]
@@ -195,7 +197,7 @@ class Registrations:
     async def unregister(self, body: Body) -> Answer:
         request = UnregisterRequest.of(body.fields)
         names = [registration.name for registration in await self._named(request)]
-        if request.dp_rank is not None and not names:  # also where its claim cannot be read, which is said
+        if request.dp_rank is not None and not names:  # even if its claim cannot be read, which is reported
             names = [PublisherName(request.instance_id, request.tenant_id or DEFAULT_TENANT, request.dp_rank)]
         removed = await self._store.registry.unregister(names) if names else []
         self._store.reader.forget_rows()
@@ -204,7 +206,7 @@ class Registrations:
         return Answer({"status": "unregistered successfully", "removed_instances": [str(name) for name in removed]})
 
     async def _named(self, request: UnregisterRequest) -> list[Registration]:
-        """What is registered under the names of a request."""
+        """Return the registrations under the names of a request."""
         tenant_id = request.tenant_id or DEFAULT_TENANT
         return [
             registration
@@ -216,7 +218,7 @@ class Registrations:
 
 
 def _not_found(request: UnregisterRequest) -> NotFound:
-    """The words of Mooncake's Conductor, which clients match on, and then what they mean."""
+    """Return an error in the words of Mooncake's Conductor, which clients match on, and then their meaning."""
     tenant_id, rank = request.tenant_id or DEFAULT_TENANT, "*" if request.dp_rank is None else request.dp_rank
     named = f"instance_id {shown(request.instance_id)} and tenant_id {shown(tenant_id)}"
     if request.dp_rank is not None:

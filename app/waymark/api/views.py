@@ -1,4 +1,4 @@
-"""What operators look at: registrations, their states, the contexts they make up."""
+"""The views of operators: registrations, their states, the contexts that they form."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Views:
         return found, left_out
 
     async def global_view(self, body: Body) -> Answer:
-        """Contexts: publishers that agree on model, tenant, block size, adapter and salt."""
+        """List contexts: publishers that agree on model, tenant, block size, adapter and salt."""
         contexts: dict[tuple[Any, ...], dict[str, Any]] = {}
         for state in await self._store.states(body.caller.has):
             of = state.registration

@@ -1,4 +1,4 @@
-"""What the Dynamo API's selections and scores begin with: a group's workers, and a request's prompt and policy."""
+"""The inputs of the Dynamo API's selections and scores: a group's workers, and a request's prompt and policy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DynamoInputs:
         self._selector = selector
 
     async def workers(self, group: GroupName, *, is_newest: bool = False) -> tuple[set[str], int]:
-        """The workers of a group, and its block size: that of the rank that was registered first."""
+        """Return the workers of a group, and its block size: that of the rank that was registered first."""
         table = None if is_newest else self._store.reader.table_at_hand(group)
         if table is None or not table.publishers:
             table = await self._store.reader.table(group, deadline_seconds=self._settings.query_deadline_ms / 1000)
@@ -42,14 +42,14 @@ class DynamoInputs:
         return workers, ranks[0].block_size
 
     def policy(self, overrides: Mapping[str, Any] | None) -> PolicyChoice:
-        """The policy of the configuration, or Dynamo's with the constants that a request sets."""
+        """Return the policy of the configuration, or Dynamo's with the constants that a request sets."""
         if not overrides:
             return self._selector.default_policy
         preset = PRESETS["dynamo"]
         return PolicyChoice(preset, preset.values({name: overrides[name] for name in overrides if name in _CONSTANTS}))
 
     def prompt(self, request: PromptRequest, body: Body) -> PromptOf:
-        """The prompt that a body has as tokens or as hashes; ``InvalidValue`` if it has neither."""
+        """Return the prompt that a body has as tokens or as hashes. Raise ``InvalidValue`` if it has neither."""
         settings = self._settings
         if body.numbers is not None or request.token_ids is not None:
             tokens = token_bytes(

@@ -1,4 +1,4 @@
-"""Selections and reservations of the Dynamo API: what a client of ``dynamo.select_service`` sends and expects.
+"""Selections and reservations of the Dynamo API: the requests and answers of ``dynamo.select_service``.
 
 A selection is a decision of ``/select``, and its end a ``/release``, under an id that the client chooses. The state of
 an id is in Redis, so any replica can go on with it.
@@ -52,7 +52,7 @@ class DynamoSelect:
     # ---- selections --------------------------------------------------------------------------------
 
     async def select(self, body: Body) -> Answer:
-        """Pick a worker; nothing is reserved."""
+        """Pick a worker, without a reservation."""
         request = DynamoSelectRequest.of(body.fields)
         content, reservation_text, _ = await self._selected(request, body, is_reserved=False)
         if request.selection_id is not None:
@@ -66,7 +66,7 @@ class DynamoSelect:
         return Answer(content)
 
     async def select_and_reserve(self, body: Body) -> Answer:
-        """Pick a worker and reserve it under an id, which nobody else may have."""
+        """Pick a worker and reserve it under an id, which must be new."""
         request = DynamoSelectRequest.of(body.fields)
         selection_id = request.selection_id or str(uuid4())
         await self._begin(selection_id)
@@ -86,7 +86,7 @@ class DynamoSelect:
         return Answer(head | content)
 
     async def reserve(self, body: Body) -> Answer:
-        """Reserve what /select has picked before, or a worker that the client has picked."""
+        """Reserve the worker of an earlier /select, or one that the client has picked."""
         request = DynamoReservationRequest.of(body.fields)
         group = GroupName(request.partition, request.model_name)
         old_state = await self._store.selections.find(request.selection_id)
@@ -157,7 +157,7 @@ class DynamoSelect:
     async def _selected(
         self, request: DynamoSelectRequest, body: Body, *, is_reserved: bool
     ) -> tuple[dict[str, Any], str, HashedPrompt]:
-        """The answer of a selection, the text of its reservation as it is or would be, and its prompt."""
+        """Return the answer of a selection, the text of its reservation as it is or would be, and its prompt."""
         group = GroupName(request.partition, request.model_name)
         cache: dict[int, HashedPrompt] = {}
         prompt_of = remembered(self._inputs.prompt(request, body), cache)
@@ -195,7 +195,7 @@ class DynamoSelect:
         return content, text, prompt
 
     async def _wanted(self, request: DynamoReservationRequest, group: GroupName, body: Body) -> Reservation:
-        """The reservation of a worker that the client has picked."""
+        """Return the reservation of a worker that the client has picked."""
         context = request.isl_tokens
         if context is None and request.token_ids is not None:
             context = self._inputs.prompt(request, body)(1).tokens
@@ -240,7 +240,7 @@ class DynamoSelect:
 
 
 def _overlap(walk: Walk | None, candidate: Candidate, block_size: int) -> dict[str, Any]:
-    """What the worker has of a prompt, in tokens, over all of its ranks."""
+    """Return the worker's share of a prompt, in tokens, over all of its ranks."""
     ranks = {} if walk is None else dynamo_rows(walk).get(candidate.instance_id, {})
     rows = [ranks[rank] for rank in sorted(ranks)] or [NONE_THERE]
     disk = max(row.disk for row in rows) * block_size
