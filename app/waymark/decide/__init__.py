@@ -1,4 +1,4 @@
-"""The decision: which target a prompt goes to, by what each has cached and what each has to do.
+"""The decision: the target of a prompt, by the cache and the load of each.
 
 ``policies`` has the rules: presets, scorers, filters, pickers, and the file that combines them.
 """

@@ -34,7 +34,7 @@ class HashedPrompt(NamedTuple):
 
 
 class PackedKeys:
-    """The keys of a prompt that are all there, a piece at a time."""
+    """The keys of a prompt that are all computed, a piece at a time."""
 
     def __init__(self, keys: bytes) -> None:
         self._keys = keys
@@ -65,7 +65,7 @@ class GivenValues(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """The policy of a decision; of a file's profiles where ``preset`` is None."""
+    """The policy of a decision, or a file's profiles if ``preset`` is None."""
 
     preset: Preset | None
     values: Values | None = None
@@ -73,7 +73,7 @@ class PolicyChoice:
 
     @classmethod
     def of(cls, preset: Preset) -> Self:
-        """A preset with its own constants."""
+        """Return a preset with its own constants."""
         return cls(preset, preset.values({}))
 
     @property
@@ -93,7 +93,7 @@ class RankingRequest(NamedTuple):
     """The prefix key; None: the block that ends at or before 512 tokens."""
     lora_name: str | None = None
     served_as: str | None = None
-    """The other name of the model in the request. Only targets that are known to serve it are candidates."""
+    """The other name of the model in the request. Only targets known to serve it are candidates."""
     session: str | None = None
     """The instance that the session token names."""
     is_multimodal: bool = False
@@ -113,7 +113,7 @@ class SelectParameters:
     profile: ProfileName | None = None
     """The profile; None: that of the configuration."""
     count: int = 1
-    """The number of targets to name, with the one that is taken."""
+    """The number of targets to name, including the chosen one."""
     is_reserved: bool = True
     expects: bool | None = None
     """Whether speculative entries are written; None: as the settings say."""
@@ -148,7 +148,7 @@ class RankedTargets:
     walk: Walk | None = None
     """The walk over the prompt's blocks."""
     there: Set[tuple[str, int]] = frozenset()
-    """Instance and rank of the given targets that are there, of those too that a file's filters leave out."""
+    """Instance and rank of the given targets that exist, including those that a file's filters leave out."""
 
     @property
     def is_cost(self) -> bool:

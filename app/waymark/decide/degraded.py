@@ -1,7 +1,7 @@
-"""Decisions without Redis: by the table that was known last, with load tables of this replica's own.
+"""Decisions without Redis: by the last known table, with load tables of this replica's own.
 
-Sticky: the same prefix goes to the same target in every replica, as far as the targets' loads allow. What is decided
-here is released here; a reservation that nobody releases runs out as any other does.
+Sticky: the same prefix goes to the same target in every replica, as far as the targets' loads allow. A reservation made
+here is released here; without a release it expires as any other does.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from waymark.store.reservations import Load, Reservation, ReservationPart
 _GROUPS_MAX = 1024
 #: How long workers need at most to register their engines again in a Redis that came back empty.
 _FORGOTTEN_SECONDS = 30.0
-#: Reservations that are remembered; beyond it the oldest is forgotten.
+#: The bound on remembered reservations; beyond it the oldest is forgotten.
 _RESERVATIONS_MAX = 100_000
-#: Ends that are kept beyond two for each reservation.
+#: The number of ends to keep beyond two for each reservation.
 _ENDS_SPARE = 1_000
 
 
@@ -65,12 +65,14 @@ class Degraded:
         self.groups[group] = KnownGroup(entry, fleet, monotonic())
 
     def was_there(self, group: GroupName) -> bool:
-        """Whether the group was there a moment ago; its workers register it again in a Redis that came back empty."""
+        """Return whether the group existed a moment ago; its workers register it again in a Redis that came back
+        empty.
+        """
         known = self.groups.get(group)
         return known is not None and monotonic() - known.read_at < _FORGOTTEN_SECONDS
 
     def seen(self, group: GroupName) -> PromptState:
-        """Nothing of any block, and the requests that this replica has sent meanwhile."""
+        """Return a state without any block, but with the requests that this replica has sent meanwhile."""
         self._end_overdue()
         loads = {publisher: Load(requests=count) for publisher, count in self._requests.get(group, {}).items()}
         return PromptState({}, loads, {}, {})

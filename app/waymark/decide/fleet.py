@@ -1,4 +1,4 @@
-"""The targets of a group, as its holder table names them, and the candidates that one prompt makes of them."""
+"""The targets of a group, as its holder table names them, and their candidates for one prompt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _UNKNOWN = GivenValues()
 _UNCHANGING = Candidate._fields.index("device")
 #: Roles that cannot take a whole request.
 _PARTS = frozenset({Role.PREFILL.value, Role.ENCODE.value, Role.ENCODE_PREFILL.value})
-#: Rings of a fleet that are kept; a request may ask for any number of points.
+#: Rings of a fleet to keep; a request may ask for any number of points.
 _RINGS_MAX = 4
 #: Orders of the same targets that are kept; a request may ask for any weight.
 _ORDERS_MAX = 4
@@ -50,7 +50,7 @@ class FleetMember(NamedTuple):
     is_whole: bool
     """Whether the target can take a request with all its stages."""
     idle: Candidate
-    """The target as a request sees it that has nothing there, while the target has nothing to do."""
+    """The target as seen by a request without a match there, while the target is idle."""
 
 
 class OpaquePrefix(NamedTuple):
@@ -81,7 +81,7 @@ class PromptState(NamedTuple):
     expected: Mapping[int, int]
     """Blocks that a publisher will have soon."""
     gauges: Mapping[int, Gauges]
-    """The gauges that are fresh, by publisher."""
+    """The fresh gauges, by publisher."""
     prefixes: Mapping[tuple[str, int], OpaquePrefix] = MappingProxyType({})
     """The opaque prefix of the prompt, by the instance and rank that have it."""
     first_tokens: Mapping[int, FirstTokens] = MappingProxyType({})
@@ -326,7 +326,9 @@ class Fleet:
         self._named: dict[str, list[int]] | None = None
 
     def serving(self, name: str | None) -> Sequence[FleetMember]:
-        """The members that serve the model under a further name; all, where none of them says so, or without a name."""
+        """Return the members that serve the model under a further name; all if no member declares it, or without a
+        name.
+        """
         if name is None:
             return self.members
         found = self._serving.get(name)
@@ -338,7 +340,9 @@ class Fleet:
         return found
 
     def prefixes(self, tokens: Mapping[int, int], most: int) -> dict[tuple[str, int], OpaquePrefix]:
-        """Who has a prefix, from its tokens by holder; no count is above ``most``, the length of the prompt."""
+        """Return the holders of a prefix, from its tokens by holder; counts are capped at ``most``, the length of the
+        prompt.
+        """
         found: dict[tuple[str, int], OpaquePrefix] = {}
         for holder_id, count in tokens.items():
             holder = self.sources.get(holder_id)
@@ -350,7 +354,7 @@ class Fleet:
         return found
 
     def at(self, address: str) -> Candidate | None:
-        """The first target at ``address``, a URL or ``host:port``; None where there is none."""
+        """Return the first target at ``address``, a URL or ``host:port``, or None."""
         place = host_and_port(address)
         for publisher, name, target, _, _, _ in self.members:
             if target.address is not None and host_and_port(target.address) == place:
@@ -398,7 +402,7 @@ class Fleet:
         given: Mapping[tuple[str, int], GivenValues] | None = None,
         members: Sequence[FleetMember] | None = None,
     ) -> list[Candidate]:
-        """A candidate for each of the members, or for those of ``given``; what is given wins over what is stored."""
+        """Return a candidate for each of the members, or for those of ``given``; given values win over stored ones."""
         if members is None:
             members = self.members
         if given is None and not (seen.prefixes or seen.gauges or seen.first_tokens):
@@ -449,14 +453,14 @@ class Fleet:
 def candidate_of(
     member: FleetMember, row: TargetRow | None, load: Load | None, expected: int, block_size: int
 ) -> Candidate:
-    """A candidate of which nothing is known but its row, its load and the blocks that it will have soon."""
+    """Return a candidate of which only its row, its load and its expected blocks are known."""
     if row is None:
         if load is None and not expected:
             return member.idle
         row = _NOTHING
     device, host, shared, disk = row
     load = load or _IDLE
-    # Copying the fields that never change costs less than naming all of them.
+    # Copying the fields that never change costs less than naming every field.
     return Candidate._make(
         (
             *member.idle[:_UNCHANGING],

@@ -20,12 +20,12 @@ class Fleets:
         self._fleets: dict[GroupName, Fleet] = {}
 
     async def newest(self, group: GroupName) -> Fleet | None:
-        """The fleet by the current table; None where nothing is registered for the group."""
+        """Return the fleet by the current table, or None if the group has no registration."""
         table = await self._reader.table(group, deadline_seconds=self._deadline_seconds)
         return None if table is None else self.of(group, table)
 
     def at_hand(self, group: GroupName) -> Fleet | None:
-        """The fleet by the table that the last lookup in the group has used; None where there is no such table."""
+        """Return the fleet by the table that the last lookup in the group has used, or None without such a table."""
         table = self._reader.table_at_hand(group)
         return None if table is None else self.of(group, table)
 
@@ -41,7 +41,7 @@ class Fleets:
         return fleet
 
     def __iter__(self) -> Iterator[tuple[GroupName, Fleet]]:
-        """The fleets that are kept, each with its group."""
+        """Yield the cached fleets, each with its group."""
         return iter(self._fleets.items())
 
     def clear(self) -> None:

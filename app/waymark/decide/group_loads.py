@@ -16,7 +16,7 @@ from waymark.decide.policies.policy import LoadWeights
 from waymark.domain.books import Drift
 from waymark.store.reservations import DRIFT, HEALTH, Load, LoadChanges, left_out_until
 
-#: Changes that are kept for readers; one that is further behind looks at all loads again.
+#: The number of changes to keep for readers; one further behind looks at all loads again.
 _CHANGES_MAX = 4096
 #: With more changes than this share of the targets all are looked at again.
 _SHARE = 8
@@ -26,7 +26,7 @@ _NO_DRIFTS: Mapping[int, float] = MappingProxyType({})
 
 
 class GroupLoads(Mapping[int, Load]):
-    """Loads by publisher. Only what has changed is parsed again, and passed to readers."""
+    """Loads by publisher. Only changed values are parsed again, and passed to readers."""
 
     def __init__(self, loads: Mapping[int, Load] | None = None) -> None:
         self._loads: dict[int, Load] = dict(loads or {})
@@ -43,7 +43,7 @@ class GroupLoads(Mapping[int, Load]):
         return self._loads[publisher]
 
     def get(self, publisher: int, default: Any = None) -> Any:
-        """As ``dict.get``; that of ``Mapping`` takes three times as long."""
+        """Get a load like ``dict.get``; the method of ``Mapping`` takes three times as long."""
         return self._loads.get(publisher, default)
 
     def __iter__(self) -> Iterator[int]:
@@ -58,12 +58,12 @@ class GroupLoads(Mapping[int, Load]):
         return self._dropped + len(self._changes)
 
     def changed_since(self, version: int) -> Iterable[int] | None:
-        """The publishers whose loads have changed since; None where it is too long ago to know."""
+        """Return the publishers whose loads have changed since, or None if that is too long ago to know."""
         at = version - self._dropped
         return None if at < 0 else self._changes[at:]
 
     def put(self, publisher: int, load: Load) -> None:
-        """What a decision has made of a load; the next reading says it again."""
+        """Set a load changed by a decision; the next reading repeats it."""
         self._raw.pop(b"%d" % publisher, None)
         self._put.add(publisher)
         self._set(publisher, load)
@@ -105,7 +105,7 @@ class GroupLoads(Mapping[int, Load]):
                     self._note(int(name))
 
     def read(self, values: Mapping[bytes, bytes]) -> None:
-        """All loads, as Redis has them."""
+        """Read all loads, as Redis has them."""
         before, healths, drifts = self._raw, dict[bytes, bytes](), dict[int, Drift]()
         for publisher in [each for each in self._loads if b"%d" % each not in values]:
             del self._loads[publisher]
@@ -128,7 +128,7 @@ class GroupLoads(Mapping[int, Load]):
         self._raw = dict(values)
 
     def left_out(self, now_ms: int) -> frozenset[int]:
-        """The publishers that decisions leave out now, because their engines cannot be reached."""
+        """Return the publishers that decisions leave out now, because their engines cannot be reached."""
         if not self._left_out_until:
             return _NOBODY
         return frozenset(publisher for publisher, until in self._left_out_until.items() if until > now_ms)

@@ -1,7 +1,7 @@
 """Loads of groups, a moment old: read in the background for the groups that decisions are made in.
 
-A group that is asked about is read again as often as the settings say. One that nobody asks about is read every second
-while requests are under way in it, so that overdue reservations end in time, and then not at all.
+A group with requests is read again as often as the settings say. A group without new requests is read every second
+while old ones are under way in it, so that overdue reservations end in time, and then not at all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OVERDUE_SECONDS = 1.0
 #: How often all loads are read, and not only those that have changed: a Redis that has taken over may lack the last
 #: changes of the one before, and nothing says so.
 _WHOLE_SECONDS = 10.0
-#: Groups that are read at once; beyond it the one that was asked about longest ago is forgotten.
+#: The bound on groups to read; beyond it the one not used for longest is forgotten.
 _GROUPS_MAX = 1024
 
 
@@ -55,7 +55,7 @@ class Loads:
         metrics.reservations.set_function(self._under_way)
 
     def at_hand(self, group_id: int) -> Mapping[int, Load] | None:
-        """The loads of a group where they are fresh, and are kept so; else ``of`` reads them."""
+        """Return the loads of a group if they are fresh, and keep them so; else ``of`` reads them."""
         group = self._groups.get(group_id)
         if group is None or group.keeping is None or group.keeping.done() or self._seconds == 0:
             return None
@@ -66,7 +66,9 @@ class Loads:
         return group.loads
 
     async def of(self, group_id: int) -> Mapping[int, Load]:
-        """The loads of a group, by publisher; raises StoreUnavailable if they are too old and Redis is unavailable."""
+        """Return the loads of a group, by publisher. Raise StoreUnavailable if they are too old and Redis is
+        unavailable.
+        """
         loop = asyncio.get_running_loop()
         group = self._groups.get(group_id) or self._begin(group_id)
         group.asked_at = loop.time()
@@ -79,12 +81,12 @@ class Loads:
         return group.loads
 
     def known(self, group_id: int) -> Mapping[int, Load]:
-        """The loads of a group as they were read last, however long ago."""
+        """Return the loads of a group as last read, however long ago."""
         group = self._groups.get(group_id)
         return {} if group is None else group.loads
 
     def left_out(self, group_id: int) -> frozenset[int]:
-        """The publishers of a group that decisions leave out now, by the loads as they were read last."""
+        """Return the publishers of a group that decisions leave out now, by the loads as last read."""
         group = self._groups.get(group_id)
         return frozenset() if group is None else group.loads.left_out(self._reservations.now_ms())
 
@@ -94,19 +96,21 @@ class Loads:
         return {} if group is None else group.loads.drifts(self._reservations.now_ms())
 
     def saw(self, group_id: int, publisher: int, load: Load) -> None:
-        """What a decision of this replica has made of a target's load."""
+        """Note a target's load after a decision of this replica."""
         group = self._groups.get(group_id)
         if group is not None:
             group.loads.put(publisher, load)
 
     def released(self, group_id: int, publisher: int, tokens: int, requests: int, context: int) -> None:
-        """What the end of a request has left of a target's load: the next decision may come before the next reading."""
+        """Note the rest of a target's load after the end of a request: the next decision may come before the next
+        reading.
+        """
         before = self.known(group_id).get(publisher)
         if before is not None:
             self.saw(group_id, publisher, before._replace(tokens=tokens, requests=requests, context=context))
 
     def clear(self) -> None:
-        """Redis came back empty: ids stand for something else."""
+        """Forget all ids, because Redis came back empty and uses them for other objects."""
         for group in self._groups.values():
             if group.keeping is not None:
                 group.keeping.cancel()
@@ -148,7 +152,7 @@ class Loads:
             group.whole_at = now
 
     async def _keep(self, group_id: int, group: _GroupState) -> None:
-        """Read again and again, until nobody asks and nothing is under way."""
+        """Read again and again, until the group is idle."""
         loop = asyncio.get_running_loop()
         while True:
             is_asked = loop.time() - group.asked_at < _ASKED_SECONDS

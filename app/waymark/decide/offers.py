@@ -1,7 +1,7 @@
-"""What Redis is offered for one stage of a request: the best few targets, in the form in which it ranks them again.
+"""The offers to Redis for one stage of a request: the best few targets, in the form in which it ranks them again.
 
-A policy ranks candidates, which are objects with all that any policy goes by. Where the cost of a target is a sum that
-needs no other target, only these sums are computed, and a candidate is made of a target that is named in the answer.
+A policy ranks candidates, which are objects with every fact that any policy uses. If the cost of a target is a sum
+independent of other targets, only these sums are computed, and a candidate is made only for a target in the answer.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Offers(Protocol):
     def offers(self) -> list[Offer]: ...
 
     def matched_blocks(self) -> list[int]:
-        """What each of those that are offered has of the prompt."""
+        """Return the match of each offered target."""
 
     def scored(self, at: int) -> Scored: ...
 
     def find(self, publisher: int) -> int | None:
-        """The place of a target."""
+        """Return the place of a target."""
 
     def others(self, at: int, count: int) -> list[Candidate]:
-        """The best ``count`` beside the one at this place."""
+        """Return the best ``count`` besides the one at this place."""
 
 
 class ScoredOffers:
@@ -77,7 +77,7 @@ class ScoredOffers:
         new_of, offers = count_new(self._request, values), []
         for place, (candidate, value, _) in enumerate(self._first):
             new, weight = new_of(candidate), candidate.weight
-            # What the cost has beside load and new tokens.
+            # The cost besides load and new tokens.
             beside = value - candidate.queue - linear.active * candidate.requests - linear.new * new
             if linear is BY_PLACE:
                 beside, weight = place * _PLACE, 1.0
@@ -100,9 +100,10 @@ class ScoredOffers:
 
 
 _Sum = tuple[float, float, int, FleetMember, float, TargetRow | None, Load | None, int]
-"""The cost of a target, a number by chance, so that many callers do not all take the same one of equal targets, its
-publisher, itself, its new tokens, and what was seen of it: its row, its load, the blocks that it will have soon. Loads
-change while Redis decides; the answer shows those of before."""
+"""The cost of a target; a number by chance, so that many callers do not all choose the same of equal targets; its
+publisher; itself; its new tokens; and its observed row, load and expected blocks. Loads change while Redis decides; the
+answer shows the earlier ones.
+"""
 
 
 class SumOffers:
@@ -117,7 +118,9 @@ class SumOffers:
         blocks: int,
         random: Random,
     ) -> None:
-        """``policy`` is a preset with ``sum_of``; nothing may be ``seen`` of gauges, opaque prefixes, first tokens."""
+        """Rank the members. ``policy`` is a preset with ``sum_of``; ``seen`` must not have gauges, opaque prefixes or
+        first tokens.
+        """
         assert policy.preset is not None
         assert policy.preset.linear is not None
         assert policy.preset.sum_of is not None
@@ -176,10 +179,10 @@ _CREDIT_NAMES = tuple(constant.name for constant in CREDITS)
 
 
 def _offer(publisher: int, new: float, beside: float, weight: float, linear: Linear, *, is_reserved: bool) -> Offer:
-    """``beside`` is what the cost has beside load and new tokens.
+    """Return an offer. ``beside`` is the cost besides load and new tokens.
 
-    Without ``is_reserved`` the new tokens count in the cost alone. So it is where a target has every complete block:
-    to give the rest of a block back would take a call of its own.
+    Without ``is_reserved`` the new tokens count in the cost alone. This is the case if a target has every complete
+    block: giving the rest of a block back would take a call of its own.
     """
     tokens = math.ceil(new) if is_reserved else 0
     return Offer(publisher, tokens, beside + linear.new * (new - tokens), weight, 0, 0)

@@ -1,4 +1,4 @@
-"""What a replica decides by, from the settings and the file that they name."""
+"""The options of a replica's decisions, from the settings and the file that they name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SelectionOptions:
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """``SettingsError`` where the policy is unknown, or the file cannot be read."""
+        """Read the options. Raise ``SettingsError`` if the policy is unknown, or the file cannot be read."""
         try:
             policy = preset(settings.policy, "WAYMARK_POLICY")
         except InvalidValue as exc:

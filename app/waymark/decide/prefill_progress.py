@@ -2,8 +2,8 @@
 
 A replica remembers its own reservations, each with the key of the last complete block of its prompt. When that block
 appears under the reservation's target, the prompt's prefill is done there. If no event can show it (a prompt below one
-block, a target that sends no events), the prefill is released after an estimate, or with the reservation's end.
-What a replica remembers ends with it; its reservations then run out with their prefill.
+block, a target that sends no events), the prefill is released after an estimate, or with the reservation's end. The
+memory of a replica ends with it; its reservations then expire with their prefill.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _PAUSE_SECONDS = 0.1
 #: A reservation is looked at again after this share of the time for which it is watched: a long prefill is released a
 #: little late, and one that never ends costs little.
 _SHARE = 0.2
-#: Reservations that are remembered; beyond it the oldest is left to its end.
+#: The bound on remembered reservations; beyond it the oldest is left to its end.
 _WATCHED_MAX = 65_536
-#: Blocks that are looked up at once; the others are looked up in the next turns.
+#: Blocks of one lookup; the others are looked up in the next turns.
 _LOOKED_UP_MAX = 2_048
 
 
@@ -44,7 +44,7 @@ class WatchedReservation(NamedTuple):
     piece: bytes | None
     """Packed keys of the last piece, up to the last complete block; None if no event will show it."""
     done_at: float | None
-    """The end of the prefill, if that is known or estimated, by the loop's clock."""
+    """The end of the prefill, if known or estimated, by the loop's clock."""
     ends_at: float
     """The end of the reservation."""
     by: str = "estimate"
@@ -85,7 +85,7 @@ class PrefillProgress:
             self._task = self._begin(self._keep_polling())
 
     def told(self, reservations: Sequence[Reservation], part: ReservationPart) -> None:
-        """A caller has said that prefill, or all, of these is over."""
+        """Note a caller's report that the prefill of these, or all, is over."""
         if part is not ReservationPart.RENEW:
             by = "caller" if part is ReservationPart.PREFILL else "end"
             for reservation in reservations:
@@ -93,7 +93,7 @@ class PrefillProgress:
                     self._released.labels(by=by).inc()
 
     def clear(self) -> None:
-        """Redis came back empty: there is nothing to release."""
+        """Forget everything, because Redis came back empty: the reservations are gone."""
         self._watched.clear()
 
     async def _keep_polling(self) -> None:
@@ -128,7 +128,7 @@ class PrefillProgress:
             await self._give_back(await self._computed(group, several), "index")
 
     async def _computed(self, group: GroupName, several: list[WatchedReservation]) -> list[WatchedReservation]:
-        """The reservations whose last block is held by their target."""
+        """Return the reservations whose last block is held by their target."""
         entry = several[0].entry
         ids = await self._reader.last_holders(entry, [each.piece for each in several if each.piece is not None])
         table = self._reader.table_at_hand(group)
@@ -144,7 +144,7 @@ class PrefillProgress:
         ]
 
     async def _give_back(self, several: list[WatchedReservation], by: str) -> None:
-        # A prefill that was reported meanwhile is counted where it was reported.
+        # A prefill that was reported meanwhile is counted by the reporter.
         left = [each for each in several if self._watched.pop(each.reservation.nonce, None) is not None]
         if left:
             await self._reservations.release([each.reservation for each in left], ReservationPart.PREFILL)

@@ -65,7 +65,7 @@ def rank(
 
 
 def _by_key(request: RoutingRequest, scored: Sequence[Scored]) -> tuple[Decision, int | None]:
-    """How a file decides, and the target that the prefix key names of those that its filters let through."""
+    """Return the decision of a file, and the target of the prefix key among those that its filters let through."""
     if request.has_tokens:
         return Decision.KV_AWARE, None
     home = home_of(request, [each.candidate for each in scored])
@@ -73,7 +73,9 @@ def _by_key(request: RoutingRequest, scored: Sequence[Scored]) -> tuple[Decision
 
 
 def _session_first(found: Ranking, session: str | None) -> Ranking:
-    """The ranks of the session's instance before all others; a session whose instance is no candidate is a new one."""
+    """Put the ranks of the session's instance before all others; a session whose instance is not a candidate starts
+    anew.
+    """
     own = [each for each in found.scored if each.candidate.instance_id == session]
     if not own:
         return found

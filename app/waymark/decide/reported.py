@@ -86,7 +86,9 @@ class ReportedPrompts:
         self._told: frozenset[int] = frozenset()
 
     async def match(self, keyspace: Keyspace, local_hashes: Sequence[int]) -> list[HolderMatch]:
-        """Who has the beginning of a prompt, the longest match first. Raises StoreUnavailable."""
+        """Return the holders of the beginning of a prompt, the longest match first. Raise StoreUnavailable if Redis is
+        unavailable.
+        """
         served = await self._served(keyspace)
         if served is None or not local_hashes or not keyspace.block_size:
             return []
@@ -192,7 +194,9 @@ class ReportedPrompts:
             await self._store.placements.drop(entry.group_id, holder, milliseconds=self._milliseconds)
 
     async def holders(self) -> list[tuple[Keyspace, HolderMatch]]:
-        """Every registered address with its model, without its blocks. Raises StoreUnavailable."""
+        """Return every registered address with its model, without its blocks. Raise StoreUnavailable if Redis is
+        unavailable.
+        """
         found: dict[tuple[Keyspace, str], bool] = {}
         for each in await self._store.directory.registrations():
             if each.tenant_id == self._tenant_id and each.scope == "instance" and each.target.address is not None:
@@ -205,7 +209,7 @@ class ReportedPrompts:
         try:
             return await self._requests.further_name(named) or ServedModel(named)
         except InvalidValue:
-            return None  # a name of several models is none
+            return None  # a name of several models is ambiguous
 
     async def _entry(self, served: ServedModel) -> GroupEntry | None:
         group = served.group
@@ -244,13 +248,15 @@ class ReportedPrompts:
 
 
 def _with_events(fleet: Fleet | None) -> frozenset[str]:
-    """The addresses of engines whose events say what they have."""
+    """Return the addresses of engines with events about their blocks."""
     members: Sequence[FleetMember] = () if fleet is None else fleet.members
     return frozenset(each.target.address for each in members if each.tells_events and each.target.address is not None)
 
 
 def _placement_keys(served: ServedModel, keyspace: Keyspace, hashes: Sequence[int]) -> list[int]:
-    """The keys of the blocks' placements: blocks of text are not those of tokens, nor are other sizes."""
+    """Return the keys of the blocks' placements: blocks of text differ from those of tokens, and other sizes differ
+    too.
+    """
     number = namespace(served.adapter, []) ^ text_hash(f"{keyspace.is_text} {keyspace.block_size}")
     return [each ^ number for each in hashes]
 

@@ -25,7 +25,7 @@ _CHARACTERS = 4
 
 
 def no_prompt(block_size: int) -> HashedPrompt:
-    """Return what is known of a request without a prompt, in any block size."""
+    """Return the prompt of a request without one, in any block size."""
     return HashedPrompt(0, b"", has_tokens=False)
 
 
@@ -52,10 +52,9 @@ class RequestPrompts:
         self._tokens_max = settings.max_tokens
 
     async def tokens(self, request: InferenceRequest, served: ServedModel) -> list[SourcedTokens]:
-        """The tokens of each prompt, of ``SEQUENCES_MAX`` at most; none for a request without a prompt.
+        """Return the tokens of each prompt, of at most ``SEQUENCES_MAX``; empty for a request without a prompt.
 
-        Raises InvalidValue (``no_tokenizer`` where the model has no tokenizer), TokenizerUnavailable,
-        StoreUnavailable.
+        Raise InvalidValue (``no_tokenizer`` if the model has no tokenizer), TokenizerUnavailable, StoreUnavailable.
         """
         group = served.group
         return [
@@ -66,7 +65,7 @@ class RequestPrompts:
         ]
 
     def keyed(self, tokens: SourcedTokens, request: InferenceRequest, served: ServedModel) -> PromptOf:
-        """The keys of a prompt in any block size. Raises InvalidValue where it has too many tokens."""
+        """Return the keys of a prompt in any block size. Raise InvalidValue if it has too many tokens."""
         if len(tokens.ids) // 4 > self._tokens_max:
             raise InvalidValue(
                 f"the prompt has more than {self._tokens_max} tokens; send less, or raise WAYMARK_MAX_TOKENS",
@@ -78,7 +77,7 @@ class RequestPrompts:
 
 def _said(request: InferenceRequest) -> Iterator[TextOrChat | SourcedTokens]:
     if request.form is Form.EMBEDDINGS:
-        return  # nothing of them is found again, so the load alone decides
+        return  # its blocks would never match again, so the load alone decides
     if request.messages:
         yield ChatPrompt(
             request.messages,

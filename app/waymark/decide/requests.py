@@ -58,7 +58,7 @@ class PreparedRequest(NamedTuple):
     ranking: RankingRequest
     served: ServedModel
     tokens: tuple[int, ...]
-    """The number of tokens of each prompt; empty if that is not known."""
+    """The number of tokens of each prompt; empty if unknown."""
     further: tuple[SequenceLoad, ...]
     """The load of the sequences beyond the first."""
 
@@ -82,7 +82,7 @@ class RoutedRequest(NamedTuple):
 
 
 class RequestSelector:
-    """Decides where inference requests go, in one process."""
+    """Selects the targets of inference requests, in one process."""
 
     def __init__(
         self,
@@ -117,10 +117,10 @@ class RequestSelector:
         session: str | None = None,
         counts_tokens: bool = False,
     ) -> PreparedRequest:
-        """Read what a decision needs of a request. ``session`` is the instance that its session token names.
+        """Read the facts of a request for a decision. ``session`` is the instance that its session token names.
 
-        ``counts_tokens``: the caller needs the tokens even where they do not decide. Raises InvalidValue where the
-        model is a name of several models.
+        ``counts_tokens``: the caller needs the tokens even if they do not decide. Raise InvalidValue if the model is a
+        name of several models.
         """
         named = GroupName(tenant_id, request.model)
         further_name = await self.further_name(named)
@@ -160,9 +160,9 @@ class RequestSelector:
         return PreparedRequest(ranking, served, tokens, further)
 
     async def further_name(self, named: GroupName) -> ServedModel | None:
-        """The model that a name means; None where it is a model of its own, or nobody serves it.
+        """Return the model that a name stands for; None for a model of its own, or an unknown one.
 
-        Raises InvalidValue where it is a name of several models.
+        Raise InvalidValue if it is a name of several models.
         """
         try:
             return await self._served.of(named)
@@ -172,8 +172,8 @@ class RequestSelector:
     async def take(self, prepared: PreparedRequest, parameters: SelectParameters) -> RoutedRequest:
         """Take a target, for every sequence of the request.
 
-        Raises NoTarget (UnknownModel where nothing serves the model), Saturated, Starting, and StoreUnavailable where
-        Redis is unavailable and no target of the model is known; then nothing is taken.
+        Raise NoTarget (UnknownModel if the model has no engine), Saturated, Starting, or StoreUnavailable if Redis is
+        unavailable and no target of the model is known; the request then has no reservation.
         """
         ranking = prepared.ranking
         if self._profile is not None and parameters.profile is None:
@@ -207,14 +207,14 @@ class RequestSelector:
         tenant_id: str = DEFAULT_TENANT,
         session: str | None = None,
     ) -> RoutedRequest:
-        """Take a target for a request that is decided once; raises as ``prepare`` and ``take``."""
+        """Take a target for a request with a single decision. Raise the errors of ``prepare`` and ``take``."""
         return await self.take(await self.prepare(request, tenant_id=tenant_id, session=session), parameters)
 
     async def score(self, request: InferenceRequest, *, tenant_id: str = DEFAULT_TENANT) -> RankedTargets | None:
-        """How much of the prompt each target has; None for a model that nobody has registered.
+        """Return each target's share of the prompt, or None for a model without a registration.
 
-        It does not fail open: raises InvalidValue (``no_tokenizer`` where the model has no tokenizer),
-        TokenizerUnavailable, StoreUnavailable.
+        It does not fail open: it raises InvalidValue (``no_tokenizer`` if the model has no tokenizer),
+        TokenizerUnavailable or StoreUnavailable.
         """
         named = GroupName(tenant_id, request.model)
         served = await self._served.of(named) or ServedModel(named)
@@ -225,7 +225,7 @@ class RequestSelector:
         return await self.selector.score(RankingRequest(served.group, prompt, _LEAST_WORK))
 
     async def select_any(self, parameters: SelectParameters, *, tenant_id: str = DEFAULT_TENANT) -> RoutedRequest:
-        """Take a target of any model, for a request that names none; raises as ``select``."""
+        """Take a target of any model, for a request without a model. Raise the errors of ``select``."""
         registrations = await self._directory.registrations()
         for group in dict.fromkeys(each.group for each in registrations if each.tenant_id == tenant_id):
             try:
@@ -235,9 +235,9 @@ class RequestSelector:
         raise NoTarget(f"no target is left for tenant {shown(tenant_id)}; register one with an address")
 
     async def _is_forgotten(self, ranking: RankingRequest) -> bool:
-        """Whether Redis has forgotten a model that was served a moment ago, as one does that came back empty.
+        """Return whether Redis has forgotten a model that was served a moment ago, because it came back empty.
 
-        Raises UnknownModel where nothing serves the model; StoreUnavailable is as good as a Redis that has forgotten.
+        Raise UnknownModel if the model has no engine; StoreUnavailable counts as a Redis that has forgotten.
         """
         group = ranking.group
         try:

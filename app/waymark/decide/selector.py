@@ -1,7 +1,7 @@
 """The use case: a prompt's blocks, the targets' loads, a policy, a reservation.
 
-A decision looks as a query does, ranks all targets by loads that are a moment old, and lets Redis take the best of the
-first few by their loads of that instant. So it costs one round trip more than a query, and any number of replicas
+A decision reads the index like a query, ranks all targets by loads from a moment ago, and lets Redis choose the best of
+the first few by their loads of that instant. So it costs one round trip more than a query, and any number of replicas
 decide as one.
 """
 
@@ -91,20 +91,20 @@ class Selector:
 
     @property
     def default_policy(self) -> PolicyChoice:
-        """What decides where a request names no policy."""
+        """The policy of a request that does not name one."""
         return self._default_policy
 
     # ---- without a reservation ---------------------------------------------------------------------
 
     async def score(self, ranking: RankingRequest) -> RankedTargets | None:
-        """All candidates, best first; None where nothing is registered for the group.
+        """Return all candidates, best first, or None if the group has no registration.
 
-        Raises StoreUnavailable.
+        Raise StoreUnavailable if Redis is unavailable.
         """
         lookup = await self._targets.read(ranking, expects=None)
         if lookup is None:
             return None
-        # A caller that names candidates knows what they serve.
+        # A caller that names candidates knows their models.
         members = None if ranking.given is not None else self._reached(lookup, ranking.served_as)
         candidates = lookup.fleet.candidates(lookup.seen, lookup.request.block_size, ranking.given, members)
         found = rank(ranking.policy, self._options.picker, lookup.request, candidates, lookup.fleet, self._random)
@@ -123,7 +123,7 @@ class Selector:
         )
 
     def _reached(self, lookup: TargetLookup, served_as: str | None) -> Sequence[FleetMember]:
-        """The members that serve the model, without those that are left out while there are others."""
+        """Return the members that serve the model, without those to leave out unless there are no others."""
         members, left_out = lookup.fleet.serving(served_as), self._loads.left_out(lookup.entry.group_id)
         if not left_out:
             return members
@@ -132,7 +132,7 @@ class Selector:
     # ---- with one ----------------------------------------------------------------------------------
 
     async def select(self, ranking: RankingRequest, parameters: SelectParameters) -> SelectedTarget:
-        """Take a target. Raises NoTarget, Saturated, StoreUnavailable; then nothing is taken."""
+        """Take a target. Raise NoTarget, Saturated or StoreUnavailable; then there is no reservation."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._away_until:
             raise StoreUnavailable("Redis did not answer a moment ago; try again in a moment")
@@ -165,7 +165,7 @@ class Selector:
             began = perf_counter()
             left_out = self._loads.left_out(lookup.entry.group_id)
             of = self._ordered(ranking, parameters, lookup, left_out)
-            # Where nobody else is left, a target that cannot be reached is better than none.
+            # An unreachable target is better than no target.
             is_degraded = of is None and bool(left_out)
             if is_degraded:
                 left_out = frozenset()
@@ -188,7 +188,9 @@ class Selector:
         lookup: TargetLookup,
         left_out: Set[int],
     ) -> SumOffers | RankedStages | None:
-        """The targets that could take the request, without the publishers ``left_out``; None where nobody could."""
+        """Return the targets that could take the request, without the publishers ``left_out``, or None without such a
+        target.
+        """
         is_split = parameters.profile == "disagg" and ranking.policy.preset is not None
         is_whole = not is_split and (ranking.policy.preset is not None or parameters.profile == "single")
         short = self._shortlist(
@@ -275,7 +277,7 @@ class Selector:
         )
 
     def select_without_redis(self, ranking: RankingRequest, parameters: SelectParameters) -> SelectedTarget:
-        """Take a target by what is known; StoreUnavailable where nothing of the group is."""
+        """Take a target by the facts at hand. Raise StoreUnavailable if the group is unknown."""
         known = self._degraded.groups.get(ranking.group)
         if known is None:
             raise StoreUnavailable(
@@ -287,7 +289,7 @@ class Selector:
         request = request_of(ranking, prompt, ranking.block_size or max(sizes, default=1), 0, known.fleet)
         seen = self._degraded.seen(ranking.group)
         lookup = TargetLookup(known.entry, request, known.fleet, seen, prompt.keys)
-        # The filters and stages of a file hold, with the prefix key in place of a match, which nobody can look up.
+        # The filters and stages of a file hold, with the prefix key in place of a match, which cannot be looked up.
         degraded = ranking if ranking.policy.preset is None else ranking._replace(policy=PolicyChoice.of(_STICKY))
         of = self._ordered(degraded, parameters, lookup, self._loads.left_out(known.entry.group_id))
         of = of or self._ordered(degraded, parameters, lookup, frozenset())
@@ -372,7 +374,7 @@ class Selector:
         return own + released, gone
 
     def _under_way(self) -> Iterator[tuple[str, float]]:
-        """Requests under way, by instance, in the groups that this replica decides in."""
+        """Yield requests under way, by instance, in the groups that this replica decides in."""
         for group, fleet in self.fleets:
             entry = self._store.reader.entry_at_hand(group)
             loads = {} if entry is None else self._loads.known(entry.group_id)
@@ -407,7 +409,7 @@ def _choices(
 
 
 def _none_allowed(ranking: RankingRequest, parameters: SelectParameters, fleet: Fleet) -> str:
-    """The sentence of NoTarget where targets are registered: which constraint leaves out how many of them."""
+    """Return the sentence of NoTarget if targets are registered: how many each constraint leaves out."""
     rows = [row for row in fleet.table.publishers.values() if row.scope == "instance"]
     lost = sum(row.is_lost for row in rows)
     removed = Counter({"lost": lost, "of weight 0": len(rows) - lost - len(fleet.members)})

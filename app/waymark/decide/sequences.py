@@ -20,12 +20,12 @@ class SequenceLoad(NamedTuple):
     """The load that one sequence adds to its target, in tokens."""
 
     new: int
-    """0 for a sequence of a prompt that is computed already."""
+    """0 for a sequence of a prompt that another sequence computes."""
     context: int
 
 
 def further_sequences(prompts: Sequence[int], copies: int) -> tuple[SequenceLoad, ...]:
-    """The sequences beyond the first, of prompts with so many tokens each, answered ``copies`` times.
+    """Return the sequences beyond the first, of prompts with so many tokens each, answered ``copies`` times.
 
     Sequences of one prompt share its prefill.
     """
@@ -40,7 +40,7 @@ def further_sequences(prompts: Sequence[int], copies: int) -> tuple[SequenceLoad
 async def reserve_sequences(
     selector: Selector, group: GroupName, candidate: Candidate, loads: Sequence[SequenceLoad], milliseconds: int
 ) -> tuple[Reservation, ...]:
-    """Reserve a target for each; fewer where it has as many requests as it may have, or Redis is unavailable."""
+    """Reserve a target for each; fewer if it has as many requests as it may have, or Redis is unavailable."""
     found = await asyncio.gather(
         *(selector.reserve(group, candidate, each.new, each.context, milliseconds) for each in loads),
         return_exceptions=True,

@@ -1,7 +1,7 @@
 """The further names under which engines serve a model: aliases of the model itself, and adapters.
 
 A registration names its model once. An engine may serve that model under other names, too, and each of its adapters has
-a name that requests send as their model. What they mean is read from all registrations, and kept for a second.
+a name that requests send as their model. The names are read from all registrations, and kept for a second.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class ServedNames:
         self._reading: asyncio.Task[None] | None = None
 
     def clear(self) -> None:
-        """Redis came back empty."""
+        """Forget everything, because Redis came back empty."""
         self._known, self._models = {}, frozenset()
         self._read_at = float("-inf")
         self._reading = None
 
     async def of(self, group: GroupName) -> ServedModel | None:
-        """The model that ``group`` is a further name of; None where it is a model of its own, or nobody serves it.
+        """Return the model of a further name ``group``; None for a model of its own, or an unknown one.
 
-        Raises InvalidValue where it is a name of several models, StoreUnavailable where nothing is known and Redis is
-        away.
+        Raise InvalidValue if it is a name of several models, and StoreUnavailable if the names are unknown and Redis is
+        unavailable.
         """
         if self._has_targets(group):
             return None
@@ -73,7 +73,7 @@ class ServedNames:
         return self.at_hand(group)
 
     def at_hand(self, group: GroupName) -> ServedModel | None:
-        """As ``of``, by what is known without Redis."""
+        """Return the model like ``of``, without asking Redis."""
         served = self._known.get(group)
         if served is None or self._has_targets(group):
             return None
@@ -87,9 +87,9 @@ class ServedNames:
         return next(iter(served))
 
     def nearest(self, group: GroupName) -> str | None:
-        """The name that was probably meant by one that nobody serves."""
+        """Return the name that was probably meant by an unknown one."""
         names = [each.model_name for each in (*self._models, *self._known) if each.tenant_id == group.tenant_id]
-        # To compare a name of a megabyte takes half a second, and none is near it.
+        # Comparing a name of a megabyte takes half a second, and it would not be near any other.
         close = get_close_matches(group.model_name, names, n=1) if len(group.model_name) <= SHOWN_MAX else []
         return close[0] if close else None
 
@@ -107,11 +107,11 @@ class ServedNames:
         try:
             registrations = await self._directory.registrations()
         except StoreUnavailable as exc:
-            # What was known stays; a decision finds out by itself that Redis is unavailable.
+            # Known names stay; a decision notices by itself that Redis is unavailable.
             log.debug("served names not read", extra=fields(error=exc.sentence))
             return
         if asyncio.current_task() is not self._reading:
-            return  # these are of a Redis that is empty by now
+            return  # read from a Redis that has come back empty since
         self._known = _names_of(registrations)
         self._models = frozenset(each.group for each in registrations)
         self._read_at = now

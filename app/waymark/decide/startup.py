@@ -18,7 +18,7 @@ from waymark.store.heartbeats import WORKER_SECONDS, Heartbeats
 
 log = logging.getLogger(__name__)
 
-#: How long a count of instances is used while the gate is closed: it bounds what refused requests ask of Redis.
+#: How long a count of instances is used while the gate is closed: it bounds the load of refused requests on Redis.
 _COUNT_SECONDS = 0.1
 #: How often heartbeats are read, while there is a worker and while there is none.
 _BEAT_SECONDS = 1.0
@@ -90,7 +90,7 @@ class StartupGate:
         self._count_until = 0.0
 
     async def waiting(self) -> str | None:
-        """What the gate waits for, as a sentence; None once it is open."""
+        """Return the condition that the gate waits for, as a sentence, or None once it is open."""
         if self._is_open:
             return None
         if monotonic() >= self._count_until:
@@ -111,6 +111,6 @@ class StartupGate:
             raise Starting(f"{sentence}; register more engines, or lower WAYMARK_MIN_INITIAL_WORKERS")
 
     def check_latched(self) -> None:
-        """As ``check``, without Redis: a gate that was never seen open is closed."""
+        """Check like ``check``, without Redis: a gate that was never seen open is closed."""
         if not self._is_open:
             raise Starting(f"waiting for {self._minimum} workers, and Redis is unavailable")

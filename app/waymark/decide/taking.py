@@ -59,7 +59,7 @@ class _OfferedStage(NamedTuple):
 
 
 class TargetReserver:
-    """Reserves targets, and sees to what follows from it."""
+    """Reserves targets, and takes the further steps of a decision."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class TargetReserver:
         )
 
     def _count(self, taken: Candidate, lookup: TargetLookup) -> None:
-        """What the target has of the prompt, what it lacks of what others have, and what a pool has."""
+        """Count the target's match, the longer matches of others, and the match of a pool."""
         request, metrics, matched = lookup.request, self._metrics, taken.matched
         if taken.expected > matched:
             metrics.speculative_tokens.inc(taken.expected - matched)
@@ -195,7 +195,7 @@ class TargetReserver:
         stage: _OfferedStage,
         made: list[Reservation],
     ) -> int | None:
-        """The prefill stage's target, too, or neither."""
+        """Reserve the prefill stage's target, too, or neither."""
         request_id = stage.parameters.request_id
         if request_id is not None:
             other = f"{text_hash(request_id + ' prefill'):016x}"
@@ -212,7 +212,7 @@ class TargetReserver:
         return second[0]
 
     async def _one(self, stage: _OfferedStage) -> tuple[int, Reservation] | None:
-        """The place of the target that was taken."""
+        """Return the place of the chosen target."""
         of, lookup, ranking, parameters, promises, is_prefill_elsewhere, _, peers = stage
         began = perf_counter()
         offers, spec_keys = self._with_entries(stage)
@@ -249,7 +249,7 @@ class TargetReserver:
         return at, reservation
 
     def _with_entries(self, stage: _OfferedStage) -> tuple[list[Offer], Sequence[str]]:
-        """The offers with the speculative entries that each would get, and the keys of all of these."""
+        """Return the offers with the speculative entries that each would get, and the keys of all entries."""
         of, lookup, ranking, parameters = stage[:4]
         of_prefill = stage.is_prefill and lookup.fleet.has_stages
         offers = of.offers()
@@ -276,7 +276,7 @@ class TargetReserver:
     ) -> int:
         if lookup.fleet.by_publisher[publisher].tells_events:
             return speculation.milliseconds if speculation.is_on else 0
-        # Its entries are all that is known of it.
+        # Its entries are the only facts about its cache.
         return 0 if parameters.expects is False else self._options.approximate_milliseconds
 
     def _refuse(self, found: Reserved, ranking: RankingRequest) -> None:
@@ -301,7 +301,7 @@ class TargetReserver:
         ranking: RankingRequest,
         parameters: SelectParameters,
     ) -> None:
-        """Remember what the decision has changed, and watch for the end of its prefill."""
+        """Remember the changes of the decision, and watch for the end of its prefill."""
         tokens, publisher = reservation.tokens, reservation.publisher
         before = lookup.seen.loads.get(publisher, NO_LOAD)
         after = before._replace(
@@ -327,7 +327,7 @@ class TargetReserver:
 
 
 def headers_of(target: Candidate, prefill: Candidate | None, encode: Sequence[Candidate]) -> Mapping[str, str]:
-    """The headers by which proxies and engines learn the targets, if these have addresses."""
+    """Return the headers by which proxies and engines learn the targets, if these have addresses."""
     headers = {}
     if target.address is not None:
         headers["x-gateway-destination-endpoint"] = host_and_port(target.address)

@@ -1,6 +1,6 @@
-"""Reads what a decision goes by: the targets of its group, what each has of the prompt, their loads and other readings.
+"""Reads the facts for a decision: the targets of its group, the match of each, their loads and other readings.
 
-The blocks are read as a query reads them. What is read beside them is a moment old, or is asked for at the same time.
+The blocks are read as a query reads them. The other values are from a moment ago, or are requested at the same time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from waymark.store.store import Store
 #: How often a lookup starts over because its group's table has changed meanwhile.
 _TRIES_MAX = 3
 _TOKENS_MAX = 2**53
-#: Tokens by whose last block ``sticky`` finds its place, where no prefix key is given.
+#: Tokens by whose last block ``sticky`` finds its place, without a prefix key.
 _STICKY_TOKENS = 512
 
 
@@ -58,7 +58,7 @@ class TargetLookup(NamedTuple):
 
 
 class _SideReads(NamedTuple):
-    """The values of targets that are read together with the blocks."""
+    """The values of targets to read together with the blocks."""
 
     loads: Mapping[int, Load]
     expected: Mapping[int, int]
@@ -90,7 +90,7 @@ class TargetReader:
         self._observe = metrics.decision_duration_seconds.labels(part="walk").observe
 
     async def read(self, ranking: RankingRequest, *, expects: bool | None) -> TargetLookup | None:
-        """The group's targets, and what is known of each; None where nothing is registered for the group."""
+        """Return the group's targets with their values, or None if the group has no registration."""
         began = perf_counter()
         table = self._store.reader.table_at_hand(ranking.group)
         if table is None and ranking.block_size is None:
@@ -116,7 +116,7 @@ class TargetReader:
         *,
         expects: bool | None,
     ) -> tuple[TargetLookup | None, HolderTable | None]:
-        """What was found, and the table of that moment; no lookup where it asks for another block size."""
+        """Return the results, and the table of that moment; no lookup if another block size is needed."""
         reader = self._store.reader
         entry = reader.entry_at_hand(ranking.group)
         aside = None
@@ -159,7 +159,7 @@ class TargetReader:
             # As a prompt whose tokens nobody knows: equal beginnings go to one target.
             prompt = prompt._replace(has_tokens=False)
         if not prompt.has_tokens and ranking.prefix_key is not None and fleet.has_sources:
-            # Sources know who has a prompt with this key. It is at least as long as what anybody has of it.
+            # Sources know the holders of a prompt with this key. It is at least as long as the longest known match.
             longest = max((each.tokens for each in seen.prefixes.values()), default=0)
             prompt = prompt._replace(tokens=max(prompt.tokens, longest), has_tokens=True)
         request = request_of(ranking, prompt, block_size, 0 if walk is None else pool_bitmap(walk, asked), fleet)
@@ -179,7 +179,7 @@ class TargetReader:
     def _aside_at_hand(
         self, ranking: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, *, expects: bool | None
     ) -> _SideReads | None:
-        """The values beside the blocks, if it is the loads alone, and these are known."""
+        """Return the values beside the blocks, if only the loads are needed and are known."""
         if ranking.given is not None or self._needs_gauges(ranking.policy) or self._needs_first_tokens(ranking, fleet):
             return None
         if (ranking.prefix_key is not None and fleet.has_sources) or self._expects(ranking, fleet, expects):
@@ -188,13 +188,13 @@ class TargetReader:
         return None if loads is None else _SideReads(loads, {}, {})
 
     def _expects(self, ranking: RankingRequest, fleet: Fleet, expects: bool | None) -> bool:
-        """Whether speculative entries are read."""
+        """Return whether speculative entries are read."""
         return fleet.has_silent or self._options.speculation(ranking.policy, expects).is_on
 
     async def _aside(
         self, ranking: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, *, expects: bool | None
     ) -> _SideReads:
-        """The values beside the blocks: loads, gauges and speculative entries."""
+        """Read the values beside the blocks: loads, gauges and speculative entries."""
         given = None if ranking.given is None else ranking.given.values()
         loads: Mapping[int, Load] = {}
         gauges: Mapping[int, Gauges] = {}
@@ -226,7 +226,7 @@ class TargetReader:
     async def _prefixes(
         self, ranking: RankingRequest, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, until: float
     ) -> Mapping[tuple[str, int], OpaquePrefix]:
-        """What sources of opaque prefixes have of the prompt; nothing where there are none, or the time is over."""
+        """Return the prompt's opaque prefixes; empty without sources, or if the time is over."""
         if ranking.prefix_key is None or not fleet.has_sources:
             return {}
         try:
@@ -254,7 +254,7 @@ class TargetReader:
 def request_of(
     ranking: RankingRequest, prompt: HashedPrompt, block_size: int, pool: int, fleet: Fleet
 ) -> RoutingRequest:
-    """The request as policies see it; ``pool`` are the blocks that shared pools have."""
+    """Return the request as policies see it; ``pool`` are the blocks that shared pools have."""
     prefix_key = ranking.prefix_key
     blocks = min(_STICKY_TOKENS // block_size, len(prompt.keys) // KEY_BYTES)
     if prefix_key is None and blocks:
@@ -273,21 +273,21 @@ def request_of(
 
 
 def _block_size(fleet: Fleet | None) -> int:
-    """The one block size of a group; InvalidValue where it has several, and 1 where it has none."""
+    """Return the one block size of a group, or 1 without an engine. Raise InvalidValue if there are several."""
     return (None if fleet is None else only_block_size(fleet.block_sizes)) or 1
 
 
-# What is known of each target beside its load, a moment old: read for the groups whose decisions need it.
+# Further values of each target, from a moment ago: read for the groups whose decisions need them.
 
 
-#: Readings that are older are read again, behind the decision; beyond the second the decision waits for it.
+#: Older readings are read again in the background; beyond the second bound the decision waits for it.
 _FRESH_SECONDS = 0.25
 _OLD_SECONDS = 1.0
 _GROUPS_MAX = 1024
 
 T = TypeVar("T")
 ReadGroup = Callable[[int, Sequence[int]], Awaitable[Mapping[int, T]]]
-"""Reads what Redis has of the publishers of a group."""
+"""Reads the values of a group's publishers from Redis."""
 
 
 @dataclass(slots=True)
@@ -306,7 +306,7 @@ class Readings(Generic[T]):
         self._groups: dict[int, _GroupReadings[T]] = {}
 
     async def of(self, group_id: int, publishers: Sequence[int]) -> Mapping[int, T]:
-        """The readings of these publishers; none if Redis has none."""
+        """Return the readings of these publishers; empty if Redis has none."""
         now = asyncio.get_running_loop().time()
         group = self._groups.get(group_id)
         if group is None:
@@ -320,7 +320,7 @@ class Readings(Generic[T]):
         return group.found
 
     def clear(self) -> None:
-        """Redis came back empty: ids stand for something else."""
+        """Forget all ids, because Redis came back empty and uses them for other objects."""
         self._groups.clear()
 
     async def _read(self, group: _GroupReadings[T], group_id: int, publishers: Sequence[int]) -> None:

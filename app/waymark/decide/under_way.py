@@ -1,7 +1,7 @@
 """Requests that this process has sent to targets: their reservations are renewed while they run, and end with them.
 
-A reservation is short and renewed, so what a process that dies leaves behind is over within half a minute.
-No request waits for Redis here: a release that fails is left to the reservation's own end.
+A reservation is short and renewed, so those of a process that dies are over within half a minute. No request waits for
+Redis here: a release that fails is left to the reservation's own end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GIVE_BACK_SECONDS = 0.1
 
 
 class RequestsUnderWay:
-    """The requests of a process that are under way, and the task that renews their reservations."""
+    """The requests of a process under way, and the task that renews their reservations."""
 
     reserved_ms = RESERVED_MS
     renew_seconds = _RENEW_SECONDS
@@ -50,7 +50,7 @@ class RequestsUnderWay:
         return len(self._running)
 
     def add(self, routed: RoutedRequest) -> RequestUnderWay:
-        """A request that was just given its targets. Its caller must ``end`` it."""
+        """Add a request that just got its targets. Its caller must ``end`` it."""
         request = RequestUnderWay(self, routed)
         self._running.add(request)
         if self._renewing is None or self._renewing.done():
@@ -95,11 +95,13 @@ class RequestsUnderWay:
         return task
 
     async def settle(self) -> None:
-        """Wait for the releases that have begun: before the store is closed."""
+        """Wait for the releases that have begun, before the store is closed."""
         await asyncio.gather(*self._releasing, return_exceptions=True)
 
     async def reserve(self, routed: RoutedRequest, address: str) -> tuple[Candidate, tuple[Reservation, ...]] | None:
-        """The target at ``address`` and its reservations; None if there is no such target, or it cannot be reserved."""
+        """Reserve the target at ``address``. Return it and its reservations, or None if it does not exist or cannot be
+        reserved.
+        """
         group, tokens = routed.served.group, routed.selected.tokens
         try:
             fleet = await self._selector.fleets.newest(group)
@@ -122,13 +124,13 @@ class RequestUnderWay:
     def __init__(self, of: RequestsUnderWay, routed: RoutedRequest) -> None:
         self.routed = routed
         self.target = routed.selected.target.candidate
-        """The target that has it now."""
+        """The target of the request now."""
         self.since = asyncio.get_running_loop().time()
         self.reservations: Sequence[Reservation] = tuple(routed.reservations)
         self._of = of
         self._has_prefilled = False
         self._was_moved = False
-        """Nobody knows when the target that has it now got it."""
+        """Whether it was moved: the time at which its present target got it is unknown."""
         self._has_ended = False
 
     @property
@@ -146,16 +148,16 @@ class RequestUnderWay:
         return headers
 
     def prefilled(self) -> None:
-        """The first byte of an answer has come: its prompt is computed."""
+        """Note the first byte of an answer: the prompt is computed."""
         if not self._has_prefilled and not self._has_ended:
             self._has_prefilled = True
             ttft_ms = None if self._was_moved else 1e3 * (asyncio.get_running_loop().time() - self.since)
             self._of.begin_release(self.reservations, ReservationPart.PREFILL, ttft_ms)
 
     async def move(self, address: str) -> bool:
-        """The target at ``address`` has it now, and the first one counts as failed.
+        """Move the request to the target at ``address``; the first one counts as failed.
 
-        False if that is the first one itself, or no target: then nothing changes.
+        Return False, without a change, if that is the first one itself, or not a target.
         """
         own = self.target.address
         if own is not None and host_and_port(own) == host_and_port(address):
@@ -186,9 +188,10 @@ class RequestUnderWay:
         return self._of.begin_release(self.reservations, part, usage=usage)
 
     async def give_back(self, *, is_ok: bool, usage: Usage = NO_USAGE) -> None:
-        """``end`` it before the last byte of its answer goes on, so that the client's next request finds no load of it.
+        """Call ``end`` before the last byte of its answer is sent, so that the client's next request does not meet its
+        load.
 
-        A Redis that is slow holds the byte up for a moment only.
+        A slow Redis delays the byte for a moment only.
         """
         task = self.end(is_ok=is_ok, usage=usage)
         if task is not None:

@@ -1,1 +1,1 @@
-"""Rules that order targets. Pure: no I/O, no clock, and no randomness except what is passed in."""
+"""Rules that order targets. Pure: no I/O, no clock, and no randomness except by arguments."""

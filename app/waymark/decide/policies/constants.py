@@ -1,6 +1,6 @@
 """Constants of policies and plugins: named, with a default, a range and a sentence.
 
-One table of them says what may be overridden by a request, set in a file, and what the docs print.
+One table of constants defines the overrides of a request, the fields of a file, and the text of the docs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Constant:
     """The values that a word can have; empty for a number or a switch."""
 
     def read(self, value: Any, field: str) -> float | bool | str:
-        """The value as given, checked; ``InvalidValue`` names field, value and range."""
+        """Check a value and return it. ``InvalidValue`` names field, value and range."""
         if isinstance(self.default, bool):
             if not isinstance(value, bool):
                 raise InvalidValue(
@@ -50,7 +50,7 @@ class Constant:
         return float(value)
 
     def range_text(self) -> str:
-        """What a value may be, in words."""
+        """Return the allowed values in words."""
         if isinstance(self.default, bool):
             return "true or false"
         if self.choices:
@@ -78,7 +78,7 @@ class Values:
 
 
 def read_constants(table: Iterable[Constant], given: Mapping[str, Any], field: str) -> Values:
-    """All constants of a table: those given, checked, and the defaults of the rest.
+    """Return all constants of a table: the given ones, checked, and the defaults of the rest.
 
     An unknown name raises ``InvalidValue`` that names the nearest known one.
     """
@@ -96,9 +96,9 @@ def read_constants(table: Iterable[Constant], given: Mapping[str, Any], field: s
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The way out of a misspelt name: the nearest known one, else all of them."""
+    """Return the way out of a misspelt name: the nearest known one, else all of them."""
     names = sorted(known)
-    # To compare a name of a megabyte takes half a second, and none is near it.
+    # Comparing a name of a megabyte takes half a second, and it would not be near any other.
     close = get_close_matches(name, names, n=1) if len(name) <= SHOWN_MAX else []
     if close:
         return f"did you mean {close[0]}?"

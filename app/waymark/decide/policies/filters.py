@@ -19,7 +19,7 @@ _ENCODE = {Role.ENCODE.value, Role.ENCODE_PREFILL.value, Role.ENCODE_PREFILL_DEC
 
 
 def role_of(candidate: Candidate) -> str | None:
-    """The role that the registration or a label names; None where neither does."""
+    """Return the role in the registration or a label, or None without either."""
     if candidate.role is not Role.BOTH:
         return candidate.role.value
     return next((candidate.labels[label] for label in ROLE_LABELS if label in candidate.labels), None)
@@ -36,22 +36,22 @@ def is_for_decode(candidate: Candidate) -> bool:
 
 
 def prefill_filter(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Targets for prefill."""
+    """Return targets for prefill."""
     return list(filter(is_for_prefill, candidates))
 
 
 def decode_filter(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Targets for decode, for both, and without a role."""
+    """Return targets for decode, for both, and without a role."""
     return list(filter(is_for_decode, candidates))
 
 
 def encode_filter(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Targets that encode images."""
+    """Return targets that encode images."""
     return [each for each in candidates if role_of(each) in _ENCODE]
 
 
 def by_label(label: str, valid: frozenset[str], allows_no_label: bool) -> Filter:
-    """Targets whose label has one of the values, or that have no such label where that is allowed."""
+    """Return a filter by the values of a label; targets without the label pass if that is allowed."""
 
     def keep(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
         return [
@@ -86,7 +86,7 @@ OPERATORS = ("In", "NotIn", "Exists", "DoesNotExist")
 
 
 def by_selector(labels: Mapping[str, str], requirements: Sequence[Requirement]) -> Filter:
-    """Targets that have all the labels and meet all the requirements."""
+    """Return a filter for targets with all the labels that meet all the requirements."""
 
     def keep(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
         return [
@@ -100,7 +100,7 @@ def by_selector(labels: Mapping[str, str], requirements: Sequence[Requirement]) 
 
 
 def by_context_length(label: str) -> Filter:
-    """Targets whose range of lengths has the prompt's, or that name none."""
+    """Return a filter for targets whose range of lengths includes the prompt's; targets without a range pass."""
 
     def keep(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
         return [each for each in candidates if label not in each.labels or _covers(each.labels[label], request.tokens)]

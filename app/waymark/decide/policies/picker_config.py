@@ -1,7 +1,7 @@
 """``EndpointPickerConfig``, the YAML of llm-d's and Heimdall's endpoint pickers, read as it is.
 
 The file has ``plugins`` (type, name, parameters), ``schedulingProfiles`` (which plugins in which order, scorers with a
-weight) and what is about other parts of a gateway. Whatever it says that is not known is refused by name.
+weight) and sections about other parts of a gateway. Anything unknown in it is refused by name.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DeclaredPlugin:
 
 
 def read_picker_config(text: str) -> PickerConfig:
-    """What the file says; ``InvalidValue`` names the first thing that is wrong and the way out."""
+    """Parse the file. ``InvalidValue`` names the first mistake and the way out."""
     import yaml  # here, since a replica without such a file does without it
 
     try:
@@ -353,7 +353,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_parameters(given: Mapping[str, Any], known: Mapping[str, Any], where: str) -> None:
-    """Raise ``InvalidValue`` at the first name or value that is not known, nested ones too."""
+    """Raise ``InvalidValue`` at the first unknown name or value, nested ones too."""
     for name, value in given.items():
         if name not in known:
             raise InvalidValue(f"{where}.{name} is not known; {nearest(name, known)}", field=f"{where}.{name}")

@@ -1,4 +1,4 @@
-"""Pickers: from scores to the one that is taken, and the next best behind it."""
+"""Pickers: from scores to the chosen candidate, and the next best behind it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def max_score(scored: Sequence[Scored], random: Random) -> Sequence[Scored]:
 
 
 def by_chance(scored: Sequence[Scored], random: Random) -> Sequence[Scored]:
-    """The candidates in random order."""
+    """Return the candidates in random order."""
     return random.sample(list(scored), len(scored))
 
 
 def weighted_by_chance(scored: Sequence[Scored], random: Random) -> Sequence[Scored]:
-    """The candidates in random order, those with greater scores more likely first.
+    """Return the candidates in random order, those with greater scores more likely first.
 
     Each candidate gets ``u ** (1 / score)``, with ``u`` uniform in 0 to 1, and the greatest comes first. This is
     algorithm A-Res of Efraimidis and Spirakis, "Weighted random sampling with a reservoir" (2006). A score of 0 comes

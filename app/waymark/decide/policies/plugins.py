@@ -1,8 +1,8 @@
 """The plugins that an ``EndpointPickerConfig`` may name, with the parameters of each.
 
 A parameter's kind is a word (``number``, ``bool``, ``text``, ``texts``, ``labels``, ``expressions``, ``duration``) or a
-table of further parameters. Plugins that do something else than picking are known, too: what they are for is a setting
-here, and their sentence says which.
+table of further parameters. Plugins for other purposes than picking are known, too: each has a setting here, which its
+sentence names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Parameters = Mapping[str, Any]
 
 
 class PluginKind(StrEnum):
-    """The work of a plugin, which decides where it may be named."""
+    """The work of a plugin, which decides the places for its name."""
 
     HANDLER = "profile handler"
     DECIDER = "decider"
@@ -124,7 +124,7 @@ _RESPONSES: Parameters = {
 }
 _HEADERS_NOTE = "/select returns headers with the targets of the other stages"
 
-#: What a scorer takes beside the numbers of its own table.
+#: The parameters of a scorer beside the numbers of its own table.
 _SCORER_EXTRAS: Mapping[str, tuple[Parameters, str]] = {
     "precise-prefix-cache-scorer": (
         _PRECISE,

@@ -1,4 +1,4 @@
-"""What a policy is, and what all policies share: how a candidate's cached and new tokens are counted."""
+"""Policies, and their common part: the count of a candidate's cached and new tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Decision(StrEnum):
 
 
 class Scored(NamedTuple):
-    """A candidate, what the policy makes of it, and of which parts that is the sum or the product."""
+    """A candidate, its value under the policy, and the parts of that sum or product."""
 
     candidate: Candidate
     value: float
@@ -36,13 +36,13 @@ class Scored(NamedTuple):
 
     @classmethod
     def sum_of(cls, candidate: Candidate, parts: Mapping[str, float | None]) -> Scored:
-        """The sum of the parts; one that is None adds nothing."""
+        """Return the sum of the parts; a part of None adds 0."""
         return cls(candidate, sum(part or 0.0 for part in parts.values()), parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """All candidates, best first; at least the first ``Inputs.most`` of them."""
+    """All candidates, best first; at least the first ``Inputs.most``."""
 
     scored: Sequence[Scored]
     decision: Decision = Decision.KV_AWARE
@@ -90,7 +90,7 @@ class Inputs(NamedTuple):
 
 RankFunction: TypeAlias = Callable[[Inputs], Ranking]
 
-# ---- what all of them share -----------------------------------------------------------------------
+# ---- common functions of all policies -------------------------------------------------------------
 
 CREDITS = (
     Constant("overlap_score_credit", 1.0, "What a token on the device is worth.", most=16),
@@ -101,7 +101,7 @@ CREDITS = (
 
 
 def credited(candidate: Candidate, values: Values) -> float:
-    """The tokens that the candidate need not compute, each at what its place is worth."""
+    """Return the tokens that the candidate need not compute, each weighted by its place."""
     return (
         values.number("overlap_score_credit") * candidate.device
         + values.number("host_credit") * candidate.host
@@ -111,12 +111,14 @@ def credited(candidate: Candidate, values: Values) -> float:
 
 
 def least_new(request: RoutingRequest) -> int:
-    """The tokens that every target computes: those behind the last block boundary before the prompt's end."""
+    """Return the tokens that every target computes: those behind the last block boundary before the prompt's end."""
     return request.tokens - max(0, request.tokens - 1) // request.block_size * request.block_size
 
 
 def count_new(request: RoutingRequest, values: Values) -> Callable[[Candidate], float]:
-    """Counts the tokens that a candidate would have to compute: for one request, and many candidates."""
+    """Return a function that counts the tokens that a candidate would have to compute: for one request, and many
+    candidates.
+    """
     device_credit, host_credit = values.number("overlap_score_credit"), values.number("host_credit")
     disk_credit, shared_credit = values.number("disk_credit"), values.number("shared_cache_multiplier")
     tokens, least = request.tokens, least_new(request)
@@ -130,7 +132,7 @@ def count_new(request: RoutingRequest, values: Values) -> Callable[[Candidate], 
 
 
 def new_tokens(request: RoutingRequest, candidate: Candidate, values: Values) -> float:
-    """The tokens that the candidate would have to compute."""
+    """Return the tokens that the candidate would have to compute."""
     return count_new(request, values)(candidate)
 
 
@@ -147,7 +149,7 @@ def ranked(
 
 
 def _accept(values: Values) -> None:
-    """Constants that need no more than their own ranges."""
+    """Accept constants whose own ranges are the only condition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +165,18 @@ class Preset:
     constants: tuple[Constant, ...] = ()
     check: Callable[[Values], None] = field(default=_accept)
     linear: Callable[[Values], Linear] | None = None
-    """The cost as a formula by which Redis ranks the best few again when it reserves; None if there is none."""
+    """The cost as a formula by which Redis ranks the best few again when it reserves; None if it has no such
+    formula.
+    """
     sum_of: Callable[[RoutingRequest, Values], Callable[[Candidate], Scored]] | None = None
-    """Makes the cost of a candidate for one request, where that is exactly such a sum and needs no other candidate."""
+    """Makes the cost of a candidate for one request, if that is exactly such a sum, independent of other candidates."""
     by_load: Callable[[RoutingRequest, Values], LoadCost | None] | None = None
     """The cost by load alone, if only those can win that have a part of the prompt, and the least loaded of the others.
     None, or a function that returns None: the policy compares all targets."""
     needs_gauges: bool = False
 
     def values(self, overrides: Mapping[str, Any]) -> Values:
-        """The constants with overrides; ``InvalidValue`` names the wrong one and the way out."""
+        """Return the constants with overrides. ``InvalidValue`` names the wrong one and the way out."""
         values = read_constants(self.constants, overrides, "overrides")
         self.check(values)
         return values

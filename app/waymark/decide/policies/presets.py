@@ -1,8 +1,8 @@
 """The policies: one function and one row of ``PRESETS`` each.
 
 Most are published by others, and keep the constants they were published with. Costs are in tokens or blocks and the
-least wins; scores are without unit and the greatest wins. What a policy makes of a candidate has a name of its own in
-``parts``, so that a decision can be explained.
+least wins; scores are without unit and the greatest wins. A candidate's value is a sum of named ``parts``, so that a
+decision can be explained.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _longest(inputs: Inputs) -> Ranking:
 
 #: A token to be computed outweighs any queue that ``wait_max`` lets through.
 _LONGEST_NEW = 2.0**20
-#: What a longer queue costs: more than any prompt, and still exact beside its other parts.
+#: The cost of a longer queue: more than any prompt, and still exact beside the other parts.
 _OVER = 2.0**52
 
 # ---- published by others --------------------------------------------------------------------------
@@ -124,7 +124,9 @@ def _dynamo(inputs: Inputs) -> Ranking:
 
 
 def _softened(scored: Sequence[Scored], temperature: float, random: Random) -> Ranking:
-    """The lowest cost first. With a temperature above 0, drawn by a softmax over the costs, scaled to their range."""
+    """Return the candidates, lowest cost first. With a temperature above 0, drawn by a softmax over the costs, scaled
+    to their range.
+    """
     least, most = min(each.value for each in scored), max(each.value for each in scored)
     if temperature == 0 or least == most:
         return ranked(scored, random, is_cost=True)
@@ -371,7 +373,7 @@ DEFAULT = "least-work"
 
 
 def preset(name: str, field: str = "policy") -> Preset:
-    """A policy by name; ``InvalidValue`` names the nearest one."""
+    """Return a policy by name. ``InvalidValue`` names the nearest one."""
     found = PRESETS.get(name)
     if found is None:
         raise InvalidValue(f"{field} is {shown(name)}, which is no policy; {nearest(name, PRESETS)}", field=field)

@@ -22,7 +22,7 @@ Decider: TypeAlias = Callable[[RoutingRequest, Candidate], bool]
 
 
 def prefix_based(non_cached_tokens: int) -> Decider:
-    """Prefill apart from decode where so many tokens, or more, are not cached at the decode target; 0: never."""
+    """Separate prefill from decode if at least so many tokens are not cached at the decode target; 0 for never."""
 
     def decide(request: RoutingRequest, decode: Candidate) -> bool:
         return non_cached_tokens > 0 and request.tokens - decode.matched >= non_cached_tokens
@@ -31,12 +31,12 @@ def prefix_based(non_cached_tokens: int) -> Decider:
 
 
 def always(request: RoutingRequest, decode: Candidate) -> bool:
-    """Every request."""
+    """Separate every request."""
     return True
 
 
 def multimodal(request: RoutingRequest, decode: Candidate) -> bool:
-    """Requests that hold images, sound or video."""
+    """Separate requests with images, sound or video."""
     return request.is_multimodal
 
 
@@ -50,7 +50,7 @@ class WeightedScorer:
     needs_gauges: bool = False
     needs_first_tokens: bool = False
     is_prefix: bool = False
-    """Whether it scores what a target has of the prompt."""
+    """Whether it scores a target's match of the prompt."""
 
 
 #: The name of the prefix key among the parts of a score.
@@ -69,7 +69,7 @@ class Profile:
     """The number of targets that the picker gives to its caller."""
 
     def run(self, request: RoutingRequest, candidates: Sequence[Candidate], random: Random) -> Sequence[Scored]:
-        """The candidates that pass the filters, in the picker's order; none where none pass."""
+        """Return the candidates that pass the filters, in the picker's order; the result may be empty."""
         kept = list(candidates)
         for keep in self.filters:
             kept = keep(request, kept)
@@ -82,7 +82,7 @@ class Profile:
             scored.append(Scored.sum_of(candidate, parts))
         if request.has_tokens:
             return self.picker(scored, random)
-        # It weighs what the scorers weigh that cannot see a match.
+        # Its weight is that of the scorers that cannot see a match.
         weight = sum(scorer.weight for scorer in self.scorers if scorer.is_prefix)
         picked = self.picker(with_home(request, kept, scored, _PREFIX_KEY, weight), random)
         return first_by_key(request, picked) if self.picker is max_score else picked
@@ -110,7 +110,7 @@ class Speculation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PickerConfig:
-    """The part of an ``EndpointPickerConfig`` that is about picking."""
+    """The part of an ``EndpointPickerConfig`` about picking."""
 
     profiles: Mapping[str, Profile]
     decode: str
@@ -135,7 +135,7 @@ class PickerConfig:
         return any(scorer.needs_first_tokens for profile in self.profiles.values() for scorer in profile.scorers)
 
     def run(self, request: RoutingRequest, candidates: Sequence[Candidate], random: Random) -> ProfileStages:
-        """Decode first; then encode and prefill, each where its decider wants it and a target for it is there."""
+        """Run decode first; then encode and prefill, each if its decider wants it and it has a target."""
         decode = self.profiles[self.decode].run(request, candidates, random)
         if not decode:
             return ProfileStages(())

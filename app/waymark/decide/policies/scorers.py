@@ -1,7 +1,7 @@
 """Scorers: each gives every candidate a score from 0 to 1; a profile adds them up, each with its weight.
 
 Names, parameters and formulas come from the ``EndpointPickerConfig`` plugins of llm-d's router and of Heimdall, which
-began as a copy of that router. A scorer that needs gauges gives None, and not 0, to a candidate that has none.
+began as a copy of that router. A scorer of gauges gives None, and not 0, to a candidate without them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Scorer:
     needs_gauges: bool = False
     needs_first_tokens: bool = False
     is_prefix: bool = False
-    """Whether it scores what a target has of the prompt."""
+    """Whether it scores a target's match of the prompt."""
 
 
-# ---- what is cached --------------------------------------------------------------------------------
+# ---- scores by cache -------------------------------------------------------------------------------
 
 
 def _precise_prefix(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
@@ -96,7 +96,7 @@ def _first_token_ms(request: RoutingRequest, candidate: Candidate) -> float | No
     return candidate.first_tokens.predict(candidate.wait + new)
 
 
-# ---- what engines report ---------------------------------------------------------------------------
+# ---- scores by gauges ------------------------------------------------------------------------------
 
 
 def _kv_cache(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
@@ -137,7 +137,7 @@ CONTEXT_LABEL = "mif.moreh.io/context-length-range"
 
 
 def context_ranges(text: str) -> list[tuple[int, int]]:
-    """``"0-2048,8192-32768"`` as pairs of least and most tokens; ``InvalidValue`` where it is no such text."""
+    """Return ``"0-2048,8192-32768"`` as pairs of least and most tokens. Raise ``InvalidValue`` for any other text."""
     ranges = []
     for part in text.split(","):
         least, dash, most = part.partition("-")
@@ -148,7 +148,7 @@ def context_ranges(text: str) -> list[tuple[int, int]]:
 
 
 def context_score(tokens: int, label: str | None) -> float:
-    """How well a range fits: 0.3 to 1 inside of it, tighter and with more room above is better; below 0.3 outside."""
+    """Return how well a range fits: 0.3 to 1 inside, tighter and with more room above is better; below 0.3 outside."""
     if label is None:
         return 0.5
     try:
@@ -181,7 +181,7 @@ def _by_gauge(candidates: Sequence[Candidate], amount: Callable[[Gauges], int]) 
 
 
 def _where_known(costs: Sequence[float | None]) -> Scores:
-    """The scores of ``_least_is_one`` for the candidates that have a cost; None for the others."""
+    """Return the scores of ``_least_is_one`` for the candidates with a cost; None for the others."""
     known = {at: cost for at, cost in enumerate(costs) if cost is not None}
     if not known:
         return [None for _ in costs]

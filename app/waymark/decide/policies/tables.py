@@ -8,7 +8,7 @@ from waymark.decide.policies.scorers import SCORERS
 
 
 def policies() -> str:
-    """Every policy, its order, and whether it needs what engines report of themselves."""
+    """Return a table of every policy, its order, and whether it needs the gauges of engines."""
     lines = ["| Policy | From | Order | Needs |", "|---|---|---|---|"]
     for preset in PRESETS.values():
         name = f"**`{preset.name}`** (default)" if preset.name == DEFAULT else f"`{preset.name}`"
@@ -18,7 +18,7 @@ def policies() -> str:
 
 
 def constants() -> str:
-    """Every constant of every policy: what a request may override."""
+    """Return a table of every constant of every policy: the possible overrides of a request."""
     lines = ["| Policy | Constant | Default | Range | What it means |", "|---|---|---|---|---|"]
     for preset in PRESETS.values():
         for each in preset.constants:
@@ -29,7 +29,7 @@ def constants() -> str:
 
 
 def scorers() -> str:
-    """Every scorer of an ``EndpointPickerConfig``."""
+    """Return a table of every scorer of an ``EndpointPickerConfig``."""
     lines = ["| Scorer | Score, 0 to 1 | Needs |", "|---|---|---|"]
     for scorer in SCORERS.values():
         needs = "gauges" if scorer.needs_gauges else "`ttft_ms`" if scorer.needs_first_tokens else ""
@@ -38,7 +38,7 @@ def scorers() -> str:
 
 
 def others() -> str:
-    """Plugins that a file may name and that something else here does."""
+    """Return a table of plugins that a file may name and whose work another part does here."""
     lines = ["| Plugin | Here |", "|---|---|"]
     lines += [f"| `{each.type}` | {each.note} |" for each in PLUGINS.values() if each.kind is PluginKind.OTHER]
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""What a decision is made of: the request, and the targets that could take it.
+"""The inputs of a decision: the request, and the targets that could take it.
 
-A target is a registered publisher of scope ``instance``: what a router can pick. A candidate is a target with what it
-holds of one prompt and what it has to do at that moment. All amounts are tokens unless the name says otherwise.
+A target is a registered publisher of scope ``instance``, the smallest unit that a router can pick. A candidate is a
+target with its share of one prompt and its load at that moment. All amounts are tokens unless the name says otherwise.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RoutingRequest(NamedTuple):
     """32 bytes by which ``sticky`` finds its place on the ring."""
     is_multimodal: bool = False
     has_tokens: bool = True
-    """Whether the tokens are known, or anything that a target has of the prompt; else the prefix key is what is."""
+    """Whether the tokens are known, or any match of a target; else only the prefix key is."""
     ring: RingPlaces | None = None
     """The places by which the prefix key names a target, if it has one and ``has_tokens`` is false."""
 
@@ -49,7 +49,7 @@ class RoutingRequest(NamedTuple):
         return self.tokens // self.block_size
 
     def pool_blocks_beyond(self, blocks: int) -> int:
-        """Blocks that a pool holds at positions ``blocks`` and later, contiguous or not."""
+        """Return how many blocks a pool holds at positions ``blocks`` and later, contiguous or not."""
         return (self.pool >> blocks).bit_count()
 
 
@@ -57,11 +57,11 @@ class Candidate(NamedTuple):
     """One target, seen by one request.
 
     ``device``, ``host``, ``shared`` and ``disk`` count each token of the matched prefix once, at its best place in this
-    order. ``expected`` is what the target will hold soon, because the prompt was sent there before.
+    order. ``expected`` counts the tokens that the target will hold soon, because the prompt was sent there before.
     """
 
     publisher: int
-    """The target's id, a small integer that is never used again."""
+    """The target's id, a small integer, never used again."""
     instance_id: str
     dp_rank: int = 0
     address: str | None = None
@@ -75,7 +75,7 @@ class Candidate(NamedTuple):
     shared: int = 0
     expected: int = 0
     wait: int = 0
-    """Prefill tokens of its reservations that are still to be computed."""
+    """Prefill tokens of its reservations still to be computed."""
     active: int = 0
     """The number of requests under way."""
     context: int = 0
@@ -85,9 +85,9 @@ class Candidate(NamedTuple):
     last_cold: int = 0
     """The time of the last request to it of which no target had any block, in ms; 0: never."""
     first_tokens: FirstTokens | None = None
-    """The time that its requests waited for their first token; None if that is not known."""
+    """The time that its requests waited for their first token; None if it is unknown."""
     gauges: Gauges | None = None
-    """The gauges of the engine; None if it reports none, or none that are fresh."""
+    """The gauges of the engine; None without fresh ones."""
 
     @property
     def matched(self) -> int:

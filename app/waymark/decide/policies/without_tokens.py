@@ -1,9 +1,9 @@
-"""Prompts without tokens: the prefix key counts in place of the blocks that nobody can look up.
+"""Prompts without tokens: the prefix key counts in place of the blocks, which cannot be looked up.
 
-Requests with the same key begin the same, so the target that the key names on the ring has probably what the others of
-them left there. A policy ranks this target as if it had the prompt; what it has is not known, so that its offers, its
-answer and the deciders of a file still see a target that has nothing. Of targets that are equally good then, the one
-that the key meets first is taken, so that equal beginnings go to one target where the load of that one is too high.
+Requests with the same key begin the same, so the target of the key on the ring probably has the blocks of earlier ones.
+A policy ranks this target as if it had the prompt; its real blocks are unknown, so its offers, its answer and the
+deciders of a file still see a target without a match. Of equally good targets, the first on the key's way around the
+ring is chosen, so that equal beginnings go to one target if the load of the first is too high.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from waymark.decide.policies.target import Candidate, RoutingRequest
 def by_prefix_key(
     request: RoutingRequest, candidates: Sequence[Candidate], rank: Callable[[Sequence[Candidate]], Ranking]
 ) -> Ranking:
-    """Return what ``rank`` makes of candidates for a prompt without tokens; there is at least one."""
+    """Rank candidates with ``rank`` for a prompt without tokens; there is at least one candidate."""
     home = home_of(request, candidates)
     if home is None:
         return Ranking(rank(candidates).scored, Decision.LOAD)
@@ -45,7 +45,7 @@ def with_home(
 
 
 def first_by_key(request: RoutingRequest, scored: Sequence[Scored]) -> Sequence[Scored]:
-    """Put the one that the key meets first before the others that are as good as the best."""
+    """Put the first on the key's way around the ring before the others as good as the best."""
     equal = [each for each in scored if each.value == scored[0].value] if scored else []
     if len(equal) < 2:
         return scored
