@@ -1,8 +1,8 @@
-"""Which streams a picker takes when it has as many as it may have: connections that wait for most give way.
+"""The streams that a picker takes at its bound: connections with the most waiting streams give way.
 
-A proxy sends its request at once, so a stream that waits for one is short. A peer that opens streams and sends nothing
-would take all places. At the bound a new stream takes the place of the oldest waiting one of the connection that has
-the most of them, as long as that connection has more than its own.
+A proxy sends its request at once, so a stream that waits for one is short. A peer that opens streams without sending
+would take all places. At the bound a new stream takes the place of the oldest waiting one of the connection with the
+most such streams, as long as that connection has more than its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StreamPlace:
                 self.waiting.reschedule(0.0)
 
     def settle(self) -> None:
-        """The request is there."""
+        """Note that the request has arrived."""
         self._streams.settle(self)
 
     def leave(self) -> None:
@@ -53,7 +53,7 @@ class Streams:
         """The places that wait for a request, by connection, oldest first."""
 
     def enter(self, peer: str) -> StreamPlace | None:
-        """A place for a stream of a connection; None where there is none."""
+        """Return a place for a stream of a connection, or None if there is no place."""
         if self._count >= self._max and not self._make_room(peer):
             return None
         place = StreamPlace(self, peer)
@@ -78,7 +78,7 @@ class Streams:
             self._waiting.pop(place.peer, None)
 
     def leave(self, place: StreamPlace) -> None:
-        """The stream has ended. A place that was given up is not counted any more."""
+        """Free the place of a stream that has ended. A place that was given up does not count any more."""
         self.settle(place)
         if not place.is_given_up:
             self._count -= 1

@@ -1,8 +1,8 @@
-"""Answers that are sent on only when all of them is there.
+"""Answers that are forwarded only when they are complete.
 
-A proxy can send a request again as long as nothing of its answer has gone to the client. If a picker or an engine dies
-between the headers and the end of an answer that is one JSON object, the client has half of an object, which is of no
-use. So the picker holds such an answer until its end. A stream of tokens is never held.
+A proxy can send a request again as long as the client has not received any of its answer. If a picker or an engine dies
+between the headers and the end of an answer that is one JSON object, the client has a useless half of an object. So the
+picker holds such an answer until its end. A stream of tokens is never held.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from waymark.chat.requests import Form
 
 
 def is_whole(headers: Mapping[str, str]) -> bool:
-    """Whether the headers of an answer announce one JSON object."""
+    """Return whether the headers of an answer announce one JSON object."""
     return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
 
 
 class HeldAnswer:
     """The messages to the proxy about one answer: sent at once until ``begin``, and after that together at the end.
 
-    Its bytes count among those of all bodies. What is above a bound is held no longer: it goes on as it comes.
+    Its bytes count among those of all bodies. Above a bound the rest is not held: it is forwarded as it comes.
     """
 
     def __init__(self, bodies: BodyBytes, write: Callable[[Any], Awaitable[None]]) -> None:
@@ -36,7 +36,7 @@ class HeldAnswer:
         self._held = 0
 
     def begin(self) -> None:
-        """Hold what comes."""
+        """Begin to hold messages."""
         self._is_holding = True
 
     async def send(self, replies: Sequence[Any], *, size: int, is_end: bool) -> None:
@@ -53,13 +53,13 @@ class HeldAnswer:
         self.drop()
 
     def drop(self) -> None:
-        """Hold nothing any more."""
+        """Drop the held messages."""
         self._replies.clear()
         self._bodies.release(self._held)
         self._held = 0
 
 
-# What a client gets in place of an engine's answer, in the shape of errors that its path has.
+# Answers to a client in place of an engine's, in the shape of the errors of its path.
 
 
 _RETRY_SECONDS = "1"
@@ -85,7 +85,7 @@ class ImmediateAnswer(NamedTuple):
 
 
 def rejection_of(error: WaymarkError, form: Form | None) -> ImmediateAnswer:
-    """The answer to a request that gets no target. Raises the error itself where it is no rejection."""
+    """Return the answer to a request without a target. Raise the error itself if it is not a rejection."""
     for kind, (status, slug, name) in _KINDS.items():
         if isinstance(error, kind):
             return _rejection(status, slug, name, str(error), form)
@@ -93,17 +93,17 @@ def rejection_of(error: WaymarkError, form: Form | None) -> ImmediateAnswer:
 
 
 def too_large(sentence: str, form: Form | None) -> ImmediateAnswer:
-    """The answer to a body that is above a bound."""
+    """Return the answer to a body above a bound."""
     return _rejection(413, "too_large", "invalid_request_error", sentence, form)
 
 
 def overloaded(sentence: str, form: Form | None) -> ImmediateAnswer:
-    """The answer while all bodies together are above their bound."""
+    """Return the answer while all bodies together are above their bound."""
     return _rejection(503, "overloaded", "service_unavailable", sentence, form)
 
 
 def misconfigured(sentence: str, form: Form | None) -> ImmediateAnswer:
-    """The answer where the proxy's configuration does not let a target be picked."""
+    """Return the answer if the proxy's configuration does not let a target be picked."""
     return _rejection(500, "misconfigured", "server_error", sentence, form)
 
 
@@ -119,11 +119,10 @@ def _rejection(status: int, slug: str, name: str, sentence: str, form: Form | No
     return ImmediateAnswer(status, slug, orjson.dumps(said), headers)
 
 
-# How many bytes of bodies are held: of one request, and of all of them.
+# The number of held bytes of bodies: of one request, and of all.
 #
-# Where all bodies together are at their bound, the largest one that is still arriving gives way: a peer that sends
-# large
-# bodies and no end costs itself its requests, and none of a peer that comes next.
+# When all bodies together are at their bound, the largest unfinished one gives way: a peer that sends large bodies
+# without end only loses its own requests.
 
 
 class BodyBytes:
@@ -137,7 +136,7 @@ class BodyBytes:
         self._arriving: set[ArrivingBody] = set()
 
     def exceeded(self, held: int, more: int) -> Literal["one", "all"] | None:
-        """Which bound a body of ``held`` bytes is above with so many more; None: they are counted."""
+        """Return the bound that a body of ``held`` bytes exceeds with so many more; None if they are counted."""
         if held + more > self.one_max:
             return "one"
         if self._held + more > self.all_max:
@@ -147,22 +146,22 @@ class BodyBytes:
         return None
 
     def release(self, held: int) -> None:
-        """A body is no longer held."""
+        """Release a body."""
         self._held -= held
         self._gauge.set(self._held)
 
     def arriving(self, give_up: Callable[[], None]) -> ArrivingBody:
-        """A body of which nothing has come; ``give_up`` is called when it has to give way."""
+        """Return a body that has not begun to arrive; ``give_up`` is called when it has to give way."""
         body = ArrivingBody(self, give_up)
         self._arriving.add(body)
         return body
 
     def settle(self, body: ArrivingBody) -> None:
-        """The body is whole, or nothing more of it is wanted: it does not give way any more."""
+        """Mark the body as complete, or not wanted any more: it does not give way."""
         self._arriving.discard(body)
 
     def make_room(self, body: ArrivingBody, more: int) -> bool:
-        """Let larger bodies give way to ``more`` bytes of this one; False where none is larger."""
+        """Let larger bodies give way to ``more`` bytes of this one. Return False if there is no larger one."""
         while self._held + more > self.all_max:
             largest = max(self._arriving, key=lambda each: each.held, default=body)
             if largest.held <= body.held + more:
@@ -172,7 +171,7 @@ class BodyBytes:
 
 
 class ArrivingBody:
-    """The body of one request, in the parts that have come."""
+    """The body of one request, in the parts received so far."""
 
     def __init__(self, bodies: BodyBytes, give_up: Callable[[], None]) -> None:
         self._bodies = bodies
@@ -192,7 +191,7 @@ class ArrivingBody:
         return bound
 
     def settle(self) -> None:
-        """Nothing more of it comes."""
+        """Mark the body as complete."""
         self._bodies.settle(self)
 
     def give_up(self) -> None:
@@ -202,7 +201,7 @@ class ArrivingBody:
         self._give_up()
 
     def drop(self) -> None:
-        """Hold nothing any more."""
+        """Drop the held bytes."""
         self.settle()
         self.parts.clear()
         self._bodies.release(self.held)

@@ -1,4 +1,4 @@
-"""Messages of ``envoy.service.ext_proc.v3``: what the proxy reports, and what it is answered.
+"""Messages of ``envoy.service.ext_proc.v3``: the proxy's reports, and the answers to them.
 
 The endpoint picker protocol of the Gateway API Inference Extension defines the names of headers and metadata.
 """
@@ -21,7 +21,7 @@ SERVED = "x-gateway-destination-endpoint-served"
 _LB = "envoy.lb"
 _SUBSET, _SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 
-#: Bytes of a body in one answer: below 64 KiB with all that is around them.
+#: Bytes of a body in one answer: below 64 KiB including the rest of the message.
 PIECE_BYTES = 62_000
 
 NONE = ProcessingMode.NONE
@@ -31,11 +31,11 @@ DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
-# ---- what the proxy reports --------------------------------------------------------------------------
+# ---- reports of the proxy ----------------------------------------------------------------------------
 
 
 def headers_of(message: Any) -> dict[str, str]:
-    """Headers by name; of a name that is there twice the first, as a proxy reads it."""
+    """Return headers by name; of a repeated name the first value, as a proxy reads it."""
     found: dict[str, str] = {}
     for each in message.headers.headers:
         value = each.raw_value.decode("utf-8", "replace") if each.raw_value else each.value
@@ -44,7 +44,7 @@ def headers_of(message: Any) -> dict[str, str]:
 
 
 def subset_of(request: Any) -> frozenset[str] | None:
-    """The ``host:port`` that the proxy allows; None: all."""
+    """Return the ``host:port`` that the proxy allows; None for all."""
     value = _metadata(request, _SUBSET, _SUBSET_KEY)
     if value is None:
         return None
@@ -56,7 +56,7 @@ def subset_of(request: Any) -> frozenset[str] | None:
 
 
 def served_of(request: Any, headers: Mapping[str, str]) -> str | None:
-    """The ``host:port`` that answered, as the proxy reports it; None where it does not."""
+    """Return the ``host:port`` that answered, as the proxy reports it; None if it does not."""
     value = _metadata(request, _LB, SERVED)
     place = value.string_value if value is not None else headers.get(SERVED, "")
     return place.strip() or None
@@ -71,7 +71,7 @@ def _metadata(request: Any, namespace: str, key: str) -> Any:
     return found[namespace].fields[key]
 
 
-# ---- what it is answered -----------------------------------------------------------------------------
+# ---- answers to the proxy ----------------------------------------------------------------------------
 
 
 def _mutation(headers: Mapping[str, str], remove: Iterable[str] = ()) -> Any:
@@ -83,32 +83,32 @@ def _mutation(headers: Mapping[str, str], remove: Iterable[str] = ()) -> Any:
 
 
 def _picked(headers: Mapping[str, str], remove: Iterable[str]) -> tuple[Any, Any]:
-    """The common part of an answer, and the metadata next to it."""
+    """Return the common part of an answer, and the metadata next to it."""
     common = pb.CommonResponse(header_mutation=_mutation(headers, remove), clear_route_cache=True)
     inner = Struct(fields={DESTINATION: Value(string_value=headers[DESTINATION])})
     return common, Struct(fields={_LB: Value(struct_value=inner)})
 
 
 def picked_by_headers(headers: Mapping[str, str], remove: Iterable[str]) -> Any:
-    """The targets, in the answer to the request's headers; ``headers`` has ``DESTINATION``.
+    """Return the targets, in the answer to the request's headers; ``headers`` has ``DESTINATION``.
 
-    ``remove`` are headers of the request that do not go on.
+    ``remove`` are headers to remove from the request.
     """
     common, metadata = _picked(headers, remove)
     return pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common), dynamic_metadata=metadata)
 
 
 def picked_by_body(headers: Mapping[str, str], remove: Iterable[str]) -> Any:
-    """The targets, in the answer to a body that was sent as a whole; ``headers`` has ``DESTINATION``.
+    """Return the targets, in the answer to a body sent as a whole; ``headers`` has ``DESTINATION``.
 
-    ``remove`` are headers of the request that do not go on.
+    ``remove`` are headers to remove from the request.
     """
     common, metadata = _picked(headers, remove)
     return pb.ProcessingResponse(request_body=pb.BodyResponse(response=common), dynamic_metadata=metadata)
 
 
 def pieces(parts: Sequence[bytes], *, is_request: bool, is_end: bool) -> Iterator[Any]:
-    """A body as it is; ``is_end``: nothing follows, no trailers either."""
+    """Yield a body unchanged; with ``is_end`` neither more of the body nor trailers follow."""
     cut = [part[at : at + PIECE_BYTES] for part in parts for at in range(0, len(part), PIECE_BYTES)]
     if not cut and is_end:
         cut = [b""]
@@ -120,12 +120,12 @@ def pieces(parts: Sequence[bytes], *, is_request: bool, is_end: bool) -> Iterato
 
 
 def answered(headers: Mapping[str, str]) -> Any:
-    """An answer to the headers of an engine's answer that sets ``headers`` in it."""
+    """Return an answer to the headers of an engine's answer that sets ``headers`` in it."""
     common = pb.CommonResponse(header_mutation=_mutation(headers))
     return pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common))
 
 
-#: Answers that change nothing.
+#: Answers without a change.
 GO_ON = {
     "request_headers": pb.ProcessingResponse(request_headers=pb.HeadersResponse()),
     "request_body": pb.ProcessingResponse(request_body=pb.BodyResponse()),
@@ -137,7 +137,7 @@ GO_ON = {
 
 
 def immediate(status: int, body: bytes, details: str, headers: Mapping[str, str]) -> Any:
-    """An answer to the client in place of the engine's. ``details`` is a word for the proxy's access log."""
+    """Return an answer to the client in place of the engine's. ``details`` is a word for the proxy's access log."""
     return pb.ProcessingResponse(
         immediate_response=pb.ImmediateResponse(
             status=HttpStatus(code=status),

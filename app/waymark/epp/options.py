@@ -1,4 +1,4 @@
-"""What an endpoint picker's servers need of the settings."""
+"""The settings of an endpoint picker's servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class EppOptions:
 
     host: str = "0.0.0.0"
     port: int = 9002
-    """0: any that is free."""
+    """The port; 0 for any free one."""
     health_port: int | None = 9003
     """None: health is answered on ``port`` alone."""
     has_tls: bool = True

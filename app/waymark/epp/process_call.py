@@ -1,9 +1,9 @@
 """One HTTP request as Envoy's external processing filter shows it: a stream of messages, from its headers to its end.
 
-The answer to the headers waits until the body is whole, because the prompt decides. Then the body goes back as it
-came. The body of the answer does not have to come here: the stream of messages lasts as long as the answer, so its end
-says that the request is over. Where bodies come, they pass unchanged, a stream at once and a whole one when all of it
-is there: the first byte says that the prompt is computed, and the last one waits until the load is given back.
+The answer to the headers waits until the body is whole, because the prompt decides. Then the body goes back as it came.
+The body of the answer does not have to come here: the stream of messages lasts as long as the answer, so its end says
+that the request is over. If bodies come, they pass unchanged, a stream at once and a whole one when it is complete: the
+first byte says that the prompt is computed, and the last one waits until the load is released.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ProcessCall:
         self._usage = UsageReader()
 
     async def run(self) -> None:
-        """Until the request is over. Raises Cut where the peer does not behave as a proxy does."""
+        """Handle the request until it is over. Raise Cut if the peer does not behave like a proxy."""
         try:
             try:
                 async with asyncio.timeout(self._picker.request_seconds) as self._place.waiting:
@@ -125,7 +125,7 @@ class ProcessCall:
     # ---- the request -------------------------------------------------------------------------------
 
     async def _request(self) -> bool:
-        """Read the request, and answer it; False where nothing follows."""
+        """Read the request, and answer it. Return False if it is complete."""
         first = await self._read()
         if first is None:
             return False
@@ -155,7 +155,7 @@ class ProcessCall:
         picked = await self._pick()
         if isinstance(picked, ImmediateAnswer):
             return await self._refuse(picked)
-        # What the client says of engines, and the decision does not say in its place.
+        # The client's headers about engines, except those that the decision sets.
         remove = [name for name in self._headers if names_engines(name) and name not in picked]
         if self._request_mode == messages.BUFFERED and not is_whole:
             await self._write(messages.picked_by_body(picked, remove))
@@ -170,7 +170,7 @@ class ProcessCall:
         return True
 
     async def _body(self) -> Literal["body", "trailers"] | ImmediateAnswer | None:
-        """Read the body to its end; what ended it, or None where the client went away."""
+        """Read the body to its end. Return how it ended, or None if the client went away."""
         while (message := await self._read()) is not None:
             if self._held.is_given_up:
                 raise TimeoutError  # the interruption is on its way
@@ -197,7 +197,7 @@ class ProcessCall:
     # ---- the decision ------------------------------------------------------------------------------
 
     async def _pick(self) -> dict[str, str] | ImmediateAnswer:
-        """The headers that name the targets."""
+        """Return the headers that name the targets."""
         parameters = SelectParameters(
             only=self._subset,
             count=_TARGETS_MAX,
@@ -224,9 +224,9 @@ class ProcessCall:
         return await selector.select(request, parameters, tenant_id=tenant_id, session=session)
 
     def _said(self) -> InferenceRequest | None:
-        """What the body says; None where it need not say anything, as of ``GET /v1/models``.
+        """Return the parsed body, or None if the path does not need one, like ``GET /v1/models``.
 
-        Raises InvalidValue.
+        Raise InvalidValue for a mistake.
         """
         try:
             fields = bounded_loads(b"".join(self._held.parts))
@@ -288,8 +288,8 @@ class ProcessCall:
             await self._under_way.give_back(is_ok=self._is_ok, usage=self._usage.usage)
 
     async def _next(self) -> Any:
-        # Without bodies nothing comes between the headers of an answer and its end. A proxy that is gone without a
-        # word is noticed by the connection.
+        # Without bodies, no message comes between the headers of an answer and its end. The connection notices a proxy
+        # that disappears silently.
         is_silent = self._has_answer and self._response_mode == messages.NONE
         try:
             async with asyncio.timeout(None if is_silent else self._picker.idle_seconds):
@@ -302,7 +302,7 @@ class ProcessCall:
         place = messages.served_of(message, headers)
         if place is not None and self._under_way is not None:
             await self._under_way.move(place)
-        # A status that is none of the engine's fault, such as 429 or 404, is an answer.
+        # A status without fault of the engine, such as 429 or 404, is an answer.
         self._is_ok = not headers.get(":status", "").startswith("5")
 
     def _saw_content(self) -> None:

@@ -1,7 +1,7 @@
-"""``radix_index.RadixIndex`` of smg: who has a prompt, and which prompts its gateways have sent where.
+"""``radix_index.RadixIndex`` of smg: the holders of a prompt, and the prompts that its gateways have sent to engines.
 
 A holder is the URL of an engine, which is the ``address`` of its registration. Events of engines arrive at ingest
-workers, so an event feed is refused here; placements are kept, so that every gateway finds those of the others.
+workers, so an event feed is refused here; placements are kept, so that all gateways share them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOKENS, BYTES = 1, 2
 _SCHEMES = frozenset({0, 1})
 #: Blocks of one query or report; further ones of a report are left out.
 BLOCKS_MAX = 16_384
-#: Queries of one stream that are answered at the same time.
+#: The bound on concurrent queries of one stream.
 _QUERIES_MAX = 64
 #: Characters of a holder's name, which is kept with every block.
 _HOLDER_MAX = 512
@@ -66,7 +66,7 @@ class RadixIndex:
 
     @property
     def handler(self) -> Any:
-        """What a gRPC server adds."""
+        """The handler for a gRPC server."""
         both, out = grpc.stream_stream_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         methods = {
             "Subscribe": both(self.subscribe, CLASSES["Query"].FromString, CLASSES["Match"].SerializeToString),
@@ -98,7 +98,7 @@ class RadixIndex:
                     tasks.create_task(answer(query))
 
     async def publish(self, _: Any, context: Any) -> None:
-        """Acknowledge each update once what it reports is kept."""
+        """Acknowledge each update once its contents are stored."""
         if self._is_full:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, self._too_many)
         with self._counted():
@@ -110,7 +110,7 @@ class RadixIndex:
                 ack = CLASSES["PublishAck"](holder=update.holder, epoch=update.epoch)
                 for event in update.events:
                     if event.HasField("stored_digest"):
-                        # The blocks of it are needed, so the publisher is asked to send them.
+                        # Its blocks are missing here, so the publisher is asked to send them.
                         ack.digest_miss_tip = event.stored_digest.tip_seq_hash
                         continue
                     try:
@@ -127,7 +127,7 @@ class RadixIndex:
                 await context.write(ack)
 
     async def pull(self, _: Any, context: Any) -> AsyncIterator[Any]:
-        """The holders that are registered. Replicas share their blocks in Redis, so there are none to copy."""
+        """Yield the registered holders. Replicas share their blocks in Redis, so there is no block to copy."""
         try:
             found = await self._prompts.holders()
         except StoreUnavailable as exc:
@@ -169,7 +169,7 @@ class RadixIndex:
             self._metrics.placements.labels(outcome=outcome).inc()
 
     def _rejection(self, update: Any) -> str | None:
-        """Why an update ends its stream; None where it is kept."""
+        """Return why an update ends its stream, or None if it is kept."""
         keyspace = update.keyspace
         if not self._is_known(keyspace):
             return (
@@ -214,6 +214,6 @@ def _keyspace(given: Any) -> Keyspace:
 
 
 async def _messages(context: Any) -> AsyncIterator[Any]:
-    """The messages of the peer, until it has sent all."""
+    """Yield the messages of the peer, until it has sent all."""
     while (message := await context.read()) is not grpc.aio.EOF:
         yield message

@@ -75,7 +75,9 @@ class PodScores:
         return grpc.method_handlers_generic_handler(SERVICE, {"GetPodScores": method})
 
     async def get_pod_scores(self, request: Any, context: Any) -> Any:
-        """The scores of all pods, by instance; or of the pods that the request names, by the names that it uses."""
+        """Return the scores of all pods, by instance; or of the pods that the request names, by the names that it
+        uses.
+        """
         if not request.model_name:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "model_name is empty; name a registered model")
         said = InferenceRequest(request.model_name, Form.COMPLETIONS, prompts=(request.prompt,))
@@ -148,7 +150,9 @@ def _score(candidate: Candidate, block_size: int) -> float:
 
 
 def _names(candidate: Candidate) -> set[str]:
-    """What a caller may call a pod: its instance, ``namespace/name`` without the namespace, its address, its IP."""
+    """Return a caller's possible names for a pod: its instance, ``namespace/name`` without the namespace, its address,
+    its IP.
+    """
     names: Iterable[str] = (candidate.instance_id, candidate.instance_id.rpartition("/")[2])
     if candidate.address is None:
         return set(names)

@@ -24,7 +24,7 @@ from waymark.epp.scores import PodScores, PrefixMatches
 
 log = logging.getLogger(__name__)
 
-#: Bytes of one message: pieces of bodies are far smaller, and what is larger is refused before it is read.
+#: Bytes of one message: pieces of bodies are far smaller, and a larger message is refused before it is read.
 _MESSAGE_BYTES_MAX = 4 * 2**20
 #: Of the streams of a health port.
 _HEALTH_STREAMS_MAX = 256
@@ -82,7 +82,7 @@ class EppServer:
         self._waits_for = waits_for
         self._health = HealthService(messages.SERVICE)
         self.port = self.health_port = 0
-        """The port that was bound; 0: none."""
+        """The bound ports; 0 for a missing one."""
         self._server = _new_server(_HEADROOM * options.streams_max + options.index_streams_max)
         ext_proc.add_ExternalProcessorServicer_to_server(Processor(picker, options.streams_max), self._server)
         self._server.add_generic_rpc_handlers((PodScores(picker.selector, picker.tenant_id).handler,))
@@ -115,7 +115,9 @@ class EppServer:
         return self._health.is_ready
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """Until ``stop`` is set; then say so, take what still comes for a while, and finish what has begun."""
+        """Serve until ``stop`` is set; then report that, accept late requests for a while, and finish those that have
+        begun.
+        """
         watching = asyncio.create_task(self._watch())
         try:
             await stop.wait()
@@ -128,8 +130,7 @@ class EppServer:
         await self._server.stop(self._options.finish_seconds)
 
     async def _watch(self) -> None:
-        """Ready from the moment at which targets can be picked. It stays so: what comes later is decided without
-        Redis."""
+        """Become ready as soon as targets can be picked. Stay so: later failures are handled without Redis."""
         logged = None
         while (waits_for := await self._waits_for()) is not None:
             if waits_for != logged:
@@ -143,13 +144,13 @@ def _new_server(streams_max: int) -> Any:
     return grpc.aio.server(
         maximum_concurrent_rpcs=streams_max,
         options=[
-            ("grpc.so_reuseport", 0),  # a port that is taken is an error
+            ("grpc.so_reuseport", 0),  # a taken port is an error
             ("grpc.max_receive_message_length", _MESSAGE_BYTES_MAX),
             ("grpc.max_concurrent_streams", streams_max),
             # Envoy may ping idle connections; it would be closed for that otherwise.
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-            # A peer that is gone without a word is noticed.
+            # A peer that disappears silently is noticed.
             ("grpc.keepalive_time_ms", 60_000),
             ("grpc.keepalive_timeout_ms", 20_000),
         ],
@@ -185,7 +186,7 @@ _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Alive from the start; the other names are ready or not, all at once.
 
-    A watcher that does not read holds up nobody.
+    A watcher that does not read does not delay others.
     """
 
     def __init__(self, *services: str) -> None:
@@ -202,7 +203,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed = asyncio.Event()
 
     def end(self) -> None:
-        """End every watch, so that none of them holds up the end of its server."""
+        """End every watch, so that the server can end."""
         self._has_ended = True
         self.set(is_ready=False)
 

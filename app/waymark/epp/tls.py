@@ -71,7 +71,7 @@ def _reader(cert_file: Path, key_file: Path, first: tuple[bytes, bytes]) -> Call
     last = first
 
     def changed() -> Any:
-        """The new pair; None where it is the same."""
+        """Return the new pair, or None if it is unchanged."""
         nonlocal last
         try:
             found = _read(cert_file, key_file)
