@@ -37,14 +37,15 @@ class AnswerStore(Protocol):
         ...
 
     async def clear(self, key: bytes | None = None) -> int:
-        """Forget one answer, or all; how many there were. Raises StoreUnavailable where others would keep theirs.
+        """Forget one answer, or all. Return how many there were. Raise StoreUnavailable if other gateways would keep
+        theirs.
 
-        No answer to a request that is under way now is kept afterwards.
+        The answer to a request under way now is not kept afterwards.
         """
         ...
 
     async def count(self) -> CacheSize:
-        """How much is kept now."""
+        """Return the size of the cache."""
         ...
 
 
@@ -89,7 +90,7 @@ class MemoryAnswers:
         return self.forget(key)
 
     def forget(self, key: bytes | None = None) -> int:
-        """Forget one answer, or all; how many there were. What is under way now is not kept."""
+        """Forget one answer, or all. Return how many there were. Answers under way now are not kept."""
         self._generation += 1
         if key is None:
             return self._answers.clear()

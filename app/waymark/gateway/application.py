@@ -1,4 +1,4 @@
-"""The gateway as an ASGI application: its paths, the bounds of a request, and what its end does."""
+"""The gateway as an ASGI application: its paths, the bounds of a request, and its shutdown."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ClientGone(Exception):
 
 
 class Gateway:
-    """``others`` answers the paths that are none of the gateway's: health, readiness, metrics, admin."""
+    """``others`` answers the paths of other parts: health, readiness, metrics, admin."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Gateway:
         cache: ResponseCache | None = None,
         responses: Responses | None = None,
     ) -> None:
-        """Raises SettingsError where the keys or the policy cannot be used."""
+        """Create a gateway. Raise SettingsError if the keys or the policy cannot be used."""
         self._others = others
         self._metrics = metrics
         self._body_bytes_max = settings.max_body_bytes
@@ -172,7 +172,7 @@ class Gateway:
         query: bytes,
         answer: _AnswerSender,
     ) -> None:
-        """What a client asks of a stored response."""
+        """Answer a client's request for a stored response."""
         response_id, _, part = response_id.partition("/")
         operations: dict[tuple[str, str], Callable[[GatewayCaller, str], Awaitable[bytes]]] = {
             ("GET", ""): responses.find,
@@ -187,7 +187,7 @@ class Gateway:
         await answer.whole(200, await asked(client, response_id))
 
     async def _expanded(self, client: GatewayCaller, proxied: ProxiedRequest, body: InferenceBody) -> InferenceBody:
-        """A request to the Responses API with the conversation that it goes on from; its answer is stored."""
+        """Return a request to the Responses API with its earlier conversation; its answer is stored."""
         if self._responses is None or proxied.api is not Form.RESPONSES:
             return body
         expanded = await self._responses.expand(client, body.fields)

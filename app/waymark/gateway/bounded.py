@@ -1,4 +1,4 @@
-"""Values in memory: the least recently used goes first, and none is older than its time."""
+"""Values in memory: the least recently used goes first, and a value never outlives its time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 V = TypeVar("V")
 
-#: What an entry takes in addition to its value: key, tuple, dictionary.
+#: The memory of an entry besides its value: key, tuple, dictionary.
 ENTRY_BYTES = 512
 
 
@@ -47,7 +47,7 @@ class BoundedCache(Generic[V]):
         return CacheSize(len(self._held), self._bytes)
 
     def find(self, key: bytes) -> V | None:
-        """The value under a key, unless its time is over."""
+        """Return the value under a key, unless its time is over."""
         found = self._held.get(key)
         if found is None:
             return None
@@ -59,7 +59,9 @@ class BoundedCache(Generic[V]):
         return value
 
     def keep(self, key: bytes, value: V) -> bool:
-        """Keep a value; others go where there is no room. False: it is larger than all room, and not kept."""
+        """Keep a value; others go if there is no room. Return False if it is larger than the whole room, and not
+        kept.
+        """
         self.remove(key)
         size = self._size(value) + ENTRY_BYTES
         if size > self._bytes_max or not self._entries_max:

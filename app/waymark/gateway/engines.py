@@ -50,7 +50,7 @@ class GivenEngines:
                 return
 
     async def _register(self, url: str) -> Registration:
-        """All ranks of an engine, by what it says of itself; the first of them."""
+        """Register all ranks of an engine, by its own description. Return the first one."""
         registrations = await self._engines.of(
             url, {}, Origin("url", base_of(url)), known={"type": str(WITHOUT_EVENTS)}
         )

@@ -1,4 +1,4 @@
-"""Answers that are worth keeping: how one is read while it goes to the client, and how it is sent again."""
+"""Answers to keep: reading one on its way to the client, and sending it again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from waymark.base.asgi import AsgiMessage, AsgiSend
 from waymark.base.bounded_json import bounded_loads
 from waymark.chat.requests import Form
 
-#: Ways in which a model itself ends an answer. An aborted one is none of them.
+#: Ways in which a model itself ends an answer. Abortion is not among them.
 _FINISHED = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
 _FINISH = re.compile(rb'"finish_reason":\s*"(\w+)"')
 _ERROR = re.compile(rb'(?m)^(?:event: error$|data: \{"error")')
@@ -40,7 +40,7 @@ class KeptAnswer(NamedTuple):
 
 
 async def send_again(kept: KeptAnswer, send: AsgiSend, key: bytes) -> None:
-    """Answer a request with what an earlier one got; ``key`` is the hex text of the request's key."""
+    """Answer a request with the answer to an earlier one; ``key`` is the hex text of the request's key."""
     headers = [(_CONTENT_TYPE, kept.content_type), (b"x-cache", b"HIT"), (b"x-cache-key", key)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": kept.body, "more_body": False})
@@ -80,7 +80,7 @@ class AnswerCollector:
         return self._content_type.startswith(b"text/event-stream")
 
     def kept(self) -> KeptAnswer | None:
-        """The answer; None where it is not whole, failed, is too long, or the model has not finished it."""
+        """Return the answer, or None if it is incomplete, failed, is too long, or the model has not finished it."""
         if not self._is_whole or self._left < 0:
             return None
         body = b"".join(self._pieces)

@@ -1,8 +1,8 @@
 """MongoDB behind the stored responses of Redis: it keeps them for longer.
 
-Every change is queued in Redis. Any number of gateways take changes from the queue; each copies what Redis has now, so
-the order and the number of copies do not matter. A change leaves the queue when MongoDB has it. While MongoDB is
-unavailable, slow or full, changes wait.
+Every change is queued in Redis. Any number of gateways take changes from the queue; each copies the present state of
+Redis, so the order and the number of copies do not matter. A change leaves the queue when MongoDB has it. While MongoDB
+is unavailable, slow or full, changes wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 _BATCH = 100
 _POLL_SECONDS = 1.0
 _AGAIN_SECONDS, _AGAIN_SECONDS_MAX = 1.0, 30.0
-#: After how long a change is taken from a gateway that has not copied it.
+#: The time after which another gateway takes over a change that was not copied.
 _CLAIM_MS = 30_000
 
 
@@ -60,9 +60,9 @@ class MongoArchive:
 
     @classmethod
     def of(cls, settings: Settings, metrics: Metrics, store: Store) -> MongoArchive | None:
-        """The archive that the settings name; None without a URL.
+        """Return the archive of the settings, or None without a URL.
 
-        Raises SettingsError where pymongo is missing, or the URL is not valid.
+        Raise SettingsError if pymongo is missing, or the URL is not valid.
         """
         if settings.responses_mongo_url is None:
             return None
@@ -95,14 +95,14 @@ class MongoArchive:
         )
 
     async def find(self, name: str) -> bytes | None:
-        """A response that Redis has no more. Raises RemoteUnavailable."""
+        """Return a response that Redis has no more. Raise RemoteUnavailable if MongoDB is unavailable."""
         found = await self._called(lambda: self._collection.find_one({"_id": name}))
         if found is None or found["until"] <= datetime.now(UTC):
             return None
         return bytes(found["response"])
 
     async def run(self) -> None:
-        """Copy what is queued, until it is cancelled."""
+        """Copy queued changes, until it is cancelled."""
         await self._until_done(self._create_index)
         while True:
             try:
@@ -156,14 +156,14 @@ class MongoArchive:
             self._collection.bulk_write(changes, ordered=False)
 
     async def _called(self, call: Callable[[], T]) -> T:
-        """A call in a thread. Raises RemoteUnavailable."""
+        """Make a call in a thread. Raise RemoteUnavailable if it fails."""
         from pymongo.errors import PyMongoError
 
         try:
             async with asyncio.timeout(4 * self._seconds):
                 return await asyncio.to_thread(call)
         except (PyMongoError, TimeoutError) as error:
-            # Its text may hold what was to be written.
+            # Its text may contain the document to write.
             raise RemoteUnavailable(
                 f"MongoDB cannot be used ({type(error).__name__}); look at it, and at WAYMARK_RESPONSES_MONGO_URL"
             ) from None

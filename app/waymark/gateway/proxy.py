@@ -1,4 +1,4 @@
-"""One request through the gateway: to an engine, to another one where no answer has begun, and its answer back.
+"""One request through the gateway: to an engine, to another one if no answer has begun, and its answer back.
 
 Bytes go on as they arrive, and an answer is never begun twice: an engine is replaced only until the first byte of its
 answer has gone to the client.
@@ -42,22 +42,22 @@ ATTEMPTS = 3
 _ERROR_BYTES_MAX = 2**20
 #: Statuses by which an engine says that it cannot take the request now.
 _PASSED_ON = frozenset({502, 503})
-#: What the first event with content has in it, where events come before that the prompt is computed.
+#: Bytes in the first event with content, for paths whose earlier events come before the prompt is computed.
 _CONTENT: Mapping[Form, bytes] = {Form.MESSAGES: b"content_block_delta", Form.RESPONSES: b"response.output_"}
-#: An event that says that nothing follows, or that the engine has failed. An engine may send that of another path.
+#: An event that ends the stream, or reports that the engine has failed. An engine may send that of another path.
 _LAST_EVENT = re.compile(
     rb"""(?x) [\r\n] (?: data: [ ]? (?: \[DONE\] | \{ \s* "error" | \{ \s* "type": \s* "error" )
                          | event: [ ]? (?: error | message_stop | response\.(?:completed|incomplete|failed|cancelled)) )
             | "type": \s* "(?: message_stop | response\.(?:completed|incomplete|failed|cancelled))" """
 )
-#: More than what the pattern finds has bytes.
+#: An upper bound on the bytes of a match.
 _LAST_EVENT_BYTES = 128
 _ENDS_WITH_BLANK_LINE = re.compile(rb"(?:\n\r?\n|\r\r)\Z").search
 
 
 @dataclass(slots=True)
 class ProxiedRequest:
-    """A request, and what has become of its answer."""
+    """A request, and the state of its answer."""
 
     api: Form | None
     """The form of its body; None: another path of engines."""
@@ -87,7 +87,7 @@ class StreamEnd:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the last event is there; all of it, where only the end of the connection ended it."""
+        """Whether the last event has arrived; always if only the end of the connection ends the answer."""
         return self._has_last and (self._is_framed or _ENDS_WITH_BLANK_LINE(self._tail) is not None)
 
 
@@ -115,7 +115,7 @@ class Proxy:
         self._metrics = metrics
 
     async def pass_on(self, proxied: ProxiedRequest, prepared: PreparedRequest, extra: RawHeaders = ()) -> None:
-        """Have a request answered, with ``extra`` headers. Raises WaymarkError where no answer has begun."""
+        """Forward a request, with ``extra`` headers, and send its answer. Raise WaymarkError if no answer has begun."""
         answered = await self._answered(proxied, prepared)
         is_ok = True
         try:
@@ -129,12 +129,12 @@ class Proxy:
             )
             await self._say_broken(proxied, answered.response)
         finally:
-            # A client that has gone away is no failure of the engine.
+            # A client that has gone away is not a failure of the engine.
             answered.request.end(is_ok=is_ok)
             answered.response.close()
 
     async def _answered(self, proxied: ProxiedRequest, prepared: PreparedRequest) -> EngineAnswer:
-        """The head of an engine's answer."""
+        """Return the head of an engine's answer."""
         tried: frozenset[str] = frozenset()
         failure = ""
         for attempt in range(1, ATTEMPTS + 1):
@@ -175,14 +175,14 @@ class Proxy:
         )  # fmt: skip
 
     async def _take(self, prepared: PreparedRequest, tried: frozenset[str]) -> RoutedRequest:
-        """A target that was not tried; one that is avoided only where there is no other. Raises NoTarget."""
+        """Return an untried target; an avoided one only if there is no other. Raise NoTarget without any."""
         avoided, milliseconds = self._avoided.now() - tried, self._under_way.reserved_ms
         if avoided:
             try:
                 parameters = SelectParameters(exclude=tried | avoided, milliseconds=milliseconds, needs_address=True)
                 return await self._selector.take(prepared, parameters)
             except (NoTarget, Saturated):
-                pass  # one that is avoided may be there again
+                pass  # an avoided one may be there again
         parameters = SelectParameters(exclude=tried, milliseconds=milliseconds, needs_address=True)
         return await self._selector.take(prepared, parameters)
 
@@ -199,7 +199,7 @@ class Proxy:
         return await self._upstream.send(routed.address, proxied.path, proxied.query, body, headers)
 
     async def _relay(self, proxied: ProxiedRequest, answered: EngineAnswer, extra: RawHeaders) -> bool:
-        """Send the answer on; whether it is none that counts against the engine."""
+        """Forward the answer. Return whether the engine is free of blame."""
         response = answered.response
         proxied.status = response.status
         is_fine = response.status < 400
@@ -262,7 +262,7 @@ class Proxy:
 
 
 def _is_told(response: aiohttp.ClientResponse) -> bool:
-    """Whether the gateway reads the events of an answer, and may add one."""
+    """Return whether the gateway reads the events of an answer, and may add one."""
     return is_events(response) and response.headers.get("Content-Encoding", "identity") == "identity"
 
 
@@ -277,7 +277,7 @@ _NAMES_MAX = 4096
 
 
 class Avoided:
-    """Instances by name, each for ``seconds``; 0: none."""
+    """Instances by name, each for ``seconds``; with 0 it stays empty."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
@@ -285,7 +285,7 @@ class Avoided:
         self._until: dict[str, float] = {}
 
     def failed(self, instance_id: str) -> None:
-        """A connection to an instance has failed."""
+        """Note that a connection to an instance has failed."""
         if self._seconds and len(self._until) < _NAMES_MAX:
             self._until[instance_id] = self._clock() + self._seconds
 
@@ -293,7 +293,7 @@ class Avoided:
         self._until.pop(instance_id, None)
 
     def now(self) -> frozenset[str]:
-        """Instances that are avoided now."""
+        """Return the instances to avoid now."""
         if not self._until:
             return frozenset()
         now = self._clock()

@@ -1,4 +1,4 @@
-"""Reads the answer of ``/v1/responses`` while it goes to the client, and writes into it what the engine cannot know."""
+"""Reads the answer of ``/v1/responses`` on its way to the client, and adds fields that the engine cannot know."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ KeepResponse = Callable[[dict[str, Any]], Awaitable[None]]
 
 _END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
 _TO_LAST_END = re.compile(rb"(?s).*\n\r?\n")
-#: The bytes in which an end may have begun that has not come to its own end.
+#: The bytes that may belong to an unfinished end of an event.
 _BEFORE_END = 3
 _DATA = re.compile(rb"(?m)^data: ?([^\r\n]*)")
-#: What an event has in it that the gateway reads.
+#: A part of every event that the gateway reads.
 _READ = b'"response"'
 #: Bytes of events after which others have their turn.
 _TURN_BYTES = 2**15
@@ -28,8 +28,8 @@ _TURN_BYTES = 2**15
 class Recorder:
     """``send`` of an ASGI application.
 
-    ``told`` are fields to add to each response in the answer. ``keep`` is called with a response that has ended, before
-    the last of it is sent; None: nothing is kept. An answer, or an event, of more than ``bytes_max`` goes on as it is.
+    ``told`` are fields to add to each response in the answer. ``keep`` is called with a finished response, before its
+    last bytes are sent; None to keep nothing. An answer, or an event, of more than ``bytes_max`` goes on as it is.
     """
 
     def __init__(self, send: AsgiSend, told: Mapping[str, Any], keep: KeepResponse | None, *, bytes_max: int) -> None:
@@ -41,7 +41,7 @@ class Recorder:
         self._is_stream = False
         self._is_passed = False
         self._held = bytearray()
-        self._searched = 0  # bytes of them in which no event ends
+        self._searched = 0  # the number of bytes without the end of an event
 
     async def __call__(self, message: AsgiMessage) -> None:
         if message["type"] == "http.response.start":
@@ -97,12 +97,12 @@ class Recorder:
             await self._send({**message, "body": ready})
 
     def _end_of_events(self) -> int:
-        """How many of the bytes held are whole events."""
+        """Return how many of the held bytes are whole events."""
         found = _TO_LAST_END.match(self._held, self._searched)
         return 0 if found is None else found.end()
 
     async def _read_events(self, events: bytes) -> bytes:
-        """Whole events with what the engine cannot know."""
+        """Return whole events with the fields that the engine cannot know."""
         if _READ not in events:
             return events
         ready: list[bytes] = []
@@ -123,7 +123,9 @@ class Recorder:
         return event if body is None else event[: data.start(1)] + body + event[data.end(1) :]
 
     async def _told_of(self, text: bytes, field: str | None = None) -> bytes | None:
-        """The text of a response, or of an object with one, with the fields of ``told``; None if it stays unchanged."""
+        """Return the text of a response, or of an object with one, with the fields of ``told``; None if it stays
+        unchanged.
+        """
         try:
             fields: Any = bounded_loads(text)
         except ValueError:

@@ -1,7 +1,7 @@
-"""The response cache: an answer to a request that was asked before is sent without any engine.
+"""The response cache: the answer to a repeated request is sent without any engine.
 
-Only one of several equal requests goes to an engine at a time; the others wait for its answer, and go themselves where
-it is none that is kept. What is kept is whole, has status 200, and was finished by the model.
+Only one of several equal requests goes to an engine at a time; the others wait for its answer; if it cannot be cached,
+each is sent on its own. A cached answer is complete, has status 200, and was finished by the model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Proceed = Callable[[RawHeaders], Awaitable[None]]
 _FORMS = frozenset({Form.CHAT, Form.COMPLETIONS, Form.MESSAGES})
 #: Before the names of the results among the counts of all gateways.
 _COUNT = "response_cache."
-#: How long a request waits for the same one that is under way.
+#: The longest wait of a request for an equal one under way.
 _FLIGHT_SECONDS = 60.0
 
 
@@ -60,7 +60,7 @@ class ResponseCache:
         """``counts`` are those of all gateways together."""
         self._counts = counts
         self._evicted = 0
-        """The evictions of this gateway that are among the counts."""
+        """The evictions of this gateway already among the counts."""
         self._answers = answers
         self._begin = begin
         self._metrics = metrics
@@ -75,7 +75,7 @@ class ResponseCache:
 
     @classmethod
     def of(cls, settings: Settings, metrics: Metrics, store: Store) -> ResponseCache | None:
-        """The cache that the settings ask for; None where it is off."""
+        """Return the cache of the settings, or None if it is off."""
         if settings.response_cache == "off":
             return None
         return cls(
@@ -90,7 +90,7 @@ class ResponseCache:
     async def serve(
         self, client: GatewayCaller, proxied: ProxiedRequest, body: InferenceBody, proceed: Proceed
     ) -> None:
-        """Answer a request: with what is kept, or by ``proceed``, whose answer is kept where it may be."""
+        """Answer a request from the cache, or by ``proceed``, whose answer is cached if possible."""
         key = self._key(client, proxied, body)
         if key is None:
             self._count("skip")
@@ -112,7 +112,7 @@ class ResponseCache:
     async def _find(self, key: bytes) -> CacheLookup:
         found = await self._answers.find(key)
         flight = self._under_way.get(key)
-        # What was asked for before a clearing answers nothing that is asked after it.
+        # An answer requested before the cache was cleared must not serve a later request.
         if found.kept is None and flight is not None and flight.clearing == found.clearing:
             try:
                 async with asyncio.timeout(_FLIGHT_SECONDS):
@@ -173,7 +173,7 @@ class ResponseCache:
 
     @property
     def operated(self) -> tuple[Callable[[], Awaitable[Mapping[str, Any]]], Callable[[bytes | None], Awaitable[int]]]:
-        """What an operator may do with it: see its state, and clear it."""
+        """The operations of an operator: reading its state, and clearing it."""
         return self.stats, self.clear
 
     @property
@@ -187,7 +187,9 @@ class ResponseCache:
         return await self._answers.clear(key)
 
     async def stats(self) -> Mapping[str, Any]:
-        """In the shape of Continuum Router. Requests are those of all gateways, except for the last second."""
+        """Return the state in the shape of Continuum Router. Requests are those of all gateways, except for the last
+        second.
+        """
         together, _ = await self._counts.read()
         counts = {name: together.get(_COUNT + name, 0) for name in self._results}
         asked = counts["hit"] + counts["miss"]
@@ -245,7 +247,7 @@ def _redis_stats(answers: SharedAnswers) -> Mapping[str, Any]:
 
 
 def duration(seconds: int) -> str:
-    """As Continuum Router writes one, such as ``30m``."""
+    """Format a duration like Continuum Router, such as ``30m``."""
     for unit, size in (("h", 3600), ("m", 60)):
         if seconds % size == 0:
             return f"{seconds // size}{unit}"

@@ -21,7 +21,7 @@ class ResponseStore(Protocol):
     async def find(self, name: str) -> bytes | None: ...
 
     async def keep(self, name: str, value: bytes) -> bool:
-        """Keep a response; false where it does not fit."""
+        """Keep a response. Return False if it does not fit."""
         ...
 
     async def delete(self, name: str) -> None: ...
@@ -88,7 +88,7 @@ class RedisResponses:
             )
 
     def _noted(self, changed: ResponseChange) -> bool:
-        """Whether the change was done."""
+        """Return whether the change was done."""
         self.held = CacheSize(changed.room.entries, changed.room.bytes)
         self._metrics.responses_evicted.inc(changed.room.evicted)
         return changed.is_done

@@ -51,7 +51,9 @@ class Responses:
 
     @classmethod
     def of(cls, settings: Settings, metrics: Metrics, store: Store, archive: Archive | None = None) -> Responses | None:
-        """The store that the settings ask for; None where nothing is stored. ``archive`` is what is behind Redis."""
+        """Return the store of the settings, or None if responses are not stored. ``archive`` is the store behind
+        Redis.
+        """
         backend: ResponseStore
         entries_max, bytes_max = settings.responses_entries, settings.responses_bytes
         if settings.responses_place == "off":
@@ -65,9 +67,9 @@ class Responses:
         return cls(backend, metrics, store.begin, entry_bytes=settings.responses_entry_bytes)
 
     async def expand(self, client: GatewayCaller, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The request with the conversation that it goes on from; None where it goes on from none.
+        """Return the request with its earlier conversation, or None without one.
 
-        Raises RequestRejected for an unknown response, StoreUnavailable, RemoteUnavailable.
+        Raise RequestRejected for an unknown response, StoreUnavailable, RemoteUnavailable.
         """
         previous = request.get(_PREVIOUS)
         if previous is None:
@@ -77,7 +79,9 @@ class Responses:
         return given | {"input": entry["items"] + _items(request.get("input"))}
 
     def recorder(self, client: GatewayCaller, send: Any, given: Mapping[str, Any], sent: Mapping[str, Any]) -> Recorder:
-        """Sends the answer of an engine on. ``given`` is what the client asked, ``sent`` what the engine was asked."""
+        """Return a recorder that forwards the answer of an engine. ``given`` is the client's request, ``sent`` the
+        request to the engine.
+        """
 
         async def keep(response: dict[str, Any]) -> None:
             status = response.get("status")
@@ -95,7 +99,7 @@ class Responses:
         )
 
     async def find(self, client: GatewayCaller, response_id: str) -> bytes:
-        """A response, as JSON. Raises RequestRejected, StoreUnavailable, RemoteUnavailable."""
+        """Return a response, as JSON. Raise RequestRejected, StoreUnavailable or RemoteUnavailable."""
         return orjson.dumps((await self._entry(client, response_id))["response"])
 
     async def input_items(self, client: GatewayCaller, response_id: str, query: bytes = b"") -> bytes:
@@ -123,7 +127,7 @@ class Responses:
         )  # fmt: skip
 
     async def delete(self, client: GatewayCaller, response_id: str) -> bytes:
-        """Delete a response; what says so, as JSON. Raises as ``find``."""
+        """Delete a response. Return the confirmation, as JSON. Raise the errors of ``find``."""
         await self._entry(client, response_id)
         await self._backend.delete(_name(client, response_id))
         return orjson.dumps({"id": response_id, "object": "response", "deleted": True})
@@ -156,7 +160,7 @@ class Responses:
 
 
 def _items(value: Any) -> list[Any]:
-    """The items of an ``input`` or ``output``."""
+    """Return the items of an ``input`` or ``output``."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     return value if isinstance(value, list) else []
@@ -174,6 +178,8 @@ def _item(item: Any, number: int) -> dict[str, Any]:
 
 
 def _name(client: GatewayCaller, response_id: str) -> str:
-    """The name of a response in the store. The client is part of it, so no other client can reach the response."""
+    """Return the name of a response in the store. The client belongs to it, so other clients cannot reach the
+    response.
+    """
     text = orjson.dumps([client.tenant_id, client.name, response_id.encode("utf-8", "replace").decode()])
     return sha256(text).hexdigest()[:32]

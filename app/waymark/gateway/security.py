@@ -32,7 +32,7 @@ _HOP_BY_HOP = frozenset(
         b"trailer", b"transfer-encoding", b"upgrade",
     }
 )  # fmt: skip
-#: What the gateway decides or writes itself, so that no client can.
+#: Headers that only the gateway decides or writes, and no client.
 _OWN = frozenset(
     {
         b"host", b"content-length", b"expect", b"accept-encoding", b"authorization", b"x-api-key", b"api-key",
@@ -61,10 +61,10 @@ class GatewayCaller:
 
 
 class ApiKeys:
-    """The keys of clients, from a setting and from a file that is read again where it changes."""
+    """The keys of clients, from a setting and from a file that is read again when it changes."""
 
     def __init__(self, entries: Iterable[str], path: Path | None = None, tenant_header: str | None = None) -> None:
-        """Raises SettingsError where an entry, or the file, cannot be used."""
+        """Read the keys. Raise SettingsError if an entry, or the file, cannot be used."""
         self._own = [_parsed(entry, "WAYMARK_GATEWAY_KEYS") for entry in entries]
         self._tenant_header = None if tenant_header is None else tenant_header.lower().encode()
         self._file = None if path is None else WatchedFile(path, _read, "keys")
@@ -76,7 +76,9 @@ class ApiKeys:
         return cls(settings.gateway_keys, settings.gateway_keys_file, settings.tenant_header)
 
     def client(self, headers: Mapping[bytes, bytes]) -> GatewayCaller:
-        """The caller of a request. Raises RequestRejected without a known key. The time does not depend on the key."""
+        """Return the caller of a request. Raise RequestRejected without a known key. The time does not depend on the
+        key.
+        """
         if self.is_open:
             if self._tenant_header is None:
                 return GatewayCaller()
@@ -117,13 +119,13 @@ def _read(path: Path) -> list[tuple[str, GatewayCaller]]:
 
 def _parsed(entry: str, where: str) -> tuple[str, GatewayCaller]:
     match = _KEY.fullmatch(entry)
-    if match is None:  # what was given may be a key, so it is not shown
+    if match is None:  # the text may be a key, so it is not shown
         raise SettingsError(f"{where} has an entry that is not {_FORM}; printf %s KEY | sha256sum makes it")
     return match["digest"], GatewayCaller(match["name"], match["tenant"] or DEFAULT_TENANT)
 
 
 class KeyLimits:
-    """The limits of what the requests of one key have under way; 0 is no limit."""
+    """The limits of the requests under way of one key; 0 is no limit."""
 
     def __init__(self, requests_max: int, tokens_max: int) -> None:
         self._requests_max = requests_max
@@ -133,7 +135,7 @@ class KeyLimits:
 
     @contextmanager
     def request(self, client: GatewayCaller) -> Iterator[TokenShare]:
-        """Count a request while it is under way. Raises RequestRejected where the key has as many as it may have."""
+        """Count a request while it is under way. Raise RequestRejected if the key has as many as it may have."""
         name = client.name
         if self._requests_max and self._requests[name] >= self._requests_max:
             raise _too_much(f"{self._requests_max} requests", "WAYMARK_GATEWAY_KEY_REQUESTS")
@@ -162,7 +164,7 @@ class TokenShare:
         self.tokens = 0
 
     def take(self, tokens: int) -> None:
-        """Count prompt tokens. Raises RequestRejected where the key has as many as it may have."""
+        """Count prompt tokens. Raise RequestRejected if the key has as many as it may have."""
         self._limits.take(self._name, tokens)
         self.tokens += tokens
 
@@ -175,12 +177,12 @@ def _too_much(what: str, setting: str) -> RequestRejected:
 
 
 def to_engine(headers: RawHeaders) -> list[tuple[str, str]]:
-    """The headers of a request that go on to an engine, as texts."""
+    """Return the headers of a request to forward to an engine, as texts."""
     return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in going_on(headers)]
 
 
 def going_on(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
-    """The headers of a request that go on to an engine."""
+    """Return the headers of a request to forward to an engine."""
     named = _named_by_connection(headers)
     return [
         (name, value)
@@ -190,7 +192,7 @@ def going_on(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
 
 
 def to_client(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
-    """The headers of an answer that go on to a client."""
+    """Return the headers of an answer to forward to a client."""
     lowered = [(name.lower(), value) for name, value in headers]
     named = _named_by_connection(lowered)
     return [
@@ -233,10 +235,10 @@ class Origins:
 
 
 def _is_own(name: bytes) -> bool:
-    """Whether only the gateway writes a header, in both directions."""
+    """Return whether only the gateway writes a header, in both directions."""
     return name.startswith(_OWN_BEGINNING) or names_engines(name.decode("latin-1"))
 
 
 def _named_by_connection(headers: RawHeaders) -> set[bytes]:
-    """The headers that a Connection header makes those of one connection."""
+    """Return the headers that a Connection header makes those of one connection."""
     return {part.strip().lower() for name, value in headers if name == b"connection" for part in value.split(b",")}

@@ -98,7 +98,7 @@ class RequestRejected(WaymarkError):
 
 
 def rejected_by(error: WaymarkError) -> RequestRejected:
-    """How an error of a decision is answered. Anything else is raised again."""
+    """Return the answer to an error of a decision. Any other error is raised again."""
     match error:
         case RequestRejected():
             return error
@@ -121,12 +121,14 @@ def rejected_by(error: WaymarkError) -> RequestRejected:
 
 
 def body_of(rejected: RequestRejected, api: Form | None) -> bytes:
-    """The body of a rejected request in the shape of its API; in that of OpenAI where the path has none."""
+    """Return the body of a rejected request in the shape of its API; in that of OpenAI if the path has none."""
     return orjson.dumps(_error(rejected, api))
 
 
 def body_of_rejection(path: str, rejection: Rejection) -> bytes | None:
-    """The body of a request that the server rejects before the gateway sees it; None: the path is not the gateway's."""
+    """Return the body of a request that the server rejects before the gateway sees it; None for paths of other
+    parts.
+    """
     if not path.startswith("/v1/"):
         return None
     return body_of(RequestRejected(rejection.status, rejection.sentence, rejection.reason), form_of_errors(path))
@@ -148,7 +150,7 @@ def engine_error(status: int, body: bytes) -> bytes:
 
 
 def event_of(rejected: RequestRejected, api: Form | None) -> bytes:
-    """A rejected request as an event, for a stream that has begun."""
+    """Return a rejected request as an event, for a stream that has begun."""
     if api is Form.RESPONSES:
         fields = {"type": "error", "code": rejected.code, "message": rejected.sentence, "param": None}
         return b"event: error\ndata: " + orjson.dumps(fields) + b"\n\n"
@@ -223,7 +225,8 @@ def _part_heads(delimiter: bytes, body: bytes) -> Iterator[re.Match[bytes]]:
 
 
 def with_cache_control(body: InferenceBody, given: bytes) -> bytes:
-    """The body with a mark behind its system prompt, up to which Anthropic's API caches; as it is where it has one.
+    """Return the body with a mark behind its system prompt, up to which Anthropic's API caches; unchanged if it has a
+    mark.
 
     The mark is on the last text block: all blocks before it are cached with it, and a request may have four marks.
     """

@@ -1,7 +1,7 @@
 """Kept answers that all gateways share, in Redis; in the memory of this gateway while Redis is unavailable.
 
 The first failure changes over, so no further request waits for Redis. A look at Redis every half a minute changes back,
-and what was kept meanwhile is forgotten: nobody could clear it.
+and the answers kept meanwhile are forgotten, because they could not be cleared.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SharedAnswers:
 
     @property
     def connections(self) -> tuple[int, int]:
-        """Connections to Redis that are in use, and that are idle."""
+        """The number of used and of idle connections to Redis."""
         return self._stored.connections()
 
     async def find(self, key: bytes) -> CacheLookup:
@@ -126,7 +126,7 @@ class SharedAnswers:
         return self.held
 
     async def _timed(self, operation: str, asked: Awaitable[T]) -> T:
-        """A call to Redis. Raises StoreUnavailable after it has changed over."""
+        """Time a call to Redis. Raise StoreUnavailable after changing over."""
         began = perf_counter()
         try:
             async with asyncio.timeout(self._seconds):

@@ -19,13 +19,13 @@ from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue, SettingsError
 from waymark.base.settings import Settings
 
-#: Below the five seconds after which engines close a connection that is idle: one that is closed just now costs a try.
+#: Below the five seconds after which engines close an idle connection: one closed just now costs a try.
 _KEEP_ALIVE_SECONDS = 4.0
 _CONNECT_SECONDS = 5.0
 _CONNECT = "connect"
 
 
-#: The line of status of an answer, and what follows it.
+#: The status line of an answer, and the bytes after it.
 _STATUS_LINE = re.compile(rb"(?s)[\r\n]*HTTP/[0-9.]+ ([0-9]*)[^\n]*\n(.)")
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 #: Bytes of interim answers before an answer, and of its line of status.
@@ -80,7 +80,7 @@ class Upstream:
     async def send(
         self, address: str, path: str, query: bytes, body: bytes, headers: Sequence[tuple[str, str]]
     ) -> aiohttp.ClientResponse:
-        """POST a body. Raises Unreachable where no answer begins."""
+        """POST a body. Raise Unreachable if no answer begins."""
         try:
             self._allowed.check(address, "address")
         except InvalidValue:
@@ -104,7 +104,9 @@ class Upstream:
         return response
 
     async def pieces(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        """The body as it arrives; what has arrived together comes together. Raises Interrupted."""
+        """Yield the body as it arrives; bytes that arrive together come together. Raise Interrupted if it breaks
+        off.
+        """
         content = response.content
         try:
             while not content.at_eof():
@@ -143,7 +145,7 @@ def is_events(response: aiohttp.ClientResponse) -> bool:
 
 
 def _is_answer(response: aiohttp.ClientResponse) -> bool:
-    """Whether it is an answer that has an end, in a form that goes on to a client as it is."""
+    """Return whether it is an answer with an end, in a form that can be forwarded unchanged."""
     codings = response.headers.getall("Transfer-Encoding", ())
     return (
         200 <= response.status < 600
@@ -154,9 +156,9 @@ def _is_answer(response: aiohttp.ClientResponse) -> bool:
 
 
 class _AnswerReader(ResponseHandler):
-    """The reader of one connection, which refuses whitespace behind the line of status.
+    """A reader of one connection that refuses whitespace behind the status line.
 
-    The parser takes what follows it for a header, and RFC 9112 (2.2) wants it refused or ignored.
+    The parser takes the rest for a header, and RFC 9112 (2.2) requires a server to refuse or ignore it.
     """
 
     _head: bytes | None = None
@@ -175,7 +177,7 @@ class _AnswerReader(ResponseHandler):
         super().data_received(data)
 
     def _is_sane(self) -> bool:
-        """Whether no whitespace is behind a line of status, as far as the lines have come."""
+        """Return whether the status lines received so far are free of whitespace behind them."""
         head, self._head = self._head or b"", None
         while (line := _STATUS_LINE.match(head)) is not None:
             if line[2] in b" \t":
