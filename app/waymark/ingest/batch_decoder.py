@@ -1,4 +1,6 @@
-"""From the payload of a frame to a batch with its seq and its digest. What is rejected is counted, and logged once."""
+"""From the payload of a frame to a batch with its seq and its digest. A rejected payload is counted, and logged
+once.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ class BatchDecoder:
         self._logged: set[str] = set()
 
     async def decode(self, seq: int, payload: bytes, topic: bytes, *, is_known: bool = False) -> Incoming | None:
-        """The decoded batch; None if ``seq`` is too large.
+        """Return the decoded batch, or None if ``seq`` is too large.
 
         A payload that cannot be decoded, or that has the topic of another publisher, gives an empty batch, so that
         its seq still counts. ``is_known``: the batch was applied before, so only its digest is computed.

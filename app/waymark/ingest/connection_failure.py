@@ -1,4 +1,4 @@
-"""Why an attempt at a connection has failed, from what libzmq's monitor has reported of it.
+"""The reason why a connection has failed, from the events of libzmq's monitor.
 
 The monitor reports no error numbers of an attempt. The order of its events distinguishes the cases:
 

@@ -1,4 +1,4 @@
-"""The counters of a stream: which of them its record has, and the metric that counts the same in this process."""
+"""The counters of a stream: those in its record, and the metrics with the same counts in this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from waymark.base.metrics import Metrics
 LifeCounter: TypeAlias = Literal[
     "batches_lost", "buffer_dropped", "frames_malformed", "gaps", "holes", "restarts", "stale_batches"
 ]
-"""The counters of a stream of frames that are changed one by one. A fold's are in ``apply.counts``."""
+"""The counters of a stream of frames that change one by one. A fold's are in ``apply.counts``."""
 
 PrefixCounter: TypeAlias = Literal[
     "created", "evicted", "evictions", "events_dropped", "events_received", "frames_malformed", "reconnects"
@@ -18,11 +18,11 @@ PrefixCounter: TypeAlias = Literal[
 """The counters of a stream of prefixes."""
 
 PrefixCounterByReason: TypeAlias = Literal["decode_errors", "events_ignored"]
-"""The counters of a stream of prefixes that have a reason after a dot."""
+"""The counters of a stream of prefixes with a reason after a dot."""
 
 
 def metrics_of_life(metrics: Metrics) -> dict[LifeCounter, Counter | None]:
-    """The metric of each counter; None where the record alone has the count."""
+    """Return the metric of each counter; None if the record alone has the count."""
     return {
         "batches_lost": metrics.batches_lost,
         "buffer_dropped": metrics.buffer_dropped,

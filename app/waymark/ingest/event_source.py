@@ -1,7 +1,7 @@
-"""Reads one event stream over HTTP: connects, connects again, and keeps what arrives until it is taken.
+"""Reads one event stream over HTTP: connects, connects again, and buffers the events.
 
 The source is never slowed: an event that finds no room is dropped and counted. After a lost connection the next one
-names the last event that has arrived (``Last-Event-ID``); a source that keeps its events can then send the others.
+names the last event received (``Last-Event-ID``); a source that keeps its events can then send the others.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class EventSource:
         self._news.clear()
 
     def take(self, limit: int) -> list[ServerSentEvent]:
-        """At most ``limit`` of the events, oldest first."""
+        """Return at most ``limit`` of the events, oldest first."""
         taken = [self._events.popleft() for _ in range(min(limit, len(self._events)))]
         if self._events:
             self._news.set()
@@ -73,7 +73,7 @@ class EventSource:
 
     @property
     def waiting(self) -> int:
-        """Events that have arrived and are not taken yet."""
+        """The number of events in the buffer."""
         return len(self._events)
 
     async def run(self) -> None:

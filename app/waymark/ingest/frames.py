@@ -1,7 +1,7 @@
 """Parses the frames around payloads: live frames, replies of a replay, and its end marker.
 
-No function here opens a socket. For a malformed frame a parser returns None and raises nothing; the caller counts the
-frame and goes on.
+No function here opens a socket. For a malformed frame a parser returns None without an exception; the caller counts the
+frame and continues.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ReplayedBatch(NamedTuple):
 
 
 def parse_replay(parts: Sequence[bytes]) -> ReplayedBatch | None:
-    """A reply, read from its end; None for anything else.
+    """Parse a reply from its end. Return None for anything else.
 
     Engines answer ``["", seq, payload]`` or ``["", topic, seq, payload]``; either may come without the empty frame.
     """
@@ -71,12 +71,12 @@ def parse_replay(parts: Sequence[bytes]) -> ReplayedBatch | None:
 
 
 def is_end_marker(payload: bytes) -> bool:
-    """Whether a reply ends its replay: only then is its payload empty. In practice its seq is all ones."""
+    """Return whether a reply ends its replay: only then is its payload empty. In practice its seq is all ones."""
     return not payload
 
 
 def digest(payload: bytes) -> str:
-    """The digest of a payload that is kept with the watermark: XXH3-64 with seed 0, as 16 hex digits."""
+    """Return the digest of a payload for the watermark: XXH3-64 with seed 0, as 16 hex digits."""
     return xxh3_64_hexdigest(payload)
 
 

@@ -71,7 +71,7 @@ class WorkerGauges:
             metrics.streams.labels(status=status).set_function(partial(self._with, status))
 
     def saw(self, workers: Sequence[str], registrations: Sequence[Registration]) -> None:
-        """Set the gauges of what the last poll has read; every worker reports the same values."""
+        """Set the gauges from the results of a poll; every worker reports the same values."""
         metrics = self._metrics
         metrics.workers.set(len(workers))
         feeds = Counter("http" if each.endpoint is None else "socket" for each in registrations)

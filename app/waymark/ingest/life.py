@@ -72,7 +72,7 @@ class Life:
         if OVER_CEILING in state.flags:
             self.reasons.add(OVER_CEILING)
         self.details: dict[str, str] = {}
-        """Sentences that are used in place of those in ``REASONS``, by reason."""
+        """Sentences that replace those in ``REASONS``, by reason."""
         if COPIES_DOUBTED in state.flags:
             self.reasons.add(COPIES_DOUBTED)
         if JOINED_LATE in state.flags and state.watermark is not None:
@@ -111,25 +111,25 @@ class Life:
     # ---- forward -----------------------------------------------------------------------------------
 
     def rank_of(self, batch: Batch) -> int | None:
-        """The rank that a batch names, else the registered rank; None if the payload could not be decoded."""
+        """Return the rank that a batch names, else the registered rank; None if the payload could not be decoded."""
         if batch.dp_rank is not None:
             return batch.dp_rank
         return None if batch.rejected and not batch.events else self._dp_rank
 
     def is_of_another_process(self, batch: Batch) -> bool:
-        """Whether a batch names another process than the one whose life this is."""
+        """Return whether a batch names another process than the one of this life."""
         told = batch.publisher_id if self._has_one_process else None
         return told is not None and self.publisher_id is not None and told != self.publisher_id
 
     def is_of_same_process(self, batch: Batch) -> bool:
-        """Whether a batch names the process whose life this is."""
+        """Return whether a batch names the process of this life."""
         return self._has_one_process and batch.publisher_id is not None and batch.publisher_id == self.publisher_id
 
     def judge(self, position: FramePosition, batch: Batch) -> FramePosition:
-        """What a live frame means by its process, if it names one; ``position`` is what it means by its number.
+        """Judge a live frame by its process, if it names one; ``position`` is the judgement by its number.
 
-        An id is never used again. So another one is another life, whatever the number; with the same one, a number
-        that does not grow is a frame that came before.
+        An id is never used again. So another one is another life, whatever the number; with the same one, a number that
+        does not grow belongs to an earlier frame.
         """
         if position is FramePosition.MIXED or not self._has_one_process:
             return position
@@ -141,7 +141,7 @@ class Life:
         return FramePosition.STALE if is_repeated else position
 
     def _hear(self, publisher_id: bytes | None) -> None:
-        """Note the process that has sent the next batch of this life."""
+        """Note the process of the next batch of this life."""
         if publisher_id == self.publisher_id:
             self.prove()
         if self._last_id is not None and publisher_id != self._last_id:
@@ -189,7 +189,7 @@ class Life:
             log.info("publisher reconnected", extra=fields(stream=self.name))
 
     async def lost(self) -> None:
-        """The publisher was unreachable for too long: its blocks are not counted until it is found again."""
+        """Note that the publisher was unreachable for too long: its blocks do not count until it is found again."""
         self.is_lost = True
         # The status is written first. If this worker stops before the next write, the next worker finds the publisher
         # lost, and marks it as found.
@@ -217,7 +217,7 @@ class Life:
 
     @property
     def is_open(self) -> bool:
-        """Whether a replay from 0 may bring batches that this life lacks: none has been answered yet."""
+        """Whether a replay from 0 may bring missing batches of this life: there was no answer yet."""
         return self._opened_at is not None or self._gap_at is not None
 
     def prove(self) -> None:
@@ -238,7 +238,7 @@ class Life:
         await self._flag(JOINED_LATE, f"{OPENED_AT}{seq}")
 
     async def open_gap(self, seq: int) -> None:
-        """Note that a replay may still bring the batches that are missing before ``seq``."""
+        """Note that a replay may still bring the missing batches before ``seq``."""
         if not self.is_open:
             self._gap_at = seq
             await self._flag(f"{GAP_AT}{seq}")
@@ -246,8 +246,8 @@ class Life:
     async def close_opening(self, seq: int) -> None:
         """Note that a replay begins at ``seq``.
 
-        If that is before the first live frame, begin the life again there. To fill a gap, the life begins again only
-        with its first batch: otherwise more would be lost than gained.
+        If it is before the first live frame, begin the life again there. To fill a gap, the life begins again only with
+        its first batch: otherwise more would be lost than gained.
         """
         if not self.is_open:
             return
@@ -274,7 +274,7 @@ class Life:
         self._opened_at = self._gap_at = self._unproven = None
         self.acknowledged = self.publisher_id = None
         self.order.restart()
-        # The other reasons concern only the life that has ended.
+        # The other reasons belong to the old life.
         self.reasons &= {REPLAY_SILENT}
         await self.found()
 
@@ -321,7 +321,9 @@ class Life:
             self.details[SNAPSHOT_FAILED] = f"{why}; it is asked for again"
 
     async def join_late(self) -> None:
-        """The life began before the first batch that can be replayed. The record keeps this for the next worker."""
+        """Note that the life began before the first batch that can be replayed. The record keeps this for the next
+        worker.
+        """
         self.reasons.add(JOINED_LATE)
         await self._flag(JOINED_LATE)
 
@@ -329,14 +331,14 @@ class Life:
         return any(name.dp_rank == dp_rank for name in self.applier.resolver.holders)
 
     async def yield_ranks(self) -> None:
-        """End the holders of other ranks that are registered now: other streams report these ranks."""
+        """End the holders of other ranks that are now registered: other streams report these ranks."""
         resolver = self.applier.resolver
         ranks = {name.dp_rank for name in resolver.holders} - {resolver.registration.dp_rank}
         for dp_rank in ranks & resolver.registered_ranks:
             await self.applier.new_life(dp_rank)
 
     async def lose(self, seq: int) -> None:
-        """The batches before ``seq`` cannot be recovered: go on without them, or end the life."""
+        """Give up the batches before ``seq``: continue without them, or end the life."""
         assert self.order.watermark is not None
         missing = seq - self.order.watermark - 1
         self._passed["batches_lost"] += missing
@@ -381,18 +383,20 @@ class Life:
         self.order.watermark = seq - 1
 
     async def overflowed(self) -> None:
-        """Frames were dropped for lack of room, and no replay can recover them."""
+        """Note that frames were dropped for lack of room, and that a replay cannot recover them."""
         if BUFFER_FULL not in self.reasons:
             log.warning("frames were dropped, and no replay can recover them", extra=fields(stream=self.name))
         self.reasons.add(BUFFER_FULL)
         await self.distrust_counts()
 
     async def distrust_counts(self) -> None:
-        """Stores or removals were missed: from now on a removal removes the block, however many copies are counted."""
+        """Note that stores or removals were missed: from now on a removal removes the block, however many copies are
+        counted.
+        """
         await self._flag(UNTRUSTED)
 
     async def _doubt_copies(self) -> None:
-        """Count copies by another rule from now on. What was counted by the old one may be wrong."""
+        """Count copies by another rule from now on. The old counts may be wrong."""
         doubts, self.applier.resolver.doubts = self.applier.resolver.doubts, set()
         log.warning(
             "the engine's events contradict the counts of its copies; they are counted by another rule now",

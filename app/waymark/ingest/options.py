@@ -1,4 +1,4 @@
-"""The options of an ingest worker that are not options of each stream."""
+"""The options of an ingest worker, except those of each stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides what a live frame means: in order, a gap, a restart, or seen before.
+"""Judges a live frame: in order, a gap, a restart, or seen before.
 
 The decision follows from the state of the stream alone: its watermark with ts and digest, and the last live seq on this
 connection. The rules are the table "Order, gaps, restarts" in ``docs/protocol.md``. A publisher counts its frames from
@@ -26,7 +26,7 @@ class FramePosition(StrEnum):
 
 
 class FrameOrder:
-    """The state of one counter. ``watermark`` includes batches that are being applied to Redis."""
+    """The state of one counter. ``watermark`` includes the batches of the current call to Redis."""
 
     def __init__(self, watermark: int | None, digest: str, newest_ts: float | None, *, is_shared: bool = False) -> None:
         """``is_shared``: the frames of all topics are known to have one counter."""
@@ -46,9 +46,9 @@ class FrameOrder:
         self._last_rank = None
 
     def judge(self, frame: Frame, digest: str, ts: float | None, dp_rank: int | None) -> FramePosition:
-        """What a live frame means; its seq is the last live one from now on.
+        """Judge a live frame; its seq is the last live one from now on.
 
-        ``dp_rank`` is None for a payload that cannot be decoded: its rank is unknown.
+        ``dp_rank`` is None for an undecodable payload: its rank is unknown.
         """
         last, topic, rank = self.last_live, self._last_topic, self._last_rank
         self.last_live, self._last_topic = frame.seq, frame.topic
@@ -66,7 +66,7 @@ class FrameOrder:
         self.last_live, self._last_topic = frame.seq, frame.topic
 
     def place(self, seq: int, digest: str, ts: float | None) -> FramePosition:
-        """What a batch means by its seq, digest and ts, without the seqs of earlier live frames."""
+        """Judge a batch by its seq, digest and ts, without the seqs of earlier live frames."""
         if self.watermark is None:
             return FramePosition.BEGINNING
         if seq == self.watermark + 1:
@@ -79,7 +79,7 @@ class FrameOrder:
         return FramePosition.RESTART
 
     def is_behind(self, seq: int) -> bool:
-        """Whether a replay has already brought the batch of the next live frame, which has this seq.
+        """Return whether a replay has already brought the batch of the next live frame, which has this seq.
 
         The frame is on the same connection as the last live frame and has a higher seq, so both are of the same life.
         """

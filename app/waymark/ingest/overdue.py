@@ -40,14 +40,14 @@ class Overdue:
         while True:
             until = loop.time() + _SECONDS
             left = await self._under_way()
-            # A group that has more gets its next call after the others; a new round sees all groups again.
+            # A group with more of them gets its next call after the others; a new round sees all groups again.
             while left and loop.time() < until:
                 ended = await asyncio.gather(*map(self._end, left))
                 left = [group_id for group_id, count in zip(left, ended, strict=True) if count == OVERDUE_MAX]
             await asyncio.sleep(max(0.0, until - loop.time()))
 
     async def _under_way(self) -> Sequence[int]:
-        """The groups that have reservations; all groups if Redis does not answer."""
+        """Return the groups that have reservations; all groups if Redis does not answer."""
         groups = list(self._groups)
         try:
             return await self._reservations.under_way(groups) if groups else ()

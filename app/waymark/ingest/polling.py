@@ -31,10 +31,9 @@ from waymark.store.store import Store
 # Registers the publishers of the file at the start, and restores registrations that Redis has lost.
 #
 # When Redis has come back empty, each worker registers again the publishers of the file, and those that it knew before
-# Redis lost its data. Several workers may do this; a repetition changes nothing. A publisher that was registered since
+# Redis lost its data. Several workers may do this; a repetition has no effect. A publisher that was registered since
 # then stays as it is, and one that was unregistered since then is not restored. Publishers that the file no longer
-# names
-# stay registered.
+# names stay registered.
 
 
 class RegistrationKeeper:
@@ -46,7 +45,7 @@ class RegistrationKeeper:
         self._refused: set[PublisherName] = set()
 
     async def restore(self, seen: Iterable[Registration]) -> bool:
-        """Register what is missing. Return whether Redis has come back empty since the last call; True at the first.
+        """Register missing publishers. Return whether Redis has come back empty since the last call; True at the first.
 
         ``seen`` has the registrations of this worker's streams, and those of the last list of claims that it believed.
         If the caller has read a list of claims before this call, and this call returns False, the caller may believe
@@ -163,7 +162,7 @@ class Poller:
                 continue
 
     def _failed(self, error: str | None, *, is_defect: bool = False) -> None:
-        """Remember how a round ended (None: well), and log only what differs from the round before."""
+        """Remember how a round ended (None for well), and log only a change since the round before."""
         if error is None and self._error is not None:
             log.info("polling for streams resumed")
         elif error is not None and self._error is None:
@@ -203,7 +202,7 @@ class Poller:
         others, self._others = self._others, set(workers)
         if (is_another or self.is_away) and not others <= self._others:
             # Redis may lack heartbeats of live workers, because it was unavailable or came back empty. So this poll
-            # does not take the streams of workers that are missing.
+            # does not take the streams of missing workers.
             return
         await self._finish(claim for claim in claims if claim.is_leaving)
         staying = [claim for claim in claims if not claim.is_leaving]
@@ -224,7 +223,8 @@ class Poller:
         self._gauges.saw(list(workers), [claim.registration for claim in staying])
 
     async def _claims_to_believe(self) -> tuple[list[Claim], bool]:
-        """All claims, read after Redis last came back empty, and whether Redis came back empty since the last poll.
+        """Return all claims, read after Redis last came back empty, and whether Redis came back empty since the last
+        poll.
 
         The worker keeps the claims that it has seen until it believes a new list: Redis may come back empty again
         while registrations are restored.
@@ -240,7 +240,7 @@ class Poller:
         raise StoreUnavailable("Redis has lost its data several times in a row; find out why it comes back empty")
 
     async def _claims_and_lost(self) -> list[Claim]:
-        """All claims, after those that Redis has lost since the last poll were put back."""
+        """Return all claims, after those that Redis has lost since the last poll were put back."""
         claims = await self._store.directory.claims()
         there = {claim.publisher for claim in claims}
         lost = [claim for claim in self._claims if claim.publisher not in there]
@@ -250,7 +250,7 @@ class Poller:
         return claims
 
     async def _finish(self, leaving: Iterable[Claim]) -> None:
-        """Finish interrupted unregistrations: claims that are still marked as leaving one poll later."""
+        """Finish interrupted unregistrations: claims still marked as leaving one poll later."""
         claims = list(leaving)
         left = [claim for claim in claims if claim.raw in self._leaving]
         self._leaving.clear()
@@ -314,7 +314,7 @@ class Poller:
                 running.task = tasks.create_task(self._runner.run(running))
 
     def _say_left(self, left: int) -> None:
-        """Log when the first stream is left without a worker, and when none is."""
+        """Log the first stream left without a worker, and the end of that state."""
         self._metrics.streams_left.set(left)
         if bool(left) != self._are_some_left:
             self._are_some_left = bool(left)
@@ -327,7 +327,7 @@ class Poller:
                 log.info("every stream has an ingest worker again")
 
     def _served(self) -> list[ServedPair]:
-        """The streams that run, each with its resolver."""
+        """Return the running streams, each with its resolver."""
         running = [each for each in self.running.values() if not each.is_done]
         return [(each.stream, each.resolver) for each in running if each.stream and each.resolver]
 
@@ -341,7 +341,7 @@ def _keeps_hashes(claim: Claim, with_pool: Container[int], asked: Container[int]
 
 
 def _with_pool(claims: Iterable[Claim]) -> set[int]:
-    """The groups with a pool that may name blocks by the hashes of the engines in front of it."""
+    """Return the groups with a pool that may name blocks by the hashes of the engines in front of it."""
     return {
         claim.group_id
         for claim in claims

@@ -1,7 +1,7 @@
 """One stream of opaque prefixes: applies the events of a source to its two holders.
 
-A source has no batches, no replay and no seqs, so what happened while there was no connection is unknown. After a
-connection was lost, the stream is ``degraded`` until every entry from before the loss has expired.
+A source has no batches, no replay and no seqs, so events during a lost connection are unknown. After a connection was
+lost, the stream is ``degraded`` until every entry from before the loss has expired.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class PrefixStream:
         return was_there and self._down_since is not None and now - self._down_since > self._away_seconds
 
     def _count_source(self) -> None:
-        """Count what the source has counted since the last time."""
+        """Count the source's own counts since the last time."""
         source = self._source
         now = {"received": source.received, "dropped": source.dropped, "too_long": source.too_long}
         new = {name: n - self._seen[name] for name, n in now.items()}
@@ -309,7 +309,7 @@ class PrefixStream:
             self._counts |= counts
 
     async def _last_report(self) -> None:
-        """Write what was counted since the last report, if Redis answers at once."""
+        """Write the counts since the last report, if Redis answers at once."""
         try:
             async with asyncio.timeout(_REPORT_SECONDS):
                 await self._report(self.status)

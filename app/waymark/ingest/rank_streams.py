@@ -49,7 +49,7 @@ class RankStreams:
         is_end = judgement in (FramePosition.RESTART, FramePosition.MIXED)
         is_late = judgement is FramePosition.BEGINNING
         if is_late:
-            # After a takeover nothing proves that the rank is still in the life of its holders.
+            # After a takeover, the rank may be in another life than its holders.
             is_end = life.has_holders_of(dp_rank)
         elif judgement is FramePosition.GAP:
             is_end = is_late = await self._lose(order, incoming.seq)

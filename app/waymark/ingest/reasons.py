@@ -40,5 +40,5 @@ REASONS = {
 
 
 def seq_in(flags: frozenset[str], name: str) -> int | None:
-    """The seq in the flag ``name``, ``OPENED_AT`` or ``GAP_AT``; None if it is not set."""
+    """Return the seq in the flag ``name``, ``OPENED_AT`` or ``GAP_AT``, or None if it is not set."""
     return next((int(flag.removeprefix(name)) for flag in flags if flag.startswith(name)), None)

@@ -47,7 +47,7 @@ class ReceivedFrames:
         return self._taken.popleft() if self._taken else None
 
     def is_applied(self, seq: int) -> bool:
-        """Whether a replay has applied the frame that was read last, which has this seq. True only once for a frame."""
+        """Return whether a replay has applied the last frame read, which has this seq. True only once for a frame."""
         is_applied = seq in self._applied
         self._applied.discard(seq)
         return is_applied
@@ -55,12 +55,12 @@ class ReceivedFrames:
     # ---- the replay's side -------------------------------------------------------------------------
 
     async def before(self, reply: Incoming, last_live: int | None) -> list[Incoming | Frame]:
-        """The frames with lower seqs than ``reply``, whose predecessor a replay lacks.
+        """Return the frames with lower seqs than ``reply``, whose predecessor a replay lacks.
 
         The list is empty if the frames may be of another process than the reply. ``last_live`` is the seq of the last
         live frame on this connection.
         """
-        # What has arrived is read first: the loop may have seen the reply earlier.
+        # Received frames are read first: the loop may have seen the reply earlier.
         self._subscriber.read()
         await asyncio.sleep(0)
         return list(self._below(reply)) if self._is_of_process_of(reply, last_live) else []
@@ -70,9 +70,9 @@ class ReceivedFrames:
         self._applied.add(seq)
 
     def _is_of_process_of(self, reply: Incoming, last_live: int | None) -> bool:
-        """Whether the frames show no restart.
+        """Return whether the frames are free of a restart.
 
-        Their seqs rise, on a connection that is still open, and a frame with the seq of the reply has the same bytes.
+        Their seqs rise, on an open connection, and a frame with the seq of the reply has the same bytes.
         """
         settling = self.settling
         last = -1 if last_live is None else last_live

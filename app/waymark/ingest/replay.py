@@ -35,9 +35,9 @@ class ReplayOutcome(StrEnum):
 class Replay:
     """One request, and its replies in portions.
 
-    ``start`` is the first seq that is requested. ``idle_seconds`` bounds the wait for each reply. ``deadline``, by
-    ``clock``, ends the replay in any case. ``portion_bytes`` bounds the payloads of one portion, which may exceed it by
-    one payload. ``async with`` opens and closes the replay, before the context is terminated.
+    ``start`` is the first requested seq. ``idle_seconds`` bounds the wait for each reply. ``deadline``, by ``clock``,
+    ends the replay in any case. ``portion_bytes`` bounds the payloads of one portion, which may exceed it by one
+    payload. ``async with`` opens and closes the replay, before the context is terminated.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class Replay:
         self._socket.close(0)
 
     async def batches(self, limit: int) -> list[ReplayedBatch]:
-        """The next replies, in order of arrival: at least one, and at most ``limit``.
+        """Return the next replies, in order of arrival: at least one, and at most ``limit``.
 
         An empty list means that the replay has ended; ``outcome`` shows how. Only replies that can be parsed put off
         the idle timeout, and time spent outside this call does not count towards it.
 
         Replies that were not read yet stay in libzmq's queue. The queue has no high-water mark, because a ROUTER drops
-        what a slow reader has no room for. The publisher's replay buffer bounds it: one request brings no more.
+        messages for a slow reader. The publisher's replay buffer bounds it: one request brings no more.
         """
         if self.outcome is not None:
             return []
@@ -113,7 +113,7 @@ class Replay:
         return []
 
     def _read(self, limit: int) -> tuple[list[ReplayedBatch], bool]:
-        """At most ``limit`` replies, and whether there is nothing left to read."""
+        """Read at most ``limit`` replies, and return them with whether the queue is empty."""
         found: list[ReplayedBatch] = []
         room = self._portion_bytes
         try:

@@ -1,4 +1,4 @@
-"""Requests a replay from the watermark, and decides what its replies prove.
+"""Requests a replay from the watermark, and draws conclusions from its replies.
 
 The replay begins at the watermark, so its first reply shows whether the life is still the same. The same bytes prove
 the same life. Other bytes, or an empty replay, prove that the publisher restarted unnoticed. If the replies end too
@@ -27,7 +27,7 @@ _TRIES = 3
 class AttemptResult(StrEnum):
     COMPLETE = "complete"
     INCOMPLETE = "incomplete"
-    """The replies ended early, and further requests brought nothing new."""
+    """The replies ended early, and further requests brought no new ones."""
     SILENT = "silent"
     """No reply came."""
     YIELDED = "yielded"
@@ -80,7 +80,7 @@ class ReplayAttempt:
         return self._pace.is_slow
 
     async def run(self) -> AttemptResult:
-        """Request and apply what is missing, or stop when another stream needs the place (YIELDED)."""
+        """Request and apply missing batches, or stop when another stream needs the place (YIELDED)."""
         order = self._life.order
         has_heard, tries = False, 0
         while tries < _TRIES and time.monotonic() < self._deadline:
@@ -96,7 +96,7 @@ class ReplayAttempt:
             elif outcome is ReplayOutcome.COMPLETE:
                 if not request.is_empty or order.watermark is None:
                     return AttemptResult.COMPLETE
-                # Even the batch at the watermark is missing: the publisher restarted, and has sent nothing yet.
+                # Even the batch at the watermark is missing: the publisher restarted, and has not published yet.
                 await self._life.begin_anew("empty replay")
             elif not has_heard:
                 return AttemptResult.SILENT
@@ -209,7 +209,7 @@ class _ReplayRequest:
             await life.flush()
 
     async def _is_same_life(self, first: Incoming) -> bool:
-        """Whether the first reply proves the present life. If it does not, end this life."""
+        """Return whether the first reply proves the present life. If it does not, end this life."""
         life = self._life
         seq, digest = life.proof
         if first.seq == seq and digest:

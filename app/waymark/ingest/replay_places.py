@@ -69,8 +69,9 @@ class ReplayPlace:
 
 
 class ReplayPlaces:
-    """``size`` places. A stream that has waited for ``patience_seconds`` may get the place of a replay that has held it
-    for at least as long."""
+    """``size`` places. A stream that has waited for ``patience_seconds`` may get the place of a replay of at least that
+    age.
+    """
 
     def __init__(self, size: int, *, patience_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.now = clock
@@ -115,8 +116,7 @@ class ReplayPlaces:
             return YieldReason.SLOW
         if place.seconds < self.patience_seconds:
             return None
-        # Each stream that has waited for too long takes one place: those of slow replays first, and of these and of
-        # the others the one that was held longest.
+        # Each stream that has waited for too long takes one place: those of slow replays first, the oldest first.
         before = sum(
             other.seconds >= self.patience_seconds
             and (not other.is_slow, -other.seconds) < (not place.is_slow, -place.seconds)
@@ -125,7 +125,7 @@ class ReplayPlaces:
         return YieldReason.FAIRNESS if before < self._takers(place.is_slow, before + 1) else None
 
     def _takers(self, is_slow: bool, enough: int) -> int:
-        """How many streams that have waited for too long may take such a place, counted up to ``enough``.
+        """Return how many streams that have waited for too long may take such a place, counted up to ``enough``.
 
         A slow stream may only take the place of a slow one.
         """
@@ -176,7 +176,7 @@ class ReplayPace:
             self._bytes, self._seconds = 0, 0.0
 
 
-# When a publisher that has not answered a replay request is asked again.
+# The pauses before a publisher that has not answered a replay request is asked again.
 
 
 #: The longest pause before another request for the beginning of a life, in seconds. Each such request takes a replay
@@ -187,8 +187,8 @@ BEGINNING_SECONDS_MAX = 600.0
 class ReplayPauses:
     """Two pauses of one stream: one before any replay, and one before a replay for only the beginning of its life.
 
-    Both last ``seconds`` (``WAYMARK_PROBE_SECONDS``) at first. The second one doubles with each replay that has not
-    brought the beginning. The first one does not, because a gap must not stay open for long.
+    Both last ``seconds`` (``WAYMARK_PROBE_SECONDS``) at first. The second one doubles with each replay without the
+    beginning. The first one does not, because a gap must not stay open for long.
     """
 
     def __init__(self, seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -212,7 +212,7 @@ class ReplayPauses:
         return self._clock() >= max(self._silent_until, self._beginning_at)
 
     def nothing_came(self) -> None:
-        """Note that a replay has brought nothing. The next one waits, so as not to delay live frames at every gap."""
+        """Note an empty replay. The next one waits, so as not to delay live frames at every gap."""
         self._silent_until = self._clock() + self._seconds
 
     def put_off_beginning(self) -> None:

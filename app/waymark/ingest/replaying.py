@@ -80,7 +80,7 @@ class Replaying:
         self._seconds_left = self._seconds
 
     async def run(self, endpoint: str, *, needed_by: int | None) -> AttemptResult:
-        """Replay what is missing. WAITING if live frames can be applied before there is a place.
+        """Replay missing batches. WAITING if live frames can be applied before there is a place.
 
         ``needed_by`` is the seq of a live frame that waits. If batches are missing before it, the frame waits until
         there is a place; otherwise it waits at most ``idle_seconds``.

@@ -74,7 +74,9 @@ class Running:
         return self.stream is None or self.stream.status is StreamStatus.STARTING
 
     def may_go_on(self, claim: Claim) -> bool:
-        """Whether the stream may go on under the claim as it is now: copies may count otherwise in another release."""
+        """Return whether the stream may continue under the present claim: copies may count otherwise in another
+        release.
+        """
         is_same = removes_once(claim.registration) == removes_once(self.claim.registration)
         return is_same and claim.has_stream_of(self.claim)
 
@@ -87,7 +89,7 @@ class Running:
 
 
 class StreamRunner:
-    """Runs streams; each call of ``run`` is one of them."""
+    """A runner of streams; each call of ``run`` runs one."""
 
     context: ZmqContext
     """Set before the first stream runs."""
@@ -111,7 +113,7 @@ class StreamRunner:
         grant: Grant | None = None
         try:
             async with self._starts:
-                # This step is not interrupted. It removes what it began if the claim is gone, and nothing else would.
+                # This step is not interrupted. It undoes its work if the claim is gone, which no other part would do.
                 if not await whole(asyncio.ensure_future(self._store.claim_writer.begin(claim))):
                     return  # the claim has changed, and the next poll reads it again
                 before = await self._store.leases.last_worker(claim)
@@ -148,7 +150,9 @@ class StreamRunner:
         self._errors = {name: error for name, error in self._errors.items() if name in kept}
 
     def _is_another(self, name: PublisherName, error: str) -> bool:
-        """Whether a stream stopped for another reason than the last time. Every poll restarts a stopped stream."""
+        """Return whether a stream stopped for another reason than the last time. Every poll restarts a stopped
+        stream.
+        """
         before, self._errors[name] = self._errors.get(name), error
         return error != before
 
@@ -243,9 +247,9 @@ class StreamRunner:
 
 
 async def whole(step: asyncio.Future[T]) -> T:
-    """The result of a step that is not interrupted.
+    """Return the result of a step that must not be interrupted.
 
-    A caller that is cancelled meanwhile, even twice, waits for the end of the step, and then ends.
+    A caller cancelled meanwhile, even twice, waits for the end of the step, and then ends.
     """
     cancelled: asyncio.CancelledError | None = None
     while not step.done():

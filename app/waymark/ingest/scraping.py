@@ -1,7 +1,7 @@
 """Scrapes the gauges of engines. Each engine has one scraper, however many replicas use its gauges.
 
-The worker that has the stream of an engine's first rank scrapes the engine for all of its ranks. Each engine has a
-task of its own, so a slow engine delays no other. An engine that does not answer is asked less and less often.
+The worker that has the stream of an engine's first rank scrapes the engine for all of its ranks. Each engine has a task
+of its own, so a slow engine does not delay others. An engine that does not answer is asked less and less often.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Scraper:
         self._seconds = seconds
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._claims: dict[str, Sequence[Claim]] = {}
-        """The publishers of each engine that is scraped here, by URL."""
+        """The publishers of each engine that this worker scrapes, by URL."""
         self._gate = asyncio.Lock()
         """Held until the next request may begin."""
 
     def see(self, claims: Iterable[Claim], mine: Iterable[Claim]) -> None:
-        """``claims`` are all that are registered, ``mine`` those of this worker's share."""
+        """Update the engines. ``claims`` are all registered ones, ``mine`` those of this worker's share."""
         if self._seconds == 0:
             return
         own = {claim.publisher for claim in mine}
@@ -116,7 +116,7 @@ class Scraper:
 
 
 def metrics_url(registration: Registration) -> str | None:
-    """The URL of the metrics of a target's engine; None if its registration names none."""
+    """Return the URL of the metrics of a target's engine, or None if its registration names none."""
     target = registration.target
     if registration.scope != "instance":
         return None

@@ -25,10 +25,10 @@ class Shares:
         self._orders: dict[int, list[str]] = {}
 
     def of(self, claims: Iterable[Claim], workers: Mapping[str, int | None]) -> list[Claim]:
-        """The claims that this worker takes; ``workers`` has each live worker and how many streams it can take.
+        """Return the claims that this worker takes; ``workers`` has each live worker and how many streams it can take.
 
         Each worker has a hash of its name and the publisher's id. Of the workers with room, the one with the largest
-        hash takes the stream. A claim without a stream needs no room.
+        hash takes the stream. A claim without a stream takes no room.
         """
         names = tuple(workers) or (self._worker_id,)
         known = self._orders if self._workers == names else {}
@@ -52,7 +52,7 @@ class Shares:
         return mine
 
     def groups_of(self, groups: Iterable[int]) -> list[int]:
-        """The groups that this worker looks after, whichever publishers they have.
+        """Return the groups of this worker, whichever publishers they have.
 
         Of the workers in the last call of ``of``, the one with the largest hash of its name and the group's id takes
         the group.
@@ -65,7 +65,7 @@ class Shares:
         return [each for each in groups if max(workers, key=lambda name: rank(name, each)) == self._worker_id]
 
     def _order(self, publisher: int) -> list[str]:
-        """All workers, the first choice first."""
+        """Return all workers, the first choice first."""
         return sorted(
             self._workers,
             key=lambda worker: (xxh3_64_intdigest(f"{worker} {publisher}".encode()), worker),
@@ -85,5 +85,5 @@ class RegisteredRanks:
         self._ranks = {instance: frozenset(found) for instance, found in ranks.items() if len(found) > 1}
 
     def of(self, name: PublisherName) -> frozenset[int]:
-        """The ranks of the publisher's instance, if there are several; each has a stream of its own."""
+        """Return the ranks of the publisher's instance, if there are several; each has a stream of its own."""
         return self._ranks.get((name.instance_id, name.tenant_id), frozenset())

@@ -1,7 +1,7 @@
 """Asks an engine for a snapshot of its cache, and reads the reply.
 
-The request is what a REQ socket would send: an empty frame and ``snapshot``. The reply is one message: the seq of the
-last batch that the snapshot includes (signed), the id of the process, and chunks, which are batches. libzmq delivers a
+The request has the form of a REQ socket: an empty frame and ``snapshot``. The reply is one message: the seq of the last
+batch that the snapshot includes (signed), the id of the process, and chunks, which are batches. libzmq delivers a
 message when it is whole, so an engine that dies in the middle is silent.
 """
 
@@ -23,7 +23,7 @@ from waymark.ingest.sockets import ZmqContext, connect, open_socket, readable
 REQUEST: Final = b"snapshot"
 PUBLISHER_ID_BYTES: Final = 16
 NOTHING_RECORDED: Final = -1
-"""The seq of an engine that has published nothing yet."""
+"""The seq of an engine that has not published yet."""
 UNAVAILABLE: Final = -2
 """The seq of an engine that cannot make a snapshot now."""
 BYTES_MAX: Final = 256 * 2**20
@@ -77,9 +77,9 @@ async def ask(
     message_bytes_max: int,
     between: Callable[[], Awaitable[bool]],
 ) -> Snapshot | None:
-    """Ask ``endpoint``, and return its snapshot; None if none comes within ``seconds``.
+    """Ask ``endpoint``, and return its snapshot, or None if it does not come within ``seconds``.
 
-    ``between`` is awaited several times a second; if it returns False, nobody needs the snapshot any more. Raises
+    ``between`` is awaited several times a second; if it returns False, the snapshot is not needed any more. Raises
     BadSnapshot; InvalidValue if libzmq cannot read the endpoint, OSError if no socket is free.
     """
     deadline = time.monotonic() + seconds

@@ -1,8 +1,8 @@
-"""The snapshots of one stream: when one is asked for, and how it takes the place of what the stream knew.
+"""The snapshots of one stream: when to ask for one, and how it replaces the memory of the stream.
 
-A snapshot comes after a replay, and before the stream stays degraded. It is applied to a life that readers do not see;
-what it lacks of the live frames is applied after it, as after a replay. If it cannot be used, the stream goes on as it
-was, and asks again later.
+A snapshot comes after a replay, and before the stream stays degraded. It is applied to a life hidden from readers;
+later live frames are applied after it, as after a replay. If it cannot be used, the stream goes on as it was, and asks
+again later.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class SnapshotOutcome(StrEnum):
     SILENT = "silent"
     """The engine did not answer in time."""
     REFUSED = "refused"
-    """What came contradicts itself, is cut short, or is above a bound."""
+    """The reply contradicts itself, is cut short, or is above a bound."""
     INTERRUPTED = "interrupted"
     """The connection ended, or the time did, before it was whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSource:
-    """What a stream needs for snapshots."""
+    """The parts that a stream needs for snapshots."""
 
     endpoint: str
     places: SnapshotPlaces
@@ -165,7 +165,7 @@ class Snapshots:
         return self._received.is_unbroken
 
     async def _begin_empty(self, snapshot: Snapshot) -> tuple[SnapshotOutcome, str]:
-        """The engine has published nothing: what was known is of a process before it."""
+        """Begin an empty life: the engine has not published yet, so the known blocks belong to an earlier process."""
         life = self._life
         if snapshot.publisher_id == life.publisher_id:
             raise BadSnapshot("its snapshot says that it has published nothing, but batches of that process have come")
@@ -222,7 +222,7 @@ class Snapshots:
         return Incoming(seq, "", Batch(None, tuple(events)), sum(map(len, payloads))), records
 
     async def _decoded(self, seq: int, payloads: list[bytes], publisher_id: bytes | None) -> Incoming:
-        """The batch of one or more chunks. Raises BadSnapshot if they cannot be read whole."""
+        """Return the batch of one or more chunks. Raise BadSnapshot if they cannot be read whole."""
         found: list[Incoming] = []
         for payload in payloads:
             incoming = await self._life.decoder.decode(seq, payload, b"")
@@ -252,7 +252,7 @@ class Snapshots:
 
 
 def _numbered(snapshot: Snapshot) -> Iterator[tuple[int, list[bytes]]]:
-    """The chunks with numbers that rise up to that of the snapshot, below those of the batches that follow it.
+    """Yield the chunks with numbers that rise up to that of the snapshot, below those of the batches after it.
 
     If there are more chunks than numbers, the last ones are one batch.
     """
@@ -272,7 +272,7 @@ def _bytes(chunk: bytes | zmq.Frame) -> bytes:
 
 
 def _check(staged: Applier) -> None:
-    """Raise BadSnapshot if what was applied so far cannot be the beginning of a snapshot."""
+    """Raise BadSnapshot if the chunks applied so far cannot be the beginning of a snapshot."""
     resolver = staged.resolver
     if resolver.below_zero:
         raise BadSnapshot("its snapshot removes a block of which no copy is left")

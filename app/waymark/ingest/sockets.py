@@ -30,8 +30,7 @@ PARTS_MAX = 4
 _REST_PER_CALL = 8
 _NEVER_MILLISECONDS = 24 * 3600 * 1000
 _UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
-# The first of these events ends a connection, or an attempt at one. If a name does not resolve, only the last of them
-# comes.
+# The first such event ends a connection, or an attempt at one. If a name does not resolve, only the last one comes.
 _OVER = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -46,7 +45,9 @@ _monitor_numbers = itertools.count(1)
 def open_socket(
     context: ZmqContext, kind: int, endpoint: str, message_bytes_max: int = MESSAGE_BYTES_MAX
 ) -> zmq.Socket[bytes]:
-    """A socket with the options of both transports, not connected yet. Raises OSError if no socket is available."""
+    """Return a socket with the options of both transports, not connected yet. Raises OSError if no socket is
+    available.
+    """
     try:
         socket = context.socket(kind)
     except zmq.ZMQError as error:
@@ -96,10 +97,10 @@ async def readable(socket: zmq.Socket[bytes], seconds: float) -> None:
 
 
 class MessageReader:
-    """Receives the messages of a socket without waiting, in calls that are short whatever was sent.
+    """A reader of the messages of a socket that never waits, in calls that are short for any input.
 
-    A message has as many parts as its sender likes, and libzmq passes over none of them. Of a message with more parts
-    than any frame has, a call returns the first, which no parser takes; the calls after it throw the others away.
+    A message has as many parts as its sender likes, and libzmq never skips any. Of a message with more parts than any
+    frame has, a call returns the first, which no parser takes; the calls after it throw the others away.
     """
 
     __slots__ = ("_has_rest", "_socket")
@@ -113,7 +114,7 @@ class MessageReader:
         socket = self._socket
         if self._has_rest:
             for _ in range(_REST_PER_CALL):
-                # Not copied: nobody reads it.
+                # Not copied, because it is dropped.
                 if not socket.recv(zmq.NOBLOCK, copy=False).more:
                     self._has_rest = False
                     break
@@ -158,13 +159,13 @@ class LiveConnection:
         self.descriptors = (self.socket.FD, self.monitor.FD)
 
     def close(self) -> None:
-        # In another order libzmq's side of the monitor would wait for room in a pipe that nobody reads.
+        # In another order libzmq's side of the monitor would wait for room in a pipe without a reader.
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(0)
 
     def changes(self) -> Iterator[bool]:
-        """What the monitor has reported since the last call: True for a handshake, False for the end, each once."""
+        """Yield the monitor's reports since the last call: True for a handshake, False for the end, each once."""
         while True:
             try:
                 event, _ = self.monitor.recv_multipart(zmq.NOBLOCK)

@@ -1,8 +1,8 @@
 """Finds the status of a stream, and writes reports into its record: status, reasons why it is degraded, counters.
 
-A report has only what has changed since the last one, so an idle stream causes no writes. A report may be written while
-a fold is being applied, and may be the last one of its worker. So it has nothing that is true only after the fold is
-applied: the script that applies the fold moves the watermark and event_ids, and batches are counted after that.
+A report has only the changes since the last one, so an idle stream does not cause writes. A report may be written while
+a fold is being applied, and may be the last one of its worker. So it must not depend on the fold: the script that
+applies the fold moves the watermark and event_ids, and batches are counted after that.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StatusReporter:
         log.error("stream failed", extra=fields(stream=self._life.name, error=_MIXED))
 
     async def report(self, now: float) -> None:
-        """Write what is new, if the status has changed, or the last report was a while ago."""
+        """Write changes, if the status has changed, or the last report was a while ago."""
         if EVENTS_MISSING in self._life.applier.resolver.flags:
             self._life.reasons.add(EVENTS_MISSING)
         status = self._current_status()
@@ -71,7 +71,7 @@ class StatusReporter:
         await self._write()
 
     async def report_last(self) -> None:
-        """Write what was counted since the last report, if Redis answers at once."""
+        """Write the counts since the last report, if Redis answers at once."""
         try:
             async with asyncio.timeout(_REPORT_SECONDS):
                 await self._write()
@@ -100,13 +100,13 @@ class StatusReporter:
 
     @property
     def _problem(self) -> str | None:
-        """What a person should read first: why the stream has failed, or why it has no connection."""
+        """The most important fact for a person: why the stream has failed, or why it has no connection."""
         if self._error is not None or self._subscriber.is_connected:
             return self._error
         return self._subscriber.failure
 
     async def _write(self) -> None:
-        """Write what is new. An error replaces the reasons of a degraded stream."""
+        """Write the changes. An error replaces the reasons of a degraded stream."""
         life = self._life
         dropped, malformed = self._subscriber.dropped, self._subscriber.malformed
         life.count("buffer_dropped", dropped - self._dropped)

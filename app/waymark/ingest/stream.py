@@ -1,8 +1,8 @@
 """One stream: applies a publisher's frames to the index, in order, through losses and restarts.
 
-The stream subscribes first, then requests a replay, and then applies the frames that have arrived meanwhile. It
-requests a replay again when a frame is missing, and after a long silence. It follows the rules in ``docs/protocol.md``
-under "Order, gaps, restarts".
+The stream subscribes first, then requests a replay, and then applies the frames received meanwhile. It requests a
+replay again when a frame is missing, and after a long silence. It follows the rules in ``docs/protocol.md`` under
+"Order, gaps, restarts".
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Stream:
         options: StreamOptions,
         snapshots: SnapshotSource | None = None,
     ) -> None:
-        """``snapshots``: where to ask for a snapshot of the engine's cache, if that is possible."""
+        """Create a stream. ``snapshots``: where to ask for a snapshot of the engine's cache, if that is possible."""
         registration = life.applier.grant.claim.registration
         assert registration.endpoint is not None
         self._life = life
@@ -84,7 +84,7 @@ class Stream:
             message_bytes_max=options.message_bytes_max,
         )
         self._over = 0
-        """The number of a connection that has ended, as its life has: its remaining frames are dropped."""
+        """The number of a connection whose life has ended: its remaining frames are dropped."""
         self._received = ReceivedFrames(self._subscriber)
         self._rank_streams = RankStreams(life, on_gap=options.on_gap)
         self._replaying = Replaying(
@@ -173,7 +173,9 @@ class Stream:
         return self._subscriber.buffered_bytes, self._subscriber.buffered_frames
 
     def _is_probe_due(self) -> bool:
-        """Whether no frame came for long, or frames were dropped: if none comes after them, no gap shows the loss."""
+        """Return whether frames were missing for long, or dropped: without a later frame, a gap does not show the
+        loss.
+        """
         if self._replaying.is_waiting:
             return False
         is_due = time.monotonic() - self._heard > self._options.probe_seconds
@@ -310,7 +312,7 @@ class Stream:
 
     @property
     def _is_replay_open(self) -> bool:
-        """Whether a replay, which comes before a snapshot, waits for its place, or none makes sense."""
+        """Whether a replay, which comes before a snapshot, is waiting for its place, or would make no sense."""
         return self._replaying.is_waiting or self._reporter.is_mixed
 
     async def _take_snapshot(self, snapshots: Snapshots) -> None:
@@ -319,7 +321,7 @@ class Stream:
         await snapshots.run()
         self._heard = time.monotonic()
         if life.begun != begun:
-            # A replay has nothing that the snapshot lacks.
+            # A replay would add no batch to the snapshot.
             self._answered = life.begun
             self._dropped_asked = self._subscriber.dropped
             self._pauses.reset()

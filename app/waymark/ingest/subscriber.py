@@ -11,8 +11,8 @@ These properties must hold:
   libzmq's own reconnecting is delayed for long, and a new socket connects once the old one is read to its end.
 
 The event loop watches the descriptors of the sockets directly, because a future per frame costs more than the frame.
-The descriptors are edge-triggered: they signal that something happened since the last call on the socket, so every
-callback reads until nothing is left, or schedules itself again.
+The descriptors are edge-triggered: they signal an event since the last call on the socket, so every callback reads
+until the socket is empty, or schedules itself again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ FRAMES_PER_READ = 500
 """Frames read in one callback of the event loop: some 2 ms."""
 RECONNECT_SECONDS = 0.1
 """The pause before the first attempt after a lost connection; each failure doubles it. In this time libzmq also
-hands over what it had read when it reported the loss."""
+delivers frames read before it reported the loss.
+"""
 RECONNECT_SECONDS_MAX = 5.0
 REFUSED_SECONDS = 30.0
 """The pause after libzmq has closed a connection because of the bytes that came over it."""
@@ -73,11 +74,11 @@ class Subscriber:
         self.malformed = 0
         """Frames that could not be parsed."""
         self.is_refused = False
-        """libzmq has ended the last connection, for a message above ``message_bytes_max`` or bytes that are no ZMTP."""
+        """libzmq has ended the last connection, for a message above ``message_bytes_max`` or bytes other than ZMTP."""
         self.failure: ConnectionFailure | None = None
         """Why the last attempt to connect failed; None if it succeeded."""
         self.is_unreachable = False
-        """The connection was reset or refused twice at once, and none was accepted since."""
+        """The connection was reset or refused twice at once, and was not accepted since."""
         self._failed = float("-inf")
         """When it was reset or refused the last time."""
         self._message_bytes_max = message_bytes_max
@@ -110,7 +111,7 @@ class Subscriber:
         self._open_link()
 
     def close(self) -> None:
-        """Close the socket permanently. What is buffered can still be taken."""
+        """Close the socket permanently. Buffered frames can still be taken."""
         if self._dialling is not None:
             self._dialling.cancel()
             self._dialling = None
@@ -149,7 +150,7 @@ class Subscriber:
         return has_news
 
     def take(self, limit: int) -> list[Frame]:
-        """At most ``limit`` of the buffered frames, oldest first; their room is free again."""
+        """Return at most ``limit`` of the buffered frames, oldest first; their room is free again."""
         return self._buffer.take(limit)
 
     @property
@@ -183,7 +184,7 @@ class Subscriber:
         self._link = None
 
     def _dial_again(self) -> None:
-        """Replace a connection that has ended, once it is read to its end."""
+        """Replace a closed connection, once it is read to its end."""
         if self._link is not None and self._read_frames(self._link):
             self._dialling = self._loop.call_soon(self._dial_again)
             return
@@ -201,7 +202,7 @@ class Subscriber:
         try:
             self._open_link()
         except OSError:
-            # No socket is available: ``is_connected`` stays false, as with a peer that is not there.
+            # Without a free socket ``is_connected`` stays false, as with an absent peer.
             self._dial_later()
 
     def _dial_later(self) -> None:
@@ -209,7 +210,7 @@ class Subscriber:
         self._pause = min(2 * self._pause, RECONNECT_SECONDS_MAX)
 
     def read(self) -> None:
-        """Read what has arrived, within the bounds of one read; the callback of both descriptors."""
+        """Read received frames, within the bounds of one read; the callback of both descriptors."""
         link = self._link
         if link is None or self._is_read_due:
             return

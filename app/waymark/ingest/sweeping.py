@@ -1,6 +1,6 @@
 """Sweeps while a worker runs: removes dead holders from blocks, at the pace of the setting.
 
-Any worker may sweep any group. Two workers that sweep the same holder do the same work twice, which changes nothing. A
+Any worker may sweep any group. If two workers sweep the same holder, they do the same work twice, which is harmless. A
 worker has one step under way at a time, so a reader waits for at most one step of each worker.
 """
 
@@ -22,7 +22,7 @@ from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
 
-#: A sweep that is behind its pace makes up for at most this many seconds.
+#: A sweep behind its pace makes up for at most this many seconds.
 _BEHIND_SECONDS = 1.0
 #: The pause after a step is at least as long as the shortest of this many steps. The shortest one shows how long Redis
 #: takes for a step. In the others this process may also have waited for a core.
@@ -46,7 +46,7 @@ class SweepPace:
         self._due = max(self._due, now)
 
     def pause(self, blocks: int, began: float, now: float) -> float:
-        """How many seconds to wait after a step of ``blocks`` blocks."""
+        """Return how many seconds to wait after a step of ``blocks`` blocks."""
         self._steps.append(now - began)
         self._due = max(self._due, now - _BEHIND_SECONDS) + blocks * self._seconds_per_block
         return max(self._due - now, min(self._steps))
@@ -102,7 +102,7 @@ async def _sweep_one(store: Store, group: GroupName, entry: GroupEntry, pace: Sw
 
 
 async def _unless_damaged(step: Coroutine[None, None, int]) -> int:
-    """The result of a step for one group; 0 if the data of the group in Redis cannot be used."""
+    """Return the result of a step for one group; 0 if the data of the group in Redis cannot be used."""
     try:
         return await step
     except RecordDamaged as exc:

@@ -1,4 +1,4 @@
-"""Finds publishers that a group's holder table names and that have no claim, and ends them.
+"""Finds publishers in a group's holder table without a claim, and ends them.
 
 Each poll reads the table of one group, in turn. The workers share the groups, so that a poll costs one command for each
 worker, however many groups there are.
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class UnclaimedWatch:
-    """Ends a publisher that has had no claim for two polls and for ``patience_seconds``.
+    """Ends a publisher without a claim for two polls and for ``patience_seconds``.
 
     Within ``patience_seconds`` every live worker polls, and puts back a claim that it knows and Redis has lost.
     """
@@ -66,7 +66,7 @@ class UnclaimedWatch:
                     log.warning("removed a publisher that has no registration", extra=about)
 
     def _next(self, share: Sequence[GroupEntry]) -> GroupEntry | None:
-        """The group after the last one; None if there is none."""
+        """Return the group after the last one, or None if there is none."""
         ordered = sorted(share, key=lambda each: each.group_id)
         if not ordered:
             return None
