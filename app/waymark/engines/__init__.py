@@ -27,8 +27,9 @@ _DIALECTS: dict[str, _MakeDecoder] = {
 
 
 def decoder(kind: EngineKind, *, seed: int, ceilings: Ceilings | None = None) -> Decoder:
-    """The decoder of a publisher's payloads (frame 2). It raises ``Undecodable`` for what is no batch, nothing else.
+    """Return the decoder of a publisher's payloads (frame 2). Its only exception is ``Undecodable``, for a payload that
+    is not a batch.
 
-    ``seed`` is the seed of all hashes; decoding needs it for what an event has of a block besides its tokens.
+    ``seed`` is the seed of all hashes; decoding needs it for the contents of a block besides tokens.
     """
     return _DIALECTS[kind.traits.dialect](seed=seed, ceilings=ceilings)

@@ -1,8 +1,8 @@
 """Decodes a payload, which may have any bytes, into events.
 
-A decoder raises nothing but ``Undecodable``. One bad event costs one event, even if msgpack cannot read it. A batch
-that exceeds a ceiling raises ``OverCeiling`` and is not read at all. A decoder works in slices, and no slice takes
-longer than a few milliseconds.
+The only exception of a decoder is ``Undecodable``. One bad event costs one event, even if msgpack cannot read it. A
+batch that exceeds a ceiling raises ``OverCeiling`` and is not read at all. A decoder works in slices, and no slice
+takes longer than a few milliseconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MORE: Final = "more"
 PUBLISHER_ID_BYTES: Final = 16
 """The length of the id of an engine's process."""
 SHORT_BYTES: Final = 1024
-"""A payload that is read in one go."""
+"""A payload up to this size is read in one go."""
 _SHORT_EVENTS: Final = 16
 _COLLECTED_PARTS: Final = 16
 """After so many parts the garbage collector has its turn: it reads every hash that it has not seen, once."""
@@ -44,9 +44,9 @@ _MILLISECONDS_FROM: Final = 1e11
 
 
 class Decoder:
-    """The batches of one dialect. ``names`` are the fields of its events that are lists, by tag.
+    """The batches of one dialect. ``names`` are the fields of events in list form, by tag.
 
-    ``read_plain`` reads those events of the dialect that need no rule of it, faster than ``read_event`` does.
+    ``read_plain`` reads the plain events of the dialect, faster than ``read_event`` does.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class Decoder:
         self._bare = bare
 
     def __call__(self, payload: bytes) -> Batch:
-        """The batch in a payload: ``[ts, events, rank?, publisher_id?]``.
+        """Return the batch in a payload: ``[ts, events, rank?, publisher_id?]``.
 
-        A bare dialect's may be one event map or a list of them.
+        A bare dialect's payload may be one event map or a list of maps.
         """
         return finish(self.slices(payload))
 
     def short(self, payload: bytes) -> Batch:
-        """The batch in a payload of at most ``SHORT_BYTES``, decoded at once because nothing in it can be long."""
+        """Return the batch in a payload of at most ``SHORT_BYTES``, decoded at once because all its parts are short."""
         events = self._events()
         plain = self._plain(payload)
         if plain is not None and not plain.others:
@@ -122,14 +122,14 @@ class Decoder:
         return _EventReader(self._read_event, self._names, self.ceilings)
 
     def _plain(self, payload: bytes) -> PlainBatch | None:
-        """The batch as far as it is plain; None where its form is not."""
+        """Return the plain part of the batch, or None if it has another form."""
         if self._read_plain is None or self.ceilings.event_hashes < PART_HASHES:
             return None
         return self._read_plain(payload, self.ceilings.batch_events)
 
 
 class _Head(NamedTuple):
-    """What a batch says besides its events."""
+    """The fields of a batch besides its events."""
 
     ts: Any
     rank: Any
@@ -154,7 +154,7 @@ class _EventReader:
         self._rejected = 0
 
     def batch(self, head: _Head, events: PlainEvents | None = None) -> Batch:
-        """All of them, or ``events``."""
+        """Return a batch of all events, or of ``events``."""
         rank = head.rank
         if rank is not None and not is_u32(rank):
             rank = None
@@ -163,7 +163,7 @@ class _EventReader:
         return Batch(_clock(head.ts), found, rank, head.publisher_id, self.rejected, self.ignored, self.samples)
 
     def plain(self, plain: PlainBatch) -> Batch:
-        """A batch of which every event is plain."""
+        """Return a batch of plain events only."""
         head = _Head(plain.ts, plain.rank, plain.publisher_id)
         if type(plain.events) is PlainEvents:
             return self.batch(head, plain.events)
@@ -171,7 +171,7 @@ class _EventReader:
         return self.batch(head)
 
     def read(self, event: Any) -> Slices[None]:
-        """One event, in its parts where it is long."""
+        """Read one event, in parts if it is long."""
         hashes = hashes_of(event, self._names)
         if len(hashes) > self._ceilings.event_hashes:
             raise too_many_hashes(len(hashes), self._ceilings)
@@ -249,7 +249,7 @@ def _head(ts: Any = None, rank: Any = None, publisher_id: Any = None, *_: Any) -
 
 
 def _split(root: Any, size: int, *, bare: bool) -> tuple[list[Any], _Head]:
-    """The events of a payload that is unpacked, and what it says besides them."""
+    """Return the events of an unpacked payload, and its other fields."""
     if isinstance(root, list) and len(root) >= 2 and isinstance(root[1], list):
         return root[1], _head(root[0], *root[2:])
     if bare and isinstance(root, dict) and "event_type" in root:
@@ -285,7 +285,7 @@ class DistinctHashes:
         self._dicts: list[dict[int, None]] = [{} for _ in range(_DICTS)]
 
     def add(self, engine_hashes: Sequence[int]) -> bool:
-        """Whether all of them are new, and none is twice among them."""
+        """Return whether all are new, and each occurs once."""
         self.added += len(engine_hashes)
         dicts = self._dicts
         for engine_hash in engine_hashes:
@@ -296,14 +296,14 @@ class DistinctHashes:
         return engine_hash is not None and engine_hash in self._dicts[engine_hash % _DICTS]
 
 
-# From bytes to what msgpack says in them; a payload that msgpack cannot read as a whole is read value by value.
+# From bytes to the values of msgpack; a payload that msgpack cannot read as a whole is read value by value.
 
 
 BAD_MSGPACK: Final = (msgpack.UnpackException, ValueError, TypeError, MemoryError)
 
 
 def unpack_event(piece: bytes) -> Any:
-    """The event in these bytes; ``UNREADABLE`` if they are not msgpack."""
+    """Return the event in these bytes, or ``UNREADABLE`` if they are not msgpack."""
     try:
         return msgpack.unpackb(piece, strict_map_key=False)
     except BAD_MSGPACK:
@@ -311,7 +311,9 @@ def unpack_event(piece: bytes) -> Any:
 
 
 def unpack(payload: bytes) -> Slices[Any]:
-    """What a payload has, with ``UNREADABLE`` for each event that is not msgpack. Raises ``Undecodable``."""
+    """Return the values of a payload, with ``UNREADABLE`` for each event that is not msgpack. Raise ``Undecodable`` if
+    that is impossible.
+    """
     try:
         return msgpack.unpackb(payload, strict_map_key=False)
     except BAD_MSGPACK:
@@ -326,11 +328,11 @@ def unpack(payload: bytes) -> Slices[Any]:
 
 
 def _salvage(piece: bytes, levels: int) -> Slices[Any]:
-    """The value of ``piece``; where that fails, the same list with ``UNREADABLE`` for what cannot be read.
+    """Return the value of ``piece``; if that fails, the same list with ``UNREADABLE`` for unreadable elements.
 
-    Text that is no UTF-8, a map as a map's key or a broken timestamp end ``unpackb`` for the whole payload, but
-    skipping a value needs only lengths: elements are cut out and read one by one, down to the events, two levels
-    below. Lists and not tuples: a list's room is not touched before it is filled, however long it claims to be.
+    Text other than UTF-8, a map as a map's key or a broken timestamp end ``unpackb`` for the whole payload, but
+    skipping a value needs only lengths: elements are cut out and read one by one, down to the events, two levels below.
+    Lists and not tuples: a list's room is not touched before it is filled, however long it claims to be.
     """
     try:
         return msgpack.unpackb(piece, strict_map_key=False)

@@ -18,7 +18,7 @@ class Ceilings:
 
 
 class OverCeiling(Undecodable):
-    """A batch that is not read, whatever else is in it. ``kind`` is the ceiling, as a slug."""
+    """A batch that is not read, whatever its other contents. ``kind`` is the ceiling, as a slug."""
 
 
 def frame_too_large(size: int, ceilings: Ceilings) -> OverCeiling:
@@ -37,5 +37,7 @@ def too_many_hashes(hashes: int, ceilings: Ceilings) -> OverCeiling:
 
 
 def misshapen(what: str) -> OverCeiling:
-    """A long event with something long where no engine has it: reading it could take any time and memory."""
+    """Return the error for a long value in a field that is short in every engine: reading it could take any time and
+    memory.
+    """
     return OverCeiling("misshapen_event", f"a batch with {what} is not read")

@@ -1,6 +1,6 @@
 """Reads the events of Continuum's stream: ``cache_created`` and others, with an opaque ``prefix_hash``.
 
-The stream's ``event:`` field names the event; where the stream has none, the field ``event`` of the JSON does.
+The stream's ``event:`` field names the event; if the stream has none, the field ``event`` of the JSON does.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from waymark.domain.prefixes import PrefixEvent, is_prefix_hash
 
 U53_MAX = 2**53 - 1
 _EVENTS = frozenset(PrefixEvent)
-#: The type of an event for which the stream names none.
+#: The type of an event that the stream does not name.
 _UNNAMED = "message"
 
 
 class PrefixReport(NamedTuple):
-    """One event: what happened to a prefix."""
+    """A report about one prefix."""
 
     event: PrefixEvent
     prefix_hash: str
     tokens: int | None
     tenant_id: str | None
-    """The tenant, where the event names one."""
+    """The tenant, if the event names one."""
 
 
 def read_event(type: str, data: str) -> PrefixReport | None:
-    """The event; None where its type is unknown.
+    """Return the event, or None if its type is unknown.
 
-    Raises ``Undecodable``, with a sentence and a kind for the counter, where the event cannot be read.
+    Raise ``Undecodable``, with a sentence and a kind for the counter, if the event cannot be read.
     """
     try:
         fields: Any = json.loads(data)

@@ -21,7 +21,7 @@ _KV_USAGE = (
     "trtllm_kv_cache_utilization",
 )
 _ADAPTERS = "vllm:lora_requests_info"
-#: The names that are read.
+#: The names to read.
 NAMES = (*_WAITING, *_RUNNING, *_KV_USAGE, _ADAPTERS)
 #: Labels that distinguish the ranks of an engine: vLLM's and SGLang's.
 _RANK_LABELS = ("engine", "dp_rank")
@@ -69,7 +69,7 @@ class GaugesParser:
         self._ranks: dict[int | None, _RankGauges] = {}
 
     def feed(self, piece: bytes) -> None:
-        """Read a piece. Raises ValueError for a line of these names that is not Prometheus text."""
+        """Read a piece. Raise ValueError for a line with such a name that is not Prometheus text."""
         for sample in self._samples.feed(piece):
             self._ranks.setdefault(_rank_of(sample.labels), _RankGauges()).add(sample)
 
@@ -83,9 +83,9 @@ class GaugesParser:
 
 
 def gauges_of(ranks: Mapping[int | None, Gauges], dp_rank: int) -> Gauges | None:
-    """The gauges of a rank.
+    """Return the gauges of a rank.
 
-    If the engine names only one rank, or none, these gauges count for every rank that it is registered as.
+    If the engine names only one rank, or none, its gauges count for every registered rank.
     """
     if dp_rank in ranks:
         return ranks[dp_rank]

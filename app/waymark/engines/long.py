@@ -1,7 +1,7 @@
 """Reads a long payload in windows of bytes.
 
-``msgpack`` makes all objects of a payload in one call, and every byte may be an object. So a payload that is longer
-than a window is read in pieces that fit into one: a batch event by event, a long event field by field, a long list some
+``msgpack`` makes all objects of a payload in one call, and every byte may be an object. So a payload longer than a
+window is read in pieces that fit into one: a batch event by event, a long event field by field, a long list some
 elements at a time. Lists of hashes and tokens become arrays of u64, eight bytes an element. Long values of fields that
 engines keep short are not read.
 """
@@ -22,15 +22,15 @@ from waymark.engines.ceilings import Ceilings, misshapen, too_many_events, too_m
 WINDOW_BYTES: Final = 65_536
 """A payload, an event or a value that fits is unpacked in one go: at most a few ms and some MB."""
 _EVENTS_BYTES: Final = 16_384
-"""Events that are shorter are unpacked so many bytes at a time."""
+"""Shorter events are unpacked so many bytes at a time."""
 
-#: Fields of an event that are long where the event has many blocks.
+#: Fields that are long if the event has many blocks.
 HASHES: Final = frozenset({"block_hashes", "seq_hashes"})
 TOKENS: Final = frozenset({"token_ids"})
 PER_BLOCK: Final = frozenset({"extra_keys", "block_mm_infos", "remaining_copy_counts"})
 
 _HEAD_MAX: Final = 4
-"""The elements of a batch that are read; further ones are not looked at."""
+"""The number of elements of a batch to read; further ones are ignored."""
 _FIELDS_MAX: Final = 64
 _PIECE: Final = 4096
 _INTEGER_BYTES: Final = 9
@@ -47,10 +47,10 @@ UNREADABLE: Final = UnreadableValue()
 
 
 class LongPayload:
-    """Reads one payload from its beginning to its end. ``Undecodable`` where that is not possible."""
+    """Reads one payload from its beginning to its end. It raises ``Undecodable`` if that is impossible."""
 
     def __init__(self, payload: bytes, names: Mapping[str, tuple[str, ...]], ceilings: Ceilings) -> None:
-        """``names`` are the fields of events that are lists, by tag."""
+        """Begin a payload. ``names`` are the fields of events in list form, by tag."""
         self._names = names
         self._view = memoryview(payload)
         self._ceilings = ceilings
@@ -60,7 +60,7 @@ class LongPayload:
     def batch(self, read: Callable[[Any], Slices[None]], *, bare: bool) -> Slices[list[Any]]:
         """Have each event of ``[ts, events, rank?, publisher_id?]`` read, and return the other elements.
 
-        With ``bare`` the payload may also be one event map, or a list of them.
+        With ``bare`` the payload may also be one event map, or a list of maps.
 
         An event is as msgpack has it, but lists of hashes and of tokens may be arrays of u64.
         """
@@ -112,7 +112,7 @@ class LongPayload:
         return unpacker
 
     def _window(self, most: int, window: int = WINDOW_BYTES) -> tuple[list[Any], int]:
-        """The values that are whole in the next window, and their bytes."""
+        """Return the complete values in the next window, and their bytes."""
         found: list[Any] = []
         unpacker, size = self._unpacker(window), 0
         try:
@@ -127,7 +127,7 @@ class LongPayload:
         return found, size
 
     def _skipped(self) -> int:
-        """The bytes of a value that cannot be made."""
+        """Return the bytes of a value that cannot be made."""
         unpacker = self._unpacker()
         try:
             unpacker.skip()
@@ -138,7 +138,7 @@ class LongPayload:
         return int(unpacker.tell())
 
     def _value(self) -> Any:
-        """One value that fits into a window, or a text or bytes of any length."""
+        """Return one value that fits into a window, or a text or bytes of any length."""
         found, size = self._window(1)
         if found:
             self._at += size
@@ -157,7 +157,7 @@ class LongPayload:
     # ---- a long event ------------------------------------------------------------------------------
 
     def _container(self) -> tuple[bool, int]:
-        """Whether a map comes next, and how many entries it or the list has; the reader is behind its head."""
+        """Return whether a map comes next, and how many entries it or the list has; the reader is behind its head."""
         head = self._byte()
         if head & 0xE0 == 0x80:
             self._at += 1
@@ -214,7 +214,7 @@ class LongPayload:
         return value
 
     def _elements(self, name: str, length: int) -> Slices[array[int] | list[Any] | None]:
-        """The elements of a list: an array of hashes or tokens, or what a list of another field has."""
+        """Return the elements of a list: an array of hashes or tokens, or the values of another field."""
         compact: array[int] = array("Q")
         others: list[Any] = []
         left, most = length, _PIECE
@@ -241,7 +241,7 @@ class LongPayload:
         return others if name in PER_BLOCK else None
 
     def _piece(self, count: int) -> list[Any] | None:
-        """The next elements of a list; None where a window does not hold so many."""
+        """Return the next elements of a list, or None if a window does not hold so many."""
         unpacker = msgpack.Unpacker(None, strict_map_key=False, max_buffer_size=0)
         unpacker.feed(b"\xdd" + count.to_bytes(4, "big"))
         unpacker.feed(self._view[self._at : self._at + max(WINDOW_BYTES, _INTEGER_BYTES * count)])
@@ -256,7 +256,7 @@ class LongPayload:
 
 
 def _integers(piece: list[Any], name: str) -> list[int]:
-    """Elements as u64: integers by their 64 bits, hashes that are bytes by their last 8, of pairs the firsts."""
+    """Return elements as u64: integers by their 64 bits, hashes in bytes by their last 8, of pairs the firsts."""
     kinds = set(map(type, piece))
     if kinds == {int}:
         return piece if min(piece) >= 0 else [each & U64_MASK for each in piece]

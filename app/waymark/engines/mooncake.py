@@ -1,7 +1,7 @@
 """Mooncake: the standard envelope from its master, vLLM's or SGLang's events from engines in front of the pool.
 
 The master's maps may carry ``type`` and ``block_hashes`` beside ``event_type`` and ``seq_hashes``, as aliases for
-readers of engine events; where both are there the standard names count.
+readers of engine events; if both are there the standard names count.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from waymark.engines.wire import Ignored, Rejected
 
 
 def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
-    """A decoder of Mooncake's batches, and of bare events."""
+    """Return a decoder of Mooncake's batches, and of bare events."""
     return Decoder(partial(read_event, seed=seed), names=vllm.FIELDS, bare=True, ceilings=ceilings)
 
 
 def read_event(event: Any, *, seed: int) -> Event | Ignored:
-    """One event of a batch, decided by whether it has an ``event_type``."""
+    """Read one event of a batch; it is a standard event if it has an ``event_type``."""
     if isinstance(event, dict) and "event_type" in event:
         if event.get("object_key") is not None and not event.get("seq_hashes"):
             return _object(event)
@@ -37,7 +37,7 @@ def read_event(event: Any, *, seed: int) -> Event | Ignored:
 
 
 def _object(event: Mapping[Any, Any]) -> Event | Ignored:
-    """An event that names an object of the store: its key has the hash that the engine gave the block."""
+    """Read an event that names an object of the store: its key has the hash that the engine gave the block."""
     kind, key = event["event_type"], event["object_key"]
     if kind not in ("stored", "removed"):
         return standard.read_event(event)
@@ -79,11 +79,11 @@ class ObjectKey(NamedTuple):
     object_shard: str
     """16 hex digits that stand for the part of the block: ranks, layer, keys or values."""
     group: int
-    """The KV-cache group of a hybrid model; 0 where the key names none."""
+    """The KV-cache group of a hybrid model; 0 if the key does not name one."""
 
 
 def parse_object_key(key: str) -> ObjectKey | None:
-    """What a key says; None for a key of no known form.
+    """Parse a key. Return None for an unknown form.
 
     - vLLM: ``[<prefix>@]<model>@tp_rank:0@pcp0@dcp0@pp_rank:0[@group:0][@cache_role:..][@cache_family:..]@<hex>``
     - vLLM-Ascend: ``<model>@..@head_or_tp_rank:0..@<hex>[@<layer>]``, or ``<model>@[<group>@]<hex>@<rank>``

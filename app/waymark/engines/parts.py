@@ -17,7 +17,7 @@ PART_HASHES: Final = 2048
 
 
 def hashes_of(event: Any, names: Mapping[str, tuple[str, ...]]) -> list[Any] | array[int]:
-    """The hashes of an event that nobody has read yet; none where it has none."""
+    """Return the unread hashes of an event; empty if it has none."""
     if isinstance(event, dict):
         value = event.get("seq_hashes" if "event_type" in event else "block_hashes")
     elif isinstance(event, list) and len(event) > 1 and isinstance(event[0], str) and event[0] in names:
@@ -28,7 +28,7 @@ def hashes_of(event: Any, names: Mapping[str, tuple[str, ...]]) -> list[Any] | a
 
 
 def parts(event: Any, names: Mapping[str, tuple[str, ...]]) -> Iterator[Any]:
-    """The parts of an event that has hashes, each in the event's own form."""
+    """Yield the parts of an event with hashes, each in the event's own form."""
     if isinstance(event, dict):
         for part in _cut(event):
             yield part
@@ -70,7 +70,7 @@ def _cut(event: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
 
 
 def _hashes(value: Any) -> list[Any] | array[int]:
-    """The hashes as a list; standard events may have them as little-endian bytes."""
+    """Return the hashes as a list; standard events may have them as little-endian bytes."""
     if isinstance(value, bytes) and len(value) % 8 == 0:
         found = array("Q", value)
         if sys.byteorder == "big":

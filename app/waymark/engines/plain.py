@@ -1,7 +1,7 @@
 """Reads the plain events of vLLM's dialect with the C module; every other event is left to the dialect's own reader.
 
-A plain event needs no rule beyond its form: it names no salt and no image, and nothing in it is to be rejected. So the
-words of a rejection are in Python alone. Most events of most engines are plain.
+A plain event needs no rule beyond its form: it has neither a salt nor an image, and is entirely valid. So the words of
+a rejection are in Python alone. Most events of most engines are plain.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from waymark.domain.media import normal_medium
 
 _CLEARED = Cleared()
 LIST_FIELDS: Final = (10, 3)
-"""The fields of a store and of a removal that are lists, as far as the C module reads them: those of vLLM."""
+"""The fields of a store and of a removal in list form, as far as the C module reads them: those of vLLM."""
 
 
 class PlainBatch(NamedTuple):
@@ -23,21 +23,21 @@ class PlainBatch(NamedTuple):
 
     ts: Any
     events: Sequence[Event | tuple[int, int]]
-    """Events; an event that is not plain is its start and end in the payload."""
+    """Events; any but a plain one is its start and end in the payload."""
     rank: Any
     publisher_id: bytes | None
     others: int
-    """The number of events that are not plain."""
+    """The number of other events."""
 
 
 ReadPlain: TypeAlias = Callable[[bytes, int], PlainBatch | None]
-"""Reads a payload of at most so many events. Returns None where its batch is not plain, or without the C module."""
+"""Reads a payload of at most so many events. Returns None if its batch is not plain, or without the C module."""
 
 
 def read(payload: bytes, events_max: int, list_fields: tuple[int, int] = LIST_FIELDS) -> PlainBatch | None:
-    """Read a batch. An event whose parent is 0 is not plain: what 0 says depends on the dialect.
+    """Read a batch. An event whose parent is 0 is not plain: the meaning of 0 depends on the dialect.
 
-    ``list_fields``: how many fields a store and a removal have at most in this dialect, if they are lists.
+    ``list_fields``: the most fields of a store and a removal in list form in this dialect.
     """
     loops = native.selected
     if loops is None:

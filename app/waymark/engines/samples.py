@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-#: Bounds of one answer: the length of a line, and the number and the length of the lines that are parsed. An engine
-#: has one line of each name for each rank.
+#: Bounds of one answer: the length of a line, and the number and the length of parsed lines. An engine has one line of
+#: each name for each rank.
 LINE_BYTES_MAX = 2**16
 LINES_MAX = 4096
 BYTES_MAX = 2**20
 
-# A possessive repeat (*+, ++) gives nothing back, so no text makes a pattern try twice.
+# A possessive repeat (*+, ++) does not backtrack, so a pattern never tries a text twice.
 _NAME = re.compile(rb"[a-zA-Z_:][a-zA-Z0-9_:]*+")
 _LABELS = re.compile(rb"[ \t]*+\{")
 _LABEL = re.compile(
@@ -48,7 +48,7 @@ class SampleParser:
     def feed(self, piece: bytes) -> Iterator[Sample]:
         """Yield the samples whose lines ``piece`` ends; a last line ends with a piece that is a line end.
 
-        Raises ValueError for a line of these names that is not Prometheus text, or that exceeds a bound.
+        Raise ValueError for a line with such a name that is not Prometheus text, or that exceeds a bound.
         """
         lines = piece.split(b"\n")
         lines[0] = self._rest + lines[0]

@@ -2,9 +2,9 @@
 
 Hashes are signed. A parent of 0 says that the parent is not known; in a list without a salt it is the root unless it
 names a block, as with vLLM: llm-d's simulator writes such lists whatever engine it stands for. A list has at most seven
-fields of a store and two of a removal: what is behind is not what vLLM has there. The salt is named in every store, in
-the map's ``cache_salt``, or (0.5.18 and 0.5.19) in a map where the adapter's name stands. Tokens may be pairs; media
-are those of HiCache.
+fields of a store and two of a removal: further elements differ from those of vLLM. The salt is named in every store, in
+the map's ``cache_salt``, or (0.5.18 and 0.5.19) in a map in place of the adapter's name. Tokens may be pairs; media are
+those of HiCache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LIST_MAX: Final = _NAME + 2
 
 
 def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
-    """A decoder of SGLang's batches."""
+    """Return a decoder of SGLang's batches."""
     return Decoder(
         partial(read_event, seed=seed),
         names=FIELDS,

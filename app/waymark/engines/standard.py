@@ -1,8 +1,8 @@
 """The standard envelope of the published KV Events API, over ZMQ and over HTTP.
 
-Without ``token_ids`` the hashes are seq_hashes already, so a parent is not needed to know the blocks; with
-``token_ids`` they are the publisher's own, and a parent that is not known is a reason to refuse: such blocks must
-never be taken for the beginning of a prompt.
+Without ``token_ids`` the hashes are seq_hashes already, so the blocks are known without their parent; with
+``token_ids`` they are the publisher's own, and an unknown parent is a reason to refuse: such blocks must never be taken
+for the beginning of a prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TOO_LONG_DECIMAL: Final = re.compile(r"-?[0-9]{21,}", re.ASCII)
 _HASH: Final = "a hash of 64 bits: an integer, or its decimal digits as a string"
 _TOKEN: Final = f"an integer of 0..{U32_MAX}"
 
-#: What a field of an event that comes by HTTP must be, as its error says it.
+#: Field of an event over HTTP -> its description in an error.
 _WANTED: Final = {
     "event_type": "stored, removed or cleared",
     "event_id": f"an integer of 0..{U64_MASK}, or its decimal digits as a string",
@@ -49,15 +49,15 @@ _LMCACHE: Final = (
     "the blocks cannot be identified. Register the vLLM of each LMCache server with its endpoint: it publishes the "
     "same chunks"
 )
-#: Of these an error names only the kind; of tokens, what is in the place of the list.
+#: An error names only the kind of such a field; for tokens, the kind of the value in place of the list.
 _SECRET: Final = frozenset({"additional_salt", "token_ids"})
 
 
 def decode_event(document: Mapping[str, object]) -> Event:
-    """One event that came by HTTP.
+    """Decode one event that came by HTTP.
 
     A u64 may be an integer, a negative i64 or a decimal string; ``token_ids`` and ``seq_hashes`` may be bytes
-    (little-endian u32 and u64), where the body was msgpack. ``InvalidValue`` names the field and the value.
+    (little-endian u32 and u64), if the body was msgpack. ``InvalidValue`` names the field and the value.
     """
     if "batches" in document and "event_type" not in document:
         raise InvalidValue(_LMCACHE, field="batches")
@@ -74,7 +74,7 @@ def decode_event(document: Mapping[str, object]) -> Event:
 
 
 def _unfit(bad: Rejected, document: Mapping[str, object]) -> InvalidValue:
-    """A refusal in the words of JSON; one that is about more than a field's value keeps its sentence."""
+    """Return a refusal in the words of JSON; one about more than a field's value keeps its sentence."""
     field, index, reason = bad.field, bad.index, bad.reason
     if field is None or not bad.kind.startswith("bad_"):
         return InvalidValue(bad.sentence, reason=reason, field=field, index=index)
@@ -95,17 +95,17 @@ def _unfit(bad: Rejected, document: Mapping[str, object]) -> InvalidValue:
 
 
 def _is_beyond_64_bits(value: object) -> bool:
-    """Whether it was an integer that 64 bits cannot hold: the JSON parser makes floats of those."""
+    """Return whether it was an integer beyond 64 bits: the JSON parser makes such ones floats."""
     return isinstance(value, float) and value.is_integer() and (value >= 2**64 or value <= -(2**63))
 
 
 def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
-    """A decoder of standard batches, and of bare events. No event depends on ``seed``."""
+    """Return a decoder of standard batches, and of bare events. No event depends on ``seed``."""
     return Decoder(read_event, names={}, bare=True, ceilings=ceilings)
 
 
 def read_event(event: Any) -> Event | Ignored:
-    """One event of a batch, a map with ``event_type``."""
+    """Read one event of a batch, a map with ``event_type``."""
     if not isinstance(event, Mapping):
         raise Rejected("bad_event", f"an event is {shown(event)}, not a map")
     kind = event.get("event_type")
@@ -158,7 +158,7 @@ def read_event(event: Any) -> Event | Ignored:
 
 
 def read_envelope(event: Mapping[Any, Any]) -> Envelope:
-    """What an event says of its stream."""
+    """Read the envelope of an event, which names its stream."""
     backend_id = _text(event, "backend_id")
     if backend_id is None:
         raise Rejected("bad_envelope", "backend_id is missing or empty", field="backend_id", reason="missing")
@@ -174,14 +174,14 @@ def read_envelope(event: Mapping[Any, Any]) -> Envelope:
 
 
 def _spelling(medium: Any) -> str:
-    """The name of the medium in upper case; empty if it is the medium's own, or none."""
+    """Return the name of the medium in upper case; empty if it is the medium's own, or missing."""
     if not isinstance(medium, str) or medium.upper() == normal_medium(medium):
         return ""
     return medium.upper()
 
 
 def _text(event: Mapping[Any, Any], field: str, *, secret: bool = False) -> str | None:
-    """A name; None where it is absent or empty."""
+    """Read a name. Return None if it is absent or empty."""
     value = event.get(field)
     if value is None:
         return None
@@ -233,13 +233,13 @@ def _tokens(value: Any) -> bytes:
 
 
 def _is_deep(event: Mapping[Any, Any]) -> bool:
-    """Whether an event without a usable parent begins elsewhere than at the root."""
+    """Return whether an event without a usable parent begins elsewhere than at the root."""
     index = event.get("base_block_idx")
     return index != 0 and not (index is None and event.get("parent_hash") is None)
 
 
 def _parent(event: Mapping[Any, Any], *, is_identity: bool) -> int | None:
-    """Hash of the block before the first; None at the root, and where an identity needs none."""
+    """Return the hash of the block before the first; None at the root, and if an identity needs no parent."""
     if "base_block_idx" not in event and "parent_hash" not in event:
         sentence = "a stored event needs base_block_idx or parent_hash, to say where in the prompt it is"
         raise Rejected("no_position", sentence, field="base_block_idx", reason="missing")

@@ -1,7 +1,7 @@
 """vLLM's events, as lists (up to 0.23) and as maps (since 0.24), decided per event.
 
-A list has 6 to 12 elements, by release; what is not there is nil, what is there beyond is not read. Dynamo's and
-TensorRT-LLM's publishers speak the same maps. The other dialects begin with what is here.
+A list has 6 to 12 elements, by release; missing elements are nil, and further ones are ignored. Dynamo's and
+TensorRT-LLM's publishers speak the same maps. The other dialects build on this one.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _SALT_PREFIX: Final = "dynamo-cache-salt:"
 
 
 def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
-    """A decoder of vLLM's batches."""
+    """Return a decoder of vLLM's batches."""
     return Decoder(partial(read_event, seed=seed), names=FIELDS, ceilings=ceilings, read_plain=plain.read)
 
 
 def read_event(event: Any, *, seed: int, zero_of_map: Zero = "block", zero_of_list: Zero = "root") -> Event | Ignored:
-    """One event of a batch.
+    """Read one event of a batch.
 
     A list's parent 0 is the root unless it names a block: llm-d's simulator writes 0 for a missing parent there.
     """
@@ -161,7 +161,7 @@ def _with_skipped(named: Mapping[Any, Any], skipped: Any, tokens: bytes, keys: A
 
 
 def _copies_left(counts: Any, hashes: int) -> tuple[int | None, ...] | None:
-    """How many copies of each block are left; None for a count that is not valid. The block is removed all the same."""
+    """Return how many copies of each block are left; None for an invalid count. The block is removed in any case."""
     if not isinstance(counts, list) or len(counts) != hashes:
         return None
     left = tuple([count if wire.is_u32(count) else None for count in counts])
@@ -195,11 +195,11 @@ def _is_main(kind: Any) -> bool | None:
 
 
 def _window(kind: Any, tokens: Any) -> int | None:
-    """How many tokens before a boundary a group must have; None where a boundary needs something else."""
+    """Return how many tokens before a boundary a group must have, or None if its requirement is of another kind."""
     if kind in _STATES:
         return 1
     if kind in _WINDOWS and wire.is_u32(tokens) and tokens > 0:
-        return max(1, tokens - 1)  # the token that is computed next is in its window, too
+        return max(1, tokens - 1)  # the next computed token is in its window, too
     return None
 
 
@@ -207,7 +207,7 @@ def _window(kind: Any, tokens: Any) -> int | None:
 
 
 def _salt(value: Any) -> str | None:
-    """A salt without its prefix; None for an empty one."""
+    """Return a salt without its prefix, or None for an empty one."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -216,7 +216,7 @@ def _salt(value: Any) -> str | None:
 
 
 def _per_block(value: Any, count: int, field: str, *kinds: type) -> list[Any] | None:
-    """What ``value`` has for each block; None if it has nothing for any."""
+    """Return the element of ``value`` for each block, or None if all are empty."""
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != count:
@@ -232,7 +232,7 @@ def _per_block(value: Any, count: int, field: str, *kinds: type) -> list[Any] | 
 def _without_names(
     keys: list[Any], adapter: Adapter, salt: str | None, *, at_root: bool
 ) -> tuple[list[list[Any]], str | None]:
-    """Each block's keys without adapter and salt, and the salt if they are what names it."""
+    """Return each block's keys without adapter and salt, and the salt if the keys name it."""
     left = [list(block or ()) for block in keys]
     if isinstance(adapter, str):
         for block in left:
@@ -252,7 +252,7 @@ def _without_names(
 
 
 def _digests(keys: list[Any] | None, images: list[Any] | None, seed: int) -> tuple[int | None, ...] | None:
-    """Per block the digest of what is left; None where nothing is left of any."""
+    """Return per block the digest of its other keys, or None if no block has any."""
     blocks: list[list[Any]] = keys if keys is not None else [[] for _ in images or ()]
     if images is not None:
         blocks = [block if image is None else [*block, image] for block, image in zip(blocks, images, strict=True)]

@@ -1,7 +1,7 @@
 """Converts the values of an event into ours; all dialects use it.
 
-A bad event raises ``Rejected``, and an event that means nothing here raises ``Ignored``. Their sentences never contain
-a token or a salt, and are at most one line long.
+A bad event raises ``Rejected``, and an event without a meaning here raises ``Ignored``. Their sentences never contain a
+token or a salt, and are at most one line long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK_SIZE_MAX: Final = 65536
 
 
 class Ignored(StrEnum):
-    """The reason why an event that was understood changes nothing."""
+    """The reason why an understood event has no effect."""
 
     EMPTY = "empty"
     REMOTE = "remote_locality"
@@ -61,7 +61,7 @@ def is_u32(value: object) -> TypeGuard[int]:
 
 
 def u64(value: Any, field: str, index: int | None = None) -> int:
-    """An engine hash as u64: an integer, signed or not, by its 64 bits; bytes by their last 8, big-endian."""
+    """Return an engine hash as u64: an integer, signed or not, by its 64 bits; bytes by their last 8, big-endian."""
     if type(value) is int:
         if -(2**63) <= value <= U64_MASK:
             return value & U64_MASK
@@ -75,7 +75,7 @@ def u64(value: Any, field: str, index: int | None = None) -> int:
 
 
 def hashes(value: Any, field: str, read: Callable[[Any, str, int], int] = u64) -> tuple[int, ...]:
-    """Hashes in their order, none of them twice; one by one by ``read`` where they are not plain u64s."""
+    """Return hashes in their order, each once; they are read one by one with ``read`` if they are not plain u64s."""
     if not isinstance(value, list):
         raise Rejected("bad_hash", f"{field} is {shown(value)}, not a list", field=field, reason=_absence(value))
     plain = set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= U64_MASK
@@ -87,7 +87,7 @@ def hashes(value: Any, field: str, read: Callable[[Any, str, int], int] = u64) -
 
 
 def tokens(value: Any, field: str = "token_ids") -> bytes:
-    """Token ids as little-endian u32; nothing for nil."""
+    """Return token ids as little-endian u32; empty for nil."""
     if value is None:
         return b""
     if not isinstance(value, list):
@@ -106,7 +106,9 @@ def tokens(value: Any, field: str = "token_ids") -> bytes:
 
 
 def tokens_of_pairs(value: list[Any], field: str = "token_ids") -> bytes:
-    """The tokens of a run of pairs (bigrams): their firsts. The last second belongs to no block of the event."""
+    """Return the tokens of a run of pairs (bigrams): their firsts. The last second does not belong to any block of the
+    event.
+    """
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         raise Rejected("bad_tokens", f"{field} holds pairs and something else", field=field)
     tokens([second for _, second in value], field)
