@@ -1,7 +1,7 @@
 """Tokens from any registered engine of a model; if one cannot answer, the next one is asked.
 
-An engine that could not answer is not asked again for a moment, so that prompts do not wait one after the other for an
-engine that is gone, or that has no tokenizer.
+After a failure an engine is skipped for a moment, so that prompts do not wait one after the other for an engine that is
+gone, or that has no tokenizer.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from waymark.tokenization.sources import no_tokenizer
 T = TypeVar("T")
 
 Addresses = Callable[[GroupName], Awaitable[Sequence[str]]]
-"""Finds where the engines of a group take requests."""
+"""Finds the addresses of a group's engines."""
 
-#: One of them may not take all of the time: the next one is asked after so long, in seconds.
+#: The time of one engine: it must not take the whole time of the request, so the next one is asked after so many
+#: seconds.
 _ONE_SECONDS = 2.0
 #: How long an engine that could not answer is not asked.
 _FAILED_SECONDS = 5.0
@@ -33,7 +34,7 @@ _FAILED_MAX = 4096
 
 
 class EngineTokenizer:
-    """The tokenizers of the engines of one group. It holds nothing open."""
+    """The tokenizers of the engines of one group. It holds no open resource."""
 
     kind = "remote"
     encodes_whole = False
@@ -60,21 +61,21 @@ class EngineTokenizer:
         self._is_default = is_default
 
     def key(self, prompt: Prompt) -> bytes | None:
-        """None: engines come and go."""
+        """Return None: engines come and go."""
 
     def known(self, key: bytes) -> TokenizedPrompt | None:
-        """Nothing is."""
+        """Return None: answers are not remembered."""
 
     async def tokens(self, prompt: Prompt, key: bytes | None = None) -> TokenizedPrompt:
-        """The tokens of a prompt, as the first engine makes them that answers."""
+        """Return the tokens from the first engine that answers."""
         return await self._first(lambda engine: engine.tokens(prompt))
 
     async def text(self, ids: Sequence[int]) -> str:
-        """The text of token ids, as the first engine makes it that answers."""
+        """Return the text from the first engine that answers."""
         return await self._first(lambda engine: engine.text(ids))
 
     async def close(self) -> None:
-        """The connections are its maker's."""
+        """Close nothing: the connections belong to their creator."""
 
     async def _first(self, work: Callable[[RemoteTokenizer], Awaitable[T]]) -> T:
         model = self._group.model_name

@@ -1,8 +1,8 @@
 """A tokenizer in this process: ``tokenizer.json``, ``tokenizer_config.json`` and the chat template of a model.
 
-``encode_batch_fast`` alone is called, and in the pool's threads: ``encode`` holds the GIL as long as it takes. What
-is known from before, all of a short text but its encoding, and the encoding of a few words cost less than the way to a
-thread and back.
+``encode_batch_fast`` alone is called, and in the pool's threads: ``encode`` holds the GIL as long as it takes.
+Remembered results, all work on a short text but its encoding, and the encoding of a few words cost less than the way to
+a thread and back.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from waymark.tokenization.segments import Pieces, SegmentMemo
 
 log = logging.getLogger(__name__)
 
-#: Characters of a text that are split on the loop; beyond it a thread does it. A prompt with more is not remembered.
+#: Characters of a text to split on the loop; beyond it a thread does it. A longer prompt is not remembered.
 _SHORT = 2**16
-#: Characters that are encoded on the loop, in less than a millisecond; the way to a thread and back takes longer. It
-#: is a new turn of a conversation.
+#: Characters to encode on the loop, in less than a millisecond; the way to a thread and back takes longer. It is a new
+#: turn of a conversation.
 _FEW = 2**11
 #: How long messages wait until their model's template may be rendered.
 _TURN_SECONDS = 1.0
 _SAMPLES = 20
-#: Pieces of the samples: what a tokenizer may treat otherwise at a border.
+#: Pieces of the samples: texts that a tokenizer may treat otherwise at a border.
 _PIECES = (
     *("", "a", " a", "a ", "  two  blanks  ", "\n", "\n\nnew line", "line\n", "Hello, world!", "don't", "12345", " 7"),
     *("user\n", "été e\u0301te\u0301", "中文字", "🙂🙃", "\t", "▁", "x" * 40, "ﬁ ①", "İI", "."),
@@ -75,9 +75,9 @@ _FOLLOWING = (
 
 
 class LocalTokenizer:
-    """The tokenizer of one model, from a directory. To be made in a thread: it reads files, and tries samples.
+    """The tokenizer of one model, from a directory. It must be made in a thread: it reads files, and tries samples.
 
-    ``InvalidValue`` (no_tokenizer) where the directory does not hold one that can be used.
+    Raise ``InvalidValue`` (no_tokenizer) if the directory does not have a usable one.
     """
 
     kind = "local"
@@ -121,7 +121,9 @@ class LocalTokenizer:
             )
 
     def key(self, prompt: Prompt) -> bytes | None:
-        """A digest of all that the ids of a short prompt depend on, and of this tokenizer; None where there is none."""
+        """Return a digest of everything that determines the ids of a short prompt; None if it cannot be computed
+        cheaply.
+        """
         if not _is_short(prompt):
             return None
         said = prompt.said
@@ -137,7 +139,7 @@ class LocalTokenizer:
             return None  # too deep, or no JSON
 
     def known(self, key: bytes) -> TokenizedPrompt | None:
-        """The ids of a short prompt that came before."""
+        """Return the remembered ids of a short prompt."""
         ids = self._prompts.find(key)
         if ids is None:
             return None
@@ -145,7 +147,7 @@ class LocalTokenizer:
         return TokenizedPrompt(ids)
 
     async def tokens(self, prompt: Prompt, key: bytes | None = None) -> TokenizedPrompt:
-        """The ids of a prompt; ``InvalidValue`` where it is too long or the template refuses it."""
+        """Return the ids of a prompt. Raise ``InvalidValue`` if it is too long or the template refuses it."""
         if key is None:
             # Before the template is rendered: the day may end meanwhile.
             key = self.key(prompt)
@@ -175,7 +177,7 @@ class LocalTokenizer:
         return TokenizedPrompt(joined)
 
     async def text(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens included; ids that the model does not have are left out."""
+        """Return the text of token ids, including special tokens; unknown ids are left out."""
 
         def decoded() -> str:
             (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=False)
@@ -184,7 +186,7 @@ class LocalTokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._pool, decoded)
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Close nothing: no resource is open."""
 
     async def _rendered(self, prompt: ChatPrompt) -> Pieces:
         try:
@@ -217,15 +219,15 @@ class LocalTokenizer:
         return self._splitter.whole(text, b"\1" if prompt.add_special_tokens else b"\0")
 
     def _pieces_before_media(self, prompt: ChatPrompt) -> Pieces:
-        """Return the pieces that stand before the first image; none if texts are not split."""
+        """Return the pieces before the first image; empty if texts are not split."""
         return self._splitter.split(self._text(prompt, is_cut=True)) if self.splits else Pieces([""], [b""], [])
 
     def _uncertain(self, text: str) -> int:
-        """Return how many ids at the end of a piece depend on what follows it, which only the engine knows."""
+        """Return how many ids at the end of a piece depend on the following text, which only the engine knows."""
         window = text[-_WINDOW:]
         if not window:
             return 0
-        # What follows may make another word of the last one, whatever its first characters are.
+        # The following text may change the last word, whatever its first characters are.
         word = len(window) - len(window.rstrip().rpartition(" ")[0])
         known = window[: len(window) - min(word, _WORD)]
         whole, *others = self._encoded([window, known, *(window + each for each in _FOLLOWING)])
@@ -261,7 +263,7 @@ class LocalTokenizer:
         return text
 
     def _surrounded(self, prompt: Prompt, ids: bytes) -> bytes:
-        """The ids with what the tokenizer adds, cut where the request says so."""
+        """Return the ids with the tokenizer's additions, cut if the request says so."""
         before, behind = self._around if prompt.add_special_tokens else (b"", b"")
         is_cut = isinstance(prompt, ChatPrompt) and has_media(prompt.messages)
         if is_cut:
@@ -274,7 +276,7 @@ class LocalTokenizer:
     # ---- the tokenizer -----------------------------------------------------------------------------
 
     async def _encoded_anew(self, new: Mapping[bytes, str], *, adds: bool) -> dict[bytes, bytes]:
-        """The ids of texts by their keys, which the memo has from now on."""
+        """Encode texts by their keys, and remember the ids in the memo."""
         self._segments_new.inc(len(new))
         texts = list(new.values())
         if sum(map(len, texts)) <= _FEW:
@@ -287,14 +289,14 @@ class LocalTokenizer:
         return made
 
     def _encoded(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[bytes]:
-        # One at a time: more of them would be spread over all cores.
+        # One at a time: several would be spread over all cores.
         return [
             pack_tokens(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
             for text in texts
         ]
 
     def _added_around(self) -> tuple[bytes, bytes]:
-        """What is added before and behind a text where special tokens are asked for."""
+        """Return the tokenizer's additions before and behind a text with special tokens."""
         (bare,), (full,) = self._encoded(["a"]), self._encoded(["a"], add_special_tokens=True)
         start = full.find(bare)
         while start % 4 and start >= 0:

@@ -21,7 +21,7 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     path = directory / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library has no narrower exception
         raise InvalidValue(
             f"{path} cannot be read as a tokenizer: {str(error)[:200]}; put a tokenizer there, or give the model "
             "another source in WAYMARK_TOKENIZERS",

@@ -1,4 +1,4 @@
-"""What a prompt is before it has tokens, and what a source of tokens can do with it."""
+"""Prompts before they have tokens, and the interface of a source of tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class TextPrompt:
 
     @property
     def said(self) -> tuple[Any, ...]:
-        """All of it, as plain values."""
+        """All fields, as plain values."""
         return self.text, self.add_special_tokens, _plain(self.truncation)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation in OpenAI's form, as it came: nothing of it has been checked."""
+    """A conversation in OpenAI's form, as it came: it has not been checked."""
 
     messages: Sequence[Any]
     tools: Sequence[Any] | None = None
@@ -42,7 +42,7 @@ class ChatPrompt:
 
     @property
     def said(self) -> tuple[Any, ...]:
-        """All of it, as plain values."""
+        """All fields, as plain values."""
         return (
             self.messages,
             self.system,
@@ -59,7 +59,7 @@ Prompt: TypeAlias = TextPrompt | ChatPrompt
 
 
 def is_cut(prompt: Prompt) -> bool:
-    """Whether ids of the prompt may be removed."""
+    """Return whether ids of the prompt may be removed."""
     return prompt.truncation is not None and prompt.truncation.keep >= 0
 
 
@@ -95,16 +95,18 @@ class Source(Protocol):
     """Each text costs all of its tokens again, because its pieces cannot be encoded one by one."""
 
     def key(self, prompt: Prompt) -> bytes | None:
-        """What stands for all that the tokens depend on; None if the source does not know, or if it costs too much."""
+        """Return a key for everything that determines the tokens; None if the source does not know it, or it costs too
+        much.
+        """
 
     def known(self, key: bytes) -> TokenizedPrompt | None:
-        """The tokens of a prompt that came before, by its key."""
+        """Return the remembered tokens of a prompt, by its key."""
 
     async def tokens(self, prompt: Prompt, key: bytes | None = None) -> TokenizedPrompt:
-        """The tokens of a prompt; ``key`` is its key, where the caller has it already."""
+        """Return the tokens of a prompt; ``key`` is its key, if the caller has it already."""
 
     async def text(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
 
     async def close(self) -> None:
-        """Release what it holds."""
+        """Release its resources."""

@@ -1,6 +1,6 @@
 """Tokens from an engine: ``POST /tokenize`` as vLLM and SGLang have it, or the render endpoints of vLLM.
 
-The render endpoints alone name the images of a prompt, and some servers have nothing else (TensorRT-LLM).
+Only the render endpoints name the images of a prompt, and some servers have no other endpoint (TensorRT-LLM).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from waymark.domain.hashing import pack_tokens
 from waymark.domain.multimodal import items_of
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt, is_cut
 
-#: An answer that is longer is not read. An id and its comma take at most this many bytes, each stands for a byte of the
-#: text or more, and a chat template adds some. What stands for images has no such bound.
+#: A longer answer is not read. An id and its comma take at most this many bytes, each stands for a byte of the text or
+#: more, and a chat template adds some. The data of images has no such bound.
 _ID_BYTES, _TEMPLATE_BYTES, _MEDIA_BYTES = 12, 2**20, 32 * 2**20
 _MEDIA_IDS_MAX = 2**20
 _CHAT_RENDER, _COMPLETION_RENDER = "/v1/chat/completions/render", "/v1/completions/render"
-#: A server without a path answers with one of these.
+#: A server without a path answers with such a status.
 _NO_PATH = (404, 405, 501)
 
 
@@ -42,13 +42,13 @@ class RemoteTokenizer:
         self._asker = asker
 
     def key(self, prompt: Prompt) -> bytes | None:
-        """None: an engine may come back with another tokenizer."""
+        """Return None: an engine may come back with another tokenizer."""
 
     def known(self, key: bytes) -> TokenizedPrompt | None:
-        """Nothing is."""
+        """Return None: answers are not remembered."""
 
     async def tokens(self, prompt: Prompt, key: bytes | None = None) -> TokenizedPrompt:
-        """The tokens of a prompt, as the engine makes them."""
+        """Return the tokens of a prompt from the engine."""
         if is_cut(prompt):
             return await self._cut(prompt)
         if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
@@ -72,7 +72,7 @@ class RemoteTokenizer:
         return self._rendered(answer)
 
     async def _cut(self, prompt: Prompt) -> TokenizedPrompt:
-        """The tokens of a prompt that is truncated, which /tokenize does not do."""
+        """Return the tokens of a truncated prompt, which /tokenize does not support."""
         is_chat = isinstance(prompt, ChatPrompt)
         body = self._chat(prompt) if isinstance(prompt, ChatPrompt) else self._completion(prompt)
         assert prompt.truncation is not None
@@ -88,7 +88,7 @@ class RemoteTokenizer:
         return self._rendered(answer)
 
     async def text(self, ids: Sequence[int]) -> str:
-        """The text of token ids, as the engine makes it."""
+        """Return the text of token ids from the engine."""
         answer = await self._post("/detokenize", {"model": self._model, "tokens": list(ids)}, "tokens")
         found = answer.get("prompt", answer.get("text")) if isinstance(answer, dict) else None  # vLLM, SGLang
         if not isinstance(found, str):
@@ -139,7 +139,7 @@ class RemoteTokenizer:
             raise self._unusable(f"in its answer, {error.sentence}") from None
 
     async def _post(self, path: str, body: dict[str, Any], field: str) -> Any:
-        """The answer; None if the server has no such path."""
+        """Return the answer, or None if the server has no such path."""
         sent = _json(body, field)
         if len(sent) > 2 * self._bytes_max:
             raise InvalidValue(
@@ -185,7 +185,7 @@ def _json(body: dict[str, Any], field: str) -> bytes:
 
 
 def _told(received: bytes) -> str:
-    """What an engine says of its refusal, on one line."""
+    """Return an engine's explanation of its refusal, on one line."""
     try:
         answer = bounded_loads(received)
     except ValueError:

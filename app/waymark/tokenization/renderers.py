@@ -45,7 +45,7 @@ _STOPPED = {TOO_LARGE: "bytes", OUT_OF_STEPS: "steps", OUT_OF_MEMORY: "memory"}
 
 
 class Rendered(NamedTuple):
-    """The answer of a process, or the reason why it gave none."""
+    """The answer of a process, or the reason for its absence."""
 
     kind: bytes
     text: str
@@ -111,8 +111,8 @@ class Renderer:
             return self._started()
 
     def render(self, context: Mapping[str, Any], now: datetime, bytes_max: int) -> Rendered:
-        """Render the template. Raises ValueError for a context that is no JSON, ``TokenizerUnavailable`` at the bound
-        of time.
+        """Render the template. Raise ValueError for a context other than JSON, and ``TokenizerUnavailable`` at the
+        bound of time.
         """
         # Version 2 writes a value that occurs twice two times, and so reads no reference.
         request = marshal.dumps((dict(context), (*now.timetuple()[:6], now.microsecond)), 2)
@@ -179,11 +179,11 @@ class _Process:
                 # A signal to the group of the parent, as a terminal sends it, is not for this process.
                 start_new_session=True,
             )
-        # Also for a pool that nobody has closed.
+        # Also for a pool that was never closed.
         self._finalizer = weakref.finalize(self, _end, self._process, self._socket, self._parent)
 
     def is_usable(self) -> bool:
-        """Whether it runs, and is this process's own: after a fork, the socket is that of two processes."""
+        """Return whether it runs, and is this process's own: after a fork, two processes share the socket."""
         return self._parent == os.getpid() and self._finalizer.alive and self._process.poll() is None
 
     def ask(self, request: bytes, bytes_max: int, seconds: float) -> Rendered:

@@ -1,10 +1,10 @@
 """The program of a process that renders one chat template; ``renderers`` starts it, and talks to it over a socket.
 
 A template comes with a model's files, and messages come from clients. Some templates double a text at each step, and
-some end the library that renders them. So they are rendered in a process of its own, with bounds on memory and CPU
-that the kernel enforces. The process ends at the end of its socket, and so with the process that has started it.
+some end the library that renders them. So they are rendered in a process of its own, with bounds on memory and CPU that
+the kernel enforces. The process ends at the end of its socket, and so with the process that started it.
 
-It is run as a file and imports nothing of Waymark, so that it begins within a few milliseconds.
+It is run as a file without importing Waymark, so that it begins within a few milliseconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REQUEST = struct.Struct("<II")
 #: The kind of an answer, and its length.
 ANSWER = struct.Struct("<cI")
 TEXT, REFUSED, TOO_LARGE, OUT_OF_STEPS, OUT_OF_MEMORY, TEMPLATE_ERROR, UNFIT = b"t", b"r", b"l", b"s", b"m", b"e", b"u"
-#: What the parent makes of a process that gives no answer: its bound of CPU has ended it, or something else has.
+#: The reason for a missing answer: the process was ended by its bound of CPU, or in another way.
 OUT_OF_CPU, ENDED = b"c", b"x"
 
 
@@ -48,7 +48,7 @@ class _TemplateFault(Exception):
 
 
 class Template:
-    """A template, compiled, and what is left of the ceiling of the rendering under way."""
+    """A compiled template, and the rest of the ceiling of the current rendering."""
 
     def __init__(self, source: str) -> None:
         # The process that starts this program reads its constants, and need not load the library.
@@ -87,7 +87,7 @@ class Template:
         self._left -= len(value) if isinstance(value, str) else 1
         if self._left < 0:
             raise _TooLarge
-        return NotImplemented  # written as it is: an undefined value comes as None, and is written as nothing
+        return NotImplemented  # unchanged: an undefined value comes as None, and is written as an empty text
 
 
 def answer(template: Template, request: bytes, bytes_max: int) -> tuple[bytes, str]:
@@ -139,7 +139,7 @@ def serve(stream: BinaryIO) -> None:
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # A terminal sends these to all of its processes; the end of the socket is what ends this one.
+    # A terminal sends these to all of its processes; this one must end at the end of its socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as connection, connection.makefile("rwb") as stream:
         serve(stream)  # type: ignore[arg-type]  # it reads and writes

@@ -1,8 +1,8 @@
-"""Texts in pieces: what stands between the special tokens of a model is encoded on its own, and remembered.
+"""Texts in pieces: each text between two special tokens of a model is encoded on its own, and remembered.
 
-A tokenizer splits a text at its added tokens before it does anything else. So the ids of a piece do not depend on
-what stands around it, unless a tokenizer treats the beginning of a text, or the surroundings of a token, in a way of
-its own; ``local`` tries each tokenizer with samples before it trusts this.
+A tokenizer splits a text at its added tokens before it does anything else. So the ids of a piece do not depend on its
+surroundings, unless a tokenizer treats the beginning of a text, or the surroundings of a token, in a way of its own;
+``local`` tries each tokenizer with samples before it trusts this.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_128_digest
 
-#: What an entry takes beside its ids, roughly: two objects, and its place in the table.
+#: The approximate memory of an entry beside its ids: two objects, and its place in the table.
 _ENTRY_BYTES = 250
-#: Characters that are searched at a time. A search holds the GIL.
+#: Characters of one search. A search holds the GIL.
 _WINDOW = 2**16
-#: Characters of an added token; those of models have less than half of it. A text is not split at longer ones.
+#: Characters of an added token; those of models have less than half as many. A text is not split at longer ones.
 _TOKEN_MAX = 128
 
 
 class Pieces(NamedTuple):
-    """A text at its added tokens: an ordinary text before each of them, and one behind the last. Texts may be empty."""
+    """A text at its added tokens: an ordinary text before each token, and one behind the last. Texts may be empty."""
 
     texts: list[str]
     keys: list[bytes]
@@ -33,13 +33,13 @@ class Pieces(NamedTuple):
     """The id of each added token as a little-endian u32, one fewer than there are texts; empty between two texts."""
 
     def joined(self, ids: Sequence[bytes]) -> bytes:
-        """The ids of the whole text; ``ids`` has the ids of each text."""
+        """Return the ids of the whole text; ``ids`` has the ids of each text."""
         parts = [b""] * (len(self.texts) + len(self.tokens))
         parts[::2], parts[1::2] = ids, self.tokens
         return b"".join(parts)
 
     def followed_by(self, other: Pieces) -> Pieces:
-        """The pieces with those of a text that is encoded on its own."""
+        """Return the pieces together with those of a text encoded on its own."""
         return Pieces(self.texts + other.texts, self.keys + other.keys, [*self.tokens, b"", *other.tokens])
 
 
@@ -56,7 +56,7 @@ class SegmentMemo:
 
     @staticmethod
     def seed() -> int:
-        """A seed for one tokenizer. Nobody outside can know it, and so nobody can look for two texts with one key."""
+        """Return a seed for one tokenizer. It is secret, so a client cannot search for two texts with one key."""
         return secrets.randbits(64)
 
     def find(self, key: bytes) -> bytes | None:
@@ -86,7 +86,7 @@ class Splitter:
         self._ids = {content: number.to_bytes(4, "little") for content, number in tokens.items()}
         self._seed = seed
         self._longest = max(map(len, tokens), default=0)
-        # A search takes as many steps at each character as a token has characters that are the same in the text.
+        # A search takes as many steps at each character as a token shares characters with the text.
         is_short = max(map(len, (*tokens, *peculiar)), default=0) <= _TOKEN_MAX
         self._pattern = re.compile(f"({_any_of(tokens)})") if tokens and is_short else None
         self._peculiar = re.compile(_any_of(peculiar)) if peculiar and is_short else None
@@ -104,11 +104,11 @@ class Splitter:
         return Pieces(texts, keys, [ids[token] for token in parts[1::2]])
 
     def whole(self, text: str, kind: bytes) -> Pieces:
-        """A text that is not split; ``kind`` distinguishes what is made of one text in two ways."""
+        """Return a text as one piece; ``kind`` distinguishes two uses of one text."""
         return Pieces([text], [xxh3_128_digest(kind + text.encode(), self._seed)], [])
 
     def _split_in_windows(self, pattern: re.Pattern[str], text: str) -> Iterator[str]:
-        """A text and a token by turns; the last is a text."""
+        """Yield a text and a token by turns; the last is a text."""
         at = behind = 0
         while at < len(text):
             # A token that begins in this window may end behind it.
@@ -124,11 +124,13 @@ class Splitter:
 
 
 _Tree = dict[str, Any]
-"""Characters to what may come behind them; an empty one where a word ends."""
+"""Characters to their possible successors; an empty one ends a word."""
 
 
 def _any_of(words: Mapping[str, int] | Sequence[str]) -> str:
-    """A pattern that matches the longest of some words, and looks at each character of a text a few times only."""
+    """Return a pattern that matches the longest of some words, and looks at each character of a text a few times
+    only.
+    """
     tree: _Tree = {}
     for word in words:
         node = tree

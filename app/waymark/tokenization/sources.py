@@ -1,4 +1,4 @@
-"""Which source a model's tokens are from, and what opens it. Nothing optional is imported before it is needed."""
+"""The source of a model's tokens, and its opening. Optional packages are imported only when they are needed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from urllib.parse import unquote, urlsplit
 from waymark.base.errors import InvalidValue, TokenizerUnavailable
 from waymark.base.shown import shown
 
-#: Directories below WAYMARK_TOKENIZERS_DIR that are looked at; a volume may hold anything.
+#: The bound on directories below WAYMARK_TOKENIZERS_DIR to look at; a volume may hold anything.
 _DIRECTORIES_MAX = 10_000
 #: The files of a tokenizer; the weights next to them are not fetched.
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 
 def no_tokenizer(model: str) -> InvalidValue:
-    """The refusal of text for a model without a source."""
+    """Return the refusal of text for a model without a source."""
     return InvalidValue(
         f"there is no tokenizer for the model {shown(model)}, and no engine of it that is registered with an address; "
         "register an engine with an address, name a tokenizer in WAYMARK_TOKENIZERS, put its directory into "
@@ -45,13 +45,13 @@ def _directories(path: Path) -> list[Path]:
         with os.scandir(path) as entries:
             return sorted(Path(entry.path) for entry in entries if entry.is_dir())
     except OSError:
-        return []  # nothing that can be read, so no tokenizer
+        return []  # unreadable, so without a tokenizer
 
 
 def directory_of(url: str, *, hub_cache: Path | None = None) -> Path:
-    """The directory that a ``file`` or ``hf`` URL names; what the hub has is fetched. Blocks.
+    """Return the directory of a ``file`` or ``hf`` URL, after fetching it from the hub if necessary. Blocks.
 
-    ``hub_cache`` is where the hub's files are kept, by default where ``huggingface_hub`` keeps them.
+    ``hub_cache`` is the directory for the hub's files, by default that of ``huggingface_hub``.
     """
     parts = urlsplit(url)
     if parts.scheme == "file":
@@ -62,7 +62,7 @@ def directory_of(url: str, *, hub_cache: Path | None = None) -> Path:
 
 
 def is_for_sglang(url: str) -> bool:
-    """Whether SGLang serves the model of a ``file`` or ``hf`` URL; else messages are read as vLLM reads them."""
+    """Return whether SGLang serves the model of a ``file`` or ``hf`` URL; else messages are read in vLLM's way."""
     return urlsplit(url).query == "engine=sglang"
 
 
@@ -91,7 +91,7 @@ def _from_hub(url: str, name: str, revision: str | None, cache: Path | None) -> 
 
 
 def missing(package: str, url: str, extra: str = "tokens") -> InvalidValue:
-    """The refusal where an optional package is not installed."""
+    """Return the refusal without an optional package."""
     return InvalidValue(
         f"the tokenizer {url} needs the package {package}, which is not installed; install waymark[{extra}]",
         reason="no_tokenizer",

@@ -22,7 +22,7 @@ from waymark.tokenization.renderers import Renderers
 #: The templates of models have less than 50,000 characters.
 _SOURCE_MAX = 2**20
 
-#: What a request gives in fields of its own, or what nobody but the operator may choose.
+#: Names with fields of their own in a request, and names that only the operator may choose.
 RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
@@ -35,8 +35,8 @@ class _RenderingOverCeiling(InvalidValue):
 class ChatTemplate:
     """One template of a model. ``special`` are its named special tokens, such as ``bos_token``.
 
-    A template sees what vLLM shows it, or what SGLang does. ``InvalidValue`` (no_tokenizer) where it is no template
-    that can be read here.
+    A template sees the same as in vLLM or in SGLang. Raise ``InvalidValue`` (no_tokenizer) if it is not a readable
+    template.
     """
 
     def __init__(
@@ -61,32 +61,34 @@ class ChatTemplate:
             raise _lacking(why or "it takes too long to read")
 
     def render(self, prompt: ChatPrompt) -> str:
-        """The text of a conversation without media.
+        """Return the text of a conversation without media.
 
-        Raises ``InvalidValue`` where the template refuses the messages, needs what is not there, or exceeds a ceiling.
+        Raise ``InvalidValue`` if the template refuses the messages, needs an unknown value, or exceeds a ceiling.
         """
         return self._render(prompt, None)
 
     def dates(self) -> tuple[str, ...] | None:
-        """What the clock says to the template now; None where that cannot be foreseen."""
+        """Return the dates that the clock gives the template now, or None if they cannot be foreseen."""
         return None if self._dates is None else tuple(_strftime_now(form) for form in self._dates)
 
     def render_before_media(self, prompt: ChatPrompt) -> str:
-        """The text of a conversation up to its first image or other media, which no rendering here can know.
+        """Return the text of a conversation up to its first image or other medium, whose tokens are unknown here.
 
-        Raises as ``render``.
+        Raise the errors of ``render``.
         """
         # Nobody who writes messages can know it.
         mark = f"media-{secrets.token_hex(16)}"
         text = self._render(prompt, mark)
         before = text[: max(0, text.find(mark))]
         if self.takes_parts:
-            # A template may write other things where it sees an image; what is the same in both is certain.
+            # A template may write another text for an image; only the common beginning is certain.
             before = commonprefix([before, self._render(prompt, "")])  # noqa: RUF071  # of texts
         return before
 
     def behind(self, prompt: ChatPrompt) -> str:
-        """What the engine encodes on its own behind the rendered text: with SGLang, the message that is continued."""
+        """Return the text that the engine encodes on its own behind the rendered one: with SGLang, the message to
+        continue.
+        """
         if not (self._is_for_sglang and prompt.continue_final_message):
             return ""
         return sglang.last_answer(self._shown(prompt.messages[-1:], None, None)) or ""
@@ -108,7 +110,7 @@ class ChatTemplate:
             )
         tools = openai.tools_for_template(prompt.tools) if prompt.tools else None
         text = self._rendered(prompt, shown, tools, begins_answer=prompt.add_generation_prompt)
-        # What follows an image does not count: where the last message ends is of no interest then.
+        # The text after an image does not count: the end of the last message is then of no interest.
         return _continued(text, shown) if prompt.continue_final_message and mark is None else text
 
     def _render_for_sglang(self, prompt: ChatPrompt, shown: list[dict[str, Any]]) -> str:
@@ -184,7 +186,7 @@ class ChatTemplate:
 
 
 def _continued(text: str, messages: list[dict[str, Any]]) -> str:
-    """The text up to the end of the last message, which the engine goes on with."""
+    """Return the text up to the end of the last message, which the engine continues."""
     last: Any = messages[-1]["content"] if messages else ""
     if isinstance(last, list):
         last = last[-1]["text"] if last else ""
@@ -198,7 +200,7 @@ def _continued(text: str, messages: list[dict[str, Any]]) -> str:
         )
     end = start + len(bare)
     spaced = last.lstrip()
-    # The blanks at the end of the message are part of it where the template keeps them.
+    # The blanks at the end of the message count if the template keeps them.
     return text[: start + len(spaced)] if text.startswith(spaced, start) else text[:end]
 
 
@@ -215,33 +217,33 @@ def _lacking(why: str) -> InvalidValue:
     )
 
 
-# What the source of a chat template shows before it is compiled.
+# Facts in the source of a chat template, before it is compiled.
 
 
 # Marks for training, in the templates of some models; engines take them as if they were not there.
 _GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 _CONTENT = r"""(?:\.content|\[\s*['"]content['"]\s*\])"""
 _CONTENT_SET = re.compile(rf"\{{%[-+]?\s*set\s+(\w+)\s*=\s*\w+{_CONTENT}")
-#: A call with the form of a date, or a look whether it can be asked. What another use gives cannot be foreseen.
+#: A call with the form of a date, or a test whether it is defined. The result of any other use cannot be foreseen.
 _CLOCK = re.compile(r"""strftime_now(?:\s*\(\s*(['"])(?P<form>[^'"\\]*)\1\s*\)|\s+is\s+(?:not\s+)?defined)""")
 _LOOP = re.compile(rf"\{{%[-+]?\s*for\s+\w+\s+in\s+(\w+)({_CONTENT})?\s*(?:\||if\b|-?%\}})")
-#: SGLang takes a template with one of these words for one that goes through parts.
+#: SGLang assumes that a template with such a word iterates over parts.
 _MEDIA_WORDS = ("image", "audio", "video", "vision")
 
 
 def compilable(source: str) -> str:
-    """The source without what only training needs."""
+    """Return the source without statements for training only."""
     return _GENERATION.sub(_as_if, source)
 
 
 def takes_parts(source: str) -> bool:
-    """Whether a template goes through the parts of a content; otherwise it takes contents as texts."""
+    """Return whether a template iterates over the parts of a content; otherwise it takes contents as texts."""
     contents = set(_CONTENT_SET.findall(source))
     return any(of_message or name in contents for name, of_message in _LOOP.findall(source))
 
 
 def dates_of(source: str) -> tuple[str, ...] | None:
-    """The forms in which a template asks for the date; None where it asks in other ways."""
+    """Return the forms in which a template asks for the date, or None if it asks in other ways."""
     found = list(_CLOCK.finditer(source))
     if len(found) != source.count("strftime_now"):
         return None
@@ -249,7 +251,7 @@ def dates_of(source: str) -> tuple[str, ...] | None:
 
 
 def takes_parts_for_sglang(source: str) -> bool:
-    """As ``takes_parts``, by the rules of SGLang. It knows fewer loops, and takes words of the source for a sign."""
+    """Return ``takes_parts`` by the rules of SGLang. It knows fewer loops, and takes words of the source for a sign."""
     loops = _LOOP.findall(source)
     return any(word in source for word in _MEDIA_WORDS) or any(
         of_message and name in ("message", "msg", "m") for name, of_message in loops

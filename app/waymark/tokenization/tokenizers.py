@@ -1,8 +1,8 @@
 """The one face: text or messages of a model to token ids, within bounds, or a refusal that names the way out.
 
-A text that many send at once is made into tokens once. At most ``UNDER_WAY_MAX`` are worked on; one more is refused
-at once. A model has at most three times as many of them as are free: one with slow files leaves places to all others. A
-request waits ``SECONDS`` at most, and the work that it waited for keeps its place until it ends.
+A text that many send at once is made into tokens once. At most ``UNDER_WAY_MAX`` are worked on; one more is refused at
+once. A model has at most three times as many as there are free places: one with slow files leaves places to all others.
+A request waits ``SECONDS`` at most, and the work that it waited for keeps its place until it ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 UNDER_WAY_MAX = 32
 _SHARE = 3
-"""The most places that a model has for each one that is free: 24 of 32 if no other model has any."""
+"""The most places of a model for each free one: 24 of 32 if no other model has any."""
 _REFUSALS_MAX = 1024
 SECONDS = 5.0
 #: How long a directory that was searched is not searched again, nor a source tried again that could not be opened, nor
@@ -43,7 +43,7 @@ SECONDS = 5.0
 _AGAIN_SECONDS = 5.0
 
 
-#: The source that is any registered engine of the model.
+#: The source that stands for any registered engine of the model.
 ENGINE = "engine:"
 
 
@@ -72,7 +72,9 @@ class Tokenizers:
         new_asker: Callable[[], Asker] = Asker,
         engines: Engines | None = None,
     ) -> None:
-        """``engines`` are asked for the tokens of a source ``engine:``, and of models that have no source."""
+        """Create the face. ``engines`` are asked for the tokens of a source ``engine:``, and of models without a
+        source.
+        """
         self._configured = dict(sources)
         self._directory = directory
         self._metrics = metrics
@@ -80,7 +82,7 @@ class Tokenizers:
         self._seconds = SECONDS if seconds is None else seconds
         self._new_asker = new_asker
         self._engines = engines
-        # Each turn of a conversation is a prompt with all tokens of those before, so pieces get the most of it.
+        # Each turn of a conversation is a prompt with all earlier tokens, so pieces get most of the memory.
         self._prompts = SegmentMemo(cache_bytes // 4)
         self._memo = SegmentMemo(cache_bytes - cache_bytes // 4)
         metrics.tokens_cache_bytes.set_function(lambda: self._memo.bytes + self._prompts.bytes)
@@ -94,13 +96,13 @@ class Tokenizers:
         self._failed: dict[str, tuple[float, InvalidValue | TokenizerUnavailable]] = {}
         self._under_way: dict[bytes, asyncio.Task[Any]] = {}
         self._of_models: Counter[str] = Counter()
-        """How many of them each model has."""
+        """The number of places of each model."""
         self._refusals: dict[bytes, tuple[float, InvalidValue]] = {}
         """Prompts that files of a model refused, and until when; the oldest first."""
 
     @classmethod
     def of(cls, settings: Settings, metrics: Metrics, addresses: Addresses | None = None) -> Tokenizers:
-        """As the settings say; ``addresses`` finds the engines of a model."""
+        """Create the face from the settings; ``addresses`` finds the engines of a model."""
         return cls(
             settings.tokenizers,
             settings.tokenizers_dir,
@@ -114,11 +116,12 @@ class Tokenizers:
         )
 
     async def tokens(self, model: str, prompt: Prompt, tenant_id: str = DEFAULT_TENANT) -> SourcedTokens:
-        """The ids of a prompt, as the engines of the model make them. ``tenant_id`` says whose engines may be asked.
+        """Return the ids of a prompt, in agreement with the engines of the model. ``tenant_id`` says whose engines may
+        be asked.
 
-        Raises ``InvalidValue``: ``no_tokenizer`` where the model has no source, ``too_large`` for a text that is too
-        long, or another reason where the prompt does not fit. Raises ``TokenizerUnavailable`` where the source does
-        not answer, or too many texts are under way.
+        Raise ``InvalidValue``: ``no_tokenizer`` if the model has no source, ``too_large`` for a long text, or another
+        reason if the prompt does not fit. Raise ``TokenizerUnavailable`` if the source does not answer, or too many
+        texts are under way.
         """
         began = monotonic()
         source = self._open.get(model)
@@ -142,12 +145,12 @@ class Tokenizers:
         return tokens
 
     async def text(self, model: str, ids: Sequence[int], tenant_id: str = DEFAULT_TENANT) -> str:
-        """The text of token ids; raises as ``tokens`` does."""
+        """Return the text of token ids. Raise the errors of ``tokens``."""
         key = blake2b(repr((model, tenant_id, ids)).encode("utf-8", "replace"), digest_size=32).digest()
         return await self._once(model, b"text" + key, lambda: self._text(GroupName(tenant_id, model), ids))
 
     def warnings(self) -> list[str]:
-        """A sentence for each open source that costs more than it could."""
+        """Return a sentence for each open source that costs more than necessary."""
         return [
             f"the tokenizer {source.name} of the model {shown(model)} encodes each text whole, because the pieces "
             "between its special tokens depend on each other"
@@ -155,7 +158,9 @@ class Tokenizers:
         ]
 
     async def file_warnings(self) -> list[str]:
-        """As ``warnings``, of each tokenizer in files that ``WAYMARK_TOKENIZERS`` names, and what cannot be opened."""
+        """Return ``warnings`` for each tokenizer in files that ``WAYMARK_TOKENIZERS`` names, and the failures to open
+        one.
+        """
         failed = []
         for model, url in self._configured.items():
             if not url.startswith("file:"):
@@ -171,7 +176,7 @@ class Tokenizers:
         return [(model, source) for model, source in list(self._open.items()) if source.encodes_whole]
 
     async def close(self) -> None:
-        """End what is under way, and release threads and connections."""
+        """End the work under way, and release threads and connections."""
         for task in self._under_way.values():
             task.cancel()
         for source in self._open.values():
@@ -184,7 +189,7 @@ class Tokenizers:
     # ---- one piece of work -------------------------------------------------------------------------
 
     async def _once(self, model: str, key: bytes, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What ``work`` returns, or what the same work returns that is under way already."""
+        """Return the result of ``work``, or of the same work already under way."""
         task = self._under_way.get(key)
         if task is None:
             free, own = UNDER_WAY_MAX - len(self._under_way), self._of_models[model]
@@ -257,7 +262,7 @@ class Tokenizers:
         until, failure = self._failed.get(model, (0.0, None))
         if failure is not None and monotonic() < until:
             raise failure
-        # Two texts may open one model at the same time; the first that is done stays.
+        # Two texts may open one model at the same time; the first one done stays.
         opened = await self._try_to_open(model, url)
         return self._open.setdefault(model, opened)
 
@@ -279,7 +284,7 @@ class Tokenizers:
             raise
 
     def _opened(self, model: str, url: str) -> Source:
-        """Runs in a thread: it imports, reads files, and may ask the hub."""
+        """Open a source in a thread: it imports, reads files, and may ask the hub."""
         if url.startswith("http"):
             return RemoteTokenizer(url, model, self._new_asker(), seconds=self._seconds, bytes_max=self._text_bytes_max)
         if url.startswith("unix:"):
@@ -309,7 +314,7 @@ class Tokenizers:
 
 
 def _digest(model: str, prompt: Prompt, tenant_id: str) -> bytes:
-    """A digest of a prompt, its model and its tenant: the same digest means the same work."""
+    """Return a digest of a prompt, its model and its tenant: the same digest means the same work."""
     try:
         text = json.dumps([model, tenant_id, type(prompt).__name__, prompt.said])
     except (TypeError, ValueError, RecursionError) as error:

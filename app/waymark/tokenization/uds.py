@@ -1,6 +1,6 @@
 """Tokens from llm-d's tokenizer service: ``tokenization.TokenizationService``, gRPC over a Unix socket.
 
-Of its interface only what is used here is described, with the names and field numbers that it publishes.
+Only the used part of its interface is described, with the published names and field numbers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MESSAGES = {
     "RenderChatCompletionResponse": "string request_id, uint32* token_ids, MultiModalFeatures features, bool success, "
     "string error_message",
 }
-#: Methods by what they take and answer.
+#: Method -> its request and its answer.
 METHODS = {
     "Tokenize": ("TokenizeRequest", "TokenizeResponse"),
     "InitializeTokenizer": ("InitializeTokenizerRequest", "InitializeTokenizerResponse"),
@@ -70,13 +70,13 @@ class UdsTokenizer:
         self._is_initialized = False
 
     def key(self, prompt: Prompt) -> bytes | None:
-        """None: the service may come back with another tokenizer."""
+        """Return None: the service may come back with another tokenizer."""
 
     def known(self, key: bytes) -> TokenizedPrompt | None:
-        """Nothing is."""
+        """Return None: answers are not remembered."""
 
     async def tokens(self, prompt: Prompt, key: bytes | None = None) -> TokenizedPrompt:
-        """The tokens of a prompt, as the service makes them."""
+        """Return the tokens of a prompt from the service."""
         is_chat = isinstance(prompt, ChatPrompt)
         field = "messages" if is_chat else "prompt"
         if is_cut(prompt):
@@ -108,7 +108,7 @@ class UdsTokenizer:
         return TokenizedPrompt(pack_tokens(list(answer.input_ids)))
 
     async def text(self, ids: Sequence[int]) -> str:
-        """The service has no way back from tokens to text."""
+        """Refuse: the service cannot turn tokens into text."""
         raise InvalidValue(
             f"the tokenizer {self.name} cannot turn token ids into text; name another source in WAYMARK_TOKENIZERS",
             reason="no_tokenizer",
@@ -196,7 +196,7 @@ def _made(name: str, fields: Mapping[str, Any], field: str) -> Any:
 
 
 def _message(message: Any, index: int) -> dict[str, Any]:
-    """A message in the service's form, which has a role, and a text or parts."""
+    """Return a message in the service's form, which has a role, and a text or parts."""
     if not isinstance(message, Mapping):
         raise _unfit(index, "is no object; send role and content")
     lost = sorted(name for name in message.keys() - {"role", "content"} if message[name])
