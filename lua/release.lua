@@ -137,28 +137,15 @@ if value and ARGV[5] ~= '' and not is_timed then
   redis.call('SET', KEYS[4], table.concat(sums, ' ', 1, 5), 'PX', 3600000)
 end
 
--- Adds a list of amounts to the numbers in a text.
-local function added(text, amounts)
-  local sums, i = {}, 0
-  for number in text:gmatch('%d+') do
-    i = i + 1
-    sums[i] = string.format('%.0f', number + amounts[i])
-  end
-  return table.concat(sums, ' ')
-end
-
 local drift = -1
 if promise and (part == 'ok' or ARGV[5] ~= '') then
-  local said, is_over, is_told = {}, part == 'ok', part == 'ok' and ARGV[8] ~= ''
-  for number in promise:gmatch('%d+') do said[#said + 1] = tonumber(number) end
-  local available, device, host, disk, shared, expected, random = unpack(said)
+  local is_over, is_told = part == 'ok', part == 'ok' and ARGV[8] ~= ''
   local delivered, is_first = tonumber(ARGV[8]) or 0, ARGV[5] ~= '' and not is_timed
-  local amounts = {is_over and 1 or 0, is_over and not is_told and 1 or 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-    is_first and 1 or 0, is_first and math.floor(ARGV[5] + 0.5) or 0}
+  local available, device, host, disk, shared, expected, random = 0, 0, 0, 0, 0, 0, 0
   if is_told then
-    amounts[3], amounts[4], amounts[5], amounts[6], amounts[7] = available, device, host, disk, shared
-    amounts[8], amounts[9], amounts[10] = expected, delivered, random
-    amounts[11], amounts[12] = tonumber(ARGV[9]) or 0, tonumber(ARGV[10]) or 0
+    available, device, host, disk, shared, expected, random =
+      promise:match('^(%d+)-(%d+)-(%d+)-(%d+)-(%d+)-(%d+)-(%d+)$')
+    expected = tonumber(expected)
   end
   if is_over or is_first then
     local minute = ARGV[3] % 60
@@ -168,18 +155,24 @@ if promise and (part == 'ok' or ARGV[5] ~= '') then
       name = string.format('%d 0', minute)
       before = redis.call('HGET', KEYS[5], name)
     end
-    redis.call('HSET', KEYS[5], name, added(before or '0 0 0 0 0 0 0 0 0 0 0 0 0 0', amounts))
+    local a, b, c, d, e, f, g, h, i, j, k, l, m, n = (before or '0 0 0 0 0 0 0 0 0 0 0 0 0 0'):match(
+      '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$')
+    -- One format of all numbers takes a third of the time of one for each.
+    redis.call('HSET', KEYS[5], name, string.format(
+      '%.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f',
+      a + (is_over and 1 or 0), b + (is_over and not is_told and 1 or 0), c + available, d + device, e + host, f + disk,
+      g + shared, h + expected, i + (is_told and delivered or 0), j + random,
+      k + (is_told and tonumber(ARGV[9]) or 0), l + (is_told and tonumber(ARGV[10]) or 0),
+      m + (is_first and 1 or 0), n + (is_first and math.floor(ARGV[5] + 0.5) or 0)))
     if not before then redis.call('PEXPIRE', KEYS[5], 90000000) end
   end
   if value and is_told and expected > 0 then
     -- The last 25 to 50 requests, in two parts: the newer one takes the place of the older one when it has 25.
-    local found, last = redis.call('GET', KEYS[6]) or '0 0 0 0 0 0', {}
-    for number in added(found, {0, 0, 0, 1, expected, math.min(expected, delivered)}):gmatch('%d+') do
-      last[#last + 1] = tonumber(number)
-    end
-    local promised = last[2] + last[5]
-    if last[1] + last[4] >= 50 and promised >= 10000 then
-      local lacks, bound = (promised - last[3] - last[6]) / promised, tonumber(ARGV[11])
+    local earlier, promised, came, count, more, got =
+      (redis.call('GET', KEYS[6]) or '0 0 0 0 0 0'):match('^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$')
+    count, more, got = count + 1, more + expected, got + math.min(expected, delivered)
+    if earlier + count >= 50 and promised + more >= 10000 then
+      local lacks, bound = (promised + more - came - got) / (promised + more), tonumber(ARGV[11])
       local mark = 'drift:' .. publisher
       local is_marked = redis.call('HEXISTS', KEYS[1], mark) == 1
       if lacks > bound or (is_marked and lacks > bound / 2) then
@@ -187,14 +180,17 @@ if promise and (part == 'ok' or ARGV[5] ~= '') then
         drift = math.max(1, math.floor(1000 * lacks + 0.5))
         -- Without another verdict it ends: a target without credit may get no request that could show what it has.
         redis.call('HSET', KEYS[1], mark, string.format('%.0f %.0f', drift, time[1] * 1000 + 600000))
-        last = {0, 0, 0, 0, 0, 0}
+        earlier, promised, came, count, more, got = 0, 0, 0, 0, 0, 0
       elseif is_marked then
         drift = 0
         redis.call('HDEL', KEYS[1], mark)
       end
     end
-    if last[4] >= 25 and last[5] >= 5000 then last = {last[4], last[5], last[6], 0, 0, 0} end
-    redis.call('SET', KEYS[6], string.format('%.0f %.0f %.0f %.0f %.0f %.0f', unpack(last)), 'PX', 3600000)
+    if count >= 25 and more >= 5000 then
+      earlier, promised, came, count, more, got = count, more, got, 0, 0, 0
+    end
+    redis.call('SET', KEYS[6], string.format('%.0f %.0f %.0f %.0f %.0f %.0f', earlier, promised, came, count, more, got),
+      'PX', 3600000)
   end
 end
 if not value then return {'applied'} end

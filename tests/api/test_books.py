@@ -147,8 +147,6 @@ async def test_a_target_that_delivers_less_is_worth_less_until_it_delivers_again
         return "drift" in await kinds()
 
     await wait_until(is_told, "the activity says it")
-    (state,) = [each for each in await store.states(lambda _: True) if each.registration.instance_id == "pod-1"]
-    assert "drift: the engine reuses 50 % fewer tokens" in (state.last_error or "") or state.status == "pending"
 
     assert {await ask(cached=598) for _ in range(49)} == {300}
     assert await ask(cached=598) == 600

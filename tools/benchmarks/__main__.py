@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.benchmarks import (
+    books,
     capacity,
     decisions,
     fleet_sizes,
@@ -65,6 +66,7 @@ PARTS: list[tuple[tuple[str, ...], Callable[[Options, Sequence[Row]], Iterable[R
     (("P11",), lambda options, _: [*decisions.measure(options), *selector.measure(options)]),
     (("sizes",), lambda options, _: fleet_sizes.measure(options)),
     (("P12",), lambda options, _: texts.measure(options)),
+    (("books",), lambda options, _: books.measure(options)),
     (("long",), lambda options, _: long.measure(options)),
     (("capacity",), capacity.measure),
 ]

@@ -89,7 +89,11 @@ _NO_ROW = TargetRow()
 
 
 def with_promises(offers: Iterable[Offer], promises: Promises) -> list[Offer]:
-    return [offer._replace(promise=promises.text(offer.publisher)) for offer in offers]
+    # To name the fields takes a third of the time of ``_replace``, and each decision does it for each offer.
+    return [
+        Offer(publisher, new, handicap, weight, spec_from, milliseconds, promises.text(publisher))
+        for publisher, new, handicap, weight, spec_from, milliseconds, _ in offers
+    ]
 
 
 def believed(seen: PromptState, drifts: Mapping[int, float], members: Mapping[int, FleetMember]) -> PromptState:

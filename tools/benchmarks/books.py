@@ -1,0 +1,232 @@
+"""books: whether the four sums of the books are those of a simulation that knows the truth, and what they cost.
+
+Eight engines have parts of documents. Requests go to three replicas, of which one is killed half way; each asks for
+a target, and says at the end what the engine has reused. The simulation adds up the same numbers by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+from tools.benchmarks.options import Options
+from tools.benchmarks.processes import RedisServer, Server, redis_server, waymark
+from tools.benchmarks.report import Row
+from waymark.decide.books import Choices, Promises, with_promises
+from waymark.decide.fleet import Allowed, Fleet, PromptState
+from waymark.decide.policies.target import RoutingRequest
+from waymark.domain.books import NO_USAGE, Promise, Usage
+from waymark.domain.hashing import extend, token_bytes
+from waymark.domain.match import TargetRow
+from waymark.domain.names import GroupName
+from waymark.store.reservations import Offer, ReservationPart, ReservationTerms
+from waymark.store.store import Store
+
+MODEL, SIZE, ENGINES, DOCUMENTS, BLOCKS = "books", 16, 8, 40, 16
+REPLICAS, CLIENTS = 3, 6
+COST_MS = 0.02
+_AMOUNTS = ("available", "chosen", "expected", "delivered", "random")
+
+
+def measure(options: Options) -> Iterator[Row]:
+    """The rows of ``books``."""
+    requests, calls = (2_000, 200) if options.is_quick else (20_000, 2_000)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
+        redis = stack.enter_context(redis_server(folder))
+        replicas = [stack.enter_context(waymark(folder, "query", redis.url)) for _ in range(REPLICAS)]
+        _fill(replicas[0])
+        simulation = _Simulation(replicas, requests)
+        simulation.run()
+        total = replicas[-1].ask("GET", f"/books?model={MODEL}&since=24h")["total"]
+        for name in _AMOUNTS:
+            apart = abs(total[name] - simulation.truth[name])
+            yield Row("books", f"tokens {name} of {requests:,} requests: apart from the truth", apart, "tokens", bar=0)
+        yield Row("books", "requests in the books", total["requests"], "requests", other=simulation.truth["requests"])
+        yield Row("books", "earned, of the prompt tokens", total["earned"] / total["prompt_tokens"], "times")
+        yield from _costs(redis, calls)
+
+
+def _document(number: int) -> list[int]:
+    return list(range(100_000 * (number + 1), 100_000 * (number + 1) + SIZE * BLOCKS))
+
+
+def _held(engine: int, document: int) -> int:
+    """How many blocks of a document an engine has."""
+    return {0: BLOCKS, 1: BLOCKS // 2}.get((engine + document) % 4, 0)
+
+
+def _fill(replica: Server) -> None:
+    for engine in range(ENGINES):
+        named = {"type": "standard", "modelname": MODEL, "instance_id": f"engine-{engine}", "block_size": SIZE}
+        replica.post("/register", **named, address=f"http://10.0.0.{engine + 1}:8000")
+        number = 0
+        for document in range(DOCUMENTS):
+            tokens = _document(document)[: SIZE * _held(engine, document)]
+            if not tokens:
+                continue
+            number += 1
+            replica.post(
+                "/events",
+                event_id=number,
+                event_type="stored",
+                backend_id=f"engine-{engine}",
+                model_name=MODEL,
+                block_size=SIZE,
+                token_ids=tokens,
+                seq_hashes=list(extend(None, token_bytes(tokens), SIZE)),
+                timestamp=1.0,
+                medium="gpu",
+                dp_rank=0,
+                base_block_idx=0,
+            )
+
+
+class _Simulation:
+    """Clients that ask for a target and end their requests, and the sums that the books should have."""
+
+    def __init__(self, replicas: Sequence[Server], requests: int) -> None:
+        self.truth: Counter[str] = Counter()
+        self._replicas = replicas
+        self._left = requests
+        self._kill_at = requests // 2
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Until all requests have ended."""
+        clients = [threading.Thread(target=self._client, args=(number,)) for number in range(CLIENTS)]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join()
+
+    def _next(self) -> bool:
+        with self._lock:
+            self._left -= 1
+            if self._left == self._kill_at:
+                os.kill(self._replicas[0].pid, signal.SIGKILL)
+            return self._left >= 0
+
+    def _client(self, number: int) -> None:
+        random, http_client = Random(number), _Client(self._replicas, number)
+        while self._next():
+            document, blocks = random.randrange(DOCUMENTS), random.randint(1, BLOCKS)
+            rest = [random.randrange(1, 90_000) for _ in range(random.randrange(SIZE))]
+            prompt = _document(document)[: SIZE * blocks] + rest
+            selected = http_client.post("/select", model=MODEL, token_ids=prompt)
+            engine = int(selected["target"]["instance_id"].removeprefix("engine-"))
+            held = [SIZE * min(blocks, _held(each, document)) for each in range(ENGINES)]
+            expected = min(held[engine], (len(prompt) - 1) // SIZE * SIZE)
+            cached = expected - random.randrange(expected // 10 + 1)
+            usage = {"cached_tokens": cached, "prompt_tokens": len(prompt), "completion_tokens": 1}
+            http_client.post("/release", reservation=selected["reservation"], **usage)
+            with self._lock:
+                self.truth.update(
+                    requests=1,
+                    available=max(held),
+                    chosen=held[engine],
+                    expected=expected,
+                    delivered=cached,
+                    random=round(sum(held) / ENGINES),
+                )
+
+
+class _Client:
+    """Asks one replica, and another one if this does not answer.
+
+    A release whose answer is lost is sent again: the reservation has ended by then, or ends by this. A selection whose
+    answer is lost has no request, so that its reservation runs out.
+    """
+
+    def __init__(self, replicas: Sequence[Server], number: int) -> None:
+        self._replicas = replicas
+        self._at = number % len(replicas)
+        self._connection = self._connected()
+
+    def _connected(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self._replicas[self._at].port, timeout=60)
+
+    def post(self, path: str, **fields: Any) -> Any:
+        """The answer. SystemExit if no replica gives one."""
+        for _ in range(2 * len(self._replicas)):
+            try:
+                self._connection.request("POST", path, json.dumps(fields), {"Content-Type": "application/json"})
+                answer = self._connection.getresponse()
+                content = answer.read()
+            except (OSError, http.client.HTTPException):
+                self._at = (self._at + 1) % len(self._replicas)
+                self._connection = self._connected()
+                continue
+            if answer.status != 200:
+                raise SystemExit(f"{path}: {answer.status} {content[:300]!r}")
+            return json.loads(content)
+        raise SystemExit(f"{path}: no replica answers")
+
+
+def _costs(redis: RedisServer, calls: int) -> Iterator[Row]:
+    """What a decision and its end cost more with books than without, in a replica and in Redis."""
+    client_ms, redis_ms, fleet = asyncio.run(_calls(redis, calls))
+    client_ms += _promising(fleet, calls)
+    yield Row("books", "books of a decision: the replica's CPU", client_ms, "ms", bar=COST_MS)
+    yield Row("books", "books of a decision: Redis' CPU", redis_ms, "ms", bar=COST_MS)
+
+
+async def _calls(redis: RedisServer, calls: int) -> tuple[float, float, Fleet]:
+    """The milliseconds of ``reserve`` and ``release`` with a promise and a usage beyond those without, in turns.
+
+    The third value are the targets.
+    """
+    store = Store.open(redis.url)
+    try:
+        group = GroupName("default", MODEL)
+        entry, table = (await store.directory.groups())[group], await store.reader.table(group, deadline_seconds=10)
+        assert table is not None
+        publishers = [each.publisher for each in await store.directory.claims()]
+        promise = str(Promise(1024, 512, 128, 0, 0, 640, 300))
+        plain = [Offer(publisher, 100) for publisher in publishers]
+        own, theirs = [], []
+        for _ in range(5):
+            costs = []
+            for offers, usage in (
+                (plain, NO_USAGE),
+                ([each._replace(promise=promise) for each in plain], Usage(640, 1100, 100)),
+            ):
+                before = time.process_time(), redis.cpu()
+                for _ in range(calls):
+                    found = await store.reservations.reserve(entry.group_id, offers, ReservationTerms(context=1100))
+                    assert found.reservation is not None
+                    await store.reservations.release([found.reservation], ReservationPart.OK, usage=usage)
+                costs.append((time.process_time() - before[0], redis.cpu() - before[1]))
+            (own_plain, theirs_plain), (own_books, theirs_books) = costs
+            own.append((own_books - own_plain) / calls * 1e3)
+            theirs.append((theirs_books - theirs_plain) / calls * 1e3)
+        return median(own), median(theirs), Fleet(table)
+    finally:
+        await store.close()
+
+
+def _promising(fleet: Fleet, calls: int) -> float:
+    """The milliseconds to find the promises of eight offers, of which three have a part of the prompt."""
+    rows = {member.name: TargetRow(8 * (at + 1)) for at, member in enumerate(fleet.members[:3])}
+    seen, request = PromptState(rows, {}, {}, {}), RoutingRequest(1100, SIZE)
+    offers = [Offer(member.publisher, 100) for member in fleet.members[:8]]
+    targets, times = fleet.targets(None, "whole"), []
+    for _ in range(5):
+        began = time.process_time()
+        for _ in range(calls):
+            with_promises(offers, Promises(seen, request, fleet, Choices(targets, Allowed())))
+        times.append((time.process_time() - began) / calls * 1e3)
+    return median(times)
