@@ -48,7 +48,7 @@ async def engine(until: asyncio.Event) -> AsyncIterator[str]:
         return await events(request, b'data: {"choices": []}\n\n', b"data: [DONE]\n\n", until=until)
 
     application = web.Application()
-    application.router.add_post("/v1/{path:.*}", answer)
+    application.router.add_post("/v1/chat/completions", answer)  # and not its ``/render``: a stream without end, too
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -104,6 +104,12 @@ class GatewayEngine(Attacker):
                 stream, pick.choice(["/v1/responses", "/v1/chat/completions", "/v1/messages"]), stream=True
             )
 
+    async def two_large_events(self) -> None:
+        """Two events of a MB, in the pieces in which a slow engine sends them."""
+        event = b'data: {"type": "response.output_text.delta", "delta": "' + b"a" * 1_000_000 + b'"}\n\n'
+        pieces = [event[n : n + 512] for n in range(0, len(event), 512)]
+        await self._asked(chunked(*pieces, *pieces, b"data: [DONE]\n\n"), "/v1/responses", stream=True)
+
     async def streams_of_single_bytes(self) -> None:
         """Two events of a MiB in pieces of a few bytes would need more patience than an attacker has."""
         event = b'data: {"type": "response.output_text.delta", "delta": "' + b"a" * 150_000 + b'"}\n\n'
