@@ -258,10 +258,11 @@ class TargetSet:
     ) -> list[tuple[float, float, int]]:
         """The cheapest members by load alone, of those that are allowed and not in ``having``."""
         least: list[tuple[float, float, int]] = []
-        if len(orders) == 1:
-            for value, draw, publisher in orders[0].least(seen.loads):
-                if publisher not in having and allowed.has(publisher):
-                    least.append((cost.of((value,)), draw, publisher))
+        if len(orders) == 1:  # the order of the one part is that of the cost
+            are_all = allowed.are_all
+            for entry in orders[0].least(seen.loads):
+                if entry[2] not in having and (are_all or allowed.has(entry[2])):
+                    least.append(entry)
                     if len(least) == most:
                         break
             return least
