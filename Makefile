@@ -12,7 +12,8 @@ export PYTHONDONTWRITEBYTECODE :=
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed ## run the whole of Waymark on this machine, with simulated engines
+demo: $(VENV)/.installed ## run the whole of Waymark on this machine, with simulated engines; on a terminal it stays until Ctrl-C
+	@echo 'for the command waymark in a shell: export PATH="$(CURDIR)/$(BIN):$$PATH"'
 	@$(BIN)/waymark demo
 
 check: lint ## the inner loop: style, types, and the tests that need nothing but Python; half a minute

@@ -56,6 +56,7 @@ PARTS: dict[str, set[str]] = {
         *("base", "domain", "store", "store.redis", "inspection", "console", "simulator", "client", "runtime"),
     },
     "__main__": {"cli"},
+    "asgi": {"base", "store", "tokenization", "api", "runtime"},
 }
 
 # The rooms that write lines of a protocol themselves.

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.live import start
@@ -86,7 +87,10 @@ def on_terminal(
             ["-m", "waymark", "simulate", "--prompts", "40", "--base-port", "0", "--prompts-per-second", "0"],
             [r"waymark simulate: \d+ of 40 prompts"],
         ),
-        (["-m", "waymark", "demo"], ["waymark demo: starting Waymark", "waymark demo: waiting until it is ready"]),
+        (
+            ["-m", "waymark", "demo", "--once"],
+            ["waymark demo: starting Waymark", "waymark demo: waiting until it is ready"],
+        ),
         (["-c", BENCH], [r"P1: part 1 of 2, since \d\d:", r"P1: 2 rows, \d+ s", r"P2: part 2 of 2, since"]),
         (["-c", CHAOS], [r"seed 1: .*step 1: 3 prompts", "seed 2: .*quiet point 1"]),
     ],
@@ -154,3 +158,30 @@ def until(terminal: int, wanted: bytes) -> None:
         assert time.monotonic() < deadline, found
         if select.select([terminal], [], [], 0.2)[0]:
             found += os.read(terminal, 65536)
+
+
+def test_the_demo_stays_on_a_terminal_until_ctrl_c() -> None:
+    """Its page answers, its engines have requests, and nothing is left behind."""
+    read = b""
+    seen: list[str] = []
+
+    def drive(terminal: int) -> None:
+        nonlocal read
+        deadline = time.monotonic() + patient(60)
+        while b"--tokens 1000-1159" not in read:
+            assert time.monotonic() < deadline, read
+            if select.select([terminal], [], [], 0.2)[0]:
+                read += os.read(terminal, 65536)
+        (url,) = re.findall(r"The page: (http://[\d.:]+)/ui", read.decode())
+        seen.append(url)
+        with httpx.Client(base_url=url, trust_env=False, timeout=patient(10)) as client:
+            assert client.get("/ui").status_code == 200
+            while not sum(each["load"]["requests"] for each in client.get("/workers").json()["publishers"]):
+                assert time.monotonic() < deadline, "no request is under way"
+        os.write(terminal, b"\x03")
+
+    code, written = on_terminal(["setsid", "--ctty", "--wait", sys.executable, "-m", "waymark", "demo"], drive=drive)
+    assert code == cli.EXIT_OK, written
+    assert "Traceback" not in written
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{seen[0]}/health", trust_env=False)

@@ -24,7 +24,18 @@ from tests.live import start
 from tests.patience import patient, within
 from tests.ports import unused_port
 from tests.tokenization import small
-from waymark.client import AsyncClient, Client, Match, Matches, Refused, Service, Unavailable, Workers, seq_hashes
+from waymark.client import (
+    AsyncClient,
+    Client,
+    Match,
+    Matches,
+    ModelNotFound,
+    Refused,
+    Service,
+    Unavailable,
+    Workers,
+    seq_hashes,
+)
 from waymark.domain.hashing import extend, token_bytes
 from waymark.simulator.engine import build_engine
 from waymark.simulator.workload import SimulatedPrompt
@@ -171,7 +182,7 @@ async def test_a_selection_is_released_with_its_outcome(redis_url: str, tmp_path
         with pytest.raises(Refused):
             async with waymark.select("m", [1], policy="none"):
                 pass
-        with pytest.raises(Refused, match='no target is registered for model "unknown"') as refused:
+        with pytest.raises(ModelNotFound, match='no target is registered for model "unknown"') as refused:
             async with waymark.select("unknown", [1]):
                 pass
         assert refused.value.status == 404
@@ -605,3 +616,8 @@ async def test_token_ids_travel_packed_and_the_newer_form_is_read(redis_url: str
     assert (bodies[0]["token_ids"], bodies[1]["seq_hashes"]) == (struct.pack("<3I", 1, 2, 3), struct.pack("<2Q", 1, 2))
     assert asked[0].headers["content-type"] == "application/msgpack"
     assert json.loads(asked[2].content)["token_ids"] == ["x"]  # the service names what is wrong with it
+
+
+@pytest.mark.parametrize(("sentence", "nearest"), [('no "x"; did you mean "a \\"b?"?', 'a "b?'), ("no target", None)])
+def test_a_model_that_is_not_there_has_the_nearest_name(sentence: str, nearest: str | None) -> None:
+    assert ModelNotFound(404, sentence, "not_found", "model").nearest == nearest

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
+from tests.conftest import wait_until
 from tests.listening import listening, port_of
 from tests.live import Live, start
 from tests.patience import within
@@ -143,6 +144,16 @@ async def test_publishers_shows_and_filters(live: Live) -> None:
     assert {line.split()[2] for line in output.splitlines()[1:]} == {"a", "b"}
     assert (await json_of(live, "publishers", "--model", "other"))["publishers"] == []
     assert (await json_of(live, "publishers", "--status", "failed"))["publishers"] == []
+    assert (await json_of(live, "publishers", "--bad"))["publishers"] == []
+    lost = {"type": "vLLM", "modelname": "m", "block_size": 4, "instance_id": "c"}
+    lost["endpoint"] = f"tcp://127.0.0.1:{unused_port()}"
+    async with live.client() as client:
+        assert (await client.post("/register", json=lost)).status_code == 200
+
+        async def is_bad() -> bool:
+            return [each["instance_id"] for each in (await json_of(live, "publishers", "--bad"))["publishers"]] == ["c"]
+
+        await wait_until(is_bad, "an engine that nobody can connect to needs attention")
 
 
 async def test_a_drained_engine_is_passed_over_keeps_its_fields_and_is_unregistered_when_it_has_no_request(

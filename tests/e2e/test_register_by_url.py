@@ -96,3 +96,14 @@ async def test_what_is_no_engine_is_a_sentence(redis_url: str, tmp_path: Path) -
         code, said = await waymark("register", live.url, "--url", live.url)
         assert code == 1
         assert "is no engine" in said
+
+
+async def test_a_registration_that_no_worker_reads_says_so(redis_url: str, tmp_path: Path) -> None:
+    async with (
+        start("query", redis_url, tmp_path / "log") as live,
+        simulate("--engines", "2", "--prompts", "0") as (url, *_),
+    ):
+        code, said = await waymark("register", url, "--url", live.url)
+        assert code == 1, said
+        assert "is registered, but no ingest worker is alive" in said
+        assert "'waymark ingest'" in said

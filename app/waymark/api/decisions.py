@@ -120,7 +120,7 @@ class Decisions:
             except UnknownModel as exc:
                 near = self._served.nearest(decision_body.group)
                 suggestion = "" if near is None else f"; did you mean {shown(near)}?"
-                raise NotFound(f"{exc}{suggestion}") from None
+                raise NotFound(f"{exc}{suggestion}", field="model") from None
 
         return await self._with_prompt(decision_body, body, selected)
 

@@ -61,7 +61,11 @@ class Conflict(WaymarkError):
 
 
 class NotFound(WaymarkError):
-    """The thing named does not exist."""
+    """The thing named does not exist. ``field`` is the field of the request that names it, if one does."""
+
+    def __init__(self, sentence: str, *, field: str | None = None) -> None:
+        super().__init__(sentence)
+        self.field = field
 
 
 class NoTarget(WaymarkError):

@@ -11,7 +11,8 @@ from waymark.cli.exits import EXIT_FAILED, EXIT_OK
 
 _EXAMPLES = """\
 examples:
-  $ waymark demo                                 start a Waymark on an embedded Redis, and stop it at the end
+  $ waymark demo                                 start a Waymark on an embedded Redis; a terminal keeps it until Ctrl-C
+  $ waymark demo --once                          the same, and stop it at the end
   $ waymark demo --url http://127.0.0.1:13333    use one that runs
   $ waymark demo --json | jq .[0]                the same numbers for a program
 """
@@ -21,6 +22,7 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = _EXAMPLES
     parser.add_argument("--url", help="use the Waymark at this URL, and start none")
     parser.add_argument("--api-token", help="the bearer token, if that Waymark requires one")
+    parser.add_argument("--once", action="store_true", help="end after the table, on a terminal, too")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -29,11 +31,31 @@ def run(arguments: argparse.Namespace) -> int:
     from waymark.console.demo_view import parts
     from waymark.console.progress import Progress
     from waymark.console.screen import Screen
-    from waymark.runtime.demo import DemoFailed, run_demo
+    from waymark.console.service import DEFAULT_URL
+    from waymark.runtime.demo import MODEL, DemoFailed, PromptMatch, run_demo
 
+    is_shown = False
+
+    def stay(lines: list[PromptMatch], url: str) -> None:
+        nonlocal is_shown
+        progress.clear()
+        Screen().show(parts(lines))
+        of_url = "" if url == DEFAULT_URL else f" --url {url}"
+        print(
+            f"\nIt goes on with requests until you press Ctrl-C. The page: {url}/ui\nIn another terminal:\n"
+            f"  waymark top{of_url}\n  waymark ask --model {MODEL} --tokens 1000-1159{of_url}",
+            flush=True,
+        )
+        is_shown = True
+
+    stays = sys.stdout.isatty() and not (arguments.once or arguments.json or arguments.url)
     try:
         with Progress("waymark demo") as progress:
-            lines = loop.run(run_demo(arguments.url, arguments.api_token, progress.step))
+            lines = loop.run(run_demo(arguments.url, arguments.api_token, progress.step, stay if stays else None))
+    except KeyboardInterrupt:
+        if not is_shown:
+            raise
+        return EXIT_OK
     except DemoFailed as exc:
         print(f"waymark demo: {exc}", file=sys.stderr)
         return EXIT_FAILED

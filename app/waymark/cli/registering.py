@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from waymark.client import AsyncClient, Publisher, Refused, Unavailable
+from waymark.client import AsyncClient, Publisher, Refused, Unavailable, Workers
 from waymark.domain.status import StreamStatus
 
 _PAUSE_SECONDS = 0.1
+#: How long an ingest worker that starts at the same time may take to show itself.
+_WORKER_SECONDS = 3.0
 
 
 class NotRegistered(Exception):
@@ -64,11 +66,12 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
         for warning in engine.warnings:
             yield PrintedLine(f"warning: {warning}", {"warning": warning})
         tenant_id = arguments.tenant_id or "default"
-        deadline = monotonic() + arguments.wait_seconds
+        began = monotonic()
         while True:
+            answer = await _workers(waymark)
             found = [
                 each
-                for each in await _publishers(waymark)
+                for each in answer.publishers
                 if (each.instance_id, each.tenant_id) == (engine.instance_id, tenant_id)
                 and each.dp_rank in engine.endpoints
             ]
@@ -78,7 +81,9 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
                 for each in found
             ):
                 break
-            if monotonic() > deadline:
+            if monotonic() > began + arguments.wait_seconds:
+                break
+            if found and not answer.workers and monotonic() > began + _WORKER_SECONDS:
                 break
             await asyncio.sleep(_PAUSE_SECONDS)
         for each in found:
@@ -87,6 +92,11 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
                 f"rank {each.dp_rank}: {endpoint or 'no socket'}, {_state(each)}",
                 {"dp_rank": each.dp_rank, "endpoint": endpoint, "status": each.status}
                 | {"blocks": dict(each.blocks), "last_error": each.last_error},
+            )
+        if any(engine.endpoints.values()) and found and not answer.workers:
+            raise NotRegistered(
+                f"{engine.instance_id} is registered, but no ingest worker is alive, so nothing is known of its cache: "
+                "start one with 'waymark ingest'"
             )
 
 
@@ -110,11 +120,11 @@ def _client(arguments: argparse.Namespace) -> AsyncClient:
     return AsyncClient(arguments.url, api_token=arguments.api_token, timeout=15.0, trust_env=False)
 
 
-async def _publishers(waymark: AsyncClient) -> list[Publisher]:
+async def _workers(waymark: AsyncClient) -> Workers:
     try:
-        return list((await waymark.workers()).publishers)
+        return await waymark.workers()
     except Refused:
-        return []  # the token may write and not read
+        return Workers()  # the token may write and not read
 
 
 def _has_blocks(publisher: Publisher) -> bool:

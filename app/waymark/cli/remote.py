@@ -33,6 +33,7 @@ examples:
     "publishers": """\
 examples:
   $ waymark publishers
+  $ waymark publishers --bad                                    those that need somebody's attention, and why
   $ waymark publishers --status lost --status failed
   $ waymark publishers --model llama --json
 """,
@@ -83,6 +84,7 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
             parser.add_argument(
                 "--status", action="append", default=[], choices=_STATUSES, help="only this status; may be repeated"
             )
+            parser.add_argument("--bad", action="store_true", help="only those with something wrong")
         case "repair":
             parser.add_argument("engine", metavar="NAME", help="the instance_id")
             parser.add_argument("--dp-rank", type=int, help="repair this rank only")

@@ -21,8 +21,9 @@ budget, and sends the prompt anywhere if the budget is over:
 Token ids travel packed, 4 bytes each; with ``block_hashes`` and ``query_by_hash`` no token travels at all. ``select``
 has a budget, too: ``deadline`` in seconds, and a ``fallback`` that names the target if there is no answer by then.
 
-All numbers are in tokens. A request that Waymark rejects raises ``Refused`` with Waymark's own sentence. A request that
-gets no answer within a bounded time raises ``Unavailable``; a router then sends its prompt to any engine.
+All numbers are in tokens. A request that Waymark rejects raises ``Refused`` with Waymark's own sentence; a decision for
+a model that nobody has registered raises ``ModelNotFound``, whose ``nearest`` is the name that was meant. A request
+that gets no answer within a bounded time raises ``Unavailable``; a router then sends its prompt to any engine.
 
 The package does not need the server's dependencies.
 """
@@ -32,7 +33,7 @@ from __future__ import annotations
 from waymark.client.answers import Applied, Match, Matches, Publisher, Registered, Score, Selection, Service, Workers
 from waymark.client.asynchronous import AsyncClient
 from waymark.client.blocking import Client
-from waymark.client.errors import ClientError, Refused, Unavailable
+from waymark.client.errors import ClientError, ModelNotFound, Refused, Unavailable
 from waymark.client.hashes import block_hashes, seq_hashes
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "ClientError",
     "Match",
     "Matches",
+    "ModelNotFound",
     "Publisher",
     "Refused",
     "Registered",

@@ -1,11 +1,17 @@
 """What a client raises.
 
 ClientError
-  Refused      Waymark answered with 4xx
-  Unavailable  there was no answer, or none that helps
+  Refused           Waymark answered with 4xx
+    ModelNotFound   nobody has registered the model
+  Unavailable       there was no answer, or none that helps
 """
 
 from __future__ import annotations
+
+import json
+import re
+
+_MEANT = re.compile(r'did you mean ("(?:[^"\\]|\\.)*")\?$')
 
 
 class ClientError(Exception):
@@ -22,6 +28,16 @@ class Refused(ClientError):
         """One of the slugs of the contract, such as ``not_found``."""
         self.field = field
         """The name of the wrong field; None if no single field is wrong."""
+
+
+class ModelNotFound(Refused):
+    """Nobody has registered the model of a decision."""
+
+    @property
+    def nearest(self) -> str | None:
+        """The name of the model that was probably meant."""
+        found = _MEANT.search(str(self))
+        return None if found is None else str(json.loads(found[1]))
 
 
 class Unavailable(ClientError):

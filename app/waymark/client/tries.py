@@ -17,7 +17,7 @@ import httpx
 from waymark.base.shown import shown_url
 from waymark.client.answers import content_of
 from waymark.client.calls import ClientCall
-from waymark.client.errors import Refused, Unavailable
+from waymark.client.errors import ModelNotFound, Refused, Unavailable
 from waymark.client.urls import UrlOrder
 
 T = TypeVar("T")
@@ -153,7 +153,9 @@ def _result(call: ClientCall[T], answer: httpx.Response) -> T:
         content = {}  # a proxy between this client and Waymark answered
     sentence = content.get("error") or f"{call.path} was answered with {answer.status_code}"
     if answer.is_client_error:
-        raise Refused(answer.status_code, sentence, content.get("reason"), content.get("field"))
+        field = content.get("field")
+        is_model = answer.status_code == 404 and field == "model"
+        raise (ModelNotFound if is_model else Refused)(answer.status_code, sentence, content.get("reason"), field)
     raise Unavailable(sentence)
 
 

@@ -11,6 +11,8 @@ from waymark.console.service import RemoteService
 from waymark.console.units import held_text, seconds_text
 from waymark.domain.status import StreamStatus
 
+#: A stream of these has something wrong, even if nothing says what.
+_BAD = frozenset({StreamStatus.DEGRADED, StreamStatus.UNREACHABLE, StreamStatus.LOST, StreamStatus.FAILED})
 #: An engine with such a status does not get requests.
 UNUSABLE = (StreamStatus.UNREACHABLE, StreamStatus.LOST, StreamStatus.FAILED)
 
@@ -24,6 +26,7 @@ def publishers(service: RemoteService, arguments: argparse.Namespace) -> dict[st
         for publisher in answer["publishers"]
         if arguments.tenant_id in (None, publisher["tenant_id"])
         and arguments.model in (None, publisher["model_name"])
+        and (not arguments.bad or publisher["complaint"] or publisher["status"] in _BAD)
         and (not arguments.status or {publisher["status"], drained[id(publisher)]} & {*arguments.status})
     ]
     return dict(answer) | {"publishers": wanted, "warnings": warnings(service)}

@@ -46,7 +46,8 @@ def room_for(streams_max: int, replays_max: int, *, part: float = 1.0) -> Worker
     room = fit(streams_max, replays_max, int((limit - already) * part))
     if room.is_limited:
         about = fields(streams=room.streams, wanted=streams_max, replays=room.replays, files=limit)
-        log.info("this worker takes fewer streams than configured: the limit of open files is too low", extra=about)
+        # The worker warns where a stream finds no room; few installations have so many.
+        log.debug("this worker takes fewer streams than configured: the limit of open files is too low", extra=about)
     return room
 
 

@@ -3,13 +3,15 @@
 It starts ``waymark serve`` as a process of its own on the embedded Redis, or takes a service that runs already; starts
 two simulated vLLM engines that publish real frames, lets them work on prompts that share a prefix, and asks ``/query``.
 Every answer is compared with the real contents of the engines' caches; the first wrong one ends the demo with a
-sentence. In a service that runs already, the engines have a tenant of their own, and are unregistered at the end.
+sentence. In a service that runs already, the engines have a tenant of their own, and are unregistered at the end. On a
+terminal a service of its own stays, with requests that go on, so that there is something to look at.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import re
 import socket
 import sys
@@ -22,6 +24,7 @@ from dataclasses import dataclass
 from waymark.base.shown import shown
 from waymark.client import AsyncClient, Refused, Unavailable
 from waymark.console.service import RemoteService
+from waymark.domain.names import DEFAULT_TENANT
 from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.wire import CPU, GPU
 from waymark.simulator.workload import SimulatedPrompt
@@ -30,6 +33,13 @@ TENANT = "demo"
 MODEL = "demo-model"
 BLOCK_SIZE = 16
 _DEADLINE_SECONDS = 40.0
+#: The port of a demo that stays, if it is free: the commands ask there.
+_USUAL_PORT = 13333
+#: The users of a demo that stays, and the tokens after which one begins another chat.
+_USERS, _CHAT_TOKENS_MAX = 4, 320
+
+Shown = Callable[[list["PromptMatch"], str], None]
+"""Gets the lines of the table, and the URL of the service that stays."""
 
 
 class DemoFailed(Exception):
@@ -65,22 +75,31 @@ class _DemoService:
     client: AsyncClient
     process: asyncio.subprocess.Process | None = None
 
+    @property
+    def tenant_id(self) -> str:
+        """The tenant of the engines: in a service of its own it is the one that the page and the commands ask about."""
+        return TENANT if self.process is None else DEFAULT_TENANT
+
 
 async def run_demo(
-    url: str | None = None, api_token: str | None = None, say: Callable[[str], None] = lambda _: None
+    url: str | None = None,
+    api_token: str | None = None,
+    say: Callable[[str], None] = lambda _: None,
+    stay: Shown | None = None,
 ) -> list[PromptMatch]:
     """Run the demo with the Waymark at ``url`` or with one of its own. Return the lines of the table, or raise
     DemoFailed.
 
-    ``say`` gets a line for each step.
+    ``say`` gets a line for each step. With ``stay`` the service goes on with requests until this is cancelled.
     """
     say("starting Waymark on an embedded Redis" if url is None else f"asking {url}")
-    async with _started_service() if url is None else _running_service(url, api_token) as service:
+    started = _started_service(_USUAL_PORT if stay else 0)
+    async with started if url is None else _running_service(url, api_token) as service:
         with _sentences():
-            return await _show(service, say)
+            return await _show(service, say, stay)
 
 
-async def _show(service: _DemoService, say: Callable[[str], None]) -> list[PromptMatch]:
+async def _show(service: _DemoService, say: Callable[[str], None], stay: Shown | None) -> list[PromptMatch]:
     say("waiting until it is ready")
     await _until(service.client.ready, "the service to become ready", service)
     host = await asyncio.to_thread(_own_address, service.base)
@@ -105,7 +124,25 @@ async def _show(service: _DemoService, say: Callable[[str], None]) -> list[Promp
         for question in questions:
             say(f"asking for '{question.label}'")
             lines += await _ask(service, question, engines)
+        if stay is not None:
+            stay(lines, service.base)
+            await asyncio.gather(*(_chat(service, engines, random.Random(seed)) for seed in range(_USERS)))
         return lines
+
+
+async def _chat(service: _DemoService, engines: list[SimulatedEngine], chance: random.Random) -> None:
+    """Send the requests of one user, turn by turn and chat by chat, each to the engine that Waymark picks."""
+    system = tuple(range(1000, 1160))
+    tokens = system
+    while True:
+        begin = chance.randrange(10_000, 1_000_000)
+        tokens = (tokens if len(tokens) < _CHAT_TOKENS_MAX else system) + tuple(range(begin, begin + 32))
+        async with service.client.select(MODEL, tokens, tenant_id=service.tenant_id) as target:
+            engine = engines[int(target.selection.instance_id.removeprefix("engine-"))]
+            await engine.prefill(SimulatedPrompt(tokens))
+            await target.first_token()
+            await asyncio.sleep(chance.uniform(0.2, 1.0))
+        await asyncio.sleep(chance.uniform(0.2, 2.0))
 
 
 def _questions() -> Iterator[DemoPrompt]:
@@ -127,7 +164,7 @@ async def _ask(service: _DemoService, question: DemoPrompt, engines: list[Simula
 
     async def is_right() -> bool:
         last.clear()
-        matches = await service.client.query(MODEL, tokens, BLOCK_SIZE, tenant_id=TENANT)
+        matches = await service.client.query(MODEL, tokens, BLOCK_SIZE, tenant_id=service.tenant_id)
         last.update({name: (match.longest_matched, match.gpu, match.media[CPU]) for name, match in matches.items()})
         return last == expected
 
@@ -159,7 +196,7 @@ async def _registered(service: _DemoService, engines: list[SimulatedEngine]) -> 
             engine.publisher.endpoint,
             replay_endpoint=engine.publisher.replay_endpoint,
             model=MODEL,
-            tenant_id=TENANT,
+            tenant_id=service.tenant_id,
             block_size=BLOCK_SIZE,
         )
     try:
@@ -167,7 +204,7 @@ async def _registered(service: _DemoService, engines: list[SimulatedEngine]) -> 
     finally:
         if service.process is None:
             for i in range(len(engines)):
-                await service.client.unregister(f"engine-{i}", tenant_id=TENANT)
+                await service.client.unregister(f"engine-{i}", tenant_id=service.tenant_id)
 
 
 # ---- the service, and talking to it ----------------------------------------------------------------
@@ -197,8 +234,8 @@ async def _running_service(url: str, api_token: str | None) -> AsyncIterator[_De
 
 
 @asynccontextmanager
-async def _started_service() -> AsyncIterator[_DemoService]:
-    port = _free_port()
+async def _started_service(wanted_port: int) -> AsyncIterator[_DemoService]:
+    port = _free_port(wanted_port)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
     environ |= {"WAYMARK_HOST": "127.0.0.1", "WAYMARK_PORT": str(port), "WAYMARK_LOG_LEVEL": "warning"}
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "waymark", "serve", env=environ)
@@ -240,7 +277,12 @@ def _own_address(base: str) -> str:
         raise DemoFailed(f"no IPv4 address leads to {base}: {exc}") from None
 
 
-def _free_port() -> int:
+def _free_port(wanted: int) -> int:
+    """The wanted port if it is free, otherwise another one."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", wanted))
+        except OSError:
+            probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -144,8 +144,8 @@ def body_of(error: WaymarkError) -> dict[str, Any]:
             body |= {"reason": reason, "field": field, "index": index}
         case Unauthorized() | Forbidden():
             body["reason"] = "unauthorized"
-        case NotFound():
-            body["reason"] = "not_found"
+        case NotFound(field=field):
+            body |= {"reason": "not_found", "field": field}
         case Conflict(field=field):
             body |= {"reason": "conflict", "field": field}
         case NoTarget():

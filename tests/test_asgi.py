@@ -1,0 +1,75 @@
+"""``waymark.asgi:app`` in a server that is not ours."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.conftest import wait_until
+from tests.patience import patient, within
+from tests.ports import unused_port
+
+pytestmark = pytest.mark.outside
+
+ROOT = Path(__file__).parents[1]
+
+
+@asynccontextmanager
+async def serve(redis_url: str, port: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "uvicorn", "waymark.asgi:app", "--port", str(port)),
+        env=environ | {"WAYMARK_REDIS_URL": redis_url},
+        cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_uvicorn_serves_it_and_closes_it(redis_url: str) -> None:
+    port = unused_port()
+    url = f"http://127.0.0.1:{port}"
+    async with (
+        serve(redis_url, port) as process,
+        httpx.AsyncClient(base_url=url, trust_env=False, timeout=patient(10)) as client,
+    ):
+
+        async def is_ready() -> bool:
+            assert process.returncode is None
+            try:
+                return (await client.get("/ready")).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        await wait_until(is_ready, "it is ready", 30)
+        body = {"type": "standard", "modelname": "m", "instance_id": "i", "block_size": 4}
+        assert (await client.post("/register", json=body)).status_code == 200
+        assert (await client.get("/workers")).json()["publishers"][0]["instance_id"] == "i"
+        answer = await client.post("/query", json={"model": "m", "block_size": 4, "token_ids": [1, 2, 3, 4]})
+        assert answer.json()["default"]["i"]["longest_matched"] == 0
+        await client.aclose()
+        process.send_signal(signal.SIGTERM)
+        async with within(30):
+            _, said = await process.communicate()
+    assert b"Application shutdown complete" in said
+    assert b"Unclosed" not in said
+
+
+async def test_it_does_not_start_on_a_redis_that_nobody_else_reaches() -> None:
+    async with serve("memory://", unused_port()) as process, within(60):
+        _, said = await process.communicate()
+    assert process.returncode == 3
+    assert b"WAYMARK_REDIS_URL is memory://" in said
