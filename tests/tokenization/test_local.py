@@ -283,10 +283,11 @@ def test_files_that_cannot_be_read_are_named(opened: Open, tmp_path: Path, pool:
 
     opened()
     directory = tmp_path / "byte-level"
-    (directory / "tokenizer_config.json").write_text("{")
-    with pytest.raises(InvalidValue, match=r"tokenizer_config\.json is not JSON") as caught:
-        reopened()
-    assert caught.value.reason == "no_tokenizer"
+    for text in ("{", "[" * 100_000):
+        (directory / "tokenizer_config.json").write_text(text)
+        with pytest.raises(InvalidValue, match=r"tokenizer_config\.json is not JSON") as caught:
+            reopened()
+        assert caught.value.reason == "no_tokenizer"
     (directory / "tokenizer.json").write_text("{}")
     with pytest.raises(InvalidValue, match=r"tokenizer\.json cannot be read as a tokenizer"):
         reopened()
