@@ -154,11 +154,11 @@ async def test_another_block_size_is_said_once_per_stream(bench: Bench, caplog: 
     pod = await bench.pod()
     await pod.caught_up()
     for hashed in (77, 78):
-        await publish(pod, BlockStored((hashed,), None, 2 * TOKENS, 8))
+        await publish(pod, BlockStored((hashed,), None, 2 * TOKENS, 8, group_idx=None))
     await pod.counted(ignored__block_size_mismatch=2)
     await worker.stop()
     await bench.worker("worker-2", options=WITHOUT_PROBES)
-    await publish(pod, BlockStored((79,), None, 2 * TOKENS, 8))
+    await publish(pod, BlockStored((79,), None, 2 * TOKENS, 8, group_idx=None))
     await pod.counted(ignored__block_size_mismatch=3)
     said = [record for record in caplog.records if "blocks are not indexed" in record.message]
     assert [record.levelname for record in said] == ["WARNING"]

@@ -435,11 +435,14 @@ async def test_blocks_that_nobody_told_with_tokens_are_unknown(bench: Bench) -> 
     known = (await pod.state()).known
     assert known is not None
     assert 0 < known < 1
+    await pod.at_watermark(pod.last_seq)
     assert await promises_no_more(pod) > 0
     await hand.die()
     await bench.worker("worker-2", options=SNAPSHOTS)
-    await pod.work(30)
     await pod.caught_up()
+    await pod.work(12)
+    await pod.at_watermark(pod.last_seq)
+    await pod.has_status("active")
     assert await promises_no_more(pod) >= 0
     await bench.is_swept()
     assert not await bench.strangers()

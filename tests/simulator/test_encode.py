@@ -132,7 +132,7 @@ def test_sglang_lists_byte_by_byte() -> None:
         BlockRemoved((positive,)),
         AllBlocksCleared(),
     ]
-    assert Encoder("sglang-list").payload(events, ts=1.5).hex() == other("SGLang")["payload_hex"]
+    assert Encoder("sglang-list").payload(events, ts=1.5).hex() == other("negative hash")["payload_hex"]
 
 
 def test_an_empty_batch_without_a_rank_byte_by_byte() -> None:
