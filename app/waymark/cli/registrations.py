@@ -27,7 +27,7 @@ _EXAMPLES = {
 examples:
   $ waymark register http://127.0.0.1:8000
   $ waymark register http://10.0.0.7:8000 --instance-id vllm-0 --url http://waymark:13333
-  $ waymark register http://10.0.0.7:8000 --endpoint tcp://10.0.0.7:5557 --replay-endpoint tcp://10.0.0.7:5558
+  $ waymark register http://10.0.0.7:8000 --endpoint tcp://10.0.0.7:5557 --replay-endpoint tcp://10.0.0.7:5657
 """,
     "unregister": """\
 examples:
