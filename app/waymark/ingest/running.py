@@ -240,7 +240,10 @@ class StreamRunner:
 
     async def _give_back(self, grant: Grant) -> None:
         try:
-            await asyncio.shield(self._store.leases.drop(grant))
+            dropping = asyncio.ensure_future(self._store.leases.drop(grant))
+            # A stream that is stopped meanwhile does not wait for it, and nobody else reads the error.
+            dropping.add_done_callback(lambda done: done.cancelled() or done.exception())
+            await asyncio.shield(dropping)
         except StoreUnavailable as exc:
             # The lease expires by itself.
             log.debug("lease not released", extra=fields(error=exc.sentence))
