@@ -158,7 +158,7 @@ class AskedPools:
         """Which blocks the pool has. Raises Unanswered, InvalidValue."""
         at_once = KEYS_MAX // len(_parts("", pool.parts))
         portions = [hashes[at : at + at_once] for at in range(0, len(hashes), at_once)]
-        tasks = [asyncio.ensure_future(self._ask_once(pool, each)) for each in portions]
+        tasks = [asyncio.ensure_future(self._ask_once(pool, portion)) for portion in portions]
         try:
             found = await asyncio.gather(*tasks)
         finally:
@@ -167,7 +167,7 @@ class AskedPools:
         return sum(bitmap << (number * at_once) for number, bitmap in enumerate(found))
 
     async def _ask_once(self, pool: QueriedPool, hashes: Sequence[str]) -> int:
-        keys = [key for each in hashes for key in _parts(each, pool.parts)]
+        keys = [key for engine_hash in hashes for key in _parts(engine_hash, pool.parts)]
         url = pool.url.rstrip("/") + _PATH + ",".join(keys)
         reply = await self._asker.ask(url, seconds=self._seconds, bytes_max=_ANSWER_BYTES_MAX)
         if reply.status != 200:
@@ -176,8 +176,8 @@ class AskedPools:
         needed = any if not pool.parts else all
         return sum(
             1 << number
-            for number, each in enumerate(hashes)
-            if needed(key in there for key in _parts(each, pool.parts))
+            for number, engine_hash in enumerate(hashes)
+            if needed(key in there for key in _parts(engine_hash, pool.parts))
         )
 
 

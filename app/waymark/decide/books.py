@@ -39,7 +39,10 @@ class Choices(NamedTuple):
     @classmethod
     def of(cls, scored: Sequence[Scored]) -> Self:
         """The targets that were ranked."""
-        return cls(None, ranked=frozenset((each.candidate.instance_id, each.candidate.dp_rank) for each in scored))
+        return cls(
+            None,
+            ranked=frozenset((candidate.candidate.instance_id, candidate.candidate.dp_rank) for candidate in scored),
+        )
 
     @property
     def number(self) -> int:

@@ -56,11 +56,11 @@ class Degraded:
         self._requests: dict[GroupName, Counter[int]] = {}
 
     def remember(self, group: GroupName, entry: GroupEntry, fleet: Fleet) -> None:
-        known = self.groups.get(group)
-        if known is not None and known.fleet is fleet:
-            known.read_at = monotonic()
+        old_group = self.groups.get(group)
+        if old_group is not None and old_group.fleet is fleet:
+            old_group.read_at = monotonic()
             return
-        if known is None and len(self.groups) >= _GROUPS_MAX:
+        if old_group is None and len(self.groups) >= _GROUPS_MAX:
             self.groups.pop(next(iter(self.groups)))
         self.groups[group] = KnownGroup(entry, fleet, monotonic())
 
@@ -68,8 +68,8 @@ class Degraded:
         """Return whether the group existed a moment ago; its workers register it again in a Redis that came back
         empty.
         """
-        known = self.groups.get(group)
-        return known is not None and monotonic() - known.read_at < _FORGOTTEN_SECONDS
+        old_group = self.groups.get(group)
+        return old_group is not None and monotonic() - old_group.read_at < _FORGOTTEN_SECONDS
 
     def seen(self, group: GroupName) -> PromptState:
         """Return a state without any block, but with the requests that this replica has sent meanwhile."""
@@ -90,22 +90,22 @@ class Degraded:
         self, reservations: Sequence[Reservation], part: ReservationPart, milliseconds: int
     ) -> list[Reservation]:
         """End those that were made here; the others."""
-        others = []
+        in_redis = []
         for reservation in reservations:
             own = self._own.get(reservation.nonce)
             if own is None:
-                others.append(reservation)
+                in_redis.append(reservation)
             elif part is ReservationPart.RENEW:
                 own.ends_at = _in(milliseconds)
                 self._ends_at(own)
             elif part is not ReservationPart.PREFILL:
                 self._end(reservation.nonce)
-        return others
+        return in_redis
 
     def _ends_at(self, own: _OwnReservation) -> None:
         if len(self._ends) > 2 * len(self._own) + _ENDS_SPARE:
             # Most are of reservations that were released or renewed since.
-            self._ends = [(each.ends_at, nonce) for nonce, each in self._own.items()]
+            self._ends = [(own_request.ends_at, nonce) for nonce, own_request in self._own.items()]
             heapq.heapify(self._ends)
         else:
             heapq.heappush(self._ends, (own.ends_at, own.reservation.nonce))

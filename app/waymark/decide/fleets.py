@@ -34,9 +34,9 @@ class Fleets:
         if fleet is None or fleet.table is not table:
             if fleet is None and len(self._fleets) >= _FLEETS_MAX:
                 self._fleets.clear()
-            before, fleet = fleet, Fleet(table)
-            if before is not None and before.names == fleet.names:
-                fleet.rings = before.rings  # they depend on the names alone, and take long to build
+            old_fleet, fleet = fleet, Fleet(table)
+            if old_fleet is not None and old_fleet.names == fleet.names:
+                fleet.rings = old_fleet.rings  # they depend on the names alone, and take long to build
             self._fleets[group] = fleet
         return fleet
 

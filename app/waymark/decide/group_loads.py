@@ -59,8 +59,8 @@ class GroupLoads(Mapping[int, Load]):
 
     def changed_since(self, version: int) -> Iterable[int] | None:
         """Return the publishers whose loads have changed since, or None if that is too long ago to know."""
-        at = version - self._dropped
-        return None if at < 0 else self._changes[at:]
+        index = version - self._dropped
+        return None if index < 0 else self._changes[index:]
 
     def put(self, publisher: int, load: Load) -> None:
         """Set a load changed by a decision; the next reading repeats it."""
@@ -106,8 +106,8 @@ class GroupLoads(Mapping[int, Load]):
 
     def read(self, values: Mapping[bytes, bytes]) -> None:
         """Read all loads, as Redis has them."""
-        before, healths, drifts = self._raw, dict[bytes, bytes](), dict[int, Drift]()
-        for publisher in [each for each in self._loads if b"%d" % each not in values]:
+        old_values, healths, drifts = self._raw, dict[bytes, bytes](), dict[int, Drift]()
+        for publisher in [known_publisher for known_publisher in self._loads if b"%d" % known_publisher not in values]:
             del self._loads[publisher]
             self._note(publisher)
         for name, value in values.items():
@@ -117,7 +117,7 @@ class GroupLoads(Mapping[int, Load]):
                 drift, of = Drift.parse(value), name.removeprefix(DRIFT)
                 if drift is not None and of.isdigit():
                     drifts[int(of)] = drift
-            elif before.get(name) != value and name.isdigit():
+            elif old_values.get(name) != value and name.isdigit():
                 self._set(int(name), Load.parse(value))
         self._left_out_until = {
             int(name[len(HEALTH) :]): left_out_until(value)
@@ -131,13 +131,13 @@ class GroupLoads(Mapping[int, Load]):
         """Return the publishers that decisions leave out now, because their engines cannot be reached."""
         if not self._left_out_until:
             return _NOBODY
-        return frozenset(publisher for publisher, until in self._left_out_until.items() if until > now_ms)
+        return frozenset(publisher for publisher, until_ms in self._left_out_until.items() if until_ms > now_ms)
 
     def drifts(self, now_ms: int) -> Mapping[int, float]:
         """The targets that deliver less than is expected of them, and the share that is missing."""
         if not self._drifts:
             return _NO_DRIFTS
-        return {publisher: each.share for publisher, each in self._drifts.items() if each.until_ms > now_ms}
+        return {publisher: drift.share for publisher, drift in self._drifts.items() if drift.until_ms > now_ms}
 
     def _set(self, publisher: int, load: Load) -> None:
         self._loads[publisher] = load
@@ -209,12 +209,12 @@ class LoadOrder(_LoadFollower):
             return
         equal = bisect_right(entries, (entries[0].value, 2.0, 0))
         begin = self._random.randrange(equal)
-        for at in range(begin, equal):
-            yield entries[at]
-        for at in range(begin):
-            yield entries[at]
-        for at in range(equal, len(entries)):
-            yield entries[at]
+        for index in range(begin, equal):
+            yield entries[index]
+        for index in range(begin):
+            yield entries[index]
+        for index in range(equal, len(entries)):
+            yield entries[index]
 
     def value(self, publisher: int) -> float:
         """Return the value of a target by the loads of the last call of ``least``."""
@@ -227,8 +227,8 @@ class LoadOrder(_LoadFollower):
     def _change(self, publishers: Iterable[int], loads: Mapping[int, Load]) -> None:
         for publisher in publishers:
             del self._entries[bisect_left(self._entries, self._entry_of[publisher])]
-            after = self._entry_of[publisher] = self._entry(publisher, loads)
-            insort(self._entries, after)
+            entry = self._entry_of[publisher] = self._entry(publisher, loads)
+            insort(self._entries, entry)
 
     def _entry(self, publisher: int, loads: Mapping[int, Load]) -> OrderEntry:
         load, (tokens, requests, context) = loads.get(publisher, _IDLE), self._part

@@ -105,9 +105,9 @@ class Loads:
         """Note the rest of a target's load after the end of a request: the next decision may come before the next
         reading.
         """
-        before = self.known(group_id).get(publisher)
-        if before is not None:
-            self.saw(group_id, publisher, before._replace(tokens=tokens, requests=requests, context=context))
+        load = self.known(group_id).get(publisher)
+        if load is not None:
+            self.saw(group_id, publisher, load._replace(tokens=tokens, requests=requests, context=context))
 
     def clear(self) -> None:
         """Forget all ids, because Redis came back empty and uses them for other objects."""

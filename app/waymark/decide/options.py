@@ -43,9 +43,9 @@ class SelectionOptions:
 
     def speculation(self, policy: PolicyChoice, expects: bool | None) -> Speculation:
         """Return the speculative entries of a decision: as its caller asks, else as its file or the settings say."""
-        said = self.picker.speculation if self.picker is not None and policy.preset is None else None
-        found = said or Speculation(self.is_speculative, self.speculative_milliseconds)
-        return found if expects is None else found._replace(is_on=expects)
+        file_speculation = self.picker.speculation if self.picker is not None and policy.preset is None else None
+        speculation = file_speculation or Speculation(self.is_speculative, self.speculative_milliseconds)
+        return speculation if expects is None else speculation._replace(is_on=expects)
 
     @classmethod
     def of(cls, settings: Settings) -> Self:

@@ -54,8 +54,8 @@ class WatchedReservation(NamedTuple):
 class _WatchedPrefill:
     __slots__ = ("began_at", "next_at", "of")
 
-    def __init__(self, of: WatchedReservation, now: float) -> None:
-        self.of = of
+    def __init__(self, reservation: WatchedReservation, now: float) -> None:
+        self.of = reservation
         self.began_at = now
         self.next_at = now
 
@@ -87,10 +87,10 @@ class PrefillProgress:
     def told(self, reservations: Sequence[Reservation], part: ReservationPart) -> None:
         """Note a caller's report that the prefill of these, or all, is over."""
         if part is not ReservationPart.RENEW:
-            by = "caller" if part is ReservationPart.PREFILL else "end"
+            reason = "caller" if part is ReservationPart.PREFILL else "end"
             for reservation in reservations:
                 if self._watched.pop(reservation.nonce, None) is not None:
-                    self._released.labels(by=by).inc()
+                    self._released.labels(by=reason).inc()
 
     def clear(self) -> None:
         """Forget everything, because Redis came back empty: the reservations are gone."""
@@ -107,7 +107,7 @@ class PrefillProgress:
 
     async def _poll(self) -> None:
         now = asyncio.get_running_loop().time()
-        done: dict[str, list[WatchedReservation]] = {}
+        finished: dict[str, list[WatchedReservation]] = {}
         by_group: dict[GroupName, list[WatchedReservation]] = {}
         looked_up = 0
         for watch in list(self._watched.values()):
@@ -115,15 +115,15 @@ class PrefillProgress:
             if watched.ends_at <= now:
                 del self._watched[watched.reservation.nonce]
             elif watched.done_at is not None and watched.done_at <= now:
-                done.setdefault(watched.by, []).append(watched)
+                finished.setdefault(watched.by, []).append(watched)
             elif watched.piece is not None and watch.next_at <= now and looked_up < _LOOKED_UP_MAX:
                 looked_up += 1
                 by_group.setdefault(watched.group, []).append(watched)
                 watch.next_at = now + _SHARE * (now - watch.began_at)
                 # To the back, so that every one has its turn.
                 self._watched[watched.reservation.nonce] = self._watched.pop(watched.reservation.nonce)
-        for by, each in done.items():
-            await self._give_back(each, by)
+        for reason, each in finished.items():
+            await self._give_back(each, reason)
         for group, several in by_group.items():
             await self._give_back(await self._computed(group, several), "index")
 
@@ -132,23 +132,23 @@ class PrefillProgress:
         entry = several[0].entry
         ids = await self._reader.last_holders(entry, [each.piece for each in several if each.piece is not None])
         table = self._reader.table_at_hand(group)
-        if table is None or any(number > table.newest for each in ids for number in each):
+        if table is None or any(number > table.newest for holder_ids in ids for number in holder_ids):
             table = await self._reader.table(group)
         if table is None:
             return []
-        of = _publisher_of(table)
+        publisher_of = _publisher_of(table)
         return [
             watched
             for watched, numbers in zip(several, ids, strict=True)
-            if any(of(number) == watched.reservation.publisher for number in numbers)
+            if any(publisher_of(number) == watched.reservation.publisher for number in numbers)
         ]
 
-    async def _give_back(self, several: list[WatchedReservation], by: str) -> None:
+    async def _give_back(self, several: list[WatchedReservation], reason: str) -> None:
         # A prefill that was reported meanwhile is counted by the reporter.
-        left = [each for each in several if self._watched.pop(each.reservation.nonce, None) is not None]
-        if left:
-            await self._reservations.release([each.reservation for each in left], ReservationPart.PREFILL)
-            self._released.labels(by=by).inc(len(left))
+        remaining = [watched for watched in several if self._watched.pop(watched.reservation.nonce, None) is not None]
+        if remaining:
+            await self._reservations.release([watched.reservation for watched in remaining], ReservationPart.PREFILL)
+            self._released.labels(by=reason).inc(len(remaining))
 
 
 def _publisher_of(table: HolderTable) -> Callable[[int], int | None]:

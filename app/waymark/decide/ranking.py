@@ -68,19 +68,19 @@ def _by_key(request: RoutingRequest, scored: Sequence[Scored]) -> tuple[Decision
     """Return the decision of a file, and the target of the prefix key among those that its filters let through."""
     if request.has_tokens:
         return Decision.KV_AWARE, None
-    home = home_of(request, [each.candidate for each in scored])
+    home = home_of(request, [candidate.candidate for candidate in scored])
     return (Decision.LOAD, None) if home is None else (Decision.PREFIX, home.publisher)
 
 
-def _session_first(found: Ranking, session: str | None) -> Ranking:
+def _session_first(ranking: Ranking, session: str | None) -> Ranking:
     """Put the ranks of the session's instance before all others; a session whose instance is not a candidate starts
     anew.
     """
-    own = [each for each in found.scored if each.candidate.instance_id == session]
+    own = [candidate for candidate in ranking.scored if candidate.candidate.instance_id == session]
     if not own:
-        return found
-    others = [each for each in found.scored if each.candidate.instance_id != session]
-    return Ranking([*own, *others], Decision.SESSION)
+        return ranking
+    other_ranks = [candidate for candidate in ranking.scored if candidate.candidate.instance_id != session]
+    return Ranking([*own, *other_ranks], Decision.SESSION)
 
 
 def stages(

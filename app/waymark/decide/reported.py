@@ -114,9 +114,9 @@ class ReportedPrompts:
         found = await asyncio.gather(*(self._by_engine_hashes(of, engine_hashes, until) for of in groups))
         best: dict[str, HolderMatch] = {}
         for matches, _ in found:
-            for each in matches.values():
-                if each.holder not in best or best[each.holder].blocks < each.blocks:
-                    best[each.holder] = each
+            for match in matches.values():
+                if match.holder not in best or best[match.holder].blocks < match.blocks:
+                    best[match.holder] = match
         return _sorted(best), max((count for _, count in found), default=0)
 
     async def _asked_groups(self) -> Sequence[AskedGroup]:
@@ -126,13 +126,13 @@ class ReportedPrompts:
             groups = await self._store.directory.groups()
             self._asked = tuple(
                 {
-                    AskedGroup(each.group, groups[each.group].group_id, each.block_size)
-                    for each in await self._store.directory.registrations()
-                    if each.tenant_id == self._tenant_id
-                    and each.scope == "instance"
-                    and each.kind.traits.is_asked_by_hash
-                    and each.target.address is not None
-                    and each.group in groups
+                    AskedGroup(registration.group, groups[registration.group].group_id, registration.block_size)
+                    for registration in await self._store.directory.registrations()
+                    if registration.tenant_id == self._tenant_id
+                    and registration.scope == "instance"
+                    and registration.kind.traits.is_asked_by_hash
+                    and registration.target.address is not None
+                    and registration.group in groups
                 }
             )
             ids = {each.group_id for each in self._asked}
@@ -198,10 +198,14 @@ class ReportedPrompts:
         unavailable.
         """
         found: dict[tuple[Keyspace, str], bool] = {}
-        for each in await self._store.directory.registrations():
-            if each.tenant_id == self._tenant_id and each.scope == "instance" and each.target.address is not None:
-                key = Keyspace(each.model_name, False, each.block_size), each.target.address
-                found[key] = found.get(key, False) or each.endpoint is not None
+        for registration in await self._store.directory.registrations():
+            if (
+                registration.tenant_id == self._tenant_id
+                and registration.scope == "instance"
+                and registration.target.address is not None
+            ):
+                key = Keyspace(registration.model_name, False, registration.block_size), registration.target.address
+                found[key] = found.get(key, False) or registration.endpoint is not None
         return [(keyspace, HolderMatch(holder, 0, tells)) for (keyspace, holder), tells in found.items()]
 
     async def _served(self, keyspace: Keyspace) -> ServedModel | None:
@@ -250,7 +254,9 @@ class ReportedPrompts:
 def _with_events(fleet: Fleet | None) -> frozenset[str]:
     """Return the addresses of engines with events about their blocks."""
     members: Sequence[FleetMember] = () if fleet is None else fleet.members
-    return frozenset(each.target.address for each in members if each.tells_events and each.target.address is not None)
+    return frozenset(
+        member.target.address for member in members if member.tells_events and member.target.address is not None
+    )
 
 
 def _placement_keys(served: ServedModel, keyspace: Keyspace, hashes: Sequence[int]) -> list[int]:
@@ -258,7 +264,7 @@ def _placement_keys(served: ServedModel, keyspace: Keyspace, hashes: Sequence[in
     too.
     """
     number = namespace(served.adapter, []) ^ text_hash(f"{keyspace.is_text} {keyspace.block_size}")
-    return [each ^ number for each in hashes]
+    return [engine_hash ^ number for engine_hash in hashes]
 
 
 def _sorted(found: dict[str, HolderMatch]) -> list[HolderMatch]:

@@ -40,7 +40,7 @@ def estimate_tokens(messages: Sequence[Any] | None, system: Any, prompts: Sequen
         contents = (message.get("content") for message in messages if isinstance(message, Mapping))
         characters = len(text_of(system)) + sum(len(text_of(content)) for content in contents)
         return [math.ceil(characters / _CHARACTERS)]
-    return [math.ceil(len(each) / _CHARACTERS) if isinstance(each, str) else len(each) for each in prompts]
+    return [math.ceil(len(prompt) / _CHARACTERS) if isinstance(prompt, str) else len(prompt) for prompt in prompts]
 
 
 class RequestPrompts:

@@ -154,9 +154,9 @@ class RequestSelector:
             session=session,
             is_multimodal=request.messages is not None and has_media(request.messages),
         )
-        tokens = tuple(len(each.ids) // 4 for each in several)
-        known = tokens or estimated or (0,) * request.prompts_to_answer
-        further = further_sequences(known, request.copies)
+        tokens = tuple(len(prompt_tokens.ids) // 4 for prompt_tokens in several)
+        token_counts = tokens or estimated or (0,) * request.prompts_to_answer
+        further = further_sequences(token_counts, request.copies)
         return PreparedRequest(ranking, served, tokens, further)
 
     async def further_name(self, named: GroupName) -> ServedModel | None:
@@ -227,7 +227,9 @@ class RequestSelector:
     async def select_any(self, parameters: SelectParameters, *, tenant_id: str = DEFAULT_TENANT) -> RoutedRequest:
         """Take a target of any model, for a request without a model. Raise the errors of ``select``."""
         registrations = await self._directory.registrations()
-        for group in dict.fromkeys(each.group for each in registrations if each.tenant_id == tenant_id):
+        for group in dict.fromkeys(
+            registration.group for registration in registrations if registration.tenant_id == tenant_id
+        ):
             try:
                 return await self.select(InferenceRequest(group.model_name), parameters, tenant_id=tenant_id)
             except NoTarget:
@@ -256,12 +258,12 @@ class RequestSelector:
 
     def _prefix_key(self, request: InferenceRequest) -> bytes | None:
         if request.messages is not None:
-            said, system = request.messages, request.system
+            messages, system = request.messages, request.system
         elif request.prompts and isinstance(request.prompts[0], str):
-            said, system = [{"role": "user", "content": request.prompts[0]}], None
+            messages, system = [{"role": "user", "content": request.prompts[0]}], None
         else:
             return None
-        return prefix_key(request.model, said, system, prefix_bytes=self._prefix_bytes)
+        return prefix_key(request.model, messages, system, prefix_bytes=self._prefix_bytes)
 
     def _count(self, refused: InvalidValue | RemoteUnavailable | StoreUnavailable) -> None:
         reason = "unavailable"

@@ -119,7 +119,9 @@ class Selector:
             lookup.request.prefix_key,
             lookup.is_partial,
             lookup.walk,
-            frozenset() if ranking.given is None else {(each.instance_id, each.dp_rank) for each in candidates},
+            frozenset()
+            if ranking.given is None
+            else {(candidate.instance_id, candidate.dp_rank) for candidate in candidates},
         )
 
     def _reached(self, lookup: TargetLookup, served_as: str | None) -> Sequence[FleetMember]:
@@ -127,7 +129,7 @@ class Selector:
         members, left_out = lookup.fleet.serving(served_as), self._loads.left_out(lookup.entry.group_id)
         if not left_out:
             return members
-        return [each for each in members if each.publisher not in left_out] or members
+        return [member for member in members if member.publisher not in left_out] or members
 
     # ---- with one ----------------------------------------------------------------------------------
 
@@ -415,9 +417,9 @@ def _none_allowed(ranking: RankingRequest, parameters: SelectParameters, fleet: 
     removed = Counter({"lost": lost, "of weight 0": len(rows) - lost - len(fleet.members)})
     serving = {each.publisher for each in fleet.serving(ranking.served_as)}
     not_excluded = replace(parameters, only=None)
-    for each in fleet.members:
-        instance_id, address = each.name[0], each.target.address
-        if each.publisher not in serving:
+    for member in fleet.members:
+        instance_id, address = member.name[0], member.target.address
+        if member.publisher not in serving:
             removed["not serving this name"] += 1
         elif not not_excluded.allows(instance_id, address):
             removed["in exclude"] += 1

@@ -41,11 +41,11 @@ async def reserve_sequences(
     selector: Selector, group: GroupName, candidate: Candidate, loads: Sequence[SequenceLoad], milliseconds: int
 ) -> tuple[Reservation, ...]:
     """Reserve a target for each; fewer if it has as many requests as it may have, or Redis is unavailable."""
-    found = await asyncio.gather(
-        *(selector.reserve(group, candidate, each.new, each.context, milliseconds) for each in loads),
+    results = await asyncio.gather(
+        *(selector.reserve(group, candidate, load.new, load.context, milliseconds) for load in loads),
         return_exceptions=True,
     )
-    for each in found:
-        if isinstance(each, BaseException) and not isinstance(each, NoTarget | Saturated | StoreUnavailable):
-            raise each
-    return tuple(each for each in found if isinstance(each, Reservation))
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, NoTarget | Saturated | StoreUnavailable):
+            raise result
+    return tuple(result for result in results if isinstance(result, Reservation))

@@ -78,7 +78,7 @@ class ServedNames:
         if served is None or self._has_targets(group):
             return None
         if len(served) > 1:
-            models = ", ".join(sorted(shown(each.group.model_name) for each in served))
+            models = ", ".join(sorted(shown(served_model.group.model_name) for served_model in served))
             raise InvalidValue(
                 f"model {shown(group.model_name)} is a name of several models: {models}; send one of these as model, "
                 "and the adapter as lora_name",
@@ -88,7 +88,11 @@ class ServedNames:
 
     def nearest(self, group: GroupName) -> str | None:
         """Return the name that was probably meant by an unknown one."""
-        names = [each.model_name for each in (*self._models, *self._known) if each.tenant_id == group.tenant_id]
+        names = [
+            known_group.model_name
+            for known_group in (*self._models, *self._known)
+            if known_group.tenant_id == group.tenant_id
+        ]
         # Comparing a name of a megabyte takes half a second, and it would not be near any other.
         close = get_close_matches(group.model_name, names, n=1) if len(group.model_name) <= SHOWN_MAX else []
         return close[0] if close else None
@@ -113,19 +117,21 @@ class ServedNames:
         if asyncio.current_task() is not self._reading:
             return  # read from a Redis that has come back empty since
         self._known = _names_of(registrations)
-        self._models = frozenset(each.group for each in registrations)
+        self._models = frozenset(registration.group for registration in registrations)
         self._read_at = now
 
 
 def _names_of(registrations: Iterable[Registration]) -> dict[GroupName, frozenset[ServedModel]]:
-    found: dict[GroupName, set[ServedModel]] = {}
+    names: dict[GroupName, set[ServedModel]] = {}
     models = set()
-    for of in registrations:
-        models.add(of.group)
-        named: list[tuple[str, Adapter]] = [(alias, None) for alias in of.target.aliases]
-        named += [(adapter, adapter) for adapter in of.target.adapters]
-        if of.lora_name is not None:
-            named.append((of.lora_name, of.lora_name))
+    for registration in registrations:
+        models.add(registration.group)
+        named: list[tuple[str, Adapter]] = [(alias, None) for alias in registration.target.aliases]
+        named += [(adapter, adapter) for adapter in registration.target.adapters]
+        if registration.lora_name is not None:
+            named.append((registration.lora_name, registration.lora_name))
         for name, adapter in named:
-            found.setdefault(GroupName(of.tenant_id, name), set()).add(ServedModel(of.group, adapter))
-    return {group: frozenset(served) for group, served in found.items() if group not in models}
+            names.setdefault(GroupName(registration.tenant_id, name), set()).add(
+                ServedModel(registration.group, adapter)
+            )
+    return {group: frozenset(served) for group, served in names.items() if group not in models}

@@ -82,11 +82,11 @@ class Peers:
             return None
         table = lookup.fleet.table
         holders = sorted(
-            (each for each in table.holders.values() if each.publisher == publisher),
+            (holder for holder in table.holders.values() if holder.publisher == publisher),
             key=lambda each: order_of(each.medium),
         )
         blocks = unpack(lookup.keys[: peer.blocks * KEY_BYTES])
-        held = await hashes.read(lookup.entry, blocks, matched, [each.id for each in holders])
+        held = await hashes.read(lookup.entry, blocks, matched, [holder.id for holder in holders])
         if not held:
             return None
         instance_id, dp_rank = peer.member.name

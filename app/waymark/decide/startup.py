@@ -96,7 +96,11 @@ class StartupGate:
         if monotonic() >= self._count_until:
             registrations = await self._directory.registrations()
             self._count = len(
-                {(each.tenant_id, each.instance_id) for each in registrations if each.scope == "instance"}
+                {
+                    (registration.tenant_id, registration.instance_id)
+                    for registration in registrations
+                    if registration.scope == "instance"
+                }
             )
             self._count_until = monotonic() + _COUNT_SECONDS
         if self._count >= self._minimum:

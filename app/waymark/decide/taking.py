@@ -228,7 +228,7 @@ class TargetReserver:
             is_cold=of.is_cold,
             spec_keys=spec_keys,
             request_id=parameters.request_id,
-            pulls=None if peers is None else peers.pulls([each.publisher for each in offers], of.matched_blocks()),
+            pulls=None if peers is None else peers.pulls([offer.publisher for offer in offers], of.matched_blocks()),
         )
         found = await self._reservations.reserve(lookup.entry.group_id, offers, terms)
         self._observe(perf_counter() - began)

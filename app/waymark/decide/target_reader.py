@@ -160,7 +160,7 @@ class TargetReader:
             prompt = prompt._replace(has_tokens=False)
         if not prompt.has_tokens and ranking.prefix_key is not None and fleet.has_sources:
             # Sources know the holders of a prompt with this key. It is at least as long as the longest known match.
-            longest = max((each.tokens for each in seen.prefixes.values()), default=0)
+            longest = max((prefix.tokens for prefix in seen.prefixes.values()), default=0)
             prompt = prompt._replace(tokens=max(prompt.tokens, longest), has_tokens=True)
         request = request_of(ranking, prompt, block_size, 0 if walk is None else pool_bitmap(walk, asked), fleet)
         drifts, told = self._loads.drifts(now.group_id), None

@@ -61,8 +61,10 @@ class RequestsUnderWay:
         while self._running:
             await asyncio.sleep(self.renew_seconds)
             now = asyncio.get_running_loop().time()
-            due = [each for each in self._running if now - each.since >= self.renew_seconds]
-            await self.release([one for each in due for one in each.reservations], ReservationPart.RENEW)
+            due = [running for running in self._running if now - running.since >= self.renew_seconds]
+            await self.release(
+                [reservation for running in due for reservation in running.reservations], ReservationPart.RENEW
+            )
 
     async def release(
         self,
@@ -107,12 +109,12 @@ class RequestsUnderWay:
             fleet = await self._selector.fleets.newest(group)
         except StoreUnavailable:
             return None
-        found = None if fleet is None else fleet.at(address)
-        if found is None:
+        candidate = None if fleet is None else fleet.at(address)
+        if candidate is None:
             return None
         loads = (SequenceLoad(tokens, tokens), *routed.further)
-        reservations = await reserve_sequences(self._selector, group, found, loads, self.reserved_ms)
-        return (found, reservations) if reservations else None
+        reservations = await reserve_sequences(self._selector, group, candidate, loads, self.reserved_ms)
+        return (candidate, reservations) if reservations else None
 
     def ended(self, request: RequestUnderWay) -> None:
         self._running.discard(request)
@@ -121,13 +123,13 @@ class RequestsUnderWay:
 class RequestUnderWay:
     """One request, from its decision to its end. Every method but ``move`` and ``give_back`` returns at once."""
 
-    def __init__(self, of: RequestsUnderWay, routed: RoutedRequest) -> None:
+    def __init__(self, requests: RequestsUnderWay, routed: RoutedRequest) -> None:
         self.routed = routed
         self.target = routed.selected.target.candidate
         """The target of the request now."""
         self.since = asyncio.get_running_loop().time()
         self.reservations: Sequence[Reservation] = tuple(routed.reservations)
-        self._of = of
+        self._of = requests
         self._has_prefilled = False
         self._was_moved = False
         """Whether it was moved: the time at which its present target got it is unknown."""
@@ -162,15 +164,15 @@ class RequestUnderWay:
         own = self.target.address
         if own is not None and host_and_port(own) == host_and_port(address):
             return False
-        found = await self._of.reserve(self.routed, address)
-        if found is None:
+        moved = await self._of.reserve(self.routed, address)
+        if moved is None:
             return False
-        left = self.reservations
-        self.target, self.reservations = found
+        old_reservations = self.reservations
+        self.target, self.reservations = moved
         self._was_moved = True
         if self._has_ended:
-            left = (*left, *self.reservations)
-        self._of.begin_release(left, ReservationPart.FAILED)
+            old_reservations = (*old_reservations, *self.reservations)
+        self._of.begin_release(old_reservations, ReservationPart.FAILED)
         return True
 
     def end(self, *, is_ok: bool, usage: Usage = NO_USAGE) -> asyncio.Task[None] | None:
@@ -183,7 +185,7 @@ class RequestUnderWay:
         self._has_ended = True
         self._of.ended(self)
         part = ReservationPart.OK if is_ok else ReservationPart.FAILED
-        if any(each.new for each in self.routed.further):
+        if any(sequence.new for sequence in self.routed.further):
             usage = NO_USAGE  # of several prompts together; something was promised of the first one only
         return self._of.begin_release(self.reservations, part, usage=usage)
 

@@ -98,11 +98,11 @@ class Decoder:
             if not plain.others:
                 return events.plain(plain)
             head = _Head(plain.ts, plain.rank, plain.publisher_id)
-            for found in plain.events:
-                if isinstance(found, tuple):
-                    yield from events.read(unpack_event(payload[slice(*found)]))
+            for plain_event in plain.events:
+                if isinstance(plain_event, tuple):
+                    yield from events.read(unpack_event(payload[slice(*plain_event)]))
                 else:
-                    events.events.append(found)
+                    events.events.append(plain_event)
         elif len(payload) > WINDOW_BYTES:
             long = LongPayload(payload, self._names, self.ceilings)
             head = _head(*(yield from long.batch(events.read, bare=self._bare)))
@@ -159,8 +159,8 @@ class _EventReader:
         if rank is not None and not is_u32(rank):
             rank = None
             self.ignored[Ignored.BAD_RANK.value] += 1
-        found = tuple(self.events) if events is None else events
-        return Batch(_clock(head.ts), found, rank, head.publisher_id, self.rejected, self.ignored, self.samples)
+        all_events = tuple(self.events) if events is None else events
+        return Batch(_clock(head.ts), all_events, rank, head.publisher_id, self.rejected, self.ignored, self.samples)
 
     def plain(self, plain: PlainBatch) -> Batch:
         """Return a batch of plain events only."""
@@ -188,45 +188,45 @@ class _EventReader:
         try:
             if event is UNREADABLE:
                 raise Rejected("bad_msgpack", "an event that is not valid msgpack")
-            read = self._read_event(event)
+            result = self._read_event(event)
         except Rejected as bad:
             self._reject(bad)
             return
-        if isinstance(read, Ignored):
-            self.ignored[read.value] += 1
+        if isinstance(result, Ignored):
+            self.ignored[result.value] += 1
             return
-        for each in read if isinstance(read, tuple) else (read,):
+        for each in result if isinstance(result, tuple) else (result,):
             self.events.append(each)
             if not isinstance(each, Cleared):
                 self.work += len(each.engine_hashes)
 
     def _read_parts(self, event: Any) -> Slices[None]:
-        found: list[Event] = []
-        seen = DistinctHashes()
+        events: list[Event] = []
+        distinct = DistinctHashes()
         try:
             for part in parts(event, self._names):
-                read = self._read_event(part)
-                if isinstance(read, Ignored):
-                    self.ignored[read.value] += 1
+                result = self._read_event(part)
+                if isinstance(result, Ignored):
+                    self.ignored[result.value] += 1
                     return
-                if isinstance(read, Cleared):
-                    self.events.append(read)
+                if isinstance(result, Cleared):
+                    self.events.append(result)
                     return
-                several = read if isinstance(read, tuple) else (read,)
-                if not seen.add(hashes_of_first(several)):
-                    raise Rejected("repeated_hash", f"an event names one of its first {seen.added} blocks twice")
+                several = result if isinstance(result, tuple) else (result,)
+                if not distinct.add(hashes_of_first(several)):
+                    raise Rejected("repeated_hash", f"an event names one of its first {distinct.added} blocks twice")
                 for each in several:
-                    found.append(replace(each, part=len(found)))
-                if len(found) % _COLLECTED_PARTS == 0:
+                    events.append(replace(each, part=len(events)))
+                if len(events) % _COLLECTED_PARTS == 0:
                     gc.collect(0)
                 yield
         except Rejected as bad:
             self._reject(bad)
             return
-        if getattr(found[0], "parent", None) in seen:
+        if getattr(events[0], "parent", None) in distinct:
             self._reject(Rejected("own_parent", "a block is its own parent"))
         else:
-            self.events += found
+            self.events += events
 
     def _reject(self, bad: Rejected) -> None:
         self._rejected += 1

@@ -36,8 +36,8 @@ def too_many_hashes(hashes: int, ceilings: Ceilings) -> OverCeiling:
     return OverCeiling("event_hashes", f"a batch with an event of {hashes} hashes is not read: {most}")
 
 
-def misshapen(what: str) -> OverCeiling:
+def misshapen(label: str) -> OverCeiling:
     """Return the error for a long value in a field that is short in every engine: reading it could take any time and
     memory.
     """
-    return OverCeiling("misshapen_event", f"a batch with {what} is not read")
+    return OverCeiling("misshapen_event", f"a batch with {label} is not read")

@@ -57,7 +57,7 @@ class LongPayload:
         self._at = 0
         self._others = 0
 
-    def batch(self, read: Callable[[Any], Slices[None]], *, bare: bool) -> Slices[list[Any]]:
+    def batch(self, read_event: Callable[[Any], Slices[None]], *, bare: bool) -> Slices[list[Any]]:
         """Have each event of ``[ts, events, rank?, publisher_id?]`` read, and return the other elements.
 
         With ``bare`` the payload may also be one event map, or a list of maps.
@@ -65,36 +65,36 @@ class LongPayload:
         An event is as msgpack has it, but lists of hashes and of tokens may be arrays of u64.
         """
         if bare and self._is_map():
-            yield from self._events(1, read)
+            yield from self._events(1, read_event)
             return []
         is_map, length = self._container()
         if is_map or length == 0:
             raise self._no_batch()
         if bare and self._is_map():
-            yield from self._events(length, read)
+            yield from self._events(length, read_event)
             return []
         ts = self._value()
         if length < 2 or not self._is_list():
             raise self._no_batch()
-        yield from self._events(self._container()[1], read)
+        yield from self._events(self._container()[1], read_event)
         return [ts, *(self._value() for _ in range(2, min(length, _HEAD_MAX)))]
 
-    def _events(self, count: int, read: Callable[[Any], Slices[None]]) -> Slices[None]:
+    def _events(self, count: int, read_event: Callable[[Any], Slices[None]]) -> Slices[None]:
         if count > self._ceilings.batch_events:
             raise too_many_events(count, self._ceilings)
-        left = count
-        while left:
-            found, size = self._window(left, _EVENTS_BYTES)
-            if not found:
-                found, size = self._window(1)
+        remaining = count
+        while remaining:
+            events, size = self._window(remaining, _EVENTS_BYTES)
+            if not events:
+                events, size = self._window(1)
             self._at += size
             yield
-            if not found:
-                found = [(yield from self._long_event())]
-            left -= len(found)
-            found.reverse()
-            while found:
-                yield from read(found.pop())  # so that freeing it is a part of its own slice
+            if not events:
+                events = [(yield from self._long_event())]
+            remaining -= len(events)
+            events.reverse()
+            while events:
+                yield from read_event(events.pop())  # so that freeing it is a part of its own slice
 
     def _no_batch(self) -> Undecodable:
         return Undecodable("not_a_batch", f"a payload of {len(self._view)} bytes is not a batch")
@@ -113,18 +113,18 @@ class LongPayload:
 
     def _window(self, most: int, window: int = WINDOW_BYTES) -> tuple[list[Any], int]:
         """Return the complete values in the next window, and their bytes."""
-        found: list[Any] = []
+        values: list[Any] = []
         unpacker, size = self._unpacker(window), 0
         try:
-            while len(found) < most:
-                found.append(unpacker.unpack())
+            while len(values) < most:
+                values.append(unpacker.unpack())
                 size = unpacker.tell()
         except msgpack.OutOfData:
             pass
         except _ERRORS:
-            if not found:
+            if not values:
                 return [UNREADABLE], self._skipped()
-        return found, size
+        return values, size
 
     def _skipped(self) -> int:
         """Return the bytes of a value that cannot be made."""
@@ -139,10 +139,10 @@ class LongPayload:
 
     def _value(self) -> Any:
         """Return one value that fits into a window, or a text or bytes of any length."""
-        found, size = self._window(1)
-        if found:
+        values, size = self._window(1)
+        if values:
             self._at += size
-            return found[0]
+            return values[0]
         head = self._byte()
         wide = {0xC5: 2, 0xC6: 4, 0xDA: 2, 0xDB: 4}.get(head)
         if wide is None:
@@ -201,9 +201,9 @@ class LongPayload:
         return listed
 
     def _field(self, name: str) -> Slices[Any]:
-        found, size = self._window(1)
-        if found or not self._is_list():
-            return self._value() if not found else self._took(found[0], size)
+        values, size = self._window(1)
+        if values or not self._is_list():
+            return self._value() if not values else self._took(values[0], size)
         _, length = self._container()
         if (name in HASHES or name in PER_BLOCK) and length > self._ceilings.event_hashes:
             raise too_many_hashes(length, self._ceilings)
@@ -216,29 +216,29 @@ class LongPayload:
     def _elements(self, name: str, length: int) -> Slices[array[int] | list[Any] | None]:
         """Return the elements of a list: an array of hashes or tokens, or the values of another field."""
         compact: array[int] = array("Q")
-        others: list[Any] = []
-        left, most = length, _PIECE
-        while left:
-            count = min(left, most)
-            before, piece = self._at, self._piece(count)
+        elements: list[Any] = []
+        remaining, most = length, _PIECE
+        while remaining:
+            count = min(remaining, most)
+            start, piece = self._at, self._piece(count)
             if piece is None:
                 if count == 1:
                     raise misshapen(f"a long element of {name or 'a list'}")
                 most = max(1, count // 8)
                 continue
-            left -= count
+            remaining -= count
             if name in HASHES or name in TOKENS:
                 compact.extend(_integers(piece, name))
             elif name in PER_BLOCK:
-                others += piece
+                elements += piece
                 if piece.count(None) < count:
-                    self._others += self._at - before
+                    self._others += self._at - start
                     if self._others > _OTHER_BYTES_MAX:
                         raise misshapen(f"more than {_OTHER_BYTES_MAX} bytes of {name}")
             yield
         if name in HASHES or name in TOKENS:
             return compact
-        return others if name in PER_BLOCK else None
+        return elements if name in PER_BLOCK else None
 
     def _piece(self, count: int) -> list[Any] | None:
         """Return the next elements of a list, or None if a window does not hold so many."""
@@ -259,9 +259,9 @@ def _integers(piece: list[Any], name: str) -> list[int]:
     """Return elements as u64: integers by their 64 bits, hashes in bytes by their last 8, of pairs the firsts."""
     kinds = set(map(type, piece))
     if kinds == {int}:
-        return piece if min(piece) >= 0 else [each & U64_MASK for each in piece]
+        return piece if min(piece) >= 0 else [element & U64_MASK for element in piece]
     if kinds == {bytes} and name in HASHES and all(piece):
-        return [int.from_bytes(each[-8:], "big") for each in piece]
+        return [int.from_bytes(element[-8:], "big") for element in piece]
     if kinds == {list} and name in TOKENS and all(len(pair) == 2 and set(map(type, pair)) == {int} for pair in piece):
         return [first & U64_MASK for first, _ in piece]
     raise misshapen(f"a long list of {name} with something else in it")

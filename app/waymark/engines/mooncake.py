@@ -44,16 +44,16 @@ def _object(event: Mapping[Any, Any]) -> Event | Ignored:
     if not isinstance(key, str):
         raise Rejected("bad_envelope", f"object_key is {shown(key)}, not text", field="object_key")
     envelope = standard.read_envelope(event)
-    found = parse_object_key(key)
-    if found is None:
+    object_key = parse_object_key(key)
+    if object_key is None:
         return Ignored.UNKNOWN_KEY
-    if found.group:
+    if object_key.group:
         return Ignored.OTHER_GROUP
-    envelope = replace(envelope, object_shard=found.object_shard)
+    envelope = replace(envelope, object_shard=object_key.object_shard)
     medium = wire.medium(event.get("medium"))
     if kind == "removed":
-        return Removed((found.engine_hash,), medium, envelope=envelope)
-    return Stored((found.engine_hash,), None, b"", 0, medium, envelope=envelope)
+        return Removed((object_key.engine_hash,), medium, envelope=envelope)
+    return Stored((object_key.engine_hash,), None, b"", 0, medium, envelope=envelope)
 
 
 # The keys under which engines put blocks into an object store. Each names an engine hash, and an object shard.
@@ -99,21 +99,21 @@ def parse_object_key(key: str) -> ObjectKey | None:
 def _of_vllm(fields: list[str]) -> ObjectKey | None:
     # A model may have an @ in its name, so the fields are read from the end.
     last = len(fields) - 1
-    for at in (last, last - 1):
-        found = _HEX.fullmatch(fields[at]) if at > 0 else None
-        if found is None or (at < last and not _LAST.fullmatch(fields[last])):
+    for index in (last, last - 1):
+        match = _HEX.fullmatch(fields[index]) if index > 0 else None
+        if match is None or (index < last and not _LAST.fullmatch(fields[last])):
             continue
-        shard = [field for field in fields[1:at] if _SHARD.match(field)] + fields[at + 1 :]
-        groups = [int(group[1]) for field in fields[1:at] if (group := _GROUP.fullmatch(field))]
-        if at < last and not groups and at > 1 and _LAST.fullmatch(fields[at - 1]):
-            groups = [int(fields[at - 1])]
-        return ObjectKey(int(found[1], 16) & (2**64 - 1), _digest("@".join(shard)), groups[-1] if groups else 0)
+        shard = [field for field in fields[1:index] if _SHARD.match(field)] + fields[index + 1 :]
+        groups = [int(group[1]) for field in fields[1:index] if (group := _GROUP.fullmatch(field))]
+        if index < last and not groups and index > 1 and _LAST.fullmatch(fields[index - 1]):
+            groups = [int(fields[index - 1])]
+        return ObjectKey(int(match[1], 16) & (2**64 - 1), _digest("@".join(shard)), groups[-1] if groups else 0)
     return None
 
 
 def _of_sglang(key: str) -> ObjectKey | None:
-    found = _SGLANG.fullmatch(key)
-    return None if found is None else ObjectKey(int(found[1][:16], 16), _digest(found[2] or ""), 0)
+    match = _SGLANG.fullmatch(key)
+    return None if match is None else ObjectKey(int(match[1][:16], 16), _digest(match[2] or ""), 0)
 
 
 def _digest(text: str) -> str:

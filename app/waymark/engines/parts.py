@@ -45,13 +45,13 @@ def _cut(event: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
     count, width = len(hashes), 0
     if isinstance(tokens, list | array | bytes) and len(tokens):
         unit = 4 if isinstance(tokens, bytes) else 1  # bytes hold u32
-        told = len(tokens) // unit
+        units = len(tokens) // unit
         size = event.get("block_size")
-        size = size if type(size) is int and size > 0 else max(1, told // count)
-        if told > count * size:  # sparse, and as such skipped
+        size = size if type(size) is int and size > 0 else max(1, units // count)
+        if units > count * size:  # sparse, and as such skipped
             count, tokens = 1, tokens[: (size + 1) * unit]
-        elif told < count * size:  # the complete leading blocks count
-            count = max(1, told // size)
+        elif units < count * size:  # the complete leading blocks count
+            count = max(1, units // size)
         width = size * unit
     per_block = {name: event[name] for name in PER_BLOCK if isinstance(event.get(name), list)}
     # One that does not fit the hashes goes to the decoder unchanged, as one of no block.
@@ -72,10 +72,10 @@ def _cut(event: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
 def _hashes(value: Any) -> list[Any] | array[int]:
     """Return the hashes as a list; standard events may have them as little-endian bytes."""
     if isinstance(value, bytes) and len(value) % 8 == 0:
-        found = array("Q", value)
+        packed = array("Q", value)
         if sys.byteorder == "big":
-            found.byteswap()
-        return found
+            packed.byteswap()
+        return packed
     return value if isinstance(value, list | array) else []
 
 

@@ -42,8 +42,8 @@ def read(payload: bytes, events_max: int, list_fields: tuple[int, int] = LIST_FI
     loops = native.selected
     if loops is None:
         return None
-    found = loops.read_batch(payload, events_max, Stored, Removed, _CLEARED, normal_medium, *list_fields)
-    if found is None:
+    result = loops.read_batch(payload, events_max, Stored, Removed, _CLEARED, normal_medium, *list_fields)
+    if result is None:
         return None
-    ts, events, rank, publisher_id, others = found
-    return PlainBatch(ts, events if isinstance(events, list) else PlainEvents(events), rank, publisher_id, others)
+    ts, events, rank, publisher_id, count = result
+    return PlainBatch(ts, events if isinstance(events, list) else PlainEvents(events), rank, publisher_id, count)

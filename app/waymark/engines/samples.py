@@ -59,9 +59,9 @@ class SampleParser:
                 yield from self._parse(line)
 
     def _parse(self, line: bytes) -> Iterator[Sample]:
-        found = _NAME.match(line)
-        name = None if found is None else self._names.get(found[0])
-        if found is None or name is None:
+        name_match = _NAME.match(line)
+        name = None if name_match is None else self._names.get(name_match[0])
+        if name_match is None or name is None:
             return
         self._lines += 1
         self._bytes += len(line)
@@ -70,17 +70,17 @@ class SampleParser:
         if self._lines > LINES_MAX or self._bytes > BYTES_MAX:
             raise ValueError(f"more than {LINES_MAX} lines or {BYTES_MAX} bytes of the metrics that are read")
         labels: dict[str, str] = {}
-        at = found.end()
-        if begin := _LABELS.match(line, at):
-            at = begin.end()
-            while label := _LABEL.match(line, at):
+        position = name_match.end()
+        if begin := _LABELS.match(line, position):
+            position = begin.end()
+            while label := _LABEL.match(line, position):
                 labels[label[1].decode()] = _unescaped(label[2])
-                at = label.end()
-            end = _END_OF_LABELS.match(line, at)
+                position = label.end()
+            end = _END_OF_LABELS.match(line, position)
             if end is None:
                 raise ValueError(f"a line of {name} has labels that cannot be read")
-            at = end.end()
-        value = _VALUE.match(line, at)
+            position = end.end()
+        value = _VALUE.match(line, position)
         try:
             number = float(value[1]) if value is not None else None
         except ValueError:

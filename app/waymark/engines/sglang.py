@@ -148,7 +148,7 @@ def _blocks_of(record: Any) -> list[tuple[str, int]]:
     if not isinstance(record, dict):
         raise Rejected("bad_event", f"a record is {shown(record)}, not a map")
     if "block_hashes" in record:
-        return [(UNNAMED, each) for each in wire.hashes(record["block_hashes"], "block_hashes")]
+        return [(UNNAMED, engine_hash) for engine_hash in wire.hashes(record["block_hashes"], "block_hashes")]
     medium, mask = _TIERS.get(record.get("tier", 1)), record.get("component_mask", _FULL)
     if medium is None or not wire.is_u32(mask):
         raise Rejected("bad_event", "a record has a tier or a component_mask that is not known")

@@ -87,10 +87,10 @@ def _unfit(bad: Rejected, document: Mapping[str, object]) -> InvalidValue:
     if field in _DECIMALS and isinstance(value, str) and _TOO_LONG_DECIMAL.fullmatch(value):
         reason = "out_of_range"
     if value is None and reason == "missing":
-        told = "missing"
+        text = "missing"
     else:
-        told = kind_of(value) if field in _SECRET and index is None else shown(value)
-    sentence = f"{wire.at(field, index)} is {told}; it must be {wanted}"
+        text = kind_of(value) if field in _SECRET and index is None else shown(value)
+    sentence = f"{wire.at(field, index)} is {text}; it must be {wanted}"
     return InvalidValue(sentence, reason=reason, field=field, index=index)
 
 
@@ -190,8 +190,8 @@ def _text(event: Mapping[Any, Any], field: str, *, secret: bool = False) -> str 
         if value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value):
             return value or None
         raise Rejected("bad_envelope", f"{field} is no Unicode text", field=field)
-    told = f"a {type(value).__name__}" if secret else shown(value)
-    raise Rejected("bad_envelope", f"{field} is {told}, not text", field=field, reason="invalid_type")
+    text = f"a {type(value).__name__}" if secret else shown(value)
+    raise Rejected("bad_envelope", f"{field} is {text}, not text", field=field, reason="invalid_type")
 
 
 def _u32(event: Mapping[Any, Any], field: str) -> int | None:

@@ -78,8 +78,8 @@ def read_event(event: Any, *, seed: int, zero_of_map: Zero = "block", zero_of_li
     if tag == "BlockRemoved":
         block_hashes, medium, group = _values(listed, named, REMOVED_FIELDS)
         removed = wire.hashes(block_hashes, "block_hashes")
-        left = _copies_left(named.get("remaining_copy_counts"), len(removed))
-        return Removed(removed, wire.medium(medium), _group(group), copies_left=left) if removed else Ignored.EMPTY
+        copies = _copies_left(named.get("remaining_copy_counts"), len(removed))
+        return Removed(removed, wire.medium(medium), _group(group), copies_left=copies) if removed else Ignored.EMPTY
     # A snapshot of a rank would be read here, as a clear and its stores; no release of vLLM sends one.
     return Cleared() if tag == "AllBlocksCleared" else Ignored.UNKNOWN_TYPE
 
@@ -149,8 +149,10 @@ def _with_skipped(named: Mapping[Any, Any], skipped: Any, tokens: bytes, keys: A
     an image went into the hashes, because the unit of each is not known, or if the fields are not valid: then the unit
     is read as if it had none.
     """
-    for each in (keys, named.get("skipped_extra_keys")):
-        if each is not None and not (isinstance(each, list) and each.count(None) == len(each)):
+    for keys_of_blocks in (keys, named.get("skipped_extra_keys")):
+        if keys_of_blocks is not None and not (
+            isinstance(keys_of_blocks, list) and keys_of_blocks.count(None) == len(keys_of_blocks)
+        ):
             return None
     above = named.get("skipped_parent_block_hash")
     try:
@@ -164,8 +166,8 @@ def _copies_left(counts: Any, hashes: int) -> tuple[int | None, ...] | None:
     """Return how many copies of each block are left; None for an invalid count. The block is removed in any case."""
     if not isinstance(counts, list) or len(counts) != hashes:
         return None
-    left = tuple([count if wire.is_u32(count) else None for count in counts])
-    return None if left.count(None) == hashes else left
+    copies = tuple([count if wire.is_u32(count) else None for count in counts])
+    return None if copies.count(None) == hashes else copies
 
 
 def _adapter(lora_name: Any, lora_id: Any) -> Adapter:
@@ -233,12 +235,12 @@ def _without_names(
     keys: list[Any], adapter: Adapter, salt: str | None, *, at_root: bool
 ) -> tuple[list[list[Any]], str | None]:
     """Return each block's keys without adapter and salt, and the salt if the keys name it."""
-    left = [list(block or ()) for block in keys]
+    remaining = [list(block or ()) for block in keys]
     if isinstance(adapter, str):
-        for block in left:
+        for block in remaining:
             if adapter in block:
                 block.remove(adapter)
-    first = left[0]
+    first = remaining[0]
     names = [key for key in first if isinstance(key, str)]
     if salt is not None:
         names = [name for name in names if _salt(name) == salt]
@@ -248,7 +250,7 @@ def _without_names(
         # Of several names the salt is the last: vLLM puts images before it, and only bytes after it.
         first.remove(names[-1])
         salt = _salt(names[-1])
-    return left, salt
+    return remaining, salt
 
 
 def _digests(keys: list[Any] | None, images: list[Any] | None, seed: int) -> tuple[int | None, ...] | None:

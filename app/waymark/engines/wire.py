@@ -79,11 +79,11 @@ def hashes(value: Any, field: str, read: Callable[[Any, str, int], int] = u64) -
     if not isinstance(value, list):
         raise Rejected("bad_hash", f"{field} is {shown(value)}, not a list", field=field, reason=_absence(value))
     plain = set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= U64_MASK
-    found = tuple(value) if plain else tuple([read(item, field, i) for i, item in enumerate(value)])
-    if len(set(found)) != len(found):
-        sentence = f"{field} names one of its {len(found)} blocks twice"
+    result = tuple(value) if plain else tuple([read(item, field, i) for i, item in enumerate(value)])
+    if len(set(result)) != len(result):
+        sentence = f"{field} names one of its {len(result)} blocks twice"
         raise Rejected("repeated_hash", sentence, field=field)
-    return found
+    return result
 
 
 def tokens(value: Any, field: str = "token_ids") -> bytes:

@@ -110,13 +110,13 @@ def misconfigured(sentence: str, form: Form | None) -> ImmediateAnswer:
 def _rejection(status: int, slug: str, name: str, sentence: str, form: Form | None) -> ImmediateAnswer:
     headers = {"retry-after": _RETRY_SECONDS} if status in (429, 503) else {}
     if form is Form.MESSAGES:
-        said: dict[str, object] = {
+        fields: dict[str, object] = {
             "type": "error",
             "error": {"type": _ANTHROPIC.get(status, "api_error"), "message": sentence},
         }
     else:
-        said = {"error": {"message": sentence, "type": name, "param": None, "code": slug}}
-    return ImmediateAnswer(status, slug, orjson.dumps(said), headers)
+        fields = {"error": {"message": sentence, "type": name, "param": None, "code": slug}}
+    return ImmediateAnswer(status, slug, orjson.dumps(fields), headers)
 
 
 # The number of held bytes of bodies: of one request, and of all.
@@ -135,9 +135,9 @@ class BodyBytes:
         self._gauge = metrics.epp_bodies_bytes
         self._arriving: set[ArrivingBody] = set()
 
-    def exceeded(self, held: int, more: int) -> Literal["one", "all"] | None:
-        """Return the bound that a body of ``held`` bytes exceeds with so many more; None if they are counted."""
-        if held + more > self.one_max:
+    def exceeded(self, bytes_held: int, more: int) -> Literal["one", "all"] | None:
+        """Return the bound that a body of ``bytes_held`` bytes exceeds with so many more; None if they are counted."""
+        if bytes_held + more > self.one_max:
             return "one"
         if self._held + more > self.all_max:
             return "all"
@@ -145,9 +145,9 @@ class BodyBytes:
         self._gauge.set(self._held)
         return None
 
-    def release(self, held: int) -> None:
+    def release(self, bytes_held: int) -> None:
         """Release a body."""
-        self._held -= held
+        self._held -= bytes_held
         self._gauge.set(self._held)
 
     def arriving(self, give_up: Callable[[], None]) -> ArrivingBody:
@@ -163,7 +163,7 @@ class BodyBytes:
     def make_room(self, body: ArrivingBody, more: int) -> bool:
         """Let larger bodies give way to ``more`` bytes of this one. Return False if there is no larger one."""
         while self._held + more > self.all_max:
-            largest = max(self._arriving, key=lambda each: each.held, default=body)
+            largest = max(self._arriving, key=lambda arriving_body: arriving_body.held, default=body)
             if largest.held <= body.held + more:
                 return False
             largest.give_up()

@@ -36,11 +36,11 @@ _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 def headers_of(message: Any) -> dict[str, str]:
     """Return headers by name; of a repeated name the first value, as a proxy reads it."""
-    found: dict[str, str] = {}
-    for each in message.headers.headers:
-        value = each.raw_value.decode("utf-8", "replace") if each.raw_value else each.value
-        found.setdefault(each.key.lower(), value)
-    return found
+    headers: dict[str, str] = {}
+    for header in message.headers.headers:
+        value = header.raw_value.decode("utf-8", "replace") if header.raw_value else header.value
+        headers.setdefault(header.key.lower(), value)
+    return headers
 
 
 def subset_of(request: Any) -> frozenset[str] | None:
@@ -49,7 +49,7 @@ def subset_of(request: Any) -> frozenset[str] | None:
     if value is None:
         return None
     if value.WhichOneof("kind") == "list_value":
-        names = [each.string_value for each in value.list_value.values]
+        names = [value_of_list.string_value for value_of_list in value.list_value.values]
     else:
         names = value.string_value.split(",")
     return frozenset(name.strip() for name in names if name.strip())
@@ -65,10 +65,10 @@ def served_of(request: Any, headers: Mapping[str, str]) -> str | None:
 def _metadata(request: Any, namespace: str, key: str) -> Any:
     if not request.HasField("metadata_context"):
         return None
-    found = request.metadata_context.filter_metadata
-    if namespace not in found or key not in found[namespace].fields:
+    metadata = request.metadata_context.filter_metadata
+    if namespace not in metadata or key not in metadata[namespace].fields:
         return None
-    return found[namespace].fields[key]
+    return metadata[namespace].fields[key]
 
 
 # ---- answers to the proxy ----------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def picked_by_body(headers: Mapping[str, str], remove: Iterable[str]) -> Any:
 
 def pieces(parts: Sequence[bytes], *, is_request: bool, is_end: bool) -> Iterator[Any]:
     """Yield a body unchanged; with ``is_end`` neither more of the body nor trailers follow."""
-    cut = [part[at : at + PIECE_BYTES] for part in parts for at in range(0, len(part), PIECE_BYTES)]
+    cut = [part[start : start + PIECE_BYTES] for part in parts for start in range(0, len(part), PIECE_BYTES)]
     if not cut and is_end:
         cut = [b""]
     for number, piece in enumerate(cut, 1):

@@ -83,10 +83,10 @@ class CallContext:
 class ProcessCall:
     """The messages of one stream, answered in order."""
 
-    def __init__(self, picker: CallContext, place: StreamPlace, read: ReadMessage, write: WriteMessage) -> None:
+    def __init__(self, picker: CallContext, place: StreamPlace, read_message: ReadMessage, write: WriteMessage) -> None:
         self._picker = picker
         self._place = place
-        self._read = read
+        self._read = read_message
         self._write = write
         self._began = monotonic()
         self._headers: dict[str, str] = {}
@@ -211,7 +211,7 @@ class ProcessCall:
         self._under_way = self._picker.under_way.add(routed)
         self._picker.metrics.epp_requests.labels(outcome="picked").inc()
         selected = routed.selected
-        addresses = [selected.target.candidate.address, *(each.address for each in selected.others)]
+        addresses = [selected.target.candidate.address, *(candidate.address for candidate in selected.others)]
         # Ranks of one engine share its address.
         places = dict.fromkeys(host_and_port(address) for address in addresses if address is not None)
         return {**selected.headers, messages.DESTINATION: ",".join(places)}
@@ -244,14 +244,14 @@ class ProcessCall:
     # ---- the answer --------------------------------------------------------------------------------
 
     async def _response(self) -> None:
-        held = HeldAnswer(self._picker.bodies, self._write)
+        held_answer = HeldAnswer(self._picker.bodies, self._write)
         try:
             while (message := await self._next()) is not None:
-                await self._answer(message, held)
+                await self._answer(message, held_answer)
         finally:
-            held.drop()
+            held_answer.drop()
 
-    async def _answer(self, message: Any, held: HeldAnswer) -> None:
+    async def _answer(self, message: Any, held_answer: HeldAnswer) -> None:
         """Send one message on; before the last one of an answer, its load is given back."""
         kind = message.WhichOneof("request")
         if kind == "response_body":
@@ -265,7 +265,7 @@ class ProcessCall:
                 replies = [messages.GO_ON[kind]]
             if body.end_of_stream or body.body.endswith(_LAST_EVENT):
                 await self._give_back()
-            await held.send(replies, size=len(body.body), is_end=body.end_of_stream)
+            await held_answer.send(replies, size=len(body.body), is_end=body.end_of_stream)
             return
         if kind not in messages.GO_ON:
             raise StreamCut("unexpected", f"{kind} is no part of an answer")
@@ -276,12 +276,12 @@ class ProcessCall:
             await self._answered(message, headers)
             is_end = bool(message.response_headers.end_of_stream)
             if self._response_mode == messages.DUPLEX and is_whole(headers):
-                held.begin()
+                held_answer.begin()
             if self._under_way is not None:
                 reply = messages.answered(self._under_way.answer_headers)
         if is_end:
             await self._give_back()
-        await held.send([reply], size=0, is_end=is_end)
+        await held_answer.send([reply], size=0, is_end=is_end)
 
     async def _give_back(self) -> None:
         if self._under_way is not None:

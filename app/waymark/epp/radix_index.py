@@ -129,10 +129,10 @@ class RadixIndex:
     async def pull(self, _: Any, context: Any) -> AsyncIterator[Any]:
         """Yield the registered holders. Replicas share their blocks in Redis, so there is no block to copy."""
         try:
-            found = await self._prompts.holders()
+            holders = await self._prompts.holders()
         except StoreUnavailable as exc:
             await context.abort(grpc.StatusCode.UNAVAILABLE, exc.sentence)
-        for keyspace, match in found:
+        for keyspace, match in holders:
             of = CLASSES["Keyspace"](
                 model=keyspace.model_name, symbol_kind=TOKENS, block_size=keyspace.block_size, hash_scheme=1
             )
@@ -142,10 +142,10 @@ class RadixIndex:
     # ---- one message -------------------------------------------------------------------------------
 
     async def _match(self, query: Any) -> Any:
-        outcome, found = await self._found(query)
+        outcome, matches = await self._found(query)
         self._metrics.index_queries.labels(outcome=outcome).inc()
         match = CLASSES["Match"](query_id=query.query_id)
-        for each in found:
+        for each in matches:
             score = match.scores.add(holder=each.holder, matched_blocks=each.blocks, event_fed=each.tells_events)
             score.intervals.add(start=0, end=each.blocks)
         return match
@@ -156,10 +156,10 @@ class RadixIndex:
         if len(query.content_hashes) > BLOCKS_MAX:
             return "too_long", ()
         try:
-            found = await self._prompts.match(_keyspace(query.keyspace), query.content_hashes)
+            matches = await self._prompts.match(_keyspace(query.keyspace), query.content_hashes)
         except StoreUnavailable:
             return "unavailable", ()
-        return "match" if found else "empty", found
+        return "match" if matches else "empty", matches
 
     async def _place(self, update: Any, stored: Any) -> None:
         parent = stored.parent_seq_hash if stored.HasField("parent_seq_hash") else None
@@ -209,8 +209,8 @@ class RadixIndex:
             self._metrics.index_streams.set(self._streams)
 
 
-def _keyspace(given: Any) -> Keyspace:
-    return Keyspace(given.model, given.symbol_kind == BYTES, given.block_size)
+def _keyspace(message: Any) -> Keyspace:
+    return Keyspace(message.model, message.symbol_kind == BYTES, message.block_size)
 
 
 async def _messages(context: Any) -> AsyncIterator[Any]:

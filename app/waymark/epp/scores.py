@@ -93,9 +93,9 @@ class PodScores:
         if ranked is not None:
             wanted = frozenset(request.pod_identifiers)
             best: dict[str, float] = {}
-            for each in ranked.scored:
-                score = _score(each.candidate, ranked.block_size)
-                for name in _names(each.candidate) & wanted if wanted else {each.candidate.instance_id}:
+            for candidate in ranked.scored:
+                score = _score(candidate.candidate, ranked.block_size)
+                for name in _names(candidate.candidate) & wanted if wanted else {candidate.candidate.instance_id}:
                     best[name] = max(score, best.get(name, 0.0))  # ranks of one pod are one pod
             for name, score in best.items():
                 if score > 0:
@@ -124,7 +124,9 @@ class PrefixMatches:
 
     async def match_external_kv_prefix(self, request: Any, context: Any) -> Any:
         """The addresses of the engines that have the beginning of a prompt, the longest match first."""
-        hashes = [each & _U64 for each in request.hashes[: min(request.max_blocks or _PREFIX_MAX, _PREFIX_MAX)]]
+        hashes = [
+            engine_hash & _U64 for engine_hash in request.hashes[: min(request.max_blocks or _PREFIX_MAX, _PREFIX_MAX)]
+        ]
         try:
             async with asyncio.timeout(self._seconds):
                 found, count = await self._prompts.match_engine_hashes(hashes, self._seconds)

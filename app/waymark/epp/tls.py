@@ -74,14 +74,14 @@ def _reader(cert_file: Path, key_file: Path, first: tuple[bytes, bytes]) -> Call
         """Return the new pair, or None if it is unchanged."""
         nonlocal last
         try:
-            found = _read(cert_file, key_file)
+            pair = _read(cert_file, key_file)
         except OSError as exc:
             log.warning("the certificate cannot be read; the previous one stays in use", extra=fields(error=str(exc)))
             return None
-        if found == last:
+        if pair == last:
             return None
-        last = found
-        return _configuration(found)
+        last = pair
+        return _configuration(pair)
 
     return changed
 

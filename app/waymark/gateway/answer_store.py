@@ -32,7 +32,7 @@ class AnswerStore(Protocol):
 
     async def find(self, key: bytes) -> CacheLookup: ...
 
-    async def keep(self, key: bytes, kept: KeptAnswer, clearing: bytes | int) -> None:
+    async def keep(self, key: bytes, answer: KeptAnswer, clearing: bytes | int) -> None:
         """Keep an answer, unless all was cleared since its request was looked up."""
         ...
 
@@ -69,7 +69,7 @@ class MemoryAnswers:
         """A number that every ``clear`` raises."""
         evicted = metrics.response_cache_evictions.inc
         self._answers: BoundedCache[KeptAnswer] = BoundedCache(
-            entries_max, bytes_max, ttl_seconds, lambda kept: len(kept.body), evicted=evicted, clock=clock
+            entries_max, bytes_max, ttl_seconds, lambda answer: len(answer.body), evicted=evicted, clock=clock
         )
 
     @property
@@ -82,9 +82,9 @@ class MemoryAnswers:
     async def find(self, key: bytes) -> CacheLookup:
         return CacheLookup(self._answers.find(key), self._generation)
 
-    async def keep(self, key: bytes, kept: KeptAnswer, clearing: bytes | int) -> None:
+    async def keep(self, key: bytes, answer: KeptAnswer, clearing: bytes | int) -> None:
         if clearing == self._generation:
-            self._answers.keep(key, kept)
+            self._answers.keep(key, answer)
 
     async def clear(self, key: bytes | None = None) -> int:
         return self.forget(key)
@@ -94,6 +94,6 @@ class MemoryAnswers:
         self._generation += 1
         if key is None:
             return self._answers.clear()
-        found = self._answers.find(key)
+        answer = self._answers.find(key)
         self._answers.remove(key)
-        return int(found is not None)
+        return int(answer is not None)

@@ -203,9 +203,9 @@ class Gateway:
     ) -> None:
         content_type = headers.get(b"content-type", b"")
         body = body_of_request(proxied.path, proxied.body, content_type)
-        meant = self._aliases.get(body.request.model)
-        if meant is not None:
-            proxied.body = with_model(body, proxied.body, meant, content_type)
+        model = self._aliases.get(body.request.model)
+        if model is not None:
+            proxied.body = with_model(body, proxied.body, model, content_type)
             body = body_of_request(proxied.path, proxied.body, content_type)
         if self._injects_cache_control:
             proxied.body = with_cache_control(body, proxied.body)
@@ -259,9 +259,9 @@ class Gateway:
         except StoreUnavailable as error:
             raise RequestRejected(503, error.sentence, "unavailable", retry_after_seconds=1) from None
         cards = [
-            {"id": each, "object": "model", "created": 0, "owned_by": "waymark", "parent": parent}
-            for each, parent in models
-            if not name or each == name
+            {"id": model, "object": "model", "created": 0, "owned_by": "waymark", "parent": parent}
+            for model, parent in models
+            if not name or model == name
         ]
         if name and not cards:
             raise RequestRejected(
@@ -335,13 +335,17 @@ async def served_models(
     ``aliases`` are those of the gateway; one whose model is not served is none.
     """
     names: dict[str, str | None] = {}
-    for each in await directory.registrations():
-        if each.tenant_id == tenant_id and each.scope == "instance" and each.target.address is not None:
-            names[each.model_name] = None
-            for alias in each.target.aliases:
+    for registration in await directory.registrations():
+        if (
+            registration.tenant_id == tenant_id
+            and registration.scope == "instance"
+            and registration.target.address is not None
+        ):
+            names[registration.model_name] = None
+            for alias in registration.target.aliases:
                 names.setdefault(alias, None)
-            for adapter in each.target.adapters:
-                names.setdefault(adapter, each.model_name)
+            for adapter in registration.target.adapters:
+                names.setdefault(adapter, registration.model_name)
     for alias, name in aliases.items():
         if name in names:
             names[alias] = names[name]

@@ -48,11 +48,11 @@ class BoundedCache(Generic[V]):
 
     def find(self, key: bytes) -> V | None:
         """Return the value under a key, unless its time is over."""
-        found = self._held.get(key)
-        if found is None:
+        entry = self._held.get(key)
+        if entry is None:
             return None
-        until, value = found
-        if self._clock() >= until:
+        expires_at, value = entry
+        if self._clock() >= expires_at:
             self.remove(key)
             return None
         self._held.move_to_end(key)
@@ -74,9 +74,9 @@ class BoundedCache(Generic[V]):
         return True
 
     def remove(self, key: bytes) -> None:
-        found = self._held.pop(key, None)
-        if found is not None:
-            self._bytes -= self._size(found[1]) + ENTRY_BYTES
+        entry = self._held.pop(key, None)
+        if entry is not None:
+            self._bytes -= self._size(entry[1]) + ENTRY_BYTES
 
     def clear(self) -> int:
         """Forget all; how many there were."""

@@ -39,11 +39,11 @@ class KeptAnswer(NamedTuple):
         return cls(content_type, body)
 
 
-async def send_again(kept: KeptAnswer, send: AsgiSend, key: bytes) -> None:
+async def send_again(answer: KeptAnswer, send: AsgiSend, key: bytes) -> None:
     """Answer a request with the answer to an earlier one; ``key`` is the hex text of the request's key."""
-    headers = [(_CONTENT_TYPE, kept.content_type), (b"x-cache", b"HIT"), (b"x-cache-key", key)]
+    headers = [(_CONTENT_TYPE, answer.content_type), (b"x-cache", b"HIT"), (b"x-cache-key", key)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": kept.body, "more_body": False})
+    await send({"type": "http.response.body", "body": answer.body, "more_body": False})
 
 
 class AnswerCollector:
@@ -110,5 +110,5 @@ def _is_finished(api: Form, body: bytes) -> bool:
     return (
         isinstance(choices, list)
         and bool(choices)
-        and all(isinstance(each, dict) and each.get("finish_reason") in _FINISHED for each in choices)
+        and all(isinstance(choice, dict) and choice.get("finish_reason") in _FINISHED for choice in choices)
     )

@@ -96,10 +96,10 @@ class MongoArchive:
 
     async def find(self, name: str) -> bytes | None:
         """Return a response that Redis has no more. Raise RemoteUnavailable if MongoDB is unavailable."""
-        found = await self._called(lambda: self._collection.find_one({"_id": name}))
-        if found is None or found["until"] <= datetime.now(UTC):
+        document = await self._called(lambda: self._collection.find_one({"_id": name}))
+        if document is None or document["until"] <= datetime.now(UTC):
             return None
-        return bytes(found["response"])
+        return bytes(document["response"])
 
     async def run(self) -> None:
         """Copy queued changes, until it is cancelled."""
@@ -144,11 +144,11 @@ class MongoArchive:
     def _write(self, values: dict[str, bytes | None]) -> None:
         from pymongo import DeleteOne, ReplaceOne
 
-        until = datetime.now(UTC) + self._ttl
+        expires_at = datetime.now(UTC) + self._ttl
         changes: list[Any] = []
         for name, value in values.items():
             if value:
-                entry = {"_id": name, "response": value, "until": until}
+                entry = {"_id": name, "response": value, "until": expires_at}
                 changes.append(ReplaceOne({"_id": name}, entry, upsert=True))
             elif value is not None:  # deleted; one that Redis has lost is left as it is
                 changes.append(DeleteOne({"_id": name}))

@@ -211,7 +211,7 @@ class Proxy:
         reader = UsageReader() if response.headers.get("Content-Encoding", "identity") == "identity" else None
         headers = to_client(response.raw_headers)
         if _is_told(response) or is_translated:  # an error may follow it, or have another length
-            headers = [each for each in headers if each[0] != b"content-length"]
+            headers = [header for header in headers if header[0] != b"content-length"]
         own = [(name.encode(), value.encode()) for name, value in answered.request.answer_headers.items()]
         own.append((b"x-waymark-engine", quote(_instance(answered), safe=" /:@|,;=+()[]").encode()))
         start = {"type": "http.response.start", "status": response.status, "headers": [*headers, *own, *extra]}
@@ -297,5 +297,5 @@ class Avoided:
         if not self._until:
             return frozenset()
         now = self._clock()
-        self._until = {name: until for name, until in self._until.items() if until > now}
+        self._until = {name: end for name, end in self._until.items() if end > now}
         return frozenset(self._until)

@@ -32,9 +32,9 @@ class Recorder:
     last bytes are sent; None to keep nothing. An answer, or an event, of more than ``bytes_max`` goes on as it is.
     """
 
-    def __init__(self, send: AsgiSend, told: Mapping[str, Any], keep: KeepResponse | None, *, bytes_max: int) -> None:
+    def __init__(self, send: AsgiSend, fields: Mapping[str, Any], keep: KeepResponse | None, *, bytes_max: int) -> None:
         self._send = send
-        self._told = told
+        self._told = fields
         self._keep = keep
         self._bytes_max = bytes_max
         self._start: AsgiMessage | None = None
@@ -71,35 +71,35 @@ class Recorder:
         assert start is not None
         body = bytes(self._held)
         if is_over:
-            told = await self._told_of(body)
-            if told is not None:
-                body = told
+            new_body = await self._told_of(body)
+            if new_body is not None:
+                body = new_body
                 length = (b"content-length", b"%d" % len(body))
-                start["headers"] = [each for each in start["headers"] if each[0] != b"content-length"] + [length]
+                start["headers"] = [header for header in start["headers"] if header[0] != b"content-length"] + [length]
         await self._send(start)
         await self._send({**message, "body": body})
         self._held.clear()
         self._is_passed = True
 
     async def _events(self, message: AsgiMessage) -> None:
-        held, is_last = self._held, not message["more_body"]
-        held += message["body"]
+        buffered, is_last = self._held, not message["more_body"]
+        buffered += message["body"]
         end = self._end_of_events()
-        ready = await self._read_events(bytes(held[:end])) if end else b""
-        del held[:end]
-        self._searched = max(0, len(held) - _BEFORE_END)
-        if len(held) > self._bytes_max:
+        ready = await self._read_events(bytes(buffered[:end])) if end else b""
+        del buffered[:end]
+        self._searched = max(0, len(buffered) - _BEFORE_END)
+        if len(buffered) > self._bytes_max:
             self._is_passed = True
         if self._is_passed or is_last:
-            ready += held
-            held.clear()
+            ready += buffered
+            buffered.clear()
         if ready or is_last:
             await self._send({**message, "body": ready})
 
     def _end_of_events(self) -> int:
         """Return how many of the held bytes are whole events."""
-        found = _TO_LAST_END.match(self._held, self._searched)
-        return 0 if found is None else found.end()
+        match = _TO_LAST_END.match(self._held, self._searched)
+        return 0 if match is None else match.end()
 
     async def _read_events(self, events: bytes) -> bytes:
         """Return whole events with the fields that the engine cannot know."""

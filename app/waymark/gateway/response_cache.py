@@ -96,11 +96,11 @@ class ResponseCache:
             self._count("skip")
             await proceed([(b"x-cache", b"BYPASS")])
             return
-        kept, clearing = await self._find(key)
-        if kept is not None:
+        answer, clearing = await self._find(key)
+        if answer is not None:
             self._count("hit")
             proxied.status = 200
-            await send_again(kept, proxied.send, key.hex().encode())
+            await send_again(answer, proxied.send, key.hex().encode())
             return
         self._count("miss")
         await self._lead(key, clearing, proxied, proceed)
@@ -110,16 +110,16 @@ class ResponseCache:
         self._counts.add(_COUNT + result)
 
     async def _find(self, key: bytes) -> CacheLookup:
-        found = await self._answers.find(key)
+        answer = await self._answers.find(key)
         flight = self._under_way.get(key)
         # An answer requested before the cache was cleared must not serve a later request.
-        if found.kept is None and flight is not None and flight.clearing == found.clearing:
+        if answer.kept is None and flight is not None and flight.clearing == answer.clearing:
             try:
                 async with asyncio.timeout(_FLIGHT_SECONDS):
-                    return found._replace(kept=await asyncio.shield(flight.answer))
+                    return answer._replace(kept=await asyncio.shield(flight.answer))
             except TimeoutError:
-                return found
-        return found
+                return answer
+        return answer
 
     async def _lead(self, key: bytes, clearing: bytes | int, proxied: ProxiedRequest, proceed: Proceed) -> None:
         """Let an engine answer; equal requests wait meanwhile. Without effect if another request leads already."""
@@ -135,17 +135,17 @@ class ResponseCache:
             await proceed([(b"x-cache", b"MISS"), (b"x-cache-key", key.hex().encode())])
         finally:
             # A client may disconnect with its last byte; then this request is cancelled, and its answer is whole.
-            kept = collector.kept()
+            answer = collector.kept()
             if flight is not None:
-                flight.answer.set_result(kept)
-            self._begin(self._keep(key, clearing, kept, flight))
+                flight.answer.set_result(answer)
+            self._begin(self._keep(key, clearing, answer, flight))
 
     async def _keep(
-        self, key: bytes, clearing: bytes | int, kept: KeptAnswer | None, flight: _SharedRequest | None
+        self, key: bytes, clearing: bytes | int, answer: KeptAnswer | None, flight: _SharedRequest | None
     ) -> None:
         try:
-            if kept is not None:
-                await self._answers.keep(key, kept, clearing)
+            if answer is not None:
+                await self._answers.keep(key, answer, clearing)
                 evicted = int(self._metrics.response_cache_evictions.value)
                 if evicted > self._evicted:
                     self._counts.add(_COUNT + "evictions", number=evicted - self._evicted)
@@ -193,16 +193,16 @@ class ResponseCache:
         together, _ = await self._counts.read()
         counts = {name: together.get(_COUNT + name, 0) for name in self._results}
         asked = counts["hit"] + counts["miss"]
-        answers, held = self._answers, await self._answers.count()
+        answers, size = self._answers, await self._answers.count()
         return {
             "enabled": True,
             "backend_type": answers.backend,
-            "entries": held.entries,
+            "entries": size.entries,
             "capacity": answers.entries_max,
             "requests": counts | {"total": sum(counts.values())},
             "hit_rate": f"{counts['hit'] / asked if asked else 0:.4f}",
             "evictions": together.get(_COUNT + "evictions", 0),
-            "size_bytes": held.bytes,
+            "size_bytes": size.bytes,
             "config": {
                 "backend": answers.backend,
                 "ttl": duration(answers.ttl_seconds),
@@ -218,7 +218,7 @@ def _answers(settings: Settings, metrics: Metrics, store: Store) -> AnswerStore:
     bounds = (settings.response_cache_entries, settings.response_cache_bytes, settings.response_cache_ttl_seconds)
     if settings.response_cache == "memory":
         return MemoryAnswers(*bounds, metrics)
-    beside = MemoryAnswers(
+    in_memory = MemoryAnswers(
         settings.response_cache_fallback_entries,
         settings.response_cache_bytes,
         settings.response_cache_fallback_ttl_seconds,
@@ -227,7 +227,7 @@ def _answers(settings: Settings, metrics: Metrics, store: Store) -> AnswerStore:
     entries_max, bytes_max, ttl_seconds = bounds
     return SharedAnswers(
         store.answers,
-        beside,
+        in_memory,
         metrics,
         store.begin,
         entries_max=entries_max,

@@ -78,23 +78,23 @@ class Responses:
         given = {name: value for name, value in request.items() if name != _PREVIOUS}
         return given | {"input": entry["items"] + _items(request.get("input"))}
 
-    def recorder(self, client: GatewayCaller, send: Any, given: Mapping[str, Any], sent: Mapping[str, Any]) -> Recorder:
-        """Return a recorder that forwards the answer of an engine. ``given`` is the client's request, ``sent`` the
-        request to the engine.
-        """
+    def recorder(
+        self, client: GatewayCaller, send: Any, client_request: Mapping[str, Any], engine_request: Mapping[str, Any]
+    ) -> Recorder:
+        """Return a recorder that forwards the engine's answer to ``engine_request``."""
 
         async def keep(response: dict[str, Any]) -> None:
             status = response.get("status")
             if isinstance(status, str) and status in _KEPT and isinstance(response.get("id"), str):
-                items = _items(sent.get("input")) + _items(response.get("output"))
+                items = _items(engine_request.get("input")) + _items(response.get("output"))
                 # A client that disconnects now may still continue from it.
                 await asyncio.shield(self._begin(self._keep(client, response, items)))
 
-        previous = given.get(_PREVIOUS)
+        previous = client_request.get(_PREVIOUS)
         return Recorder(
             send,
             {} if previous is None else {_PREVIOUS: previous},
-            None if given.get("store") is False else keep,
+            None if client_request.get("store") is False else keep,
             bytes_max=self._entry_bytes,
         )
 
@@ -104,15 +104,15 @@ class Responses:
 
     async def input_items(self, client: GatewayCaller, response_id: str, query: bytes = b"") -> bytes:
         """A page of the items that a response was made from, as JSON, the newest first. Raises as ``find``."""
-        given = dict(parse_qsl(query.decode("latin-1")))
+        parameters = dict(parse_qsl(query.decode("latin-1")))
         entry = await self._entry(client, response_id)
         count = len(entry["items"]) - len(_items(entry["response"].get("output")))
-        items = [_item(each, number) for number, each in enumerate(entry["items"][:count])]
-        if given.get("order", "desc") == "desc":
+        items = [_item(item, number) for number, item in enumerate(entry["items"][:count])]
+        if parameters.get("order", "desc") == "desc":
             items.reverse()
-        ids = [each.get("id") for each in items]
-        begin = ids.index(given["after"]) + 1 if given.get("after") in ids else 0
-        limit = given.get("limit", "")
+        ids = [item.get("id") for item in items]
+        begin = ids.index(parameters["after"]) + 1 if parameters.get("after") in ids else 0
+        limit = parameters.get("limit", "")
         end = begin + min(max(int(limit), 1), _PAGE_MAX) if limit.isdecimal() and len(limit) < 5 else begin + _PAGE
         page = items[begin:end]
         ends = {"first_id": page[0].get("id"), "last_id": page[-1].get("id")} if page else {}

@@ -85,20 +85,20 @@ class ApiKeys:
             tenant = headers.get(self._tenant_header, b"").decode("latin-1")
             return GatewayCaller(tenant_id=tenant or DEFAULT_TENANT)
         digest = sha256(_key_of(headers)).hexdigest()
-        found = None
+        match = None
         for known, client in (*self._own, *(() if self._file is None else self._file.entries)):
             if hmac.compare_digest(known, digest):
-                found = client
-        if found is None:
+                match = client
+        if match is None:
             raise RequestRejected(
                 401, "the API key is missing or unknown; send it as 'Authorization: Bearer <key>'", "invalid_api_key"
             )
-        return found
+        return match
 
 
 def _key_of(headers: Mapping[bytes, bytes]) -> bytes:
-    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-    return given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 
 
 def _read(path: Path) -> list[tuple[str, GatewayCaller]]:
@@ -169,9 +169,9 @@ class TokenShare:
         self.tokens += tokens
 
 
-def _too_much(what: str, setting: str) -> RequestRejected:
+def _too_much(quantity: str, setting: str) -> RequestRejected:
     return RequestRejected(
-        429, f"this key may have {what} under way ({setting}); try again later", "rate_limit_exceeded",
+        429, f"this key may have {quantity} under way ({setting}); try again later", "rate_limit_exceeded",
         retry_after_seconds=1,
     )  # fmt: skip
 
@@ -207,11 +207,11 @@ class Origins:
     """The pages whose scripts may read the answers of a gateway."""
 
     def __init__(self, allowed: Iterable[str]) -> None:
-        self._allowed = frozenset(each.rstrip("/").encode() for each in allowed)
+        self._allowed = frozenset(origin.rstrip("/").encode() for origin in allowed)
 
-    def headers(self, given: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+    def headers(self, request_headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         """The headers of an answer to a request with these headers; none where its page may not read it."""
-        origin = given.get(b"origin")
+        origin = request_headers.get(b"origin")
         if origin is None or not self._allowed & {origin, b"*"}:
             return []
         return [
@@ -220,14 +220,14 @@ class Origins:
             (b"vary", b"Origin"),
         ]
 
-    def preflight(self, given: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+    def preflight(self, request_headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         """The headers of the answer to a browser that asks first whether it may send a request."""
-        found = self.headers(given)
-        if not found or b"access-control-request-method" not in given:
+        headers = self.headers(request_headers)
+        if not headers or b"access-control-request-method" not in request_headers:
             return []
-        wanted = given.get(b"access-control-request-headers", b"")
+        wanted = request_headers.get(b"access-control-request-headers", b"")
         return [
-            *found,
+            *headers,
             (b"access-control-allow-methods", b"GET, POST, DELETE"),
             (b"access-control-allow-headers", wanted if _ARE_NAMES(wanted) else b"authorization, content-type"),
             (b"access-control-max-age", str(_PREFLIGHT_SECONDS).encode()),

@@ -137,12 +137,12 @@ def body_of_rejection(path: str, rejection: Rejection) -> bytes | None:
 def engine_error(status: int, body: bytes) -> bytes:
     """The error of an engine in Anthropic's shape; an error that has it, or that cannot be read, stays as it is."""
     try:
-        said = bounded_loads(body)
+        document = bounded_loads(body)
     except ValueError:
         return body
-    if not isinstance(said, dict) or said.get("type") == "error":
+    if not isinstance(document, dict) or document.get("type") == "error":
         return body
-    error = said.get("error", said)
+    error = document.get("error", document)
     if isinstance(error, dict):
         error = error.get("message", error.get("detail"))
     message = error if isinstance(error, str) else body.decode("utf-8", "replace")
@@ -185,8 +185,8 @@ def body_of_request(path: str, body: bytes, content_type: bytes = b"") -> Infere
     if path == COUNT_TOKENS:
         path = path.removesuffix("/count_tokens")
     if content_type.lower().startswith(b"multipart/form-data"):
-        at = _model_part(body, content_type)
-        fields = {} if at is None else {"model": body[at].decode("utf-8", "replace")}
+        position = _model_part(body, content_type)
+        fields = {} if position is None else {"model": body[position].decode("utf-8", "replace")}
         return InferenceBody(fields, read_request(path, fields))
     try:
         fields = bounded_loads(body)
@@ -197,11 +197,11 @@ def body_of_request(path: str, body: bytes, content_type: bytes = b"") -> Infere
     return InferenceBody(fields, read_request(path, fields))
 
 
-def with_model(body: InferenceBody, given: bytes, model: str, content_type: bytes = b"") -> bytes:
+def with_model(body: InferenceBody, original: bytes, model: str, content_type: bytes = b"") -> bytes:
     """The bytes of a body that names another model."""
-    at = _model_part(given, content_type) if content_type.lower().startswith(b"multipart/form-data") else None
-    if at is not None:
-        return given[: at.start] + model.encode() + given[at.stop :]
+    position = _model_part(original, content_type) if content_type.lower().startswith(b"multipart/form-data") else None
+    if position is not None:
+        return original[: position.start] + model.encode() + original[position.stop :]
     return orjson.dumps(body.fields | {"model": model})
 
 
@@ -224,7 +224,7 @@ def _part_heads(delimiter: bytes, body: bytes) -> Iterator[re.Match[bytes]]:
     return re.finditer(delimiter + rb"\r\n((?:[^\r\n]{1,1024}\r\n){1,16})\r\n", body)
 
 
-def with_cache_control(body: InferenceBody, given: bytes) -> bytes:
+def with_cache_control(body: InferenceBody, original: bytes) -> bytes:
     """Return the body with a mark behind its system prompt, up to which Anthropic's API caches; unchanged if it has a
     mark.
 
@@ -232,13 +232,13 @@ def with_cache_control(body: InferenceBody, given: bytes) -> bytes:
     """
     system = body.fields.get("system")
     if body.request.form is not Form.MESSAGES or not system:
-        return given
+        return original
     blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-        return given
+        return original
     texts = [number for number, block in enumerate(blocks) if block.get("type") == "text"]
     if not texts or any("cache_control" in block for block in blocks):
-        return given
+        return original
     last = texts[-1]
     marked = [
         block | {"cache_control": {"type": "ephemeral"}} if number == last else block

@@ -44,7 +44,7 @@ class SharedAnswers:
     def __init__(
         self,
         stored: StoredAnswers,
-        beside: MemoryAnswers,
+        in_memory: MemoryAnswers,
         metrics: Metrics,
         begin: StartTask,
         *,
@@ -59,7 +59,7 @@ class SharedAnswers:
         self.is_away = False
         """Whether the answers are in memory, since Redis is unavailable."""
         self._stored = stored
-        self._beside = beside
+        self._beside = in_memory
         self._metrics = metrics
         self._begin = begin
         self._bytes_max = bytes_max
@@ -83,22 +83,22 @@ class SharedAnswers:
     async def find(self, key: bytes) -> CacheLookup:
         if not self.is_away:
             try:
-                found = await self._timed("get", self._stored.find(key))
+                answer = await self._timed("get", self._stored.find(key))
             except StoreUnavailable:
                 pass  # counted, and changed over
             else:
-                return CacheLookup(None if found.value is None else KeptAnswer.of(found.value), found.nonce)
+                return CacheLookup(None if answer.value is None else KeptAnswer.of(answer.value), answer.nonce)
         return await self._beside.find(key)
 
-    async def keep(self, key: bytes, kept: KeptAnswer, clearing: bytes | int) -> None:
+    async def keep(self, key: bytes, answer: KeptAnswer, clearing: bytes | int) -> None:
         if not isinstance(clearing, bytes):
-            await self._beside.keep(key, kept, clearing)
+            await self._beside.keep(key, answer, clearing)
             return
         if self.is_away:
             return
         keeping = self._stored.keep(
             key,
-            kept.packed,
+            answer.packed,
             clearing,
             milliseconds=1000 * self.ttl_seconds,
             entries_max=self.entries_max,

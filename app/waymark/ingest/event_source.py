@@ -66,10 +66,10 @@ class EventSource:
 
     def take(self, limit: int) -> list[ServerSentEvent]:
         """Return at most ``limit`` of the events, oldest first."""
-        taken = [self._events.popleft() for _ in range(min(limit, len(self._events)))]
+        events = [self._events.popleft() for _ in range(min(limit, len(self._events)))]
         if self._events:
             self._news.set()
-        return taken
+        return events
 
     @property
     def waiting(self) -> int:

@@ -124,12 +124,12 @@ class FrameBuffer:
 
     def take(self, limit: int) -> list[Frame]:
         """Remove at most ``limit`` frames with at most ``TAKE_BYTES`` together, or one larger frame."""
-        frames, taken, size = self._frames, list[Frame](), 0
-        while frames and len(taken) < limit and (not taken or size + len(frames[0].payload) <= TAKE_BYTES):
+        frames, result, size = self._frames, list[Frame](), 0
+        while frames and len(result) < limit and (not result or size + len(frames[0].payload) <= TAKE_BYTES):
             size += len(frames[0].payload)
-            taken.append(frames.popleft())
-        self.bytes -= sum(map(_size, taken))
-        return taken
+            result.append(frames.popleft())
+        self.bytes -= sum(map(_size, result))
+        return result
 
 
 def _size(frame: Frame) -> int:

@@ -74,11 +74,13 @@ class WorkerGauges:
         """Set the gauges from the results of a poll; every worker reports the same values."""
         metrics = self._metrics
         metrics.workers.set(len(workers))
-        feeds = Counter("http" if each.endpoint is None else "socket" for each in registrations)
+        feeds = Counter("http" if registration.endpoint is None else "socket" for registration in registrations)
         for feed in ("http", "socket"):
             metrics.publishers.labels(feed=feed).set(feeds[feed])
-        metrics.instances.set(len({(each.tenant_id, each.instance_id) for each in registrations}))
-        metrics.groups.set(len({each.group for each in registrations}))
+        metrics.instances.set(
+            len({(registration.tenant_id, registration.instance_id) for registration in registrations})
+        )
+        metrics.groups.set(len({registration.group for registration in registrations}))
 
     def _sum(self, number: Callable[[ServedStream, Resolver], int]) -> int:
         return sum(number(stream, resolver) for stream, resolver in self._streams())

@@ -118,8 +118,8 @@ class Life:
 
     def is_of_another_process(self, batch: Batch) -> bool:
         """Return whether a batch names another process than the one of this life."""
-        told = batch.publisher_id if self._has_one_process else None
-        return told is not None and self.publisher_id is not None and told != self.publisher_id
+        publisher_id = batch.publisher_id if self._has_one_process else None
+        return publisher_id is not None and self.publisher_id is not None and publisher_id != self.publisher_id
 
     def is_of_same_process(self, batch: Batch) -> bool:
         """Return whether a batch names the process of this life."""
@@ -307,7 +307,9 @@ class Life:
     async def spots_of(self, batch: Batch) -> dict[int, Spot]:
         """The blocks that hashes of the batch stand for, as this life, or the engines of its group, have told them."""
         resolver = self.applier.resolver
-        hashes = {each for event in batch.events if isinstance(event, Stored) for each in event.engine_hashes}
+        hashes = {
+            engine_hash for event in batch.events if isinstance(event, Stored) for engine_hash in event.engine_hashes
+        }
         found = resolver.spots_of(self._dp_rank, hashes)
         return found | await self.applier.pool_hashes.spots_of(hashes - found.keys())
 

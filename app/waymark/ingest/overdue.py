@@ -38,13 +38,13 @@ class Overdue:
         """End overdue reservations until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            until = loop.time() + _SECONDS
-            left = await self._under_way()
+            deadline = loop.time() + _SECONDS
+            group_ids = await self._under_way()
             # A group with more of them gets its next call after the others; a new round sees all groups again.
-            while left and loop.time() < until:
-                ended = await asyncio.gather(*map(self._end, left))
-                left = [group_id for group_id, count in zip(left, ended, strict=True) if count == OVERDUE_MAX]
-            await asyncio.sleep(max(0.0, until - loop.time()))
+            while group_ids and loop.time() < deadline:
+                ended = await asyncio.gather(*map(self._end, group_ids))
+                group_ids = [group_id for group_id, count in zip(group_ids, ended, strict=True) if count == OVERDUE_MAX]
+            await asyncio.sleep(max(0.0, deadline - loop.time()))
 
     async def _under_way(self) -> Sequence[int]:
         """Return the groups that have reservations; all groups if Redis does not answer."""

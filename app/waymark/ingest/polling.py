@@ -56,7 +56,7 @@ class RegistrationKeeper:
             return False
         is_start = not self._incarnation
         there = {registration.name: registration for registration in await self._store.directory.registrations()}
-        wanted = {each.name: each for each in self._publishers}
+        wanted = {publisher.name: publisher for publisher in self._publishers}
         if not is_start:
             wanted = {each.name: each for each in seen} | wanted
             log.warning(
@@ -170,21 +170,23 @@ class Poller:
         self._error = error
         self.is_away = error is not None and not is_defect
 
-    async def _for_each(self, what: str, claims: Iterable[Claim], step: Callable[[Claim], Awaitable[Any]]) -> list[Any]:
+    async def _for_each(
+        self, action: str, claims: Iterable[Claim], step: Callable[[Claim], Awaitable[Any]]
+    ) -> list[Any]:
         """Do a step for each of the claims, and return the outcomes. One that fails is logged once and delays no other.
 
         Raises StoreUnavailable if Redis does not answer, because then no other step would succeed either.
         """
         outcomes: list[Any] = []
         for claim in claims:
-            name = what, claim.publisher
+            name = action, claim.publisher
             try:
                 outcomes.append(await step(claim))
             except Exception as exc:
                 if isinstance(exc, StoreUnavailable) and not isinstance(exc, RecordDamaged):
                     raise
                 if self._faults.get(name) != repr(exc):
-                    about = fields(publisher=str(claim.registration.name), step=what, error=repr(exc))
+                    about = fields(publisher=str(claim.registration.name), step=action, error=repr(exc))
                     log.error("registration cannot be processed", extra=about)
                     self._faults[name] = repr(exc)
             else:
@@ -199,8 +201,8 @@ class Poller:
         )
         claims, is_another = await self._claims_to_believe()
         self._store.pacer.workers = len(workers)
-        others, self._others = self._others, set(workers)
-        if (is_another or self.is_away) and not others <= self._others:
+        old_workers, self._others = self._others, set(workers)
+        if (is_another or self.is_away) and not old_workers <= self._others:
             # Redis may lack heartbeats of live workers, because it was unavailable or came back empty. So this poll
             # does not take the streams of missing workers.
             return
@@ -231,8 +233,8 @@ class Poller:
         """
         for attempt in range(_RESTORES_MAX):
             claims = await self._claims_and_lost()
-            seen = [running.claim for running in self.running.values()] + self._claims
-            if not await self._keeper.restore(filter(None, (claim.wanted for claim in seen))):
+            known_claims = [running.claim for running in self.running.values()] + self._claims
+            if not await self._keeper.restore(filter(None, (claim.wanted for claim in known_claims))):
                 self._claims = claims
                 there = {claim.publisher for claim in claims}
                 self._faults = {name: fault for name, fault in self._faults.items() if name[1] in there}
@@ -243,19 +245,21 @@ class Poller:
         """Return all claims, after those that Redis has lost since the last poll were put back."""
         claims = await self._store.directory.claims()
         there = {claim.publisher for claim in claims}
-        lost = [claim for claim in self._claims if claim.publisher not in there]
-        if any(await self._for_each("put_back", lost, self._store.claim_writer.put_back)):
-            log.warning("redis has lost registrations; they are written again", extra=fields(publishers=len(lost)))
+        lost_claims = [claim for claim in self._claims if claim.publisher not in there]
+        if any(await self._for_each("put_back", lost_claims, self._store.claim_writer.put_back)):
+            log.warning(
+                "redis has lost registrations; they are written again", extra=fields(publishers=len(lost_claims))
+            )
             claims = await self._store.directory.claims()
         return claims
 
     async def _finish(self, leaving: Iterable[Claim]) -> None:
         """Finish interrupted unregistrations: claims still marked as leaving one poll later."""
         claims = list(leaving)
-        left = [claim for claim in claims if claim.raw in self._leaving]
+        unfinished = [claim for claim in claims if claim.raw in self._leaving]
         self._leaving.clear()
         self._leaving.update(claim.raw for claim in claims)
-        await self._for_each("finish", left, self._store.claim_writer.finish)
+        await self._for_each("finish", unfinished, self._store.claim_writer.finish)
 
     async def _end_over(self, by_http: Sequence[Claim]) -> None:
         """End the old generations of publishers whose events come by HTTP: they have no stream."""
@@ -264,18 +268,18 @@ class Poller:
             return
         cuts = await self._store.entries.cuts(by_http) if bounds.max_entries else {}
         now = int(1000 * time.time())
-        over = [
+        overdue = [
             claim
             for claim, holders in zip(by_http, await self._store.publisher_states.holders(by_http), strict=True)
             if any(bounds.reason_to_end(name, holder, now, cuts.get(claim.group_id, 0)) for name, holder in holders)
         ]
-        await self._for_each("end_over", over, self._runner.end_over)
+        await self._for_each("end_over", overdue, self._runner.end_over)
 
     async def _keep_groups(self, claims: Iterable[Claim]) -> dict[int, GroupEntry]:
         """Restore groups whose id Redis has lost, because queries do not find them. Return the others by id."""
         groups = await self._store.directory.groups()
-        lost = {claim.group_id: claim for claim in claims if claim.registration.group not in groups}
-        await self._for_each("keep_group", lost.values(), self._store.claim_writer.begin)
+        lost_groups = {claim.group_id: claim for claim in claims if claim.registration.group not in groups}
+        await self._for_each("keep_group", lost_groups.values(), self._store.claim_writer.begin)
         return {entry.group_id: entry for entry in groups.values()}
 
     async def _stop_others(self, wanted: Mapping[PublisherName, Claim]) -> None:
@@ -313,30 +317,30 @@ class Poller:
                 running = self.running[name] = Running(claim, ranks.of(name), keeps_hashes=keeps_hashes)
                 running.task = tasks.create_task(self._runner.run(running))
 
-    def _say_left(self, left: int) -> None:
+    def _say_left(self, count: int) -> None:
         """Log the first stream left without a worker, and the end of that state."""
-        self._metrics.streams_left.set(left)
-        if bool(left) != self._are_some_left:
-            self._are_some_left = bool(left)
-            if left:
+        self._metrics.streams_left.set(count)
+        if bool(count) != self._are_some_left:
+            self._are_some_left = bool(count)
+            if count:
                 log.warning(
                     "no ingest worker has room for some streams; add ingest workers",
-                    extra=fields(streams=left),
+                    extra=fields(streams=count),
                 )
             else:
                 log.info("every stream has an ingest worker again")
 
     def _served(self) -> list[ServedPair]:
         """Return the running streams, each with its resolver."""
-        running = [each for each in self.running.values() if not each.is_done]
-        return [(each.stream, each.resolver) for each in running if each.stream and each.resolver]
+        running = [runner for runner in self.running.values() if not runner.is_done]
+        return [(runner.stream, runner.resolver) for runner in running if runner.stream and runner.resolver]
 
 
 def _keeps_hashes(claim: Claim, with_pool: Container[int], asked: Container[int]) -> bool:
     """Whether the stream of an engine keeps its hashes in Redis: a pool names blocks by them, or a client does."""
-    of = claim.registration
-    return of.scope == "instance" and (
-        claim.group_id in with_pool or (of.kind.traits.is_asked_by_hash and claim.group_id in asked)
+    registration = claim.registration
+    return registration.scope == "instance" and (
+        claim.group_id in with_pool or (registration.kind.traits.is_asked_by_hash and claim.group_id in asked)
     )
 
 

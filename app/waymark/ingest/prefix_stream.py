@@ -140,16 +140,23 @@ class PrefixStream:
 
     async def _begin(self) -> None:
         """Begin the holders that do not exist yet."""
-        of, claim = self._registration, self._applier.grant.claim
-        begun = {
+        registration, claim = self._registration, self._applier.grant.claim
+        new_holders = {
             name: Holder(
-                0, claim.publisher, of.instance_id, of.dp_rank, name.medium, of.block_size, of.instance_id, of.scope
+                0,
+                claim.publisher,
+                registration.instance_id,
+                registration.dp_rank,
+                name.medium,
+                registration.block_size,
+                registration.instance_id,
+                registration.scope,
             )
             for name in map(self._holder_name, (HOT, WARM))
             if name not in self._applier.resolver.holders
         }
-        if begun:
-            await self._applier.begin(begun)
+        if new_holders:
+            await self._applier.begin(new_holders)
 
     def _holder_name(self, medium: str) -> HolderName:
         return HolderName(self._registration.dp_rank, medium)

@@ -99,9 +99,9 @@ class Replay:
             return []
         idle_until = self._clock() + self._idle_seconds
         while self._clock() < self._deadline:
-            found, is_drained = self._read(limit)
-            if found or self.outcome is not None:
-                return found
+            replies, is_drained = self._read(limit)
+            if replies or self.outcome is not None:
+                return replies
             seconds = min(idle_until, self._deadline) - self._clock()
             if seconds <= 0:
                 break
@@ -114,7 +114,7 @@ class Replay:
 
     def _read(self, limit: int) -> tuple[list[ReplayedBatch], bool]:
         """Read at most ``limit`` replies, and return them with whether the queue is empty."""
-        found: list[ReplayedBatch] = []
+        replies: list[ReplayedBatch] = []
         room = self._portion_bytes
         try:
             for _ in range(limit):
@@ -127,11 +127,11 @@ class Replay:
                     continue
                 if is_end_marker(reply.payload):
                     self.outcome = ReplayOutcome.COMPLETE
-                    return found, True
-                found.append(reply)
+                    return replies, True
+                replies.append(reply)
                 room -= len(reply.payload)
                 if room <= 0:
                     break
         except zmq.Again:
-            return found, True
-        return found, False
+            return replies, True
+        return replies, False

@@ -84,7 +84,7 @@ class ReplayAttempt:
         order = self._life.order
         has_heard, tries = False, 0
         while tries < _TRIES and time.monotonic() < self._deadline:
-            before = order.watermark
+            old_watermark = order.watermark
             request = _ReplayRequest(self._life, self._received, self._hole)
             outcome = await self._ask(request)
             has_heard = has_heard or not request.is_empty
@@ -100,7 +100,7 @@ class ReplayAttempt:
                 await self._life.begin_anew("empty replay")
             elif not has_heard:
                 return AttemptResult.SILENT
-            tries = 0 if order.watermark != before else tries + 1
+            tries = 0 if order.watermark != old_watermark else tries + 1
         return AttemptResult.INCOMPLETE
 
     async def _ask(self, request: _ReplayRequest) -> ReplayOutcome | None:

@@ -117,12 +117,12 @@ class ReplayPlaces:
         if place.seconds < self.patience_seconds:
             return None
         # Each stream that has waited for too long takes one place: those of slow replays first, the oldest first.
-        before = sum(
-            other.seconds >= self.patience_seconds
-            and (not other.is_slow, -other.seconds) < (not place.is_slow, -place.seconds)
-            for other in self._held
+        takers_before = sum(
+            holder.seconds >= self.patience_seconds
+            and (not holder.is_slow, -holder.seconds) < (not place.is_slow, -place.seconds)
+            for holder in self._held
         )
-        return YieldReason.FAIRNESS if before < self._takers(place.is_slow, before + 1) else None
+        return YieldReason.FAIRNESS if takers_before < self._takers(place.is_slow, takers_before + 1) else None
 
     def _takers(self, is_slow: bool, enough: int) -> int:
         """Return how many streams that have waited for too long may take such a place, counted up to ``enough``.

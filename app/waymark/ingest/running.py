@@ -116,14 +116,14 @@ class StreamRunner:
                 # This step is not interrupted. It undoes its work if the claim is gone, which no other part would do.
                 if not await whole(asyncio.ensure_future(self._store.claim_writer.begin(claim))):
                     return  # the claim has changed, and the next poll reads it again
-                before = await self._store.leases.last_worker(claim)
+                last_worker = await self._store.leases.last_worker(claim)
                 grant = await self._take(claim)
                 if grant is not None:
                     self._metrics.leases_taken.inc()
-                    if before not in (None, self._options.worker_id):
+                    if last_worker not in (None, self._options.worker_id):
                         self._metrics.takeovers.inc()
                         self._store.activity.note(
-                            ActivityKind.TAKEOVER, **about(claim.registration), detail=f"from {before}"
+                            ActivityKind.TAKEOVER, **about(claim.registration), detail=f"from {last_worker}"
                         )
                     await self._build(running, grant)
             if grant is not None:
@@ -146,15 +146,15 @@ class StreamRunner:
 
     def forget_errors(self, still: Iterable[PublisherName]) -> None:
         """Forget why streams stopped, except those in ``still``: the others run again, or belong to other workers."""
-        kept = set(still)
-        self._errors = {name: error for name, error in self._errors.items() if name in kept}
+        names = set(still)
+        self._errors = {name: error for name, error in self._errors.items() if name in names}
 
     def _is_another(self, name: PublisherName, error: str) -> bool:
         """Return whether a stream stopped for another reason than the last time. Every poll restarts a stopped
         stream.
         """
-        before, self._errors[name] = self._errors.get(name), error
-        return error != before
+        last_error, self._errors[name] = self._errors.get(name), error
+        return error != last_error
 
     async def _build(self, running: Running, grant: Grant) -> None:
         claim = running.claim
@@ -182,9 +182,14 @@ class StreamRunner:
                 publisher_timeout=options.stream.publisher_timeout,
             )
             return
-        by = options.apply
-        ceilings = Ceilings(by.frame_bytes_max, by.batch_events_max, by.event_hashes_max, by.rejected_events_max)
-        decode = decoder(claim.registration.kind, seed=by.hash_seed, ceilings=ceilings)
+        apply_options = options.apply
+        ceilings = Ceilings(
+            apply_options.frame_bytes_max,
+            apply_options.batch_events_max,
+            apply_options.event_hashes_max,
+            apply_options.rejected_events_max,
+        )
+        decode = decoder(claim.registration.kind, seed=apply_options.hash_seed, ceilings=ceilings)
         life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap)
         snapshots = self._snapshots_of(grant)
         running.stream = Stream(life, self.context, self.places, self._metrics, options.stream, snapshots)

@@ -31,7 +31,7 @@ class Shares:
         hash takes the stream. A claim without a stream takes no room.
         """
         names = tuple(workers) or (self._worker_id,)
-        known = self._orders if self._workers == names else {}
+        orders = self._orders if self._workers == names else {}
         self._workers, self._orders = names, {}
         rooms = {worker: room for worker, room in workers.items() if room is not None}
         mine: list[Claim] = []
@@ -39,7 +39,7 @@ class Shares:
         # Every worker goes through the claims in the same order, whatever their order in Redis.
         for claim in sorted(claims, key=lambda claim: claim.publisher) if rooms else claims:
             publisher = claim.publisher
-            order = self._orders[publisher] = known.get(publisher) or self._order(publisher)
+            order = self._orders[publisher] = orders.get(publisher) or self._order(publisher)
             if claim.registration.endpoint is None:
                 worker: str | None = order[0]
             else:
@@ -62,7 +62,7 @@ class Shares:
         def rank(worker: str, group_id: int) -> tuple[int, str]:
             return xxh3_64_intdigest(f"{worker} group {group_id}".encode()), worker
 
-        return [each for each in groups if max(workers, key=lambda name: rank(name, each)) == self._worker_id]
+        return [group for group in groups if max(workers, key=lambda name: rank(name, group)) == self._worker_id]
 
     def _order(self, publisher: int) -> list[str]:
         """Return all workers, the first choice first."""
@@ -82,7 +82,7 @@ class RegisteredRanks:
             name = claim.registration.name
             ranks.setdefault((name.instance_id, name.tenant_id), set()).add(name.dp_rank)
         # One set for all streams of an instance: a set for each would be a million entries for a thousand ranks.
-        self._ranks = {instance: frozenset(found) for instance, found in ranks.items() if len(found) > 1}
+        self._ranks = {instance: frozenset(rank_set) for instance, rank_set in ranks.items() if len(rank_set) > 1}
 
     def of(self, name: PublisherName) -> frozenset[int]:
         """Return the ranks of the publisher's instance, if there are several; each has a stream of its own."""

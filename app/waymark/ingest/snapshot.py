@@ -87,11 +87,11 @@ async def ask(
     try:
         connect(socket, endpoint, "snapshot_endpoint")
         socket.send_multipart([b"", REQUEST], zmq.NOBLOCK)
-        while (left := deadline - time.monotonic()) > 0:
+        while (seconds_left := deadline - time.monotonic()) > 0:
             try:
                 return parse(await _receive(socket))
             except zmq.Again:
-                await readable(socket, min(left, _TICK_SECONDS))
+                await readable(socket, min(seconds_left, _TICK_SECONDS))
             if not await between():
                 return None
         return None

@@ -223,7 +223,7 @@ class Snapshots:
 
     async def _decoded(self, seq: int, payloads: list[bytes], publisher_id: bytes | None) -> Incoming:
         """Return the batch of one or more chunks. Raise BadSnapshot if they cannot be read whole."""
-        found: list[Incoming] = []
+        batches: list[Incoming] = []
         for payload in payloads:
             incoming = await self._life.decoder.decode(seq, payload, b"")
             if incoming is None:
@@ -234,14 +234,14 @@ class Snapshots:
                 raise BadSnapshot(f"a chunk of its snapshot cannot be read: {batch.lost or sample or kind}")
             if batch.publisher_id != publisher_id:
                 raise BadSnapshot("a chunk of its snapshot is of another publisher_id than the snapshot")
-            if type(batch.events) is not PlainEvents and any(isinstance(each, Cleared) for each in batch.events):
+            if type(batch.events) is not PlainEvents and any(isinstance(event, Cleared) for event in batch.events):
                 raise BadSnapshot("a chunk of its snapshot clears the cache")
-            found.append(incoming)
-        first = found[0]
-        if len(found) == 1:
+            batches.append(incoming)
+        first = batches[0]
+        if len(batches) == 1:
             return first
-        events = tuple(event for each in found for event in each.batch.events)
-        return Incoming(seq, "", replace(first.batch, events=events), sum(each.size for each in found))
+        events = tuple(event for item in batches for event in item.batch.events)
+        return Incoming(seq, "", replace(first.batch, events=events), sum(item.size for item in batches))
 
     async def _release(self, call: Callable[[], Awaitable[None]]) -> None:
         try:

@@ -82,16 +82,16 @@ async def readable(socket: zmq.Socket[bytes], seconds: float) -> None:
     The descriptor is edge-triggered, so the caller must first read the socket until it is empty.
     """
     loop = asyncio.get_running_loop()
-    found: asyncio.Future[None] = loop.create_future()
+    future: asyncio.Future[None] = loop.create_future()
 
     def tell() -> None:
-        if not found.done():
-            found.set_result(None)
+        if not future.done():
+            future.set_result(None)
 
     descriptor = socket.FD
     loop.add_reader(descriptor, tell)
     try:
-        await asyncio.wait([found], timeout=seconds)
+        await asyncio.wait([future], timeout=seconds)
     finally:
         loop.remove_reader(descriptor)
 

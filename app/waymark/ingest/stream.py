@@ -317,10 +317,10 @@ class Stream:
 
     async def _take_snapshot(self, snapshots: Snapshots) -> None:
         """Ask for a snapshot. Live frames wait meanwhile, and are applied after it."""
-        life, begun = self._life, self._life.begun
+        life, life_begun = self._life, self._life.begun
         await snapshots.run()
         self._heard = time.monotonic()
-        if life.begun != begun:
+        if life.begun != life_begun:
             # A replay would add no batch to the snapshot.
             self._answered = life.begun
             self._dropped_asked = self._subscriber.dropped
@@ -353,7 +353,7 @@ class Stream:
             return
         if self._pauses.is_silent:
             return
-        before, begun = life.order.watermark, life.begun
+        old_watermark, life_begun = life.order.watermark, life.begun
         try:
             outcome = await self._replaying.run(endpoint, needed_by=needed_by)
         except (InvalidValue, OSError) as exc:
@@ -363,7 +363,7 @@ class Stream:
             )
             outcome = AttemptResult.SILENT
         self._answered = life.begun if outcome is AttemptResult.COMPLETE else None
-        is_other_life = life.begun != begun
+        is_other_life = life.begun != life_begun
         if is_other_life and not self._received.is_unbroken:
             self._over = self._received.connection
         if outcome is AttemptResult.WAITING:
@@ -377,5 +377,5 @@ class Stream:
             return
         self._pauses.put_off_beginning()
         life.reasons.add(REPLAY_SILENT if outcome is AttemptResult.SILENT else REPLAY_INCOMPLETE)
-        if life.order.watermark == before and not is_other_life:
+        if life.order.watermark == old_watermark and not is_other_life:
             self._pauses.nothing_came()

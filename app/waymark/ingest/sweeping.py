@@ -56,19 +56,19 @@ async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: in
     """Sweep until cancelled."""
     pace = SweepPace(blocks_per_second)
     while True:
-        left = swept = 0
+        remaining = swept = 0
         try:
             groups = await store.directory.groups()
             entries = list(groups.values())
             for entry in entries:
-                left += await _unless_damaged(store.sweeper.left(entry))
-            metrics.dead_holders.set(left)
+                remaining += await _unless_damaged(store.sweeper.left(entry))
+            metrics.dead_holders.set(remaining)
             for group, entry in groups.items():
                 swept += await _sweep_one(store, group, entry, pace)
-            metrics.dead_holders.set(left - swept)
+            metrics.dead_holders.set(remaining - swept)
         except StoreUnavailable as exc:
             log.debug("sweep waits for redis", extra=fields(error=exc.sentence))
-        if left <= swept or not swept:
+        if remaining <= swept or not swept:
             await asyncio.sleep(pause_seconds)
 
 

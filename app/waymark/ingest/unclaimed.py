@@ -43,7 +43,7 @@ class UnclaimedWatch:
             self._since.clear()
             return
         try:
-            await self._check(entry, claims, {each.group_id for each in share})
+            await self._check(entry, claims, {group_entry.group_id for group_entry in share})
         except RecordDamaged as exc:
             # Readers of the table log this, too. A group that cannot be searched delays no other.
             log.debug("group cannot be searched", extra=fields(group=entry.group_id, error=exc.sentence))
@@ -51,14 +51,14 @@ class UnclaimedWatch:
     async def _check(self, entry: GroupEntry, claims: Sequence[Claim], mine: set[int]) -> None:
         claimed = {claim.publisher for claim in claims}
         rows = await self._store.unclaimed.publishers(entry.group_id) - claimed
-        found = {UnclaimedPublisher(publisher, entry.group_id, entry.shards) for publisher in rows}
+        unclaimed = {UnclaimedPublisher(publisher, entry.group_id, entry.shards) for publisher in rows}
         now = time.monotonic()
         for ids in list(self._since):
-            if ids.group_id not in mine or (ids.group_id == entry.group_id and ids not in found):
+            if ids.group_id not in mine or (ids.group_id == entry.group_id and ids not in unclaimed):
                 del self._since[ids]
-        for ids in found:
-            since = self._since.setdefault(ids, now)
-            if since < now and now - since >= self._patience_seconds:
+        for ids in unclaimed:
+            first_seen = self._since.setdefault(ids, now)
+            if first_seen < now and now - first_seen >= self._patience_seconds:
                 del self._since[ids]
                 if await self._store.unclaimed.end(ids):
                     self._metrics.publishers_unclaimed.inc()
@@ -67,9 +67,9 @@ class UnclaimedWatch:
 
     def _next(self, share: Sequence[GroupEntry]) -> GroupEntry | None:
         """Return the group after the last one, or None if there is none."""
-        ordered = sorted(share, key=lambda each: each.group_id)
+        ordered = sorted(share, key=lambda group_entry: group_entry.group_id)
         if not ordered:
             return None
-        entry = next((each for each in ordered if each.group_id > self._last), ordered[0])
+        entry = next((group_entry for group_entry in ordered if group_entry.group_id > self._last), ordered[0])
         self._last = entry.group_id
         return entry

@@ -97,13 +97,13 @@ class EngineTokenizer:
             )
         random.shuffle(addresses)
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._seconds
+        deadline = loop.time() + self._seconds
         last = f"none of {len(addresses)} engines was asked within {self._seconds:g} s"
         for tried, address in enumerate(addresses):
-            left = until - loop.time()
-            if left <= 0:
+            seconds_left = deadline - loop.time()
+            if seconds_left <= 0:
                 break
-            seconds = left if tried == len(addresses) - 1 else min(left, _ONE_SECONDS)
+            seconds = seconds_left if tried == len(addresses) - 1 else min(seconds_left, _ONE_SECONDS)
             engine = RemoteTokenizer(address, model, self._asker, seconds=seconds, bytes_max=self._bytes_max)
             try:
                 return await work(engine)

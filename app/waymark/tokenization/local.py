@@ -126,15 +126,15 @@ class LocalTokenizer:
         """
         if not _is_short(prompt):
             return None
-        said = prompt.said
+        facts = prompt.said
         if isinstance(prompt, ChatPrompt):
             dates = None if self._template is None else self._template.of(prompt).dates()
             if dates is None:
                 return None
-            said = (*said, dates)
+            facts = (*facts, dates)
         try:
             # Exact, and fast. From version 3 on one value may be written in two ways.
-            return xxh3_128_digest(marshal.dumps(said, 2), self._seed)
+            return xxh3_128_digest(marshal.dumps(facts, 2), self._seed)
         except ValueError:
             return None  # too deep, or no JSON
 
@@ -161,11 +161,18 @@ class LocalTokenizer:
             pieces = self._pieces(prompt)
         else:
             pieces = await asyncio.get_running_loop().run_in_executor(self._pool, self._pieces, prompt)
-        found = [self._memo.find(each) if each else b"" for each in pieces.keys]
-        new = {each: text for each, text, known in zip(pieces.keys, pieces.texts, found, strict=True) if known is None}
+        remembered = [self._memo.find(piece_key) if piece_key else b"" for piece_key in pieces.keys]
+        new = {
+            piece_key: text
+            for piece_key, text, piece_ids in zip(pieces.keys, pieces.texts, remembered, strict=True)
+            if piece_ids is None
+        }
         self._segments_known.inc(len(set(filter(None, pieces.keys))) - len(new))
-        made = await self._encoded_anew(new, adds=not self.splits and prompt.add_special_tokens) if new else {}
-        ids = [made[each] if known is None else known for each, known in zip(pieces.keys, found, strict=True)]
+        encoded = await self._encoded_anew(new, adds=not self.splits and prompt.add_special_tokens) if new else {}
+        ids = [
+            encoded[piece_key] if piece_ids is None else piece_ids
+            for piece_key, piece_ids in zip(pieces.keys, remembered, strict=True)
+        ]
         joined = pieces.joined(ids)
         if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
             loop = asyncio.get_running_loop()
@@ -210,8 +217,8 @@ class LocalTokenizer:
         pieces = self._pieces_of(self._text(prompt), prompt)
         if not isinstance(prompt, ChatPrompt) or self._template is None:
             return pieces
-        behind = self._template.of(prompt).behind(prompt)
-        return pieces.followed_by(self._pieces_of(behind, prompt)) if behind else pieces
+        ending = self._template.of(prompt).behind(prompt)
+        return pieces.followed_by(self._pieces_of(ending, prompt)) if ending else pieces
 
     def _pieces_of(self, text: str, prompt: Prompt) -> Pieces:
         if self.splits:
@@ -229,9 +236,9 @@ class LocalTokenizer:
             return 0
         # The following text may change the last word, whatever its first characters are.
         word = len(window) - len(window.rstrip().rpartition(" ")[0])
-        known = window[: len(window) - min(word, _WORD)]
-        whole, *others = self._encoded([window, known, *(window + each for each in _FOLLOWING)])
-        same = min(len(commonprefix([whole, each])) for each in others) // 4  # noqa: RUF071  # of ids
+        beginning = window[: len(window) - min(word, _WORD)]
+        whole, *continued = self._encoded([window, beginning, *(window + ids for ids in _FOLLOWING)])
+        same = min(len(commonprefix([whole, ids])) for ids in continued) // 4  # noqa: RUF071  # of ids
         return len(whole) // 4 - same
 
     def _text(self, prompt: Prompt, *, is_cut: bool = False) -> str:
@@ -264,14 +271,14 @@ class LocalTokenizer:
 
     def _surrounded(self, prompt: Prompt, ids: bytes) -> bytes:
         """Return the ids with the tokenizer's additions, cut if the request says so."""
-        before, behind = self._around if prompt.add_special_tokens else (b"", b"")
+        beginning, ending = self._around if prompt.add_special_tokens else (b"", b"")
         is_cut = isinstance(prompt, ChatPrompt) and has_media(prompt.messages)
         if is_cut:
             # How much would be removed of an unknown rest is unknown, too.
-            return before + ids if self.splits and prompt.truncation is None else b""
+            return beginning + ids if self.splits and prompt.truncation is None else b""
         if self.splits:
-            ids = before + ids + behind
-        return ids if prompt.truncation is None else prompt.truncation.cut(ids, before, behind)
+            ids = beginning + ids + ending
+        return ids if prompt.truncation is None else prompt.truncation.cut(ids, beginning, ending)
 
     # ---- the tokenizer -----------------------------------------------------------------------------
 
@@ -283,10 +290,10 @@ class LocalTokenizer:
             encoded = self._encoded(texts, adds)
         else:
             encoded = await asyncio.get_running_loop().run_in_executor(self._pool, self._encoded, texts, adds)
-        made = dict(zip(new, encoded, strict=True))
-        for key, ids in made.items():
+        result = dict(zip(new, encoded, strict=True))
+        for key, ids in result.items():
             self._memo.keep(key, ids)
-        return made
+        return result
 
     def _encoded(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[bytes]:
         # One at a time: several would be spread over all cores.
@@ -304,13 +311,13 @@ class LocalTokenizer:
         return (b"", b"") if start < 0 else (full[:start], full[start + len(bare) :])
 
     def _are_samples_equal(self) -> bool:
-        before, behind = self._around
+        beginning, ending = self._around
         for sample in _samples(self._splitter.words):
             pieces = self._splitter.split(sample)
             glued = pieces.joined([self._encoded([text])[0] if text else b"" for text in pieces.texts])
             if self._encoded([sample]) != [glued]:
                 return False
-            if self._encoded([sample], add_special_tokens=True) != [before + glued + behind]:
+            if self._encoded([sample], add_special_tokens=True) != [beginning + glued + ending]:
                 return False
         return True
 
@@ -318,13 +325,13 @@ class LocalTokenizer:
 def _is_short(prompt: Prompt) -> bool:
     if isinstance(prompt, TextPrompt):
         return len(prompt.text) <= _SHORT
-    left = _SHORT - (
+    characters_left = _SHORT - (
         0 if prompt.system is None else len(prompt.system) * (1 if isinstance(prompt.system, str) else 1024)
     )
     for message in prompt.messages:
         content = message.get("content") if isinstance(message, dict) else None
-        left -= len(content) + 100 if isinstance(content, str) else _SHORT // 64
-        if left < 0:
+        characters_left -= len(content) + 100 if isinstance(content, str) else _SHORT // 64
+        if characters_left < 0:
             return False
     return True
 

@@ -90,10 +90,10 @@ class RemoteTokenizer:
     async def text(self, ids: Sequence[int]) -> str:
         """Return the text of token ids from the engine."""
         answer = await self._post("/detokenize", {"model": self._model, "tokens": list(ids)}, "tokens")
-        found = answer.get("prompt", answer.get("text")) if isinstance(answer, dict) else None  # vLLM, SGLang
-        if not isinstance(found, str):
+        prompt = answer.get("prompt", answer.get("text")) if isinstance(answer, dict) else None  # vLLM, SGLang
+        if not isinstance(prompt, str):
             raise self._unusable("its answer has no prompt")
-        return found
+        return prompt
 
     async def close(self) -> None:
         """Close its connections."""
@@ -119,11 +119,11 @@ class RemoteTokenizer:
         return body
 
     def _ids(self, answer: Any, name: str) -> bytes:
-        found = answer.get(name) if isinstance(answer, Mapping) else None
+        ids = answer.get(name) if isinstance(answer, Mapping) else None
         # A boolean is an int to Python.
-        if isinstance(found, list) and set(map(type, found)) <= {int}:
+        if isinstance(ids, list) and set(map(type, ids)) <= {int}:
             try:
-                return pack_tokens(found)
+                return pack_tokens(ids)
             except OverflowError:
                 pass  # an id that is not a u32
         raise self._unusable(f"its answer has no list of {name}")
@@ -140,19 +140,19 @@ class RemoteTokenizer:
 
     async def _post(self, path: str, body: dict[str, Any], field: str) -> Any:
         """Return the answer, or None if the server has no such path."""
-        sent = _json(body, field)
-        if len(sent) > 2 * self._bytes_max:
+        payload = _json(body, field)
+        if len(payload) > 2 * self._bytes_max:
             raise InvalidValue(
-                f"{field} is {len(sent)} bytes of JSON and at most {2 * self._bytes_max} are sent on; send less, or "
+                f"{field} is {len(payload)} bytes of JSON and at most {2 * self._bytes_max} are sent on; send less, or "
                 "raise WAYMARK_TEXT_BYTES_MAX",
                 reason="too_large",
                 field=field,
             )
         is_text = path in ("/tokenize", _COMPLETION_RENDER)
-        bytes_max = _TEMPLATE_BYTES + _ID_BYTES * min(len(sent), self._bytes_max) if is_text else _MEDIA_BYTES
+        bytes_max = _TEMPLATE_BYTES + _ID_BYTES * min(len(payload), self._bytes_max) if is_text else _MEDIA_BYTES
         try:
             status, received = await self._asker.ask(
-                self._base + path, seconds=self._seconds, bytes_max=bytes_max, json=sent
+                self._base + path, seconds=self._seconds, bytes_max=bytes_max, json=payload
             )
         except Unanswered as error:
             raise self._unusable(error.sentence) from None

@@ -83,16 +83,16 @@ class Renderers:
         with self._lock:
             self._started.pop(renderer, None)
             surplus = []
-            for each in list(self._started):
+            for process in list(self._started):
                 if len(self._started) < PROCESSES_MAX:
                     break
-                if each.turn.acquire(blocking=False):
-                    surplus.append(each)
-                    del self._started[each]
+                if process.turn.acquire(blocking=False):
+                    surplus.append(process)
+                    del self._started[process]
             self._started[renderer] = None
-        for each in surplus:
-            each.stop()
-            each.turn.release()
+        for process in surplus:
+            process.stop()
+            process.turn.release()
 
 
 class Renderer:
@@ -167,11 +167,11 @@ class _Process:
         self._parent = os.getpid()
         self._socket, theirs = socket.socketpair()
         with theirs:
-            kept = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
+            environment = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
             self._process = subprocess.Popen(
                 # -P: beside the file are modules with the names of others.
                 [sys.executable, "-P", str(Path(rendering.__file__)), str(theirs.fileno())],
-                env=kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -188,14 +188,14 @@ class _Process:
 
     def ask(self, request: bytes, bytes_max: int, seconds: float) -> Rendered:
         """Send a request and return its answer. Raises EOFError or OSError if the process ends, TimeoutError."""
-        until = monotonic() + seconds
+        deadline = monotonic() + seconds
         self._socket.settimeout(seconds)
         self._socket.sendall(REQUEST.pack(len(request), bytes_max) + request)
-        kind, size = ANSWER.unpack(self._read(ANSWER.size, until))
+        kind, size = ANSWER.unpack(self._read(ANSWER.size, deadline))
         # A template may have taken over the process: its answers are not trusted.
         if size > max(4 * bytes_max, 1024):
             raise EOFError
-        return Rendered(kind, self._read(size, until).decode("utf-8", "replace"))
+        return Rendered(kind, self._read(size, deadline).decode("utf-8", "replace"))
 
     def kill(self) -> None:
         """End it in the middle of a rendering."""
@@ -206,13 +206,13 @@ class _Process:
         self._finalizer()
         return self._process.returncode or 0
 
-    def _read(self, size: int, until: float) -> bytes:
+    def _read(self, size: int, deadline: float) -> bytes:
         pieces = []
         while size:
-            left = until - monotonic()
-            if left <= 0:
+            seconds_left = deadline - monotonic()
+            if seconds_left <= 0:
                 raise TimeoutError
-            self._socket.settimeout(left)
+            self._socket.settimeout(seconds_left)
             piece = self._socket.recv(min(size, 2**18))
             if not piece:
                 raise EOFError

@@ -38,9 +38,9 @@ class Pieces(NamedTuple):
         parts[::2], parts[1::2] = ids, self.tokens
         return b"".join(parts)
 
-    def followed_by(self, other: Pieces) -> Pieces:
+    def followed_by(self, following: Pieces) -> Pieces:
         """Return the pieces together with those of a text encoded on its own."""
-        return Pieces(self.texts + other.texts, self.keys + other.keys, [*self.tokens, b"", *other.tokens])
+        return Pieces(self.texts + following.texts, self.keys + following.keys, [*self.tokens, b"", *following.tokens])
 
 
 class SegmentMemo:
@@ -100,7 +100,7 @@ class Splitter:
         else:
             parts = list(self._split_in_windows(self._pattern, text))
         texts, seed, ids = parts[::2], self._seed, self._ids
-        keys = [xxh3_128_digest(each.encode(), seed) if each else b"" for each in texts]
+        keys = [xxh3_128_digest(text_piece.encode(), seed) if text_piece else b"" for text_piece in texts]
         return Pieces(texts, keys, [ids[token] for token in parts[1::2]])
 
     def whole(self, text: str, kind: bytes) -> Pieces:
@@ -109,18 +109,18 @@ class Splitter:
 
     def _split_in_windows(self, pattern: re.Pattern[str], text: str) -> Iterator[str]:
         """Yield a text and a token by turns; the last is a text."""
-        at = behind = 0
-        while at < len(text):
+        start = last_end = 0
+        while start < len(text):
             # A token that begins in this window may end behind it.
-            end = min(len(text), at + _WINDOW + self._longest)
-            found = pattern.search(text, at, end)
-            if found is not None and (found.start() < at + _WINDOW or end == len(text)):
-                yield text[behind : found.start()]
-                yield found.group()
-                at = behind = found.end()
+            end = min(len(text), start + _WINDOW + self._longest)
+            match = pattern.search(text, start, end)
+            if match is not None and (match.start() < start + _WINDOW or end == len(text)):
+                yield text[last_end : match.start()]
+                yield match.group()
+                start = last_end = match.end()
             else:
-                at = at + _WINDOW if end < len(text) else end
-        yield text[behind:]
+                start = start + _WINDOW if end < len(text) else end
+        yield text[last_end:]
 
 
 _Tree = dict[str, Any]
@@ -142,13 +142,13 @@ def _any_of(words: Mapping[str, int] | Sequence[str]) -> str:
 
 def _pattern(node: _Tree) -> str:
     branches = []
-    for character, below in node.items():
+    for character, children in node.items():
         chain = character
-        while character and len(below) == 1 and "" not in below:
-            ((character, below),) = below.items()
+        while character and len(children) == 1 and "" not in children:
+            ((character, children),) = children.items()
             chain += character
         if chain:
-            branches.append(re.escape(chain) + _pattern(below))
+            branches.append(re.escape(chain) + _pattern(children))
     if not branches:
         return ""
     group = branches[0] if len(branches) == 1 and "" not in node else f"(?:{'|'.join(branches)})"

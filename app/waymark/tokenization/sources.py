@@ -28,16 +28,16 @@ def no_tokenizer(model: str) -> InvalidValue:
 
 def found_in(directory: Path) -> dict[str, str]:
     """URLs by model: each ``tokenizer.json`` one or two levels down, its model named by the path of its directory."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     looked_at = 0
     for path in _directories(directory):
         for below in [path, *_directories(path)]:
             looked_at += 1
             if looked_at > _DIRECTORIES_MAX:
-                return found
+                return names
             if (below / "tokenizer.json").is_file():
-                found[below.relative_to(directory).as_posix()] = below.absolute().as_uri()
-    return found
+                names[below.relative_to(directory).as_posix()] = below.absolute().as_uri()
+    return names
 
 
 def _directories(path: Path) -> list[Path]:

@@ -79,11 +79,11 @@ class ChatTemplate:
         # Nobody who writes messages can know it.
         mark = f"media-{secrets.token_hex(16)}"
         text = self._render(prompt, mark)
-        before = text[: max(0, text.find(mark))]
+        beginning = text[: max(0, text.find(mark))]
         if self.takes_parts:
             # A template may write another text for an image; only the common beginning is certain.
-            before = commonprefix([before, self._render(prompt, "")])  # noqa: RUF071  # of texts
-        return before
+            beginning = commonprefix([beginning, self._render(prompt, "")])  # noqa: RUF071  # of texts
+        return beginning
 
     def behind(self, prompt: ChatPrompt) -> str:
         """Return the text that the engine encodes on its own behind the rendered one: with SGLang, the message to
@@ -94,52 +94,52 @@ class ChatTemplate:
         return sglang.last_answer(self._shown(prompt.messages[-1:], None, None)) or ""
 
     def _render(self, prompt: ChatPrompt, mark: str | None) -> str:
-        taken = sorted(RESERVED & prompt.template_kwargs.keys())
-        if taken:
+        reserved = sorted(RESERVED & prompt.template_kwargs.keys())
+        if reserved:
             raise InvalidValue(
-                f"chat_template_kwargs has {taken[0]}, which other fields of the request set; leave it out",
+                f"chat_template_kwargs has {reserved[0]}, which other fields of the request set; leave it out",
                 field="chat_template_kwargs",
             )
-        shown = self._shown(prompt.messages, prompt.system, mark)
+        converted = self._shown(prompt.messages, prompt.system, mark)
         if self._is_for_sglang:
-            return self._render_for_sglang(prompt, shown)
+            return self._render_for_sglang(prompt, converted)
         if prompt.continue_final_message and prompt.add_generation_prompt:
             raise InvalidValue(
                 "continue_final_message and add_generation_prompt are both true; send one of them as true",
                 field="continue_final_message",
             )
         tools = openai.tools_for_template(prompt.tools) if prompt.tools else None
-        text = self._rendered(prompt, shown, tools, begins_answer=prompt.add_generation_prompt)
+        text = self._rendered(prompt, converted, tools, begins_answer=prompt.add_generation_prompt)
         # The text after an image does not count: the end of the last message is then of no interest.
-        return _continued(text, shown) if prompt.continue_final_message and mark is None else text
+        return _continued(text, converted) if prompt.continue_final_message and mark is None else text
 
-    def _render_for_sglang(self, prompt: ChatPrompt, shown: list[dict[str, Any]]) -> str:
+    def _render_for_sglang(self, prompt: ChatPrompt, converted: list[dict[str, Any]]) -> str:
         begins_answer = prompt.add_generation_prompt or prompt.continue_final_message
-        answer = sglang.last_answer(shown)
+        answer = sglang.last_answer(converted)
         if answer is not None and prompt.continue_final_message:
-            shown = shown[:-1]
+            converted = converted[:-1]
         elif answer is not None and begins_answer:
-            shown = [*shown[:-1], {"role": "user", "content": answer}]
+            converted = [*converted[:-1], {"role": "user", "content": answer}]
         tools = sglang.tools_for_template(prompt.tools) if prompt.tools else None
         try:
-            return self._rendered(prompt, shown, tools, begins_answer=begins_answer)
+            return self._rendered(prompt, converted, tools, begins_answer=begins_answer)
         except InvalidValue as refusal:
             if tools is None or isinstance(refusal, _RenderingOverCeiling):
                 raise
             # As SGLang does: some templates take functions alone.
             functions = sglang.functions_for_template(tools)
-            return self._rendered(prompt, shown, functions, begins_answer=begins_answer)
+            return self._rendered(prompt, converted, functions, begins_answer=begins_answer)
 
     def _shown(self, messages: Sequence[Any], system: Any, mark: str | None) -> list[dict[str, Any]]:
         form = sglang.for_template if self._is_for_sglang else openai.for_template
         return form(messages, system, takes_parts=self.takes_parts, mark=mark)
 
     def _rendered(
-        self, prompt: ChatPrompt, shown: list[dict[str, Any]], tools: list[Any] | None, *, begins_answer: bool
+        self, prompt: ChatPrompt, converted: list[dict[str, Any]], tools: list[Any] | None, *, begins_answer: bool
     ) -> str:
         context = {
             **self._special,
-            "messages": shown,
+            "messages": converted,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": begins_answer,
@@ -244,10 +244,10 @@ def takes_parts(source: str) -> bool:
 
 def dates_of(source: str) -> tuple[str, ...] | None:
     """Return the forms in which a template asks for the date, or None if it asks in other ways."""
-    found = list(_CLOCK.finditer(source))
-    if len(found) != source.count("strftime_now"):
+    calls = list(_CLOCK.finditer(source))
+    if len(calls) != source.count("strftime_now"):
         return None
-    return tuple(dict.fromkeys(each["form"] for each in found if each["form"] is not None))
+    return tuple(dict.fromkeys(call["form"] for call in calls if call["form"] is not None))
 
 
 def takes_parts_for_sglang(source: str) -> bool:
@@ -259,5 +259,5 @@ def takes_parts_for_sglang(source: str) -> bool:
 
 
 def _as_if(mark: re.Match[str]) -> str:
-    before, end, after = mark.groups()
-    return "{%" + before + (" endif " if end else " if true ") + after + "%}"
+    prefix, end, suffix = mark.groups()
+    return "{%" + prefix + (" endif " if end else " if true ") + suffix + "%}"

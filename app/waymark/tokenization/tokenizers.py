@@ -126,11 +126,11 @@ class Tokenizers:
         began = monotonic()
         source = self._open.get(model)
         key = None if source is None else source.key(prompt)
-        known = None if source is None or key is None else source.known(key)
-        if source is None or known is None:
+        remembered = None if source is None or key is None else source.known(key)
+        if source is None or remembered is None:
             work = _digest(model, prompt, tenant_id) if key is None else key
-            until, refusal = self._refusals.get(work, (0.0, None))
-            if refusal is not None and monotonic() < until:
+            refused_until, refusal = self._refusals.get(work, (0.0, None))
+            if refusal is not None and monotonic() < refused_until:
                 raise refusal.with_traceback(None)
             try:
                 tokens = await self._once(model, work, lambda: self._made(GroupName(tenant_id, model), prompt, key))
@@ -140,7 +140,7 @@ class Tokenizers:
                     self._refuse(work, error)
                 raise
         else:
-            tokens = SourcedTokens(known.ids, source.kind, known.items)
+            tokens = SourcedTokens(remembered.ids, source.kind, remembered.items)
         self._metrics.tokenize_duration_seconds.labels(source=tokens.source).observe(monotonic() - began)
         return tokens
 
@@ -230,8 +230,8 @@ class Tokenizers:
 
     async def _made(self, group: GroupName, prompt: Prompt, key: bytes | None) -> SourcedTokens:
         source = await self._source(group)
-        made = await source.tokens(prompt, key)
-        return SourcedTokens(made.ids, source.kind, made.items)
+        prompt_tokens = await source.tokens(prompt, key)
+        return SourcedTokens(prompt_tokens.ids, source.kind, prompt_tokens.items)
 
     async def _text(self, group: GroupName, ids: Sequence[int]) -> str:
         return await (await self._source(group)).text(ids)
@@ -259,8 +259,8 @@ class Tokenizers:
                 failed=self._engines.failed,
                 is_default=url is None,
             )
-        until, failure = self._failed.get(model, (0.0, None))
-        if failure is not None and monotonic() < until:
+        failed_until, failure = self._failed.get(model, (0.0, None))
+        if failure is not None and monotonic() < failed_until:
             raise failure
         # Two texts may open one model at the same time; the first one done stays.
         opened = await self._try_to_open(model, url)

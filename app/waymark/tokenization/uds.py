@@ -137,20 +137,20 @@ class UdsTokenizer:
             answer = await call(request, timeout=self._seconds)
         except grpc.aio.AioRpcError as error:
             self._is_initialized = False  # the service may have been started again, without this model
-            said = str(error.details() or "")[:200]
+            details = str(error.details() or "")[:200]
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                raise self._refused(field, said) from None
+                raise self._refused(field, details) from None
             raise TokenizerUnavailable(
-                f"the tokenizer {self.name} cannot be used now: {error.code().name}: {said}"
+                f"the tokenizer {self.name} cannot be used now: {error.code().name}: {details}"
             ) from None
         if not answer.success:
             self._is_initialized = False
             raise self._refused(field, answer.error_message[:200])
         return answer
 
-    def _refused(self, field: str, said: str) -> InvalidValue:
-        told = json.dumps(said, ensure_ascii=False)
-        return InvalidValue(f"{self.name} refuses the {field}: {told}; send what that service takes", field=field)
+    def _refused(self, field: str, details: str) -> InvalidValue:
+        text = json.dumps(details, ensure_ascii=False)
+        return InvalidValue(f"{self.name} refuses the {field}: {text}; send what that service takes", field=field)
 
     def _chat(self, prompt: ChatPrompt) -> Any:
         messages = [*as_message(prompt.system), *prompt.messages]
@@ -174,7 +174,9 @@ class UdsTokenizer:
         named = {
             "mm_hashes": {entry.key: list(entry.value.values) for entry in features.mm_hashes},
             "mm_placeholders": {
-                entry.key: [{"offset": each.offset, "length": each.length} for each in entry.value.ranges]
+                entry.key: [
+                    {"offset": item_range.offset, "length": item_range.length} for item_range in entry.value.ranges
+                ]
                 for entry in features.mm_placeholders
             },
         }
@@ -199,9 +201,9 @@ def _message(message: Any, index: int) -> dict[str, Any]:
     """Return a message in the service's form, which has a role, and a text or parts."""
     if not isinstance(message, Mapping):
         raise _unfit(index, "is no object; send role and content")
-    lost = sorted(name for name in message.keys() - {"role", "content"} if message[name])
-    if lost:
-        raise _unfit(index, f"has {lost[0]}, for which the interface of the tokenizer service has no field")
+    dropped_fields = sorted(name for name in message.keys() - {"role", "content"} if message[name])
+    if dropped_fields:
+        raise _unfit(index, f"has {dropped_fields[0]}, for which the interface of the tokenizer service has no field")
     content = message.get("content")
     if isinstance(content, list):
         return {"role": message.get("role"), "content_parts": list(_parts(content, index))}
@@ -224,15 +226,15 @@ def _tool(tool: Any) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping):
         raise InvalidValue("tools has an element without a function; send type and function", field="tools")
-    made = {name: function[name] for name in ("name", "description", "strict") if function.get(name) is not None}
+    fields = {name: function[name] for name in ("name", "description", "strict") if function.get(name) is not None}
     if function.get("parameters") is not None:
-        made["parameters_json"] = json.dumps(function["parameters"])
-    return {"type": tool.get("type", "function"), "function": made}
+        fields["parameters_json"] = json.dumps(function["parameters"])
+    return {"type": tool.get("type", "function"), "function": fields}
 
 
-def _unfit(index: int, what: str) -> InvalidValue:
+def _unfit(index: int, problem: str) -> InvalidValue:
     return InvalidValue(
-        f"messages[{index}] {what}; name another source in WAYMARK_TOKENIZERS, or send token_ids",
+        f"messages[{index}] {problem}; name another source in WAYMARK_TOKENIZERS, or send token_ids",
         field="messages",
         index=index,
     )

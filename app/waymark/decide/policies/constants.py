@@ -82,15 +82,15 @@ def read_constants(table: Iterable[Constant], given: Mapping[str, Any], field: s
 
     An unknown name raises ``InvalidValue`` that names the nearest known one.
     """
-    known = {constant.name: constant for constant in table}
+    by_name = {constant.name: constant for constant in table}
     for name in given:
-        if name not in known:
+        if name not in by_name:
             place = f"{field}.{name[:SHOWN_MAX]}"
-            raise InvalidValue(f"{place} is not known; {nearest(name, known)}", field=place, reason="invalid_value")
+            raise InvalidValue(f"{place} is not known; {nearest(name, by_name)}", field=place, reason="invalid_value")
     return Values(
         {
             name: constant.read(given[name], f"{field}.{name}") if name in given else constant.default
-            for name, constant in known.items()
+            for name, constant in by_name.items()
         }
     )
 

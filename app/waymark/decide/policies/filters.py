@@ -47,7 +47,7 @@ def decode_filter(request: RoutingRequest, candidates: Sequence[Candidate]) -> l
 
 def encode_filter(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return targets that encode images."""
-    return [each for each in candidates if role_of(each) in _ENCODE]
+    return [candidate for candidate in candidates if role_of(candidate) in _ENCODE]
 
 
 def by_label(label: str, valid: frozenset[str], allows_no_label: bool) -> Filter:
@@ -55,7 +55,9 @@ def by_label(label: str, valid: frozenset[str], allows_no_label: bool) -> Filter
 
     def keep(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
         return [
-            each for each in candidates if (each.labels[label] in valid if label in each.labels else allows_no_label)
+            candidate
+            for candidate in candidates
+            if (candidate.labels[label] in valid if label in candidate.labels else allows_no_label)
         ]
 
     return keep
@@ -90,10 +92,10 @@ def by_selector(labels: Mapping[str, str], requirements: Sequence[Requirement]) 
 
     def keep(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
         return [
-            each
-            for each in candidates
-            if all(each.labels.get(key) == value for key, value in labels.items())
-            and all(requirement.matches(each.labels) for requirement in requirements)
+            candidate
+            for candidate in candidates
+            if all(candidate.labels.get(key) == value for key, value in labels.items())
+            and all(requirement.matches(candidate.labels) for requirement in requirements)
         ]
 
     return keep
@@ -103,7 +105,11 @@ def by_context_length(label: str) -> Filter:
     """Return a filter for targets whose range of lengths includes the prompt's; targets without a range pass."""
 
     def keep(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
-        return [each for each in candidates if label not in each.labels or _covers(each.labels[label], request.tokens)]
+        return [
+            candidate
+            for candidate in candidates
+            if label not in candidate.labels or _covers(candidate.labels[label], request.tokens)
+        ]
 
     return keep
 

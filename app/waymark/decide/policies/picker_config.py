@@ -41,8 +41,8 @@ _ROLES: Mapping[str, Filter] = {
 class DeclaredPlugin:
     """One entry of ``plugins``: its type's row, its name and its parameters, checked."""
 
-    def __init__(self, entry: Any, at: int) -> None:
-        where = f"plugins[{at}]"
+    def __init__(self, entry: Any, index: int) -> None:
+        where = f"plugins[{index}]"
         fields = _mapping(entry, where)
         _only(fields, ("type", "name", "parameters"), where)
         self.type = _text(fields.get("type"), f"{where}.type")
@@ -73,17 +73,19 @@ def read_picker_config(text: str) -> PickerConfig:
     if top.get("kind", KIND) != KIND:
         raise InvalidValue(f"kind is {shown(top['kind'])}; it must be {KIND}", field="kind")
     declared: dict[str, DeclaredPlugin] = {}
-    for at, entry in enumerate(_list(top.get("plugins"), "plugins")):
-        plugin = DeclaredPlugin(entry, at)
+    for index, entry in enumerate(_list(top.get("plugins"), "plugins")):
+        plugin = DeclaredPlugin(entry, index)
         if plugin.name in declared:
-            raise InvalidValue(f"plugins[{at}].name {shown(plugin.name)} is used twice; give each plugin another name")
+            raise InvalidValue(
+                f"plugins[{index}].name {shown(plugin.name)} is used twice; give each plugin another name"
+            )
         declared[plugin.name] = plugin
     profiles: dict[str, Profile] = {}
-    for at, entry in enumerate(_list(top.get("schedulingProfiles"), "schedulingProfiles")):
-        profile = _profile(entry, f"schedulingProfiles[{at}]", declared)
+    for index, entry in enumerate(_list(top.get("schedulingProfiles"), "schedulingProfiles")):
+        profile = _profile(entry, f"schedulingProfiles[{index}]", declared)
         if profile.name in profiles:
             raise InvalidValue(
-                f"schedulingProfiles[{at}].name {shown(profile.name)} is used twice; give each profile another name"
+                f"schedulingProfiles[{index}].name {shown(profile.name)} is used twice; give each profile another name"
             )
         profiles[profile.name] = profile
     if not profiles:
@@ -109,46 +111,46 @@ def _profile(entry: Any, where: str, declared: Mapping[str, DeclaredPlugin]) -> 
     scorers: list[WeightedScorer] = []
     picker: Picker = max_score
     endpoints = 1
-    for at, reference in enumerate(_list(fields.get("plugins"), f"{where}.plugins")):
-        here = f"{where}.plugins[{at}]"
-        given = _mapping(reference, here)
-        _only(given, ("pluginRef", "weight"), here)
-        name = _text(given.get("pluginRef"), f"{here}.pluginRef")
+    for index, reference in enumerate(_list(fields.get("plugins"), f"{where}.plugins")):
+        here = f"{where}.plugins[{index}]"
+        values = _mapping(reference, here)
+        _only(values, ("pluginRef", "weight"), here)
+        name = _text(values.get("pluginRef"), f"{here}.pluginRef")
         if name not in declared:
             raise InvalidValue(f"{here}.pluginRef {shown(name)} is not in plugins; {nearest(name, declared)}")
         plugin = declared[name]
         if plugin.row.kind in (PluginKind.FILTER, PluginKind.FILTER_AND_SCORER):
             kept += _filter(plugin)
         if plugin.row.kind in (PluginKind.SCORER, PluginKind.FILTER_AND_SCORER):
-            scorers.append(_scorer(plugin, _weight(given.get("weight", 1), f"{here}.weight")))
+            scorers.append(_scorer(plugin, _weight(values.get("weight", 1), f"{here}.weight")))
         elif plugin.row.kind is PluginKind.PICKER:
             picker, endpoints = _picker(plugin)
         elif plugin.row.kind is not PluginKind.FILTER:
-            what = f"{here}.pluginRef {shown(name)} is of kind {plugin.row.kind}"
-            sentence = f"{what}; a profile has filters, scorers, pickers"
+            problem = f"{here}.pluginRef {shown(name)} is of kind {plugin.row.kind}"
+            sentence = f"{problem}; a profile has filters, scorers, pickers"
             raise InvalidValue(sentence, field=f"{here}.pluginRef")
     return Profile(_text(fields.get("name"), f"{where}.name"), tuple(kept), tuple(scorers), picker, endpoints)
 
 
 def _filter(plugin: DeclaredPlugin) -> list[Filter]:
-    given = plugin.parameters
+    parameters = plugin.parameters
     if plugin.type in _ROLES:
         return [_ROLES[plugin.type]]
     if plugin.type == "context-length-aware":
-        label = str(given.get("label", CONTEXT_LABEL))
-        return [filters.by_context_length(label)] if given.get("enableFiltering", False) else []
+        label = str(parameters.get("label", CONTEXT_LABEL))
+        return [filters.by_context_length(label)] if parameters.get("enableFiltering", False) else []
     if plugin.type == "by-label":
-        allows_no_label = bool(given.get("allowsNoLabel", False))
-        label = _text(given.get("label"), f"{plugin.where}.label")
-        valid = frozenset(given.get("validValues", ()))
+        allows_no_label = bool(parameters.get("allowsNoLabel", False))
+        label = _text(parameters.get("label"), f"{plugin.where}.label")
+        valid = frozenset(parameters.get("validValues", ()))
         if not valid and not allows_no_label:
             raise InvalidValue(f"{plugin.where}.validValues is missing; name the values, or set allowsNoLabel")
         return [filters.by_label(label, valid, allows_no_label)]
     requirements = [
         filters.Requirement(row["key"], row["operator"], frozenset(row.get("values", ())))
-        for row in given.get("matchExpressions", ())
+        for row in parameters.get("matchExpressions", ())
     ]
-    return [filters.by_selector(given.get("matchLabels", {}), requirements)]
+    return [filters.by_selector(parameters.get("matchLabels", {}), requirements)]
 
 
 def _scorer(plugin: DeclaredPlugin, weight: float) -> WeightedScorer:
@@ -159,9 +161,9 @@ def _scorer(plugin: DeclaredPlugin, weight: float) -> WeightedScorer:
     if "blockSize" in plugin.parameters and "blockSizeTokens" not in plugin.parameters:
         where = f"{plugin.where}.blockSize"
         raise InvalidValue(f"{where} is a number of characters; give blockSizeTokens, a number of tokens", field=where)
-    own = {each.name for each in row.parameters}
-    given = {name: value for name, value in plugin.parameters.items() if name in own}
-    values = read_constants(row.parameters, given, plugin.where)
+    own = {parameter.name for parameter in row.parameters}
+    parameters = {name: value for name, value in plugin.parameters.items() if name in own}
+    values = read_constants(row.parameters, parameters, plugin.where)
     return WeightedScorer(
         plugin.name,
         weight,
@@ -187,8 +189,8 @@ def _weight(value: Any, where: str) -> float:
 
 def _speculation(declared: Mapping[str, DeclaredPlugin]) -> Speculation | None:
     """Return what the file says of speculative entries; None if it says nothing."""
-    said = [each for each in declared.values() if "speculativeIndexing" in each.parameters]
-    for plugin in said:
+    speculative = [each for each in declared.values() if "speculativeIndexing" in each.parameters]
+    for plugin in speculative:
         if not plugin.parameters["speculativeIndexing"]:
             continue
         text = plugin.parameters.get("speculativeTTL", "2s")
@@ -199,7 +201,7 @@ def _speculation(declared: Mapping[str, DeclaredPlugin]) -> Speculation | None:
                 f"{where} is {shown(text)}; it must be 1ms to {_SPECULATIVE_SECONDS_MAX // 60}m", field=where
             )
         return Speculation(is_on=True, milliseconds=math.ceil(1000 * seconds))
-    return Speculation(is_on=False) if said else None
+    return Speculation(is_on=False) if speculative else None
 
 
 # ---- handlers and deciders -------------------------------------------------------------------------
@@ -208,11 +210,13 @@ def _speculation(declared: Mapping[str, DeclaredPlugin]) -> Speculation | None:
 def _handled(
     declared: Mapping[str, DeclaredPlugin], profiles: Mapping[str, Profile], notes: tuple[str, ...]
 ) -> PickerConfig:
-    handlers = [each for each in declared.values() if each.row.kind is PluginKind.HANDLER]
+    handlers = [plugin for plugin in declared.values() if plugin.row.kind is PluginKind.HANDLER]
     if len(handlers) > 1:
-        names = ", ".join(each.name for each in handlers)
+        names = ", ".join(plugin.name for plugin in handlers)
         raise InvalidValue(f"plugins has several profile handlers ({names}); keep one")
-    has_headers = any(each.type in ("disagg-headers-handler", "prefill-header-handler") for each in declared.values())
+    has_headers = any(
+        plugin.type in ("disagg-headers-handler", "prefill-header-handler") for plugin in declared.values()
+    )
     handler = handlers[0] if handlers else None
     if handler is None or handler.type == "single-profile-handler":
         if len(profiles) > 1:
@@ -221,20 +225,20 @@ def _handled(
                 "without disagg-profile-handler; declare it, or keep one profile"
             )
         return PickerConfig(profiles, next(iter(profiles)), has_headers=has_headers, notes=notes)
-    given = handler.parameters
-    nested, asked = given.get("profiles", {}), given.get("deciders", {})
-    decode = str(nested.get("decode", given.get("decodeProfile", "decode")))
-    prefill = str(nested.get("prefill", given.get("prefillProfile", "prefill")))
-    encode = str(nested.get("encode", given.get("encodeProfile", "encode")))
-    if "primaryPort" in given:
-        notes = (*notes, _primary_port(given["primaryPort"], f"{handler.where}.primaryPort"))
-    legacy = sorted(given.keys() - {"profiles", "deciders"})
+    parameters = handler.parameters
+    nested, asked = parameters.get("profiles", {}), parameters.get("deciders", {})
+    decode = str(nested.get("decode", parameters.get("decodeProfile", "decode")))
+    prefill = str(nested.get("prefill", parameters.get("prefillProfile", "prefill")))
+    encode = str(nested.get("encode", parameters.get("encodeProfile", "encode")))
+    if "primaryPort" in parameters:
+        notes = (*notes, _primary_port(parameters["primaryPort"], f"{handler.where}.primaryPort"))
+    legacy = sorted(parameters.keys() - {"profiles", "deciders"})
     if legacy and handler.type == "disagg-profile-handler":
         notes = (*notes, f"{handler.type}: {', '.join(legacy)} are older names; write profiles.* and deciders.*")
     default = "prefix-based-pd-decider" if handler.type == "pd-profile-handler" else None
-    first = given.get("prefillDeciderPluginName", given.get("deciderPluginName", default))
+    first = parameters.get("prefillDeciderPluginName", parameters.get("deciderPluginName", default))
     prefill_decider = _decider(declared, asked.get("prefill", first), handler.where)
-    encode_decider = _decider(declared, asked.get("encode", given.get("encodeDeciderPluginName")), handler.where)
+    encode_decider = _decider(declared, asked.get("encode", parameters.get("encodeDeciderPluginName")), handler.where)
     if (prefill_decider or encode_decider) and not has_headers:
         raise InvalidValue(f"{handler.type} with a decider needs disagg-headers-handler among plugins; add it")
     for name, is_needed in ((decode, True), (prefill, prefill_decider), (encode, encode_decider)):
@@ -264,8 +268,8 @@ def _decider(declared: Mapping[str, DeclaredPlugin], name: Any, where: str) -> D
         return None
     plugin = declared.get(name)
     if plugin is None or plugin.row.kind is not PluginKind.DECIDER:
-        known = [each.name for each in declared.values() if each.row.kind is PluginKind.DECIDER]
-        raise InvalidValue(f"{where}: decider {shown(name)} is not a decider in plugins; {nearest(str(name), known)}")
+        names = [each.name for each in declared.values() if each.row.kind is PluginKind.DECIDER]
+        raise InvalidValue(f"{where}: decider {shown(name)} is not a decider in plugins; {nearest(str(name), names)}")
     if plugin.type == "prefix-based-pd-decider":
         tokens = plugin.parameters.get("nonCachedTokens", 0)
         if not (isinstance(tokens, int) and tokens >= 0):
@@ -297,10 +301,10 @@ def _text(value: Any, where: str) -> str:
     return value
 
 
-def _only(fields: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+def _only(fields: Mapping[str, Any], names: Sequence[str], where: str) -> None:
     for name in fields:
-        if name not in known:
-            raise InvalidValue(f"{where}: {shown(name)} is not known; {nearest(name, known)}", field=name)
+        if name not in names:
+            raise InvalidValue(f"{where}: {shown(name)} is not known; {nearest(name, names)}", field=name)
 
 
 # Parameters of plugins held against the kinds that ``plugins`` gives them.
@@ -319,11 +323,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _is_labels(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, str) for pair in value.items() for each in pair)
+    return isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair)
 
 
 def _is_expressions(value: Any) -> bool:
@@ -352,12 +356,14 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def check_parameters(given: Mapping[str, Any], known: Mapping[str, Any], where: str) -> None:
+def check_parameters(parameters: Mapping[str, Any], parameters_known: Mapping[str, Any], where: str) -> None:
     """Raise ``InvalidValue`` at the first unknown name or value, nested ones too."""
-    for name, value in given.items():
-        if name not in known:
-            raise InvalidValue(f"{where}.{name} is not known; {nearest(name, known)}", field=f"{where}.{name}")
-        kind = known[name]
+    for name, value in parameters.items():
+        if name not in parameters_known:
+            raise InvalidValue(
+                f"{where}.{name} is not known; {nearest(name, parameters_known)}", field=f"{where}.{name}"
+            )
+        kind = parameters_known[name]
         if isinstance(kind, Mapping):
             if not isinstance(value, dict):
                 raise InvalidValue(f"{where}.{name} must be a mapping by name", field=f"{where}.{name}")

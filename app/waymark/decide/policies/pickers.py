@@ -31,9 +31,9 @@ def weighted_by_chance(scored: Sequence[Scored], random: Random) -> Sequence[Sco
     after all others.
     """
 
-    def key(each: Scored) -> float:
-        drawn = 1.0 - random.random()  # above 0, so that it has a logarithm
-        return math.log(drawn) / each.value if each.value > 0 else -math.inf
+    def key(candidate: Scored) -> float:
+        uniform = 1.0 - random.random()  # above 0, so that it has a logarithm
+        return math.log(uniform) / candidate.value if candidate.value > 0 else -math.inf
 
     return sorted(scored, key=key, reverse=True)
 

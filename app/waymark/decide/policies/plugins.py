@@ -178,7 +178,8 @@ _PLUGINS = (
         Plugin(
             scorer.name,
             PluginKind.SCORER,
-            {each.name: "number" for each in scorer.parameters} | dict(_SCORER_EXTRAS.get(scorer.name, ({}, ""))[0]),
+            {parameter.name: "number" for parameter in scorer.parameters}
+            | dict(_SCORER_EXTRAS.get(scorer.name, ({}, ""))[0]),
             _SCORER_EXTRAS.get(scorer.name, ({}, ""))[1],
             is_open=scorer.name == "predicted-latency-scorer",
         )

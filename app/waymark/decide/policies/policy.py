@@ -142,7 +142,7 @@ def ranked(
     """Best first; equal ones in an order by chance, so that many callers do not all take the same one."""
     draw = random.random
     sign = 1 if is_cost else -1
-    return Ranking(sorted(scored, key=lambda each: (sign * each.value, draw())), decision)
+    return Ranking(sorted(scored, key=lambda candidate: (sign * candidate.value, draw())), decision)
 
 
 # ---- one policy ---------------------------------------------------------------------------------

@@ -81,8 +81,10 @@ def _composite(inputs: Inputs) -> Ranking:
     most_active = max(candidate.requests for candidate in candidates)
     scored, best = [], 0.0
     for candidate in candidates:
-        below = candidate.matched - candidate.device
-        tiered = values.number("gpu_tier_weight") * candidate.device + values.number("storage_tier_weight") * below
+        lower_tokens = candidate.matched - candidate.device
+        tiered = (
+            values.number("gpu_tier_weight") * candidate.device + values.number("storage_tier_weight") * lower_tokens
+        )
         overlap = tiered / most_matched if most_matched else 0.0
         load = 1.0 - candidate.requests / most_active if most_active else 1.0
         best = max(best, overlap)
@@ -96,15 +98,15 @@ def _composite(inputs: Inputs) -> Ranking:
         return ranked(scored, random, is_cost=False)
     fallback = PRESETS[values.word("fallback")]
     order = fallback.rank(inputs._replace(values=fallback.values({}))).scored
-    return Ranking([Scored(each.candidate, 0.0, {}) for each in order], Decision.FALLBACK)
+    return Ranking([Scored(candidate_scored.candidate, 0.0, {}) for candidate_scored in order], Decision.FALLBACK)
 
 
 def _check_composite(values: Values) -> None:
     weights = {name: values.number(name) for name in ("overlap_weight", "load_weight", "health_weight")}
     total = sum(weights.values())
     if abs(total - 1.0) > 1e-6:
-        shown = ", ".join(f"{name} {value:g}" for name, value in weights.items())
-        raise InvalidValue(f"{shown}: the three weights add up to {total:g}; they must add up to 1", field="overrides")
+        text = ", ".join(f"{name} {value:g}" for name, value in weights.items())
+        raise InvalidValue(f"{text}: the three weights add up to {total:g}; they must add up to 1", field="overrides")
 
 
 def _dynamo(inputs: Inputs) -> Ranking:
@@ -127,7 +129,7 @@ def _softened(scored: Sequence[Scored], temperature: float, random: Random) -> R
     """Return the candidates, lowest cost first. With a temperature above 0, drawn by a softmax over the costs, scaled
     to their range.
     """
-    least, most = min(each.value for each in scored), max(each.value for each in scored)
+    least, most = min(candidate.value for candidate in scored), max(candidate.value for candidate in scored)
     if temperature == 0 or least == most:
         return ranked(scored, random, is_cost=True)
 
@@ -192,18 +194,18 @@ def _sticky(inputs: Inputs) -> Ranking:
     if limit is None:
         active = sum(candidate.active for candidate in candidates)
         limit = bound(active, len(candidates), values.number("load_factor_epsilon"))
-    below: list[Candidate] = []
-    above: list[Candidate] = []
+    under_bound: list[Candidate] = []
+    over_bound: list[Candidate] = []
     home: Candidate | None = None
     for name in ring.clockwise(request.prefix_key):
         candidate = by_name.get(name)
         if candidate is None:
             continue
         home = home or candidate
-        (below if candidate.active < limit else above).append(candidate)
-        if len(below) == most:
+        (under_bound if candidate.active < limit else over_bound).append(candidate)
+        if len(under_bound) == most:
             break
-    ordered = [*below, *above][:most]
+    ordered = [*under_bound, *over_bound][:most]
     decision = Decision.PREFIX_HASH if ordered[0] is home else Decision.OVERFLOW
     return Ranking(
         [Scored(each, float(place), {"place": float(place)}) for place, each in enumerate(ordered)], decision
@@ -374,7 +376,7 @@ DEFAULT = "least-work"
 
 def preset(name: str, field: str = "policy") -> Preset:
     """Return a policy by name. ``InvalidValue`` names the nearest one."""
-    found = PRESETS.get(name)
-    if found is None:
+    row = PRESETS.get(name)
+    if row is None:
         raise InvalidValue(f"{field} is {shown(name)}, which is no policy; {nearest(name, PRESETS)}", field=field)
-    return found
+    return row

@@ -70,21 +70,21 @@ class Profile:
 
     def run(self, request: RoutingRequest, candidates: Sequence[Candidate], random: Random) -> Sequence[Scored]:
         """Return the candidates that pass the filters, in the picker's order; the result may be empty."""
-        kept = list(candidates)
+        remaining = list(candidates)
         for keep in self.filters:
-            kept = keep(request, kept)
-        if not kept:
+            remaining = keep(request, remaining)
+        if not remaining:
             return []
-        columns = {scorer.name: (scorer.weight, scorer.score(request, kept)) for scorer in self.scorers}
+        columns = {scorer.name: (scorer.weight, scorer.score(request, remaining)) for scorer in self.scorers}
         scored = []
-        for at, candidate in enumerate(kept):
-            parts = {name: _weighted(weight, scores[at]) for name, (weight, scores) in columns.items()}
+        for index, candidate in enumerate(remaining):
+            parts = {name: _weighted(weight, scores[index]) for name, (weight, scores) in columns.items()}
             scored.append(Scored.sum_of(candidate, parts))
         if request.has_tokens:
             return self.picker(scored, random)
         # Its weight is that of the scorers that cannot see a match.
         weight = sum(scorer.weight for scorer in self.scorers if scorer.is_prefix)
-        picked = self.picker(with_home(request, kept, scored, _PREFIX_KEY, weight), random)
+        picked = self.picker(with_home(request, remaining, scored, _PREFIX_KEY, weight), random)
         return first_by_key(request, picked) if self.picker is max_score else picked
 
 

@@ -41,12 +41,12 @@ class Ring:
         A caller that stops at the first few has cost no more than these few points.
         """
         start, names = bisect_left(self._points, int.from_bytes(key[:8], "big")), self._names
-        met: set[tuple[str, int]] = set()
-        for at in chain(range(start, len(names)), range(start)):
-            if names[at] not in met:
-                met.add(names[at])
-                yield names[at]
-                if len(met) == self._count:
+        visited: set[tuple[str, int]] = set()
+        for index in chain(range(start, len(names)), range(start)):
+            if names[index] not in visited:
+                visited.add(names[index])
+                yield names[index]
+                if len(visited) == self._count:
                     return
 
 

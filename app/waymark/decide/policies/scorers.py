@@ -43,50 +43,52 @@ def _precise_prefix(request: RoutingRequest, candidates: Sequence[Candidate], va
     whole = request.blocks * request.block_size
     if whole == 0:
         return [0.0 for _ in candidates]
-    return [(each.device + 0.8 * (each.matched - each.device)) / whole for each in candidates]
+    return [(candidate.device + 0.8 * (candidate.matched - candidate.device)) / whole for candidate in candidates]
 
 
 def _expected_prefix(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     whole = min(request.blocks, int(values.number("maxPrefixBlocksToMatch"))) * request.block_size
     if whole == 0:
         return [0.0 for _ in candidates]
-    return [min(each.expected, whole) / whole for each in candidates]
+    return [min(candidate.expected, whole) / whole for candidate in candidates]
 
 
 def _no_hit_lru(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
-    if any(each.matched or each.expected for each in candidates):
+    if any(candidate.matched or candidate.expected for candidate in candidates):
         return [0.5 for _ in candidates]
     if len(candidates) == 1:
         return [1.0]
     # Those that never took a cold request come first, in their order; then the one that did so longest ago.
-    places = sorted(range(len(candidates)), key=lambda at: (candidates[at].last_cold, at))
+    places = sorted(range(len(candidates)), key=lambda index: (candidates[index].last_cold, index))
     scores: Scores = [0.0] * len(candidates)
-    for rank, at in enumerate(places):
-        scores[at] = 1.0 - rank / (len(candidates) - 1)
+    for rank, index in enumerate(places):
+        scores[index] = 1.0 - rank / (len(candidates) - 1)
     return scores
 
 
 def _session(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
-    return [1.0 if each.instance_id == request.session else 0.0 for each in candidates]
+    return [1.0 if candidate.instance_id == request.session else 0.0 for candidate in candidates]
 
 
 # ---- load ------------------------------------------------------------------------------------------
 
 
 def _active_requests(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
-    most = max(each.requests for each in candidates)
+    most = max(candidate.requests for candidate in candidates)
     idle, best_busy = values.number("idleThreshold"), values.number("maxBusyScore")
-    return [1.0 if each.active <= idle else (most - each.requests) / most * best_busy for each in candidates]
+    return [
+        1.0 if candidate.active <= idle else (most - candidate.requests) / most * best_busy for candidate in candidates
+    ]
 
 
 def _lmetric(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     size = request.block_size
-    costs = [(request.blocks - each.matched // size) * size * (each.requests + 1) for each in candidates]
+    costs = [(request.blocks - candidate.matched // size) * size * (candidate.requests + 1) for candidate in candidates]
     return _least_is_one(costs)
 
 
 def _predicted_latency(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
-    return _where_known([_first_token_ms(request, each) for each in candidates])
+    return _where_known([_first_token_ms(request, candidate) for candidate in candidates])
 
 
 def _first_token_ms(request: RoutingRequest, candidate: Candidate) -> float | None:
@@ -100,7 +102,7 @@ def _first_token_ms(request: RoutingRequest, candidate: Candidate) -> float | No
 
 
 def _kv_cache(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
-    return [None if each.gauges is None else 1.0 - each.gauges.kv_usage for each in candidates]
+    return [None if candidate.gauges is None else 1.0 - candidate.gauges.kv_usage for candidate in candidates]
 
 
 def _queue(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
@@ -114,13 +116,16 @@ def _running(request: RoutingRequest, candidates: Sequence[Candidate], values: V
 def _load_aware(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     threshold = values.number("threshold")
     return [
-        None if each.gauges is None else 0.5 * (1.0 - min(each.gauges.waiting, threshold) / threshold)
-        for each in candidates
+        None if candidate.gauges is None else 0.5 * (1.0 - min(candidate.gauges.waiting, threshold) / threshold)
+        for candidate in candidates
     ]
 
 
 def _adapter(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
-    return [None if each.gauges is None else _of_adapter(request.lora_name, each.gauges) for each in candidates]
+    return [
+        None if candidate.gauges is None else _of_adapter(request.lora_name, candidate.gauges)
+        for candidate in candidates
+    ]
 
 
 def _of_adapter(name: str | None, gauges: Gauges) -> float:
@@ -177,16 +182,18 @@ def _least_is_one(costs: Sequence[float]) -> Scores:
 
 
 def _by_gauge(candidates: Sequence[Candidate], amount: Callable[[Gauges], int]) -> Scores:
-    return _where_known([None if each.gauges is None else float(amount(each.gauges)) for each in candidates])
+    return _where_known(
+        [None if candidate.gauges is None else float(amount(candidate.gauges)) for candidate in candidates]
+    )
 
 
 def _where_known(costs: Sequence[float | None]) -> Scores:
     """Return the scores of ``_least_is_one`` for the candidates with a cost; None for the others."""
-    known = {at: cost for at, cost in enumerate(costs) if cost is not None}
-    if not known:
+    known_costs = {index: cost for index, cost in enumerate(costs) if cost is not None}
+    if not known_costs:
         return [None for _ in costs]
-    scores = dict(zip(known, _least_is_one(list(known.values())), strict=True))
-    return [scores.get(at) for at in range(len(costs))]
+    scores = dict(zip(known_costs, _least_is_one(list(known_costs.values())), strict=True))
+    return [scores.get(index) for index in range(len(costs))]
 
 
 # ---- the table ------------------------------------------------------------------------------------
@@ -251,4 +258,4 @@ SCORERS: Mapping[str, Scorer] = {scorer.name: scorer for scorer in _SCORERS}
 
 def scored_by_label(request: RoutingRequest, candidates: Sequence[Candidate], label: str) -> Scores:
     """``context-length-aware``: by the range of lengths in each candidate's label."""
-    return [context_score(request.tokens, each.labels.get(label)) for each in candidates]
+    return [context_score(request.tokens, candidate.labels.get(label)) for candidate in candidates]

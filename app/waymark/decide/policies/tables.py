@@ -21,10 +21,12 @@ def constants() -> str:
     """Return a table of every constant of every policy: the possible overrides of a request."""
     lines = ["| Policy | Constant | Default | Range | What it means |", "|---|---|---|---|---|"]
     for preset in PRESETS.values():
-        for each in preset.constants:
-            default = str(each.default).lower() if isinstance(each.default, bool) else each.default
-            shown = f"{default:g}" if isinstance(default, float) else default
-            lines.append(f"| `{preset.name}` | `{each.name}` | `{shown}` | {each.range_text()} | {each.sentence} |")
+        for constant in preset.constants:
+            default = str(constant.default).lower() if isinstance(constant.default, bool) else constant.default
+            text = f"{default:g}" if isinstance(default, float) else default
+            lines.append(
+                f"| `{preset.name}` | `{constant.name}` | `{text}` | {constant.range_text()} | {constant.sentence} |"
+            )
     return "\n".join(lines)
 
 
@@ -40,7 +42,7 @@ def scorers() -> str:
 def others() -> str:
     """Return a table of plugins that a file may name and whose work another part does here."""
     lines = ["| Plugin | Here |", "|---|---|"]
-    lines += [f"| `{each.type}` | {each.note} |" for each in PLUGINS.values() if each.kind is PluginKind.OTHER]
+    lines += [f"| `{plugin.type}` | {plugin.note} |" for plugin in PLUGINS.values() if plugin.kind is PluginKind.OTHER]
     return "\n".join(lines)
 
 

@@ -22,10 +22,13 @@ def by_prefix_key(
     if home is None:
         return Ranking(rank(candidates).scored, Decision.LOAD)
     # At least one token, so that policies that compare shares see it for the shortest prompt, too.
-    supposed = [each._replace(device=max(1, request.tokens)) if each is home else each for each in candidates]
+    supposed = [
+        candidate._replace(device=max(1, request.tokens)) if candidate is home else candidate
+        for candidate in candidates
+    ]
     scored = [
-        each._replace(candidate=home) if each.candidate.publisher == home.publisher else each
-        for each in rank(supposed).scored
+        candidate._replace(candidate=home) if candidate.candidate.publisher == home.publisher else candidate
+        for candidate in rank(supposed).scored
     ]
     return Ranking(first_by_key(request, scored), Decision.PREFIX, home.publisher)
 
@@ -37,16 +40,16 @@ def with_home(
     home = home_of(request, candidates)
     if home is None:
         return scored
-    found = []
-    for each in scored:
-        score = weight if each.candidate is home else 0.0
-        found.append(Scored(each.candidate, each.value + score, {**each.parts, name: score}))
-    return found
+    result = []
+    for candidate in scored:
+        score = weight if candidate.candidate is home else 0.0
+        result.append(Scored(candidate.candidate, candidate.value + score, {**candidate.parts, name: score}))
+    return result
 
 
 def first_by_key(request: RoutingRequest, scored: Sequence[Scored]) -> Sequence[Scored]:
     """Put the first on the key's way around the ring before the others as good as the best."""
-    equal = [each for each in scored if each.value == scored[0].value] if scored else []
+    equal = [candidate for candidate in scored if candidate.value == scored[0].value] if scored else []
     if len(equal) < 2:
         return scored
     first = home_of(request, [each.candidate for each in equal])
@@ -59,5 +62,5 @@ def home_of(request: RoutingRequest, candidates: Sequence[Candidate]) -> Candida
     """Return the first candidate that the prefix key meets; None with tokens, or without a key."""
     if request.ring is None or request.prefix_key is None:
         return None
-    by_name = {(each.instance_id, each.dp_rank): each for each in candidates}
+    by_name = {(candidate.instance_id, candidate.dp_rank): candidate for candidate in candidates}
     return next((by_name[name] for name in request.ring.clockwise(request.prefix_key) if name in by_name), None)
