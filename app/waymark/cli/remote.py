@@ -82,7 +82,12 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
         case "publishers":
             parser.add_argument("--model", help="show only publishers of this model")
             parser.add_argument(
-                "--status", action="append", default=[], choices=_STATUSES, help="only this status; may be repeated"
+                "--status",
+                action="append",
+                default=[],
+                choices=_STATUSES,
+                metavar="STATUS",
+                help=f"only this status; may be repeated: {', '.join(_STATUSES)}",
             )
             parser.add_argument("--bad", action="store_true", help="only those with something wrong")
         case "repair":

@@ -58,7 +58,8 @@ def add_status(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         choices=[status.value for status in StreamStatus],
-        help="show only streams with this status; may be repeated",
+        metavar="STATUS",
+        help=f"show only streams with this status; may be repeated: {', '.join(StreamStatus)}",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
