@@ -24,11 +24,11 @@ from waymark.base.errors import NoTarget, Saturated
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import Form
-from waymark.chat.usage import UsageReader
 from waymark.decide.decision import SelectParameters
 from waymark.decide.requests import PreparedRequest, RequestSelector, RoutedRequest
 from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
 from waymark.domain.books import NO_USAGE
+from waymark.domain.usage import UsageReader
 from waymark.gateway.security import to_client, to_engine
 from waymark.gateway.shapes import RequestRejected, engine_error, event_of
 from waymark.gateway.upstream import Interrupted, Unreachable, Upstream, is_events

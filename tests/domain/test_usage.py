@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from waymark.chat.usage import UsageReader
 from waymark.domain.books import Usage
+from waymark.domain.usage import UsageReader
 
 _OPENAI = {
     "prompt_tokens": 1200,
