@@ -45,7 +45,7 @@ async def test_an_answer_has_each_field_of_the_contract(client: httpx.AsyncClien
     await hold("pod-2", PROMPT[:8])
     answer = await post(client, "/select", count=2)
     reservation = answer.pop("reservation")
-    assert re.fullmatch(r"1\.\d+\.8\.40\.[0-9a-f]{16}\.0", reservation), "8 tokens to compute, of 40"
+    assert re.fullmatch(r"1\.\d+\.8\.40\.[0-9a-f]{16}\.0\.32-32-0-0-0-32-13", reservation), "8 of 40 to compute"
     assert answer == {
         "target": {
             "instance_id": "pod-1",

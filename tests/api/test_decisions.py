@@ -282,6 +282,7 @@ async def test_sticky_needs_no_tokens(client: httpx.AsyncClient, pods: list[str]
     assert (empty["decision"], empty["prefix_key"]) == ("fallback", None)
 
 
+@pytest.mark.outside  # an engine is asked for the tokens
 async def test_text_needs_no_tokenizer(client: httpx.AsyncClient, pods: list[str]) -> None:
     for fields, decision in (
         ({"prompt": "hello"}, "prefix"),

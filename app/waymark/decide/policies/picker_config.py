@@ -312,7 +312,7 @@ def _only(fields: Mapping[str, Any], names: Sequence[str], where: str) -> None:
 
 #: Go's durations: numbers with units, such as ``2m`` or ``1h30m``.
 _DURATION = re.compile(r"([0-9]+(\.[0-9]*)?(ns|us|ms|s|m|h))+")
-_DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]*)?)(ns|us|ms|s|m|h)")
+_DURATION_PART = re.compile(r"(?<![0-9.])([0-9]+(?:\.[0-9]*)?)(ns|us|ms|s|m|h)")
 _UNIT_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 #: As WAYMARK_SPECULATIVE_TTL_MS has it.
 _SPECULATIVE_SECONDS_MAX = 600
