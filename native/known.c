@@ -317,13 +317,13 @@ static PyMethodDef known_methods[] = {
     METHOD("discard", known_discard, METH_O, "discard($self, engine_hashes, /)\n--\n\nTake engine hashes out."),
     METHOD("move", known_move, METH_FASTCALL, "move($self, engine_hash, place, /)\n--\n\nA block is elsewhere."),
     METHOD("extend", known_extend, METH_FASTCALL,
-           "extend($self, parent, engine_hashes, tokens, block_size, seed, namespace, full, piece_blocks, gone, /)\n--\n\n"
+           "extend($self, parent, engine_hashes, tokens, block_size, seed, namespace, full, piece_blocks, former, /)\n--\n\n"
            "A plain store, from its tokens."),
     METHOD("take", known_take, METH_FASTCALL,
-           "take($self, engine_hashes, gone, several, /)\n--\n\nA plain removal."),
+           "take($self, engine_hashes, former, several, /)\n--\n\nA plain removal."),
     METHOD("run", known_run, METH_FASTCALL,
-           "run($self, events, at, position, hashes_max, parts, holder, seed, namespace, full, piece_blocks, gone, several, "
-           "may_store, may_remove, /)\n--\n\nPlain events, one after the other."),
+           "run($self, events, start, position, hashes_max, parts, holder, seed, namespace, full, piece_blocks, former, "
+           "several, may_store, may_remove, /)\n--\n\nPlain events, one after the other."),
     METHOD("__sizeof__", known_size, METH_NOARGS, NULL),
     {NULL, NULL, 0, NULL},
 };

@@ -74,7 +74,7 @@ async def test_each_instance_tells_its_runs_and_where_its_match_ends(client: htt
                 "instance_id": "c",
                 "is_pool": False,
                 "longest_matched": 0,
-                "note": "it has sent no event, status pending (no connection to tcp://10.0.0.1:5557)",
+                "note": "it has sent no event, status starting (no connection to tcp://10.0.0.1:5557)",
                 "holders": [],
             },
         ],

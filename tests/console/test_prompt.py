@@ -48,7 +48,7 @@ async def test_each_holder_is_a_line_of_cells(streams: list[Stream], waymark: Ru
         'pod-2: 48 of 160 tokens, 3 of 10 blocks; block 3 is next, and "pod-1" has it; '
         "5 of its blocks are behind the missing one and do not count",
         "  rank 0 GPU #3  ###..ooooo",
-        "pod-3: no match, it has sent no event, status pending (no connection to tcp://10.0.0.1:5557)",
+        "pod-3: no match, it has sent no event, status starting (no connection to tcp://10.0.0.1:5557)",
     ]
 
 

@@ -214,6 +214,7 @@ def test_the_memory_forgets_only_what_is_gone_and_places_nobody_names() -> None:
     assert len(memory) == 8 + 52
     memory.end(GPU)
     memory.end(CPU)
+    finish(memory.release())
     assert (len(memory), memory.places) == (0, 0)
 
 

@@ -311,8 +311,11 @@ async def test_a_whole_answer_that_breaks_off_is_asked_for_again(fleet: Fleet, w
 
     async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal asked
+        if b" /v1/chat/completions HTTP" not in await reader.readuntil(b"\r\n\r\n"):  # a picker wants its tokens
+            writer.write(b"HTTP/1.1 404 Not Found\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+            writer.close()
+            return
         asked += 1
-        await reader.readuntil(b"\r\n\r\n")
         head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: 10\r\n\r\n"
         writer.write(head + b'{"a":')
         if asked == 1:
