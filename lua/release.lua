@@ -39,8 +39,9 @@ if KEYS[7] then
     redis.call('ZREM', KEYS[7], nonce)
   elseif redis.call('ZSCORE', KEYS[7], nonce) then
     local time = redis.call('TIME')
-    redis.call('ZADD', KEYS[7], time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[4], nonce)
-    if redis.call('PTTL', KEYS[7]) < tonumber(ARGV[4]) then redis.call('PEXPIRE', KEYS[7], ARGV[4]) end
+    local ends = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[4])
+    redis.call('ZADD', KEYS[7], ends, nonce)
+    if redis.call('PTTL', KEYS[7]) < tonumber(ARGV[4]) then redis.call('PEXPIREAT', KEYS[7], ends) end
   end
 end
 
@@ -164,7 +165,7 @@ if promise and (part == 'ok' or ARGV[5] ~= '') then
       g + shared, h + expected, i + (is_told and delivered or 0), j + random,
       k + (is_told and tonumber(ARGV[9]) or 0), l + (is_told and tonumber(ARGV[10]) or 0),
       m + (is_first and 1 or 0), n + (is_first and math.floor(ARGV[5] + 0.5) or 0)))
-    if not before then redis.call('PEXPIRE', KEYS[5], 90000000) end
+    if not before then redis.call('PEXPIREAT', KEYS[5], string.format('%.0f', ARGV[3] * 60000 + 90000000)) end
   end
   if value and is_told and expected > 0 then
     -- The last 25 to 50 requests, in two parts: the newer one takes the place of the older one when it has 25.

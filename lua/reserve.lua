@@ -162,8 +162,9 @@ for index in (sources[which + 1] or '-'):gmatch('%d+') do
   local pulls = KEYS[last_spec + index]
   redis.call('ZREMRANGEBYSCORE', pulls, '-inf', now)
   if redis.call('ZCARD', pulls) < tonumber(ARGV[11]) then
-    redis.call('ZADD', pulls, now + ARGV[1], ARGV[2])
-    if redis.call('PTTL', pulls) < tonumber(ARGV[1]) then redis.call('PEXPIRE', pulls, ARGV[1]) end
+    local ends = string.format('%.0f', now + ARGV[1])
+    redis.call('ZADD', pulls, ends, ARGV[2])
+    if redis.call('PTTL', pulls) < tonumber(ARGV[1]) then redis.call('PEXPIREAT', pulls, ends) end
     source = tonumber(index)
     break
   end

@@ -137,11 +137,11 @@ async def test_a_target_that_delivers_less_is_worth_less_until_it_delivers_again
         return [each.content["kind"] for each in await store.activity.newest(50)]
 
     def total(name: str) -> float | None:
-        return metrics.registry.get_sample_value(f"waymark_{name}_total")
+        return metrics.registry.get_sample_value(f"waymark_{name}")
 
     assert {await ask(cached=299) for _ in range(50)} == {600}
     assert await ask(cached=598) == 300
-    assert total("drifts") == 1
+    assert total("drifts_total") == 1
 
     async def is_told() -> bool:
         return "drift" in await kinds()
@@ -150,9 +150,9 @@ async def test_a_target_that_delivers_less_is_worth_less_until_it_delivers_again
 
     assert {await ask(cached=598) for _ in range(49)} == {300}
     assert await ask(cached=598) == 600
-    assert total("tokens_expected") == 598 * 101
-    assert total("tokens_delivered") == 299 * 50 + 598 * 51
-    assert total("tokens_available") == total("tokens_chosen") == 600 * 101
+    assert total("tokens_expected_total") == 598 * 101
+    assert total("tokens_delivered_total") == 299 * 50 + 598 * 51
+    assert total("tokens_available_total") == total("tokens_chosen_total") == 600 * 101
 
 
 async def test_the_end_of_a_reservation_of_dynamo_is_booked(client: httpx.AsyncClient, store: Store) -> None:

@@ -231,7 +231,9 @@ async def test_a_redis_that_forgets_its_scripts_again_and_again_is_told_them(
 ) -> None:
     await server.start()
     service = await start("serve", server.url)
-    await engines.open(service, "a", gpu_blocks=400)
+    engine = await engines.open(service, "a", gpu_blocks=400)
+    # Batches from before that would come in one replay, and be applied by one call.
+    await wait_until(lambda: engine.publisher.subscribers > 0, "its stream has begun")
     working = asyncio.ensure_future(work(engines, 30))
     with server.admin() as admin:
         while not working.done():

@@ -15,7 +15,7 @@ from tests.conftest import wait_until
 from tests.discovery.conftest import Engine, StartEngine, engine, start_engine, vllm_models
 from tests.discovery.test_sources import discovering
 from tests.gateway.conftest import Running, Start, chat
-from tests.patience import patient
+from tests.patience import patient, within
 from tests.serving.wire import served
 from waymark.api.application import create_app
 from waymark.api.registrations import registration_of
@@ -139,7 +139,7 @@ async def given(running: Running, *engines: Engine, **settings: str) -> AsyncIte
     asker = Asker.of(Settings(redis_url="memory://", **settings))
     found = EngineRegistrations(Describer(asker, allowed, seconds=20), partial(registration_of, allowed=allowed))
     try:
-        async with asyncio.timeout(patient(30)):
+        async with within(30):
             await GivenEngines(running.store, found, [each.url for each in engines]).run()
         yield
     finally:

@@ -75,8 +75,8 @@ async def test_an_engine_is_drained_after_a_question_and_gets_requests_again(liv
         assert await weights(client) == [1.0, 1.0]
         await page.keyboard.press("Enter")
         await page.click("#drain-yes")
-        await expect(page.locator("#groups")).to_contain_text("pending, draining")
-        await expect(page.locator("#groups")).to_contain_text("pending, drained")
+        await expect(page.locator("#groups")).to_contain_text("no events, draining")
+        await expect(page.locator("#groups")).to_contain_text("no events, drained")
         assert await weights(client) == [0.0, 0.0]
         # The row is the same element: it keeps the focus while what it shows changes.
         resume = page.get_by_role("button", name="Resume a")

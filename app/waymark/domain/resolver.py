@@ -313,7 +313,7 @@ class Resolver:
                 self._work = 0
                 yield
             reason = self._planner.skip_reason(plan, batch, event, index, j)
-            if reason == "block_size_mismatch" and isinstance(event, Stored):
+            if reason in ("block_size_mismatch", "inside_block") and isinstance(event, Stored):
                 self._drop(reason, event)
             elif reason is not None:
                 self._ignore(reason, event)
