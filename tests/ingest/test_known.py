@@ -101,7 +101,7 @@ async def test_the_script_that_begins_a_life_takes_out_what_was_missing_in_the_l
     assert "count:missing" not in await bench.record(pod.name)
 
 
-@pytest.mark.parametrize("event", [BlockStored((31,), None, (1,) * 8, 8), BlockStored((31,), None, (), 0)])
+@pytest.mark.parametrize("event", [BlockStored((31,), None, (1,) * 6, 6), BlockStored((31,), None, (), 0)])
 async def test_a_store_that_cannot_be_placed_is_missing(bench: Bench, event: BlockStored) -> None:
     await bench.worker(options=WITHOUT_PROBES)
     pod = await bench.pod()
