@@ -158,10 +158,17 @@ class Pod:
         return await self.bench.state(self.name)
 
     async def has_status(self, *statuses: str) -> None:
-        async def has() -> bool:
-            return (await self.state()).status in statuses
+        last = await self.state()
 
-        await wait_until(has, f"{self.name} is {' or '.join(statuses)}", PATIENCE_SECONDS)
+        async def has() -> bool:
+            nonlocal last
+            last = await self.state()
+            return last.status in statuses
+
+        wanted = " or ".join(statuses)
+        await wait_until(
+            has, lambda: f"{self.name} is {wanted}, but {last.status}: {last.last_error}", PATIENCE_SECONDS
+        )
 
     async def says(self, reason: str) -> None:
         """``last_error`` names the reason."""
