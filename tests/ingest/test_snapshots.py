@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, Bench, Pod
 from tests.patience import patient, within
 from waymark.base.errors import StoreUnavailable
 from waymark.domain.engines import EngineKind
+from waymark.domain.held import RESTORED_MAX
 from waymark.domain.targets import Target
 from waymark.ingest import snapshot, snapshots
 from waymark.ingest.life import Life
@@ -103,7 +103,8 @@ async def test_copies_that_contradict_their_counts_are_repaired(bench: Bench, ha
     await wait_until(has_another_rule, "the events have shown how copies are removed", PATIENCE_SECONDS)
 
     async def are_counted() -> bool:
-        return min((await pod.state()).counters["copies_contradicted"], hand.metric("copies_contradicted_total")) > 0
+        counted = (await pod.state()).counters["copies_contradicted"], hand.metric("copies_contradicted_total")
+        return min(counted) >= RESTORED_MAX
 
     await wait_until(are_counted, "the contradictions are counted", PATIENCE_SECONDS)
     if has_snapshots:
@@ -187,12 +188,20 @@ async def test_a_restart_beyond_the_buffer(bench: Bench) -> None:
 
 async def test_four_workers_ask_once_and_no_answer_is_wrong_afterwards(bench: Bench) -> None:
     pod = await bench.pod(**LOSSY)
-    for i in range(4):
-        await bench.worker(f"worker-{i}", options=SNAPSHOTS)
+    hands = [await bench.worker(f"worker-{i}", options=SNAPSHOTS) for i in range(4)]
+
+    def takeovers() -> float:
+        return sum(hand.metric("takeovers_total") for hand in hands)
+
     await pod.at_work(8)
-    began = time.monotonic()
+    before = takeovers()
     await lose(pod, 40)
-    await has_snapshots_of(pod)
+
+    async def is_repaired() -> bool:
+        await pod.work(1)  # an engine goes on; a worker asks once a frame has shown that its subscription works
+        return (await pod.state()).counters.get("snapshots.complete", 0) > 0
+
+    await wait_until(is_repaired, "a snapshot was complete", PATIENCE_SECONDS)
     await pod.agrees()
     replicas = [Store(bench.store.client) for _ in range(4)]
     asked = 0
@@ -201,8 +210,8 @@ async def test_four_workers_ask_once_and_no_answer_is_wrong_afterwards(bench: Be
             for bench.store in replicas:
                 assert await bench.row(pod, prompt) == pod.expected(prompt)
                 asked += 1
-    # One, and one more for each minute of a busy machine that loses again.
-    assert 1 <= pod.publisher.counts["snapshots"] <= 1 + (time.monotonic() - began) // 60
+    # On a busy machine a lease may run out, and the next worker has then lost what the small buffer no longer has.
+    assert 1 <= pod.publisher.counts["snapshots"] <= 1 + takeovers() - before
 
 
 async def test_a_worker_that_dies_in_the_middle_leaves_what_was_known(
@@ -443,12 +452,12 @@ async def test_blocks_that_nobody_told_with_tokens_are_unknown(bench: Bench) -> 
     await pod.at_watermark(pod.last_seq)
     assert await promises_no_more(pod) > 0
     await hand.die()
+    await pod.is_left()  # else the subscriber that is seen next may be the one that dies
     await bench.worker("worker-2", options=SNAPSHOTS)
     await pod.caught_up()
     await pod.work(12)
     await pod.at_watermark(pod.last_seq)
-    # A busy machine may lose batches at the takeover, and there is one snapshot a minute.
-    await pod.has_status("active", "degraded")
+    await pod.has_status("active")
     assert await promises_no_more(pod) >= 0
     await bench.is_swept()
     assert not await bench.strangers()
