@@ -78,7 +78,7 @@ def measure(options: Options) -> list[Row]:
         left = iter(held)
         warm = list(islice(left, 40))
         for before, count in pairwise((ENGINES, *TARGETS)):
-            _register(replica, range(before + 1, count + 1))
+            register_idle_targets(replica, range(before + 1, count + 1))
             bench.cost("/query", prompts.by_tokens, warm)
             bench.cost("/select", prompts.by_tokens, warm)
             rows += _rows(bench, f"{count:,} targets", [_part(left, size) for _ in range(rounds)], is_cold=False)
@@ -102,8 +102,8 @@ def _fill(bench: _Bench, held: Sequence[Prompt]) -> None:
         wait_for([bench.replica], last)
 
 
-def _register(replica: Server, numbers: range) -> None:
-    """Targets that nobody listens to."""
+def register_idle_targets(replica: Server, numbers: range) -> None:
+    """Register targets that nobody listens to."""
     for number in numbers:
         replica.post(
             f"{replica.prefix}/register",

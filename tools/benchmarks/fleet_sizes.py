@@ -22,11 +22,12 @@ from pathlib import Path
 from statistics import median
 
 from tools.benchmarks import prompts
+from tools.benchmarks.decisions import register_idle_targets
 from tools.benchmarks.feed import publishers, wait_for
 from tools.benchmarks.load import run, write_bodies
 from tools.benchmarks.options import Options
 from tools.benchmarks.processes import RedisServer, Server, redis_server, waymark
-from tools.benchmarks.prompts import BLOCK_SIZE, MODEL, Prompt
+from tools.benchmarks.prompts import MODEL, Prompt
 from tools.benchmarks.report import Row, against, table
 
 HOLDERS = 3
@@ -83,7 +84,7 @@ def _measured(trees: Sequence[Path], targets: Sequence[int], rounds: int) -> lis
         contenders = [stack.enter_context(_started(folder, tree, held)) for tree in trees]
         for before, count in pairwise((HOLDERS, *targets)):
             for contender in contenders:
-                _register(contender.replica, range(before + 1, count + 1))
+                register_idle_targets(contender.replica, range(before + 1, count + 1))
             for name, body in QUESTIONS.items():
                 for number in range(-1, rounds):  # the first round warms up
                     part = held[(number + 1) * size :][:size] * 5
@@ -120,19 +121,6 @@ def _started(folder: Path, tree: Path, held: Sequence[Prompt]) -> Iterator[_Cont
                     engine.store(prompt)
             wait_for([replica], {engine.number: held[-1] for engine in engines})
         yield _Contender(redis, replica)
-
-
-def _register(replica: Server, numbers: range) -> None:
-    """Targets that nobody listens to."""
-    for number in numbers:
-        replica.post(
-            f"{replica.prefix}/register",
-            instance_id=number,
-            model_name=MODEL,
-            block_size=BLOCK_SIZE,
-            endpoint=f"tcp://127.0.0.1:{10_000 + number}",
-            dp_rank=0,
-        )
 
 
 def main() -> int:
