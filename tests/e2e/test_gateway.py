@@ -135,11 +135,11 @@ async def test_the_second_turn_goes_to_the_engine_that_has_the_first() -> None:
             turns = await _converse(client, f"{len(places)} {time.monotonic()} {LONG}")
             if turns is not None:
                 places.append(turns)
-            return len(places) >= 4
+            # Of two idle engines the beginning of the prompt decides, so that four may well go to one of them.
+            return len(places) >= 4 and len({turns[0] for turns in places}) == 2
 
-        await wait_until(have_conversed, "four conversations are over", 60)
-        assert [len(set(turns)) for turns in places] == [1, 1, 1, 1]
-        assert len({turns[0] for turns in places}) == 2
+        await wait_until(have_conversed, "four conversations are over, and each engine had one", 60)
+        assert {len(set(turns)) for turns in places} == {1}
 
 
 async def _converse(client: openai.AsyncOpenAI, beginning: str) -> list[str] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 #: Type of a part -> its kind in a chat template.
@@ -23,11 +23,11 @@ MEDIA = {
 
 def kind_of(part: Any) -> str | None:
     """Return ``image``, ``audio`` or ``video``; None for any other part."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
+    kind = part.get("type") if isinstance(part, dict) else None
     return MEDIA.get(kind) if isinstance(kind, str) else None
 
 
 def has_media(messages: Sequence[Any]) -> bool:
     """Return whether a part of a message is an image, a video or a sound."""
-    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
     return any(kind_of(part) is not None for content in contents if isinstance(content, list) for part in content)

@@ -23,13 +23,21 @@ def prefix_key(
 ) -> bytes | None:
     """Return the prefix key, 32 bytes, or None if there is no text to hash.
 
-    ``messages`` come from a chat request: mappings with ``role`` and ``content``, the content a text or a list of
+    ``messages`` come from a chat request: JSON objects with ``role`` and ``content``, the content a text or a list of
     parts. ``system`` is Anthropic's top-level field, a text or a list of blocks. A value of another shape has no text.
     """
-    anchor = text_of(system) or next((text for role, text in map(_said, messages) if role == "system" and text), "")
+    anchor = text_of(system)
     if anchor:
         return _digest(model, b"S", anchor, prefix_bytes)
-    first = next((text for role, text in map(_said, messages) if role not in (None, "system")), "")
+    first: str | None = None
+    for message in messages:  # one pass: a stranger's request may have a quarter of a million of them
+        role = message.get("role") if isinstance(message, dict) else None
+        if role == "system":
+            anchor = text_of(message.get("content"))
+            if anchor:
+                return _digest(model, b"S", anchor, prefix_bytes)
+        elif first is None and isinstance(role, str):
+            first = text_of(message.get("content"))
     return _digest(model, b"M", first, prefix_bytes) if first else None
 
 
@@ -38,16 +46,9 @@ def text_of(content: Any) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        texts = (part.get("text") for part in content if isinstance(part, Mapping))
+        texts = (part.get("text") for part in content if isinstance(part, dict))
         return "".join(text for text in texts if isinstance(text, str))
     return ""
-
-
-def _said(message: Any) -> tuple[str | None, str]:
-    if not isinstance(message, Mapping):
-        return None, ""
-    role = message.get("role")
-    return (role if isinstance(role, str) else None), text_of(message.get("content"))
 
 
 def _digest(model: str, tag: bytes, text: str, prefix_bytes: int) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ def unread_prompt(tokens: int) -> PromptOf:
 def estimate_tokens(messages: Sequence[Any] | None, system: Any, prompts: Sequence[str | Sequence[int]]) -> list[int]:
     """Estimate the tokens of each prompt, from the length of its text."""
     if messages is not None:
-        contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+        contents = (message.get("content") for message in messages if isinstance(message, dict))
         characters = len(text_of(system)) + sum(len(text_of(content)) for content in contents)
         return [math.ceil(characters / _CHARACTERS)]
     return [math.ceil(len(prompt) / _CHARACTERS) if isinstance(prompt, str) else len(prompt) for prompt in prompts]
