@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tests.conftest import wait_until
 from tests.discovery.conftest import Engine, vllm_models
@@ -100,6 +101,34 @@ async def test_an_engine_that_comes_back_otherwise_is_registered_again(store: St
         ranks = [("llama", 16, "tcp://127.0.0.1:5557"), ("llama", 16, "tcp://127.0.0.1:5558")]
         both = [(f"i|{t}|{r}", *each) for t in ("t", "other") for r, each in enumerate(ranks)]
         await until(store, "two ranks again", *both)
+
+
+@pytest.mark.parametrize("comes_back", ["the same", "with another rank", "with another model"])
+async def test_an_engine_that_is_unregistered_while_it_is_asked_stays_so(
+    store: Store, engine: Engine, comes_back: str
+) -> None:
+    engine.is_vllm("no_replay")
+    await by_url(store, engine, instance_id="i")
+    await by_url(store, engine, instance_id="stays")
+    if comes_back == "with another rank":
+        engine.is_vllm()
+    models = vllm_models("qwen" if comes_back == "with another model" else "llama")
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def answer_late(_: web.Request) -> web.StreamResponse:
+        asked.set()
+        await may_answer.wait()
+        return web.json_response(models)
+
+    engine.answers["/v1/models"] = answer_late
+    async with discovering(store, again_seconds=0.0):
+        await asked.wait()
+        (name,) = [each.name for each in await store.directory.registrations() if each.instance_id == "i"]
+        assert await store.registry.unregister([name]) == [name]
+        engine.asked.clear()
+        may_answer.set()
+        await wait_until(lambda: engine.asked.count("/v1/models") >= 3, "two further rounds")
+        assert {each.instance_id for each in await store.directory.registrations()} == {"stays"}
 
 
 async def test_an_engine_that_does_not_answer_stays_registered(store: Store, engine: Engine) -> None:

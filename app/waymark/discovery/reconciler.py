@@ -178,31 +178,38 @@ class Reconciler:
             ready.append(_Ready(known_engine, registrations))
 
     async def _register(self, several: Sequence[_Ready], there: _EarlierRegistrations) -> None:
+        # The source of engines by URL is the registrations themselves: one that a client removes while its engine is
+        # asked must not come back.
+        follows_clients = self._kind == "url"
+        known_names = there.names if follows_clients else frozenset[PublisherName]()
         try:
             results = await self._store.registry.register_several(
-                [own_registration for ready_engine in several for own_registration in ready_engine.registrations]
+                [own_registration for ready_engine in several for own_registration in ready_engine.registrations],
+                known=known_names,
             )
         except RecordDamaged:  # a damaged record of one engine; each is then tried by itself
             results = {}
         for known_engine, registrations in several:
             with self._noting_failure(known_engine):
+                new_names = []
                 for registration in registrations:
                     is_new = results.get(registration.name)
                     if is_new is None:
-                        is_new = await self._put(registration)
+                        is_new = await self._put(registration, is_known=registration.name in known_names)
                     if is_new:
+                        new_names.append(registration.name)
                         log.info(
                             "engine is registered", extra=fields(publisher=str(registration.name), source=self._kind)
                         )
                 names = {own_registration.name for own_registration in registrations}
-                own = there.of(known_engine.wanted.origin)
-                await self._take(
-                    [
-                        own_registration.name
-                        for own_registration in own
-                        if self._is_of(own_registration, known_engine.wanted) and own_registration.name not in names
-                    ]
-                )
+                own_names = [
+                    own_registration.name
+                    for own_registration in there.of(known_engine.wanted.origin)
+                    if self._is_of(own_registration, known_engine.wanted)
+                ]
+                if follows_clients and new_names and not await self._are_any_registered(own_names):
+                    await self._take(new_names)  # a further rank of an engine that was unregistered meanwhile
+                await self._take(name for name in own_names if name not in names)
                 if known_engine.problem:
                     log.info("engine is registered now", extra=fields(engine=str(known_engine.wanted)))
                 known_engine.registrations, known_engine.problem, known_engine.failures = tuple(registrations), "", 0
@@ -236,10 +243,14 @@ class Reconciler:
             wanted.url, dict(wanted.fields), wanted.origin, ports=wanted.ports, known=wanted.known
         )
 
-    async def _put(self, registration: Registration) -> bool:
-        """Register one by itself; True if it is new or has changed."""
+    async def _are_any_registered(self, names: Sequence[PublisherName]) -> bool:
+        claims = [await self._store.directory.claim(name) for name in names]
+        return any(claim is not None and not claim.is_leaving for claim in claims)
+
+    async def _put(self, registration: Registration, *, is_known: bool) -> bool:
+        """Register one by itself; True if it is new or has changed. ``is_known``: only if it is registered."""
         try:
-            return await self._store.registry.register(registration)
+            return await self._store.registry.register(registration, is_known=is_known)
         except Conflict:
             claim = await self._store.directory.claim(registration.name)
             if claim is None or claim.registration.origin != registration.origin:
@@ -248,8 +259,8 @@ class Reconciler:
             log.warning(
                 "engine came back with another model or block size", extra=fields(engine=str(registration.name))
             )
-            await self._store.registry.unregister([registration.name])
-            return await self._store.registry.register(registration)
+            was_there = await self._store.registry.unregister([registration.name])
+            return bool(was_there) and await self._store.registry.register(registration)
 
     def _failed(self, known_engine: _KnownEngine, problem: str) -> None:
         if problem != known_engine.problem:

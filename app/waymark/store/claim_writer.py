@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Literal
 
@@ -96,13 +96,17 @@ class ClaimWriter:
             format=FORMAT,
         )
 
-    async def write_several(self, registrations: Sequence[Registration]) -> dict[PublisherName, bool]:
+    async def write_several(
+        self, registrations: Sequence[Registration], known: Set[PublisherName]
+    ) -> dict[PublisherName, bool]:
         """Claim and begin publishers in a few round trips for all. Return whether each one is new.
 
         The result lacks the publishers that are registered in another way, or that other callers change at the same
-        time; their parts written so far are an unfinished claim, which ``begin`` or ``write_new`` finishes.
+        time; their parts written so far are an unfinished claim, which ``begin`` or ``write_new`` finishes. It also
+        lacks names of ``known`` without a claim.
         """
-        claims, new = await self._as_registered(registrations)
+        claims, without_claim = await self._as_registered(registrations)
+        new = [registration for registration in without_claim if registration.name not in known]
         ids = await asyncio.gather(*(self._new_ids(registration) for registration in new))
         wanted = [
             _claim_of(registration, answer) for registration, answer in zip(new, ids, strict=True) if answer.is_applied

@@ -10,7 +10,7 @@ A worker, or a repeated call, finishes these steps if it finds an unfinished cla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
 from waymark.base.errors import Conflict, InvalidValue
@@ -65,10 +65,11 @@ class Registry:
         self._claims = claims
         self._note = note
 
-    async def register(self, registration: Registration) -> bool:
+    async def register(self, registration: Registration, *, is_known: bool = False) -> bool:
         """Register a publisher. True if it is new or has changed; False if the same registration exists.
 
-        Another endpoint begins a new life. A change of the target fields does not interrupt the stream.
+        Another endpoint begins a new life. A change of the target fields does not interrupt the stream. With
+        ``is_known`` a publisher that was unregistered meanwhile stays so, and the result is False.
 
         Raises Conflict, with the field, if the publisher is registered with another model, block size, type, adapter,
         salt or scope, or if its registration cannot be read; InvalidValue if its tenant may not be named so. Nothing
@@ -83,6 +84,8 @@ class Registry:
         for _ in range(ATTEMPTS):
             claim = await self._directory.claim(registration.name)
             if claim is None:
+                if is_known:
+                    return has_moved
                 if await self._claims.write_new(registration, None):
                     return True
             elif claim.is_leaving:
@@ -109,14 +112,16 @@ class Registry:
                     await self._claims.finish(marked)
         raise contended(registration.name)
 
-    async def register_several(self, registrations: Sequence[Registration]) -> dict[PublisherName, bool]:
+    async def register_several(
+        self, registrations: Sequence[Registration], *, known: Set[PublisherName] = frozenset()
+    ) -> dict[PublisherName, bool]:
         """Register many publishers in a few round trips; whether each one is new.
 
         The result lacks those that take more, for example because a registration changes or a name is refused:
-        ``register`` registers them, or says why not.
+        ``register`` registers them, or says why not. It also lacks a name of ``known`` that was unregistered meanwhile.
         """
         return await self._claims.write_several(
-            [registration for registration in registrations if registration.tenant_id not in RESERVED_TENANTS]
+            [registration for registration in registrations if registration.tenant_id not in RESERVED_TENANTS], known
         )
 
     async def set_weight(self, name: PublisherName, weight: float) -> bool:
