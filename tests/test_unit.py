@@ -46,6 +46,19 @@ def test_what_is_outside(test: Any, is_outside: bool) -> None:
     assert unit.is_outside(test) is is_outside
 
 
+def test_what_runs_once_more() -> None:
+    marks: dict[str, list[Any]] = {"unit": [], "outside": []}
+    tests = [item(), item(mark="outside")]
+    for test, added in zip(tests, marks.values(), strict=True):
+        test.add_marker = added.append
+    config: Any = SimpleNamespace(
+        getoption=lambda _: False, pluginmanager=SimpleNamespace(hasplugin=lambda name: name == "rerunfailures")
+    )
+    unit.pytest_collection_modifyitems(config, tests)
+    assert not marks["unit"]
+    assert [(mark.name, mark.kwargs) for mark in marks["outside"]] == [("flaky", {"reruns": 1})]
+
+
 @pytest.mark.parametrize("event", ["socket.bind", "socket.connect", "subprocess.Popen"])
 def test_what_a_unit_test_may_not_do(monkeypatch: pytest.MonkeyPatch, event: str) -> None:
     with pytest.raises(RuntimeError, match=r"mark it with @pytest\.mark\.outside"):

@@ -98,10 +98,15 @@ def _is_left_out(path: Path) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    outside = [item for item in items if is_outside(item)]
     if config.getoption("--unit"):
-        left_out = [item for item in items if is_outside(item)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=outside)
+        items[:] = [item for item in items if item not in set(outside)]
+    elif config.pluginmanager.hasplugin("rerunfailures"):
+        # A machine that stops for seconds breaks what no deadline covers. The closing lines name each test that was
+        # run again, and one that fails twice has failed.
+        for item in outside:
+            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 @pytest.hookimpl(wrapper=True)
