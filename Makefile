@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check coverage matrix wheel test chaos hostile sanitize fuzz conformance bench house lint publishable redis-server nginx chromium screenshots clean
+.PHONY: help demo install check coverage matrix wheel test chaos hostile sanitize fuzz conformance bench house lint publishable redis-server nginx chromium screenshots clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -15,6 +15,9 @@ help: ## say what there is
 demo: $(VENV)/.installed ## run the whole of Waymark on this machine, with simulated engines; on a terminal it stays until Ctrl-C
 	@echo 'for the command waymark in a shell: export PATH="$(CURDIR)/$(BIN):$$PATH"'
 	@$(BIN)/waymark demo
+
+install: ## put the command waymark on the PATH of this user, in an environment of its own; needs uv or pipx
+	@sh scripts/install.sh
 
 check: lint ## the inner loop: style, types, and the tests that need nothing but Python; half a minute
 	@$(BIN)/python -m pytest -p no:schemathesis --unit --quiet --numprocesses 2 --dist loadfile

@@ -107,3 +107,58 @@ def test_make_installs_again_after_a_change_of_the_c(stamp: str) -> None:
         command = ["make", "--dry-run", f"--what-if=native/{path.name}", f".venv/{stamp}"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(60), check=True)
         assert "pip install --quiet --editable" in done.stdout, path.name
+
+
+#: A stand-in for uv and pipx: it writes down its words, and "installs" a command.
+INSTALLER = """#!/bin/sh
+echo "${0##*/} $*" >>"$SAID"
+case "$1" in
+tool) [ "$2" = dir ] && echo "$WHERE" ;;
+environment) echo "$WHERE" ;;
+esac
+exit 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("installers", "is_on_path", "words"),
+    [
+        pytest.param(("uv", "pipx"), True, "uv tool install --quiet --force .[demo]", id="uv"),
+        pytest.param(("pipx",), False, "pipx install --quiet --force .[demo]", id="pipx"),
+        pytest.param((), False, None, id="neither"),
+    ],
+)
+def test_make_install_puts_the_command_on_the_path(
+    installers: tuple[str, ...], is_on_path: bool, words: str | None, tmp_path: Path
+) -> None:
+    programs, bin_ = tmp_path / "programs", tmp_path / "bin"
+    for directory in (programs, bin_):
+        directory.mkdir()
+    for name in ("make", "sh"):  # and nothing else of this machine, which may have both installers
+        found = shutil.which(name)
+        assert found is not None
+        (programs / name).symlink_to(found)
+    for name, text in (
+        *((programs / each, INSTALLER) for each in installers),
+        (bin_ / "waymark", "#!/bin/sh\necho ran"),
+    ):
+        name.write_text(text)
+        name.chmod(0o755)
+    path = f"{programs}:{bin_}" if is_on_path else str(programs)
+    environ = {"PATH": path, "SAID": str(tmp_path / "said"), "WHERE": str(bin_)}
+    done = subprocess.run(
+        ["make", "--no-print-directory", "install"],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+    )
+    if words is None:
+        assert done.returncode != 0
+        assert "needs uv or pipx" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "said").read_text().splitlines()[0] == words
+    assert "ran" in done.stdout.splitlines()
+    assert ("export PATH=" in done.stdout) != is_on_path
