@@ -134,16 +134,14 @@ def test_make_install_puts_the_command_on_the_path(
     programs, bin_ = tmp_path / "programs", tmp_path / "bin"
     for directory in (programs, bin_):
         directory.mkdir()
-    for name in ("make", "sh"):  # and nothing else of this machine, which may have both installers
-        found = shutil.which(name)
+    for program in ("make", "sh"):  # and nothing else of this machine, which may have both installers
+        found = shutil.which(program)
         assert found is not None
-        (programs / name).symlink_to(found)
-    for name, text in (
-        *((programs / each, INSTALLER) for each in installers),
-        (bin_ / "waymark", "#!/bin/sh\necho ran"),
-    ):
-        name.write_text(text)
-        name.chmod(0o755)
+        (programs / program).symlink_to(found)
+    commands = {programs / name: INSTALLER for name in installers} | {bin_ / "waymark": "#!/bin/sh\necho ran"}
+    for command, text in commands.items():
+        command.write_text(text)
+        command.chmod(0o755)
     path = f"{programs}:{bin_}" if is_on_path else str(programs)
     environ = {"PATH": path, "SAID": str(tmp_path / "said"), "WHERE": str(bin_)}
     done = subprocess.run(

@@ -18,12 +18,17 @@ from typing import Any
 import httpx
 import msgpack
 import pytest
+from pydantic import BaseModel
 
 from tests.conftest import wait_until
 from tests.live import start
 from tests.patience import patient, within
 from tests.ports import unused_port
 from tests.tokenization import small
+from waymark.api.decision_schemas import ScoreRequest, SelectRequest
+from waymark.api.event_schemas import StandardEvent
+from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
+from waymark.api.registration_schemas import RegisterByUrlRequest, RegisterRequest
 from waymark.client import (
     AsyncClient,
     Client,
@@ -34,6 +39,7 @@ from waymark.client import (
     Service,
     Unavailable,
     Workers,
+    keywords,
     seq_hashes,
 )
 from waymark.domain.hashing import extend, token_bytes
@@ -544,6 +550,32 @@ def test_both_clients_have_the_same_calls() -> None:
         of_both = [inspect.signature(getattr(each, name)).parameters for each in (Client, AsyncClient)]
         assert list(of_both[0]) == list(of_both[1]), name
         assert getattr(Client, name).__doc__
+
+
+@pytest.mark.parametrize(
+    ("names", "model", "of_the_call"),
+    [
+        (keywords.QueryKeywords, QueryRequest, {"model", "block_size", "token_ids", "seq_hashes"}),
+        (keywords.HashQueryKeywords, QueryByHashRequest, {"model", "block_size", "seq_hashes"}),
+        (keywords.ScoreKeywords, ScoreRequest, {"model", "token_ids"}),
+        (keywords.SelectKeywords, SelectRequest, {"model", "token_ids", "seq_hashes"}),
+        (keywords.PublisherKeywords, RegisterRequest, {"type", "model", "instance_id", "block_size", "endpoint"}),
+        (keywords.EngineKeywords, RegisterByUrlRequest, {"url"}),
+        (keywords.EventKeywords, StandardEvent, {"event_id", "event_type", "backend_id", "seq_hashes"}),
+    ],
+)
+def test_the_keywords_of_a_call_are_the_fields_of_the_contract(
+    names: Any, model: type[BaseModel], of_the_call: set[str]
+) -> None:
+    spelt = {"modelname": "model", "additionalsalt": "additional_salt"}
+    assert set(names.__annotations__) == {spelt.get(name, name) for name in model.model_fields} - of_the_call
+
+
+def test_a_misspelt_keyword_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(TypeError, match=r'query\(\) has no keyword "tennant_id"; did you mean tenant_id\?'):
+        Client("http://127.0.0.1:1").query("m", [1], tennant_id="t")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r'select\(\) has no keyword "zzz"; it has add_generation_prompt'):
+        AsyncClient("http://127.0.0.1:1").select("m", [1], zzz=1)  # type: ignore[call-arg]
 
 
 def test_a_client_needs_a_url() -> None:

@@ -116,7 +116,7 @@ class Waymark:
                 replay_endpoint=publisher.replay_endpoint,
                 model=MODEL,
                 block_size=BLOCK_SIZE,
-                **({"address": self._addresses[engine]} if self._addresses else {}),
+                address=self._addresses[engine] if self._addresses else None,
             )
         await self._until_heard()
 

@@ -7,13 +7,14 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import wraps
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import httpx
 
 from waymark.client import calls
 from waymark.client.answers import Matches, Selection
 from waymark.client.errors import Unavailable
+from waymark.client.keywords import QueryKeywords, SelectKeywords
 from waymark.client.tries import Pause, Tries, TryResult, tries, with_token
 from waymark.client.urls import UrlOrder
 
@@ -71,7 +72,11 @@ class AsyncClient:
     ready = _sent(calls.ready)
 
     async def query_many(
-        self, model: str, prompts: Iterable[Iterable[int]], block_size: int | None = None, **options: Any
+        self,
+        model: str,
+        prompts: Iterable[Iterable[int]],
+        block_size: int | None = None,
+        **options: Unpack[QueryKeywords],
     ) -> list[Matches]:
         """``query`` for each of several prompts of token ids, at the same time."""
         return await asyncio.gather(*(self.query(model, prompt, block_size, **options) for prompt in prompts))
@@ -81,17 +86,24 @@ class AsyncClient:
         model: str,
         token_ids: Iterable[int] | None = None,
         *,
+        deadline: float | None = None,
         fallback: Callable[[], str] | None = None,
-        **options: Any,
+        **options: Unpack[SelectKeywords],
     ) -> AsyncSelecting:
         """Select a target like ``Client.select``, for ``async with``."""
-        return AsyncSelecting(self, calls.select(model, token_ids, **options), fallback)
+        return AsyncSelecting(self, calls.select(model, token_ids, deadline=deadline, **options), fallback)
 
     def select_by_hash(
-        self, model: str, seq_hashes: Iterable[int], *, fallback: Callable[[], str] | None = None, **options: Any
+        self,
+        model: str,
+        seq_hashes: Iterable[int],
+        *,
+        deadline: float | None = None,
+        fallback: Callable[[], str] | None = None,
+        **options: Unpack[SelectKeywords],
     ) -> AsyncSelecting:
         """Select a target like ``select``, with seq_hashes in place of token ids."""
-        return AsyncSelecting(self, calls.select_by_hash(model, seq_hashes, **options), fallback)
+        return AsyncSelecting(self, calls.select_by_hash(model, seq_hashes, deadline=deadline, **options), fallback)
 
     async def _send(self, call: calls.ClientCall[T]) -> T:
         steps = tries(call, self._places, self._retry_seconds)

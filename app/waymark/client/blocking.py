@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import httpx
 
 from waymark.client import calls
 from waymark.client.answers import Matches, Selection
 from waymark.client.errors import Unavailable
+from waymark.client.keywords import QueryKeywords, SelectKeywords
 from waymark.client.tries import Pause, TryResult, tries, with_token
 from waymark.client.urls import UrlOrder
 
@@ -38,8 +39,7 @@ class Client:
     ``url`` may be several: if one does not answer, or answers that it cannot, the next one is asked at once.
     A URL that failed comes last for five seconds. At most 100 requests are under way at once, over as many connections,
     all of which are kept (``limits=httpx.Limits(...)`` changes that). Further arguments go to ``httpx.Client``.
-    ``query`` and ``query_by_hash`` take ``tenant_id``, ``instance_id``, ``lora_name``, ``lora_id``, ``cache_salt`` and
-    ``additional_salt``; ``register`` takes every field of the contract.
+    ``waymark.client.keywords`` has the further keywords of each call; another keyword is a ``TypeError``.
     """
 
     def __init__(
@@ -79,7 +79,11 @@ class Client:
     ready = _sent(calls.ready)
 
     def query_many(
-        self, model: str, prompts: Iterable[Iterable[int]], block_size: int | None = None, **options: Any
+        self,
+        model: str,
+        prompts: Iterable[Iterable[int]],
+        block_size: int | None = None,
+        **options: Unpack[QueryKeywords],
     ) -> list[Matches]:
         """``query`` for each of several prompts of token ids, one after the other, over one connection."""
         return [self.query(model, prompt, block_size, **options) for prompt in prompts]
@@ -89,8 +93,9 @@ class Client:
         model: str,
         token_ids: Iterable[int] | None = None,
         *,
+        deadline: float | None = None,
         fallback: Callable[[], str] | None = None,
-        **options: Any,
+        **options: Unpack[SelectKeywords],
     ) -> Selecting:
         """Reserve a target for a prompt, for as long as the block of ``with`` takes.
 
@@ -100,13 +105,19 @@ class Client:
         address or an instance; ``is_local`` distinguishes it. Without a fallback it raises Unavailable. Raises
         Refused without a second try.
         """
-        return Selecting(self, calls.select(model, token_ids, **options), fallback)
+        return Selecting(self, calls.select(model, token_ids, deadline=deadline, **options), fallback)
 
     def select_by_hash(
-        self, model: str, seq_hashes: Iterable[int], *, fallback: Callable[[], str] | None = None, **options: Any
+        self,
+        model: str,
+        seq_hashes: Iterable[int],
+        *,
+        deadline: float | None = None,
+        fallback: Callable[[], str] | None = None,
+        **options: Unpack[SelectKeywords],
     ) -> Selecting:
         """Select a target like ``select``, with seq_hashes in place of token ids."""
-        return Selecting(self, calls.select_by_hash(model, seq_hashes, **options), fallback)
+        return Selecting(self, calls.select_by_hash(model, seq_hashes, deadline=deadline, **options), fallback)
 
     def _send(self, call: calls.ClientCall[T]) -> T:
         steps = tries(call, self._places, self._retry_seconds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar, cast
+from typing import Any, Final, Generic, TypeVar, Unpack, cast
 
 import httpx
 import msgpack
@@ -32,6 +32,16 @@ from waymark.client.answers import (
     read_workers,
 )
 from waymark.client.errors import Unavailable
+from waymark.client.keywords import (
+    EngineKeywords,
+    EventKeywords,
+    HashQueryKeywords,
+    PublisherKeywords,
+    QueryKeywords,
+    ScoreKeywords,
+    SelectKeywords,
+    checked,
+)
 from waymark.domain.engines import UNNAMED
 
 T = TypeVar("T")
@@ -73,7 +83,13 @@ class ClientCall(Generic[T]):
 
 
 def register(
-    instance_id: str, endpoint: str | None, *, model: str, block_size: int, type: str = UNNAMED, **options: Any
+    instance_id: str,
+    endpoint: str | None,
+    *,
+    model: str,
+    block_size: int,
+    type: str = UNNAMED,
+    **options: Unpack[PublisherKeywords],
 ) -> ClientCall[list[str]]:
     """Have a publisher's events indexed; the same registration again changes nothing.
 
@@ -81,17 +97,18 @@ def register(
     /register``.
     """
     body = {"instance_id": instance_id, "endpoint": endpoint, "model": model, "block_size": block_size, "type": type}
-    return ClientCall("POST", "/register", read_warnings, body | options)
+    return ClientCall("POST", "/register", read_warnings, body | checked("register", PublisherKeywords, options))
 
 
-def register_url(url: str, **options: Any) -> ClientCall[Registered]:
+def register_url(url: str, **options: Unpack[EngineKeywords]) -> ClientCall[Registered]:
     """Have every rank of the engine at ``url`` indexed, by what the engine says of itself.
 
     ``options`` are fields of ``POST /register`` that the engine does not know, such as ``tenant_id``. Raises
     Refused with the missing field, and Unavailable if the engine does not answer.
     """
     # A 503 may mean that the engine does not answer, so there is no second try.
-    return ClientCall("POST", "/register", read_registered, {"url": url} | options, is_retried=False)
+    body = {"url": url} | checked("register_url", EngineKeywords, options)
+    return ClientCall("POST", "/register", read_registered, body, is_retried=False)
 
 
 def unregister(instance_id: str, *, tenant_id: str | None = None, dp_rank: int | None = None) -> ClientCall[list[str]]:
@@ -109,7 +126,7 @@ def query(
     *,
     deadline: float | None = None,
     or_empty: bool = False,
-    **options: Any,
+    **options: Unpack[QueryKeywords],
 ) -> ClientCall[Matches]:
     """Return each instance's share of a prompt.
 
@@ -119,7 +136,8 @@ def query(
     The prompt is ``token_ids``, ``messages`` of a chat request, or a text as ``prompt``. ``block_size`` may be left out
     if all engines of the model have the same. ``features`` names images among ``token_ids``.
     """
-    body = {"model": model, "block_size": block_size} | _packed_prompt(token_ids) | options
+    fields = checked("query", QueryKeywords, options)
+    body = {"model": model, "block_size": block_size} | _packed_prompt(token_ids) | fields
     return ClientCall("POST", "/query", read_matches, body, False, deadline, _empty(or_empty))
 
 
@@ -130,44 +148,57 @@ def query_by_hash(
     *,
     deadline: float | None = None,
     or_empty: bool = False,
-    **options: Any,
+    **options: Unpack[HashQueryKeywords],
 ) -> ClientCall[Matches]:
     """Query like ``query``, with seq_hashes in place of token ids."""
-    body = {"model": model, "block_size": block_size, "seq_hashes": _packed_hashes(seq_hashes)} | options
+    fields = checked("query_by_hash", HashQueryKeywords, options)
+    body = {"model": model, "block_size": block_size, "seq_hashes": _packed_hashes(seq_hashes)} | fields
     return ClientCall("POST", "/query_by_hash", read_matches, body, False, deadline, _empty(or_empty))
 
 
-def stored(instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Any) -> ClientCall[Applied]:
+def stored(
+    instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Unpack[EventKeywords]
+) -> ClientCall[Applied]:
     """Report new blocks of an engine of type ``standard`` without a socket; ``event_id`` rises by one each time.
 
     ``options`` are fields of a standard event: ``base_block_idx`` or ``parent_hash``, ``medium``, ``dp_rank``,
     ``token_ids``. Raise Refused (409, ``gap``) if an earlier event is missing.
     """
-    return _event("stored", instance_id, event_id, {"seq_hashes": list(seq_hashes)} | options)
+    return _event("stored", instance_id, event_id, seq_hashes, checked("stored", EventKeywords, options))
 
 
-def removed(instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Any) -> ClientCall[Applied]:
+def removed(
+    instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Unpack[EventKeywords]
+) -> ClientCall[Applied]:
     """Report removed blocks of such an engine."""
-    return _event("removed", instance_id, event_id, {"seq_hashes": list(seq_hashes)} | options)
+    return _event("removed", instance_id, event_id, seq_hashes, checked("removed", EventKeywords, options))
 
 
-def score(model: str, token_ids: Iterable[int] | None = None, **options: Any) -> ClientCall[list[Score]]:
+def score(
+    model: str, token_ids: Iterable[int] | None = None, **options: Unpack[ScoreKeywords]
+) -> ClientCall[list[Score]]:
     """Return all targets for a prompt, best first; ``options`` are the fields of ``POST /score``, as for ``query``."""
-    return ClientCall("POST", "/score", read_scores, {"model": model} | _prompt(token_ids) | options, is_retried=False)
+    body = {"model": model} | _prompt(token_ids) | checked("score", ScoreKeywords, options)
+    return ClientCall("POST", "/score", read_scores, body, is_retried=False)
 
 
 def select(
-    model: str, token_ids: Iterable[int] | None = None, *, deadline: float | None = None, **options: Any
+    model: str,
+    token_ids: Iterable[int] | None = None,
+    *,
+    deadline: float | None = None,
+    **options: Unpack[SelectKeywords],
 ) -> ClientCall[Selection]:
     """Return a target; a request waits for it, so a second try is the caller's. Another replica is asked at once."""
-    return _selected(model, _prompt(token_ids), deadline, options)
+    return _selected(model, _prompt(token_ids), deadline, checked("select", SelectKeywords, options))
 
 
 def select_by_hash(
-    model: str, seq_hashes: Iterable[int], *, deadline: float | None = None, **options: Any
+    model: str, seq_hashes: Iterable[int], *, deadline: float | None = None, **options: Unpack[SelectKeywords]
 ) -> ClientCall[Selection]:
     """Select a target like ``select``, with seq_hashes in place of token ids."""
-    return _selected(model, {"seq_hashes": list(seq_hashes)}, deadline, options)
+    fields = checked("select_by_hash", SelectKeywords, options)
+    return _selected(model, {"seq_hashes": list(seq_hashes)}, deadline, fields)
 
 
 def outcome_of(error: BaseException | None) -> str:
@@ -242,14 +273,17 @@ def _empty(or_empty: bool) -> Matches | object:
     return Matches({}, True) if or_empty else _RAISED
 
 
-def _event(event_type: str, instance_id: str, event_id: int, options: dict[str, Any]) -> ClientCall[Applied]:
+def _event(
+    event_type: str, instance_id: str, event_id: int, seq_hashes: Sequence[int], fields: dict[str, Any]
+) -> ClientCall[Applied]:
     """Return one event of an engine without a socket. A repeated event is stale, so there may be a second try."""
-    body = {"event_type": event_type, "backend_id": instance_id, "event_id": event_id} | options
+    body = {"event_type": event_type, "backend_id": instance_id, "event_id": event_id, "seq_hashes": list(seq_hashes)}
+    body |= fields
     return ClientCall("POST", "/events", read_applied, body)
 
 
 def _selected(
-    model: str, prompt: dict[str, Any], deadline: float | None, options: dict[str, Any]
+    model: str, prompt: dict[str, Any], deadline: float | None, fields: dict[str, Any]
 ) -> ClientCall[Selection]:
-    body = {"model": model} | prompt | options
+    body = {"model": model} | prompt | fields
     return ClientCall("POST", "/select", read_selection, body, is_retried=False, deadline=deadline, is_named=True)
