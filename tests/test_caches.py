@@ -99,6 +99,7 @@ ELSEWHERE = {
     "store.redis.pipelines:SharedPipeline": "calls under way",
     "store.redis.cluster:Cluster": "nodes, which the map of slots corrects",
     "store.redis.slot_map:SlotMap": "nodes and slots, which MOVED corrects",
+    "store.kept_decisions:KeptDecisions": "made by the incarnation",
     "store.replica_counts:ReplicaCounts": "what this process has counted and not added yet",
     "store.health:RedisHealth": "one answer",
     "store.hot:HotRows": "made by the incarnation",

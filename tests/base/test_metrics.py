@@ -40,6 +40,8 @@ EXPORTED = [
     "waymark_copies_contradicted_total",
     "waymark_dead_holders",
     "waymark_decision_duration_seconds{part}",
+    "waymark_decision_records_dropped_total{reason}",
+    "waymark_decision_records_total",
     "waymark_decisions_total{policy,decision}",
     "waymark_decisions_without_tokens_total{reason}",
     "waymark_decode_errors_total{reason}",

@@ -184,6 +184,12 @@ async def publish_and_unregister(stream: Stream) -> None:
     await store.prefixes.apply(grant, gpu, disk, [PrefixChange(prefix_key("b"), Change.WARM)], ttl_seconds=HOUR_SECONDS)
 
     await place(store, redis, grant.group_id)
+    await store.scripts.keep_decisions(
+        decisions=keys.decisions(grant.group_id),
+        length=10,
+        keep_ms=HOUR_SECONDS * 1000,
+        entry=["decision", b'{"format":1}', "outcome", b'{"format":1}'],
+    )
     await take_snapshot(stream)
 
     await redis.pexpire(grant.lease, 1)

@@ -104,6 +104,12 @@ class Metrics:
     tokens_delivered = counter("How many prompt tokens the engine has reused, of these requests.")
     drifts = counter("How many times a target was found to reuse fewer tokens than WAYMARK_DRIFT_MAX allows.")
 
+    decision_records = counter("How many records of decisions, and of what became of them, were kept in Redis.")
+    decision_records_dropped = counter(
+        "How many of these records were dropped: too many waited (`full`), or Redis did not take them (`redis`).",
+        "reason",
+    )
+
     prefix_routing_requests = counter(
         "How many decisions went by the prefix key, by how the target was chosen.", "strategy"
     )

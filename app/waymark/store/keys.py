@@ -123,6 +123,11 @@ def books(group_id: int, hour: int) -> str:
     return f"wm:{_tag(group_id)}:books:{hour}"
 
 
+def decisions(group_id: int) -> str:
+    """The kept decisions."""
+    return f"wm:{_tag(group_id)}:decisions"
+
+
 def drift(group_id: int, publisher: int) -> str:
     return f"wm:{_tag(group_id)}:drift:{publisher}"
 

@@ -244,6 +244,20 @@ class Document:
             raise Malformed(f"{name} is no list of texts")
         return tuple(value)
 
+    def lists(self, name: str) -> list[Any]:
+        """Return a list of anything."""
+        value = self._fields.get(name, [])
+        if not isinstance(value, list):
+            raise Malformed(f"{name} is not a list")
+        return value
+
+    def lists_by_name(self, name: str) -> dict[str, Any]:
+        """Return an object with anything in it."""
+        value = self._fields.get(name, {})
+        if not isinstance(value, dict):
+            raise Malformed(f"{name} is not an object")
+        return value
+
     def flag(self, name: str) -> bool:
         value = self._fields.get(name, False)
         if not isinstance(value, bool):

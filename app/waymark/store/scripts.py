@@ -416,6 +416,11 @@ class Scripts:
     async def note_activity(self, *, activity: str, length: int, entry: Sequence[bytes]) -> Outcome:
         return await self._run("note_activity", locals())
 
+    async def keep_decisions(
+        self, *, decisions: str, length: int, keep_ms: int, entry: Sequence[str | bytes]
+    ) -> Outcome:
+        return await self._run("keep_decisions", locals())
+
     async def find_answer(self, *, answers: str, kept: str, due: str, name: str) -> tuple[Verdict, bytes, bytes]:
         """Return the verdict, the nonce of the last clearing, and the answer."""
         verdict, nonce, value = await self._call("find_answer", locals())

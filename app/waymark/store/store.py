@@ -26,6 +26,7 @@ from waymark.store.heartbeats import Heartbeats
 from waymark.store.hot import HotRows
 from waymark.store.incarnation import Incarnation
 from waymark.store.index import Index
+from waymark.store.kept_decisions import KeptDecisions
 from waymark.store.leases import Leases
 from waymark.store.pacing import Pacer
 from waymark.store.parsing import RecordParser
@@ -104,6 +105,7 @@ class Store:
         self.gauges = EngineGauges(client, self.scripts)
         self.first_tokens = FirstTokenTimes(client)
         self.books = Books(client)
+        self.kept_decisions = self.incarnation.cache(KeptDecisions(client, self.scripts, metrics, self.begin))
         self.hashes = EngineHashes(client, self.scripts)
         self.held_hashes = HeldHashes(client)
         self.selections = Selections(client, self.scripts)
