@@ -26,6 +26,8 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local entries = redis.call('ZCARD', KEYS[3])
 -- If the last answer was kept long ago, `kept` and `due` have expired, and `bytes` is too high.
 local bytes = entries > 0 and tonumber(redis.call('HGET', KEYS[1], 'bytes') or '0') or 0
+-- A Redis that evicts may have removed `due` alone: nothing would remove these answers.
+if entries == 0 then redis.call('DEL', KEYS[2]) end
 
 local function remove(names)
   for _, each in ipairs(names) do

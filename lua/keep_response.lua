@@ -30,6 +30,8 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local entries = redis.call('ZCARD', KEYS[3])
 -- If the last response was kept long ago, all keys have expired.
 local bytes = entries > 0 and tonumber(redis.call('HGET', KEYS[1], 'bytes') or '0') or 0
+-- A Redis that evicts may have removed `due` alone: nothing would remove these responses.
+if entries == 0 then redis.call('DEL', KEYS[2]) end
 
 local function remove(names)
   for _, each in ipairs(names) do

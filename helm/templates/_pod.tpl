@@ -112,6 +112,13 @@ spec:
               name: {{ . }}
               key: {{ $root.Values.gateway.mongoSecret.key }}
         {{- end }}
+        {{- with .values.answersRedisSecret.name }}
+        - name: WAYMARK_ANSWERS_REDIS_URL
+          valueFrom:
+            secretKeyRef:
+              name: {{ . }}
+              key: {{ $root.Values.gateway.answersRedisSecret.key }}
+        {{- end }}
         {{- end }}
         {{- if $isPicker }}
         - name: WAYMARK_EPP_PORT

@@ -43,6 +43,7 @@ ELSEWHERE: dict[str, str | None] = {
     "WAYMARK_GATEWAY_DRAIN_SECONDS": "gateway.finishSeconds",
     "WAYMARK_GATEWAY_KEYS_FILE": "gateway.keysSecret.name",
     "WAYMARK_RESPONSES_MONGO_URL": "gateway.mongoSecret.name",
+    "WAYMARK_ANSWERS_REDIS_URL": "gateway.answersRedisSecret.name",
     "WAYMARK_EPP_DRAIN_SECONDS": "epp.drainSeconds",
     "WAYMARK_EPP_FINISH_SECONDS": "epp.finishSeconds",
     "WAYMARK_EPP_CERT_FILE": "epp.certSecret.name",

@@ -116,7 +116,7 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
             bounds = {"request_seconds": given["request_seconds"]} if "request_seconds" in given else {}
             settings = Settings(redis_url=url, **patient_settings() | given)
             metrics = Metrics()
-            store = Store.open(url, timeout_seconds=settings.redis_timeout_seconds, metrics=metrics)
+            store = Store.of(settings, answers_url=settings.answers_redis_url, metrics=metrics)
             stack.push_async_callback(store.close)
             found = [await stack.enter_async_context(_engine()) for _ in range(engines)]
             for number, engine in enumerate(found):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from redis.asyncio import Redis as AsyncRedis
 
 from tests.e2e.redis_server import redis_server
 from tests.gateway.conftest import Engine, Running, Start, events
@@ -16,6 +17,7 @@ from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.gateway.response_stores import MemoryResponses
+from waymark.store import keys
 
 pytestmark = pytest.mark.outside
 
@@ -154,6 +156,39 @@ async def test_an_answer_is_not_held_up_where_it_cannot_be_stored(start: Start) 
         asked = {"model": "demo", "input": "three", "previous_response_id": first["id"]}
         refused = await running.post(asked, PATH)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+
+
+async def a_chat(_: web.Request) -> web.StreamResponse:
+    return web.json_response({"choices": [{"index": 0, "message": {"content": "a"}, "finish_reason": "stop"}]})
+
+
+async def test_answers_have_a_redis_of_their_own_and_chats_go_on_without_it(start: Start, redis_url: str) -> None:
+    with redis_server() as server:
+        await server.start()
+        settings = {"response_cache": "redis", "redis_timeout_seconds": 0.5}
+        running = await start(1, responses="redis", answers_redis_url=server.url, **settings)
+        answering(running)
+        first = await respond(running, "one")
+        chats = {"model": "demo", "temperature": 0, "messages": [{"role": "user", "content": "x"}]}
+        running.engines[0].handler = a_chat
+        assert [(await running.post(chats)).headers["x-cache"] for _ in range(2)] == ["MISS", "HIT"]
+        kept = {keys.ANSWERS_KEPT, keys.RESPONSES_KEPT}
+        with server.admin() as answers:
+            assert answers.exists(*kept) == 2
+        async with AsyncRedis.from_url(redis_url) as index:
+            assert await index.exists(*kept) == 0
+        ready = (await running.client.get("/ready")).json()
+        assert (ready["answers_redis"], "stores no responses" in str(ready["warnings"])) == (server.url, False)
+
+        server.kill()
+        assert (await running.post(chats)).status_code == 200
+        answering(running)
+        await respond(running, "two")
+        ready = await running.client.get("/ready")
+        assert ready.status_code == 200
+        assert "this gateway caches answers in its memory and stores no responses" in str(ready.json()["warnings"])
+        asked = {"model": "demo", "input": "three", "previous_response_id": first["id"]}
+        assert (await running.post(asked, PATH)).status_code == 503
 
 
 async def test_without_a_store_nothing_of_it_is_read_or_written(start: Start) -> None:

@@ -92,3 +92,10 @@ async def test_a_clearing_whose_reply_was_lost_says_the_same_again(store: Store)
     for verdict in ("applied", "repeated"):
         outcome = await store.scripts.clear_answers(**names, nonce="0" * 16, name="")
         assert (outcome.verdict, outcome.numbers) == (verdict, (1,))
+
+
+async def test_answers_whose_times_were_evicted_do_not_stay(store: Store, redis: Redis) -> None:
+    await keep(store, 0)
+    await redis.delete(keys.ANSWERS_DUE)
+    assert await keep(store, 1) == AnswersSize(1, ENTRY + 1)
+    assert await redis.hlen(keys.ANSWERS_KEPT) == 1

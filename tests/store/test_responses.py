@@ -130,3 +130,10 @@ async def test_all_end_together_where_nothing_is_kept_any_more(store: Store, red
 
     await wait_until(is_gone, "all keys have ended", 20)
     assert await store.responses.keep(NAMES[1], b"{}", ALONE) == ResponseChange(True, AnswersSize(1, ENTRY + 2))
+
+
+async def test_responses_whose_times_were_evicted_do_not_stay(store: Store, redis: Redis) -> None:
+    await store.responses.keep(NAMES[0], b"{}", ALONE)
+    await redis.delete(keys.RESPONSES_DUE)
+    assert await store.responses.keep(NAMES[1], b"{}", ALONE) == ResponseChange(True, AnswersSize(1, ENTRY + 2))
+    assert await redis.hlen(keys.RESPONSES_KEPT) == 1

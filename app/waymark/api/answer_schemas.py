@@ -340,6 +340,9 @@ class ReadyAnswer(Model):
     """The process can answer queries."""
 
     status: Literal["ready"]
+    answers_redis: str | None = Field(
+        default=None, description="of a gateway: the Redis of its answers, if it is not the one of the index"
+    )
     warnings: list[str] = Field(
         default=[], description="problems of Redis that do not stop it from answering; absent if there are none"
     )

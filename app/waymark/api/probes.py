@@ -17,6 +17,7 @@ from waymark.store.health import HealthReason, RedisHealth
 from waymark.store.store import Store
 
 _READY_SECONDS = 0.9
+_ANSWERS_SECONDS = 0.5
 
 
 class Probes:
@@ -44,8 +45,11 @@ class Probes:
     async def ready(self, _: Body) -> Answer:
         try:
             async with asyncio.timeout(_READY_SECONDS):
-                reasons = await self._store.check()
+                reasons, no_answers = await asyncio.gather(
+                    self._store.check(), self._store.why_no_answers(_ANSWERS_SECONDS)
+                )
         except TimeoutError:
+            no_answers = None
             reasons = [f"Redis did not answer within {_READY_SECONDS:g} s"]
         if reasons:
             self._metrics.redis_up.set(0)
@@ -56,8 +60,11 @@ class Probes:
             return Answer({"error": f"not ready: {waiting}", "reason": "starting"}, 503, {"Retry-After": "1"})
         of_tokenizer = self._tokenizer.warnings() if self._tokenizer else ()
         of_workers = self._gate.watch.warnings() if self._gate is not None and self._gate.watch is not None else ()
-        warnings = [*self._lasting, *(await self._health()).warnings.values(), *of_tokenizer, *of_workers]
-        return Answer({"status": "ready"} | ({"warnings": warnings} if warnings else {}))
+        of_answers = () if no_answers is None else (no_answers,)
+        warnings = [*self._lasting, *of_answers, *(await self._health()).warnings.values(), *of_tokenizer, *of_workers]
+        url = self._store.answers_url
+        of_gateway = {} if url is None else {"answers_redis": url}
+        return Answer({"status": "ready"} | of_gateway | ({"warnings": warnings} if warnings else {}))
 
     async def metrics(self, _: Body) -> Answer:
         await self._health()

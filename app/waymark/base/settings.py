@@ -54,6 +54,16 @@ def _checked_url(url: str) -> str:
     return url
 
 
+def _checked_prefix(prefix: str) -> str:
+    # A brace would be a hash tag of a Cluster, and the pattern of one Waymark's keys must match no key of another.
+    if not re.fullmatch(r"[A-Za-z0-9_.:/-]{0,64}", prefix) or "wm:" in prefix:
+        raise ValueError(
+            "keys may begin with at most 64 letters, digits and characters of _.:/- without 'wm:' among them, "
+            "such as staging:"
+        )
+    return prefix
+
+
 def _checked_token(token: SecretStr) -> SecretStr:
     # A file's last newline is the usual way for a blank to get in; such a token would match no header.
     if not re.fullmatch(r"[!-~]+", token.get_secret_value()):
@@ -153,6 +163,7 @@ def _new_worker_id() -> str:
 
 
 _RedisUrl = Annotated[str, AfterValidator(_checked_url)]
+_KeyPrefix = Annotated[str, AfterValidator(_checked_prefix)]
 _EngineUrl = Annotated[str, AfterValidator(_checked_engine)]
 _TokenSource = Annotated[str, AfterValidator(_checked_source)]
 _MediumName = Annotated[str, Field(pattern=r"^[A-Z0-9_]{1,32}$")]
@@ -173,6 +184,10 @@ class Settings(BaseModel):
     """The URL of the Redis that holds the index; `memory://` is an emulated Redis inside this process, for a trial."""
     redis_read_url: _RedisUrl | None = None
     """The URL of the Redis that queries read from, such as a replica; the default is `WAYMARK_REDIS_URL`."""
+    answers_redis_url: _RedisUrl | None = None
+    """The URL of the Redis for the response cache and stored responses of a gateway; the default is the main one."""
+    key_prefix: _KeyPrefix | None = None
+    """The beginning of all keys and of the channel, so that several Waymarks can use one Redis, such as `staging:`."""
     redis_timeout_seconds: float = Field(2.0, ge=0.05, le=60)
     """How long to wait for a connection to Redis, and for a reply."""
     redis_username: str | None = Field(None, min_length=1)
@@ -492,6 +507,11 @@ class Settings(BaseModel):
             )
         if self.redis_read_url is not None and self.redis_read_url.startswith("memory://"):
             raise ValueError("WAYMARK_REDIS_READ_URL is memory://, which would stay empty: leave it out")
+        if self.answers_redis_url is not None and self.answers_redis_url.startswith("memory://"):
+            raise ValueError(
+                "WAYMARK_ANSWERS_REDIS_URL is memory://, which no other gateway can see: leave it out, and set "
+                "WAYMARK_RESPONSE_CACHE and WAYMARK_RESPONSES to memory"
+            )
         if self.max_body_bytes > self.bodies_max_bytes:
             raise ValueError(
                 f"WAYMARK_MAX_BODY_BYTES is {self.max_body_bytes}, more than all bodies together may hold:"
@@ -509,7 +529,8 @@ class Settings(BaseModel):
     @property
     def responses_place(self) -> Literal["off", "memory", "redis"]:
         """Where answers of ``/v1/responses`` are stored: in Redis, if there is one that other gateways reach."""
-        return self.responses or ("memory" if self.redis_url == "memory://" else "redis")
+        url = self.answers_redis_url or self.redis_url
+        return self.responses or ("memory" if url == "memory://" else "redis")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -540,12 +561,13 @@ class Settings(BaseModel):
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
-            yield name, hide_password(value) if name in ("redis_url", "redis_read_url") and value else value
+            yield name, hide_password(value) if name in _REDIS_URLS and value else value
 
 
 #: Where commands find a running Waymark; no setting of a process.
 CLIENT_URL = PREFIX + "URL"
 
+_REDIS_URLS = frozenset({"redis_url", "redis_read_url", "answers_redis_url"})
 _FIELDS = {PREFIX + name.upper(): name for name in Settings.model_fields}
 _TOKENS = frozenset({PREFIX + "API_TOKEN", PREFIX + "ENGINE_API_KEY"})
 

@@ -23,30 +23,26 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from waymark.base import logs
     from waymark.cli import loop
-    from waymark.store.redis.credentials import Credentials
     from waymark.store.store import Store
 
     settings = loop.settings_with({"redis_url": arguments.redis_url})
     logs.configure("error", "text")
+    pattern = f"{settings.key_prefix or ''}wm:*"
     if not arguments.yes:
         print(
-            "waymark reset deletes all keys of wm:* in this Redis: the index, registrations and reservations. Stop all "
-            "roles, save the answer of GET /services if publishers were registered by hand, and add --yes.",
+            f"waymark reset deletes all keys of {pattern} in this Redis: the index, registrations and reservations. "
+            "Stop all roles, save the answer of GET /services if publishers were registered by hand, and add --yes.",
             file=sys.stderr,
         )
         return EXIT_USAGE
 
     async def reset() -> int:
-        store = Store.open(
-            settings.redis_url,
-            timeout_seconds=settings.redis_timeout_seconds,
-            credentials=Credentials.of(settings),
-        )
+        store = Store.of(settings)
         try:
             return await store.reset()
         finally:
             await store.close()
 
     count = loop.run(reset())
-    print(f"deleted {count} keys of wm:*")
+    print(f"deleted {count} keys of {pattern}")
     return EXIT_OK

@@ -92,7 +92,9 @@ def _readiness(service: RemoteService) -> Iterator[Finding]:
             "failed", "Redis and readiness", f"{content.get('error')}; docs/troubleshooting.md has the remedies"
         )
         return
-    yield Finding("ok", "Redis and readiness", "Redis answers, and the replica is ready")
+    answers = content.get("answers_redis")
+    kept = "" if answers is None else f"; the response cache and stored responses are for {answers}"
+    yield Finding("ok", "Redis and readiness", f"Redis answers, and the replica is ready{kept}")
     for warning in content.get("warnings", []):
         yield Finding("warning", "Redis and readiness", warning)
 

@@ -21,7 +21,6 @@ from waymark.store.directory import GroupEntry
 from waymark.store.holder_tables import decode_table
 from waymark.store.places import holders_of, key_of, values_of
 from waymark.store.publisher_states import PublisherState
-from waymark.store.redis.credentials import Credentials
 from waymark.store.store import Store
 
 #: The approximate number of hash commands in one pipeline: Redis answers others between two pipelines.
@@ -119,12 +118,7 @@ async def open_inspector(settings: Settings) -> AsyncIterator[Inspector]:
             "give the URL of a real one (--redis-url redis://host:6379/0), or ask that process "
             "(--url http://127.0.0.1:13333, GET /workers)"
         )
-    store = Store.open(
-        settings.redis_url,
-        timeout_seconds=settings.redis_timeout_seconds,
-        credentials=Credentials.of(settings),
-        hash_seed=settings.hash_seed,
-    )
+    store = Store.of(settings)
     try:
         yield Inspector(store)
     finally:

@@ -31,7 +31,6 @@ from waymark.serving.connection import protocol
 from waymark.serving.limits import Connections, ServerBounds, Shape, files_for
 from waymark.serving.listening import listen
 from waymark.store.hot import HotRows
-from waymark.store.redis.credentials import Credentials
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -73,19 +72,14 @@ def open_port(settings: Settings, *, has_api: bool) -> list[socket.socket]:
     return listen(settings.host, port, host_name=names[0], port_name=names[1]) if port else []
 
 
-def open_store(settings: Settings, metrics: Metrics) -> Store:
-    """Return the store of a process. It connects on the first command."""
-    return Store.open(
-        settings.redis_url,
-        settings.redis_read_url,
-        shards=settings.shards,
-        are_shards_set="shards" in settings.model_fields_set,
-        hash_seed=settings.hash_seed,
-        timeout_seconds=settings.redis_timeout_seconds,
-        credentials=Credentials.of(settings),
+def open_store(settings: Settings, metrics: Metrics, *, keeps_answers: bool = False) -> Store:
+    """Return the store of a process. It connects on the first command. ``keeps_answers``: the process is a gateway."""
+    return Store.of(
+        settings,
+        read_url=settings.redis_read_url,
+        answers_url=settings.answers_redis_url if keeps_answers else None,
         hot=HotRows(settings.hot_block_ms / 1000, settings.hot_block_bytes, metrics),
         metrics=metrics,
-        apply_blocks_max=settings.apply_blocks_max,
     )
 
 
@@ -145,7 +139,7 @@ async def run(
     role = "serve" if has_api and has_worker else "query" if has_api else "gateway" if has_gateway else "ingest"
     is_native = native.select(settings.native) == "native"
     metrics = Metrics(role=role, is_native=is_native, models_max=settings.metrics_models_max)
-    store = open_store(settings, metrics)
+    store = open_store(settings, metrics, keeps_answers=has_gateway)
     await report_redis(store)
     worker_files = 0
     if has_worker:

@@ -16,7 +16,9 @@ from waymark.store.redis.client import RedisClient
 from waymark.store.redis.failures import kind_of
 from waymark.store.scripts import Scripts, Verdict
 
-_KEYS = {"answers": keys.ANSWERS, "kept": keys.ANSWERS_KEPT, "due": keys.ANSWERS_DUE}
+
+def _keys() -> dict[str, str]:
+    return {"answers": keys.ANSWERS, "kept": keys.ANSWERS_KEPT, "due": keys.ANSWERS_DUE}
 
 
 class FoundAnswer(NamedTuple):
@@ -42,7 +44,7 @@ class StoredAnswers:
 
     async def find(self, key: bytes) -> FoundAnswer:
         """Return the answer to a request, by the request's key."""
-        verdict, nonce, value = await self._scripts.find_answer(**_KEYS, name=key.hex())
+        verdict, nonce, value = await self._scripts.find_answer(**_keys(), name=key.hex())
         return FoundAnswer(nonce, value if verdict is Verdict.APPLIED else None)
 
     async def keep(
@@ -50,7 +52,7 @@ class StoredAnswers:
     ) -> AnswersSize | None:
         """Keep an answer to a request that began under ``nonce``; None if all answers were cleared since then."""
         outcome = await self._scripts.keep_answer(
-            **_KEYS,
+            **_keys(),
             nonce=nonce,
             name=key.hex(),
             milliseconds=milliseconds,
@@ -66,7 +68,7 @@ class StoredAnswers:
     async def clear(self, key: bytes | None = None) -> int:
         """Remove the answer to one request, or every answer, and return how many there were."""
         name = "" if key is None else key.hex()
-        outcome = await self._scripts.clear_answers(**_KEYS, nonce=secrets.token_hex(8), name=name)
+        outcome = await self._scripts.clear_answers(**_keys(), nonce=secrets.token_hex(8), name=name)
         return outcome.numbers[0]
 
     async def room(self) -> AnswersSize:

@@ -3,6 +3,9 @@
 Names that clients choose (tenants, models, instances) are never part of a key. They are fields and values, as JSON
 arrays, so one name cannot be mistaken for another. Braces are the hash tag of a Redis Cluster: shard 0 of
 a group shares the slot of the group's own keys.
+
+All names of a process may begin with a prefix, so that two Waymarks use one Redis. It stands before ``wm:``, and never
+in the hash tag of a group; a tag that is the name of a key has the prefix, as that key does.
 """
 
 from __future__ import annotations
@@ -11,41 +14,80 @@ import orjson
 
 from waymark.domain.names import GroupName, PublisherName
 
-ALL = "wm:*"
+_root: str
+"""The beginning of every key, with the prefix of this process."""
+ALL: str
 """The pattern of all keys of Waymark."""
-GROUPS = "wm:groups"
-PUBLISHERS = "wm:publishers"
-#: The unregistered names, in the slot of ``wm:publishers``, so that one script can write both keys.
-UNREGISTERED = "wm:unregistered:{wm:publishers}"
-WORKERS = "wm:workers"
-COUNTS = "wm:counts"
-#: The prefix keys of all decisions (a HyperLogLog), in the slot of ``wm:counts``, so that one script can write both.
-SEEN = "wm:seen:{wm:counts}"
-#: The descriptions of workers that clients of the Dynamo API have sent.
-CATALOG = "wm:catalog"
-#: The peers that clients of the Dynamo API have registered.
-PEERS = "wm:peers"
-#: The groups that a client asks about by the hashes of their engines.
-ASKED = "wm:asked"
-DISCOVERY = "wm:discovery"
-#: The activity list.
-ACTIVITY = "wm:activity"
-#: The response cache of gateways, in one slot: the nonce of the last clearing, the answers, and when each one expires.
-ANSWERS = "wm:answers"
-ANSWERS_KEPT = "wm:answers:kept:{wm:answers}"
-ANSWERS_DUE = "wm:answers:due:{wm:answers}"
-#: Stored responses, in one slot: their total size, the responses, when each one expires, the names of those that
-#: MongoDB has, and the queue of those that it does not have yet.
-RESPONSES = "wm:responses"
-RESPONSES_KEPT = "wm:responses:kept:{wm:responses}"
-RESPONSES_DUE = "wm:responses:due:{wm:responses}"
-RESPONSES_COPIED = "wm:responses:copied:{wm:responses}"
-RESPONSES_QUEUE = "wm:responses:queue:{wm:responses}"
-INCARNATION = "wm:birth"
-#: The places for snapshots of engines; the keys of the sockets that were asked are in its slot.
-SNAPSHOTS = "wm:snapshots"
-#: The channel that announces changes of registrations. A message only makes workers read the registrations again.
-CONTROL = "wm:control"
+GROUPS: str
+PUBLISHERS: str
+UNREGISTERED: str
+"""The unregistered names, in the slot of ``PUBLISHERS``, so that one script can write both keys."""
+WORKERS: str
+COUNTS: str
+SEEN: str
+"""The prefix keys of all decisions (a HyperLogLog), in the slot of ``COUNTS``, so that one script can write both."""
+CATALOG: str
+"""The descriptions of workers that clients of the Dynamo API have sent."""
+PEERS: str
+"""The peers that clients of the Dynamo API have registered."""
+ASKED: str
+"""The groups that a client asks about by the hashes of their engines."""
+DISCOVERY: str
+ACTIVITY: str
+"""The activity list."""
+# The response cache of gateways, in one slot: the nonce of the last clearing, the answers, and when each one expires.
+ANSWERS: str
+ANSWERS_KEPT: str
+ANSWERS_DUE: str
+# Stored responses, in one slot: their total size, the responses, when each one expires, the names of those that
+# MongoDB has, and the queue of those that it does not have yet.
+RESPONSES: str
+RESPONSES_KEPT: str
+RESPONSES_DUE: str
+RESPONSES_COPIED: str
+RESPONSES_QUEUE: str
+INCARNATION: str
+SNAPSHOTS: str
+"""The places for snapshots of engines; the keys of the sockets that were asked are in its slot."""
+CONTROL: str
+"""The channel that announces changes of registrations. A message only makes workers read the registrations again."""
+
+
+def use_prefix(prefix: str) -> None:
+    """Begin all names of this process with ``prefix``, which the settings have checked.
+
+    A process has one prefix. It is given before the first command, and changes only if no store is open.
+    """
+    global _root, ALL, GROUPS, PUBLISHERS, UNREGISTERED, WORKERS, COUNTS, SEEN, CATALOG, PEERS, ASKED, DISCOVERY
+    global ACTIVITY, ANSWERS, ANSWERS_KEPT, ANSWERS_DUE, RESPONSES, RESPONSES_KEPT, RESPONSES_DUE, RESPONSES_COPIED
+    global RESPONSES_QUEUE, INCARNATION, SNAPSHOTS, CONTROL
+    _root = root = f"{prefix}wm:"
+    ALL = f"{root}*"
+    GROUPS = f"{root}groups"
+    PUBLISHERS = f"{root}publishers"
+    UNREGISTERED = f"{root}unregistered:{{{PUBLISHERS}}}"
+    WORKERS = f"{root}workers"
+    COUNTS = f"{root}counts"
+    SEEN = f"{root}seen:{{{COUNTS}}}"
+    CATALOG = f"{root}catalog"
+    PEERS = f"{root}peers"
+    ASKED = f"{root}asked"
+    DISCOVERY = f"{root}discovery"
+    ACTIVITY = f"{root}activity"
+    ANSWERS = f"{root}answers"
+    ANSWERS_KEPT = f"{root}answers:kept:{{{ANSWERS}}}"
+    ANSWERS_DUE = f"{root}answers:due:{{{ANSWERS}}}"
+    RESPONSES = f"{root}responses"
+    RESPONSES_KEPT = f"{root}responses:kept:{{{RESPONSES}}}"
+    RESPONSES_DUE = f"{root}responses:due:{{{RESPONSES}}}"
+    RESPONSES_COPIED = f"{root}responses:copied:{{{RESPONSES}}}"
+    RESPONSES_QUEUE = f"{root}responses:queue:{{{RESPONSES}}}"
+    INCARNATION = f"{root}birth"
+    SNAPSHOTS = f"{root}snapshots"
+    CONTROL = f"{root}control"
+
+
+use_prefix("")
 
 
 def _tag(group_id: int, shard: int = 0) -> str:
@@ -53,74 +95,74 @@ def _tag(group_id: int, shard: int = 0) -> str:
 
 
 def holders(group_id: int) -> str:
-    return f"wm:{_tag(group_id)}:holders"
+    return f"{_root}{_tag(group_id)}:holders"
 
 
 def record(group_id: int, publisher: int) -> str:
-    return f"wm:{_tag(group_id)}:publisher:{publisher}"
+    return f"{_root}{_tag(group_id)}:publisher:{publisher}"
 
 
 def lease(group_id: int, publisher: int) -> str:
-    return f"wm:{_tag(group_id)}:lease:{publisher}"
+    return f"{_root}{_tag(group_id)}:lease:{publisher}"
 
 
 def dead(group_id: int) -> str:
-    return f"wm:{_tag(group_id)}:dead"
+    return f"{_root}{_tag(group_id)}:dead"
 
 
 def fence(group_id: int, shard: int) -> str:
-    return f"wm:{_tag(group_id, shard)}:fence"
+    return f"{_root}{_tag(group_id, shard)}:fence"
 
 
 def engine(group_id: int, shard: int, holder: int) -> str:
-    return f"wm:{_tag(group_id, shard)}:engine:{holder}"
+    return f"{_root}{_tag(group_id, shard)}:engine:{holder}"
 
 
 def branches(group_id: int, shard: int) -> str:
-    return f"wm:{_tag(group_id, shard)}:branches"
+    return f"{_root}{_tag(group_id, shard)}:branches"
 
 
 def load(group_id: int) -> str:
-    return f"wm:{_tag(group_id)}:load"
+    return f"{_root}{_tag(group_id)}:load"
 
 
 def load_changes(group_id: int) -> str:
     """Which loads have changed, in the order in which they did."""
-    return f"wm:{_tag(group_id)}:changes"
+    return f"{_root}{_tag(group_id)}:changes"
 
 
 def entries(group_id: int) -> str:
     """Return the key of the number of blocks that the publishers of a bounded group have."""
-    return f"wm:{_tag(group_id)}:entries"
+    return f"{_root}{_tag(group_id)}:entries"
 
 
 def hashes(group_id: int, number: int | None = None) -> str:
     """Return the key of a group's blocks by engine hash: one generation, or without ``number`` the number of the newest
     generation.
     """
-    return f"wm:{_tag(group_id)}:{'hashes' if number is None else f'hash:{number}'}"
+    return f"{_root}{_tag(group_id)}:{'hashes' if number is None else f'hash:{number}'}"
 
 
 def snapshot_asked(socket: str) -> str:
     """Return the key of the last snapshot requested from a socket. ``socket`` has 16 hex digits."""
-    return f"wm:snapshot:{{{SNAPSHOTS}}}:{socket}"
+    return f"{_root}snapshot:{{{SNAPSHOTS}}}:{socket}"
 
 
 def reservations(group_id: int) -> str:
-    return f"wm:{_tag(group_id)}:reservations"
+    return f"{_root}{_tag(group_id)}:reservations"
 
 
 def gauges(group_id: int, publisher: int) -> str:
-    return f"wm:{_tag(group_id)}:gauges:{publisher}"
+    return f"{_root}{_tag(group_id)}:gauges:{publisher}"
 
 
 def first_tokens(group_id: int, publisher: int) -> str:
-    return f"wm:{_tag(group_id)}:first_tokens:{publisher}"
+    return f"{_root}{_tag(group_id)}:first_tokens:{publisher}"
 
 
 def books(group_id: int, hour: int) -> str:
     """The sums of one hour since 1970."""
-    return f"wm:{_tag(group_id)}:books:{hour}"
+    return f"{_root}{_tag(group_id)}:books:{hour}"
 
 
 def decisions(group_id: int) -> str:
@@ -129,17 +171,17 @@ def decisions(group_id: int) -> str:
 
 
 def drift(group_id: int, publisher: int) -> str:
-    return f"wm:{_tag(group_id)}:drift:{publisher}"
+    return f"{_root}{_tag(group_id)}:drift:{publisher}"
 
 
 def request(group_id: int, request_id: str) -> str:
     """``request_id`` has 16 hex digits."""
-    return f"wm:{_tag(group_id)}:request:{request_id}"
+    return f"{_root}{_tag(group_id)}:request:{request_id}"
 
 
 def selection(selection_id: str) -> str:
     """``selection_id`` has 16 hex digits. Clients name a selection without its group."""
-    return f"wm:selection:{selection_id}"
+    return f"{_root}selection:{selection_id}"
 
 
 #: The keys of the entries of prefill targets, beside those of the targets that decode.
@@ -148,7 +190,7 @@ _PREFILL = 0x7072656669_6C6C21
 
 def pulls(group_id: int, publisher: int) -> str:
     """The copies from one engine that are under way."""
-    return f"wm:{_tag(group_id)}:pulls:{publisher}"
+    return f"{_root}{_tag(group_id)}:pulls:{publisher}"
 
 
 def spec(group_id: int, block_key: int, *, of_prefill: bool = False) -> str:
@@ -161,39 +203,39 @@ def spec(group_id: int, block_key: int, *, of_prefill: bool = False) -> str:
 
 def spec_prefix(group_id: int) -> bytes:
     """Return the beginning of the key of a speculative entry; 16 hex digits follow."""
-    return f"wm:{_tag(group_id)}:spec:".encode()
+    return f"{_root}{_tag(group_id)}:spec:".encode()
 
 
 def opaque_prefix(group_id: int, key: str) -> str:
     """Return the key of an opaque prefix. ``key`` has 32 hex digits."""
-    return f"wm:{_tag(group_id)}:prefix:{key}"
+    return f"{_root}{_tag(group_id)}:prefix:{key}"
 
 
 def opaque_prefixes(group_id: int, holder: int | None = None) -> str:
     """Return the key of the opaque prefixes of a group, or of one holder."""
-    return f"wm:{_tag(group_id)}:prefixes{'' if holder is None else f':{holder}'}"
+    return f"{_root}{_tag(group_id)}:prefixes{'' if holder is None else f':{holder}'}"
 
 
 def placement(group_id: int, block: str) -> str:
     """Return the key of the holders to which external routers have sent a prompt with this block. ``block`` has 16 hex
     digits.
     """
-    return f"wm:{_tag(group_id)}:placement:{block}"
+    return f"{_root}{_tag(group_id)}:placement:{block}"
 
 
 def placements(group_id: int) -> str:
     """Return the key of the blocks of a group that have a key ``placement``."""
-    return f"wm:{_tag(group_id)}:placements"
+    return f"{_root}{_tag(group_id)}:placements"
 
 
 def block_prefix(group_id: int, shard: int) -> bytes:
     """Return the beginning of the key of a row, a branch row or a single."""
-    return f"wm:{_tag(group_id, shard)}:".encode()
+    return f"{_root}{_tag(group_id, shard)}:".encode()
 
 
 def blocks(group_id: int) -> str:
     """Return the form of all block keys of a group, for messages to people."""
-    return f"wm:{{{group_id}}}:<block>"
+    return f"{_root}{{{group_id}}}:<block>"
 
 
 def group_field(group: GroupName) -> bytes:

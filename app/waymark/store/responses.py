@@ -10,17 +10,19 @@ from typing import NamedTuple
 
 from waymark.store import keys
 from waymark.store.answers import AnswersSize
-from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts, Verdict
 
 _GROUP = "mongo-sync"
-_KEYS = {
-    "responses": keys.RESPONSES,
-    "kept": keys.RESPONSES_KEPT,
-    "due": keys.RESPONSES_DUE,
-    "copied": keys.RESPONSES_COPIED,
-    "queue": keys.RESPONSES_QUEUE,
-}
+
+
+def _keys() -> dict[str, str]:
+    return {
+        "responses": keys.RESPONSES,
+        "kept": keys.RESPONSES_KEPT,
+        "due": keys.RESPONSES_DUE,
+        "copied": keys.RESPONSES_COPIED,
+        "queue": keys.RESPONSES_QUEUE,
+    }
 
 
 class QueuedResponse(NamedTuple):
@@ -49,8 +51,7 @@ class ResponseChange(NamedTuple):
 class StoredResponses:
     """Names are 32 hex digits. All methods raise StoreUnavailable."""
 
-    def __init__(self, client: RedisClient, scripts: Scripts) -> None:
-        self._client = client
+    def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
 
     async def find(self, names: Sequence[str]) -> list[bytes | None]:
@@ -72,7 +73,7 @@ class StoredResponses:
     async def _change(self, name: str, value: bytes, bounds: ResponseBounds, length: int) -> ResponseChange:
         group = _GROUP if bounds.queue_max else ""
         outcome = await self._scripts.keep_response(
-            **_KEYS,
+            **_keys(),
             name=name,
             milliseconds=bounds.milliseconds,
             value=value,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
 from waymark.domain.hashing import DEFAULT_SEED
 from waymark.store import index_format, keys
 from waymark.store.activity import Activity
@@ -57,6 +59,7 @@ class Store:
         self,
         client: RedisClient,
         read_client: RedisClient | None = None,
+        answers_client: RedisClient | None = None,
         *,
         shards: int = 1,
         hot: HotRows | None = None,
@@ -66,7 +69,7 @@ class Store:
         apply_blocks_max: int = 0,
     ) -> None:
         metrics = metrics or Metrics()
-        for redis_client in (client, read_client):
+        for redis_client in (client, read_client, answers_client):
             if redis_client is not None:
                 redis_client.metrics = metrics
         self.incarnation = Incarnation()
@@ -74,6 +77,7 @@ class Store:
         self._background: set[asyncio.Task[Any]] = set()
         self._client = client
         self._read_client = read_client
+        self._answers_client = answers_client
         self.parser = self.incarnation.cache(RecordParser(metrics))
         self.health = HealthWatch(client, self.parser, are_shards_set=are_shards_set, hash_seed=hash_seed)
         self.scripts = Scripts(client, metrics)
@@ -112,9 +116,10 @@ class Store:
         self.speculative = Speculative(client)
         self.snapshots = SnapshotPlaces(self.scripts)
         self.prefixes = Prefixes(client, self.scripts)
-        self.answers = StoredAnswers(client, self.scripts)
         self.placements = Placements(client, self.scripts)
-        self.responses = StoredResponses(client, self.scripts)
+        answers_scripts = self.scripts if answers_client is None else Scripts(answers_client, metrics)
+        self.answers = StoredAnswers(answers_client or client, answers_scripts)
+        self.responses = StoredResponses(answers_scripts)
         self.counts = ReplicaCounts(client, self.scripts, self.begin)
         self.sweeper = Sweeper(client, self.scripts, self.parser, metrics)
         reading = read_client or client
@@ -133,6 +138,7 @@ class Store:
         url: str,
         read_url: str | None = None,
         *,
+        answers_url: str | None = None,
         shards: int = 1,
         timeout_seconds: float = 2.0,
         credentials: Credentials | None = None,
@@ -142,24 +148,60 @@ class Store:
         hash_seed: int = DEFAULT_SEED,
         apply_blocks_max: int = 0,
     ) -> Store:
-        """Return a store on ``url``; queries read from ``read_url`` if there is one. It connects on the first
-        command.
+        """Return a store on ``url``. Queries read from ``read_url``, and gateways keep answers in ``answers_url``, if
+        there is one. It connects on the first command.
         """
-        read_client = None
+
+        read_client = answers_client = None
         if read_url is not None:
             read_client = RedisClient.open(
                 read_url, timeout_seconds=timeout_seconds, credentials=credentials, variable="WAYMARK_REDIS_READ_URL"
+            )
+        if answers_url is not None:
+            # The user and the password of another Redis are in its URL.
+            answers_client = RedisClient.open(
+                answers_url,
+                timeout_seconds=timeout_seconds,
+                credentials=replace(credentials or Credentials(), username=None, password_file=None),
+                variable="WAYMARK_ANSWERS_REDIS_URL",
             )
         client = RedisClient.open(url, timeout_seconds=timeout_seconds, credentials=credentials)
         return cls(
             client,
             read_client,
+            answers_client,
             shards=shards,
             hot=hot,
             metrics=metrics,
             are_shards_set=are_shards_set,
             hash_seed=hash_seed,
             apply_blocks_max=apply_blocks_max,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        *,
+        read_url: str | None = None,
+        answers_url: str | None = None,
+        hot: HotRows | None = None,
+        metrics: Metrics | None = None,
+    ) -> Store:
+        """Return a store on the Redis of the settings, and let the names of all its keys begin as they say."""
+        keys.use_prefix(settings.key_prefix or "")
+        return cls.open(
+            settings.redis_url,
+            read_url,
+            answers_url=answers_url,
+            shards=settings.shards,
+            timeout_seconds=settings.redis_timeout_seconds,
+            credentials=Credentials.of(settings),
+            hot=hot,
+            metrics=metrics,
+            are_shards_set="shards" in settings.model_fields_set,
+            hash_seed=settings.hash_seed,
+            apply_blocks_max=settings.apply_blocks_max,
         )
 
     @property
@@ -198,8 +240,9 @@ class Store:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
         await self._client.close()
-        if self._read_client is not None:
-            await self._read_client.close()
+        for other_client in (self._read_client, self._answers_client):
+            if other_client is not None:
+                await other_client.close()
 
     def hints(self) -> AbstractAsyncContextManager[Subscription]:
         """Subscribe to the channel on which changes of registrations are announced."""
@@ -213,6 +256,29 @@ class Store:
     async def reset(self) -> int:
         """Delete every key of Waymark in this Redis; return how many there were. No role may be running."""
         return await self._client.unlink_all(keys.ALL)
+
+    @property
+    def answers_url(self) -> str | None:
+        """The URL of the Redis for answers of a gateway, without its password; None if it is the one of the index."""
+        return None if self._answers_client is None else self._answers_client.url
+
+    async def why_no_answers(self, seconds: float) -> str | None:
+        """Return why a gateway cannot use the Redis for its answers, as a sentence; None if it can, or has none."""
+        if self._answers_client is None:
+            return None
+        try:
+            async with asyncio.timeout(seconds):
+                await self._answers_client.ping()
+        except TimeoutError:
+            why = f"Redis at {self.answers_url} did not answer within {seconds:g} s"
+        except StoreUnavailable as exc:
+            why = exc.sentence
+        else:
+            return None
+        return (
+            f"the Redis of WAYMARK_ANSWERS_REDIS_URL cannot be used: {why}; until it answers, this gateway caches "
+            "answers in its memory and stores no responses"
+        )
 
     async def check(self) -> list[str]:
         """Why queries and events cannot be served, as sentences; empty if Redis answers and has the scripts."""
