@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install check coverage matrix wheel test chaos hostile sanitize fuzz conformance bench house lint publishable redis-server nginx chromium screenshots clean
+.PHONY: help demo install check coverage matrix wheel test chaos hostile sanitize fuzz conformance bench scale house lint publishable redis-server nginx chromium screenshots clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ conformance: $(VENV)-conformance/.installed redis-server ## compare with dynamo.
 
 bench: $(VENV)-conformance/.installed redis-server ## measure everything that is claimed, beside dynamo.indexer; BENCH='--only P1 --trace FILE'
 	@$(VENV)-conformance/bin/python -m tools.benchmarks $(BENCH)
+
+scale: $(VENV)/.installed-dev redis-server ## a thousand engines on a Redis Cluster, held against docs/capacity.md; ENGINES=1000 SCALE='--share 0.1'
+	@$(BIN)/python -m tools.benchmarks.scale $(if $(ENGINES),--engines $(ENGINES)) $(SCALE)
 
 house: $(VENV)/.installed-dev ## count rooms, arrows, files, functions and words of the source; TREES='. ../other' HOUSE=--crumbs
 	@$(BIN)/python -m tools.house $(TREES) $(HOUSE)
