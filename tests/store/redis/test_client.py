@@ -166,7 +166,7 @@ async def test_a_decision_whose_reply_is_lost_is_sent_again_and_counts_once(is_s
 
 async def _lose_replies(redis: Server, *, is_shared: bool) -> None:
     async with proxy_to(redis.port) as proxy, Redis.from_url(redis.url) as other:
-        # The nodes of a Cluster are asked through the library alone.
+        # A script follows a slot that moves, and a Redis that has failed over, through the library.
         client = RedisClient.open(proxy.url) if is_shared else RedisClient(_library(proxy.url), proxy.url)
         reservations = Reservations(client, Scripts(client))
         decisions = [ReservationTerms(context=100, weight_active=1.0, request_id=each) for each in (None, "0" * 16)]

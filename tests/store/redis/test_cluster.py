@@ -90,6 +90,29 @@ async def test_scripts_are_on_every_primary_and_come_back_where_they_were_forgot
     assert await store.check() == []
 
 
+async def test_scripts_that_may_repeat_share_one_connection_to_each_primary(cluster: Cluster, store: Store) -> None:
+    await held(store)
+    words = ["1", "no such token", *[""] * 5, "64", "65536", "0", "0", "0"]
+    tags = [f"{{1.{shard}}}" for shard in range(SHARDS)]
+
+    async def fenced(tag: str) -> bool:
+        reply = await store._client.run("apply_rows", [f"wm:{tag}:fence", f"wm:{tag}:branches"], words)
+        return bool(reply[0] == b"fenced")
+
+    def connections(node: Server) -> list[str]:
+        with node.client() as client:
+            return [each["id"] for each in client.client_list() if each["cmd"] == "evalsha"]
+
+    before = [set(connections(node)) for node in cluster.primaries]
+    assert all(await asyncio.gather(*(fenced(tag) for tag in tags * 20)))
+    after = [set(connections(node)) for node in cluster.primaries]
+    assert max(len(now - then) for now, then in zip(after, before, strict=True)) <= 1
+    for node in cluster.primaries:
+        with node.client() as client:
+            client.client_kill_filter(_type="normal", skipme=True)
+    assert all(await asyncio.gather(*(fenced(tag) for tag in tags)))
+
+
 async def test_every_primary_tells_of_itself(cluster: Cluster, store: Store) -> None:
     infos = await store._client.infos()
     assert sorted(info["tcp_port"] for info in infos) == sorted(node.port for node in cluster.primaries)

@@ -46,6 +46,10 @@ _PLACES_MAX = 1000
 _SCAN_COUNT = 1000
 
 
+class _NoConnection(Exception):
+    """The embedded Redis has no connections."""
+
+
 class Subscription:
     """The messages of a channel."""
 
@@ -142,19 +146,14 @@ class RedisClient:
         """Run a script by its SHA-1, or by its text if Redis does not have the script."""
         script: Script = SCRIPTS[name]
         words: tuple[Any, ...] = ("EVALSHA", script.sha, len(keys), *keys, *args)
-        if self.reads is not None and name in REPEATABLE:
-            pool = self.reads.scripts
+        if name in REPEATABLE:
             try:
-                deadline = asyncio.get_running_loop().time() + pool.seconds
-                connection = pool.connection or await pool.opened(deadline)
-                (reply,) = await connection.ask(hiredis.pack_command(words), _ONE_REPLY, deadline)
-                return cast("Reply", reply)
+                return await self._run_repeatable(words)
             except TimeoutError:
                 with self._translated():
                     raise
-            except (RedisError, OSError) as exc:
-                if not isinstance(exc, NoScriptError):
-                    pool.retire()  # redis-py then looks whether another server has the data
+            except (RedisError, OSError, _NoConnection):
+                pass  # redis-py then looks whether another server has the data
         with self._translated():
             send = self._ask_in_pipeline if name in TOGETHER else self._execute
             try:
@@ -162,6 +161,30 @@ class RedisClient:
             except NoScriptError:
                 reply = await send(("EVAL", script.text, *words[2:]))
             return cast("Reply", reply)
+
+    async def _run_repeatable(self, words: Sequence[Any]) -> Reply:
+        """Run a script by a read connection, which costs a third of redis-py's way.
+
+        Raise _NoConnection if Redis is embedded, TimeoutError, and RedisError.
+        """
+        now = asyncio.get_running_loop().time()
+        if self.reads is not None:
+            pool = self.reads.scripts
+            try:
+                (reply,) = await pool.ask(hiredis.pack_command(cast("Any", words)), _ONE_REPLY, now + pool.seconds)
+            except (RedisError, OSError) as exc:
+                if not isinstance(exc, NoScriptError | TimeoutError):
+                    pool.retire()
+                raise
+        elif isinstance(self._redis, Cluster):
+            key, packed = words[3], hiredis.pack_command(cast("Any", words))
+            key_bytes = key if isinstance(key, bytes) else key.encode()
+            (reply,) = await self._redis.ask(
+                key_bytes, packed, _ONE_REPLY, now + self._redis.timeout_seconds, is_script=True
+            )
+        else:
+            raise _NoConnection
+        return cast("Reply", reply)
 
     async def _execute(self, command: Sequence[Any]) -> Any:
         return await self._redis.execute_command(*command)

@@ -58,6 +58,7 @@ class Cluster:
         self._seeds = seeds
         self._connect = connect
         self._read = read_pool_of
+        self.timeout_seconds = timeout_seconds
         self._bound_seconds = _BOUND_TIMEOUTS * timeout_seconds
         self._nodes: dict[HostPort, Redis] = {}
         self._reads: dict[HostPort, ReadPool] = {}
@@ -105,9 +106,11 @@ class Cluster:
                 replies[i] = answer
         return replies
 
-    async def ask(self, key: bytes, packed: bytes, reader: ReplyReader[T], until: float | None) -> T:
-        """Send commands like ``ReadPool.ask``, to the node of ``key``. An error that names another node corrects the
-        map.
+    async def ask(
+        self, key: bytes, packed: bytes, reader: ReplyReader[T], until: float | None, *, is_script: bool = False
+    ) -> T:
+        """Send commands like ``ReadPool.ask``, to the node of ``key``; a script by the connection for scripts. An error
+        that names another node corrects the map.
         """
         if not self._map.is_usable():
             async with asyncio.timeout_at(until):
@@ -118,12 +121,16 @@ class Cluster:
             self._node(endpoint)  # makes its client: when a node leaves, both the client and this are closed
             reads = self._reads[endpoint] = self._read(endpoint)
         try:
-            return await reads.ask(packed, reader, until)
+            return await (reads.scripts if is_script else reads).ask(packed, reader, until)
         except MovedError as exc:
             self._map.learn(exc, endpoint)
             raise
         except (RedisConnectionError, RedisTimeoutError, ClusterDownError):
             self._map.pass_over(endpoint)
+            raise
+        except TimeoutError:
+            if is_script:  # its deadline is that of Redis; a read's is its caller's
+                self._map.pass_over(endpoint)
             raise
 
     def connection(self, key: bytes) -> ReadConnection | None:

@@ -152,10 +152,12 @@ class ReadPool:
             return self.connection
 
     def retire(self) -> None:
-        """Close the connection when all questions are answered."""
+        """Close the connection, and that for scripts, when all questions are answered."""
         if self.connection is not None:
             self.connection.retire()
             self.connection = None
+        if self._scripts is not None:
+            self._scripts.retire()
 
     def close(self) -> None:
         """Close the connection at once."""
