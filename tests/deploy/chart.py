@@ -17,6 +17,8 @@ import helm_python
 import yaml
 
 from tests.settings_table import Described, describe
+from waymark.decide.policies.presets import PRESETS
+from waymark.domain.engines import TRAITS, EngineKind
 
 CHART = Path(__file__).parents[2] / "helm"
 RELEASE, NAMESPACE = "wm", "serving"
@@ -196,10 +198,16 @@ def settings_schema() -> dict[str, Any]:
     return {
         "type": "object",
         "additionalProperties": False,
-        "properties": {
-            setting.variable: _with_empty(setting, _setting_schema(setting.type)) for setting in in_config()
-        },
+        "properties": {setting.variable: _with_empty(setting, _setting_schema(setting.type)) for setting in in_config()}
+        # A text for the settings, because they are read without the policies.
+        | {"WAYMARK_POLICY": {"enum": [*PRESETS]}},
     }
+
+
+def kinds_schema() -> dict[str, Any]:
+    """The schema of a publisher's ``type``: each kind and its aliases, as written, in lower and in upper case."""
+    names = [name for kind in EngineKind for name in (str(kind), *TRAITS[kind].aliases)]
+    return {"enum": sorted({spelling for name in names for spelling in (name, name.lower(), name.upper())})}
 
 
 def _setting_schema(kind: str) -> dict[str, Any]:
@@ -256,6 +264,7 @@ def write() -> None:
     _put(CHART / "values.yaml", SETTINGS, settings_text())
     closed = schema()
     closed["properties"]["config"] = settings_schema()
+    closed["properties"]["publishers"]["items"]["properties"]["type"] = kinds_schema()
     (CHART / "values.schema.json").write_text(json.dumps(closed, indent=2) + "\n", encoding="utf-8")
     _put(CHART / "README.md", TABLE, values_table())
 

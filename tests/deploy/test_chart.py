@@ -38,6 +38,7 @@ from tests.deploy.chart import (
 from tests.deploy.promql import complaints
 from tests.deploy.values import ALL, REDIS_PLACES, given
 from waymark import __version__
+from waymark.base.settings import Settings
 
 #: The oldest that Chart.yaml allows, and the newest whose schemas are known.
 KUBERNETES = ("1.25.0", kubernetes_validate.latest_version())
@@ -101,6 +102,13 @@ def test_the_notes_are_short_and_name_the_service() -> None:
     notes = texts(REDIS)["NOTES.txt"]
     assert len(notes.splitlines()) <= 10
     assert "http://wm-waymark.serving:13333" in notes
+    assert "http://localhost:13333/ui" in notes
+    assert "exec deployment/wm-waymark-query -- waymark register http://ENGINE:8000" in notes
+    assert "base_url" not in notes
+    minimal = texts(given("minimal"))["NOTES.txt"]
+    assert len(minimal.splitlines()) <= 12
+    assert "http://wm-waymark-gateway.serving:80/v1 as their base_url" in minimal
+    assert f"by their label {Settings().discovery_selector};" in minimal
 
 
 # ---- values ----------------------------------------------------------------------------------------
@@ -123,7 +131,7 @@ def test_every_value_is_given_in_the_tests() -> None:
 
 
 #: Without these nothing is rendered, or their own test has them.
-NEEDED = ("redis.url", "publishers", "query.httpRoute.parentRefs", *REDIS_PLACES)
+NEEDED = ("redis.url", "publishers", "query.httpRoute.parentRefs", "gateway.httpRoute.parentRefs", *REDIS_PLACES)
 
 
 @pytest.mark.parametrize("path", [path for path, _, _ in documented() if not path.startswith(NEEDED)])
@@ -142,6 +150,7 @@ SWITCHES: dict[str, tuple[str, Any]] = {
     "image.tag": ("image.digest", ""),
     "query.replicas": ("query.autoscaling.enabled", False),
     "ingest.replicas": ("ingest.autoscaling.enabled", False),
+    "gateway.replicas": ("gateway.autoscaling.enabled", False),
     "query.podDisruptionBudget.maxUnavailable": ("query.podDisruptionBudget.enabled", True),
     "ingest.podDisruptionBudget.maxUnavailable": ("ingest.podDisruptionBudget.enabled", True),
     "epp.podDisruptionBudget.maxUnavailable": ("epp.podDisruptionBudget.enabled", True),

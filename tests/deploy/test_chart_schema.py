@@ -20,6 +20,7 @@ from tests.deploy.chart import (
     between,
     documented,
     in_config,
+    kinds_schema,
     merged,
     render,
     schema,
@@ -88,6 +89,10 @@ def test_a_misspelt_value_fails_the_installation(path: str) -> None:
         pytest.param({"config": {"WAYMARK_ACCESS_LOG": "yes"}}, id="setting-of-another-type"),
         pytest.param({"config": {"WAYMARK_REDIS_URL": "redis://elsewhere"}}, id="setting-that-has-a-value-of-its-own"),
         pytest.param({"publishers": [{"instance_id": "a", "type": "vLLM"}]}, id="publisher-without-a-block-size"),
+        pytest.param({"config": {"WAYMARK_POLICY": "least_work"}}, id="no-such-policy"),
+        pytest.param(
+            {"publishers": [{"instance_id": "a", "type": "vLM", "modelname": "m", "block_size": 16}]}, id="no-such-kind"
+        ),
         pytest.param({"query": {"resources": {"limit": {"memory": "1Gi"}}}}, id="misspelt-in-resources"),
     ],
 )
@@ -123,6 +128,7 @@ def test_every_setting_is_in_the_values_and_in_the_schema() -> None:
     text = (CHART / "values.yaml").read_text(encoding="utf-8")
     assert between(text, SETTINGS) == settings_text(), WRITE
     assert schema()["properties"]["config"] == settings_schema(), WRITE
+    assert schema()["properties"]["publishers"]["items"]["properties"]["type"] == kinds_schema(), WRITE
     assert set(ELSEWHERE) <= {setting.variable for setting in describe()}
     for variable in ELSEWHERE:
         assert variable in text, f"{variable} is not in config: name it where it is set"

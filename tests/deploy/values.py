@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tests.deploy.chart import REDIS, at, merged, settings_schema
+from tests.deploy.chart import CHART, REDIS, at, merged, settings_schema
 
 #: Values that say where Redis is, of which there is one at a time, and what shows only with one of them.
 REDIS_PLACES = ("redis.existingSecret", "redis.existingSecretKeys", "redis.bundled")
@@ -18,6 +18,14 @@ REDIS_PLACES = ("redis.existingSecret", "redis.existingSecretKeys", "redis.bundl
 def every_value() -> dict[str, Any]:
     """All values, none as by default, but for the places of Redis that exclude each other."""
     values = yaml.safe_load((Path(__file__).with_name("every_value.yaml")).read_text(encoding="utf-8"))
+    assert isinstance(values, dict)
+    return values
+
+
+@lru_cache(maxsize=1)
+def minimal() -> dict[str, Any]:
+    """What the tutorial installs."""
+    values = yaml.safe_load((CHART / "values-minimal.yaml").read_text(encoding="utf-8"))
     assert isinstance(values, dict)
     return values
 
@@ -44,13 +52,14 @@ def _sample(rule: dict[str, Any]) -> Any:
     return {"boolean": True, "string": "DISK=60"}.get(rule["type"], rule.get("maximum"))
 
 
-ALL = ("required", "every value", "bundled Redis", "Redis by Secret")
+ALL = ("required", "every value", "bundled Redis", "Redis by Secret", "minimal")
 
 
 def given(name: str) -> dict[str, Any]:
     return {
         "required": REDIS,
         "every value": merged(every_value(), {"config": every_setting()}),
+        "minimal": minimal(),
         "bundled Redis": at("redis", {"bundled": {"enabled": True, "image": "valkey/valkey:8.1", "maxmemory": "4gb"}}),
         "Redis by Secret": at("redis", {"existingSecret": "mine", "existingSecretKeys": {"url": "a", "readUrl": "b"}}),
     }[name]
