@@ -52,6 +52,7 @@ ELSEWHERE = {
     "apply.applier:Applier._staged": "one snapshot, under one grant",
     "apply.kept:KeptMemories": "made by the incarnation",
     "apply.options:ApplyOptions": "settings",
+    "apply.slices:LoopTurns": "streams that wait for their turn, by event loop",
     "ingest.batch_decoder:BatchDecoder": "what the log says already",
     "ingest.event_source:EventSource": "events that wait to be applied",
     "ingest.prefix_stream:PrefixStream": "one stream, under one grant",

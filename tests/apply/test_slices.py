@@ -59,3 +59,42 @@ async def test_what_was_known_of_a_life_is_freed_in_slices_at_its_end(
     monkeypatch.setattr(HeldBlocks, "release", release)
     await applier.new_life()
     assert freed == 1
+
+
+async def test_streams_with_long_work_take_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many they are, the loop runs one slice, and then everybody else."""
+    monkeypatch.setattr("waymark.apply.slices.SLICE_SECONDS", 0.0)
+    since, most, is_over = 0, 0, False
+    order: list[int] = []
+
+    def counted(stream: int) -> Slices[int]:
+        nonlocal since, most
+        for _ in range(20):
+            since += 1
+            most = max(most, since)
+            order.append(stream)
+            yield
+        return stream
+
+    async def others() -> None:
+        nonlocal since
+        while not is_over:
+            since = 0
+            await asyncio.sleep(0)
+
+    async def long_work(stream: int) -> int:
+        runner = SliceRunner(lambda: 0.0)
+        await runner.pause()
+        return await runner.run(counted(stream))
+
+    beside = asyncio.create_task(others())
+    streams = [asyncio.create_task(long_work(stream)) for stream in range(30)]
+    await asyncio.sleep(0)
+    streams[7].cancel()
+    ended = await asyncio.gather(*streams, return_exceptions=True)
+    is_over = True
+    await beside
+    others_of_7 = [stream for stream in range(30) if stream != 7]
+    assert [each for each in ended if isinstance(each, int)] == others_of_7
+    assert most == 1
+    assert order == 20 * others_of_7, "each has a turn before one has two"

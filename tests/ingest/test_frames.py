@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from waymark.ingest.frames import Frame, ReplayedBatch, digest, is_end_marker, parse_live, parse_replay
+from waymark.ingest.frames import (
+    Frame,
+    FrameBuffer,
+    FrameRoom,
+    ReplayedBatch,
+    digest,
+    is_end_marker,
+    parse_live,
+    parse_replay,
+)
 
 SEQ = (258).to_bytes(8, "big")
 END = b"\xff" * 8
@@ -84,3 +93,64 @@ def test_a_digest_is_xxh3_64_in_sixteen_digits() -> None:
     assert digest(b"") == "2d06800538d394c2"
     assert digest(b"batch") != digest(b"batch2")
     assert len(digest(b"batch")) == 16
+
+
+# ---- the room that buffers share -------------------------------------------------------------------
+
+
+def frame(size: int) -> Frame:
+    return Frame(seq=0, payload=bytes(size), topic=b"", connection=1, received=0.0)
+
+
+def buffers(count: int, room: FrameRoom) -> list[FrameBuffer]:
+    return [FrameBuffer(bytes_max=400, frames_max=100, room=room) for _ in range(count)]
+
+
+def test_buffers_of_many_streams_share_one_room() -> None:
+    room = FrameRoom(1000)
+    many = buffers(20, room)
+    for _ in range(10):
+        for buffer in many:
+            buffer.put(frame(90))
+    assert sum(buffer.bytes for buffer in many) == room.bytes <= 1000
+    assert all(buffer.dropped for buffer in many)
+
+
+def test_large_buffers_cost_a_small_one_no_frame() -> None:
+    room = FrameRoom(1000)
+    small, *large = buffers(4, room)
+    for buffer in large:
+        for _ in range(10):
+            buffer.put(frame(100))
+    assert 1000 <= room.bytes <= 2 * 1000
+    for _ in range(25):
+        small.put(frame(10))
+    assert (small.dropped, small.bytes) == (0, 250), "a quarter of the room is its own"
+    small.put(frame(10))
+    assert small.dropped == 1
+    assert room.bytes <= 2 * 1000
+
+
+def test_frames_that_are_being_applied_take_room_until_the_next_are_taken() -> None:
+    room = FrameRoom(300)
+    one, other = buffers(2, room)
+    one.put(frame(300))
+    assert len(one.take(10)) == 1
+    assert one.bytes == 0
+    other.put(frame(200))
+    assert other.dropped == 1
+    assert one.take(10) == []
+    other.put(frame(200))
+    assert (other.bytes, room.bytes) == (200, 200)
+
+
+def test_a_stream_that_ends_leaves_its_room() -> None:
+    room = FrameRoom(300)
+    one, other = buffers(2, room)
+    one.put(frame(100))
+    one.put(frame(100))
+    one.take(1)
+    one.leave()
+    assert (room.bytes, room.buffers) == (0, 0)
+    other.put(frame(300))
+    assert other.dropped == 0

@@ -19,7 +19,7 @@ from waymark.base.errors import InvalidValue
 from waymark.ingest import sockets
 from waymark.ingest import subscriber as module
 from waymark.ingest.frames import Frame
-from waymark.ingest.sockets import ZmqContext, open_socket
+from waymark.ingest.sockets import MessageReader, ZmqContext, open_socket
 from waymark.ingest.subscriber import Subscriber
 
 
@@ -160,6 +160,30 @@ async def test_a_message_of_many_parts_costs_a_turn_no_more_than_frames_do(
         assert subscriber.malformed == 1
     assert sum(read_in_turns) >= 50_000
     assert max(read_in_turns) < 10 * module.FRAMES_PER_READ
+
+
+def test_a_message_without_room_is_thrown_away(context: ZmqContext) -> None:
+    with context.socket(zmq.PAIR) as sender, context.socket(zmq.PAIR) as receiver:
+        sender.bind("inproc://without-room")
+        receiver.connect("inproc://without-room")
+        sender.send_multipart([b"topic", bytes(8), bytes(1000)])
+        sender.send_multipart([b""] * 50)
+        sender.send_multipart([b"topic", bytes(8), b"small"])
+        reader, asked = MessageReader(receiver), list[int]()
+
+        def has_room(size: int) -> bool:
+            asked.append(size)
+            return size < 100
+
+        received = []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                received.append(reader.receive_within(has_room))
+        assert received[0] is None
+        assert received[-1] == [b"topic", bytes(8), b"small"]
+        assert asked[0] == 1000
+        assert asked[-1] == 8, "the longest part"
+        assert all(parts == [] for parts in received[2:-1])
 
 
 @pytest.mark.parametrize("bounds", [{"buffer_frames": 4}, {"buffer_bytes": 49}], ids=["frames", "bytes"])

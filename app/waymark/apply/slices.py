@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import ClassVar, TypeVar
+from weakref import WeakKeyDictionary
 
 from waymark.domain.slices import Slices
 
@@ -13,6 +15,53 @@ T = TypeVar("T")
 
 SLICE_SECONDS = 0.003
 """Seconds of computing after which the event loop runs other callbacks; the current slice may take 2 ms more."""
+
+
+class LoopTurns:
+    """The order in which the streams of an event loop compute: one slice, or one large read, in each iteration.
+
+    So whoever else uses the loop waits for one of them, however many streams have long work.
+    """
+
+    _of_loops: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, LoopTurns]] = WeakKeyDictionary()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: deque[Callable[[], object]] = deque()
+
+    @classmethod
+    def of_loop(cls) -> LoopTurns:
+        """Return the turns of the running loop."""
+        loop = asyncio.get_running_loop()
+        found = cls._of_loops.get(loop)
+        if found is None:
+            found = cls._of_loops[loop] = cls(loop)
+        return found
+
+    async def next(self) -> None:
+        """Wait for a turn, behind all who wait already."""
+        turn: asyncio.Future[None] = self._loop.create_future()
+
+        def give() -> None:
+            if not turn.done():  # its task may have been cancelled
+                turn.set_result(None)
+
+        self.call(give)
+        await turn
+
+    def call(self, work: Callable[[], object]) -> None:
+        """Call ``work`` in a turn of its own, behind all who wait already."""
+        self._waiting.append(work)
+        if len(self._waiting) == 1:
+            self._loop.call_soon(self._give)
+
+    def _give(self) -> None:
+        try:
+            self._waiting[0]()
+        finally:
+            self._waiting.popleft()
+            if self._waiting:
+                self._loop.call_soon(self._give)
 
 
 class SliceRunner:
@@ -45,7 +94,7 @@ class SliceRunner:
 
     async def pause(self) -> None:
         """Let the event loop run other callbacks, and renew the lease if it is due."""
-        await asyncio.sleep(0)
+        await LoopTurns.of_loop().next()
         if self._between is not None:
             await self._between()
         self.begin()

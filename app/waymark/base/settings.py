@@ -295,7 +295,7 @@ class Settings(BaseModel):
     worker_id: str = Field(default_factory=_new_worker_id, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
     """The name of this ingest worker; no two running workers may have the same name."""
     stream_buffer_bytes: int = Field(64 * _MIB, ge=1024, le=64 * 1024 * _MIB)
-    """How many bytes of frames a stream keeps while they cannot be applied."""
+    """How many bytes of frames a stream keeps while they cannot be applied; a worker keeps four times as many."""
     stream_buffer_frames: int = Field(20_000, ge=1, le=10_000_000)
     """How many frames a stream keeps while they cannot be applied."""
     fold_batches: int = Field(64, ge=1, le=4096)

@@ -97,16 +97,46 @@ TAKE_BYTES = 8 * 2**20
 include them."""
 
 
-class FrameBuffer:
-    """At most ``bytes_max`` bytes (topics and payloads) and ``frames_max`` frames. Others are dropped and counted."""
+class FrameRoom:
+    """The room that the buffers of a worker share: ``bytes_max`` bytes of frames that are not applied yet.
 
-    def __init__(self, bytes_max: int, frames_max: int) -> None:
+    A buffer that holds less than its equal part may take a frame even if the others fill the room, so that many large
+    buffers do not cost the small ones their frames. Together they therefore hold at most twice ``bytes_max``.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes = 0
+        self.buffers = 0
+        """Buffers that hold frames."""
+        self._bytes_max = bytes_max
+
+    def has(self, size: int, held: int) -> bool:
+        """Return whether a buffer that holds ``held`` bytes may take ``size`` more."""
+        buffers = self.buffers + (not held)
+        return self.bytes + size <= self._bytes_max or held + size <= self._bytes_max // buffers
+
+    def change(self, before: int, now: int) -> None:
+        """Note that a buffer holds ``now`` bytes in place of ``before``."""
+        self.bytes += now - before
+        self.buffers += bool(now) - bool(before)
+
+
+class FrameBuffer:
+    """At most ``bytes_max`` bytes (topics and payloads) and ``frames_max`` frames. Others are dropped and counted.
+
+    In the ``room`` that it shares, the frames of the last ``take`` count until the next one: they are being applied.
+    """
+
+    def __init__(self, bytes_max: int, frames_max: int, room: FrameRoom) -> None:
         self.bytes = 0
         self.dropped = 0
         """Frames for which there was no room."""
         self._bytes_max = bytes_max
         self._frames_max = frames_max
+        self._room = room
         self._frames: deque[Frame] = deque()
+        self._held = 0
+        """The bytes that count in the shared room."""
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -114,22 +144,37 @@ class FrameBuffer:
     def __iter__(self) -> Iterator[Frame]:
         return iter(self._frames)
 
+    def has_room(self, size: int) -> bool:
+        """Return whether there is room for a frame of ``size`` bytes."""
+        has_own = len(self._frames) < self._frames_max and self.bytes + size <= self._bytes_max
+        return has_own and self._room.has(size, self._held)
+
     def put(self, frame: Frame) -> None:
         size = _size(frame)
-        if len(self._frames) >= self._frames_max or self.bytes + size > self._bytes_max:
+        if not self.has_room(size):
             self.dropped += 1
             return
         self._frames.append(frame)
         self.bytes += size
+        self._hold(self._held + size)
 
     def take(self, limit: int) -> list[Frame]:
         """Remove at most ``limit`` frames with at most ``TAKE_BYTES`` together, or one larger frame."""
+        self._hold(self.bytes)
         frames, result, size = self._frames, list[Frame](), 0
         while frames and len(result) < limit and (not result or size + len(frames[0].payload) <= TAKE_BYTES):
             size += len(frames[0].payload)
             result.append(frames.popleft())
         self.bytes -= sum(map(_size, result))
         return result
+
+    def leave(self) -> None:
+        """Count no more in the shared room; its stream has ended."""
+        self._hold(0)
+
+    def _hold(self, size: int) -> None:
+        self._room.change(self._held, size)
+        self._held = size
 
 
 def _size(frame: Frame) -> int:

@@ -20,6 +20,7 @@ from waymark.domain.names import PublisherName
 from waymark.domain.resolver import Resolver
 from waymark.domain.status import StreamStatus
 from waymark.engines import Ceilings, decoder
+from waymark.ingest.frames import FrameRoom
 from waymark.ingest.gauges import ServedStream
 from waymark.ingest.life import Life
 from waymark.ingest.options import WorkerOptions
@@ -42,6 +43,8 @@ T = TypeVar("T")
 #: Streams that start at the same time. A start is some thirty calls to Redis, and thousands of starts at once would
 #: hold up the calls of the streams that run.
 _STARTS_MAX = 16
+#: The streams of a worker share the room of so many full buffers: it has many streams, and few are behind at a time.
+_ROOM_BUFFERS = 4
 
 
 @dataclass(slots=True)
@@ -102,6 +105,7 @@ class StreamRunner:
         self._metrics = metrics
         self._options = options
         self.places = places
+        self._room = FrameRoom(_ROOM_BUFFERS * options.stream.stream_buffer_bytes)
         self._starts = asyncio.Semaphore(_STARTS_MAX)
         self._errors: dict[PublisherName, str] = {}
         """Why streams stopped the last time."""
@@ -192,7 +196,7 @@ class StreamRunner:
         decode = decoder(claim.registration.kind, seed=apply_options.hash_seed, ceilings=ceilings)
         life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap)
         snapshots = self._snapshots_of(grant)
-        running.stream = Stream(life, self.context, self.places, self._metrics, options.stream, snapshots)
+        running.stream = Stream(life, self.context, self.places, self._metrics, options.stream, self._room, snapshots)
 
     def _snapshots_of(self, grant: Grant) -> SnapshotSource | None:
         endpoint = grant.claim.registration.snapshot_endpoint

@@ -6,8 +6,8 @@ import asyncio
 import itertools
 import sys
 import time
-from collections.abc import Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import zmq
 
@@ -111,20 +111,36 @@ class MessageReader:
 
     def receive(self) -> list[bytes]:
         """Receive a message; an empty list if only the rest of an earlier one was read. Raises zmq.Again."""
-        socket = self._socket
         if self._has_rest:
-            for _ in range(_REST_PER_CALL):
-                # Not copied, because it is dropped.
-                if not socket.recv(zmq.NOBLOCK, copy=False).more:
-                    self._has_rest = False
-                    break
+            self._drop_rest()
             return []
-        parts = [socket.recv(zmq.NOBLOCK)]
+        return self._parts(is_copied=True)
+
+    def receive_within(self, has_room: Callable[[int], bool]) -> list[bytes] | None:
+        """Receive like ``receive``, but copy nothing before ``has_room`` has said that there is room for the longest
+        part. Return None if there is none, and throw the message away.
+        """
+        if self._has_rest:
+            self._drop_rest()
+            return []
+        parts = self._parts(is_copied=False)
+        return [part.bytes for part in parts] if has_room(max(map(len, parts))) else None
+
+    def _drop_rest(self) -> None:
+        for _ in range(_REST_PER_CALL):
+            # Not copied, because it is dropped.
+            if not self._socket.recv(zmq.NOBLOCK, copy=False).more:
+                self._has_rest = False
+                break
+
+    def _parts(self, *, is_copied: bool) -> list[Any]:
+        socket = self._socket
+        parts = [socket.recv(zmq.NOBLOCK, copy=is_copied)]
         while socket.getsockopt(zmq.RCVMORE):
             if len(parts) > PARTS_MAX:
                 self._has_rest = True
                 break
-            parts.append(socket.recv(zmq.NOBLOCK))
+            parts.append(socket.recv(zmq.NOBLOCK, copy=is_copied))
         return parts
 
 

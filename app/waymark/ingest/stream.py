@@ -19,6 +19,7 @@ from waymark.base.errors import InvalidValue
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.domain.status import StreamStatus
+from waymark.ingest.frames import FrameRoom
 from waymark.ingest.life import Life
 from waymark.ingest.order import FramePosition
 from waymark.ingest.rank_streams import RankStreams
@@ -68,9 +69,12 @@ class Stream:
         places: ReplayPlaces,
         metrics: Metrics,
         options: StreamOptions,
+        room: FrameRoom,
         snapshots: SnapshotSource | None = None,
     ) -> None:
-        """Create a stream. ``snapshots``: where to ask for a snapshot of the engine's cache, if that is possible."""
+        """Create a stream. ``room``: for the frames of all streams of the worker. ``snapshots``: where to ask for a
+        snapshot of the engine's cache, if that is possible.
+        """
         registration = life.applier.grant.claim.registration
         assert registration.endpoint is not None
         self._life = life
@@ -81,6 +85,7 @@ class Stream:
             registration.endpoint,
             buffer_bytes=options.stream_buffer_bytes,
             buffer_frames=options.stream_buffer_frames,
+            room=room,
             message_bytes_max=options.message_bytes_max,
         )
         self._over = 0

@@ -20,13 +20,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 import zmq
 
+from waymark.apply.slices import LoopTurns
 from waymark.ingest.connection_failure import ConnectionFailure
-from waymark.ingest.frames import Frame, FrameBuffer, parse_live
+from waymark.ingest.frames import Frame, FrameBuffer, FrameRoom, parse_live
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, LiveConnection, ZmqContext
 
 FRAMES_PER_READ = 500
@@ -42,7 +44,7 @@ UNREACHABLE_SECONDS = 2.0
 """A publisher whose connection is reset or refused twice within this time cannot be reached."""
 UNREACHABLE_MILLISECONDS = 10_000
 """How long a note that the engine cannot be reached counts. It is repeated in time, and ends with its worker."""
-BYTES_PER_READ = 8 * 2**20
+BYTES_PER_READ = 2**20
 """Bytes of frames read in one callback of the event loop, exceeded by at most one frame."""
 
 _ENDED_BY_THE_PEER = frozenset({ConnectionFailure.REFUSED, ConnectionFailure.NO_ZMQ})
@@ -51,8 +53,9 @@ _ENDED_BY_THE_PEER = frozenset({ConnectionFailure.REFUSED, ConnectionFailure.NO_
 class Subscriber:
     """The frames of one endpoint, oldest first, for one reader on one event loop.
 
-    ``buffer_bytes`` (of topics and payloads) and ``buffer_frames`` bound the frames that wait to be taken. ``start``
-    opens the subscriber and ``close`` closes it, or ``async with`` does both, before the context is terminated.
+    ``buffer_bytes`` (of topics and payloads) and ``buffer_frames`` bound the frames that wait to be taken, and so does
+    the ``room``, which subscribers share. ``start`` opens the subscriber and ``close`` closes it, or ``async with``
+    does both, before the context is terminated.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Subscriber:
         *,
         buffer_bytes: int,
         buffer_frames: int,
+        room: FrameRoom | None = None,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -84,7 +88,8 @@ class Subscriber:
         self._message_bytes_max = message_bytes_max
         self._context = context
         self._clock = clock
-        self._buffer = FrameBuffer(buffer_bytes, buffer_frames)
+        self._large_bytes = buffer_bytes // 2
+        self._buffer = FrameBuffer(buffer_bytes, buffer_frames, room or FrameRoom(buffer_bytes))
         self._loop: asyncio.AbstractEventLoop
         self._link: LiveConnection | None = None
         self._dialling: asyncio.Handle | None = None
@@ -111,11 +116,12 @@ class Subscriber:
         self._open_link()
 
     def close(self) -> None:
-        """Close the socket permanently. Buffered frames can still be taken."""
+        """Close the socket permanently."""
         if self._dialling is not None:
             self._dialling.cancel()
             self._dialling = None
         self._close_link()
+        self._buffer.leave()
         self._set_connected(False)
         self.wake()
 
@@ -217,7 +223,7 @@ class Subscriber:
         self._read_monitor(link)
         if self._read_frames(link):
             self._is_read_due = True
-            self._loop.call_soon(self._read_on)
+            LoopTurns.of_loop().call(self._read_on)
 
     def _read_on(self) -> None:
         self._is_read_due = False
@@ -255,24 +261,30 @@ class Subscriber:
             link.socket.get(zmq.EVENTS)
             return False
         received = self._clock()
-        receive = link.messages.receive
+        buffer = self._buffer
+        receive: Callable[[], list[bytes] | None] = link.messages.receive
+        if not buffer.has_room(self._large_bytes):
+            # A burst for which there is no room is thrown away as fast as it arrives, so that libzmq does not keep it.
+            receive = partial(link.messages.receive_within, buffer.has_room)
         size = 0
         try:
             for _ in range(FRAMES_PER_READ):
                 parts = receive()
-                if parts:
+                if parts is None:
+                    buffer.dropped += 1
+                elif parts:
                     self.is_refused = False
                     frame = parse_live(parts, self.connection, received)
                     if frame is None:
                         self.malformed += 1
                     else:
-                        self._buffer.put(frame)
+                        buffer.put(frame)
                     size += sum(map(len, parts))
                 if size > BYTES_PER_READ:
                     break
         except zmq.Again:
             return False
         finally:
-            if self._buffer:
+            if buffer:
                 self.wake()
         return True
