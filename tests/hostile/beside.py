@@ -2,7 +2,7 @@
 
 A process holds others up in two ways. Its loop works on something else: then its main thread was on the CPU while an
 honest client waited, and that is measured on any machine, however busy. Or it waits for something: then the client's
-own clock tells, with a bound that a busy machine makes wider.
+own clock tells, without the time in which a processor was waited for, and with a bound that a busy machine makes wider.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from time import monotonic
 
 import pytest
 
-from tests.patience import patient
+from tests.patience import patience, patient
 
 Check = Callable[[], Awaitable[None]]
 """One honest request; AssertionError if its answer is wrong."""
 
 #: Nobody is held for longer by what others send.
 HELD_SECONDS = 0.25
-#: An answer is late only if it also took so many times as long as the slowest of the quiet run.
+#: An answer is late only if it also took so many times as much as the slowest of the quiet run.
 RATIO = 8.0
 #: By so much a process may grow while it is attacked, with all of its children.
 GROWTH_MIB = 400.0
@@ -45,18 +45,39 @@ class Finding:
         return f"{self.door}/{self.attack} seed {self.seed}: {self.seen}"
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one check took, in seconds."""
+
+    waited: float
+    held: float
+    """Of the CPU, by the busiest main thread of the processes."""
+    queued: float
+    """In which the client or one of these threads waited for a processor."""
+
+    def is_late(self, quiet: Times) -> bool:
+        """Return whether others were held up, in comparison with the quiet run."""
+        # Two threads of one core slow each other down, by no more than this.
+        slowed = min(2.0, patience())
+        if self.held > max(slowed * HELD_SECONDS, RATIO * quiet.worst_held):
+            return True
+        return self.waited - self.queued > max(patient(8 * HELD_SECONDS), RATIO * quiet.worst)
+
+
 @dataclass(slots=True)
 class Times:
-    """What one check took, in seconds."""
+    """What all runs of one check took, in seconds."""
 
     count: int = 0
     worst: float = 0.0
+    worst_held: float = 0.0
     total: float = 0.0
 
-    def add(self, seconds: float) -> None:
+    def add(self, cost: Cost) -> None:
         self.count += 1
-        self.worst = max(self.worst, seconds)
-        self.total += seconds
+        self.worst = max(self.worst, cost.waited)
+        self.worst_held = max(self.worst_held, cost.held)
+        self.total += cost.waited
 
     @property
     def mean(self) -> float:
@@ -70,17 +91,29 @@ class Processes:
     pids: Sequence[int]
 
     def on_cpu(self) -> float:
-        """Seconds that the busiest of their main threads has run, in all."""
-        return max((self._main_thread(pid) for pid in self.pids), default=0.0)
+        """Return the seconds that the busiest of their main threads has run."""
+        return max(self._main_thread(pid)[0] for pid in self.pids)
 
-    def each_on_cpu(self) -> list[float]:
-        return [self._main_thread(pid) for pid in self.pids]
+    def scheduled(self) -> list[tuple[float, float]]:
+        """Return how long each of their main threads has run, and has waited for a processor; ours comes last."""
+        return [self._main_thread(pid) for pid in (*self.pids, os.getpid())]
+
+    async def cost_of(self, check: Check) -> Cost:
+        """Run ``check``, which handles its own errors."""
+        before, began = self.scheduled(), monotonic()
+        await check()
+        waited = monotonic() - began
+        changes = [
+            (run - ran, queue - queued) for (run, queue), (ran, queued) in zip(self.scheduled(), before, strict=True)
+        ]
+        return Cost(waited, max((run for run, _ in changes[:-1]), default=0.0), sum(queue for _, queue in changes))
 
     @staticmethod
-    def _main_thread(pid: int) -> float:
+    def _main_thread(pid: int) -> tuple[float, float]:
         with suppress(OSError):  # it has ended, which the session sees
-            return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
-        return 0.0
+            words = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()
+            return int(words[0]) / 1e9, int(words[1]) / 1e9
+        return 0.0, 0.0
 
     def resident_mib(self) -> float:
         """Memory in use by the largest of them, with its children."""
@@ -121,9 +154,7 @@ class Beside:
         """The run that the others are compared with."""
         for _ in range(_QUIET_ROUNDS):
             for name, check in {**self.checks, **self.slow}.items():
-                began = monotonic()
-                await check()
-                self.quiet_times.setdefault(name, Times()).add(monotonic() - began)
+                self.quiet_times.setdefault(name, Times()).add(await self.processes.cost_of(check))
         self.quiet_mib = self.peak_mib = self.processes.resident_mib()
 
     def found(self, seen: str) -> None:
@@ -142,29 +173,26 @@ class Beside:
             tasks.create_task(self._keep_weighing(is_over))
 
     async def _keep_asking(self, name: str, check: Check, is_over: asyncio.Event, *, is_bounded: bool) -> None:
-        while not is_over.is_set():
-            attack = self.attack
-            cpu, began = self.processes.each_on_cpu(), monotonic()
+        async def checked() -> None:
+            began = monotonic()
             try:
                 await check()
             except (Exception, pytest.fail.Exception) as error:
                 sentence = str(error).splitlines()[0] if str(error) else type(error).__name__
                 self.found(f"the honest {name} failed after {monotonic() - began:.2f} s: {sentence[:300]}")
-            waited = monotonic() - began
-            held = max(now - then for now, then in zip(self.processes.each_on_cpu(), cpu, strict=True))
-            self.times.setdefault(name, Times()).add(waited)
-            if is_bounded and self._is_late(name, waited, held):
+
+        while not is_over.is_set():
+            attack = self.attack
+            cost, quiet = await self.processes.cost_of(checked), self.quiet_times[name]
+            self.times.setdefault(name, Times()).add(cost)
+            if is_bounded and cost.is_late(quiet):
                 before = "" if attack == self.attack else f", begun beside {attack}"
                 self.found(
-                    f"the honest {name} took {waited:.2f} s, {held:.2f} s of them on the CPU of the main thread; "
-                    f"the slowest of the quiet run took {self.quiet_times[name].worst:.3f} s{before}"
+                    f"the honest {name} took {cost.waited:.2f} s, {cost.held:.2f} s of them on the CPU of the main "
+                    f"thread, and waited {cost.queued:.2f} s for a processor; the slowest of the quiet run took "
+                    f"{quiet.worst:.3f} s, {quiet.worst_held:.3f} s on the CPU{before}"
                 )
             await asyncio.sleep(_PAUSE_SECONDS)
-
-    def _is_late(self, name: str, waited: float, held: float) -> bool:
-        if waited < RATIO * self.quiet_times[name].worst:
-            return False
-        return held > patient(HELD_SECONDS) or waited > patient(8 * HELD_SECONDS)
 
     async def _keep_weighing(self, is_over: asyncio.Event) -> None:
         is_told = False

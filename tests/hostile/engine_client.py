@@ -237,13 +237,18 @@ class EngineClient(Attacker):
         expect(accepted < 2000, f"{accepted} connections were made to four sockets that close them")
 
     async def registrations_that_come_and_go(self) -> None:
+        """A few of them stay, so that the next attacks have several streams."""
         pick = self.random
+        there: list[tuple[str, int]] = []
         for number in range(40):
-            name = pick.choice(["churn", f"churn-{number % 5}", *TEXTS])
-            fields: dict[str, Any] = {"dp_rank": pick.choice([0, 1, 5, 2**31, -1, "0"])}
+            name, rank = pick.choice(["churn", f"churn-{number % 5}", *TEXTS]), pick.choice([0, 1, 5, 2**31, -1, "0"])
+            fields: dict[str, Any] = {"dp_rank": rank}
             if pick.random() < 0.5:
                 key = pick.choice(["block_size", "model", "lora_name", "additionalsalt", "scope", "copies", "type"])
                 fields[key] = pick.choice([*NUMBERS[:7], *TEXTS, [], {}])
-            await self._register(name, **fields)
+            if await self._register(name, **fields) == 200 and isinstance(rank, int):
+                there.append((name, rank))
             if pick.random() < 0.7:
-                await self._unregister(name, dp_rank=0)
+                await self._unregister(name, dp_rank=rank)
+        for name, rank in pick.sample(there, max(0, len(there) - 4)):
+            await self._unregister(name, dp_rank=rank)
