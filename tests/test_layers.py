@@ -73,9 +73,8 @@ COMPUTING = {
 NOT_COMPUTING: dict[str, dict[str, str]] = {
     "engines.__init__": {"importlib": "an adapter is imported when an engine first needs it"},
     "engines.batches": {"gc": "the objects of a large batch are collected while they are young"},
-    "decide.policies.pickers": {"random": "equal endpoints are picked at random"},
     "decide.policies.policy": {"random": "the default of a draw that the caller may pass"},
-    "decide.policies.profile": {"random": "the type of the generator that the caller passes"},
+    "decide.policies.profile": {"random": "equal endpoints are picked at random"},
     "decide.policies.presets": {"random": "a temperature picks at random"},
 }
 

@@ -15,8 +15,7 @@ from tests.api.test_decisions import PROMPT, Register, pods, post, scores
 from tests.tokenization import small
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.decide.loads import Loads
-from waymark.decide.target_reader import Readings
+from waymark.decide.snapshot import SnapshotKeeper
 from waymark.domain.hashing import extend, namespace, token_bytes
 from waymark.store.store import Store
 
@@ -88,8 +87,7 @@ async def test_of_candidates_with_all_their_loads_only_blocks_are_read(
     client: httpx.AsyncClient, pods: list[str], hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await hold("pod-2", PROMPT)
-    for of in (Loads, Readings):
-        monkeypatch.setattr(of, "of", lambda *_: pytest.fail("Redis is asked for more than blocks"))
+    monkeypatch.setattr(SnapshotKeeper, "_read", lambda *_: pytest.fail("Redis is asked for more than blocks"))
     given: dict[str, Any] = {"requests": 2, "tokens": 10, "waiting": 1, "running": 1, "kv_usage": 0.5, "health": 0.5}
     candidates = [given | {"instance_id": name} for name in pods]
     for policy in ("least-work", "composite", "llm-d"):

@@ -40,9 +40,9 @@ from waymark.base.errors import WaymarkError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.chat.requests import read_request
-from waymark.decide.decision import SelectParameters
 from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.presets import PRESETS
+from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector, RoutedRequest
 from waymark.decide.selector import Selector
 from waymark.decide.startup import StartupGate

@@ -21,9 +21,9 @@ from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.decide import asked_pools
 from waymark.decide.asked_pools import FAILURES_MAX, KEYS_MAX, AskedPools, QueriedPool, page_hashes
-from waymark.decide.decision import HashedPrompt, PolicyChoice, RankingRequest
 from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.presets import PRESETS
+from waymark.decide.question import HashedPrompt, PolicyChoice, Question
 from waymark.decide.selector import Selector
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import block_keys
@@ -226,8 +226,8 @@ def prompt_of(block_size: int) -> HashedPrompt:
     return HashedPrompt(len(TOKENS) // 4, block_keys(None, TOKENS, block_size, namespace=0), ids=TOKENS)
 
 
-def ranking(prompt: Any = prompt_of) -> RankingRequest:
-    return RankingRequest(GroupName("default", "m"), prompt, PolicyChoice.of(PRESETS["least-work"]))
+def ranking(prompt: Any = prompt_of) -> Question:
+    return Question(GroupName("default", "m"), prompt, PolicyChoice.of(PRESETS["least-work"]))
 
 
 async def shared(selector: Selector, prompt: Any = prompt_of) -> dict[str, int]:

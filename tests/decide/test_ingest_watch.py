@@ -18,9 +18,9 @@ from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.chat.requests import InferenceRequest, read_request
 from waymark.decide import startup
-from waymark.decide.decision import SelectParameters
 from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.policy import Decision
+from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
 from waymark.decide.startup import IngestWatch, StartupGate

@@ -7,12 +7,11 @@ from random import Random
 import pytest
 
 from tests.decide.test_fleet import fleet_of
-from waymark.decide.decision import PolicyChoice
 from waymark.decide.fleet import Fleet, PromptState
-from waymark.decide.offers import BY_PLACE, ScoredOffers, SumOffers
-from waymark.decide.policies.policy import Inputs
+from waymark.decide.order import BY_PLACE, ScoredOffers, SumOffers
+from waymark.decide.policies.policy import Inputs, RoutingRequest
 from waymark.decide.policies.presets import PRESETS
-from waymark.decide.policies.target import RoutingRequest
+from waymark.decide.question import PolicyChoice
 from waymark.domain.match import TargetRow
 from waymark.domain.targets import Target
 from waymark.store.reservations import CANDIDATES_MAX, Load, Offer

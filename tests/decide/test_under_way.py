@@ -10,9 +10,9 @@ from unittest.mock import AsyncMock
 
 from tests.conftest import wait_until
 from waymark.base.errors import StoreUnavailable
+from waymark.decide.request_prompts import SequenceLoad
 from waymark.decide.requests import RoutedRequest
 from waymark.decide.selector import Selector
-from waymark.decide.sequences import SequenceLoad
 from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
 from waymark.domain.books import NO_USAGE, Usage
 from waymark.store.reservations import Reservation, ReservationPart

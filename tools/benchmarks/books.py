@@ -27,7 +27,7 @@ from tools.benchmarks.processes import RedisServer, Server, redis_server, waymar
 from tools.benchmarks.report import Row
 from waymark.decide.books import Choices, Promises, with_promises
 from waymark.decide.fleet import Allowed, Fleet, PromptState
-from waymark.decide.policies.target import RoutingRequest
+from waymark.decide.policies.policy import RoutingRequest
 from waymark.domain.books import NO_USAGE, Promise, Usage
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.match import TargetRow

@@ -14,10 +14,17 @@ from itertools import cycle
 from typing import Any, NamedTuple, Protocol
 
 from tools.benchmarks.decide_engines import PIECE_TOKENS, Change, Job
-from waymark.decide.policies.constants import Values, read_constants
-from waymark.decide.policies.policy import CREDITS, Inputs, Preset, new_tokens
+from waymark.decide.policies.policy import (
+    CREDITS,
+    Candidate,
+    Inputs,
+    Preset,
+    RoutingRequest,
+    Values,
+    new_tokens,
+    read_constants,
+)
 from waymark.decide.policies.ring import Ring
-from waymark.decide.policies.target import Candidate, RoutingRequest
 from waymark.domain.gauges import Gauges
 from waymark.store.reservations import CANDIDATES_MAX
 from waymark.store.speculative import depths

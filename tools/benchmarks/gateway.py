@@ -31,8 +31,8 @@ from tests.patience import patient
 from tests.ports import unused_port
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.decide.decision import SelectParameters
 from waymark.decide.options import SelectionOptions
+from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
 from waymark.decide.startup import StartupGate

@@ -14,15 +14,15 @@ from waymark.api.texts import ModelPrompt
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
 from waymark.chat.prefix_key import prefix_key
-from waymark.decide.decision import (
+from waymark.decide.policies.presets import preset
+from waymark.decide.question import (
     GivenValues,
     HashedPrompt,
     PolicyChoice,
     PromptOf,
-    RankingRequest,
+    Question,
     SelectParameters,
 )
-from waymark.decide.policies.presets import preset
 from waymark.decide.served import ServedModel
 from waymark.domain.gauges import Gauges
 from waymark.domain.hashing import namespace, text_hash
@@ -179,9 +179,9 @@ def _taking(request: ScoreRequest | SelectRequest) -> SelectParameters:
     )
 
 
-def asked_of(body: DecisionBody, policy: PolicyChoice, prompt: PromptOf) -> RankingRequest:
+def asked_of(body: DecisionBody, policy: PolicyChoice, prompt: PromptOf) -> Question:
     request = body.request
-    return RankingRequest(
+    return Question(
         group=body.group,
         prompt=prompt,
         policy=policy,
@@ -192,6 +192,7 @@ def asked_of(body: DecisionBody, policy: PolicyChoice, prompt: PromptOf) -> Rank
         session=body.session,
         is_multimodal=bool(body.items) or _is_multimodal(request.messages),
         given=body.given,
+        parameters=body.parameters,
     )
 
 

@@ -30,11 +30,10 @@ from waymark.base.settings import Settings
 from waymark.base.shown import shown
 from waymark.chat.prefix_key import prefix_key
 from waymark.decide.asked_pools import AskedPools
-from waymark.decide.decision import RankingRequest, SelectedTarget
 from waymark.decide.options import SelectionOptions
-from waymark.decide.policies.policy import Decision, Scored
+from waymark.decide.policies.policy import Candidate, Decision, Scored
 from waymark.decide.policies.presets import PRESETS
-from waymark.decide.policies.target import Candidate
+from waymark.decide.question import Question, SelectedTarget
 from waymark.decide.request_prompts import estimate_tokens, no_prompt, unread_prompt
 from waymark.decide.selector import Selector
 from waymark.decide.served import ServedNames
@@ -78,12 +77,12 @@ class Decisions:
         decision_body = await self._resolved(body.asked(self._score))
         return await self._with_prompt(decision_body, body, partial(self._scored, decision_body))
 
-    async def _scored(self, decision_body: DecisionBody, ranking: RankingRequest) -> Answer:
-        ranked = await self._selector.score(ranking)
+    async def _scored(self, decision_body: DecisionBody, question: Question) -> Answer:
+        ranked = await self._selector.score(question)
         if ranked is None:
             candidates: list[Scored] = []
-            prompt = ranking.prompt(ranking.block_size or 1)
-            tokens, block_size, decision = prompt.tokens, ranking.block_size or 0, Decision.KV_AWARE
+            prompt = question.prompt(question.block_size or 1)
+            tokens, block_size, decision = prompt.tokens, question.block_size or 0, Decision.KV_AWARE
         else:
             candidates, tokens, block_size = list(ranked.scored), ranked.tokens, ranked.block_size
             decision = ranked.decision
@@ -91,10 +90,10 @@ class Decisions:
             check_known(decision_body.given, set() if ranked is None else ranked.there)
         if decision_body.request.by == "address":
             candidates = best_by_address(candidates)
-        is_cost = ranking.policy.preset is not None and ranking.policy.preset.is_cost
+        is_cost = question.policy.preset is not None and question.policy.preset.is_cost
         return Answer(
             {
-                "policy": ranking.policy.name,
+                "policy": question.policy.name,
                 "decision": decision.value,
                 "total_tokens": tokens,
                 "total_blocks": tokens // block_size if block_size else 0,
@@ -114,9 +113,9 @@ class Decisions:
         await self._gate.check()
         decision_body = await self._resolved(decision_body)
 
-        async def selected(ranking: RankingRequest) -> Answer:
+        async def selected(question: Question) -> Answer:
             try:
-                return select_answer(await self._selector.select(ranking, decision_body.parameters), request)
+                return select_answer(await self._selector.select(question), request)
             except UnknownModel as exc:
                 near = self._served.nearest(decision_body.group)
                 suggestion = "" if near is None else f"; did you mean {shown(near)}?"
@@ -132,8 +131,8 @@ class Decisions:
         served = self._served.at_hand(decision_body.group)
         decision_body = decision_body if served is None else as_served(decision_body, served)
 
-        async def selected(ranking: RankingRequest) -> Answer:
-            return select_answer(self._selector.select_without_redis(ranking, decision_body.parameters), request)
+        async def selected(question: Question) -> Answer:
+            return select_answer(self._selector.select_by_last_known(question), request)
 
         # The prefix alone decides.
         return await self._with_prompt(decision_body, body, selected, is_sticky=True)
@@ -194,7 +193,7 @@ class Decisions:
         self,
         decision_body: DecisionBody,
         body: Body,
-        decide: Callable[[RankingRequest], Awaitable[Answer]],
+        decide: Callable[[Question], Awaitable[Answer]],
         *,
         is_sticky: bool = False,
     ) -> Answer | Paused:

@@ -15,8 +15,7 @@ from waymark.base.errors import StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.decide.fleet import Allowed, Fleet, FleetMember, PromptState, TargetSet
-from waymark.decide.policies.policy import Scored, least_new
-from waymark.decide.policies.target import RoutingRequest
+from waymark.decide.policies.policy import RoutingRequest, Scored, least_new
 from waymark.domain.books import Promise, Usage
 from waymark.domain.match import TargetRow
 from waymark.store.activity import ActivityKind, about

@@ -1,7 +1,6 @@
-"""Decisions without Redis: by the last known table, with load tables of this replica's own.
+"""The reservations that a process has made without Redis, and the loads that follow from them.
 
-Sticky: the same prefix goes to the same target in every replica, as far as the targets' loads allow. A reservation made
-here is released here; without a release it expires as any other does.
+A reservation made here is released here; without a release it expires as any other does.
 """
 
 from __future__ import annotations
@@ -10,32 +9,16 @@ import asyncio
 import heapq
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from time import monotonic
 
-from waymark.decide.fleet import Fleet, PromptState
 from waymark.domain.names import GroupName
-from waymark.store.directory import GroupEntry
 from waymark.store.reservations import Load, Reservation, ReservationPart
 
-_GROUPS_MAX = 1024
-#: How long workers need at most to register their engines again in a Redis that came back empty.
-_FORGOTTEN_SECONDS = 30.0
 #: The bound on remembered reservations; beyond it the oldest is forgotten.
 _RESERVATIONS_MAX = 100_000
 #: The number of ends to keep beyond two for each reservation.
 _ENDS_SPARE = 1_000
-
-
-@dataclass(slots=True)
-class KnownGroup:
-    """A group, and its last table."""
-
-    entry: GroupEntry
-    fleet: Fleet
-    read_at: float
-    """When it was read last, by the monotonic clock."""
 
 
 @dataclass(slots=True)
@@ -45,42 +28,24 @@ class _OwnReservation:
     ends_at: float
 
 
-class Degraded:
-    """The tables and reservations that a replica has without Redis."""
+class OwnReservations:
+    """The reservations of one process."""
 
     def __init__(self) -> None:
-        self.groups: dict[GroupName, KnownGroup] = {}
         self._own: dict[str, _OwnReservation] = {}
         self._ends: list[tuple[float, str]] = []
         """A heap of when they may be over; who was renewed has two entries, and who has ended may have one still."""
         self._requests: dict[GroupName, Counter[int]] = {}
 
-    def remember(self, group: GroupName, entry: GroupEntry, fleet: Fleet) -> None:
-        old_group = self.groups.get(group)
-        if old_group is not None and old_group.fleet is fleet:
-            old_group.read_at = monotonic()
-            return
-        if old_group is None and len(self.groups) >= _GROUPS_MAX:
-            self.groups.pop(next(iter(self.groups)))
-        self.groups[group] = KnownGroup(entry, fleet, monotonic())
-
-    def was_there(self, group: GroupName) -> bool:
-        """Return whether the group existed a moment ago; its workers register it again in a Redis that came back
-        empty.
-        """
-        old_group = self.groups.get(group)
-        return old_group is not None and monotonic() - old_group.read_at < _FORGOTTEN_SECONDS
-
-    def seen(self, group: GroupName) -> PromptState:
-        """Return a state without any block, but with the requests that this replica has sent meanwhile."""
+    def loads(self, group: GroupName) -> Mapping[int, Load]:
+        """Return the requests that this process has sent to each target of a group meanwhile."""
         self._end_overdue()
-        loads = {publisher: Load(requests=count) for publisher, count in self._requests.get(group, {}).items()}
-        return PromptState({}, loads, {}, {})
+        return {publisher: Load(requests=count) for publisher, count in self._requests.get(group, {}).items()}
 
-    def reserve(self, group: GroupName, publisher: int, context: int, milliseconds: int) -> Reservation:
+    def reserve(self, group: GroupName, group_id: int, publisher: int, context: int, milliseconds: int) -> Reservation:
         if len(self._own) >= _RESERVATIONS_MAX:
             self._end(next(iter(self._own)))
-        reservation = Reservation(self.groups[group].entry.group_id, publisher, 0, context, secrets.token_hex(8))
+        reservation = Reservation(group_id, publisher, 0, context, secrets.token_hex(8))
         self._own[reservation.nonce] = own = _OwnReservation(reservation, group, _in(milliseconds))
         self._ends_at(own)
         self._requests.setdefault(group, Counter())[publisher] += 1

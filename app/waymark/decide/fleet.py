@@ -10,12 +10,11 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from waymark.decide.asked_pools import QueriedPool
-from waymark.decide.decision import GivenValues
 from waymark.decide.group_loads import LoadOrder, RequestSum
 from waymark.decide.policies.filters import is_for_decode, is_for_prefill, role_of
-from waymark.decide.policies.policy import LoadCost, LoadWeights
+from waymark.decide.policies.policy import Candidate, LoadCost, LoadWeights
 from waymark.decide.policies.ring import Ring, bound
-from waymark.decide.policies.target import Candidate
+from waymark.decide.question import GivenValues
 from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.gauges import Gauges
 from waymark.domain.match import TargetRow

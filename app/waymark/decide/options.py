@@ -10,11 +10,10 @@ from typing import Self
 from waymark.base.errors import InvalidValue, SettingsError
 from waymark.base.logs import fields
 from waymark.base.settings import Settings
-from waymark.decide.decision import PolicyChoice
 from waymark.decide.policies.picker_config import read_picker_config
 from waymark.decide.policies.policy import Preset
 from waymark.decide.policies.presets import PRESETS, preset
-from waymark.decide.policies.profile import PickerConfig, Speculation
+from waymark.decide.policies.profile import PickerConfig
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +39,6 @@ class SelectionOptions:
     approximate_milliseconds: int = 600_000
     """The time for which a target without events counts as having a prompt."""
     prefill_tokens_per_second: float = 0.0
-
-    def speculation(self, policy: PolicyChoice, expects: bool | None) -> Speculation:
-        """Return the speculative entries of a decision: as its caller asks, else as its file or the settings say."""
-        file_speculation = self.picker.speculation if self.picker is not None and policy.preset is None else None
-        speculation = file_speculation or Speculation(self.is_speculative, self.speculative_milliseconds)
-        return speculation if expects is None else speculation._replace(is_on=expects)
 
     @classmethod
     def of(cls, settings: Settings) -> Self:

@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple
 from waymark.base.errors import InvalidValue
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.decide.decision import PackedKeys
 from waymark.decide.fleet import Fleet, FleetMember
+from waymark.decide.question import PackedKeys
 from waymark.decide.requests import RequestSelector
 from waymark.decide.served import ServedModel
 from waymark.domain import keys
@@ -99,7 +99,7 @@ class ReportedPrompts:
             found, placed = await asyncio.gather(
                 self._indexed(served, keyspace, hashes), self._placed(served, keyspace, hashes)
             )
-            precise = _with_events(self._requests.selector.fleets.at_hand(served.group))
+            precise = _with_events(self._requests.selector.snapshots.fleet_at_hand(served.group))
             found |= {holder: each for holder, each in placed.items() if holder not in precise}
         return _sorted(found)
 
@@ -175,8 +175,8 @@ class ReportedPrompts:
         if served is None or entry is None:
             return "unknown_model"
         if not keyspace.is_text:
-            selector = self._requests.selector
-            fleet = selector.fleets.at_hand(served.group) or await selector.fleets.newest(served.group)
+            snapshots = self._requests.selector.snapshots
+            fleet = snapshots.fleet_at_hand(served.group) or await snapshots.newest_fleet(served.group)
             if holder in _with_events(fleet):
                 return "has_events"
         block_keys = _placement_keys(served, keyspace, extend_local(parent, array("Q", local_hashes)))
@@ -228,7 +228,7 @@ class ReportedPrompts:
 
     def _holders(self, group: GroupName, reading: Reading | None) -> dict[str, HolderMatch]:
         """What was found, by the addresses of the targets."""
-        fleet = self._requests.selector.fleets.at_hand(group)
+        fleet = self._requests.selector.snapshots.fleet_at_hand(group)
         if reading is None or fleet is None:
             return {}
         rows = target_rows(reading.walk)

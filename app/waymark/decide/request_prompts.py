@@ -1,18 +1,17 @@
-"""The prompts of an inference request: their token ids, and the keys of the blocks of the first one."""
+"""The prompts of an inference request: their token ids, the keys of the blocks of the first one, and their load."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from waymark.base.errors import InvalidValue
 from waymark.base.settings import Settings
 from waymark.chat.prefix_key import text_of
 from waymark.chat.requests import Form, InferenceRequest
-from waymark.decide.decision import HashedPrompt, PromptOf
-from waymark.decide.sequences import SEQUENCES_MAX
+from waymark.decide.question import HashedPrompt, PromptOf
 from waymark.decide.served import ServedModel
 from waymark.domain.hashing import block_keys, namespace, pack_tokens
 from waymark.domain.multimodal import PromptItems, block_keys_with, check_blocks
@@ -20,6 +19,8 @@ from waymark.tokenization.prompt import ChatPrompt, SourcedTokens, TextPrompt
 from waymark.tokenization.prompt import Prompt as TextOrChat
 from waymark.tokenization.tokenizers import Tokenizers
 
+#: Sequences of one request that load is reserved for; an engine may be asked for more.
+SEQUENCES_MAX = 64
 #: Characters of text that count as a token if the tokens are not known.
 _CHARACTERS = 4
 
@@ -110,3 +111,27 @@ def _keyed(ids: bytes, items: PromptItems, space: int, seed: int, block_size: in
     except InvalidValue:
         return HashedPrompt(count, b"")  # decided without a match, as whatever cannot be looked up
     return HashedPrompt(count, block_keys_with(items, None, ids, block_size, first=0, namespace=space, seed=seed))
+
+
+# ---- the load of its sequences: those of ``n``, and those of further prompts ----------------------
+
+
+class SequenceLoad(NamedTuple):
+    """The load that one sequence adds to its target, in tokens."""
+
+    new: int
+    """0 for a sequence of a prompt that another sequence computes."""
+    context: int
+
+
+def further_sequences(prompts: Sequence[int], copies: int) -> tuple[SequenceLoad, ...]:
+    """Return the sequences beyond the first, of prompts with so many tokens each, answered ``copies`` times.
+
+    Sequences of one prompt share its prefill.
+    """
+    loads = [
+        SequenceLoad(context if copy == 0 else 0, context)
+        for context in prompts[:SEQUENCES_MAX]
+        for copy in range(min(copies, SEQUENCES_MAX))
+    ]
+    return tuple(loads[1:SEQUENCES_MAX])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import NamedTuple
 
 from waymark.base.errors import InvalidValue, NoTarget, RemoteUnavailable, StoreUnavailable, UnknownModel
@@ -21,19 +21,26 @@ from waymark.base.shown import shown
 from waymark.chat.media import has_media
 from waymark.chat.prefix_key import prefix_key
 from waymark.chat.requests import InferenceRequest
-from waymark.decide.decision import (
+from waymark.decide.policies.presets import PRESETS
+from waymark.decide.question import (
     PolicyChoice,
     ProfileName,
     PromptOf,
+    Question,
     RankedTargets,
-    RankingRequest,
     SelectedTarget,
     SelectParameters,
 )
-from waymark.decide.policies.presets import PRESETS
-from waymark.decide.request_prompts import RequestPrompts, estimate_tokens, no_prompt, unread_prompt
+from waymark.decide.request_prompts import (
+    SEQUENCES_MAX,
+    RequestPrompts,
+    SequenceLoad,
+    estimate_tokens,
+    further_sequences,
+    no_prompt,
+    unread_prompt,
+)
 from waymark.decide.selector import Selector
-from waymark.decide.sequences import SEQUENCES_MAX, SequenceLoad, further_sequences, reserve_sequences
 from waymark.decide.served import ServedModel, ServedNames
 from waymark.decide.startup import StartupGate
 from waymark.domain.names import DEFAULT_TENANT, GroupName
@@ -45,17 +52,12 @@ from waymark.tokenization.tokenizers import Tokenizers
 log = logging.getLogger(__name__)
 
 _LEAST_WORK = PolicyChoice(PRESETS["least-work"], PRESETS["least-work"].values({}))
-#: How long the targets of a model that Redis does not know any more are used: so long its workers need to register
-#: them again in a Redis that came back empty.
-_FORGOTTEN_SECONDS = 30.0
-#: Models whose last decision is remembered.
-_DECIDED_MAX = 1024
 
 
 class PreparedRequest(NamedTuple):
     """A request that can be decided, any number of times."""
 
-    ranking: RankingRequest
+    question: Question
     served: ServedModel
     tokens: tuple[int, ...]
     """The number of tokens of each prompt; empty if unknown."""
@@ -104,8 +106,6 @@ class RequestSelector:
         self._profile: ProfileName | None = None if settings.profile == "auto" else settings.profile
         self._prefix_bytes = settings.prefix_bytes
         self._tokens_max = settings.max_tokens
-        self._decided: dict[GroupName, float] = {}
-        """The time of the last decision with Redis, by model and by the monotonic clock."""
         self._logged: set[str] = set()
         """Reasons for decisions without tokens that the log names already."""
 
@@ -144,7 +144,7 @@ class RequestSelector:
         if refused is not None and not is_sticky:
             estimated = estimate_tokens(request.messages, request.system, request.prompts[:SEQUENCES_MAX])
             prompt = unread_prompt(min(estimated[0], self._tokens_max) if estimated else 0)
-        ranking = RankingRequest(
+        question = Question(
             served.group,
             prompt,
             policy,
@@ -157,7 +157,7 @@ class RequestSelector:
         tokens = tuple(len(prompt_tokens.ids) // 4 for prompt_tokens in several)
         token_counts = tokens or estimated or (0,) * request.prompts_to_answer
         further = further_sequences(token_counts, request.copies)
-        return PreparedRequest(ranking, served, tokens, further)
+        return PreparedRequest(question, served, tokens, further)
 
     async def further_name(self, named: GroupName) -> ServedModel | None:
         """Return the model that a name stands for; None for a model of its own, or an unknown one.
@@ -175,28 +175,25 @@ class RequestSelector:
         Raise NoTarget (UnknownModel if the model has no engine), Saturated, Starting, or StoreUnavailable if Redis is
         unavailable and no target of the model is known; the request then has no reservation.
         """
-        ranking = prepared.ranking
         if self._profile is not None and parameters.profile is None:
             parameters = replace(parameters, profile=self._profile)
-        if self._gate.watch is not None and self._gate.watch.finds_none:
-            ranking = ranking._replace(has_index=False)
+        has_index = self._gate.watch is None or not self._gate.watch.finds_none
+        question = prepared.question._replace(has_index=has_index, parameters=parameters)
         try:
             await self._gate.check()
-            selected = await self.selector.select(ranking, parameters)
+            selected = await self.selector.select(question)
         except StoreUnavailable:
             self._gate.check_latched()
-            selected = self.selector.select_without_redis(ranking, parameters)
+            selected = self.selector.select_by_last_known(question)
         except NoTarget:
-            if not await self._is_forgotten(ranking):
+            if not await self._is_forgotten(question.group):
                 raise
-            selected = self.selector.select_without_redis(ranking, parameters)
+            selected = self.selector.select_by_last_known(question)
         reservations = tuple(selected.reservations)
-        if not selected.is_degraded:
-            self._remember(ranking.group)
-            if prepared.further and parameters.is_reserved:
-                reservations += await reserve_sequences(
-                    self.selector, ranking.group, selected.target.candidate, prepared.further, parameters.milliseconds
-                )
+        if not selected.is_degraded and prepared.further and parameters.is_reserved:
+            reservations += await self.selector.reserve_several(
+                question.group, selected.target.candidate, prepared.further, parameters.milliseconds
+            )
         return RoutedRequest(selected, prepared.served, prepared.further, reservations)
 
     async def select(
@@ -218,11 +215,11 @@ class RequestSelector:
         """
         named = GroupName(tenant_id, request.model)
         served = await self._served.of(named) or ServedModel(named)
-        if await self.selector.fleets.newest(served.group) is None:
+        if await self.selector.snapshots.newest_fleet(served.group) is None:
             return None
         several = await self._prompts.tokens(request, served)
         prompt = self._prompts.keyed(several[0], request, served) if several else no_prompt
-        return await self.selector.score(RankingRequest(served.group, prompt, _LEAST_WORK))
+        return await self.selector.score(Question(served.group, prompt, _LEAST_WORK))
 
     async def select_any(self, parameters: SelectParameters, *, tenant_id: str = DEFAULT_TENANT) -> RoutedRequest:
         """Take a target of any model, for a request without a model. Raise the errors of ``select``."""
@@ -236,25 +233,19 @@ class RequestSelector:
                 continue
         raise NoTarget(f"no target is left for tenant {shown(tenant_id)}; register one with an address")
 
-    async def _is_forgotten(self, ranking: RankingRequest) -> bool:
+    async def _is_forgotten(self, group: GroupName) -> bool:
         """Return whether Redis has forgotten a model that was served a moment ago, because it came back empty.
 
         Raise UnknownModel if the model has no engine; StoreUnavailable counts as a Redis that has forgotten.
         """
-        group = ranking.group
         try:
-            if await self.selector.fleets.newest(group) is not None:
+            if await self.selector.snapshots.newest_fleet(group) is not None:
                 return False
         except StoreUnavailable:
             return True
-        if monotonic() - self._decided.get(group, float("-inf")) < _FORGOTTEN_SECONDS:
+        if self.selector.snapshots.was_there(group):
             return True
         raise UnknownModel(group.model_name, group.tenant_id)
-
-    def _remember(self, group: GroupName) -> None:
-        if group not in self._decided and len(self._decided) >= _DECIDED_MAX:
-            self._decided.clear()
-        self._decided[group] = monotonic()
 
     def _prefix_key(self, request: InferenceRequest) -> bytes | None:
         if request.messages is not None:

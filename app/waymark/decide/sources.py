@@ -6,13 +6,14 @@ that any number of replicas together send at most ``WAYMARK_SOURCE_PULLS_MAX`` p
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from waymark.decide.decision import CopySource
 from waymark.decide.fleet import FleetMember
+from waymark.decide.matches import PromptMatches
 from waymark.decide.options import SelectionOptions
-from waymark.decide.target_reader import TargetLookup
+from waymark.decide.question import CopySource
+from waymark.decide.snapshot import GroupSnapshot
 from waymark.domain.keys import KEY_BYTES, unpack
 from waymark.domain.media import order_of
 from waymark.store.engine_hashes import HeldHashes
@@ -30,12 +31,13 @@ class _Peer(NamedTuple):
 class Peers:
     """The possible sources of one prompt, those with the most of it first."""
 
-    def __init__(self, lookup: TargetLookup, left_out: Set[int], options: SelectionOptions) -> None:
-        self._lookup = lookup
+    def __init__(self, snapshot: GroupSnapshot, matches: PromptMatches, options: SelectionOptions) -> None:
+        self._snapshot = snapshot
+        self._matches = matches
         self._options = options
-        rows, size, loads = lookup.seen.rows, lookup.request.block_size, lookup.seen.loads
-        found = []
-        for member in lookup.fleet.kv_sources:
+        rows, size, loads = matches.seen.rows, matches.request.block_size, matches.seen.loads
+        left_out, found = snapshot.left_out, []
+        for member in snapshot.fleet.kv_sources:
             row = rows.get(member.name)
             # Every engine reads blocks of a pool from the pool.
             if row is None or row.shared or member.publisher in left_out:
@@ -61,12 +63,12 @@ class Peers:
 
     def _is_worth(self, peer: _Peer, publisher: int, matched: int) -> bool:
         """Whether copying is cheaper than computing; it is if nobody says what either costs."""
-        tokens = (peer.blocks - matched) * self._lookup.request.block_size
+        tokens = (peer.blocks - matched) * self._matches.request.block_size
         if publisher == peer.member.publisher or tokens < self._options.source_tokens_min:
             return False
-        of, target = peer.member.target, self._lookup.fleet.by_publisher[publisher].target
+        of, target = peer.member.target, self._snapshot.fleet.by_publisher[publisher].target
         speeds = [each for each in (of.transfer_gbps, target.transfer_gbps) if each]
-        first_tokens = self._lookup.seen.first_tokens.get(publisher)
+        first_tokens = self._matches.seen.first_tokens.get(publisher)
         slope = None if first_tokens is None else first_tokens.slope
         if slope is None and self._options.prefill_tokens_per_second:
             slope = 1000 / self._options.prefill_tokens_per_second
@@ -76,24 +78,24 @@ class Peers:
 
     async def source(self, hashes: HeldHashes, publisher: int, matched: int) -> CopySource | None:
         """Return the source that was booked for a target with ``matched`` blocks; None if its blocks are gone."""
-        lookup = self._lookup
+        snapshot, matches = self._snapshot, self._matches
         peer = next((each for each in self._peers if each.member.publisher == publisher), None)
-        if peer is None or lookup.walk is None or peer.member.target.kv_source is None:
+        if peer is None or matches.walk is None or peer.member.target.kv_source is None:
             return None
-        table = lookup.fleet.table
+        table = snapshot.fleet.table
         holders = sorted(
             (holder for holder in table.holders.values() if holder.publisher == publisher),
             key=lambda each: order_of(each.medium),
         )
-        blocks = unpack(lookup.keys[: peer.blocks * KEY_BYTES])
-        held = await hashes.read(lookup.entry, blocks, matched, [holder.id for holder in holders])
+        blocks = unpack(matches.keys[: peer.blocks * KEY_BYTES])
+        held = await hashes.read(snapshot.entry, blocks, matched, [holder.id for holder in holders])
         if not held:
             return None
         instance_id, dp_rank = peer.member.name
         tokens: dict[str, int] = {}
         for each in held:
             medium = table.holders[each.holder].medium
-            tokens[medium] = tokens.get(medium, 0) + lookup.request.block_size
+            tokens[medium] = tokens.get(medium, 0) + matches.request.block_size
         return CopySource(
             instance_id, dp_rank, peer.member.target.kv_source, tokens, [each.engine_hash for each in held]
         )

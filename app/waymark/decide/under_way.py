@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from waymark.base.errors import StoreUnavailable
 from waymark.base.logs import fields
 from waymark.chat.requests import SESSION, session_token
-from waymark.decide.policies.target import Candidate
+from waymark.decide.policies.policy import Candidate
+from waymark.decide.request_prompts import SequenceLoad
 from waymark.decide.requests import RoutedRequest
 from waymark.decide.selector import Selector
-from waymark.decide.sequences import SequenceLoad, reserve_sequences
 from waymark.domain.books import NO_USAGE, Usage
 from waymark.domain.targets import host_and_port
 from waymark.store.background import StartTask
@@ -106,14 +106,14 @@ class RequestsUnderWay:
         """
         group, tokens = routed.served.group, routed.selected.tokens
         try:
-            fleet = await self._selector.fleets.newest(group)
+            fleet = await self._selector.snapshots.newest_fleet(group)
         except StoreUnavailable:
             return None
         candidate = None if fleet is None else fleet.at(address)
         if candidate is None:
             return None
         loads = (SequenceLoad(tokens, tokens), *routed.further)
-        reservations = await reserve_sequences(self._selector, group, candidate, loads, self.reserved_ms)
+        reservations = await self._selector.reserve_several(group, candidate, loads, self.reserved_ms)
         return (candidate, reservations) if reservations else None
 
     def ended(self, request: RequestUnderWay) -> None:

@@ -20,7 +20,7 @@ from waymark.base.bounded_json import TooMuchJson, bounded_loads
 from waymark.base.errors import InvalidValue, WaymarkError
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import SESSION, Form, InferenceRequest, check_places, form_of, read_request, session_of
-from waymark.decide.decision import SelectParameters
+from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector, RoutedRequest
 from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
 from waymark.domain.targets import host_and_port, names_engines

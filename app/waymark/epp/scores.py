@@ -18,7 +18,7 @@ from waymark.base.errors import InvalidValue, RemoteUnavailable, StoreUnavailabl
 from waymark.base.metrics import Metrics
 from waymark.base.protobuf import message_classes
 from waymark.chat.requests import Form, InferenceRequest
-from waymark.decide.policies.target import Candidate
+from waymark.decide.policies.policy import Candidate
 from waymark.decide.reported import ReportedPrompts
 from waymark.decide.requests import RequestSelector
 from waymark.domain.targets import host_and_port

@@ -24,7 +24,7 @@ from waymark.base.errors import NoTarget, Saturated
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import Form
-from waymark.decide.decision import SelectParameters
+from waymark.decide.question import SelectParameters
 from waymark.decide.requests import PreparedRequest, RequestSelector, RoutedRequest
 from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
 from waymark.domain.books import NO_USAGE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from waymark.decide.policies.target import Candidate, RoutingRequest
+from waymark.decide.policies.policy import Candidate, RoutingRequest
 from waymark.domain.gauges import Gauges
 
 

@@ -9,12 +9,15 @@ import pytest
 
 from tests.decide.policies.conftest import busy, prompt, target
 from waymark.base.errors import InvalidValue
-from waymark.decide.decision import PolicyChoice
+from waymark.decide.matches import speculation_of
 from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.picker_config import read_picker_config
 from waymark.decide.policies.plugins import PLUGINS, PluginKind
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.policies.profile import PickerConfig
+from waymark.decide.question import PolicyChoice, Question, SelectParameters
+from waymark.decide.request_prompts import no_prompt
+from waymark.domain.names import GroupName
 from waymark.domain.targets import Role
 
 DISAGGREGATED = """
@@ -214,9 +217,12 @@ def test_a_file_says_whether_entries_are_speculative(parameters: str, expected: 
     config = read_picker_config(plugins("- type: precise-prefix-cache-scorer", f"  parameters: {{{parameters}}}"))
     assert config.speculation == expected
     by_file = SelectionOptions(picker=config, is_speculative=True, speculative_milliseconds=7)
-    assert by_file.speculation(PolicyChoice(None), None) == (expected or (True, 7))
-    assert by_file.speculation(PolicyChoice(PRESETS["least-work"]), None) == (True, 7), "of a policy by name"
-    assert by_file.speculation(PolicyChoice(None), False).is_on is False, "as the caller asks"
+    question = Question(GroupName("default", "m"), no_prompt, PolicyChoice.of(config))
+    assert speculation_of(question, by_file) == (expected or (True, 7))
+    by_name = question._replace(policy=PolicyChoice.of(PRESETS["least-work"]))
+    assert speculation_of(by_name, by_file) == (True, 7), "of a policy by name"
+    asked = question._replace(parameters=SelectParameters(expects=False))
+    assert speculation_of(asked, by_file).is_on is False, "as the caller asks"
 
 
 def test_a_parameter_of_the_predicted_latency_is_noted_and_not_refused() -> None:

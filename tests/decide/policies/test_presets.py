@@ -13,11 +13,10 @@ from xxhash import xxh3_64_intdigest
 
 from tests.decide.policies.conftest import busy, prompt, target
 from waymark.base.errors import InvalidValue
-from waymark.decide.policies import constants
-from waymark.decide.policies.policy import Decision, Inputs, Ranking, Scored, new_tokens
+from waymark.decide.policies import policy as policies
+from waymark.decide.policies.policy import Candidate, Decision, Inputs, Ranking, RoutingRequest, Scored, new_tokens
 from waymark.decide.policies.presets import DEFAULT, PRESETS, preset
 from waymark.decide.policies.ring import Ring
-from waymark.decide.policies.target import Candidate, RoutingRequest
 from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.gauges import Gauges
 from waymark.domain.targets import Role
@@ -220,7 +219,7 @@ def test_an_unknown_policy_is_refused_with_the_nearest_one() -> None:
 
 
 def test_a_long_name_is_compared_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "get_close_matches", lambda *_, **__: pytest.fail("it was compared"))
+    monkeypatch.setattr(policies, "get_close_matches", lambda *_, **__: pytest.fail("it was compared"))
     with pytest.raises(InvalidValue, match="known are composite, dynamo"):
         preset("long" * 25_000)
 

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from tests.decide.policies.conftest import busy, prompt, target
 from tests.decide.policies.test_presets import candidates, requests
 from waymark.decide.policies import filters, profile
-from waymark.decide.policies.constants import read_constants
-from waymark.decide.policies.pickers import PICKERS
-from waymark.decide.policies.policy import Scored
+from waymark.decide.policies.policy import Candidate, RoutingRequest, Scored, read_constants
+from waymark.decide.policies.profile import PICKERS
 from waymark.decide.policies.scorers import SCORERS, Scores, context_ranges, context_score, scored_by_label
-from waymark.decide.policies.target import Candidate, RoutingRequest
 from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.targets import Role
 

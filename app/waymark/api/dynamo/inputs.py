@@ -12,8 +12,8 @@ from waymark.api.http.bodies import Body
 from waymark.api.http.prompts import LocalHashKeys, hashes, token_bytes
 from waymark.base.errors import InvalidValue, NoTarget
 from waymark.base.settings import Settings
-from waymark.decide.decision import HashedPrompt, PolicyChoice, PromptOf
 from waymark.decide.policies.presets import PRESETS
+from waymark.decide.question import HashedPrompt, PolicyChoice, PromptOf
 from waymark.decide.selector import Selector
 from waymark.domain.hashing import block_keys, namespace
 from waymark.domain.keys import KEY_BYTES

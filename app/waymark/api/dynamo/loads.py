@@ -10,9 +10,8 @@ from waymark.api.dynamo.queries import is_worker_id
 from waymark.api.dynamo.select_schemas import DynamoPromptRequest
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
-from waymark.decide.decision import HashedPrompt, RankingRequest
-from waymark.decide.policies.policy import Scored
-from waymark.decide.policies.target import Candidate
+from waymark.decide.policies.policy import Candidate, Scored
+from waymark.decide.question import HashedPrompt, Question
 from waymark.decide.selector import Selector
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import DynamoRank, Walk, dynamo_rows
@@ -89,8 +88,8 @@ class DynamoLoadHandlers:
         rows = []
         for group in groups:
             _, block_size = await self._inputs.workers(group)
-            ranking = RankingRequest(group, partial(_nothing, 0), self._inputs.policy(None), block_size)
-            ranked = await self._selector.score(ranking)
+            question = Question(group, partial(_nothing, 0), self._inputs.policy(None), block_size)
+            ranked = await self._selector.score(question)
             if ranked is None:
                 continue
             workers = _workers(ranked.scored)
@@ -111,10 +110,10 @@ class DynamoLoadHandlers:
         group = GroupName(request.partition, request.model_name)
         cache: dict[int, HashedPrompt] = {}
         _, block_size = await self._inputs.workers(group)
-        ranking = RankingRequest(
+        question = Question(
             group, remembered(self._inputs.prompt(request, body), cache), self._inputs.policy(None), block_size
         )
-        ranked = await self._selector.score(ranking)
+        ranked = await self._selector.score(question)
         workers = _workers(() if ranked is None else ranked.scored)
         return workers, None if ranked is None else ranked.walk, cache[block_size], block_size
 

@@ -21,8 +21,8 @@ from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.base.errors import Conflict, InvalidValue, NoTarget, NotFound
 from waymark.base.shown import shown
-from waymark.decide.decision import HashedPrompt, RankingRequest, SelectParameters
-from waymark.decide.policies.target import Candidate
+from waymark.decide.policies.policy import Candidate
+from waymark.decide.question import HashedPrompt, Question, SelectParameters
 from waymark.decide.selector import Selector
 from waymark.domain.books import Usage
 from waymark.domain.keys import unpack
@@ -168,12 +168,13 @@ class DynamoSelect:
         only = frozenset(workers if allowed is None else allowed & workers)
         if not only:
             raise NoTarget("no endpoints available to route work")
-        ranking = RankingRequest(group, prompt_of, self._inputs.policy(request.router_config_override), block_size)
         parameters = SelectParameters(
             only=only, profile="single", is_reserved=is_reserved, milliseconds=_RESERVATION_MS
         )
+        policy = self._inputs.policy(request.router_config_override)
+        question = Question(group, prompt_of, policy, block_size, parameters=parameters)
         try:
-            selected = await self._selector.select(ranking, parameters)
+            selected = await self._selector.select(question)
         except NoTarget:
             raise none_schedulable(group) from None
         candidate, prompt = selected.target.candidate, cache[block_size]
@@ -200,7 +201,7 @@ class DynamoSelect:
         if context is None and request.token_ids is not None:
             context = self._inputs.prompt(request, body)(1).tokens
         tokens = (context or 0) if request.track_prefill_tokens else 0
-        fleet = await self._selector.fleets.newest(group)
+        fleet = await self._selector.snapshots.newest_fleet(group)
         worker = str(request.worker_id)
         members = (
             []
@@ -217,7 +218,7 @@ class DynamoSelect:
         raise NotFound(f"Worker WorkerWithDpRank {{ worker_id: {worker}, dp_rank: {request.dp_rank} }} not found")
 
     async def _target(self, group: GroupName, wanted: Reservation) -> Candidate | None:
-        fleet = await self._selector.fleets.newest(group)
+        fleet = await self._selector.snapshots.newest_fleet(group)
         member = None if fleet is None else fleet.by_publisher.get(wanted.publisher)
         return None if member is None else Candidate(member.publisher, *member.name, address=member.target.address)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from waymark.base.errors import InvalidValue
+from waymark.decide.policies.policy import Candidate, RoutingRequest
 from waymark.decide.policies.scorers import context_ranges
-from waymark.decide.policies.target import Candidate, RoutingRequest
 from waymark.domain.targets import Role
 
 Filter: TypeAlias = Callable[[RoutingRequest, Sequence[Candidate]], list[Candidate]]

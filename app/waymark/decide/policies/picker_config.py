@@ -17,11 +17,19 @@ from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
 from waymark.decide.policies import filters
 from waymark.decide.policies import profile as deciders
-from waymark.decide.policies.constants import nearest, read_constants
 from waymark.decide.policies.filters import OPERATORS, Filter
-from waymark.decide.policies.pickers import PICKERS, Picker, max_score
 from waymark.decide.policies.plugins import PLUGINS, Plugin, PluginKind
-from waymark.decide.policies.profile import Decider, PickerConfig, Profile, Speculation, WeightedScorer
+from waymark.decide.policies.policy import nearest, read_constants
+from waymark.decide.policies.profile import (
+    PICKERS,
+    Decider,
+    Picker,
+    PickerConfig,
+    Profile,
+    Speculation,
+    WeightedScorer,
+    max_score,
+)
 from waymark.decide.policies.scorers import CONTEXT_LABEL, SCORERS, scored_by_label
 
 KIND = "EndpointPickerConfig"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from waymark.decide.policies.pickers import PICKERS
+from waymark.decide.policies.profile import PICKERS
 from waymark.decide.policies.scorers import SCORERS
 
 Parameters = Mapping[str, Any]

@@ -1,16 +1,210 @@
-"""Policies, and their common part: the count of a candidate's cached and new tokens."""
+"""Policies, and what they need: constants, the request and its candidates, and the count of cached and new tokens.
+
+A constant has a name, a default, a range and a sentence. One table of constants defines the overrides of a request, the
+fields of a file, and the text of the docs.
+
+A target is a registered publisher of scope ``instance``, the smallest unit that a router can pick. A candidate is a
+target with its share of one prompt and its load at that moment. All amounts are tokens unless the name says otherwise.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import StrEnum
 from random import Random
-from typing import Any, NamedTuple, TypeAlias
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from waymark.decide.policies.constants import Constant, Values, read_constants
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import SHOWN_MAX, shown
 from waymark.decide.policies.ring import Ring
-from waymark.decide.policies.target import Candidate, RoutingRequest
+from waymark.domain.first_tokens import FirstTokens
+from waymark.domain.gauges import Gauges
+from waymark.domain.targets import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """One number, switch or word; the type of the default is the type of the value."""
+
+    name: str
+    default: float | bool | str
+    sentence: str
+    least: float = 0.0
+    most: float = math.inf
+    choices: tuple[str, ...] = ()
+    """The values that a word can have; empty for a number or a switch."""
+
+    def read(self, value: Any, field: str) -> float | bool | str:
+        """Check a value and return it. ``InvalidValue`` names field, value and range."""
+        if isinstance(self.default, bool):
+            if not isinstance(value, bool):
+                raise InvalidValue(
+                    f"{field} is {shown(value)}; it must be true or false", field=field, reason="invalid_type"
+                )
+            return value
+        if isinstance(self.default, str):
+            if value not in self.choices:
+                raise InvalidValue(
+                    f"{field} is {shown(value)}; it must be one of {', '.join(self.choices)}", field=field
+                )
+            return str(value)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidValue(f"{field} is {shown(value)}; it must be a number", field=field, reason="invalid_type")
+        if not (math.isfinite(value) and self.least <= value <= self.most):
+            raise InvalidValue(
+                f"{field} is {shown(value)}; it must be {self.range_text()}", field=field, reason="out_of_range"
+            )
+        return float(value)
+
+    def range_text(self) -> str:
+        """Return the allowed values in words."""
+        if isinstance(self.default, bool):
+            return "true or false"
+        if self.choices:
+            return ", ".join(self.choices)
+        if math.isinf(self.most):
+            return f"at least {self.least:g}"
+        return f"{self.least:g} to {self.most:g}"
+
+
+class Values:
+    """The constants of a table with their values, asked by name and type."""
+
+    def __init__(self, values: Mapping[str, float | bool | str]) -> None:
+        self._values = dict(values)
+        self._numbers = {name: float(value) for name, value in values.items() if not isinstance(value, bool | str)}
+
+    def number(self, name: str) -> float:
+        return self._numbers[name]
+
+    def is_on(self, name: str) -> bool:
+        return self._values[name] is True
+
+    def word(self, name: str) -> str:
+        return str(self._values[name])
+
+
+def read_constants(table: Iterable[Constant], given: Mapping[str, Any], field: str) -> Values:
+    """Return all constants of a table: the given ones, checked, and the defaults of the rest.
+
+    An unknown name raises ``InvalidValue`` that names the nearest known one.
+    """
+    by_name = {constant.name: constant for constant in table}
+    for name in given:
+        if name not in by_name:
+            place = f"{field}.{name[:SHOWN_MAX]}"
+            raise InvalidValue(f"{place} is not known; {nearest(name, by_name)}", field=place, reason="invalid_value")
+    return Values(
+        {
+            name: constant.read(given[name], f"{field}.{name}") if name in given else constant.default
+            for name, constant in by_name.items()
+        }
+    )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the way out of a misspelt name: the nearest known one, else all of them."""
+    names = sorted(known)
+    # Comparing a name of a megabyte takes half a second, and it would not be near any other.
+    close = get_close_matches(name, names, n=1) if len(name) <= SHOWN_MAX else []
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"known are {', '.join(names)}" if names else "it takes none"
+
+
+_NO_LABELS: Mapping[str, str] = MappingProxyType({})
+
+
+class RingPlaces(Protocol):
+    """Where the targets are on a ring."""
+
+    def clockwise(self, key: bytes) -> Iterator[tuple[str, int]]:
+        """Yield instance and rank of each target, in the order in which the key meets them."""
+
+
+class RoutingRequest(NamedTuple):
+    """The request that a policy ranks targets for."""
+
+    tokens: int
+    """Length of the prompt; an estimate if ``has_tokens`` is false."""
+    block_size: int
+    pool: int = 0
+    """Bitmap of the prompt's blocks that a pool holds: bit i is block i."""
+    lora_name: str | None = None
+    session: str | None = None
+    """Instance that the session token names."""
+    prefix_key: bytes | None = None
+    """32 bytes by which ``sticky`` finds its place on the ring."""
+    is_multimodal: bool = False
+    has_tokens: bool = True
+    """Whether the tokens are known, or any match of a target; else only the prefix key is."""
+    ring: RingPlaces | None = None
+    """The places by which the prefix key names a target, if it has one and ``has_tokens`` is false."""
+
+    @property
+    def blocks(self) -> int:
+        """Complete blocks."""
+        return self.tokens // self.block_size
+
+    def pool_blocks_beyond(self, blocks: int) -> int:
+        """Return how many blocks a pool holds at positions ``blocks`` and later, contiguous or not."""
+        return (self.pool >> blocks).bit_count()
+
+
+class Candidate(NamedTuple):
+    """One target, seen by one request.
+
+    ``device``, ``host``, ``shared`` and ``disk`` count each token of the matched prefix once, at its best place in this
+    order. ``expected`` counts the tokens that the target will hold soon, because the prompt was sent there before.
+    """
+
+    publisher: int
+    """The target's id, a small integer, never used again."""
+    instance_id: str
+    dp_rank: int = 0
+    address: str | None = None
+    role: Role = Role.BOTH
+    weight: float = 1.0
+    """The size of the target relative to others. Its load is divided by it."""
+    labels: Mapping[str, str] = _NO_LABELS
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    shared: int = 0
+    expected: int = 0
+    wait: int = 0
+    """Prefill tokens of its reservations still to be computed."""
+    active: int = 0
+    """The number of requests under way."""
+    context: int = 0
+    """Prompt tokens of those requests."""
+    health: float = 1.0
+    """Share of requests that succeeded, 0 to 1."""
+    last_cold: int = 0
+    """The time of the last request to it of which no target had any block, in ms; 0: never."""
+    first_tokens: FirstTokens | None = None
+    """The time that its requests waited for their first token; None if it is unknown."""
+    gauges: Gauges | None = None
+    """The gauges of the engine; None without fresh ones."""
+
+    @property
+    def matched(self) -> int:
+        """The tokens of the prompt that need not be computed, wherever they are."""
+        return self.device + self.host + self.disk + self.shared
+
+    @property
+    def queue(self) -> float:
+        """``wait`` of a target of weight 1."""
+        return self.wait / self.weight
+
+    @property
+    def requests(self) -> float:
+        """``active`` of a target of weight 1."""
+        return self.active / self.weight
 
 
 class Decision(StrEnum):

@@ -13,9 +13,10 @@ from random import Random
 
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
-from waymark.decide.policies.constants import Constant, Values, nearest
 from waymark.decide.policies.policy import (
     CREDITS,
+    Candidate,
+    Constant,
     Decision,
     Inputs,
     Linear,
@@ -23,13 +24,15 @@ from waymark.decide.policies.policy import (
     LoadWeights,
     Preset,
     Ranking,
+    RoutingRequest,
     Scored,
+    Values,
     count_new,
     credited,
+    nearest,
     ranked,
 )
 from waymark.decide.policies.ring import EPSILON, POINTS, Ring, bound
-from waymark.decide.policies.target import Candidate, RoutingRequest
 
 # ---- ours -----------------------------------------------------------------------------------------
 

@@ -1,18 +1,56 @@
-"""A profile: filters, then scorers with their weights, then a picker; and which profiles a request goes through."""
+"""A profile: filters, then scorers with their weights, then a picker; and which profiles a request goes through.
+
+A picker goes from scores to the chosen candidate, and the next best behind it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple, TypeAlias
 
 from waymark.decide.policies.filters import Filter
-from waymark.decide.policies.pickers import Picker, max_score
-from waymark.decide.policies.policy import Scored
+from waymark.decide.policies.policy import Candidate, RoutingRequest, Scored, ranked
 from waymark.decide.policies.scorers import Scores
-from waymark.decide.policies.target import Candidate, RoutingRequest
 from waymark.decide.policies.without_tokens import first_by_key, with_home
+
+Picker: TypeAlias = Callable[[Sequence[Scored], Random], Sequence[Scored]]
+"""A function that returns all candidates, in the order in which they would be taken."""
+
+
+def max_score(scored: Sequence[Scored], random: Random) -> Sequence[Scored]:
+    """Greatest score first; equal ones by chance."""
+    return ranked(scored, random, is_cost=False).scored
+
+
+def by_chance(scored: Sequence[Scored], random: Random) -> Sequence[Scored]:
+    """Return the candidates in random order."""
+    return random.sample(list(scored), len(scored))
+
+
+def weighted_by_chance(scored: Sequence[Scored], random: Random) -> Sequence[Scored]:
+    """Return the candidates in random order, those with greater scores more likely first.
+
+    Each candidate gets ``u ** (1 / score)``, with ``u`` uniform in 0 to 1, and the greatest comes first. This is
+    algorithm A-Res of Efraimidis and Spirakis, "Weighted random sampling with a reservoir" (2006). A score of 0 comes
+    after all others.
+    """
+
+    def key(candidate: Scored) -> float:
+        uniform = 1.0 - random.random()  # above 0, so that it has a logarithm
+        return math.log(uniform) / candidate.value if candidate.value > 0 else -math.inf
+
+    return sorted(scored, key=key, reverse=True)
+
+
+PICKERS: Mapping[str, Picker] = {
+    "max-score-picker": max_score,
+    "random-picker": by_chance,
+    "weighted-random-picker": weighted_by_chance,
+}
+
 
 # Deciders: whether a request goes through a stage of its own before decode.
 
@@ -92,8 +130,7 @@ def _weighted(weight: float, score: float | None) -> float | None:
     return None if score is None else weight * min(1.0, max(0.0, score))
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileStages:
+class ProfileStages(NamedTuple):
     """The targets of a request: for decode, and for the stages before it that its deciders require."""
 
     decode: Sequence[Scored]
@@ -144,6 +181,7 @@ class PickerConfig:
         def stage(name: str | None, decider: Decider | None) -> Sequence[Scored]:
             if name is None or decider is None or not decider(request, target):
                 return ()
-            return self.profiles[name].run(request, candidates, random)
+            profile = self.profiles[name]
+            return profile.run(request, candidates, random)[: profile.endpoints_max]
 
         return ProfileStages(decode, stage(self.prefill, self.prefill_decider), stage(self.encode, self.encode_decider))

@@ -12,9 +12,7 @@ from typing import TypeAlias
 
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
-from waymark.decide.policies.constants import Constant, Values
-from waymark.decide.policies.policy import least_new
-from waymark.decide.policies.target import Candidate, RoutingRequest
+from waymark.decide.policies.policy import Candidate, Constant, RoutingRequest, Values, least_new
 from waymark.domain.gauges import Gauges
 
 Scores: TypeAlias = list[float | None]

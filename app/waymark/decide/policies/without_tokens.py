@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from waymark.decide.policies.policy import Decision, Ranking, Scored
-from waymark.decide.policies.target import Candidate, RoutingRequest
+from waymark.decide.policies.policy import Candidate, Decision, Ranking, RoutingRequest, Scored
 
 
 def by_prefix_key(

@@ -1,4 +1,4 @@
-"""The input and the result of a decision."""
+"""The question that a door asks, and the answer that it gets."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self
 from uuid import uuid4
 
-from waymark.decide.policies.constants import Values
-from waymark.decide.policies.policy import Decision, Preset, Scored
-from waymark.decide.policies.target import Candidate
+from waymark.decide.policies.policy import Candidate, Decision, Preset, Scored, Values
+from waymark.decide.policies.profile import PickerConfig
 from waymark.domain.gauges import Gauges
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import Walk
@@ -65,47 +64,27 @@ class GivenValues(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """The policy of a decision, or a file's profiles if ``preset`` is None."""
+    """The policy of a decision: a preset with its constants, or a file."""
 
     preset: Preset | None
     values: Values | None = None
     """The constants of the preset."""
+    file: PickerConfig | None = None
+    """The content of an ``EndpointPickerConfig``, if ``preset`` is None."""
 
     @classmethod
-    def of(cls, preset: Preset) -> Self:
-        """Return a preset with its own constants."""
-        return cls(preset, preset.values({}))
+    def of(cls, policy: Preset | PickerConfig) -> Self:
+        """Return a preset with its own constants, or a file."""
+        return cls(policy, policy.values({})) if isinstance(policy, Preset) else cls(None, file=policy)
 
     @property
     def name(self) -> str:
         return "endpoint-picker-config" if self.preset is None else self.preset.name
 
 
-class RankingRequest(NamedTuple):
-    """A request to rank the targets for a prompt."""
-
-    group: GroupName
-    prompt: PromptOf
-    policy: PolicyChoice
-    block_size: int | None = None
-    """The block size; None: that of the group."""
-    prefix_key: bytes | None = None
-    """The prefix key; None: the block that ends at or before 512 tokens."""
-    lora_name: str | None = None
-    served_as: str | None = None
-    """The other name of the model in the request. Only targets known to serve it are candidates."""
-    session: str | None = None
-    """The instance that the session token names."""
-    is_multimodal: bool = False
-    given: Mapping[tuple[str, int], GivenValues] | None = None
-    """The targets to rank, by instance and rank; None: all."""
-    has_index: bool = True
-    """Whether any ingest worker keeps the index; else what it has is of the past, and does not count."""
-
-
 @dataclass(frozen=True, slots=True)
 class SelectParameters:
-    """The fields of a selection that a ranking does not have."""
+    """The constraints of a decision, and the terms of its reservation."""
 
     only: frozenset[str] | None = None
     """Instances or addresses; None: all."""
@@ -132,6 +111,30 @@ class SelectParameters:
         if address is not None:
             names |= {address, host_and_port(address)}
         return names.isdisjoint(self.exclude) and (self.only is None or not names.isdisjoint(self.only))
+
+
+class Question(NamedTuple):
+    """A question of a door: which target a prompt goes to. A decision depends on nothing else but the targets."""
+
+    group: GroupName
+    prompt: PromptOf
+    policy: PolicyChoice
+    block_size: int | None = None
+    """The block size; None: that of the group."""
+    prefix_key: bytes | None = None
+    """The prefix key; None: the block that ends at or before 512 tokens."""
+    lora_name: str | None = None
+    served_as: str | None = None
+    """The other name of the model in the request. Only targets known to serve it are candidates."""
+    session: str | None = None
+    """The instance that the session token names."""
+    is_multimodal: bool = False
+    given: Mapping[tuple[str, int], GivenValues] | None = None
+    """The targets to rank, by instance and rank; None: all."""
+    has_index: bool = True
+    """Whether any ingest worker keeps the index; else what it has is of the past, and does not count."""
+    parameters: SelectParameters = SelectParameters()
+    """The constraints, and the terms of the reservation."""
 
 
 @dataclass(frozen=True, slots=True)

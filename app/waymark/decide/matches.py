@@ -1,0 +1,265 @@
+"""Reads the facts for a question: the snapshot of its group, and the part of its prompt that each target has.
+
+The blocks are read as a query reads them. The values of the snapshot are from a moment ago, or are read at the same
+time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from time import perf_counter
+from typing import NamedTuple
+
+from waymark.base.errors import StoreUnavailable
+from waymark.base.metrics import Metrics
+from waymark.decide.asked_pools import AskedPools
+from waymark.decide.books import believed
+from waymark.decide.fleet import Fleet, OpaquePrefix, PromptState
+from waymark.decide.options import SelectionOptions
+from waymark.decide.policies.policy import RoutingRequest
+from waymark.decide.policies.profile import Speculation
+from waymark.decide.policies.ring import POINTS
+from waymark.decide.question import HashedPrompt, PackedKeys, Question
+from waymark.decide.snapshot import GroupSnapshot, ReadingKind, SnapshotKeeper
+from waymark.domain.keys import KEY_BYTES, key_at
+from waymark.domain.match import Walk, pool_bitmap, target_rows
+from waymark.domain.prefixes import prefix_key
+from waymark.domain.table import HolderTable, only_block_size
+from waymark.store.directory import GroupEntry
+from waymark.store.speculative import depths
+from waymark.store.store import Store
+
+#: How often a lookup starts over because its group's table has changed meanwhile.
+_TRIES_MAX = 3
+_TOKENS_MAX = 2**53
+#: Tokens by whose last block ``sticky`` finds its place, without a prefix key.
+_STICKY_TOKENS = 512
+_LOADS = (ReadingKind.LOADS,)
+
+
+class PromptMatches(NamedTuple):
+    """The part of one prompt that each target has."""
+
+    request: RoutingRequest
+    seen: PromptState
+    """The matches beside the readings of the snapshot."""
+    keys: bytes
+    """The packed keys of the prompt's complete blocks."""
+    walk: Walk | None = None
+    is_partial: bool = False
+    told: PromptState | None = None
+    """What the index says, where ``seen`` believes less of it; None: the same."""
+
+
+class _Aside(NamedTuple):
+    """The values that are read beside the blocks."""
+
+    snapshot: GroupSnapshot
+    expected: Mapping[int, int]
+    prefixes: Mapping[tuple[str, int], OpaquePrefix]
+
+
+class MatchReader:
+    def __init__(
+        self,
+        store: Store,
+        options: SelectionOptions,
+        metrics: Metrics,
+        snapshots: SnapshotKeeper,
+        pools: AskedPools | None = None,
+    ) -> None:
+        """``pools`` asks pools without events; None: nobody."""
+        self._pools = pools
+        self._store = store
+        self._options = options
+        self._snapshots = snapshots
+        self._observe = metrics.decision_duration_seconds.labels(part="walk").observe
+
+    async def read(self, question: Question) -> tuple[GroupSnapshot, PromptMatches] | None:
+        """Return the group and the matches of its targets, or None if the group has no registration."""
+        began = perf_counter()
+        table = self._store.reader.table_at_hand(question.group)
+        if table is None and question.block_size is None:
+            table = await self._store.reader.table(question.group, deadline_seconds=self._options.deadline_seconds)
+        for _ in range(_TRIES_MAX):
+            fleet = None if table is None else self._snapshots.fleet(question.group, table)
+            block_size = question.block_size or _block_size(fleet)
+            prompt = question.prompt(block_size)
+            found, table = await self._read_with(question, fleet, prompt, block_size)
+            if found is not None:
+                self._observe(perf_counter() - began)
+                return found
+            if table is None:
+                return None
+        raise StoreUnavailable("the registrations of this model change all the time; try again in a moment")
+
+    async def _read_with(
+        self, question: Question, fleet: Fleet | None, prompt: HashedPrompt, block_size: int
+    ) -> tuple[tuple[GroupSnapshot, PromptMatches] | None, HolderTable | None]:
+        """Return the result, and the table of that moment; there is no result if another block size is needed."""
+        reader = self._store.reader
+        entry = reader.entry_at_hand(question.group)
+        aside: _Aside | None = None
+        reading_aside: asyncio.Task[_Aside] | None = None
+        asking = self._ask_pools(question, fleet, prompt, block_size)
+        if entry is not None and fleet is not None:
+            aside = self._aside_at_hand(question, entry, fleet)
+            if aside is None:
+                reading_aside = asyncio.ensure_future(self._aside(question, entry, fleet, prompt))
+        try:
+            reading = await reader.read(
+                question.group, block_size, PackedKeys(prompt.keys), deadline_seconds=self._options.deadline_seconds
+            )
+            table, now = reader.table_at_hand(question.group), reader.entry_at_hand(question.group)
+            if reading is None or table is None or now is None:
+                return None, None
+            if fleet is None or fleet.table is not table:
+                fleet = self._snapshots.fleet(question.group, table)
+                if question.block_size is None and _block_size(fleet) != block_size:
+                    return None, table
+            self._snapshots.used(question.group, now)
+            asking = asking or self._ask_pools(question, fleet, prompt, block_size)
+            if now != entry or (aside is None and reading_aside is None):
+                aside = await self._aside(question, now, fleet, prompt)
+            elif reading_aside is not None:
+                aside = await reading_aside
+            assert aside is not None
+            asked = 0 if asking is None else await asking
+        finally:
+            if asking is not None:
+                asking.cancel()
+            if reading_aside is not None and not reading_aside.cancel() and not reading_aside.cancelled():
+                reading_aside.exception()  # retrieved: the walk's own error is the one that counts
+        snapshot = aside.snapshot if aside.snapshot.fleet is fleet else aside.snapshot._replace(fleet=fleet)
+        walk = reading.walk if question.has_index else None
+        if walk is not None and walk.view.windows:
+            asked = 0  # nobody knows whether the pool has the windows of a hybrid model
+        seen = PromptState(
+            {} if walk is None else target_rows(walk, asked),
+            snapshot.loads,
+            aside.expected,
+            snapshot.gauges,
+            aside.prefixes,
+            snapshot.first_tokens,
+        )
+        if walk is None and seen.is_cold:
+            # As a prompt whose tokens nobody knows: equal beginnings go to one target.
+            prompt = prompt._replace(has_tokens=False)
+        if not prompt.has_tokens and question.prefix_key is not None and fleet.has_sources:
+            # Sources know the holders of a prompt with this key. It is at least as long as the longest known match.
+            longest = max((prefix.tokens for prefix in seen.prefixes.values()), default=0)
+            prompt = prompt._replace(tokens=max(prompt.tokens, longest), has_tokens=True)
+        request = request_of(question, prompt, block_size, 0 if walk is None else pool_bitmap(walk, asked), fleet)
+        told = None
+        if snapshot.drifts:
+            told, seen = seen, believed(seen, snapshot.drifts, fleet.by_publisher)
+        return (snapshot, PromptMatches(request, seen, prompt.keys, walk, reading.is_partial, told)), table
+
+    def _ask_pools(
+        self, question: Question, fleet: Fleet | None, prompt: HashedPrompt, block_size: int
+    ) -> asyncio.Future[int] | None:
+        """Which blocks pools without events have; None if there is nobody to ask, or nothing to ask for."""
+        if self._pools is None or fleet is None or not fleet.queried or not prompt.ids or not question.has_index:
+            return None
+        return asyncio.ensure_future(self._pools.blocks(fleet.queried, prompt.ids, block_size))
+
+    def _aside_at_hand(self, question: Question, entry: GroupEntry, fleet: Fleet) -> _Aside | None:
+        """Return the values beside the blocks, if the snapshot alone is needed and it is young enough."""
+        if (question.prefix_key is not None and fleet.has_sources) or self._expects(question, fleet):
+            return None
+        snapshot = self._snapshots.at_hand(entry, fleet, _needs(question, fleet))
+        return None if snapshot is None else _Aside(snapshot, {}, {})
+
+    def _expects(self, question: Question, fleet: Fleet) -> bool:
+        """Return whether speculative entries are read."""
+        return fleet.has_silent or speculation_of(question, self._options).is_on
+
+    async def _aside(self, question: Question, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt) -> _Aside:
+        """Read the values beside the blocks: the snapshot, opaque prefixes and speculative entries."""
+        snapshot = await self._snapshots.of(entry, fleet, _needs(question, fleet))
+        until = asyncio.get_running_loop().time() + self._options.deadline_seconds
+        prefixes = await self._prefixes(question, entry, fleet, prompt, until)
+        at = depths(len(prompt.keys) // KEY_BYTES) if self._expects(question, fleet) else []
+        if not at:
+            return _Aside(snapshot, {}, prefixes)
+        numbers = [key_at(prompt.keys, depth) for depth in at]
+        try:
+            publishers = await self._store.speculative.read(
+                entry.group_id, numbers, until=until, has_stages=fleet.has_stages
+            )
+        except TimeoutError:
+            return _Aside(snapshot, {}, prefixes)
+        expected: dict[int, int] = {}
+        for publisher, depth in zip(publishers, (*at, *at), strict=False):
+            if publisher is not None:
+                expected[publisher] = max(depth, expected.get(publisher, 0))
+        return _Aside(snapshot, expected, prefixes)
+
+    async def _prefixes(
+        self, question: Question, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, until: float
+    ) -> Mapping[tuple[str, int], OpaquePrefix]:
+        """Return the prompt's opaque prefixes; empty without sources, or if the time is over."""
+        if question.prefix_key is None or not fleet.has_sources:
+            return {}
+        try:
+            found = await self._store.prefixes.read(entry.group_id, prefix_key(question.prefix_key.hex()), until=until)
+            if max(found, default=0) > fleet.newest:
+                # The cached table is older than a holder that has begun since.
+                table = await self._store.reader.table(question.group, deadline_seconds=self._options.deadline_seconds)
+                fleet = fleet if table is None else self._snapshots.fleet(question.group, table)
+        except TimeoutError:
+            return {}
+        return fleet.prefixes(found, prompt.tokens if prompt.has_tokens else _TOKENS_MAX)
+
+
+def _needs(question: Question, fleet: Fleet) -> Collection[ReadingKind]:
+    """Return the readings that a question needs: those that its caller has not given for all of its targets."""
+    policy, given = question.policy, None if question.given is None else question.given.values()
+    file = policy.file
+    has_gauges = file.needs_gauges if file is not None else policy.preset is not None and policy.preset.needs_gauges
+    # Where targets may be copied from, the times tell what computing a prompt costs instead.
+    has_first_tokens = bool(fleet.kv_sources) or (file is not None and file.needs_first_tokens)
+    if given is None and not has_gauges and not has_first_tokens:
+        return _LOADS
+    needs = []
+    if given is None or not all(each.is_whole for each in given):
+        needs.append(ReadingKind.LOADS)
+    if has_gauges and (given is None or any(each.gauges is None for each in given)):
+        needs.append(ReadingKind.GAUGES)
+    if has_first_tokens:
+        needs.append(ReadingKind.FIRST_TOKENS)
+    return needs
+
+
+def speculation_of(question: Question, options: SelectionOptions) -> Speculation:
+    """Return the speculative entries of a decision: as its caller asks, else as its file or the settings say."""
+    file, expects = question.policy.file, question.parameters.expects
+    speculation = None if file is None else file.speculation
+    if speculation is None:
+        speculation = Speculation(options.is_speculative, options.speculative_milliseconds)
+    return speculation if expects is None else speculation._replace(is_on=expects)
+
+
+def request_of(question: Question, prompt: HashedPrompt, block_size: int, pool: int, fleet: Fleet) -> RoutingRequest:
+    """Return the request as policies see it; ``pool`` are the blocks that shared pools have."""
+    prefix_key = question.prefix_key
+    blocks = min(_STICKY_TOKENS // block_size, len(prompt.keys) // KEY_BYTES)
+    if prefix_key is None and blocks:
+        prefix_key = prompt.keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES]
+    return RoutingRequest(
+        prompt.tokens,
+        block_size,
+        pool,
+        question.lora_name,
+        question.session,
+        prefix_key,
+        question.is_multimodal,
+        prompt.has_tokens,
+        None if prompt.has_tokens or prefix_key is None else fleet.ring(POINTS),
+    )
+
+
+def _block_size(fleet: Fleet | None) -> int:
+    """Return the one block size of a group, or 1 without an engine. Raise InvalidValue if there are several."""
+    return (None if fleet is None else only_block_size(fleet.block_sizes)) or 1

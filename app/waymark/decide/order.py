@@ -1,0 +1,481 @@
+"""The order of targets for a question, by the facts alone: no I/O, no clock, and chance only as it is passed.
+
+A policy ranks candidates, which are objects with every fact that any policy uses. If the cost of a target is a sum
+independent of other targets, only these sums are computed, and a candidate is made only for a target in the answer.
+A reservation follows from an order; there, Redis ranks the best few again by their loads of that instant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import replace
+from random import Random
+from typing import NamedTuple, Protocol
+
+from waymark.base.shown import shown
+from waymark.decide.books import Choices
+from waymark.decide.fleet import (
+    Allowed,
+    Fleet,
+    FleetMember,
+    PromptState,
+    Shortlist,
+    StagePart,
+    TargetSet,
+    candidate_of,
+)
+from waymark.decide.matches import PromptMatches
+from waymark.decide.policies.policy import (
+    CREDITS,
+    Candidate,
+    Decision,
+    Inputs,
+    Linear,
+    Ranking,
+    RoutingRequest,
+    Scored,
+    count_new,
+    least_new,
+    read_constants,
+)
+from waymark.decide.policies.ring import POINTS
+from waymark.decide.policies.without_tokens import by_prefix_key, home_of
+from waymark.decide.question import PolicyChoice, Question
+from waymark.decide.snapshot import GroupSnapshot
+from waymark.domain.keys import KEY_BYTES
+from waymark.domain.match import TargetRow
+from waymark.store.reservations import CANDIDATES_MAX, Load, Offer
+
+#: Where Redis cannot compute an order again, a place in it outweighs any load.
+_PLACE = 2.0**44
+BY_PLACE = Linear(0.0, 0.0)
+_CREDITS = read_constants(CREDITS, {}, "overrides")
+
+
+class StageOffers(Protocol):
+    """The targets that could take a stage, best first. Only the first ``CANDIDATES_MAX`` are offered."""
+
+    linear: Linear
+    is_cold: bool
+    """Whether no target has any block of the prompt."""
+
+    def offers(self) -> list[Offer]: ...
+
+    def matched_blocks(self) -> list[int]:
+        """Return the match of each offered target."""
+
+    def scored(self, at: int) -> Scored: ...
+
+    def find(self, publisher: int) -> int | None:
+        """Return the place of a target."""
+
+    def others(self, at: int, count: int) -> list[Candidate]:
+        """Return the best ``count`` besides the one at this place."""
+
+
+class Offers(NamedTuple):
+    """The targets that could take each stage of a request."""
+
+    decode: StageOffers
+    prefill: StageOffers | None = None
+    """None if the target of ``decode`` computes the prompt, too."""
+    encode: Sequence[Scored] = ()
+    decision: Decision = Decision.KV_AWARE
+    home: int | None = None
+    """The publisher of the target that the prefix key names, if the prompt has no tokens."""
+    choices: Choices = Choices(None)
+    """The targets that the request could have gone to."""
+    is_degraded: bool = False
+    """Whether only targets are left whose engines cannot be reached."""
+
+
+def order(snapshot: GroupSnapshot, matches: PromptMatches, question: Question, random: Random) -> Offers | None:
+    """Return the targets that could take the request, each stage best first; None without such a target.
+
+    Targets that cannot be reached are left out unless there are no others.
+    """
+    found = _order(snapshot, matches, question, snapshot.left_out, random)
+    if found is None and snapshot.left_out:
+        found = _order(snapshot, matches, question, frozenset(), random)
+        return None if found is None else found._replace(is_degraded=True)
+    return found
+
+
+def order_all(snapshot: GroupSnapshot, matches: PromptMatches, question: Question, random: Random) -> Ranking:
+    """Return all targets that serve the model, best first; or those that the question names."""
+    members: Sequence[FleetMember] | None = None
+    if question.given is None:  # a caller that names candidates knows their models
+        members, left_out = snapshot.fleet.serving(question.served_as), snapshot.left_out
+        if left_out:
+            members = [member for member in members if member.publisher not in left_out] or members
+    candidates = snapshot.fleet.candidates(matches.seen, matches.request.block_size, question.given, members)
+    return rank(question.policy, matches.request, candidates, snapshot.fleet, random)
+
+
+def _order(
+    snapshot: GroupSnapshot, matches: PromptMatches, question: Question, left_out: Set[int], random: Random
+) -> Offers | None:
+    fleet, policy, profile = snapshot.fleet, question.policy, question.parameters.profile
+    is_split = profile == "disagg" and policy.preset is not None
+    is_whole = not is_split and (policy.preset is not None or profile == "single")
+    part: StagePart = "decode" if is_split else "whole" if is_whole else "any"
+    short = shortlist(fleet, matches, question, left_out, part, random)
+    if not short.members:
+        return None
+    blocks = len(matches.keys) // KEY_BYTES
+    if _is_sum(matches, question):
+        sums = SumOffers(short.members, matches.seen, policy, matches.request, blocks, random)
+        return Offers(sums, choices=Choices(*_targets(fleet, question, left_out, "whole")))
+    before: Sequence[FleetMember] = ()
+    if is_split:
+        before = shortlist(fleet, matches, question._replace(session=None), left_out, "prefill", random).members
+    size = matches.request.block_size
+    candidates = fleet.candidates(matches.seen, size, members=short.members)
+    candidates_before = fleet.candidates(matches.seen, size, members=before)
+    found = stages(fleet, matches.request, question, candidates, candidates_before, random, short.active_bound)
+    if found is None:
+        return None
+    is_cold = matches.seen.is_cold
+    prefill = None
+    if found.prefill:
+        prefill = ScoredOffers(found.prefill, policy, matches.request, blocks, is_cold=is_cold)
+    decode = ScoredOffers(
+        found.decode,
+        policy,
+        matches.request,
+        blocks,
+        is_cold=is_cold,
+        # Redis could find another target cheaper than the session's.
+        is_by_place=found.decision is Decision.SESSION,
+        is_prefill_elsewhere=prefill is not None,
+    )
+    if policy.preset is None:
+        choices = Choices.of(found.decode)
+    else:
+        choices = Choices(*_targets(fleet, question, left_out, "whole"))
+    return Offers(decode, prefill, found.encode, found.decision, found.home, choices)
+
+
+def _is_sum(matches: PromptMatches, question: Question) -> bool:
+    """Return whether the policy is a sum, and nothing else decides."""
+    preset, seen = question.policy.preset, matches.seen
+    if preset is None or preset.sum_of is None or question.session is not None:
+        return False
+    if question.parameters.profile == "disagg" or not matches.request.has_tokens:
+        return False
+    return not (seen.prefixes or seen.gauges or seen.first_tokens)
+
+
+# ---- which targets are ranked -------------------------------------------------------------------
+
+
+def shortlist(
+    fleet: Fleet, matches: PromptMatches, question: Question, left_out: Set[int], part: StagePart, random: Random
+) -> Shortlist:
+    """Return the targets that a decision has to rank for a part of the request."""
+    policy, request = question.policy, matches.request
+    targets, allowed = _targets(fleet, question, left_out, part)
+    if policy.preset is None or policy.values is None:
+        return Shortlist(targets.all(allowed))
+    most = max(CANDIDATES_MAX, question.parameters.count)
+    if policy.preset.name == "sticky" and request.prefix_key is not None:
+        ring = fleet.ring(int(policy.values.number("virtual_nodes")))
+        return targets.below_bound(
+            matches.seen,
+            ring.clockwise(request.prefix_key),
+            policy.values.number("load_factor_epsilon"),
+            most,
+            allowed=allowed,
+            session=question.session,
+        )
+    cost = None if policy.preset.by_load is None else policy.preset.by_load(request, policy.values)
+    if cost is None:
+        return Shortlist(targets.all(allowed))
+    nearest: Iterable[tuple[str, int]] = ()
+    if request.ring is not None and request.prefix_key is not None:
+        nearest = request.ring.clockwise(request.prefix_key)
+    session = question.session
+    return Shortlist(
+        targets.shortlist(matches.seen, cost, most, random, allowed=allowed, session=session, nearest=nearest)
+    )
+
+
+def _targets(fleet: Fleet, question: Question, left_out: Set[int], part: StagePart) -> tuple[TargetSet, Allowed]:
+    """Return the targets for a part of the request, and those of them that it may go to."""
+    parameters = question.parameters
+    targets = fleet.targets(question.served_as, part, have_addresses=parameters.needs_address)
+    allowed = Allowed(
+        None if parameters.only is None else fleet.publishers(parameters.only),
+        left_out | fleet.publishers(parameters.exclude) if parameters.exclude else left_out,
+    )
+    return targets, allowed
+
+
+def none_allowed(fleet: Fleet, question: Question) -> str:
+    """Return the sentence about a question whose constraints leave nobody: how many each constraint leaves out."""
+    parameters = question.parameters
+    rows = [row for row in fleet.table.publishers.values() if row.scope == "instance"]
+    lost = sum(row.is_lost for row in rows)
+    removed = Counter({"lost": lost, "of weight 0": len(rows) - lost - len(fleet.members)})
+    serving = {each.publisher for each in fleet.serving(question.served_as)}
+    not_excluded = replace(parameters, only=None)
+    for member in fleet.members:
+        instance_id, address = member.name[0], member.target.address
+        if member.publisher not in serving:
+            removed["not serving this name"] += 1
+        elif not not_excluded.allows(instance_id, address):
+            removed["in exclude"] += 1
+        elif not parameters.allows(instance_id, address):
+            removed["not in only"] += 1
+        elif parameters.needs_address and address is None:
+            removed["without an address"] += 1
+        else:
+            removed["left out by roles or by the filters of the policy"] += 1
+    counts = ", ".join(f"{count} {why}" for why, count in removed.items() if count)
+    return f"no target is left for model {shown(question.group.model_name)}: of {len(rows)} registered ones {counts}"
+
+
+# ---- in which order -----------------------------------------------------------------------------
+
+
+class RankedStages(NamedTuple):
+    """The candidates of each stage, best first."""
+
+    decode: Sequence[Scored]
+    prefill: Sequence[Scored] = ()
+    encode: Sequence[Scored] = ()
+    decision: Decision = Decision.KV_AWARE
+    home: int | None = None
+
+
+def stages(
+    fleet: Fleet,
+    request: RoutingRequest,
+    question: Question,
+    candidates: Sequence[Candidate],
+    before: Sequence[Candidate],
+    random: Random,
+    active_bound: int | None = None,
+) -> RankedStages | None:
+    """Return who could take the request, and its stages before decode; None if nobody could.
+
+    The candidates are for a stage, and those ``before`` for a stage of prefill by a preset; a file picks from all.
+    """
+    policy, parameters = question.policy, question.parameters
+    if policy.file is not None and parameters.profile != "single":
+        found = policy.file.run(request, candidates, random)
+        return RankedStages(*found, *_by_key(request, found.decode)) if found.decode else None
+    most = max(CANDIDATES_MAX, parameters.count)
+    decode = rank(policy, request, candidates, fleet, random, most, active_bound)
+    if not decode.scored:
+        return None
+    first = rank(policy, request._replace(session=None), before, fleet, random, most)
+    return RankedStages(decode.scored, first.scored, decision=decode.decision, home=decode.home)
+
+
+def rank(
+    policy: PolicyChoice,
+    request: RoutingRequest,
+    candidates: Sequence[Candidate],
+    fleet: Fleet,
+    random: Random,
+    most: int | None = None,
+    active_bound: int | None = None,
+) -> Ranking:
+    """Return all candidates in the order of a policy; of a file, those that its decode profile lets through.
+
+    ``most`` is how many places the caller looks at; None: all. ``active_bound`` is for ``sticky``, if some are missing.
+    """
+    if not candidates:
+        return Ranking(())
+    if policy.preset is None:
+        assert policy.file is not None
+        scored = policy.file.profiles[policy.file.decode].run(request, candidates, random)
+        return Ranking(scored, *_by_key(request, scored))
+    assert policy.values is not None
+    ring = None
+    if policy.preset.name == "sticky":
+        ring = fleet.ring(int(policy.values.number("virtual_nodes")))
+    elif policy.preset.name == "composite" and policy.values.word("fallback") == "sticky":
+        ring = fleet.ring(POINTS)
+    if request.session is not None:
+        most = None  # the ranks of the session's instance come first, wherever the policy has them
+    inputs = Inputs(request, candidates, policy.values, random, ring, most, active_bound)
+    by_policy = policy.preset.rank
+    if request.has_tokens or policy.preset.name == "sticky":
+        found = by_policy(inputs)
+    else:
+        found = by_prefix_key(request, candidates, lambda some: by_policy(inputs._replace(candidates=some)))
+    return _session_first(found, request.session)
+
+
+def _by_key(request: RoutingRequest, scored: Sequence[Scored]) -> tuple[Decision, int | None]:
+    """Return the decision of a file, and the target of the prefix key among those that its filters let through."""
+    if request.has_tokens:
+        return Decision.KV_AWARE, None
+    home = home_of(request, [candidate.candidate for candidate in scored])
+    return (Decision.LOAD, None) if home is None else (Decision.PREFIX, home.publisher)
+
+
+def _session_first(ranking: Ranking, session: str | None) -> Ranking:
+    """Put the ranks of the session's instance before all others; a session whose instance is not a candidate starts
+    anew.
+    """
+    own = [candidate for candidate in ranking.scored if candidate.candidate.instance_id == session]
+    if not own:
+        return ranking
+    other_ranks = [candidate for candidate in ranking.scored if candidate.candidate.instance_id != session]
+    return Ranking([*own, *other_ranks], Decision.SESSION)
+
+
+# ---- offers to Redis ------------------------------------------------------------------------------
+
+
+class ScoredOffers:
+    """The offers of candidates that a policy has ranked."""
+
+    def __init__(
+        self,
+        scored: Sequence[Scored],
+        policy: PolicyChoice,
+        request: RoutingRequest,
+        blocks: int,
+        *,
+        is_cold: bool,
+        is_by_place: bool = False,
+        is_prefill_elsewhere: bool = False,
+    ) -> None:
+        """``blocks`` are the complete blocks of the prompt."""
+        self._all = scored
+        self._first = scored[:CANDIDATES_MAX]
+        self._policy = policy
+        self._request = request
+        self._whole = blocks * request.block_size or None
+        self._is_prefill_elsewhere = is_prefill_elsewhere
+        self.linear = BY_PLACE if is_by_place else _linear(policy)
+        self.is_cold = is_cold
+
+    def offers(self) -> list[Offer]:
+        values, linear = self._policy.values, self.linear
+        if values is None or self._policy.preset is None or CREDITS[0] not in self._policy.preset.constants:
+            values = _CREDITS
+        new_of, offers = count_new(self._request, values), []
+        for place, (candidate, value, _) in enumerate(self._first):
+            new, weight = new_of(candidate), candidate.weight
+            # The cost besides load and new tokens.
+            beside = value - candidate.queue - linear.active * candidate.requests - linear.new * new
+            if linear is BY_PLACE:
+                beside, weight = place * _PLACE, 1.0
+            is_whole = not candidate.shared and candidate.matched == self._whole and new <= self._request.block_size
+            is_reserved = not (is_whole or self._is_prefill_elsewhere)
+            offers.append(_offer(candidate.publisher, new, beside, weight, linear, is_reserved=is_reserved))
+        return offers
+
+    def matched_blocks(self) -> list[int]:
+        return [each.candidate.matched // self._request.block_size for each in self._first]
+
+    def scored(self, at: int) -> Scored:
+        return self._all[at]
+
+    def find(self, publisher: int) -> int | None:
+        return next((at for at, each in enumerate(self._all) if each.candidate.publisher == publisher), None)
+
+    def others(self, at: int, count: int) -> list[Candidate]:
+        return [each.candidate for place, each in enumerate(self._all) if place != at][:count]
+
+
+_Sum = tuple[float, float, int, FleetMember, float, TargetRow | None, Load | None, int]
+"""The cost of a target; a number by chance, so that many callers do not all choose the same of equal targets; its
+publisher; itself; its new tokens; and its observed row, load and expected blocks. Loads change while Redis decides; the
+answer shows the earlier ones.
+"""
+
+
+class SumOffers:
+    """The offers of targets whose costs are sums that need no other target."""
+
+    def __init__(
+        self,
+        members: Sequence[FleetMember],
+        seen: PromptState,
+        policy: PolicyChoice,
+        request: RoutingRequest,
+        blocks: int,
+        random: Random,
+    ) -> None:
+        """Rank the members. ``policy`` is a preset with ``sum_of``; ``seen`` must not have gauges, opaque prefixes or
+        first tokens.
+        """
+        assert policy.preset is not None
+        assert policy.preset.linear is not None
+        assert policy.preset.sum_of is not None
+        assert policy.values is not None
+        self.linear = linear = policy.preset.linear(policy.values)
+        self._sum_of, self._values, self._request = policy.preset.sum_of, policy.values, request
+        self._blocks = blocks or None
+        device_credit, host_credit, disk_credit, shared_credit = map(policy.values.number, _CREDIT_NAMES)
+        rows, loads, expected, draw = seen.rows, seen.loads, seen.expected, random.random
+        tokens, least, size = request.tokens, least_new(request), request.block_size
+        sums: list[_Sum] = []
+        self.is_cold = seen.is_cold
+        for member in members:
+            publisher, has, soon = member.publisher, 0.0, 0
+            row, load = rows.get(member.name), loads.get(publisher)
+            if row is not None:
+                device, host, shared, disk = row
+                has = device_credit * device + host_credit * host + disk_credit * disk + shared_credit * shared
+            if expected and (soon := expected.get(publisher, 0)):
+                has = max(has, soon)
+            new = max(tokens - size * has, least)
+            cost = linear.new * new
+            if load is not None:
+                cost += (load.tokens + linear.active * load.requests) / member.target.weight
+            sums.append((cost, draw(), publisher, member, new, row, load, soon))
+        sums.sort()
+        self._sums = sums
+
+    def offers(self) -> list[Offer]:
+        linear, size, offers = self.linear, self._request.block_size, []
+        for _, _, publisher, member, new, row, _, _ in self._sums[:CANDIDATES_MAX]:
+            is_whole = row is not None and not row.shared and row.blocks == self._blocks and new <= size
+            offers.append(_offer(publisher, new, 0.0, member.target.weight, linear, is_reserved=not is_whole))
+        return offers
+
+    def matched_blocks(self) -> list[int]:
+        return [0 if row is None else row.blocks for _, _, _, _, _, row, _, _ in self._sums[:CANDIDATES_MAX]]
+
+    def scored(self, at: int) -> Scored:
+        return self._sum_of(self._request, self._values)(self._candidate(self._sums[at]))
+
+    def find(self, publisher: int) -> int | None:
+        return next((at for at, each in enumerate(self._sums) if each[2] == publisher), None)
+
+    def others(self, at: int, count: int) -> list[Candidate]:
+        if not count:
+            return []
+        return [self._candidate(each) for place, each in enumerate(self._sums) if place != at][:count]
+
+    def _candidate(self, of: _Sum) -> Candidate:
+        _, _, _, member, _, row, load, expected = of
+        return candidate_of(member, row, load, expected, self._request.block_size)
+
+
+_CREDIT_NAMES = tuple(constant.name for constant in CREDITS)
+
+
+def _offer(publisher: int, new: float, beside: float, weight: float, linear: Linear, *, is_reserved: bool) -> Offer:
+    """Return an offer. ``beside`` is the cost besides load and new tokens.
+
+    Without ``is_reserved`` the new tokens count in the cost alone. This is the case if a target has every complete
+    block: giving the rest of a block back would take a call of its own.
+    """
+    tokens = math.ceil(new) if is_reserved else 0
+    return Offer(publisher, tokens, beside + linear.new * (new - tokens), weight, 0, 0)
+
+
+def _linear(policy: PolicyChoice) -> Linear:
+    if policy.preset is None or policy.preset.linear is None or policy.values is None:
+        return BY_PLACE
+    return policy.preset.linear(policy.values)
