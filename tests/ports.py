@@ -27,6 +27,11 @@ def unused_port() -> int:
     return _reserve(_PORTS)
 
 
+def unused_ports(count: int) -> int:
+    """The first of so many ports in a row."""
+    return _reserve(_PORTS, *range(1, count))
+
+
 def unused_node_port() -> int:
     """The same for a node of a Cluster: the port of its bus is reserved with it."""
     return _reserve(_NODE_PORTS, BUS_OFFSET)
