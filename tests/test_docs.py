@@ -20,6 +20,35 @@ def test_the_page_of_settings_holds_their_table() -> None:
     assert table == markdown_table(), f"put this between the markers in docs/configuration.md:\n\n{markdown_table()}\n"
 
 
+#: Words that a way through the pages may have.
+WAY_WORDS = 3000
+
+
+def section(text: str, name: str) -> str:
+    """The part of a page below the heading that a link names, down to the next heading of its level."""
+    headings = list(re.finditer(r"^(#+) (.+)$", text, re.MULTILINE))
+    for at, heading in enumerate(headings):
+        if re.sub(r"[^\w\s-]", "", heading[2].lower()).replace(" ", "-") == name:
+            ends = (each.start() for each in headings[at + 1 :] if len(each[1]) <= len(heading[1]))
+            return text[heading.start() : next(ends, len(text))]
+    raise AssertionError(f"there is no heading {name}")
+
+
+def test_each_of_the_four_ways_is_short_and_ends_in_something_that_runs() -> None:
+    index = ROOT / "docs" / "index.md"
+    ways = re.split(r"^## ", index.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    assert len(ways) == 4
+    for way in ways:
+        steps = "\n".join(re.findall(r"^\d\. .*$", way, re.MULTILINE))
+        words = len(way.split())
+        for page, part in re.findall(r"\]\(([\w./-]+)(?:#([\w-]+))?\)", steps):
+            text = (index.parent / page).read_text(encoding="utf-8")
+            words += len((section(text, part) if part else text).split())
+        assert 1000 < words <= WAY_WORDS, f"{way.splitlines()[0]} has {words} words"
+        (ending,) = re.findall(r"^```console\n\$ (.+)\n```$", way, re.MULTILINE)  # which test_fences.py runs
+        assert ending
+
+
 def test_every_file_that_the_page_of_the_source_names_is_there() -> None:
     page = (ROOT / "docs" / "source.md").read_text(encoding="utf-8")
     folder = ROOT

@@ -35,13 +35,13 @@ from waymark.client import AsyncClient
 pytestmark = pytest.mark.outside
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/first-steps.md", "docs/gateway.md", "docs/commands.md", "docs/routing.md")
+PAGES = ("README.md", "docs/first-steps.md", "docs/gateway.md", "docs/commands.md", "docs/routing.md", "docs/index.md")
 #: The beginning of a command -> why it is not run.
 NOT_RUN = {
     "vllm serve ": "needs a GPU; a simulated engine is in its place",
     "make demo": "test_readme.py runs what it runs, and compares the table",
     "make install": "changes the machine; test_build.py runs it with stand-ins for uv and pipx",
-    "make test": "is what runs this test",
+    "make check": "is a part of what runs this test",
     "uvx ": "Waymark is not on PyPI yet",
     "pip install ": "changes the environment of the tests; test_package.py installs the wheel",
 }
@@ -158,7 +158,9 @@ class Session:
             if words[0] == "--scan":
                 keys = [key async for key in redis.scan_iter(words[-1]) if key != "wm:activity"]
                 return True, "\n".join(sorted(json.dumps(key) for key in keys))
-            value = await redis.execute_command(*words)
+            command, key, *field = words
+            assert command in ("GET", "HGET")
+            value = await redis.hget(key, *field) if field else await redis.get(key)
         return value is not None, json.dumps(value)
 
     async def _shell(self, text: str) -> tuple[bool, str]:
@@ -306,5 +308,7 @@ async def test_the_pages_of_the_gateway_and_of_the_commands_run_as_they_stand(
         assert [re.fullmatch(r"127\.0\.0\.1:\d+ \d+", line) is not None for line in lines] == [True] * 3
         engine = '{"instance_id": "vllm-0", "type": "none", "modelname": "demo", "block_size": 16}'
         await shell.run(_posted("/register", engine))
-        for command in run_of("docs/commands.md"):
+        servers, endings = run_of("docs/index.md")[:2], run_of("docs/index.md")[2:]
+        assert servers == run_of("docs/gateway.md")[:2]
+        for command in (*endings, *run_of("docs/commands.md")):
             await shell.run(command)
