@@ -37,7 +37,7 @@ static Outcome read_stored(Batch *batch, const Event *fields, PlainEvent *event)
     if (outcome == READ)
         outcome = read_group(batch, fields, event);
     if (outcome == READ)
-        outcome = read_attention(batch, fields, event);
+        outcome = read_attention(batch, fields);
     if (outcome == READ)
         outcome = read_origin(batch, fields, event);
     if (outcome == READ && !has_plain_keys(batch, fields, event->hashes_count, &adapter))
@@ -229,8 +229,8 @@ static PyObject *read_payload(Batch *batch, Py_ssize_t events_max)
     return answer;
 }
 
-/* read_batch(payload: bytes, events_max: int, stored: type, removed: type, cleared, medium, stored_fields: int,
- *            removed_fields: int)
+/* read_batch(payload: bytes, events_max: int, stored: type, reference: type, removed: type, cleared, medium,
+ *            stored_fields: int, removed_fields: int)
  *     -> tuple[float | int | None, list | Events, float | int | None, bytes | None, int] | None
  *
  * The batch `[ts, events, rank?, publisher?, ...]`: ts, the events, the rank, the id of the publisher's process, and how
@@ -243,26 +243,26 @@ static PyObject *read_payload(Batch *batch, Py_ssize_t events_max)
 PyObject *read_batch(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     Input payload;
-    if (!has_arguments("read_batch", nargs, 8))
+    if (!has_arguments("read_batch", nargs, 9))
         return NULL;
     const Py_ssize_t events_max = PyLong_AsSsize_t(args[1]);
-    const long stored_fields = PyErr_Occurred() ? 0 : PyLong_AsLong(args[6]);
-    const long removed_fields = PyErr_Occurred() ? 0 : PyLong_AsLong(args[7]);
+    const long stored_fields = PyErr_Occurred() ? 0 : PyLong_AsLong(args[7]);
+    const long removed_fields = PyErr_Occurred() ? 0 : PyLong_AsLong(args[8]);
     if (PyErr_Occurred())
         return NULL;
     if (stored_fields < 1 || stored_fields > STORED_FIELDS || removed_fields < 1 || removed_fields > REMOVED_FIELDS)
         return PyErr_Format(PyExc_ValueError, "read_batch() takes 1 to 10 fields of a store, and 1 to 3 of a removal");
-    if (!PyType_Check(args[2]) || !PyType_Check(args[3]) || events_max < 0)
-        return PyErr_Format(PyExc_TypeError, "read_batch() takes a ceiling and the types of two events");
+    if (!PyType_Check(args[2]) || !PyType_Check(args[3]) || !PyType_Check(args[4]) || events_max < 0)
+        return PyErr_Format(PyExc_TypeError, "read_batch() takes a ceiling and the types of three events");
     if (!open_bytes(args[0], &payload))
         return NULL;
-    Events *events = new_events(args[2], args[3], args[4]);
+    Events *events = new_events(args[2], args[3], args[4], args[5]);
     PyObject *answer = NULL;
     if (events != NULL) {
         const unsigned char *start = (const unsigned char *)payload.start;
         Batch batch = {
             .reader = {start, start + payload.size}, .begin = start, .events = events,
-            .stored_fields = (uint64_t)stored_fields, .removed_fields = (uint64_t)removed_fields, .medium_of = args[5]};
+            .stored_fields = (uint64_t)stored_fields, .removed_fields = (uint64_t)removed_fields, .medium_of = args[6]};
         answer = read_payload(&batch, events_max);
         Py_XDECREF(batch.medium);
         Py_XDECREF(batch.adapter);

@@ -4,17 +4,20 @@
 
 #include "objects.h"
 
-/* The attributes of Stored and of Removed, in the order in which they are built here. */
-enum { STORED_ATTRIBUTES = 18, REMOVED_ATTRIBUTES = 9 };
+/* The attributes of Stored, StoredReference and Removed, in the order in which they are built here. */
+enum { STORED_ATTRIBUTES = 14, REFERENCE_ATTRIBUTES = 7, REMOVED_ATTRIBUTES = 6 };
 static const char *const stored_names[STORED_ATTRIBUTES] = {
     "engine_hashes", "parent", "tokens", "block_size", "salts", "group", "part", "medium", "adapter",
-    "is_main_attention", "tells_salts", "extras", "is_identity", "envelope", "is_deep", "may_begin", "window",
-    "is_reused",
+    "tells_salts", "extras", "may_begin", "is_reused", "envelope",
+};
+static const char *const reference_names[REFERENCE_ATTRIBUTES] = {
+    "engine_hashes", "block_size", "group", "part", "medium", "is_salted", "is_reused",
 };
 static const char *const removed_names[REMOVED_ATTRIBUTES] = {
-    "engine_hashes", "group", "salts", "part", "copies_left", "medium", "adapter", "is_identity", "envelope",
+    "engine_hashes", "group", "part", "copies_left", "medium", "envelope",
 };
-static PyObject *stored_attributes[STORED_ATTRIBUTES], *removed_attributes[REMOVED_ATTRIBUTES];
+static PyObject *stored_attributes[STORED_ATTRIBUTES], *reference_attributes[REFERENCE_ATTRIBUTES],
+    *removed_attributes[REMOVED_ATTRIBUTES];
 
 static PyTypeObject *events_type;
 
@@ -26,14 +29,16 @@ Events *as_events(PyObject *object)
     return NULL;
 }
 
-Events *new_events(PyObject *stored, PyObject *removed, PyObject *cleared)
+Events *new_events(PyObject *stored, PyObject *reference, PyObject *removed, PyObject *cleared)
 {
     if (!intern_names(stored_names, stored_attributes, STORED_ATTRIBUTES) ||
+        !intern_names(reference_names, reference_attributes, REFERENCE_ATTRIBUTES) ||
         !intern_names(removed_names, removed_attributes, REMOVED_ATTRIBUTES))
         return NULL;
     Events *events = (Events *)PyType_GenericAlloc(events_type, 0);
     if (events != NULL) {
         events->stored = (PyTypeObject *)Py_NewRef(stored);
+        events->reference = (PyTypeObject *)Py_NewRef(reference);
         events->removed = (PyTypeObject *)Py_NewRef(removed);
         events->cleared = Py_NewRef(cleared);
     }
@@ -68,7 +73,29 @@ static PyObject *build_owned(PyTypeObject *type, PyObject *const *names, PyObjec
     return found;
 }
 
-/* A store as a Stored. */
+/* Whether an engine had the blocks of a store before, as it says: borrowed. */
+static PyObject *reused(const PlainEvent *event)
+{
+    return event->origin == UNTOLD ? Py_None : event->origin == FROM_REUSE ? Py_True : Py_False;
+}
+
+/* A store without tokens as a StoredReference. */
+static PyObject *make_reference(const Events *events, const PlainEvent *event)
+{
+    enum { OWNED = 4 };
+    PyObject *values[REFERENCE_ATTRIBUTES] = {
+        hashes_as_tuple(events->hashes + event->hashes, event->hashes_count),
+        PyLong_FromUnsignedLong(event->block_size),
+        event->has_group ? PyLong_FromUnsignedLongLong(event->group) : Py_NewRef(Py_None),
+        PyLong_FromLong(0),
+        event->medium,
+        Py_False,
+        reused(event),
+    };
+    return build_owned(events->reference, reference_attributes, values, REFERENCE_ATTRIBUTES, OWNED);
+}
+
+/* A store with tokens as a Stored. */
 static PyObject *make_stored(const Events *events, const PlainEvent *event)
 {
     /* In the order of stored_names; what is borrowed stands behind the rest. */
@@ -83,15 +110,11 @@ static PyObject *make_stored(const Events *events, const PlainEvent *event)
         PyLong_FromLong(0),
         Py_NewRef(event->medium),
         event->adapter,
-        event->is_main ? Py_True : Py_None,
         event->tells_salts ? Py_True : Py_False,
         Py_None,
         Py_False,
+        reused(event),
         Py_None,
-        Py_False,
-        Py_False,
-        Py_None,
-        event->origin == UNTOLD ? Py_None : event->origin == FROM_REUSE ? Py_True : Py_False,
     };
     return build_owned(events->stored, stored_attributes, values, STORED_ATTRIBUTES, OWNED);
 }
@@ -113,16 +136,13 @@ static PyObject *zeros(size_t count)
 /* A removal as a Removed. */
 static PyObject *make_removed(const Events *events, const PlainEvent *event)
 {
-    enum { OWNED = 5 };
+    enum { OWNED = 4 };
     PyObject *values[REMOVED_ATTRIBUTES] = {
         hashes_as_tuple(events->hashes + event->hashes, event->hashes_count),
         event->has_group ? PyLong_FromUnsignedLongLong(event->group) : Py_NewRef(Py_None),
-        PyTuple_New(0),
         PyLong_FromLong(0),
         event->leaves_none ? zeros(event->hashes_count) : Py_NewRef(Py_None),
         event->medium,
-        Py_None,
-        Py_False,
         Py_None,
     };
     return build_owned(events->removed, removed_attributes, values, REMOVED_ATTRIBUTES, OWNED);
@@ -135,7 +155,9 @@ static PyObject *make_event(const Events *events, const PlainEvent *event)
         return Py_BuildValue("nn", event->start, event->end);
     if (event->kind == CLEARING)
         return Py_NewRef(events->cleared);
-    return event->kind == STORE ? make_stored(events, event) : make_removed(events, event);
+    if (event->kind == REMOVAL)
+        return make_removed(events, event);
+    return event->tokens_count == 0 ? make_reference(events, event) : make_stored(events, event);
 }
 
 PyObject *list_events(const Events *events)
@@ -162,8 +184,7 @@ static int is_equal(PyObject *one, PyObject *other)
 /* Whether two stores, or two removals, differ in nothing but their blocks. -1 with an exception. */
 static int are_alike(const PlainEvent *one, const PlainEvent *other)
 {
-    if (one->has_group != other->has_group || one->group != other->group || one->is_main != other->is_main ||
-        one->tells_salts != other->tells_salts || one->block_size != other->block_size ||
+    if (one->has_group != other->has_group || one->group != other->group || one->tells_salts != other->tells_salts || one->block_size != other->block_size ||
         one->origin != other->origin || one->leaves_none != other->leaves_none)
         return 0;
     const int is_same_medium = is_equal(one->medium, other->medium);
@@ -271,6 +292,7 @@ static void events_dealloc(PyObject *self)
     PyMem_Free(events->hashes);
     PyMem_Free(events->tokens);
     Py_XDECREF((PyObject *)events->stored);
+    Py_XDECREF((PyObject *)events->reference);
     Py_XDECREF((PyObject *)events->removed);
     Py_XDECREF(events->cleared);
     free_object(self);

@@ -23,7 +23,7 @@ typedef struct {
     uint64_t parent, group;
     size_t hashes, tokens; /* where its own begin among those of all events */
     uint32_t hashes_count, tokens_count, block_size;
-    uint8_t kind, has_parent, has_group, is_main, tells_salts;
+    uint8_t kind, has_parent, has_group, tells_salts;
     uint8_t origin;      /* of a store: an Origin */
     uint8_t leaves_none; /* of a removal: it says that no copy of any block is left */
     Py_ssize_t start, end; /* in the payload */
@@ -38,15 +38,15 @@ typedef struct {
     uint32_t *tokens; /* little-endian */
     size_t tokens_count, tokens_capacity;
     uint32_t block_size; /* of all stores, where the events are alike; 0 without a store */
-    PyTypeObject *stored, *removed; /* references, as the next one */
+    PyTypeObject *stored, *reference, *removed; /* references, as the next one */
     PyObject *cleared;
 } Events;
 
 /* The object as Events, borrowed. NULL with an exception. */
 Events *as_events(PyObject *object);
 
-/* Events without any yet; `stored` and `removed` are types, `cleared` an object. */
-Events *new_events(PyObject *stored, PyObject *removed, PyObject *cleared);
+/* Events without any yet; `stored`, `reference` and `removed` are types, `cleared` an object. */
+Events *new_events(PyObject *stored, PyObject *reference, PyObject *removed, PyObject *cleared);
 
 /* Let go what an event refers to. */
 static inline void drop_event(PlainEvent *event)

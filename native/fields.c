@@ -269,16 +269,17 @@ int has_plain_keys(const Batch *batch, const Event *event, size_t count, const V
     return 1;
 }
 
-Outcome read_attention(const Batch *batch, const Event *fields, PlainEvent *event)
+Outcome read_attention(const Batch *batch, const Event *fields)
 {
     Reader inside;
     const Value value = value_at(batch, fields->at[ATTENTION], &inside);
     if (value.kind != NIL && (value.kind != TEXT || !is_ascii(&value)))
         return UNUSUAL;
+    int is_main = value.kind == NIL;
     for (size_t i = 0; i < sizeof main_attention / sizeof *main_attention; i++)
-        event->is_main |= is_name(&value, &main_attention[i]);
+        is_main |= is_name(&value, &main_attention[i]);
     /* Another group may have a window, which has rules of its own. */
-    return value.kind == NIL || event->is_main ? READ : UNUSUAL;
+    return is_main ? READ : UNUSUAL;
 }
 
 Outcome read_origin(const Batch *batch, const Event *fields, PlainEvent *event)

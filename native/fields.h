@@ -121,6 +121,6 @@ Outcome read_copy_counts(const Batch *batch, const Event *fields, PlainEvent *ev
 int has_plain_keys(const Batch *batch, const Event *event, size_t count, const Value *adapter);
 
 /* Whether the blocks are of the attention that a prefix needs; the event may say nothing. */
-Outcome read_attention(const Batch *batch, const Event *fields, PlainEvent *event);
+Outcome read_attention(const Batch *batch, const Event *fields);
 
 #endif

@@ -41,7 +41,7 @@ static PyMethodDef methods[] = {
     ENTRY(digest, "payload, seed", "XXH3-64 of a payload."),
     ENTRY(hash_blocks, "tokens, block_size, seed, parent, namespace", "The keys of a prompt's blocks."),
     ENTRY(chain, "local_hashes, seed, parent", "The keys of blocks whose tokens are hashed already."),
-    ENTRY(read_batch, "payload, events_max, stored, removed, cleared, medium, stored_fields, removed_fields",
+    ENTRY(read_batch, "payload, events_max, stored, reference, removed, cleared, medium, stored_fields, removed_fields",
           "The plain events of a batch; None where the batch is unusual."),
     ENTRY(row_runs, "keys, rows", "Runs of equal holders, as far as the row of each piece decides by itself."),
     ENTRY(piece_runs, "keys, values", "Runs of equal holders in one piece, by its row and branch rows."),

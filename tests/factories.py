@@ -10,7 +10,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from waymark.domain.engines import EngineKind
-from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
+from waymark.domain.events import (
+    Batch,
+    Cleared,
+    Envelope,
+    Event,
+    RemovalEvent,
+    Removed,
+    RemovedIdentity,
+    Stored,
+    StoredIdentity,
+    StoredReference,
+    StoredWindow,
+)
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.names import Registration
 
@@ -50,20 +62,28 @@ def registration(kind: EngineKind = EngineKind.VLLM, **fields: Any) -> Registrat
     return Registration(**(told | fields))
 
 
-def stored(hashes: Sequence[int], blocks: str = "", **fields: Any) -> Stored:
-    """A store at the root of the GPU; without ``blocks`` a placeholder."""
-    told: dict[str, Any] = {
-        "engine_hashes": tuple(hashes),
-        "parent": None,
-        "tokens": tokens(blocks),
-        "block_size": BLOCK_SIZE if blocks else 0,
-        "medium": "GPU",
-    }
-    return Stored(**(told | fields))
+def stored(hashes: Sequence[int], blocks: str = "", **fields: Any) -> Any:
+    """A store at the root of the GPU; without ``blocks`` a placeholder, or identities if it has an envelope."""
+    told: dict[str, Any] = {"engine_hashes": tuple(hashes), "medium": "GPU"}
+    if blocks:
+        told |= {"parent": None, "tokens": tokens(blocks), "block_size": BLOCK_SIZE}
+        return Stored(**(told | fields))
+    return (
+        StoredIdentity(**(told | {"parent": None} | fields))
+        if "envelope" in fields
+        else StoredReference(**(told | fields))
+    )
 
 
-def removed(*hashes: int, medium: str = "GPU", **fields: Any) -> Removed:
-    return Removed(hashes, medium, **fields)
+def window_of(group: int | None, hashes: Sequence[int], blocks: str = "", **fields: Any) -> StoredWindow:
+    """A store of a KV-cache group other than main attention, on the GPU."""
+    told: dict[str, Any] = {"medium": "GPU", "window": None, "block_size": BLOCK_SIZE if blocks else 0}
+    return StoredWindow(tuple(hashes), group=group, **(told | {"is_dense": bool(blocks)} | fields))
+
+
+def removed(*hashes: int, medium: str = "GPU", **fields: Any) -> RemovalEvent:
+    """A removal; with an envelope of identities."""
+    return RemovedIdentity(hashes, medium, **fields) if "envelope" in fields else Removed(hashes, medium, **fields)
 
 
 def cleared(**fields: Any) -> Cleared:

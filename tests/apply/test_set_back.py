@@ -21,7 +21,7 @@ from waymark.apply.pool_hashes import KEPT
 from waymark.apply.redis_calls import Fenced
 from waymark.apply.resuming import resumed
 from waymark.base.metrics import Metrics
-from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
+from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored, StoredIdentity
 from waymark.domain.parts import Commit
 from waymark.domain.status import StreamStatus
 from waymark.store import keys
@@ -56,7 +56,7 @@ FOLDS: Sequence[Sequence[Event]] = (
     (
         stored(3, 40, medium="CPU"),
         stored(4, 36, after=1031),
-        Stored((77, 78), None, b"", BLOCK_SIZE, "GPU", is_identity=True, is_deep=True),
+        StoredIdentity((77, 78), None, "GPU", Envelope(1, "pod-1", "default", None, None, None), is_deep=True),
     ),
 )
 """The events of each fold; every event is a batch."""

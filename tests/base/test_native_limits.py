@@ -16,7 +16,7 @@ import msgpack
 import pytest
 
 from waymark.base import native
-from waymark.domain.events import Cleared, Removed, Stored
+from waymark.domain.events import Cleared, Removed, Stored, StoredReference
 from waymark.domain.known import Spot
 from waymark.domain.parts import Part
 from waymark.domain.rows import Place
@@ -91,7 +91,9 @@ def tables(loops: native.NativeFunctions) -> Tables:
 def read(
     loops: native.NativeFunctions, events: Sequence[Any], medium: Callable[[str | None], Any] = lambda _: "GPU"
 ) -> Any:
-    found = loops.read_batch(msgpack.packb([1.5, events, 0]), 99, Stored, Removed, Cleared(), medium, 10, 3)
+    found = loops.read_batch(
+        msgpack.packb([1.5, events, 0]), 99, Stored, StoredReference, Removed, Cleared(), medium, 10, 3
+    )
     assert found is not None
     return found[1]
 
@@ -225,7 +227,7 @@ def test_an_exception_of_a_comparison_is_that_of_the_call(loops: native.NativeFu
 def test_an_event_has_2048_hashes_at_most_to_be_plain(loops: native.NativeFunctions) -> None:
     for count in (2047, 2048, 2049, 2050, 4096, 4097):
         payload = msgpack.packb([1.5, [["BlockRemoved", list(range(1, count + 1)), "GPU"]], 0])
-        found = loops.read_batch(payload, 99, Stored, Removed, Cleared(), lambda _: "GPU", 10, 3)
+        found = loops.read_batch(payload, 99, Stored, StoredReference, Removed, Cleared(), lambda _: "GPU", 10, 3)
         assert found is not None
         assert found[4] == (count > 2048)
 
@@ -233,7 +235,7 @@ def test_an_event_has_2048_hashes_at_most_to_be_plain(loops: native.NativeFuncti
 def test_a_batch_has_as_many_events_as_it_may(loops: native.NativeFunctions) -> None:
     payload = msgpack.packb([1.5, EVENTS, 0])
     for most in range(6):
-        found = loops.read_batch(payload, most, Stored, Removed, Cleared(), lambda _: "GPU", 10, 3)
+        found = loops.read_batch(payload, most, Stored, StoredReference, Removed, Cleared(), lambda _: "GPU", 10, 3)
         assert (found is None) == (most < len(EVENTS))
 
 
@@ -452,7 +454,7 @@ def test_without_memory_a_call_fails_and_the_next_one_is_right(loops: native.Nat
         run: tuple[Any, ...] = events, 0, 1, 10**6, parts, 7, 7, 0, {}, 32, beside, {}, True, True
         row = b"78" * 8 + b"0 17:1"
         return [
-            (loops.read_batch, payload, 99, Stored, Removed, Cleared(), str, 10, 3),
+            (loops.read_batch, payload, 99, Stored, StoredReference, Removed, Cleared(), str, 10, 3),
             (known.extend, None, hashes, tokens, 1, 7, 0, {}, 32, beside),
             (known.take, hashes, beside, {}),
             (known.run, *run),

@@ -143,7 +143,7 @@ def test_a_long_event_is_split_into_pieces_that_go_on_from_each_other() -> None:
 
 # ---- an engine registered with a unit of its physical blocks ----------------------------------------
 
-MAIN: dict[str, Any] = {"medium": "GPU", "group": 0, "is_main_attention": True}
+MAIN: dict[str, Any] = {"medium": "GPU", "group": 0}
 
 
 def test_a_physical_block_is_a_run_of_units(index: Index) -> None:

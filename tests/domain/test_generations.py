@@ -272,7 +272,7 @@ def test_the_order_of_a_standard_stream_outlives_a_generation_and_a_clear() -> N
     at(index, 100)
 
     def store(event_id: int) -> None:
-        index.events(stored(keys("A"), is_identity=True, medium="DISK", envelope=envelope(event_id)))
+        index.events(stored(keys("A"), medium="DISK", envelope=envelope(event_id)))
 
     store(5)
     at(index, 102)
@@ -289,7 +289,7 @@ def test_a_new_generation_goes_on_behind_the_newest_event_of_all() -> None:
     index = Index(registration(EngineKind.STANDARD), bounds=ON_DISK)
     for seconds, event_id, word in ((100, 5, "A"), (102, 9, "B"), (104, 7, "C")):
         at(index, seconds)
-        index.events(stored(keys(word), is_identity=True, medium="DISK", envelope=envelope(event_id)))
+        index.events(stored(keys(word), medium="DISK", envelope=envelope(event_id)))
     assert index.ignored == {"seen": 1}
 
 

@@ -15,7 +15,7 @@ from tests.domain.known_model import STEPS, Model, play
 from waymark.base import native
 from waymark.domain.held import HeldBlocks
 from waymark.domain.known import KnownBlocks, Places, Spot
-from waymark.domain.new_known import new_known, new_places
+from waymark.domain.pure_known import new_known, new_places
 from waymark.domain.rows import Place
 
 pytestmark = pytest.mark.usefixtures("implementation_kept")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.domain.index import Index
-from tests.factories import batch, cleared, envelope, keys, registration, removed, stored
+from tests.factories import batch, cleared, envelope, keys, registration, removed, stored, window_of
 from waymark.domain.engines import EngineKind
 from waymark.domain.life_facts import EXTRA_KEYS
 from waymark.domain.names import Holder, HolderName
@@ -38,7 +38,7 @@ def test_a_holder_that_was_begun_is_not_begun_again(index: Index) -> None:
 
 
 def test_of_several_main_groups_the_first_one_seen_counts(index: Index) -> None:
-    index.events(stored([1], "A", group=1, is_main_attention=True), stored([2], "B", group=0, is_main_attention=True))
+    index.events(stored([1], "A", group=1), stored([2], "B", group=0))
     index.events(stored([3], "C", group=0), removed(1, group=0), stored([1], medium="CPU", group=0))
     assert index.has(*keys("A"))
     assert index.has(on="0 CPU")
@@ -49,8 +49,8 @@ def test_of_several_main_groups_the_first_one_seen_counts(index: Index) -> None:
 
 
 def test_groups_that_are_not_main_attention_are_ignored_and_their_removals_too(index: Index) -> None:
-    index.events(stored([1], "A", group=0, is_main_attention=False), stored([1], "B", group=2, is_main_attention=True))
-    index.events(removed(1, group=0), stored([5], "C", is_main_attention=False))
+    index.events(window_of(0, [1], "A"), stored([1], "B", group=2))
+    index.events(removed(1, group=0), window_of(None, [5], "C"))
     assert index.has(*keys("B"))
     assert index.ignored == {"other_attention": 2, "other_group": 1}
 
@@ -151,14 +151,14 @@ def standard() -> Index:
     """A standard publisher with block A on its GPU, event 5, and on its CPU."""
     index = Index(registration(EngineKind.STANDARD))
     for medium in ("GPU", "CPU"):
-        index.events(stored(keys("A"), medium=medium, is_identity=True, envelope=envelope(5)))
+        index.events(stored(keys("A"), medium=medium, envelope=envelope(5)))
     return index
 
 
 def test_a_standard_clear_ends_only_its_own_dimensions() -> None:
     index = standard()
-    index.events(stored(keys("B"), adapter="x", is_identity=True, envelope=envelope(5)))
-    index.events(cleared(adapter="x", envelope=envelope(6)))
+    index.events(stored(keys("B"), envelope=envelope(5, adapter="x")))
+    index.events(cleared(envelope=envelope(6, adapter="x")))
     assert index.has(*keys("A"))
     assert index.has(*keys("A"), on="0 CPU")
     assert len(index.resolver.holders) == 3, "the cleared one begins anew, to keep the event_id"
@@ -188,7 +188,7 @@ def test_a_clear_that_came_before_is_dropped() -> None:
     index = standard()
     index.fold(
         batch(cleared(envelope=envelope(4))),
-        batch(stored(keys("B"), is_identity=True, envelope=envelope(8))),
+        batch(stored(keys("B"), envelope=envelope(8))),
         batch(cleared(envelope=envelope(7))),
     )
     assert index.has(*keys("A"), *keys("B"))
@@ -198,7 +198,7 @@ def test_a_clear_that_came_before_is_dropped() -> None:
 
 def test_what_came_before_a_clear_is_dropped_behind_it_too() -> None:
     index = standard()
-    first, again = (stored(keys(blocks), is_identity=True, envelope=envelope(n)) for blocks, n in (("C", 7), ("B", 5)))
+    first, again = (stored(keys(blocks), envelope=envelope(n)) for blocks, n in (("C", 7), ("B", 5)))
     index.events(cleared(envelope=envelope(6)), again, first)
     assert index.has(*keys("C"))
     assert index.ignored == {"seen": 1}
@@ -206,7 +206,7 @@ def test_what_came_before_a_clear_is_dropped_behind_it_too() -> None:
 
 def test_an_engines_clear_ends_the_standard_streams_of_its_rank_too() -> None:
     index = Index(registration(EngineKind.MOONCAKE))
-    index.events(stored(keys("A"), is_identity=True, envelope=envelope(1)), cleared(), stored([2], "B"))
+    index.events(stored(keys("A"), envelope=envelope(1)), cleared(), stored([2], "B"))
     assert index.has(*keys("B"))
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.domain.index import Index
 from tests.factories import envelope, keys, registration, removed, stored
 from waymark.domain.engines import EngineKind
-from waymark.domain.events import Removed, Stored
+from waymark.domain.events import RemovalEvent, StoreEvent
 from waymark.domain.hashing import namespace
 from waymark.domain.rows import Place
 
@@ -19,13 +19,15 @@ def index() -> Index:
     return Index(registration(EngineKind.STANDARD))
 
 
-def identity(event_id: int, *seq_hashes: int, **fields: Any) -> Stored:
-    """Blocks by their seq_hashes."""
-    return stored(seq_hashes, is_identity=True, envelope=envelope(event_id), **fields)
+def identity(
+    event_id: int, *seq_hashes: int, parent: int | None = None, medium: str = "GPU", **names: Any
+) -> StoreEvent:
+    """Blocks by their seq_hashes; ``names`` are those of the envelope."""
+    return stored(seq_hashes, parent=parent, medium=medium, envelope=envelope(event_id, **names))
 
 
-def gone(event_id: int, *hashes: int, **fields: Any) -> Removed:
-    return removed(*hashes, is_identity=True, envelope=envelope(event_id), **fields)
+def gone(event_id: int, *hashes: int, **names: Any) -> RemovalEvent:
+    return removed(*hashes, envelope=envelope(event_id, **names))
 
 
 def test_hashes_without_tokens_are_the_blocks_themselves(index: Index) -> None:
@@ -114,7 +116,7 @@ def test_a_removal_of_own_hashes_has_the_positions_of_its_hashes(index: Index) -
 
 def test_streams_of_the_envelope_are_apart(index: Index) -> None:
     index.events(identity(1, *keys("A")), identity(1, *keys("A"), adapter="x"), identity(1, *keys("A"), medium="CPU"))
-    index.events(stored(keys("A"), is_identity=True, envelope=envelope(1, backend_id="b", dp_rank=2)))
+    index.events(stored(keys("A"), envelope=envelope(1, backend_id="b", dp_rank=2)))
     assert len(index.resolver.holders) == 4
     assert index.has(*keys("A"), *keys("A", ns=namespace("x", [])))
     assert index.has(*keys("A"), on="2 GPU")
@@ -147,10 +149,10 @@ def test_event_ids_are_counted_per_stream_and_life(index: Index) -> None:
     ],
 )
 def test_another_tenant_model_or_block_size_is_counted(index: Index, strange: dict[str, Any], reason: str) -> None:
-    index.events(stored(keys("A"), is_identity=True, envelope=envelope(1, **strange)))
+    index.events(stored(keys("A"), envelope=envelope(1, **strange)))
     assert index.resolver.holders == {}
     assert index.ignored == {reason: 1}
-    index.events(stored(keys("A"), is_identity=True, envelope=envelope(1, model_name="m", block_size=4)))
+    index.events(stored(keys("A"), envelope=envelope(1, model_name="m", block_size=4)))
     assert index.has(*keys("A"))
 
 
@@ -164,6 +166,6 @@ def test_copies_are_not_counted_unless_the_registration_says_so() -> None:
 def test_a_child_with_tokens_finds_a_parent_that_was_told_as_an_identity() -> None:
     index = Index(registration(EngineKind.STANDARD))
     parent = keys("A")[0]
-    index.events(stored([parent], is_identity=True, envelope=envelope(1)))
+    index.events(stored([parent], envelope=envelope(1)))
     index.events(stored([50], "B", parent=parent, envelope=envelope(2)))
     assert index.has(*keys("AB"))

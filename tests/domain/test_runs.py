@@ -242,7 +242,7 @@ REMOVAL = {"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU"}
         store([9], token_ids=[]),
         store([9], token_ids=[1]),
         store([9], block_size=2),
-        store([9], kv_cache_spec_kind="full_attention"),
+        store([9], kv_cache_spec_kind="sliding_window"),
         store([9], extra_keys=[["salt"]]),
         ["BlockStored", [9], None, [1] * BLOCK_SIZE, BLOCK_SIZE, None, "GPU"],
         {"type": "AllBlocksCleared"},

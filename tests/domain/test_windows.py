@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.domain.index import Index
-from tests.factories import BLOCK_SIZE, SEED, batch, keys, registration, removed, stored
+from tests.factories import BLOCK_SIZE, SEED, batch, keys, registration, removed, stored, window_of
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Cleared
 from waymark.domain.hashing import extend, token_bytes
@@ -108,8 +108,7 @@ def main(first: int = 1, last: int = 8) -> Any:
 def window(*hashes: int, blocks: int = 3, group: int = 1, medium: str = "GPU") -> Any:
     """Blocks of a group with a window of so many blocks; with one of them states."""
     tokens = 1 if blocks == 1 else BLOCK_SIZE * blocks
-    of_group = stored(list(hashes), "", medium=medium, group=group, is_main_attention=False)
-    return replace(of_group, window=tokens, block_size=BLOCK_SIZE)
+    return window_of(group, hashes, medium=medium, window=tokens, block_size=BLOCK_SIZE)
 
 
 @pytest.fixture

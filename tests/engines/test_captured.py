@@ -14,7 +14,7 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from waymark.domain.engines import EngineKind
-from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
+from waymark.domain.events import Batch, Cleared, Event, Removed, Stored, StoredReference, StoredWindow
 from waymark.engines import decoder
 
 WIRE = Path(__file__).parents[1] / "fixtures" / "wire"
@@ -45,6 +45,7 @@ def meant(sentence: str) -> Event:
     hashes = tuple(value % 2**64 for value in told["block_hashes"])
     if call.func.id == "BlockRemoved":
         return Removed(hashes, told["medium"], told.get("group_idx"))
+    assert told.get("kv_cache_spec_kind") in ("full_attention", None)
     parent = told["parent_block_hash"]
     return Stored(
         engine_hashes=hashes,
@@ -55,7 +56,6 @@ def meant(sentence: str) -> Event:
         adapter=told["lora_name"] or told["lora_id"],
         salts=(told["cache_salt"],) if told.get("cache_salt") else (),
         group=told.get("group_idx"),
-        is_main_attention={"full_attention": True, None: None}[told.get("kv_cache_spec_kind")],
     )
 
 
@@ -101,7 +101,6 @@ def test_the_same_events_in_the_shape_of_every_vllm_release(release: dict[str, A
             block_size=4,
             medium="GPU",
             group=group,
-            is_main_attention=True if version >= (0, 22, 0) else None,
         ),
         Removed((0xFFEEDDCCBBAA9988,), "GPU", group),
         Cleared(),
@@ -111,7 +110,7 @@ def test_the_same_events_in_the_shape_of_every_vllm_release(release: dict[str, A
 
 def test_a_placeholder_of_vllm_offloading() -> None:
     batch = batch_of(OTHERS["vLLM offload placeholder (tokens empty, block_size 0)"])
-    assert batch.events == (Stored((0x8511A30617AFA01D,), None, b"", 0, "CPU", group=0),)
+    assert batch.events == (StoredReference((0x8511A30617AFA01D,), "CPU", group=0),)
 
 
 def test_lists_of_older_sglang() -> None:
@@ -143,14 +142,14 @@ def test_a_unit_inside_a_physical_block() -> None:
     batch = batch_of(OTHERS["vLLM unit inside a physical block, written from the source: no release sends it"])
     parent, unit = (int.from_bytes(bytes([each]) * 8, "big") for each in (4, 7))
     tokens = packed(list(range(9, 21)))
-    assert batch.events == (Stored((unit,), parent, tokens, 12, "GPU", group=0, is_main_attention=True),)
+    assert batch.events == (Stored((unit,), parent, tokens, 12, "GPU", group=0),)
     assert batch.publisher_id == bytes(range(16))
 
 
 def test_components_of_sglang() -> None:
     several = OTHERS["SGLang component_types in a map and in a list, written from the source: no release sends it"]
     hashes, tokens = (2**64 - 3, 4), packed([1, 2, 3, 4])
-    state = Stored(hashes, None, b"", 0, "GPU", group=1, is_main_attention=False, window=1)
+    state = StoredWindow(hashes, "GPU", 1, window=1)
     assert batch_of(several, EngineKind.SGLANG).events == (
         Stored(hashes, None, tokens, 2, "GPU", is_reused=True),
         state,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.unit import examples
 from waymark.base.errors import InvalidValue, Undecodable
 from waymark.domain.engines import EngineKind
-from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
+from waymark.domain.events import REMOVALS, STORES, Batch, Cleared, Event, Stored, StoredIdentity
 from waymark.domain.media import normal_medium
 from waymark.engines import decoder, vllm
 from waymark.engines.standard import decode_event
@@ -50,14 +50,15 @@ def check(batch: Batch) -> None:
     for event in batch.events:
         if isinstance(event, Cleared):
             continue
-        assert isinstance(event, Stored | Removed)
+        assert isinstance(event, STORES + REMOVALS)
         hashes = event.engine_hashes
         assert len(set(hashes)) == len(hashes) > 0
         assert 0 <= min(hashes) <= max(hashes) < 2**64
         assert normal_medium(event.medium) == event.medium
-        if isinstance(event, Stored):
+        if isinstance(event, Stored | StoredIdentity):
             assert event.parent is None or (0 <= event.parent < 2**64 and event.parent not in hashes)
-            assert len(event.tokens) % 4 == 0
+        if isinstance(event, Stored):
+            assert len(event.tokens) % 4 == 0 < len(event.tokens)
             assert 0 <= event.block_size <= 65536
             assert event.extras is None or len(event.extras) == len(hashes)
             assert all(event.salts)
@@ -196,7 +197,7 @@ def test_numbers_and_nesting_that_only_json_can_write() -> None:
     for _ in range(5000):
         deep = [deep]
     document = {"event_type": "stored", "event_id": 1, "backend_id": "b", "seq_hashes": [1], "parent_hash": 5}
-    assert isinstance(answer_to(document), Stored)
+    assert isinstance(answer_to(document), StoredIdentity)
     for field in ("event_id", "block_size", "seq_hashes", "parent_hash", "token_ids", "dp_rank", "medium"):
         for value in (huge, [huge], deep):
             answer = answer_to(document | {field: value})

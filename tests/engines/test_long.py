@@ -11,7 +11,7 @@ import msgpack
 import pytest
 
 from waymark.domain.engines import EngineKind
-from waymark.domain.events import Batch, Removed, Stored
+from waymark.domain.events import Batch, Removed, Stored, StoredIdentity
 from waymark.engines import Ceilings, OverCeiling, decoder
 from waymark.engines.batches import MORE
 from waymark.engines.long import WINDOW_BYTES, LongPayload
@@ -130,7 +130,7 @@ def test_a_long_standard_event_keeps_its_id_in_all_parts(kind: EngineKind, form:
     event = {"event_type": "stored", "event_id": 9, "backend_id": "b", "base_block_idx": 0, "seq_hashes": hashes}
     for payload in (packed(event), msgpack.packb(event), msgpack.packb([event])):
         batch = decoder(kind, seed=1337)(payload)
-        assert sum(len(each.engine_hashes) for each in batch.events if isinstance(each, Stored)) == 20_000
+        assert sum(len(each.engine_hashes) for each in batch.events if isinstance(each, StoredIdentity)) == 20_000
         assert {each.envelope.event_id for each in batch.events if each.envelope is not None} == {9}
 
 

@@ -8,7 +8,17 @@ from typing import Any
 import msgpack
 
 from waymark.domain.engines import EngineKind
-from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
+from waymark.domain.events import (
+    Batch,
+    Cleared,
+    Envelope,
+    Event,
+    Removed,
+    RemovedIdentity,
+    Stored,
+    StoredIdentity,
+    StoredReference,
+)
 from waymark.engines import decoder
 
 MOONCAKE = EngineKind.MOONCAKE
@@ -32,8 +42,8 @@ def test_a_batch_of_the_master() -> None:
     assert batch == Batch(
         1739145600.0,
         (
-            Stored((2**64 - 1,), None, b"", 0, "CPU", is_identity=True, envelope=ENVELOPE),
-            Removed((5,), "CPU", is_identity=True, envelope=ENVELOPE),
+            StoredIdentity((2**64 - 1,), None, "CPU", ENVELOPE),
+            RemovedIdentity((5,), "CPU", ENVELOPE),
             Cleared(envelope=ENVELOPE),
         ),
         0,
@@ -60,4 +70,4 @@ def test_events_of_engines_stand_beside_those_of_the_master(decode: Callable[...
 
 def test_a_parent_of_zero_is_not_known(refusal: Callable[..., str], one: Callable[..., Event]) -> None:
     assert refusal(["BlockStored", [1], 0, [1, 2], 2, None], MOONCAKE) == "parent_unknown"
-    assert one(["BlockStored", [1], 0, [], 0, None], MOONCAKE) == Stored((1,), None, b"", 0, "GPU")
+    assert one(["BlockStored", [1], 0, [], 0, None], MOONCAKE) == StoredReference((1,), "GPU")

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from waymark.domain.engines import EngineKind
-from waymark.domain.events import Batch, Event, Removed, Stored
+from waymark.domain.events import Batch, Event, Removed, Stored, StoredReference, StoredWindow
 
 SGLANG = EngineKind.SGLANG
 TOKENS = struct.pack("<4I", 1, 2, 3, 4)
@@ -71,10 +71,9 @@ def test_a_parent_of_zero_in_a_list_is_the_root_unless_it_names_a_block(one: Cal
 
 def test_a_placeholder_needs_no_parent(one: Callable[..., Event]) -> None:
     placeholder = as_map(parent_block_hash=0, token_ids=[], block_size=0)
-    assert one(placeholder, SGLANG) == Stored((2**64 - 11, 12), None, b"", 0, "GPU")
+    assert one(placeholder, SGLANG) == StoredReference((2**64 - 11, 12), "GPU")
     keyed = one(placeholder | {"extra_keys": [["name"], None]}, SGLANG)
-    assert isinstance(keyed, Stored)
-    assert keyed.salts == ()
+    assert keyed == StoredReference((2**64 - 11, 12), "GPU", is_salted=True)
 
 
 def test_signed_hashes_of_a_removal(one: Callable[..., Event]) -> None:
@@ -90,7 +89,7 @@ def test_what_stands_for_the_name_must_be_a_name_or_a_map(decode: Callable[..., 
 
 MAIN = Stored((2**64 - 11, 12), None, TOKENS, 2, "GPU")
 AGAIN = replace(MAIN, is_reused=True)
-STATE = Stored((2**64 - 11, 12), None, b"", 0, "GPU", group=1, is_main_attention=False, window=1)
+STATE = StoredWindow((2**64 - 11, 12), "GPU", 1, window=1)
 NO_STATE = Removed((2**64 - 11, 12), "GPU", 1)
 GONE = {"type": "BlockRemoved", "block_hashes": [-11, 12], "medium": "GPU"}
 

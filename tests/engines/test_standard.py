@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -13,7 +14,7 @@ import pytest
 
 from waymark.base.errors import InvalidValue, Undecodable
 from waymark.domain.engines import EngineKind
-from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored
+from waymark.domain.events import Batch, Cleared, Envelope, Event, RemovedIdentity, Stored, StoredIdentity
 from waymark.engines import decoder
 from waymark.engines.standard import decode_event
 
@@ -53,7 +54,7 @@ def packed(*tokens: int) -> bytes:
 
 
 def test_a_store_without_tokens_tells_identities() -> None:
-    identity = Stored((11, 12), 99, b"", 2, "GPU", is_identity=True, envelope=ENVELOPE)
+    identity = StoredIdentity((11, 12), 99, "GPU", ENVELOPE)
     assert decode_event(event()) == identity
     assert decode_event(event(token_ids=[])) == decode_event(event(token_ids=...)) == identity
 
@@ -64,7 +65,7 @@ def test_a_store_with_tokens_tells_the_publishers_own_hashes() -> None:
 
 
 def test_a_removal() -> None:
-    removed = Removed((11, 12), "GPU", is_identity=True, envelope=ENVELOPE)
+    removed = RemovedIdentity((11, 12), "GPU", ENVELOPE)
     assert decode_event(event(event_type="removed")) == removed
     assert decode_event(event(event_type="removed", base_block_idx=..., parent_hash=..., token_ids=...)) == removed
 
@@ -77,9 +78,15 @@ def test_a_clear_is_of_one_medium_or_of_all() -> None:
 @pytest.mark.parametrize("kind", ["stored", "removed", "cleared"])
 def test_adapter_and_salt_come_from_the_envelope(kind: str) -> None:
     named = decode_event(event(event_type=kind, lora_name="sql", additional_salt="w8a8"))
-    assert (named.adapter, named.salts) == ("sql", ("w8a8",))
+    assert named.envelope == replace(ENVELOPE, adapter="sql", salts=("w8a8",))
     empty = decode_event(event(event_type=kind, lora_name="", additional_salt=""))
-    assert (empty.adapter, empty.salts) == (None, ())
+    assert empty.envelope == ENVELOPE
+
+
+def test_tokens_have_adapter_and_salt_of_the_envelope() -> None:
+    stored = decode_event(event(token_ids=[1, 2, 3, 4], lora_name="sql", additional_salt="w8a8"))
+    assert isinstance(stored, Stored)
+    assert (stored.adapter, stored.salts) == ("sql", ("w8a8",))
 
 
 @pytest.mark.parametrize("kind", ["stored", "removed", "cleared"])
@@ -89,7 +96,7 @@ def test_what_the_envelope_leaves_out_is_none(kind: str) -> None:
     for fields in (absent, dict.fromkeys(absent, ...)):
         assert decode_event(event(event_type=kind, **fields)).envelope == bare
     assert decode_event(event(event_type=kind, tenant_id="")).envelope == ENVELOPE
-    stored = decode_event(event(**absent))
+    stored = decode_event(event(**absent, token_ids=[1, 2]))
     assert isinstance(stored, Stored)
     assert (stored.block_size, stored.medium) == (0, "GPU")
 
@@ -117,7 +124,7 @@ def test_what_the_envelope_leaves_out_is_none(kind: str) -> None:
 def test_the_root_and_the_parent(index: object, parent: object, found: int | None) -> None:
     for tokens in (None, [1, 2, 3, 4]):
         stored = decode_event(event(base_block_idx=index, parent_hash=parent, token_ids=tokens))
-        assert isinstance(stored, Stored)
+        assert isinstance(stored, Stored | StoredIdentity)
         assert stored.parent == found
 
 
@@ -127,7 +134,7 @@ def test_without_its_parent_an_identity_is_known_and_tokens_are_not(
 ) -> None:
     where = {"base_block_idx": index, "parent_hash": parent}
     identity = decode_event(event(**where))
-    assert isinstance(identity, Stored)
+    assert isinstance(identity, StoredIdentity)
     assert identity.parent is None
     assert refusal(event(**where, token_ids=[1, 2, 3, 4]), STANDARD) == "parent_unknown"
 
@@ -280,7 +287,7 @@ def test_half_of_a_surrogate_pair_is_no_name(field: str) -> None:
 
 def test_a_u64_may_be_an_integer_a_negative_i64_or_a_decimal_string() -> None:
     stored = decode_event(event(event_id="7", seq_hashes=[1, -1, "2", "18446744073709551614"], parent_hash="-3"))
-    assert isinstance(stored, Stored)
+    assert isinstance(stored, StoredIdentity)
     assert stored.engine_hashes == (1, 2**64 - 1, 2, 2**64 - 2)
     assert stored.parent == 2**64 - 3
     assert stored.envelope is not None
@@ -314,7 +321,7 @@ def test_in_a_bare_list_one_bad_event_costs_one_event() -> None:
     assert batch.ignored == {"empty": 1, "unknown_type": 1}
     torn = b"\x93" + msgpack.packb(event()) + b"\x81\xa1\xff\x01" + msgpack.packb(event(event_type="cleared"))
     batch = decoder(STANDARD, seed=1337)(torn)
-    assert [type(found) for found in batch.events] == [Stored, Cleared]
+    assert [type(found) for found in batch.events] == [StoredIdentity, Cleared]
     assert batch.rejected == {"bad_msgpack": 1}
 
 
@@ -330,7 +337,9 @@ def test_an_engines_own_events_are_not_standard(decode: Callable[..., Batch]) ->
 
 
 def test_the_salt_is_in_no_sentence(one: Callable[..., Event], decode: Callable[..., Batch]) -> None:
-    assert one(event(additional_salt="hush"), STANDARD).salts == ("hush",)
+    envelope = one(event(additional_salt="hush"), STANDARD).envelope
+    assert envelope is not None
+    assert envelope.salts == ("hush",)
     for unfit in (
         {"additional_salt": ["hush"]},
         {"additional_salt": 4711},

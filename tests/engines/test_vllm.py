@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.unit import examples
 from waymark.domain.engines import EngineKind
-from waymark.domain.events import Batch, Cleared, Event, Removed, Stored
+from waymark.domain.events import Batch, Cleared, Event, Removed, Stored, StoredReference, StoredWindow
 from waymark.domain.hashing import extra_digest
 from waymark.engines import decoder, vllm
 
@@ -72,20 +72,26 @@ def stores(draw: st.DrawFn) -> list[Any]:
     ]
 
 
-def expected(values: list[Any]) -> Stored:
+def expected(values: list[Any]) -> Event:
     hashes, parent, tokens, size, lora_id, medium, lora_name, extra_keys, group, kind, tokens_before = values
     extras = tuple(digest(*block) if block else None for block in extra_keys or ())
+    engine_hashes, name = tuple(map(number, hashes)), (medium or "GPU").upper()
+    has_extras = any(extra is not None for extra in extras)
+    window = {"mamba": 1, "sliding_window": tokens_before and max(1, tokens_before - 1)}
+    if kind in window:
+        is_dense = not has_extras and len(tokens or ()) == size * len(hashes)
+        return StoredWindow(engine_hashes, name, group, window[kind], size, is_dense)
+    if not tokens:
+        return StoredReference(engine_hashes, name, size, group, has_extras)
     return Stored(
-        engine_hashes=tuple(map(number, hashes)),
+        engine_hashes=engine_hashes,
         parent=None if parent is None else number(parent),
-        tokens=packed(*(tokens or ())),
+        tokens=packed(*tokens),
         block_size=size,
-        medium=(medium or "GPU").upper(),
+        medium=name,
         adapter=lora_name or lora_id,
-        extras=extras if any(extra is not None for extra in extras) else None,
+        extras=extras if has_extras else None,
         group=group,
-        is_main_attention=None if kind is None else kind.endswith("full_attention") or kind == "mla_attention",
-        window={"mamba": 1, "sliding_window": tokens_before and max(1, tokens_before - 1)}.get(kind),
     )
 
 
@@ -220,10 +226,10 @@ def test_a_block_size_is_taken_as_told(one: Callable[..., Event], block_size: in
 
 @pytest.mark.parametrize("token_ids", [None, []])
 def test_a_store_without_tokens_is_a_placeholder(one: Callable[..., Event], token_ids: object) -> None:
-    assert one(stored(token_ids=token_ids, block_size=0)) == Stored((11, 12), None, b"", 0, "GPU")
+    assert one(stored(token_ids=token_ids, block_size=0)) == StoredReference((11, 12), "GPU")
     event = stored(block_size=0)
     del event["token_ids"]
-    assert one(event) == Stored((11, 12), None, b"", 0, "GPU")
+    assert one(event) == StoredReference((11, 12), "GPU")
 
 
 def test_the_tokens_of_pairs_are_their_firsts(one: Callable[..., Event]) -> None:
@@ -273,16 +279,16 @@ def test_the_adapter_is_its_name_or_else_its_id(
         ("full_attention", True),
         ("mla_attention", True),
         ("sink_full_attention", True),
-        (None, None),
+        (None, True),
         ("sliding_window", False),
         ("mamba", False),
         ("a_new_one", False),
     ],
 )
-def test_which_groups_are_main_attention(one: Callable[..., Event], kind: str | None, is_main: bool | None) -> None:
+def test_which_groups_are_main_attention(one: Callable[..., Event], kind: str | None, is_main: bool) -> None:
     event = one(stored(kv_cache_spec_kind=kind, group_idx=3))
-    assert isinstance(event, Stored)
-    assert (event.group, event.is_main_attention) == (3, is_main)
+    assert isinstance(event, Stored if is_main else StoredWindow)
+    assert event.group == 3
 
 
 @pytest.mark.parametrize(
@@ -296,12 +302,11 @@ def test_which_groups_are_main_attention(one: Callable[..., Event], kind: str | 
         ("sliding_window", -1, None),
         ("mamba", None, 1),
         ("chunked_local_attention", None, None),
-        ("full_attention", 64, None),
     ],
 )
 def test_what_a_boundary_needs_of_a_group(one: Callable[..., Event], kind: str, said: object, window: int) -> None:
     event = one(stored(kv_cache_spec_kind=kind, kv_cache_spec_sliding_window=said, group_idx=3))
-    assert isinstance(event, Stored)
+    assert isinstance(event, StoredWindow)
     assert event.window == window
 
 

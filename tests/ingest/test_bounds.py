@@ -14,7 +14,7 @@ from waymark.apply.options import ApplyOptions
 from waymark.apply.resuming import resumed
 from waymark.base.metrics import Metrics
 from waymark.domain.engines import EngineKind
-from waymark.domain.events import Batch, Envelope, Stored
+from waymark.domain.events import Batch, Envelope, StoredIdentity
 from waymark.simulator.workload import SimulatedPrompt
 from waymark.store import keys
 
@@ -202,7 +202,7 @@ async def by_http(bench: Bench, options: ApplyOptions) -> Pod:
     assert grant is not None
     applier, _ = await resumed(grant, bench.store, Metrics(), options, is_patient=False)
     envelope = Envelope(1, "pod-1", "default", None, None, None)
-    stored = Stored((1,), None, b"", 0, "DISK", is_identity=True, envelope=envelope)
+    stored = StoredIdentity((1,), None, "DISK", envelope)
     await applier.apply([Incoming(1, "", Batch(None, (stored,)))], None)
     await applier.bounding.check(at_once=True)
     await bench.store.leases.drop(grant)

@@ -134,6 +134,7 @@ def _fields(event: list[Any], list_fields: tuple[int, int]) -> tuple[dict[str, A
 def _event(
     event: object,
     stored: Callable[..., Any],
+    reference: Callable[..., Any],
     removed: Callable[..., Any],
     cleared: object,
     medium: Any,
@@ -188,6 +189,12 @@ def _event(
         _require(type(keys) is list and len(keys) == len(hashes))
         plain = [Text(adapter.encode())] if isinstance(adapter, str) else None
         _require(all(each is None or (type(each) is list and each == plain and _is_text(each[0])) for each in keys))
+    group, is_reused = (
+        None if group is None else _integer(group, 2**32 - 1),
+        None if origin is None else origin == b"REUSED",
+    )
+    if not tokens:
+        return reference(engine_hashes=hashes, medium=name, block_size=size, group=group, is_reused=is_reused)
     return stored(
         engine_hashes=hashes,
         parent=parent,
@@ -195,10 +202,9 @@ def _event(
         block_size=size,
         medium=name,
         adapter=adapter,
-        group=None if group is None else _integer(group, 2**32 - 1),
-        is_main_attention=None if attention is None else True,
+        group=group,
         tells_salts=not elements or elements >= 9,
-        is_reused=None if origin is None else origin == b"REUSED",
+        is_reused=is_reused,
     )
 
 
@@ -215,6 +221,7 @@ def read_batch(
     payload: bytes,
     events_max: int,
     stored: Callable[..., Any],
+    reference: Callable[..., Any],
     removed: Callable[..., Any],
     cleared: object,
     medium: Any,
@@ -241,7 +248,9 @@ def read_batch(
             start = at
             event, at = _value(payload, at)
             try:
-                found.append(_event(event, stored, removed, cleared, medium, (stored_fields, removed_fields)))
+                found.append(
+                    _event(event, stored, reference, removed, cleared, medium, (stored_fields, removed_fields))
+                )
             except NotPlain:
                 found.append((start, at))
                 others += 1

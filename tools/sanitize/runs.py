@@ -12,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from tools.sanitize import batches
 from waymark.base import native
-from waymark.domain.events import Cleared, Removed, Stored
+from waymark.domain.events import Cleared, Removed, Stored, StoredReference
 from waymark.domain.known import Spot
 from waymark.domain.parts import Part
 from waymark.domain.rows import Place
@@ -31,7 +31,7 @@ def use_parts(parts_type: Callable[..., Any], payload: bytes, namespace: int, pi
     """Read a batch, run its events, leaving out each that is not plain, and pack the parts."""
     loops = native.selected
     assert loops is not None
-    read = loops.read_batch(payload, EVENTS_MAX, Stored, Removed, Cleared(), medium_of, 10, 3)
+    read = loops.read_batch(payload, EVENTS_MAX, Stored, StoredReference, Removed, Cleared(), medium_of, 10, 3)
     if read is None or isinstance(read[1], list):
         return None
     places = loops.Places(Place, Spot)
@@ -134,7 +134,7 @@ class _Model:
 
 
 def parts(payload: bytes, namespace: int, piece_blocks: int) -> object:
-    read: Any = batches.read_batch(payload, EVENTS_MAX, Stored, Removed, Cleared(), medium_of, 10, 3)
+    read: Any = batches.read_batch(payload, EVENTS_MAX, Stored, StoredReference, Removed, Cleared(), medium_of, 10, 3)
     if read is None or not is_run(read[1]):
         return None
     if not 0 <= namespace <= U64_MAX or not -(2**63) <= piece_blocks < 2**63:
@@ -180,9 +180,7 @@ def is_run(events: list[Any]) -> bool:
         if isinstance(each, Stored):
             if not each.tokens or len(each.tokens) != 4 * each.block_size * len(each.engine_hashes):
                 return False
-            shapes[Stored].add(
-                (each.medium, each.adapter, each.group, each.is_main_attention, each.tells_salts, each.block_size)
-            )
+            shapes[Stored].add((each.medium, each.adapter, each.group, each.tells_salts, each.block_size))
         else:
             shapes[Removed].add((each.medium, each.group))
     return all(len(found) <= 1 for found in shapes.values())

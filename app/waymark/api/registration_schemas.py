@@ -28,7 +28,6 @@ from waymark.base.shown import shown
 from waymark.domain.engines import TRAITS, Copies, EngineKind, Scope, kinds_where
 from waymark.domain.media import normal_medium, order_of
 from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, Registration, SeqCounter, is_endpoint
-from waymark.domain.objects import SHARDS_MAX
 from waymark.domain.prefixes import (
     DEFAULT,
     ENTRIES_MAX,
@@ -51,6 +50,7 @@ from waymark.domain.targets import (
     is_engine_url,
     is_url,
 )
+from waymark.domain.waiting import SHARDS_MAX
 
 # The types of a registration's fields: each takes a value from JSON, or explains its mistake.
 

@@ -72,21 +72,20 @@ class Counts:
 
     def _count_events(self, batches: Sequence[Batch]) -> None:
         counters, metrics = self._counters, self._metrics
-        kinds = Counter[type]()
-        rejected, ignored = Counter[str](), Counter[str]()
+        kinds, rejected, ignored = Counter[str](), Counter[str](), Counter[str]()
         for batch in batches:
             if type(batch.events) is PlainEvents:
-                kinds[Stored] += batch.events.stores
-                kinds[Removed] += batch.events.removals
+                kinds[Stored.kind] += batch.events.stores
+                kinds[Removed.kind] += batch.events.removals
             else:
-                kinds.update(type(event) for event in batch.events if not event.part)
+                kinds.update(event.kind for event in batch.events if not event.part)
             if batch.rejected:
                 rejected.update(batch.rejected)
             if batch.ignored:
                 ignored.update(batch.ignored)
         for kind, count in (+kinds).items():
-            counters[f"events.{kind.__name__.lower()}"] += count
-            metrics.events.labels(type=kind.__name__.lower()).inc(count)
+            counters[f"events.{kind}"] += count
+            metrics.events.labels(type=kind).inc(count)
         for name, count in rejected.items():
             counters[f"decode_errors.{name}"] += count
             metrics.decode_errors.labels(reason=name).inc(count)

@@ -2,7 +2,7 @@
 
 The C module is built from ``native/`` if there is a compiler; a build without one continues in Python. Each loop has
 both implementations behind one function: block keys in ``domain.hashing``, rows in ``domain.row_runs``, the knowledge
-of a stream in ``domain.new_known``, parts in ``domain.part_list`` and ``store.calls``, lists in ``api.lists``, events
+of a stream in ``domain.pure_known``, parts in ``domain.part_list`` and ``store.calls``, lists in ``api.lists``, events
 in ``engines.plain``. Both give the same for every input, and the same tests run over both.
 
 In a checkout, ``native/`` may change without a new build; a module built from other sources is refused.
@@ -49,6 +49,7 @@ class NativeFunctions(Protocol):
         payload: bytes,
         events_max: int,
         stored: type,
+        reference: type,
         removed: type,
         cleared: object,
         medium: Callable[[str | None], str | None],

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from waymark.domain.events import Stored
+from waymark.domain.events import Stored, StoredWindow
 from waymark.domain.hashing import derived_hash
 from waymark.domain.media import DEVICE
 
@@ -24,16 +24,19 @@ CHUNK_BLOCKS_MAX: Final = 128
 _PIECE_BLOCKS: Final = 1024
 
 
-def blocks_of(event: Stored, block_size: int) -> int:
+def blocks_of(event: Stored | StoredWindow, block_size: int) -> int:
     """Return how many blocks of this size each hash of a store stands for; 1 if it is a block's, or cannot be split."""
     size, hashes = event.block_size, len(event.engine_hashes)
     blocks = size // block_size
+    if isinstance(event, StoredWindow):
+        is_dense = event.is_dense
+    else:
+        is_dense = event.extras is None and len(event.tokens) == 4 * size * hashes
     is_chunked = (
         1 < blocks <= CHUNK_BLOCKS_MAX
         and size % block_size == 0
         and (event.medium not in DEVICE or event.group is not None)
-        and event.extras is None
-        and len(event.tokens) == 4 * size * hashes
+        and is_dense
     )
     return blocks if is_chunked else 1
 

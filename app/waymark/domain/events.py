@@ -1,5 +1,7 @@
 """The events that decoders produce: stored, removed, cleared, independent of any engine's format.
 
+Stores and removals have a class for each way in which they name their blocks, with a rule in ``rules``.
+
 Hashes here are **engine hashes** as u64: opaque names of blocks, unique only within one publisher. Token ids are packed
 (little-endian u32), because later stages only hash them.
 """
@@ -9,14 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias, overload
+from typing import Any, ClassVar, Final, TypeAlias, overload
 
 from waymark.domain.names import Adapter
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The fields by which only a standard event names its stream, besides medium, adapter and salts.
+    """The fields by which only a standard event names its stream, besides the medium.
 
     None stands for the value of the registration.
     """
@@ -30,25 +32,28 @@ class Envelope:
     spelling: str = ""
     """The name of the medium in the event, in upper case, if it is another than the medium's own: ``NFS`` and ``SSD``
     are one medium in answers, and two streams."""
-    object_shard: str | None = None
-    """The part of the block that an object in a pool is, as 16 hex digits. The object's hash comes from another
-    engine."""
+    adapter: Adapter = None
+    salts: tuple[str, ...] = ()
+    """The event's ``additional_salt``, if it has one; it replaces that of the registration."""
+
+
+# A field that several kinds of events have is explained at the first of them.
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Consecutive blocks entered a cache, ancestor first."""
+    """Consecutive blocks entered a cache, ancestor first; identified by their tokens."""
 
+    kind: ClassVar[str] = "stored"
+    """The name of the counter of such events."""
     engine_hashes: tuple[int, ...]
     """The engine hashes of the blocks; at least one."""
     parent: int | None
     """Engine hash of the block before the first; None at the root."""
     tokens: bytes
-    """Little-endian u32, pairs already undone; empty in a placeholder, which only gives the location of known
-    blocks.
-    """
+    """Little-endian u32, pairs already undone; never empty."""
     block_size: int
-    """Tokens per hash as the event has it; 0 in placeholders."""
+    """Tokens per hash as the event has it. If it is a multiple of the registered size, the hashes are of chunks."""
     medium: str
     adapter: Adapter = None
     """The event's own adapter; if it is None, the registration's counts."""
@@ -58,57 +63,139 @@ class Stored:
     """Per hash the digest of leftover extra keys (images, embeds); None if no block has any."""
     group: int | None = None
     """KV-cache group of a hybrid model."""
-    is_main_attention: bool | None = None
-    """Whether the event is of main attention; None if it names no kind of attention."""
-    window: int | None = None
-    """The number of tokens that a KV-cache group other than main attention must have before a boundary, so that a
-    prefix can be reused up to there; None if it is unknown.
-    """
     tells_salts: bool = field(default=True, compare=False)
     """The event's form has a place for salts and images, so an event without any is of blocks without any."""
-    is_identity: bool = False
-    """The hashes are seq_hashes already (standard events without tokens)."""
-    envelope: Envelope | None = None
-    is_deep: bool = False
-    """It begins neither at the root nor after a named parent: how deep its blocks are is not known."""
     may_begin: bool = False
     """It begins at the root if its parent, 0, is not a block of its publisher: a nil was written as 0."""
     part: int = 0
     """The number of this event among those that its decoder makes of one long event, from 0."""
     is_reused: bool | None = None
     """Whether the engine only announces blocks again that it had; None if the event does not say."""
+    envelope: Envelope | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredReference:
+    """Blocks entered a cache that are known by their hashes: a placeholder, which only gives the location."""
+
+    kind: ClassVar[str] = "stored"
+    engine_hashes: tuple[int, ...]
+    medium: str
+    block_size: int = 0
+    """Tokens per hash; 0 if the event does not say."""
+    group: int | None = None
+    is_salted: bool = False
+    """The event names a salt or an image."""
+    part: int = 0
+    is_reused: bool | None = None
+    envelope: ClassVar[None] = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredIdentity:
+    """Blocks entered a cache whose hashes are seq_hashes already: a standard event without tokens."""
+
+    kind: ClassVar[str] = "stored"
+    engine_hashes: tuple[int, ...]
+    parent: int | None
+    medium: str
+    envelope: Envelope
+    is_deep: bool = False
+    """It begins neither at the root nor after a named parent: how deep its blocks are is not known."""
+    part: int = 0
+    is_reused: ClassVar[None] = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object entered a pool. It is a block, or a part of one, which an engine has named in its own events."""
+
+    kind: ClassVar[str] = "stored"
+    engine_hashes: tuple[int, ...]
+    """The hash of the block in the events of that engine; one."""
+    shard: str
+    """The part of the block, as 16 hex digits."""
+    medium: str
+    envelope: Envelope
+    part: int = 0
+    is_reused: ClassVar[None] = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWindow:
+    """Blocks of a KV-cache group other than main attention, named by the blocks of main attention that end there."""
+
+    kind: ClassVar[str] = "stored"
+    engine_hashes: tuple[int, ...]
+    medium: str
+    group: int | None
+    window: int | None
+    """The number of tokens that the group must have before a boundary, so that a prefix can be reused up to there; None
+    if it is unknown.
+    """
+    block_size: int = 0
+    is_dense: bool = False
+    """The event has the tokens of all of its blocks, and no image."""
+    part: int = 0
+    is_reused: bool | None = None
+    envelope: ClassVar[None] = None
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
     """Blocks left a cache."""
 
+    kind: ClassVar[str] = "removed"
     engine_hashes: tuple[int, ...]
     medium: str
     group: int | None = None
-    adapter: Adapter = None
-    salts: tuple[str, ...] = ()
-    is_identity: bool = False
-    envelope: Envelope | None = None
     part: int = 0
-    """The number of this event among the parts of one long event, as in ``Stored``."""
     copies_left: tuple[int | None, ...] | None = None
     """How many copies of each block its engine still has; None if the event does not say."""
+    envelope: Envelope | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedIdentity:
+    """Blocks left a cache whose hashes are seq_hashes."""
+
+    kind: ClassVar[str] = "removed"
+    engine_hashes: tuple[int, ...]
+    medium: str
+    envelope: Envelope
+    part: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedObject:
+    """An object left a pool."""
+
+    kind: ClassVar[str] = "removed"
+    engine_hashes: tuple[int, ...]
+    shard: str
+    medium: str
+    envelope: Envelope
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
     """All blocks of a rank left the cache; for a standard event, all of its stream's dimensions."""
 
+    kind: ClassVar[str] = "cleared"
     medium: str | None = None
     """The medium that a clear empties; None for every medium of the rank."""
-    adapter: Adapter = None
-    salts: tuple[str, ...] = ()
     envelope: Envelope | None = None
     part: int = field(default=0, init=False)
 
 
-Event: TypeAlias = Stored | Removed | Cleared
+StoreEvent: TypeAlias = Stored | StoredReference | StoredIdentity | StoredObject | StoredWindow
+RemovalEvent: TypeAlias = Removed | RemovedIdentity | RemovedObject
+Event: TypeAlias = StoreEvent | RemovalEvent | Cleared
+EngineEvent: TypeAlias = Stored | StoredReference | StoredWindow | Removed | Cleared
+"""The events that engines send themselves; the others have an envelope."""
+STORES: Final = (Stored, StoredReference, StoredIdentity, StoredObject, StoredWindow)
+REMOVALS: Final = (Removed, RemovedIdentity, RemovedObject)
 
 
 class PlainEvents(Sequence[Event]):

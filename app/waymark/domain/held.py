@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 from waymark.domain.copies import SEVERAL_BYTES, HolderCopies
 from waymark.domain.events import PlainEvents
 from waymark.domain.known import EventRun, KnownBlocks, NewBlocks, Places, Spot, TakenBlocks
-from waymark.domain.new_known import new_known, new_places
 from waymark.domain.parts import NO_COPIES, UNCHANGED, PackedParts
+from waymark.domain.pure_known import new_known, new_places
 from waymark.domain.rows import SLOT_CHARS, Place
 from waymark.domain.slices import SLICE_WORK, Slices
 

@@ -11,10 +11,20 @@ from typing import Literal, NamedTuple
 
 from waymark.domain import chunks
 from waymark.domain.chunks import CHUNK
-from waymark.domain.events import Cleared, Event, Removed, Stored
+from waymark.domain.events import (
+    Event,
+    RemovalEvent,
+    Removed,
+    Stored,
+    StoredIdentity,
+    StoredObject,
+    StoredReference,
+    StoredWindow,
+    StoreEvent,
+)
 from waymark.domain.media import DEVICE
 from waymark.domain.names import Registration
-from waymark.domain.objects import SHARD, SHARDS_MAX
+from waymark.domain.waiting import SHARD, SHARDS_MAX
 from waymark.domain.windows import Window
 
 EXTRA_KEYS = "extra_keys"
@@ -49,6 +59,8 @@ _PUBLISHER = re.compile(PUBLISHER + "((?:[0-9a-f]{2}){1,64})")
 _RELEASE = re.compile(r"v?([0-9]{1,4})\.([0-9]{1,4})", re.ASCII)
 WINDOWS_MAX = 64
 """Further groups are ignored."""
+_OF_GROUPS = (StoredWindow, Removed)
+"""The events of a group with a window; a removal does not say which kind of attention it is of."""
 
 
 def publisher_of(flags: Collection[str]) -> bytes | None:
@@ -150,28 +162,27 @@ class LifeFacts:
             self.flags.add(PUBLISHER + publisher_id.hex())
             self._publisher_id = publisher_id
 
-    def learn_removal(self, event: Removed) -> None:
+    def learn_removal(self, event: RemovalEvent) -> None:
         """Learn from a removal."""
-        if event.copies_left is not None:
+        if isinstance(event, Removed) and event.copies_left is not None:
             self.flags.add(COPIES_LEFT)
 
-    def learn(self, event: Stored) -> None:
+    def learn(self, event: StoreEvent) -> None:
         """Learn from a store that counts."""
         if event.is_reused is not None:
             self.flags.add(COPIES_REUSED)
-        if event.is_main_attention is False:
+        if isinstance(event, StoredWindow):
             window = self.new_window_of(event)
             if window is not None and window.group not in self.windows:
                 self.windows[window.group] = window
                 self.flags.add(f"{WINDOW}{window}")
             return
-        shard = None if event.envelope is None else event.envelope.object_shard
-        if shard is not None and len(self.shards) < SHARDS_MAX and shard not in self.shards:
-            self.flags.add(SHARD + shard)
-            self.shards.add(shard)
-        if event.salts or event.extras:
+        if isinstance(event, StoredObject) and len(self.shards) < SHARDS_MAX and event.shard not in self.shards:
+            self.flags.add(SHARD + event.shard)
+            self.shards.add(event.shard)
+        if _has_extra_keys(event):
             self.flags.add(EXTRA_KEYS)
-        if not event.tokens:
+        if not isinstance(event, Stored):
             return
         if event.block_size > self._block_size:
             if event.medium in DEVICE:
@@ -188,13 +199,11 @@ class LifeFacts:
 
     def window_of(self, event: Event) -> Window | None:
         """Return the window of the event's group; None for main attention and for an unknown group."""
-        if not self.windows or isinstance(event, Cleared) or event.group is None or event.group == self.main_group:
+        if not self.windows or not isinstance(event, _OF_GROUPS):
             return None
-        if isinstance(event, Stored) and event.is_main_attention is not False:
-            return None
-        return self.windows.get(event.group)
+        return None if event.group in (None, self.main_group) else self.windows.get(event.group)
 
-    def new_window_of(self, event: Stored) -> Window | None:
+    def new_window_of(self, event: StoredWindow) -> Window | None:
         """Return the window that an event states for its group, if blocks of both can be compared."""
         size, span = self._block_size, event.block_size
         if not self._reads_windows or event.window is None or event.group is None:
@@ -204,3 +213,12 @@ class LifeFacts:
         if not span or (span % size and size % span) or len(self.windows) >= WINDOWS_MAX:
             return None
         return Window(event.group, event.window, span)
+
+
+def _has_extra_keys(event: Stored | StoredReference | StoredIdentity | StoredObject) -> bool:
+    """Return whether a store names a salt or an image."""
+    if isinstance(event, Stored):
+        return bool(event.salts or event.extras)
+    if isinstance(event, StoredReference):
+        return event.is_salted
+    return bool(event.envelope.salts)

@@ -12,7 +12,20 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from waymark.domain import chunks
-from waymark.domain.events import Batch, Cleared, Envelope, Event, PlainEvents, Removed, Stored
+from waymark.domain.events import (
+    REMOVALS,
+    Batch,
+    Cleared,
+    Envelope,
+    Event,
+    PlainEvents,
+    Removed,
+    Stored,
+    StoredIdentity,
+    StoredReference,
+    StoredWindow,
+    StoreEvent,
+)
 from waymark.domain.generations import Generations
 from waymark.domain.hashing import dimensions_digest, namespace
 from waymark.domain.life_facts import EVENTS_MISSING, LifeFacts
@@ -27,6 +40,8 @@ HOLDERS_MAX = 64 * MEDIA_MAX
 
 # Asked several times for each event, and there are few.
 _name = lru_cache(HOLDERS_MAX)(HolderName)
+_SIZED = (Stored, StoredReference)
+"""The events of main attention that say how many tokens a hash stands for."""
 
 
 @dataclass(slots=True)
@@ -160,7 +175,7 @@ class Planner:
     ) -> None:
         """Learn facts, and name the missing holders; ``staying`` ones exist already, under the lasting ``names``."""
         for j, event in enumerate(batch.events[start : start + _EVENTS_AT_ONCE], start):
-            if isinstance(event, Removed):
+            if isinstance(event, REMOVALS):
                 self._facts.learn_removal(event)
             else:
                 self._find_holder(plan, i, j, batch, event, None, staying, names)
@@ -171,7 +186,7 @@ class Planner:
         i: int,
         j: int,
         batch: Batch,
-        event: Stored | Cleared,
+        event: StoreEvent | Cleared,
         hashes: int | None,
         staying: set[HolderName],
         names: set[HolderName],
@@ -182,14 +197,14 @@ class Planner:
         """
         if self._skip_reason_of(batch, event):
             return
-        if isinstance(event, Stored):
+        if not isinstance(event, Cleared):
             self._facts.learn(event)
         elif event.envelope is None:
             return  # a standard stream's holder begins again at once: it keeps the event_id
         if plan.last_clear and self.is_cleared(plan, batch, event, i, j):
             return
         if self._generations:
-            count = self._blocks(event, hashes) if isinstance(event, Stored) else 0
+            count = 0 if isinstance(event, Cleared) else self._blocks(event, hashes)
             self._generations.store(self._lasting_name(batch, event), count)
             self.epochs = self._generations.epochs
         name = self.name(batch, event)
@@ -197,12 +212,14 @@ class Planner:
             names.add(name.lasting)
             plan.begun[name] = self._holder(batch, event)
 
-    def _blocks(self, event: Stored, hashes: int | None) -> int:
+    def _blocks(self, event: StoreEvent, hashes: int | None) -> int:
         """Return how many blocks an event stores; if it stands for several, ``hashes`` is the number of hashes of
         all.
         """
         size, hashes = self._registration.block_size, len(event.engine_hashes) if hashes is None else hashes
-        return hashes if event.block_size <= size else hashes * chunks.blocks_of(event, size)
+        if isinstance(event, Stored | StoredWindow) and event.block_size > size:
+            return hashes * chunks.blocks_of(event, size)
+        return hashes
 
     # ---- the owner of an event ---------------------------------------------------------------------
 
@@ -220,13 +237,13 @@ class Planner:
     def _lasting_name(self, batch: Batch, event: Event) -> HolderName:
         """Return the name without an epoch, which is also the unit that a standard clear ends."""
         if event.envelope is not None:
-            digest = self.spaces.dimensions(event, event.envelope)
+            digest = self.spaces.dimensions(event.envelope)
         else:
             window = self._facts.window_of(event) if self._facts.windows else None
             digest = "" if window is None else f"{GROUP}{window.group}"
         return _name(self.rank(batch, event), event.medium or UNNAMED, digest)
 
-    def _holder(self, batch: Batch, event: Stored | Cleared) -> Holder:
+    def _holder(self, batch: Batch, event: StoreEvent | Cleared) -> Holder:
         registration = self._registration
         return Holder(
             id=0,
@@ -266,34 +283,34 @@ class Planner:
                 return "other_registration"
         if event.envelope is not None:
             return self._skip_reason_of_envelope(event.envelope)
-        if isinstance(event, Cleared):
-            return None
         facts = self._facts
         if facts.windows and facts.window_of(event) is not None:
             return None
-        if isinstance(event, Stored):
-            if event.is_main_attention is False:
-                is_new = event.group != facts.main_group and facts.new_window_of(event) is not None
-                return None if is_new else "other_attention"
-            if event.block_size != self._registration.block_size and (event.tokens or event.block_size):
+        if isinstance(event, StoredWindow):
+            is_new = event.group != facts.main_group and facts.new_window_of(event) is not None
+            return None if is_new else "other_attention"
+        if isinstance(event, _SIZED):
+            if event.block_size != self._registration.block_size and (isinstance(event, Stored) or event.block_size):
                 reason = self._skip_reason_of_size(event)
                 if reason is not None or event.group is None:
                     return reason
+        elif not isinstance(event, Removed):
+            return None
         if event.group is None:
             return None
         if facts.main_group is None:
-            is_main = event.group == 0 or (isinstance(event, Stored) and bool(event.tokens))
+            is_main = event.group == 0 or isinstance(event, Stored)
         else:
             is_main = event.group == facts.main_group
         return None if is_main else "other_group"
 
-    def _skip_reason_of_size(self, event: Stored) -> str | None:
+    def _skip_reason_of_size(self, event: Stored | StoredReference) -> str | None:
         """Why a store of another block size is skipped; None for a chunk.
 
         LMCache puts all KV-cache groups into one chunk, so its chunks belong to none.
         """
         size = self._registration.block_size
-        if chunks.blocks_of(event, size) > 1:
+        if isinstance(event, Stored) and chunks.blocks_of(event, size) > 1:
             return None
         is_inside = event.medium in DEVICE and 0 < event.block_size < size and size % event.block_size == 0
         return "inside_block" if is_inside else "block_size_mismatch"
@@ -336,9 +353,12 @@ class Spaces:
         self._salts = (registration.additional_salt,) if registration.additional_salt else ()
         self._adapters: dict[int, Adapter] = {0: None}
 
-    def at_root(self, event: Event) -> int:
+    def at_root(self, event: Stored | StoredIdentity) -> int:
         """Return the namespace of an event without a parent to inherit one from."""
-        adapter, salts = self._adapter(event), self._salts_of(event)
+        if event.envelope is None:
+            adapter, salts = self._adapter(event.adapter), self._salts + event.salts
+        else:
+            adapter, salts = self._adapter(event.envelope.adapter), event.envelope.salts or self._salts
         ns = namespace(adapter, salts)
         if ns not in self._adapters:
             if len(self._adapters) >= _SPACES_MAX:
@@ -346,19 +366,14 @@ class Spaces:
             self._adapters[ns] = adapter
         return ns
 
-    def has(self, event: Event, ns: int) -> bool:
+    def has(self, event: Stored, ns: int) -> bool:
         """Return whether the event's adapter belongs to the namespace; an unknown adapter is trusted."""
-        return ns not in self._adapters or self._adapters[ns] == self._adapter(event)
+        return ns not in self._adapters or self._adapters[ns] == self._adapter(event.adapter)
 
-    def dimensions(self, event: Event, envelope: Envelope) -> str:
+    def dimensions(self, envelope: Envelope) -> str:
         """Return the dimensions, besides rank and medium, of the stream of a standard event."""
-        return dimensions_digest(envelope.backend_id, self._adapter(event), self._salts_of(event), envelope.spelling)
+        adapter, salts = self._adapter(envelope.adapter), envelope.salts or self._salts
+        return dimensions_digest(envelope.backend_id, adapter, salts, envelope.spelling)
 
-    def _adapter(self, event: Event) -> Adapter:
-        return self._lora_name if event.adapter is None else event.adapter
-
-    def _salts_of(self, event: Event) -> tuple[str, ...]:
-        """Return the registration's salt and the request's; a standard event's own salt replaces the registration's."""
-        if event.envelope is None:
-            return self._salts + event.salts
-        return event.salts or self._salts
+    def _adapter(self, named: Adapter) -> Adapter:
+        return self._lora_name if named is None else named

@@ -1,10 +1,11 @@
-"""``Places`` and ``KnownBlocks`` in Python, for a build without the C module."""
+"""``Places`` and ``KnownBlocks`` in Python, for a build without the C module; and new ones, by the selected build."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from waymark.domain.known import Spot
+from waymark.base import native
+from waymark.domain.known import KnownBlocks, Places, Spot
 from waymark.domain.rows import PIECE_BLOCKS, Place
 
 _PURE_BYTES = 300
@@ -170,3 +171,19 @@ class PureKnownBlocks:
 
 def _key_of(packed: int) -> int:
     return packed & 2**64 - 1
+
+
+def new_places() -> Places:
+    if native.selected is not None:
+        places: Places = native.selected.Places(Place, Spot)
+        return places
+    return PurePlaces()
+
+
+def new_known(places: Places, *, has_keys: bool) -> KnownBlocks:
+    """Return an empty table; its blocks will be in ``places``."""
+    if isinstance(places, PurePlaces):
+        return PureKnownBlocks(places, has_keys)
+    assert native.selected is not None
+    table: KnownBlocks = native.selected.KnownBlocks(places, has_keys)
+    return table

@@ -19,6 +19,25 @@ EVENT_WORK = 16
 """The cost of an event beside its hashes, counted as they are."""
 
 
+class Slice:
+    """The work of the slice under way."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self) -> None:
+        self._work = 0
+
+    def is_full(self, work: int) -> bool:
+        """Add work. Return whether that is enough for one slice; then the next one begins, after the caller has
+        yielded.
+        """
+        self._work += work
+        if self._work <= SLICE_WORK:
+            return False
+        self._work = 0
+        return True
+
+
 def finish(work: Slices[T]) -> T:
     """Run all slices in one go, if no other work waits."""
     while True:

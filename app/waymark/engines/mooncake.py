@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 
 from waymark.base.shown import shown
-from waymark.domain.events import Event, Removed, Stored
+from waymark.domain.events import Event, RemovedObject, StoredObject
 from waymark.engines import sglang, standard, vllm, wire
 from waymark.engines.batches import Decoder
 from waymark.engines.ceilings import Ceilings
@@ -43,17 +42,15 @@ def _object(event: Mapping[Any, Any]) -> Event | Ignored:
         return standard.read_event(event)
     if not isinstance(key, str):
         raise Rejected("bad_envelope", f"object_key is {shown(key)}, not text", field="object_key")
-    envelope = standard.read_envelope(event)
+    envelope = standard.read_envelope(event, has_names=False)
     object_key = parse_object_key(key)
     if object_key is None:
         return Ignored.UNKNOWN_KEY
     if object_key.group:
         return Ignored.OTHER_GROUP
-    envelope = replace(envelope, object_shard=object_key.object_shard)
+    read = RemovedObject if kind == "removed" else StoredObject
     medium = wire.medium(event.get("medium"))
-    if kind == "removed":
-        return Removed((object_key.engine_hash,), medium, envelope=envelope)
-    return Stored((object_key.engine_hash,), None, b"", 0, medium, envelope=envelope)
+    return read((object_key.engine_hash,), object_key.object_shard, medium, envelope)
 
 
 # The keys under which engines put blocks into an object store. Each names an engine hash, and an object shard.

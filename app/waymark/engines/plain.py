@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from waymark.base import native
-from waymark.domain.events import Cleared, Event, PlainEvents, Removed, Stored
+from waymark.domain.events import Cleared, Event, PlainEvents, Removed, Stored, StoredReference
 from waymark.domain.media import normal_medium
 
 _CLEARED = Cleared()
@@ -42,7 +42,9 @@ def read(payload: bytes, events_max: int, list_fields: tuple[int, int] = LIST_FI
     loops = native.selected
     if loops is None:
         return None
-    result = loops.read_batch(payload, events_max, Stored, Removed, _CLEARED, normal_medium, *list_fields)
+    result = loops.read_batch(
+        payload, events_max, Stored, StoredReference, Removed, _CLEARED, normal_medium, *list_fields
+    )
     if result is None:
         return None
     ts, events, rank, publisher_id, count = result

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgpack
 
 from waymark.base.shown import shown
-from waymark.domain.events import Cleared, Event, Removed, Stored
+from waymark.domain.events import Cleared, EngineEvent, Removed, Stored, StoredReference, StoredWindow
 from waymark.domain.media import IN_EVERY_ANSWER, UNNAMED
 from waymark.domain.slices import EVENT_WORK, Slices
 from waymark.engines import plain, vllm, wire
@@ -44,7 +44,9 @@ def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
     )
 
 
-def read_event(event: Any, *, seed: int, zero_of_list: vllm.Zero = "root") -> Event | tuple[Event, ...] | Ignored:
+def read_event(
+    event: Any, *, seed: int, zero_of_list: vllm.Zero = "root"
+) -> EngineEvent | tuple[EngineEvent, ...] | Ignored:
     """Read one event of a batch, a list or a map."""
     read = read_blocks(event, seed=seed, zero_of_list=zero_of_list)
     if isinstance(read, Ignored | Cleared):
@@ -66,24 +68,27 @@ def _components(event: Any) -> tuple[frozenset[str], bool] | None:
     return None
 
 
-def _of_components(read: Stored | Removed, components: frozenset[str], is_whole: bool) -> tuple[Event, ...] | Ignored:
+def _of_components(
+    read: Stored | StoredReference | StoredWindow | Removed, components: frozenset[str], is_whole: bool
+) -> tuple[EngineEvent, ...] | Ignored:
     """Read an event of some components: full attention is the main group, and a state is a group of its own.
 
     The length of a sliding window is in no event, so such a component is left out. ``is_whole``: the event says what
     the blocks have now, so a component that it does not name has left, and a block that is known has no further copy.
     """
-    if is_whole and isinstance(read, Stored):
+    is_store = not isinstance(read, Removed)
+    if is_whole and not isinstance(read, Removed):
         read = replace(read, is_reused=True)
-    found: list[Event] = [read] if "FULL" in components else []
+    found: list[EngineEvent] = [read] if "FULL" in components else []
     hashes, medium = read.engine_hashes, read.medium
-    if isinstance(read, Stored) and _STATE in components:
-        found.append(Stored(hashes, None, b"", 0, medium, group=_STATE_GROUP, is_main_attention=False, window=1))
-    elif _STATE in components or (is_whole and isinstance(read, Stored)):
+    if is_store and _STATE in components:
+        found.append(StoredWindow(hashes, medium, _STATE_GROUP, window=1))
+    elif _STATE in components or (is_whole and is_store):
         found.append(Removed(hashes, medium, _STATE_GROUP))
     return tuple(found) or Ignored.OTHER_GROUP
 
 
-def read_blocks(event: Any, *, seed: int, zero_of_list: vllm.Zero) -> Event | Ignored:
+def read_blocks(event: Any, *, seed: int, zero_of_list: vllm.Zero) -> EngineEvent | Ignored:
     """Read an event without its components."""
     if isinstance(event, list) and event and isinstance(event[0], str) and event[0] in FIELDS:
         event = event[: 1 + len(FIELDS[event[0]])]
@@ -106,8 +111,8 @@ _FULL: Final = 1
 _HASHES_AT_ONCE: Final = 1024
 
 
-def read_records(payload: bytes) -> Slices[tuple[int, list[Stored]]]:
-    """The number of records in a chunk, and the blocks that they name, as stores without tokens.
+def read_records(payload: bytes) -> Slices[tuple[int, list[StoredReference]]]:
+    """The number of records in a chunk, and the blocks that they name, as references.
 
     A record of version 1 has ``block_hashes``, all on the device; one of version 2 has ``block_hash``, ``tier`` and
     ``component_mask``. Raises Rejected if the chunk cannot be read whole.
@@ -115,7 +120,7 @@ def read_records(payload: bytes) -> Slices[tuple[int, list[Stored]]]:
     unpacker = msgpack.Unpacker(None, strict_map_key=False, max_buffer_size=0)
     unpacker.feed(payload)
     found: dict[str, list[int]] = {}
-    stores: list[Stored] = []
+    stores: list[StoredReference] = []
     try:
         count = _begin_records(unpacker)
         for i in range(count):
@@ -155,6 +160,6 @@ def _blocks_of(record: Any) -> list[tuple[str, int]]:
     return [(medium, wire.u64(record.get("block_hash"), "block_hash"))] if mask & _FULL else []
 
 
-def _store_of(medium: str, hashes: list[int]) -> Stored:
+def _store_of(medium: str, hashes: list[int]) -> StoredReference:
     # Two records of one block are one copy.
-    return Stored(tuple(dict.fromkeys(hashes)), None, b"", 0, medium, is_reused=True)
+    return StoredReference(tuple(dict.fromkeys(hashes)), medium, is_reused=True)

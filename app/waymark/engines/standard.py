@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import kind as kind_of
 from waymark.base.shown import shown
-from waymark.domain.events import Cleared, Envelope, Event, Removed, Stored
+from waymark.domain.events import Cleared, Envelope, Event, Removed, RemovedIdentity, Stored, StoredIdentity
 from waymark.domain.media import normal_medium
 from waymark.domain.names import DEFAULT_TENANT, U32_MAX, U64_MASK
 from waymark.engines import wire
@@ -116,12 +117,9 @@ def read_event(event: Any) -> Event | Ignored:
         return Ignored.UNKNOWN_TYPE
 
     envelope = read_envelope(event)
-    adapter = _text(event, "lora_name")
-    salt = _text(event, "additional_salt", secret=True)
-    salts = (salt,) if salt else ()
     if kind == "cleared":
         medium = None if event.get("medium") is None else wire.medium(event["medium"])
-        return Cleared(medium=medium, adapter=adapter, salts=salts, envelope=envelope)
+        return Cleared(medium, envelope)
 
     medium = wire.medium(event.get("medium"))
     engine_hashes = _hashes(event.get("seq_hashes"))
@@ -129,40 +127,36 @@ def read_event(event: Any) -> Event | Ignored:
         return Ignored.EMPTY
     tokens = _tokens(event.get("token_ids"))
     if kind == "removed":
-        return Removed(
-            engine_hashes=engine_hashes,
-            medium=medium,
-            adapter=adapter,
-            salts=salts,
-            is_identity=not tokens,
-            envelope=envelope,
-        )
+        if tokens:
+            return Removed(engine_hashes, medium, envelope=envelope)
+        return RemovedIdentity(engine_hashes, medium, envelope)
     parent = _parent(event, is_identity=not tokens)
     if parent in engine_hashes:
         raise Rejected("own_parent", f"parent_hash {parent} is one of the event's own blocks", field="parent_hash")
+    if not tokens:
+        is_deep = parent is None and _is_deep(event)
+        return StoredIdentity(engine_hashes, parent, medium, envelope, is_deep)
     return Stored(
         engine_hashes=engine_hashes,
         parent=parent,
         tokens=tokens,
         block_size=envelope.block_size or 0,
         medium=medium,
-        adapter=adapter,
-        salts=salts,
-        is_identity=not tokens,
+        adapter=envelope.adapter,
+        salts=envelope.salts,
         envelope=envelope,
-        is_deep=parent is None and _is_deep(event),
     )
 
 
 # ---- fields ----------------------------------------------------------------------------------------
 
 
-def read_envelope(event: Mapping[Any, Any]) -> Envelope:
-    """Read the envelope of an event, which names its stream."""
+def read_envelope(event: Mapping[Any, Any], *, has_names: bool = True) -> Envelope:
+    """Read the envelope of an event, which names its stream; if it has ``has_names``, with its adapter and salt."""
     backend_id = _text(event, "backend_id")
     if backend_id is None:
         raise Rejected("bad_envelope", "backend_id is missing or empty", field="backend_id", reason="missing")
-    return Envelope(
+    found = Envelope(
         event_id=_event_id(event.get("event_id")),
         backend_id=backend_id,
         tenant_id=_text(event, "tenant_id") or DEFAULT_TENANT,
@@ -171,6 +165,10 @@ def read_envelope(event: Mapping[Any, Any]) -> Envelope:
         dp_rank=_u32(event, "dp_rank"),
         spelling=_spelling(event.get("medium")),
     )
+    if not has_names:
+        return found
+    adapter, salt = _text(event, "lora_name"), _text(event, "additional_salt", secret=True)
+    return found if adapter is None and salt is None else replace(found, adapter=adapter, salts=(salt,) if salt else ())
 
 
 def _spelling(medium: Any) -> str:

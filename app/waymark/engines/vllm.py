@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 from waymark.base.shown import shown
-from waymark.domain.events import Cleared, Event, Removed, Stored
+from waymark.domain.events import Cleared, EngineEvent, Removed, Stored, StoredReference, StoredWindow
 from waymark.domain.hashing import extra_digest
 from waymark.domain.names import U32_MAX, Adapter
 from waymark.engines import plain, wire
@@ -52,7 +52,9 @@ def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
     return Decoder(partial(read_event, seed=seed), names=FIELDS, ceilings=ceilings, read_plain=plain.read)
 
 
-def read_event(event: Any, *, seed: int, zero_of_map: Zero = "block", zero_of_list: Zero = "root") -> Event | Ignored:
+def read_event(
+    event: Any, *, seed: int, zero_of_map: Zero = "block", zero_of_list: Zero = "root"
+) -> EngineEvent | Ignored:
     """Read one event of a batch.
 
     A list's parent 0 is the root unless it names a block: llm-d's simulator writes 0 for a missing parent there.
@@ -91,7 +93,9 @@ def _values(listed: list[Any] | None, named: Mapping[Any, Any], fields: tuple[st
     return values + [None] * (len(fields) - len(values))
 
 
-def _stored(values: list[Any], named: Mapping[Any, Any], seed: int, zero: Zero, tells_salts: bool) -> Event | Ignored:
+def _stored(
+    values: list[Any], named: Mapping[Any, Any], seed: int, zero: Zero, tells_salts: bool
+) -> EngineEvent | Ignored:
     block_hashes, above, token_ids, block_size, lora_id, medium, lora_name, extra_keys, group, kind, window = values
     engine_hashes = wire.hashes(block_hashes, "block_hashes")
     if not engine_hashes:
@@ -124,21 +128,28 @@ def _stored(values: list[Any], named: Mapping[Any, Any], seed: int, zero: Zero, 
         keys, salt = _without_names(keys, adapter, salt, at_root=above is None or may_begin)
     if keys is not None or images is not None:
         extras = _digests(keys, images, seed)
+    name, group_number = wire.medium(medium), _group(group)
+    is_reused = _ORIGINS.get(origin) if isinstance(origin := named.get("origin"), str) else None
+    if not _is_main(kind):
+        is_dense = extras is None and len(tokens) == 4 * size * len(engine_hashes)
+        before = _window(kind, window)
+        return StoredWindow(engine_hashes, name, group_number, before, size, is_dense, is_reused=is_reused)
+    if not tokens:
+        is_salted = salt is not None or extras is not None
+        return StoredReference(engine_hashes, name, size, group_number, is_salted, is_reused=is_reused)
     return Stored(
         engine_hashes=engine_hashes,
         parent=parent,
         tokens=tokens,
         block_size=size,
-        medium=wire.medium(medium),
+        medium=name,
         adapter=adapter,
         salts=(salt,) if salt else (),
         extras=extras,
-        group=_group(group),
-        is_main_attention=_is_main(kind),
-        window=_window(kind, window),
+        group=group_number,
         tells_salts=tells_salts,
         may_begin=may_begin,
-        is_reused=_ORIGINS.get(origin) if isinstance(origin := named.get("origin"), str) else None,
+        is_reused=is_reused,
     )
 
 
@@ -188,9 +199,10 @@ def _group(value: Any) -> int | None:
     raise Rejected("bad_group", f"group_idx is {shown(value)}, not an integer of 0..{U32_MAX}")
 
 
-def _is_main(kind: Any) -> bool | None:
+def _is_main(kind: Any) -> bool:
+    """Return whether a store is of main attention; one that names no kind of attention is."""
     if kind is None:
-        return None
+        return True
     if isinstance(kind, str):
         return kind in _MAIN_ATTENTION
     raise Rejected("bad_group", f"kv_cache_spec_kind is {shown(kind)}, not a name")

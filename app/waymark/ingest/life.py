@@ -14,7 +14,7 @@ from typing import Literal
 from waymark.apply.applier import Applier, Incoming
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.domain.events import Batch, Stored
+from waymark.domain.events import STORES, Batch
 from waymark.domain.known import Spot
 from waymark.domain.life_facts import COPIES_LEARNED, publisher_of
 from waymark.domain.parts import Commit
@@ -308,7 +308,7 @@ class Life:
         """The blocks that hashes of the batch stand for, as this life, or the engines of its group, have told them."""
         resolver = self.applier.resolver
         hashes = {
-            engine_hash for event in batch.events if isinstance(event, Stored) for engine_hash in event.engine_hashes
+            engine_hash for event in batch.events if isinstance(event, STORES) for engine_hash in event.engine_hashes
         }
         found = resolver.spots_of(self._dp_rank, hashes)
         return found | await self.applier.pool_hashes.spots_of(hashes - found.keys())

@@ -21,7 +21,7 @@ import zmq
 from waymark.apply.applier import Applier, Incoming
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.logs import fields
-from waymark.domain.events import Batch, Cleared, PlainEvents, Stored
+from waymark.domain.events import Batch, Cleared, PlainEvents, StoredReference
 from waymark.engines.sglang import read_records
 from waymark.engines.wire import Rejected
 from waymark.ingest import record_snapshot, snapshot
@@ -210,7 +210,7 @@ class Snapshots:
 
     async def _records(self, seq: int, payloads: list[bytes]) -> tuple[Incoming, int]:
         """The batch of one or more chunks of records, and how many these are. Raises BadSnapshot."""
-        events: list[Stored] = []
+        events: list[StoredReference] = []
         records = 0
         for payload in payloads:
             try:

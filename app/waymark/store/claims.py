@@ -16,7 +16,6 @@ from waymark.domain.names import (
     Registration,
     SeqCounter,
 )
-from waymark.domain.objects import SHARDS_MAX as OBJECT_SHARDS_MAX
 from waymark.domain.prefixes import (
     ENTRIES_MAX,
     ENTRIES_MIN,
@@ -24,6 +23,7 @@ from waymark.domain.prefixes import (
     TTL_SECONDS_MAX,
     PrefixSource,
 )
+from waymark.domain.waiting import SHARDS_MAX as OBJECT_SHARDS_MAX
 from waymark.store import keys
 from waymark.store.parsing import FORMAT, Document, Malformed
 from waymark.store.target_fields import changed_fields, target_of

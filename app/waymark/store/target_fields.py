@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from waymark.domain.objects import SHARDS_MAX
 from waymark.domain.targets import KV_NUMBER_MAX, PLAIN, WEIGHT_MAX, Role, Target
+from waymark.domain.waiting import SHARDS_MAX
 from waymark.store.parsing import Document
 
 
