@@ -17,7 +17,7 @@ from tests.conftest import wait_until
 from tests.gateway.conftest import Running, Start, chat, events, registration
 from waymark.base.bounded_json import bounded_loads
 from waymark.base.metrics import Metrics
-from waymark.chat.prefix_key import cache_key, is_cacheable
+from waymark.chat.prefix_key import as_written, cache_key, is_cacheable
 from waymark.gateway.answer_store import MemoryAnswers
 from waymark.gateway.bounded import CacheSize
 from waymark.gateway.kept_answer import KeptAnswer
@@ -428,6 +428,18 @@ def test_a_key_costs_less_than_to_read_the_body() -> None:
         return min(taken)
 
     assert seconds(lambda: cache_key("/a", "t", fields)) < seconds(lambda: bounded_loads(body))
+    text = b'{"messages": "' + b"a" * 2**22 + b'"}'
+    assert seconds(lambda: as_written(text)) < seconds(lambda: bounded_loads(text))
+
+
+@pytest.mark.parametrize(
+    ("number", "is_long"),
+    [("9" * 15, False), ("1" * 16, True), ("-1234567890123456.5", True), ("123456789.0123456", False)],
+)
+def test_a_long_number_is_told_as_it_is_written(number: str, *, is_long: bool) -> None:
+    found = [as_written(b'{"seed": ' + number.encode() + end) for end in (b"}", b" }")]
+    assert all(found) == is_long
+    assert len(set(found)) == (2 if is_long else 1)
 
 
 @pytest.mark.outside

@@ -131,3 +131,10 @@ async def test_whitespace_around_a_value_is_not_a_part_of_it() -> None:
         (got,) = await ask(port, request("/", "GET", "A:\t b c \t", "B: \t ", "Expect: x \t", "connection: close "))
     told = dict(got.echo["headers"])
     assert (told["a"], told["b"], told["expect"], told["connection"]) == ("b c", "", "x", "close")
+
+
+@pytest.mark.parametrize("host", ["Host: a.example:1 ", "Host:a.example:1\t", "Host: \t a.example:1 \t "])
+async def test_blanks_around_the_host_are_legal(host: str) -> None:
+    async with served(echo) as port:
+        (got,) = await ask(port, f"GET / HTTP/1.1\r\n{host}\r\nConnection: close\r\n\r\n".encode())
+    assert (got.status, dict(got.echo["headers"])["host"]) == (200, "a.example:1")

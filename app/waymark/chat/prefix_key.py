@@ -7,7 +7,6 @@ prefix-aware routing has the same rule.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from operator import itemgetter
@@ -89,7 +88,9 @@ _NEUTRAL_HEADERS = frozenset(
 )  # fmt: skip
 _NEUTRAL_HEADERS_BEGIN = (b"cf-", b"sec-", b"x-amzn-", b"x-b3-", b"x-envoy-", b"x-forwarded-", b"x-stainless-")
 #: A number with as many digits may be read as another one: above 64 bits it becomes a float.
-_LONG_NUMBER = re.compile(rb"[0-9]{16}")
+_LONG_NUMBER = b"0" * 16
+#: Every digit as 0, and everything else as a blank.
+_DIGITS = bytes(0x30 if 0x30 <= byte <= 0x39 else 0x20 for byte in range(256))
 
 
 def is_cacheable(fields: Mapping[str, Any]) -> bool:
@@ -113,7 +114,8 @@ def as_written(body: bytes) -> str:
     """Return a digest of the body if it has long numbers, which its parsed fields may not preserve; else an empty
     text.
     """
-    return sha256(body).hexdigest() if _LONG_NUMBER.search(body) else ""
+    # A regular expression takes fifteen times as long, a quarter of a second for the longest body.
+    return sha256(body).hexdigest() if _LONG_NUMBER in body.translate(_DIGITS) else ""
 
 
 def cache_key(path: str, tenant_id: str, fields: Mapping[str, Any], *more: Any) -> bytes:
