@@ -6,7 +6,9 @@ import html
 import json
 import re
 import shlex
+from base64 import b64encode
 from collections.abc import Awaitable, Callable
+from hashlib import sha256
 from typing import Any
 
 import httpx
@@ -276,7 +278,6 @@ async def test_every_operation_has_a_link_an_example_and_its_place_in_the_conten
     api: httpx.AsyncClient, document: dict[str, Any]
 ) -> None:
     answer = await api.get("/docs")
-    assert "script-src" not in answer.headers["content-security-policy"]
     assert "color-scheme:light dark" in answer.text
     contents, _, sections = answer.text.partition("<main>")
     anchors = re.findall(r'<h3 id="([\w-]+)">', sections)
@@ -284,17 +285,36 @@ async def test_every_operation_has_a_link_an_example_and_its_place_in_the_conten
     assert re.findall(r'<li><a href="#([\w-]+)">', contents) == anchors
     for section in sections.split("<section>")[1:]:
         assert "curl " in section
+        assert '<div class="send" data-method="' in section
         assert 'aria-label="example of answer"' in section, section[:80]
         for example in re.findall(r"-d (.*?)</code></pre>", section, re.DOTALL):
             (body,) = shlex.split(html.unescape(example))
             assert json.loads(body) is not None
 
 
+async def test_what_changes_something_is_not_sent_at_once(api: httpx.AsyncClient) -> None:
+    text = (await api.get("/docs")).text
+    changing = set(re.findall(r'data-method="(\w+)" data-path="([^"]+)" data-changes', text))
+    assert changing >= {
+        ("POST", "/register"),
+        ("POST", "/weight"),
+        ("POST", "/admin/kv-index/clear"),
+        ("POST", "/select"),
+    }
+    assert not changing & {("POST", "/query"), ("POST", "/score"), ("GET", "/workers")}
+
+
 async def test_page_reads_without_a_network(api: httpx.AsyncClient) -> None:
     answer = await api.get("/docs")
     assert answer.headers["content-type"].startswith("text/html")
     assert all(f" {path}<" in answer.text for path in PATHS)
-    assert not re.search(r"""<script|@import|url\(|(src|href|action)=["']?(https?:)?//""", answer.text)
+    # Its policy allows the one script that is in it, and no request to another server.
+    (script,) = re.findall('<script type="module">(.*?)</script>', answer.text, re.DOTALL)
+    allowed = f"script-src 'sha256-{b64encode(sha256(script.encode()).digest()).decode()}';"
+    assert allowed in answer.headers["content-security-policy"]
+    assert "connect-src 'self';" in answer.headers["content-security-policy"]
+    assert answer.text.count("<script") == 1
+    assert not re.search(r"""@import|url\(|(src|href|action)=["']?(https?:)?//""", answer.text)
     # Also of bodies that are lists of objects, or objects by name.
     for told in ("event_id</code> *", "seq_hashes</code>", "the registered instance_id", "longest_matched</code> *"):
         assert told in answer.text, told

@@ -54,7 +54,7 @@ def answer() -> dict[str, Any]:
 
 
 async def ask(page: Page) -> None:
-    """Show that answer."""
+    """Show that answer: a line for each engine, and one that is hidden for each of its two media."""
 
     async def given(route: Route) -> None:
         await route.fulfill(status=200, content_type="application/json", body=json.dumps(answer()))
@@ -64,7 +64,7 @@ async def ask(page: Page) -> None:
     await page.check("input[value=seq_hashes]")
     await page.fill("#text", "1")
     await page.click("#ask button")
-    await expect(page.locator("#answer .line")).to_have_count(2 * ENGINES)
+    await expect(page.locator("#answer .line")).to_have_count(3 * ENGINES)
 
 
 async def main() -> None:

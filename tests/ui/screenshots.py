@@ -14,6 +14,7 @@ from tests.e2e.conftest import Engines, starting
 from tests.e2e.redis_server import redis_server
 from tests.patience import patient
 from tests.ports import unused_port
+from tests.ui import day
 from tests.ui.browser import tab
 from waymark.simulator.workload import SimulatedPrompt
 
@@ -36,12 +37,16 @@ async def main() -> None:
                 await engine.prefill(SimulatedPrompt(SYSTEM[: 40 * (number + 1)] + chat))
             await engines.agree([service], SYSTEM)
             await engines.engines["vllm-3"].publisher.close()
+            await service.post("/weight", instance_id="vllm-2", weight=0)
+            with server.admin() as redis:
+                day.write(redis, day.usual(1, [1, 2]))
             for theme in THEMES:
-                options: dict[str, Any] = {"color_scheme": theme, "viewport": {"width": 1200, "height": 640}}
+                options: dict[str, Any] = {"color_scheme": theme, "viewport": {"width": 1200, "height": 700}}
                 async with tab(f"http://127.0.0.1:{port}", **options) as looking:
-                    await expect(looking.page.locator("#groups td.lost")).to_be_visible()
+                    await expect(looking.page.locator("#groups .status.lost")).to_be_visible()
                     await looking.page.screenshot(path=IMAGES / f"engines-{theme}.png")
                 async with tab(f"http://127.0.0.1:{port}", "#prompt", **options) as looking:
+                    await looking.page.check("input[value=token_ids]")
                     await looking.page.fill("#text", " ".join(map(str, SYSTEM)))
                     await looking.page.click("#ask button")
                     await expect(looking.page.locator("#targets")).to_be_visible()

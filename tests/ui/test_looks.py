@@ -140,6 +140,7 @@ STORED = {
 }  # fmt: skip
 #: The engine stores blocks 4 to 6 on its GPU, too, and removes 4 and 5: 5 is a hole, and so 6 is behind the match.
 CELLS = {
+    "": ["gpu", "cpu", "disk", "other", "pool", "", "behind", ""],
     "GPU": ["gpu", "pool", "pool", "pool", "pool", "", "behind", ""],
     "CPU": ["pool", "cpu", "pool", "pool", "pool", "", "", ""],
     "DISK": ["pool", "pool", "disk", "pool", "pool", "", "", ""],
@@ -201,24 +202,30 @@ async def test_a_cell_has_the_colour_that_the_legend_says(tmp_path: Path) -> Non
         page = looking.page
         await page.reload()
         await expect(page.locator("#model")).to_have_value("m")
+        await page.check("input[value=token_ids]")
         await page.fill("#text", " ".join(map(str, PROMPT)))
         await page.click("#ask button")
         lines = page.locator("#answer .line")
-        await expect(lines.locator("canvas")).to_have_count(6)
+        # A line for each of the two engines and the pool, and then for each medium of the engine.
+        await expect(lines.locator("canvas")).to_have_count(3)
+        await page.check("#by-holder")
+        await expect(lines.locator("canvas")).to_have_count(7)
+        whole = page.get_by_role("slider", name="engine, 5 of 8 blocks", include_hidden=True)
         for theme in THEMES:
             await choose(page, theme)
             legend: dict[str, str] = await page.locator(".legend i").evaluate_all(_LEGEND)
             assert set(legend) == {"gpu", "cpu", "disk", "other", "pool", "behind", "none"}
             assert len(set(legend.values())) == 6, "only what is not held has a colour twice, and a form of its own"
             for medium, expected in CELLS.items():
-                cells = await drawn(lines.filter(has_text=f"rank 0 {medium}:").first)
+                line = lines.filter(has_text=f"rank 0 {medium}:").first if medium else whole
+                cells = await drawn(line)
                 for number, (name, (own, pooled, middle)) in enumerate(zip(expected, cells, strict=True)):
                     is_own = name not in ("", "pool")
                     colours = (
                         (legend[name],) * 3 if is_own else ("", legend["pool"] if name else "", legend[name or "none"])
                     )
                     assert (own, pooled, middle) == colours, f"{theme}, {medium}, block {number}"
-            empty = await drawn(lines.filter(has_text="no block of its own; in pools: 5 of 8 blocks"))
+            empty = await drawn(page.get_by_role("slider", name="empty, 0 of 8 blocks"))
             assert [each[1] for each in empty] == [*[legend["pool"]] * 5, *[""] * 3], theme
         await hover(page, lines.filter(has_text="rank 0 DISK:").first, 2)
         await expect(page.locator("#cell")).to_contain_text("Block 2")

@@ -48,6 +48,7 @@ async def show_prompt(page: Page) -> None:
 
 
 async def show_answer(page: Page) -> None:
+    await page.check("input[value=token_ids]")
     await page.fill("#text", " ".join(map(str, TOKENS)))
     await page.click("#ask button")
     await expect(page.locator("#answer .line")).to_have_count(2)

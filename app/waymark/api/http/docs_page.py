@@ -1,6 +1,6 @@
 """``/docs``: the contract as one page of HTML, with an example of each operation.
 
-The page needs neither further files nor scripts.
+The page needs no further files. Its one script sends an example to this Waymark, when a person asks for that.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import shlex
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from hashlib import sha256
 from html import escape
+from pathlib import Path
 from typing import Any, Final
 
 _BASE = "http://127.0.0.1:13333"
@@ -31,25 +32,40 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:auto;padding:1rem
 color:var(--front)}
 a{color:var(--link)}h2{margin-top:2.5rem}h3{margin:2.5rem 0 .25rem;padding-top:.5rem;border-top:1px solid var(--line);
 overflow-wrap:anywhere}h3 .anchor{color:var(--soft);text-decoration:none}
-nav ul{list-style:none;padding:0;columns:24rem}nav li{break-inside:avoid;overflow-wrap:anywhere}
+nav ul{list-style:none;padding:0}nav li{overflow-wrap:anywhere;padding:.15rem 0}
+@media(min-width:641px){nav li{display:grid;grid-template-columns:24rem 1fr;gap:0 1rem}}
 code,pre{font-family:ui-monospace,monospace;font-size:13px}code{background:var(--panel);padding:0 .2em}
 pre{background:var(--panel);padding:.6rem .8rem;margin:.25rem 0 .75rem;max-height:24rem;overflow:auto;
 border:1px solid var(--line);border-radius:4px}pre code{padding:0;background:none}
 table{border-collapse:collapse;margin:.25rem 0 .75rem}.scroll{overflow-x:auto}
 th,td{text-align:left;vertical-align:top;padding:.1rem 1rem .1rem 0;border-bottom:1px solid var(--line)}
-summary{cursor:pointer;color:var(--soft)}:focus-visible{outline:2px solid var(--link);outline-offset:2px}
+summary{cursor:pointer;color:var(--soft)}.send{margin:.25rem 0 .75rem}.send p{display:inline;margin-left:.75rem}
+.send input,.send textarea,button{font:inherit;color:inherit;background:var(--back);border:1px solid var(--soft);
+border-radius:4px;padding:.25rem .5rem}.send input,.send textarea{display:block;box-sizing:border-box;width:100%;
+margin-bottom:.4rem;font:13px ui-monospace,monospace}.send pre{white-space:pre-wrap;overflow-wrap:anywhere}
+button{cursor:pointer;padding:.2rem 1rem}
+:focus-visible{outline:2px solid var(--link);outline-offset:2px}
 """
+_SCRIPT = (Path(__file__).parent.parent / "ui" / "examples.js").read_text(
+    encoding="utf-8"
+) + "\nofferToSend(document, (path, options) => fetch(path, options));\n"
+
+
+def _source(text: str) -> str:
+    """Return how a content security policy allows this text in the page, and no other one."""
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
 
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    f"style-src 'sha256-{b64encode(sha256(_STYLE.encode()).digest()).decode()}'",
+    f"connect-src 'self'; script-src {_source(_SCRIPT)}; style-src {_source(_STYLE)}",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
 
 
-def page(document: dict[str, Any]) -> str:
-    """Return the page of an OpenAPI document."""
+def page(document: dict[str, Any], changing: Collection[tuple[str, str]] = ()) -> str:
+    """Return the page of an OpenAPI document; ``changing`` has the methods and paths that change something."""
     groups = _grouped(document["paths"])
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Waymark: its HTTP API</title>',
@@ -65,15 +81,17 @@ def page(document: dict[str, Any]) -> str:
     for title, operations in groups.items():
         parts.append(f"<h2>{escape(title)}</h2><ul>")
         parts += [
-            f'<li><a href="#{_anchor(method, path)}"><code>{method} {escape(path)}</code></a>'
-            for method, path, _ in operations
+            f'<li><a href="#{_anchor(method, path)}"><code>{method} {escape(path)}</code></a> '
+            f"<span>{escape(operation['summary'])}</span>"
+            for method, path, operation in operations
         ]
         parts.append("</ul>")
     parts.append("</nav><main>")
     for operations in groups.values():
         for method, path, operation in operations:
-            parts += _section(document["components"]["schemas"], method, path, operation)
-    parts.append("</main></body></html>")
+            changes = (method, path) in changing
+            parts += _section(document["components"]["schemas"], method, path, operation, changes=changes)
+    parts.append(f'</main><script type="module">{_SCRIPT}</script></body></html>')
     return "\n".join(parts)
 
 
@@ -90,12 +108,14 @@ def _anchor(method: str, path: str) -> str:
     return "-".join([method.lower(), *words])
 
 
-def _section(schemas: dict[str, Any], method: str, path: str, operation: dict[str, Any]) -> Iterator[str]:
+def _section(
+    schemas: dict[str, Any], method: str, path: str, operation: dict[str, Any], *, changes: bool
+) -> Iterator[str]:
     anchor = _anchor(method, path)
     link = f'<a class="anchor" href="#{anchor}" aria-label="link to {method} {escape(path)}">#</a>'
     yield f'<section><h3 id="{anchor}"><code>{method} {escape(path)}</code> {link}</h3>'
     yield f"<p>{escape(operation['summary'])}</p>"
-    yield from _example(method, path, operation)
+    yield from _example(method, path, operation, changes=changes)
     if "requestBody" in operation:
         yield f"<details><summary>Fields of the request</summary>{_fields(schemas, operation['requestBody'])}</details>"
     for status, answer in operation["responses"].items():
@@ -107,17 +127,21 @@ def _section(schemas: dict[str, Any], method: str, path: str, operation: dict[st
     yield "</section>"
 
 
-def _example(method: str, path: str, operation: dict[str, Any]) -> Iterator[str]:
-    """Yield the command to type, and its output."""
+def _example(method: str, path: str, operation: dict[str, Any], *, changes: bool) -> Iterator[str]:
+    """Yield the command to type, the place of a button that sends it, and its output."""
     for parameter in operation.get("parameters", ()):
         path = path.replace(f"{{{parameter['name']}}}", str(parameter.get("example", "")))
+    sent = f'data-method="{method}" data-path="{escape(path)}"' + (" data-changes" if changes else "")
     line = f"curl {'' if method in ('GET', 'POST') else f'-X {method} '}{_BASE}{path}"
     content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
     if "example" in content:
-        line += f" -H 'Content-Type: application/json' \\\n  -d {shlex.quote(pretty(content['example']))}"
+        body = pretty(content["example"])
+        line += f" -H 'Content-Type: application/json' \\\n  -d {shlex.quote(body)}"
+        sent += f' data-body="{escape(body)}"'
     elif method == "POST":
         line = line.replace("curl ", "curl -X POST ")
     yield _code("request", line)
+    yield f'<div class="send" {sent}></div>'
     status, answer = next(iter(operation["responses"].items()))
     for kind, example in answer["content"].items():
         if "example" in example:

@@ -1,10 +1,10 @@
-// The blocks of a prompt that one holder has, as a line of cells on a canvas. A line is drawn when it is in sight.
+// The blocks of a prompt that an engine has, as a line of cells on a canvas. A line is drawn when it is in sight.
 
 import { byId, canvas, element, onTheme, painted, plain, setAttribute } from "./shown.js";
 
 const ROW_BLOCKS = 32;
 const CELL_MIN = 4;
-const CELL_MAX = 14;
+const CELL_MAX = 22;
 const CELL_HEIGHT = 14;
 const MISSING = { top: 6, height: 2 };
 // What a pool has for an engine that does not have it itself.
@@ -12,6 +12,8 @@ const POOLED = { top: 4, height: 6 };
 // A canvas has a largest width; what is beyond it can be asked for by its hashes.
 const CANVAS_MAX = 16000;
 const COLOURS = { GPU: "gpu", CPU: "cpu", DISK: "disk" };
+// The fastest first.
+const MEDIA = Object.keys(COLOURS);
 // How far a key moves.
 const STEPS = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, PageUp: ROW_BLOCKS, PageDown: -ROW_BLOCKS, Home: -Infinity, End: Infinity };
 const lines = new Map();
@@ -23,25 +25,31 @@ const inSight = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting, boundingClientRect } of entries) if (isIntersecting) draw(target, boundingClientRect.width);
 }, { rootMargin: "400px" });
 
-// A line for a holder of an instance, or for an instance without one, which shows what pools have for it.
-export function place(instance, holder, found) {
+// A line for some holders of an instance: all of them, of which each block has its fastest medium, or one of them.
+export function place(instance, holders, found) {
   const pooled = instance.is_pool ? [] : pools(found);
-  const count = lengthOf(holder.runs);
-  const label = holder.medium
-    ? `rank ${holder.dp_rank} ${holder.medium}: ${count} of ${found.total_blocks} blocks`
-    : `no block of its own; in pools: ${lengthOf(union(pooled))} of ${found.total_blocks} blocks`;
-  const why = holder.not_counted ? `, ${plain(holder.not_counted)}` : "";
+  const isAll = holders === instance.holders;
+  const own = union(holders.flatMap((each) => each.runs));
+  const count = `${lengthOf(own)} of ${found.total_blocks} blocks`;
+  const label = isAll ? count : `rank ${holders[0].dp_rank} ${holders[0].medium}: ${count}`;
+  const whys = [...new Set(holders.map((each) => each.not_counted).filter(Boolean))].map(plain).join(", ");
   const line = element("div", {
-    class: "line", tabindex: "0", role: "slider", "aria-label": plain(`${instance.instance_id}, ${label}${why}`),
+    class: isAll ? "line" : "line part", tabindex: "0", role: "slider", "aria-label": plain(`${instance.instance_id}, ${label}${whys && `, ${whys}`}`),
     "aria-valuemin": 0, "aria-valuemax": Math.max(0, found.total_blocks - 1), "aria-valuenow": 0, "aria-valuetext": "no block chosen",
-  }, element("div", { class: "soft" }, label, why), element("div", { class: "cells scroll", tabindex: "-1" }));
-  const match = instance.is_pool ? found.longest_matched : instance.longest_matched;
-  lines.set(line, { instance, holder, found, pooled, counted: holder.not_counted ? 0 : match / found.block_size, at: -1, width: 0 });
+  }, isAll ? null : element("div", { class: "soft" }, label, whys && `, ${whys}`), element("div", { class: "cells scroll", tabindex: "-1" }));
+  const match = (instance.is_pool ? found.longest_matched : instance.longest_matched) / found.block_size;
+  lines.set(line, { instance, holders: slowestFirst(holders), found, pooled, match, at: -1, width: 0 });
   return line;
 }
 
+// In the order in which they are painted: the fastest medium that counts is the last one.
+function slowestFirst(holders) {
+  const order = (each) => (each.not_counted ? 0 : 1 + MEDIA.length - (MEDIA.includes(each.medium) ? MEDIA.indexOf(each.medium) : MEDIA.length));
+  return [...holders].sort((a, b) => order(a) - order(b));
+}
+
 // What pools have of a prompt, which counts for every engine.
-export function pools(found) {
+function pools(found) {
   return found.instances.filter((each) => each.is_pool).flatMap((each) => each.holders).filter((each) => !each.not_counted).flatMap((each) => each.runs);
 }
 
@@ -74,7 +82,7 @@ export function drawLines() {
 function draw(line, room) {
   const state = lines.get(line);
   const box = line.lastElementChild;
-  if (!state || box.firstChild) return;
+  if (!state || box.firstChild || !room) return;
   const count = state.found.total_blocks;
   const width = Math.max(CELL_MIN, Math.min(CELL_MAX, Math.floor(room / Math.max(1, count))));
   const cells = Math.min(count, Math.floor(CANVAS_MAX / width));
@@ -88,13 +96,15 @@ function draw(line, room) {
 
 // One rectangle for each run, and then the gaps between all cells at once.
 function paint(state) {
-  const { holder, pooled, context, width, cells } = state;
+  const { holders, pooled, match, context, width, cells } = state;
   const all = [cells * width, CELL_HEIGHT];
   context.clearRect(0, 0, ...all);
   context.fillStyle = painted("behind");
   context.fillRect(0, MISSING.top, all[0], MISSING.height);
-  for (const run of union(pooled)) fill(state, run, "pool", POOLED);
-  for (const run of holder.runs) fill(state, run, COLOURS[holder.medium] || "other", { top: 0, height: CELL_HEIGHT });
+  for (const run of union(pooled)) fill(state, run, "pool", POOLED, match);
+  for (const { runs, medium, not_counted: why } of holders) {
+    for (const run of runs) fill(state, run, COLOURS[medium] || "other", { top: 0, height: CELL_HEIGHT }, why ? 0 : match);
+  }
   context.globalCompositeOperation = "destination-out";
   context.fillStyle = gap(context, width);
   context.fillRect(0, 0, ...all);
@@ -102,7 +112,7 @@ function paint(state) {
 }
 
 // A run in its colour, and in another one from where the match ends.
-function fill({ counted, context, width, cells }, [first, length], colour, { top, height }) {
+function fill({ context, width, cells }, [first, length], colour, { top, height }, counted) {
   const end = Math.min(first + length, cells);
   const middle = Math.min(Math.max(first, counted), end);
   for (const [from, to, name] of [[first, middle, colour], [middle, end, "behind"]]) {
@@ -125,7 +135,7 @@ function gap(context, width) {
 
 function show(line, at) {
   const state = lines.get(line);
-  const { found, holder, instance } = state;
+  const { found, holders, instance } = state;
   if (!(at >= 0 && at < found.total_blocks) || (state.at === at && mark.parentNode === line.lastElementChild)) return;
   state.at = at;
   const key = found.keys[at];
@@ -133,18 +143,18 @@ function show(line, at) {
   const has = (one) => one.runs.some(([first, length]) => first <= at && at < first + length);
   const others = found.instances.flatMap((each) =>
     each.holders.filter(has).map((one) => `${plain(each.instance_id)}${each.is_pool ? " (pool)" : ""} rank ${one.dp_rank} ${one.medium}${one.not_counted ? " (not counted)" : ""}`));
-  const said = holder.medium
-    ? `${plain(instance.instance_id)} rank ${holder.dp_rank} ${has(holder) ? "has" : "does not have"} it on ${plain(holder.medium)}. `
-    : `${plain(instance.instance_id)} has no block of its own. `;
-  const holders = `Holders: ${others.join(", ") || "none"}. `;
+  const where = `${plain(instance.instance_id)}${holders.length === 1 ? ` rank ${holders[0].dp_rank}` : ""}`;
+  const media = [...holders].reverse().filter(has).map((one) => plain(one.medium));
+  const said = media.length ? `${where} has it on ${[...new Set(media)].join(" and ")}. ` : `${where} does not have it${holders.length === 1 ? ` on ${plain(holders[0].medium)}` : ""}. `;
+  const everywhere = `Holders: ${others.join(", ") || "none"}. `;
   byId("cell").replaceChildren(
-    element("div", {}, element("strong", {}, `Block ${at}`), ` (tokens ${at * size} to ${(at + 1) * size - 1}): ${said}`, holders, "Key ", element("code", {}, key), "."),
+    element("div", {}, element("strong", {}, `Block ${at}`), ` (tokens ${at * size} to ${(at + 1) * size - 1}): ${said}`, everywhere, "Key ", element("code", {}, key), "."),
     element("div", {}, "With waymark: ", element("code", {}, `waymark inspect block ${key} --url ${location.origin}`)),
     // A row has 32 blocks, and what is not in it stands by itself.
     element("div", {}, `In Redis, the row of its ${ROW_BLOCKS} blocks: `, element("code", {}, `redis-cli GET '${plain(found.rows[Math.floor(at / ROW_BLOCKS)])}'`)),
   );
   setAttribute(line, "aria-valuenow", at);
-  setAttribute(line, "aria-valuetext", `block ${at}: ${said}${holders}Key ${key}`);
+  setAttribute(line, "aria-valuetext", `block ${at}: ${said}${everywhere}Key ${key}`);
   mark.style.left = `${at * state.width}px`;
   mark.style.width = `${state.width - 1}px`;
   line.lastElementChild.append(mark);

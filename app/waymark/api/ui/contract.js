@@ -1,5 +1,6 @@
 // The contract, which GET /docs shows: where reads are protected, a link to it would be refused, as it carries no token.
 
+import { offerToSend } from "./examples.js";
 import { send } from "./service.js";
 import { byId } from "./shown.js";
 
@@ -26,4 +27,5 @@ async function load() {
   const page = new DOMParser().parseFromString(text.slice(text.indexOf("<body>")), "text/html");
   for (const link of page.querySelectorAll('a[href^="#"]')) link.setAttribute("href", `#api?${link.getAttribute("href").slice(1)}`);
   byId("contract").replaceChildren(page.querySelector("nav"), ...page.querySelector("main").childNodes);
+  offerToSend(byId("contract"), (path, options) => send(path, { ...options, isAct: true }));
 }

@@ -1,27 +1,31 @@
-// Engines by model: status, complaint, blocks by medium, lag, load, and small curves of what was stored and removed.
+// The engines in one table: status, complaint, blocks by medium, load, and a small curve of what was stored and removed.
 
 import { askToDrain, isDrained } from "./drain.js";
 import { arrange, byId, canvas, element, onTheme, painted, plain, seconds, setAttribute, setText, several } from "./shown.js";
 
-const POINTS_MAX = 90;
+const POINTS_MAX = 60;
 const WORST_FIRST = ["failed", "lost", "unreachable", "degraded", "starting", "replaying", "active", "no events"];
+const UNWELL = ["failed", "lost", "unreachable", "degraded"];
+const NOT_COUNTED = ["lost", "failed"];
 // What rows are sorted by; the greatest first.
 const SORTS = {
   name: () => 0,
   status: (each) => -WORST_FIRST.indexOf(each.status),
   stored: (each) => rateOf(each, "stored"),
   load: (each) => each.load.requests,
-  blocks: (each) => Object.values(each.blocks).reduce((sum, count) => sum + count, 0),
+  blocks: (each) => total(each.blocks),
   lag: (each) => each.lag_seconds || 0,
 };
 // The columns, and what they show.
 const COLUMNS = {
-  Engine: "its instance_id", Rank: "the data-parallel rank", Status: "of its stream of events, and whether it is drained",
-  Blocks: "how many it has on which medium", "Last event": "how long ago the newest batch that is applied was sent",
-  Stored: "blocks stored a second", Removed: "blocks removed a second", Requests: "requests under way, and their tokens to compute",
+  Engine: "its instance_id, and its rank if it has several", Status: "of its stream of events, and whether it is drained",
+  Blocks: "how many it has on which medium; the bar compares it with the other engines of its model",
+  Requests: "requests under way, and their tokens to compute", "Blocks a second": "stored and removed",
+  "Last event": "how long ago the newest batch that is applied was sent",
   Weight: "its share of requests; 0 is none", Change: "drain it, or give it requests again",
 };
-const NUMBERS = ["Rank", "Last event", "Requests", "Weight"];
+const NUMBERS = ["Last event", "Requests", "Weight"];
+const COLOURS = { GPU: "gpu", CPU: "cpu", DISK: "disk" };
 // The looks that a rate is the mean of: one look has a batch or none.
 const RATE_LOOKS = 5;
 const CURVE_HEIGHT = 18;
@@ -29,9 +33,10 @@ const CURVE_HEIGHT = 18;
 // Of each stream: how many blocks were stored and removed, look by look.
 const counted = new Map();
 // The parts of the page by what they show: they stay, and change where their values do.
-const tables = new Map();
+const bodies = new Map();
 const rows = new Map();
-const nothing = element("p", { class: "soft" });
+const nothing = element("p", { class: "soft" }, "None fits the filter.");
+let all = null;
 let answer = null;
 let targets = new Set();
 
@@ -43,6 +48,29 @@ export function showEngines(found) {
   for (const map of [counted, rows]) for (const name of map.keys()) if (!known.has(name)) map.delete(name);
   fillModels(found.publishers);
   draw();
+}
+
+// How many engines are well, unwell or drained; an engine is as its worst rank.
+export function health() {
+  const ranks = new Map();
+  for (const each of answer.publishers.filter((one) => one.scope !== "shared")) {
+    const name = JSON.stringify([each.tenant_id, each.instance_id]);
+    ranks.set(name, [...(ranks.get(name) || []), each]);
+  }
+  const counts = { well: 0, unwell: 0, drained: 0 };
+  for (const each of ranks.values()) {
+    const own = each.filter((rank) => targets.has(rank));
+    counts[each.some(isUnwell) ? "unwell" : own.length && isDrained(own) ? "drained" : "well"]++;
+  }
+  return counts;
+}
+
+function isUnwell(each) {
+  return UNWELL.includes(each.status);
+}
+
+function total(blocks) {
+  return Object.values(blocks).reduce((sum, count) => sum + count, 0);
 }
 
 function nameOf(each) {
@@ -61,14 +89,17 @@ function remember(each) {
   counted.set(nameOf(each), points);
 }
 
+// Offer the models for a prompt, and choose the one with the most engines.
 function fillModels(publishers) {
   const list = byId("models");
-  const names = [...new Set(publishers.map((each) => each.model_name))].sort();
+  const counts = new Map();
+  for (const { model_name: name } of publishers) counts.set(name, (counts.get(name) || 0) + 1);
+  const names = [...counts.keys()].sort();
   if (list.dataset.names === JSON.stringify(names)) return;
   list.dataset.names = JSON.stringify(names);
   list.replaceChildren(...names.map((name) => element("option", { value: name })));
   const model = byId("model");
-  if (!model.value && names.length === 1) model.value = names[0];
+  if (!model.value && names.length) model.value = names.reduce((most, name) => (counts.get(name) > counts.get(most) ? name : most));
 }
 
 function draw() {
@@ -79,52 +110,60 @@ function draw() {
   setText(byId("workers"), answer.workers.length
     ? `${several(answer.publishers.length, "stream")}, ${several(answer.workers.length, "ingest worker")}`
     : "No ingest worker is alive: no event is applied until one runs.");
+  setAttribute(byId("workers"), "class", answer.workers.length ? "soft" : "bad");
+  byId("empty").hidden = answer.publishers.length > 0;
+  byId("groups").hidden = !answer.publishers.length;
   const groups = new Map();
   for (const each of shown) {
     const title = each.tenant_id === "default" ? each.model_name : `${each.model_name} of ${each.tenant_id}`;
     groups.set(title, [...(groups.get(title) || []), each]);
   }
-  for (const title of tables.keys()) if (!groups.has(title)) tables.delete(title);
+  for (const title of bodies.keys()) if (!groups.has(title)) bodies.delete(title);
   const top = shown.reduce((most, each) => Math.max(most, ...ratesOf(each, "stored"), ...ratesOf(each, "removed")), 1);
-  const parts = [...groups].flatMap(([title, each]) => table(title, each, top));
-  setText(nothing, answer.publishers.length ? "None fits the filter." : "No engine is registered.");
-  arrange(byId("groups"), parts.length ? parts : [nothing]);
+  all ||= newTable();
+  arrange(all.table, [all.head, ...[...groups].map(([title, each]) => body(title, each, top))]);
+  arrange(byId("groups"), shown.length ? [all.box] : [nothing]);
 }
 
-function table(title, publishers, top) {
-  if (!tables.has(title)) tables.set(title, newTable(plain(title)));
-  const { parts, body } = tables.get(title);
+function newTable() {
+  const head = element("thead", {}, element("tr", {}, ...Object.entries(COLUMNS).map(([name, title]) => element("th", { scope: "col", title, class: classOf(name) }, name))));
+  const table = element("table", { "aria-label": "Engines by model" }, head);
+  const box = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Engines by model, which may be wider than the window" }, table);
+  return { head, table, box };
+}
+
+// The rows of a model, below its name.
+function body(title, publishers, top) {
+  if (!bodies.has(title)) {
+    const head = element("tr", { class: "model" }, element("th", { scope: "rowgroup", colspan: Object.keys(COLUMNS).length }, title));
+    bodies.set(title, { made: element("tbody"), head });
+  }
+  const { made, head } = bodies.get(title);
   const by = SORTS[byId("sort").value];
   publishers.sort((a, b) => by(b) - by(a) || a.instance_id.localeCompare(b.instance_id) || a.dp_rank - b.dp_rank);
-  arrange(body, publishers.flatMap((each) => row(each, top)));
-  return parts;
+  const fullest = Math.max(...publishers.map((each) => total(each.blocks)), 1);
+  arrange(made, [head, ...publishers.flatMap((each) => row(each, top, fullest))]);
+  return made;
 }
 
-function newTable(title) {
-  const head = element("tr", {}, ...Object.entries(COLUMNS).map(([name, title]) => element("th", { scope: "col", title, class: classOf(name) }, name)));
-  const body = element("tbody");
-  const made = element("table", { "aria-label": `Engines of ${title}` }, element("thead", {}, head), body);
-  const box = { class: "scroll", tabindex: "0", role: "region", "aria-label": `Engines of ${title}, which may be wider than the window` };
-  return { parts: [element("h3", {}, title), element("div", box, made)], body };
-}
-
-function row(each, top) {
+function row(each, top, fullest) {
   const name = nameOf(each);
   if (!rows.has(name)) rows.set(name, newRow(each));
-  const { made, said, cells, curves, button } = rows.get(name);
-  const blocks = Object.entries(each.blocks).map(([medium, count]) => `${medium} ${count}`).join(", ");
+  const { made, said, cells, status, blocks, drawn, button } = rows.get(name);
   const { requests, tokens } = each.load;
-  const isCounted = !["lost", "failed"].includes(each.status);
-  setText(cells.Status, statusOf(each));
-  setAttribute(cells.Status, "class", each.status);
-  setText(cells.Blocks, blocks ? `${blocks}${isCounted ? "" : " (not counted)"}` : "none");
-  setAttribute(cells.Blocks, "class", isCounted ? "" : "soft");
+  const isCounted = !NOT_COUNTED.includes(each.status);
+  setText(status, statusOf(each));
+  setAttribute(status, "class", `status ${statusClass(each)}`);
+  const media = Object.entries(each.blocks).map(([medium, count]) => `${medium} ${count}`).join(", ");
+  setText(blocks.text, media ? `${media}${isCounted ? "" : " (not counted)"}` : "none");
+  setAttribute(blocks.text, "class", isCounted && media ? "" : "soft");
+  fill(blocks, each.blocks, fullest, isCounted);
   setText(cells["Last event"], each.lag_seconds === null ? "none" : `${seconds(each.lag_seconds)} ago`);
   setText(cells.Requests, tokens ? `${requests} (${tokens} tokens)` : requests);
   setText(cells.Weight, targets.has(each) ? each.weight : "");
   setText(said.firstChild.firstChild, each.complaint || "");
   if (said.hidden === Boolean(each.complaint)) said.hidden = !each.complaint;
-  for (const what of ["stored", "removed"]) curve(curves[what], ratesOf(each, what), rateOf(each, what), top);
+  curve(drawn, each, top);
   if (button) {
     const verb = isDrained(ranksOf(each)) ? "Resume" : "Drain";
     setText(button, verb);
@@ -135,22 +174,26 @@ function row(each, top) {
 
 // The row of an engine, and below it one for its complaint, as wide as the table.
 function newRow(each) {
-  const cells = Object.fromEntries(Object.keys(COLUMNS).slice(1).map((name) => [name, element("td", { class: classOf(name) })]));
-  cells.Rank.textContent = each.dp_rank;
-  const curves = { stored: newCurve(cells.Stored, "gpu"), removed: newCurve(cells.Removed, "cpu") };
+  const cells = Object.fromEntries(Object.keys(COLUMNS).slice(1).map((name) => [name, element("td", { class: classOf(name), "data-name": name })]));
+  const status = element("span");
+  cells.Status.append(status);
+  const blocks = { bar: element("div", { class: "bar", "aria-hidden": "true" }), text: element("span"), last: "" };
+  cells.Blocks.append(blocks.bar, blocks.text);
+  const drawn = newCurve(cells["Blocks a second"]);
   const button = targets.has(each) ? element("button", { type: "button" }) : null;
   if (button) {
     button.addEventListener("click", () => askToDrain(ranksOf(each)));
     cells.Change.append(button);
   }
-  const name = each.scope === "shared" ? `${plain(each.instance_id)} (pool)` : each.instance_id;
-  const made = element("tr", {}, element("th", { scope: "row", class: "name" }, name), ...Object.values(cells));
-  const said = element("tr", { hidden: "" }, element("td", { class: "said", colspan: Object.keys(COLUMNS).length }, element("span")));
-  return { made, said, cells, curves, button };
+  const name = element("th", { scope: "row", class: "name" }, each.scope === "shared" ? `${plain(each.instance_id)} (pool)` : each.instance_id);
+  if (each.dp_rank || ranksOf(each).length > 1) name.append(element("span", { class: "soft" }, ` rank ${each.dp_rank}`));
+  const made = element("tr", { class: "engine" }, name, ...Object.values(cells));
+  const said = element("tr", { class: "complaint", hidden: "" }, element("td", { class: "said", colspan: Object.keys(COLUMNS).length }, element("span")));
+  return { made, said, cells, status, blocks, drawn, button };
 }
 
 function classOf(name) {
-  return [NUMBERS.includes(name) ? "number" : "", ["Rank", "Removed"].includes(name) ? "spare" : ""].join(" ").trim();
+  return NUMBERS.includes(name) ? "number" : "";
 }
 
 // The status of its stream, and whether it is drained.
@@ -159,15 +202,32 @@ function statusOf(each) {
   return `${each.status}, ${each.load.requests ? "draining" : "drained"}`;
 }
 
-// The engines of a prompt's model that are no targets now, and why as far as it is seen.
+// The colour of a status: an engine that gets no requests is not as good as one that does.
+function statusClass(each) {
+  const isAway = targets.has(each) && !each.weight && !isUnwell(each);
+  return isAway ? "drained" : each.status.replace(" ", "-");
+}
+
+// Fill the bar of an engine, as far as it is as full as the fullest.
+function fill(made, blocks, fullest, isCounted) {
+  const what = JSON.stringify([blocks, fullest, isCounted]);
+  if (made.last === what) return;
+  made.last = what;
+  made.bar.replaceChildren(...Object.entries(blocks).map(([medium, count]) => {
+    const part = element("span", { class: `of-${isCounted ? COLOURS[medium] || "other" : "behind"}` });
+    part.style.width = `${(100 * count) / fullest}%`;
+    return part;
+  }));
+}
+
+// The engines of a prompt's model that are no targets now, and why as far as it is seen: names and statuses.
 export function leftOut(found, scores) {
   const scored = new Set(scores.map((row) => row.instance_id));
   const others = found.instances.filter((each) => !each.is_pool && !scored.has(each.instance_id));
-  const states = others.map(({ instance_id: name }) => {
+  return others.map(({ instance_id: name }) => {
     const own = [...targets].find((each) => each.instance_id === name && each.tenant_id === found.tenant_id);
-    return `${plain(name)} (${own ? statusOf(own) : "no target"})`;
+    return { name, status: own ? statusOf(own) : "no target", kind: own ? statusClass(own) : "drained" };
   });
-  return states.length ? [states.join(", ")] : [];
 }
 
 function ranksOf({ instance_id: name, tenant_id: tenant }) {
@@ -184,26 +244,32 @@ function rateOf(each, what) {
   return rates.length ? rates.reduce((sum, rate) => sum + rate, 0) / rates.length : 0;
 }
 
-function newCurve(cell, colour) {
+function newCurve(cell) {
   const [drawn, context] = canvas(POINTS_MAX, CURVE_HEIGHT);
   const number = element("span", { class: "soft" });
   cell.append(drawn, number);
-  return { drawn, context, number, colour, last: "" };
+  return { context, number, last: "" };
 }
 
-// All curves have the same height for the same rate. What is drawn already is not drawn again.
-function curve(made, rates, rate, top) {
-  setText(made.number, `${rate.toFixed(0)}/s`);
-  const what = rates.some(Boolean) ? `${top} ${painted(made.colour)} ${rates}` : "";
+// Two curves, which have the same height for the same rate in all rows. What is drawn already is not drawn again.
+function curve(made, each, top) {
+  setText(made.number, `+${rateOf(each, "stored").toFixed(0)} −${rateOf(each, "removed").toFixed(0)}`);
+  const curves = [["removed", "cpu"], ["stored", "gpu"]].map(([what, colour]) => [painted(colour), ratesOf(each, what)]);
+  const what = curves.some(([, rates]) => rates.some(Boolean)) ? `${top} ${JSON.stringify(curves)}` : "";
   if (made.last === what) return;
   made.last = what;
   made.context.clearRect(0, 0, POINTS_MAX, CURVE_HEIGHT);
-  made.context.strokeStyle = painted(made.colour);
-  made.context.beginPath();
-  rates.forEach((rate, i) => made.context.lineTo(POINTS_MAX - rates.length + i + 0.5, CURVE_HEIGHT - 1 - ((CURVE_HEIGHT - 2) * rate) / top));
-  made.context.stroke();
+  for (const [colour, rates] of curves.filter(([, each]) => each.some(Boolean))) {
+    made.context.strokeStyle = colour;
+    made.context.beginPath();
+    rates.forEach((rate, i) => made.context.lineTo(POINTS_MAX - rates.length + i + 0.5, CURVE_HEIGHT - 1 - ((CURVE_HEIGHT - 2) * rate) / top));
+    made.context.stroke();
+  }
 }
 
 const redraw = () => answer && draw();
 for (const id of ["filter", "sort"]) byId(id).addEventListener("input", redraw);
 onTheme(redraw);
+const origin = new URL(".", location.href).href.replace(/\/$/, "");
+byId("register-command").textContent = `waymark register http://ENGINE:8000 --url ${origin}`;
+byId("simulate-command").textContent = `waymark simulate --engines 3 --register ${origin}`;

@@ -4,6 +4,7 @@ import { get, onState } from "./service.js";
 import { byId, setText } from "./shown.js";
 import { startDrain } from "./drain.js";
 import { showEngines } from "./engines.js";
+import { showHealth, startFigures } from "./figures.js";
 import { startPrompt, showShared } from "./prompt.js";
 import { startActivity } from "./activity.js";
 import { showContract } from "./contract.js";
@@ -29,6 +30,7 @@ async function look() {
   clearTimeout(next);
   try {
     showEngines(await get("workers"));
+    showHealth();
   } catch {
     // The state says what is wrong; the last answer stays to be seen.
   }
@@ -46,4 +48,5 @@ route();
 startPrompt();
 startActivity();
 startDrain(look);
+startFigures();
 look();

@@ -1,23 +1,36 @@
-// A prompt on all engines: which block is where, why nobody has it, and which target it would be sent to.
+// A prompt on all engines: a line an engine with its blocks, where its match ends and why, and the targets in order.
 
-import { drawLines, forget, listen, place, pools } from "./cells.js";
+import { drawLines, forget, listen, place } from "./cells.js";
 import { post } from "./service.js";
 import { byId, element, plain, setText, several } from "./shown.js";
 import { leftOut } from "./engines.js";
 
-// Of an engine without a block of its own, for which pools have some.
-const NO_HOLDER = { medium: "", runs: [], not_counted: null };
 const ID_MAX = 2 ** 32 - 1;
 const RANGE_MAX = 2 ** 21;
+const PLACEHOLDERS = {
+  prompt: "Once upon a time, …", messages: '[{"role": "user", "content": "Once upon a time, …"}]',
+  token_ids: "1, 2, 3 or 1000-1159", seq_hashes: "hashes of blocks, decimal or as 16 hex digits",
+};
 let shared = "";
 let asked = 0;
+let isByHolder = false;
 
 export function startPrompt() {
   byId("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     ask(given());
   });
+  for (const each of document.getElementsByName("form")) each.addEventListener("change", hint);
+  hint();
   listen(byId("answer"));
+}
+
+function chosen() {
+  return document.querySelector('input[name="form"]:checked').value;
+}
+
+function hint() {
+  byId("text").placeholder = PLACEHOLDERS[chosen()];
 }
 
 // The prompt that the fragment names by its hashes: a link never has the prompt itself.
@@ -31,15 +44,15 @@ export function showShared() {
   // The hashes of a link already include adapter and salt.
   byId("lora").value = byId("salt").value = "";
   document.querySelector('input[name="form"][value="seq_hashes"]').checked = true;
+  hint();
   byId("text").value = (fields.get("hashes") || "").replaceAll(".", " ");
   ask(given());
 }
 
 function given() {
-  const form = document.querySelector('input[name="form"]:checked').value;
   const named = { lora_name: byId("lora").value, cache_salt: byId("salt").value };
   const given = Object.fromEntries(Object.entries(named).filter(([, value]) => value));
-  return { model: byId("model").value, tenant_id: byId("tenant").value || "default", ...given, ...read(form, byId("text").value) };
+  return { model: byId("model").value, tenant_id: byId("tenant").value || "default", ...given, ...read(chosen(), byId("text").value) };
 }
 
 function read(form, text) {
@@ -118,26 +131,53 @@ function parts(found, scores) {
   const made = found.reasons.map((reason) => element("p", { class: "reason" }, reason));
   if (scores) made.push(picked(scores));
   else made.push(element("p", { class: "soft" }, "A link has only the hashes of a prompt. Give the prompt itself to see which target POST /select would pick."));
-  const rows = found.total_blocks ? found.instances : []; // without a block every engine has the same reason
-  if (rows.length) made.push(legend(), element("p", { id: "cell", class: "soft" }, "Point at a block, or focus a line and use the arrow keys."));
-  made.push(...rows.map((each) => instance(each, found)));
-  if (rows.length && found.instances_left_out) made.push(element("p", {}, `and ${found.instances_left_out} more`));
+  if (found.total_blocks) made.push(...lines(found, scores)); // without a block every engine has the same reason
   if (scores) made.push(...targets(scores, found));
   return made;
 }
 
-function legend() {
-  const mark = (name, text) => element("span", {}, element("i", { class: `of-${name}` }), text);
-  return element("p", { class: "legend" }, mark("gpu", "GPU, the device"), mark("cpu", "CPU, the host"), mark("disk", "disk"), mark("other", "other medium"), mark("pool", "in a pool"), mark("behind", "not counted: behind a missing block, or of a lost engine"), mark("none", "not held"));
+// A line an engine, in the order in which a request would go to them; those that get none are last, and then pools.
+function lines(found, scores) {
+  const order = new Map();
+  for (const { instance_id: name } of scores?.scores || []) if (!order.has(name)) order.set(name, order.size + 1);
+  const away = new Map(scores && !scores.problem ? leftOut(found, scores.scores).map((each) => [each.name, each]) : []);
+  const placeOf = (each) => (each.is_pool ? Infinity : order.get(each.instance_id) || (order.size ? 1e9 : 0));
+  const sorted = [...found.instances].sort((a, b) => placeOf(a) - placeOf(b) || b.longest_matched - a.longest_matched);
+  const made = [element("div", { class: "legends" }, legend(), choice(found))];
+  const list = element("div", { id: "lines", class: isByHolder ? "by-holder" : "" });
+  for (const each of sorted) list.append(instance(each, found, order.get(each.instance_id), away.get(each.instance_id)));
+  made.push(list);
+  if (found.instances_left_out) made.push(element("p", {}, `and ${found.instances_left_out} more`));
+  made.push(element("div", { id: "cell", class: "soft" }, "Point at a block, or focus a line and use the arrow keys."));
+  return made;
 }
 
-function instance(each, found) {
-  const of = each.is_pool ? "a pool: its blocks count for every engine" : `${each.longest_matched} tokens`;
-  const made = element("section", {}, element("h3", {}, each.instance_id, ": ", of));
-  if (each.note) made.append(element("p", { class: "reason" }, each.note));
-  const isEmpty = !each.holders.length && !each.is_pool && pools(found).length;
-  for (const holder of isEmpty ? [NO_HOLDER] : each.holders) made.append(place(each, holder, found));
-  return made;
+// Whether each rank and medium has a line of its own.
+function choice(found) {
+  const box = element("input", { type: "checkbox", id: "by-holder" });
+  box.checked = isByHolder;
+  box.addEventListener("change", () => {
+    isByHolder = box.checked;
+    byId("lines").classList.toggle("by-holder", isByHolder);
+  });
+  return found.instances.some((each) => each.holders.length > 1) ? element("label", {}, box, " a line for each rank and medium") : null;
+}
+
+function legend() {
+  const mark = (name, text) => element("span", {}, element("i", { class: `of-${name}` }), text);
+  return element("p", { class: "legend" }, mark("gpu", "GPU"), mark("cpu", "CPU"), mark("disk", "disk"), mark("other", "other medium"), mark("pool", "in a pool"), mark("behind", "held, not counted"), mark("none", "not held"));
+}
+
+function instance(each, found, at, away) {
+  const isBest = at === 1;
+  const name = element("h3", { class: "name" }, isBest ? element("strong", {}, each.instance_id) : each.instance_id);
+  const has = each.is_pool ? element("span", { class: "soft" }, "pool") : element("span", {}, String(each.longest_matched), element("span", { class: "soft" }, " tokens"));
+  const note = plain(each.note || (each.is_pool ? "its blocks count for every engine" : each.longest_matched ? "it has the whole prompt" : ""));
+  // What is longer than two lines is cut off in a wide window: the view of the engines has it whole.
+  const why = element("div", { class: "why", title: note }, away ? element("span", { class: `status ${away.kind}` }, away.status) : "", away && note ? " · " : "", note);
+  const held = element("div", { class: "held" }, place(each, each.holders, found));
+  if (each.holders.length > 1) held.append(element("div", { class: "holders" }, ...each.holders.map((holder) => place(each, [holder], found))));
+  return element("section", { class: away ? "away" : "" }, element("span", { class: "place soft" }, at ? `${at}.` : ""), name, element("span", { class: "has" }, has), held, why);
 }
 
 // Which target would get the prompt, or why none would.
@@ -147,7 +187,7 @@ function picked(scores) {
   if (!first) return element("p", { class: "reason" }, "POST /select would pick no target: none is registered, or all are drained.");
   const isCost = first.cost !== null;
   const why = `policy ${scores.policy}: ${isCost ? "least cost" : "greatest score"}`;
-  return element("p", {}, "POST /select would pick ", element("strong", {}, first.instance_id), ` rank ${first.dp_rank} (${why}); the scores of all targets are below.`);
+  return element("p", {}, "POST /select would pick ", element("strong", {}, first.instance_id), ` rank ${first.dp_rank} (${why}).`);
 }
 
 // Without an exponent, and with four digits where it is small.
@@ -155,26 +195,32 @@ function number(value) {
   return Math.abs(value) >= 1000 ? value.toFixed(0) : String(Number(value.toPrecision(4)));
 }
 
+// The targets in the order of the policy, and below them those that it does not consider.
 function targets(scores, found) {
   if (scores.problem || !scores.scores.length) return [];
   const isCost = scores.scores[0].cost !== null;
-  const head = ["Engine", "Rank", isCost ? "Cost" : "Score", "Tokens it has", "Tokens to compute", "Tokens waiting", "Requests", "Parts"];
+  const head = ["", "Engine", "Rank", isCost ? "Cost" : "Score", "Tokens it has", "Tokens to compute", "Tokens waiting", "Requests", "Parts"];
+  const kind = (i) => (i > 1 && i < 8 ? "number" : "");
   const rows = scores.scores.map((row, i) => element(
     "tr", {},
+    element("td", { class: "soft" }, `${i + 1}.`),
     element("th", { scope: "row", class: "name" }, i ? row.instance_id : element("strong", {}, row.instance_id)),
-    element("td", { class: "number" }, row.dp_rank),
-    element("td", { class: "number" }, number(isCost ? row.cost : row.score)),
-    element("td", { class: "number" }, row.device_tokens + row.host_tokens + row.disk_tokens),
-    element("td", { class: "number" }, row.new_tokens),
-    element("td", { class: "number" }, row.wait_tokens),
-    element("td", { class: "number" }, row.active_requests),
+    ...[
+      row.dp_rank, number(isCost ? row.cost : row.score), row.device_tokens + row.host_tokens + row.disk_tokens,
+      row.new_tokens, row.wait_tokens, row.active_requests,
+    ].map((value) => element("td", { class: "number" }, value)),
     element("td", { class: "parts" }, Object.entries(row.parts).map(([name, value]) => `${name} ${number(value)}`).join(", ")),
   ));
-  const table = element("table", { id: "targets", "aria-label": "Scores of the targets" }, element("thead", {}, element("tr", {}, ...head.map((name) => element("th", { scope: "col" }, name)))), element("tbody", {}, ...rows));
+  rows.push(...leftOut(found, scores.scores).map((each) => element(
+    "tr", { class: "away" },
+    element("td"),
+    element("th", { scope: "row", class: "name" }, each.name),
+    element("td", { colspan: head.length - 2 }, "not considered: ", element("span", { class: `status ${each.kind}` }, each.status)),
+  )));
+  const table = element("table", { id: "targets", "aria-label": "Scores of the targets" }, element("thead", {}, element("tr", {}, ...head.map((name, i) => element(name ? "th" : "td", name ? { scope: "col", class: kind(i) } : {}, name)))), element("tbody", {}, ...rows));
   return [
     element("h3", {}, "Targets"),
-    element("p", {}, `In the order of the policy ${scores.policy}; ${isCost ? "less" : "greater"} is better.`),
+    element("p", { class: "soft" }, `In the order of the policy ${scores.policy}; ${isCost ? "less" : "greater"} is better.`),
     element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Scores of the targets, which may be wider than the window" }, table),
-    ...leftOut(found, scores.scores).map((text) => element("p", { class: "reason" }, `Not considered: ${text}.`)),
   ];
 }

@@ -5,9 +5,16 @@ import { byId } from "./shown.js";
 let token = sessionStorage.getItem("token") || "";
 let asking = null;
 let report = () => {};
+// How far the clock of the service is ahead of that of this machine.
+let aheadMs = 0;
 
 export function onState(callback) {
   report = callback;
+}
+
+// The time of the service, in seconds.
+export function now() {
+  return (Date.now() + aheadMs) / 1000;
 }
 
 export function get(path) {
@@ -48,6 +55,8 @@ export async function send(path, { isAct = false, ...options }) {
       report("Waymark does not answer; trying again", true);
       throw new Error("Waymark does not answer");
     }
+    const date = Date.parse(answer.headers.get("Date"));
+    if (date) aheadMs = date - Date.now();
     if (answer.status === 401 || (answer.status === 403 && isAct)) {
       const why = answer.status === 403 ? (await answer.json()).error : sent && "This token was refused.";
       if ((await login(sent, why || "", isAct)) || !isAct) continue;

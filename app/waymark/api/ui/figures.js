@@ -1,0 +1,188 @@
+// The first line: requests, tokens saved, hits and engines. Their last day comes from the books, so a new tab has it too.
+
+import { get, now } from "./service.js";
+import { byId, element, onTheme, painted, setText, several } from "./shown.js";
+import { health } from "./engines.js";
+
+const EVERY_MS = 5000;
+const DAY_MINUTES = 1440;
+// A point of a curve.
+const POINT_MINUTES = 5;
+const POINTS = DAY_MINUTES / POINT_MINUTES;
+const CURVE_HEIGHT = 48;
+const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+const whole = new Intl.NumberFormat("en");
+const percent = (part, all) => (all ? `${Math.round((100 * part) / all)} %` : "");
+
+// The rows of GET /books by their minute. An answer replaces the minutes that it has.
+const minutes = new Map();
+let readAt = 0;
+let isRead = false;
+
+// Of some minutes: what they come to, or null if nothing is known.
+const VALUES = {
+  requests: ({ requests, minutes: count }) => requests / (60 * count),
+  saved: ({ earned, minutes: count }) => earned / count,
+  hits: ({ delivered, prompt_tokens: prompt }) => (prompt ? delivered / prompt : null),
+};
+const SAID = {
+  requests: (sum) => `${several(whole.format(sum.requests), "request")}`,
+  saved: (sum) => `${several(whole.format(sum.earned), "token")}`,
+  hits: (sum) => (sum.prompt_tokens ? `${percent(sum.delivered, sum.prompt_tokens)} of ${short.format(sum.prompt_tokens)} tokens` : "no request"),
+};
+const TITLES = {
+  requests: ["Requests", "requests that have ended, of POST /select, gateways and pickers"],
+  saved: ["Tokens saved", "prompt tokens that were not computed again because the engine was not chosen at random"],
+  hits: ["Share of hits", "the share of prompt tokens that engines had and did not compute, as they say themselves"],
+};
+const COLOURS = { requests: "disk", saved: "gpu", hits: "other" };
+const tiles = new Map();
+const engines = { big: element("strong"), note: element("p", { class: "soft" }), bar: element("div", { class: "bar", "aria-hidden": "true" }) };
+
+export function startFigures() {
+  const made = Object.keys(TITLES).map(newTile);
+  const last = element("div", { class: "figure" }, element("h3", {}, "Engines"), element("p", { class: "value" }, engines.big), engines.note, engines.bar);
+  byId("figures").append(...made, last);
+  onTheme(draw);
+  new ResizeObserver(draw).observe(byId("figures"));
+  look();
+}
+
+function newTile(name) {
+  const [title, meaning] = TITLES[name];
+  const tile = { big: element("strong"), unit: element("span", { class: "soft" }), note: element("p", { class: "soft" }), drawn: element("canvas", { "aria-hidden": "true" }), last: "", at: -1 };
+  tile.drawn.addEventListener("pointermove", (event) => point(name, Math.floor((event.offsetX * POINTS) / tile.drawn.clientWidth)));
+  tile.drawn.addEventListener("pointerleave", () => point(name, -1));
+  tiles.set(name, tile);
+  return element(
+    "div", { class: "figure", title: meaning }, element("h3", {}, title), element("p", { class: "value" }, tile.big, tile.unit), tile.note, tile.drawn,
+    element("p", { class: "axis soft", "aria-hidden": "true" }, element("span", {}, "24 h ago"), element("span", {}, "now")),
+  );
+}
+
+async function look() {
+  try {
+    const before = now();
+    const behind = Math.min(DAY_MINUTES, isRead ? Math.ceil((before - readAt) / 60) + 2 : DAY_MINUTES);
+    const found = await get(`books?since=${behind}m`);
+    readAt = before;
+    isRead = true;
+    for (const row of found.by_minute) minutes.set(row.time / 60, row);
+    for (const minute of minutes.keys()) if (minute <= thisMinute() - DAY_MINUTES) minutes.delete(minute);
+    draw();
+  } catch {
+    // The state says what is wrong; the last figures stay to be seen.
+  }
+  setTimeout(look, EVERY_MS);
+}
+
+function thisMinute() {
+  return Math.floor(now() / 60);
+}
+
+// The sum over the minutes from ``first`` to ``last``, of which the present one has not ended.
+function sum(first, last) {
+  const total = { minutes: last - first + 1, requests: 0, unreported: 0, earned: 0, delivered: 0, prompt_tokens: 0 };
+  if (last === thisMinute()) total.minutes -= 1 - Math.max(1, now() % 60) / 60;
+  for (let minute = first; minute <= last; minute++) {
+    const row = minutes.get(minute);
+    if (row) for (const name of ["requests", "unreported", "earned", "delivered", "prompt_tokens"]) total[name] += row[name];
+  }
+  return total;
+}
+
+// The points of the day, of which the last has not ended.
+function points() {
+  const end = Math.floor(thisMinute() / POINT_MINUTES) * POINT_MINUTES;
+  return Array.from({ length: POINTS }, (_, i) => {
+    const first = end - POINT_MINUTES * (POINTS - 1 - i);
+    return { first, ...sum(first, Math.min(first + POINT_MINUTES - 1, thisMinute())) };
+  });
+}
+
+function draw() {
+  if (!isRead || byId("engines-view").hidden) return;
+  const day = sum(thisMinute() - DAY_MINUTES + 1, thisMinute());
+  const present = sum(thisMinute() - 1, thisMinute());
+  const told = day.requests - day.unreported;
+  const rate = VALUES.requests(present);
+  const unknown = !day.requests ? "no request in 24 h" : told ? "" : "the engines do not say what they reuse";
+  show("requests", rate >= 10 ? rate.toFixed(0) : rate.toFixed(1), " a second", `${short.format(day.requests)} in 24 h`);
+  show("saved", told ? short.format(day.earned) : "0", "", unknown || `in 24 h, of ${short.format(day.prompt_tokens)} prompt tokens`);
+  show("hits", percent(day.delivered, day.prompt_tokens) || "none", "", unknown || `in 24 h; ${percent(present.delivered, present.prompt_tokens) || "none"} in the last minute`);
+  const all = points();
+  for (const name of tiles.keys()) curve(name, all);
+}
+
+function show(name, value, unit, note) {
+  const tile = tiles.get(name);
+  setText(tile.big, value);
+  setText(tile.unit, unit);
+  tile.said = note;
+  if (tile.at < 0) setText(tile.note, note);
+}
+
+// What a point of a curve stands for, instead of what the whole day does.
+function point(name, at) {
+  const tile = tiles.get(name);
+  tile.at = at;
+  const found = at < 0 ? null : points()[Math.min(at, POINTS - 1)];
+  const time = (minute) => new Date(60000 * minute).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+  setText(tile.note, found ? `${time(found.first)} to ${time(found.first + POINT_MINUTES)}: ${SAID[name](found)}` : tile.said || "");
+}
+
+// A curve over the day. What is drawn already is not drawn again.
+function curve(name, all) {
+  const tile = tiles.get(name);
+  const values = all.map(VALUES[name]);
+  const most = name === "hits" ? 1 : Math.max(...values.map((value) => value || 0), 1e-9);
+  const width = tile.drawn.clientWidth;
+  const what = `${width} ${painted(COLOURS[name])} ${values.map((value) => (value === null ? "" : value.toFixed(3)))}`;
+  if (!width || tile.last === what) return;
+  tile.last = what;
+  const scale = devicePixelRatio || 1;
+  tile.drawn.width = Math.round(width * scale);
+  tile.drawn.height = Math.round(CURVE_HEIGHT * scale);
+  const context = tile.drawn.getContext("2d");
+  context.scale(scale, scale);
+  context.lineWidth = 1.5;
+  context.strokeStyle = context.fillStyle = painted(COLOURS[name]);
+  const x = (i) => (i * width) / (POINTS - 1);
+  const y = (value) => CURVE_HEIGHT - 1 - ((CURVE_HEIGHT - 3) * Math.max(0, value)) / most;
+  // Between two gaps: a line, and what is below it.
+  for (let i = 0; i < POINTS; i++) {
+    if (values[i] === null) continue;
+    const from = i;
+    while (i + 1 < POINTS && values[i + 1] !== null) i++;
+    const line = new Path2D();
+    // A point alone has a width, too.
+    const [left, right] = from === i ? [x(i) - 1, x(i) + 1] : [x(from), x(i)];
+    line.moveTo(left, y(values[from]));
+    for (let j = from; j <= i; j++) line.lineTo(x(j), y(values[j]));
+    line.lineTo(right, y(values[i]));
+    context.stroke(line);
+    line.lineTo(right, CURVE_HEIGHT);
+    line.lineTo(left, CURVE_HEIGHT);
+    context.globalAlpha = 0.15;
+    context.fill(line);
+    context.globalAlpha = 1;
+  }
+}
+
+// How many engines are well, and how many are not.
+export function showHealth() {
+  const { well, unwell, drained } = health();
+  setText(engines.big, `${well} well`);
+  const others = [unwell ? `${unwell} unwell` : "", drained ? `${drained} drained` : ""].filter(Boolean);
+  setText(engines.note, others.join(", ") || (well ? "all of them" : "none is registered"));
+  engines.note.className = unwell ? "bad" : "soft";
+  const parts = Object.entries({ well, unwell, drained }).filter(([, count]) => count);
+  const what = JSON.stringify(parts);
+  if (engines.bar.dataset.parts === what) return;
+  engines.bar.dataset.parts = what;
+  engines.bar.replaceChildren(...parts.map(([name, count]) => {
+    const part = element("span", { class: `is-${name}` });
+    part.style.flexGrow = count;
+    return part;
+  }));
+}

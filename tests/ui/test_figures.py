@@ -1,0 +1,147 @@
+"""The first line of the page, which comes from Redis; an empty Waymark; and five engines on one screen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import Page, Route, expect
+from redis import Redis
+
+from tests.live import start as start_live
+from tests.patience import patient
+from tests.ui import day
+from tests.ui.browser import tab
+from tests.ui.test_work import workers
+from waymark.domain.books import Sums
+
+pytestmark = pytest.mark.outside
+expect.set_options(timeout=1000 * patient(20.0))
+
+ENGINE = {"type": "standard", "modelname": "m", "instance_id": "a", "block_size": 4, "address": "http://a:1"}
+PROMPT = {"model": "m", "token_ids": [1, 2, 3, 4]}
+#: How many pixels of a curve are painted.
+_PAINTED = """canvas => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data
+  .filter((value, i) => i % 4 === 3 && value).length"""
+
+
+async def test_an_empty_waymark_says_how_to_begin_and_a_new_tab_has_the_last_day(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with start_live("serve", redis_url, tmp_path / "log") as live, live.client() as client:
+        async with tab(live.url) as looking:
+            page = looking.page
+            await expect(page.locator("#empty")).to_contain_text(f"register http://ENGINE:8000 --url {live.url}")
+            await expect(page.locator("#empty")).to_contain_text(f"simulate --engines 3 --register {live.url}")
+            await expect(page.locator("#groups")).to_be_hidden()
+            await expect(page.locator("#figures")).to_contain_text("no request in 24 h")
+            await expect(page.locator("#figures")).to_contain_text("none is registered")
+            assert (await client.post("/register", json=ENGINE)).status_code == 200
+            await expect(page.locator("#groups")).to_contain_text("starting")
+            await expect(page.locator("#empty")).to_be_hidden()
+        hour = Sums(requests=100, delivered=6000, random=1500, prompt=10000)
+        with Redis.from_url(redis_url) as redis:
+            # One of them is older than a day.
+            day.write(redis, {(1, 1, 60): hour, (1, 1, 700): hour, (1, 1, 1500): hour})
+        async with tab(live.url) as looking:
+            page = looking.page
+            figures = page.locator("#figures")
+            await expect(figures).to_contain_text("200 in 24 h")
+            await expect(figures).to_contain_text("9K")
+            await expect(figures).to_contain_text("of 20K prompt tokens")
+            await expect(figures).to_contain_text("60 %")
+            for number in range(3):
+                assert await figures.locator("canvas").nth(number).evaluate(_PAINTED) > 50
+            selected = (await client.post("/select", json=PROMPT)).json()
+            usage = {"reservation": selected["reservation"], "cached_tokens": 3, "prompt_tokens": 4}
+            assert (await client.post("/release", json=usage)).json()["released"] == 1
+            await expect(figures).to_contain_text("201 in 24 h")
+
+
+def answer_of_five() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of ``/inspect/prompt`` and of ``/score``, for which one engine is no target."""
+    names = [f"vllm-{number}" for number in range(5)]
+    keys = [f"{number:016x}" for number in range(40)]
+    found = {
+        "tenant_id": "default", "model": "m", "block_size": 16, "total_tokens": 640, "total_blocks": 40,
+        "longest_matched": 640, "blocks_held": 40, "reasons": [], "instances_left_out": 0, "keys": keys,
+        "rows": keys[::32],
+        "instances": [
+            {
+                "instance_id": name, "is_pool": False, "longest_matched": 640 - 160 * number,
+                "note": f"block {40 - 10 * number} is next, and no instance has it" if number else None,
+                "holders": [{"dp_rank": 0, "medium": "GPU", "not_counted": None, "runs": [[0, 40 - 10 * number]]}],
+            }
+            for number, name in enumerate(names)
+        ],
+    }  # fmt: skip
+    row = {
+        "dp_rank": 0, "address": None, "score": None, "device_tokens": 0, "host_tokens": 0, "disk_tokens": 0,
+        "new_tokens": 9, "wait_tokens": 0, "active_requests": 0, "parts": {"new": 9.0},
+    }  # fmt: skip
+    # The engine with the most of the prompt cannot be reached, and the last one costs least.
+    scores = [row | {"instance_id": name, "cost": float(cost)} for cost, name in enumerate(reversed(names[1:]))]
+    return found, {"policy": "least-work", "scores": scores}
+
+
+async def give(page: Page, path: str, content: object) -> None:
+    """Answer a path with this."""
+
+    async def given(route: Route) -> None:
+        await route.fulfill(status=200, content_type="application/json", body=json.dumps(content))
+
+    await page.route(f"**/{path}", given)
+
+
+async def test_five_engines_are_on_one_screen_in_the_order_of_the_decision(tmp_path: Path) -> None:
+    size = {"width": 1280, "height": 800}
+    found, scores = answer_of_five()
+    state = workers(status="unreachable")
+    state["publishers"] = state["publishers"][:5]
+    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url, viewport=size) as looking:
+        page = looking.page
+        for path, content in (("workers", state), ("inspect/prompt", found), ("score", scores)):
+            await give(page, path, content)
+        await expect(page.locator("#figures")).to_contain_text("4 well")
+        await expect(page.locator("#figures")).to_contain_text("1 unwell")
+        await page.click('nav a[href="#prompt"]')
+        await expect(page.locator("#model")).to_have_value("m")
+        async with page.expect_request("**/inspect/prompt") as asked:
+            await page.fill("#text", "Once upon a time")
+            await page.click("#ask button")
+        assert json.loads((await asked.value).post_data or "")["prompt"] == "Once upon a time"
+        lines = page.locator("#lines section")
+        await expect(lines.locator("h3")).to_have_text(["vllm-4", "vllm-3", "vllm-2", "vllm-1", "vllm-0"])
+        await expect(lines.locator(".place")).to_have_text(["1.", "2.", "3.", "4.", ""])
+        await expect(lines.locator(".why").last).to_have_text("unreachable · it has the whole prompt")
+        await expect(page.locator("#targets tbody tr").last).to_have_text("vllm-0not considered: unreachable")
+        await expect(page.locator("#targets tbody tr")).to_have_count(5)
+        last = await lines.last.bounding_box()
+        assert last is not None
+        assert last["y"] + last["height"] <= size["height"]
+
+
+async def test_an_example_is_sent_and_one_that_changes_something_only_after_a_look(tmp_path: Path) -> None:
+    async with (
+        start_live("serve", "memory://", tmp_path / "log", api_token="secret") as live,
+        tab(live.url) as looking,
+    ):
+        page = looking.page
+        await page.goto(f"{live.url}/docs")
+        await page.get_by_role("button", name="Send GET /workers", exact=True).click()
+        await expect(page.get_by_label("answer to GET /workers", exact=True)).to_contain_text('"publishers":[]')
+        await page.goto(f"{live.url}/ui#api")
+        register = page.get_by_role("button", name="Send POST /register", exact=True)
+        answer = page.get_by_label("answer to POST /register", exact=True)
+        await register.click()
+        await expect(page.locator("#contract")).to_contain_text("This request changes something.")
+        await expect(answer).to_be_hidden()
+        await page.get_by_label("body of POST /register", exact=True).fill(json.dumps(ENGINE))
+        await register.click()
+        await page.fill("#token", "secret")
+        await page.click("#login >> text=Continue")
+        await expect(answer).to_contain_text("registered")
+        await page.click('nav a[href="#engines"]')
+        await expect(page.locator("#groups tbody th.name")).to_have_text("a")
