@@ -88,6 +88,8 @@ STEPS: list[tuple[str, str, Any]] = [
     ("GET", "/services", None),
     ("GET", "/workers", None),
     ("GET", "/books", None),
+    ("GET", "/placement", None),
+    ("GET", "/placement/warm?instance=engine-1", None),
     ("GET", "/global_view", None),
     ("GET", "/activity", None),
     ("GET", "/health", None),
@@ -163,7 +165,10 @@ async def ask_all() -> dict[str, Any]:
                     names["tokens"] = json.dumps(answer.json().get("tokens"))
                 if path == "/inspect/block":
                     names["holder"] = str(answer.json()["rows"][0]["holders"][0]["id"])
-                found.setdefault(f"{method} {path}", _example(_named(path, NAMES), content, answer.status_code, shown))
+                found.setdefault(
+                    f"{method} {path.partition('?')[0]}",
+                    _example(_named(path, NAMES), content, answer.status_code, shown),
+                )
         await store.close()
     return found
 

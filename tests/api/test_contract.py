@@ -48,6 +48,8 @@ PATHS = {
         "/services",
         "/workers",
         "/books",
+        "/placement",
+        "/placement/warm",
         "/global_view",
     ),
     *("/", "/ui", "/ui/{name}", "/activity"),
@@ -77,6 +79,8 @@ VIEWS: dict[str, type[BaseModel]] = {
     "/services": answer_schemas.ServicesAnswer,
     "/workers": answer_schemas.WorkersAnswer,
     "/books": answer_schemas.BooksAnswer,
+    "/placement": answer_schemas.PlacementAnswer,
+    "/placement/warm": answer_schemas.WarmAnswer,
     "/global_view": answer_schemas.GlobalViewAnswer,
     "/health": answer_schemas.HealthAnswer,
     "/ready": answer_schemas.ReadyAnswer,
@@ -179,18 +183,22 @@ async def test_every_get_that_answers_json_has_a_model(document: dict[str, Any])
 async def test_views_are_what_the_contract_says(
     client: httpx.AsyncClient, store: Store, register: Callable[..., Awaitable[None]], hold: Hold
 ) -> None:
-    async def check() -> None:
+    async def check(engines: int) -> None:
         document = (await client.get("/openapi.json")).json()
         for path, model in VIEWS.items():
             assert schema_of(document, path)["$ref"].endswith(f"/{model.__name__}")
-            answer = await client.get(path)
+            is_of_engine = path == "/placement/warm"
+            answer = await client.get(f"{path}?instance=1" if is_of_engine else path)
+            if is_of_engine and not engines:
+                assert answer.status_code == 404
+                continue
             assert answer.status_code == 200
             # Equal: nothing is there that the model does not know.
             assert model.model_validate_json(answer.content).model_dump(mode="json", exclude_unset=True) == (
                 answer.json()
             ), path
 
-    await check()
+    await check(0)
     await register("1", replay_endpoint="tcp://10.0.0.1:5558", lora_name="l", additionalsalt="w8a8")
     await register("2", type="standard", endpoint=None)
     await register("pool", type="Mooncake")
@@ -203,7 +211,7 @@ async def test_views_are_what_the_contract_says(
     assert await store.records.write(grant, {"status": "failed", "last_error": "e"}, {"gaps": 3})
     await store.heartbeats.alive("worker-1", keep_seconds=60)
     assert (await client.post("/dynamo/register_peer", json={"url": "http://10.0.0.2:1"})).status_code == 201
-    await check()
+    await check(2)
     for path in ("/services", "/workers", "/global_view", "/dynamo/workers", "/dynamo/dump", "/dynamo/peers"):
         assert len((await client.get(path)).content) > 20, path
 

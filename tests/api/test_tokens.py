@@ -145,6 +145,9 @@ async def test_answers_and_counts_are_of_the_tokens_tenants(api: httpx.AsyncClie
     assert (await send(api, "root", "/books")).json()["total"]["requests"] == 2
     books = (await send(api, "reads-a", "/books")).json()
     assert (books["total"]["requests"], [each["tenant_id"] for each in books["targets"]]) == (1, ["a"])
+    placement = (await send(api, "reads-a", "/placement")).json()
+    assert {each["tenant_id"] for part in placement.values() for each in part} == {"a"}
+    assert (await send(api, "reads-a", f"/placement/warm?instance={SECRET}-1")).status_code == 404
 
 
 @pytest.mark.usefixtures("tenants")
@@ -272,6 +275,8 @@ BODIES: dict[tuple[str, str], Any] = {
     ("GET", "/services"): None,
     ("GET", "/workers"): None,
     ("GET", "/books"): None,
+    ("GET", "/placement"): None,
+    ("GET", "/placement/warm"): None,
     ("GET", "/global_view"): None,
     ("GET", "/health"): None,
     ("GET", "/ready"): None,

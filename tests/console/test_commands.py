@@ -209,6 +209,28 @@ async def test_a_drain_prints_one_document_and_takes_the_url_of_an_engine(live: 
     assert 'has the address "http://10.0.0.9:8000"' in error
 
 
+async def test_the_engine_with_the_least_to_lose_is_drained_and_one_always_stays(live: Live) -> None:
+    """``b`` has nothing that ``a`` does not have."""
+    code, output, error = await run(live, "drain", "--cheapest", "1", "--model", "m", "--json")
+    assert code == cli.EXIT_OK, error
+    document = json.loads(output)
+    (engine,) = document["engines"]
+    assert (document["model_name"], document["done"], engine["instance_id"]) == ("m", True, "b")
+    assert "0 of its 16 tokens are nowhere else" in engine["why"]
+    assert engine["messages"] == ["b gets no new requests", "b is drained: it has no request under way"]
+    output = (await run(live, "placement"))[1]
+    assert output.startswith("m of tenant default: valued ")
+    lines = [line.split() for line in output.splitlines()[2:]]
+    assert lines[0][:10] == ["default", "m", "b", "both", "0", "0", "16", "0", "16", "0"]
+    assert lines[1][:10] == ["default", "m", "a", "both", "1", "0", "32", "16", "32", "16"]
+    code, output, error = await run(live, "drain", "--cheapest", "1", "--model", "m")
+    assert (code, output) == (cli.EXIT_USAGE, "")
+    assert "0 engines of 1 can be chosen" in error
+    for words in (("--cheapest", "1"), ("a", "--cheapest", "1"), (), ("--cheapest", "0", "--model", "m")):
+        assert (await run(live, "drain", *words))[:2] == (cli.EXIT_USAGE, "")
+    assert 'no engine of model "nope"' in (await run(live, "drain", "--cheapest", "1", "--model", "nope"))[2]
+
+
 async def test_a_chat_request_names_its_model_and_a_file_has_token_ids(live: Live, tmp_path: Path) -> None:
     chat = tmp_path / "chat.json"
     chat.write_text(json.dumps({"model": "nope", "messages": [{"role": "user", "content": "Hi"}]}), encoding="utf-8")

@@ -179,7 +179,7 @@ async def test_a_router_finds_who_has_a_prompt_by_the_hashes_of_the_engines(
     assert metrics.prefix_queries.labels(outcome="empty").value == 3
     # Streams learn of it, in this group alone.
     groups = await store.directory.groups()
-    assert await store.hashes.asked() == {entry.group_id for entry in groups.values()}
+    assert await store.hashes.asked.read() == {entry.group_id for entry in groups.values()}
 
 
 async def test_only_groups_of_such_engines_and_of_the_tenant_are_asked_about(store: Store, start_epp: StartEpp) -> None:
@@ -189,7 +189,7 @@ async def test_only_groups_of_such_engines_and_of_the_tenant_are_asked_about(sto
     epp = await start_epp(store, options=patient_options())
     assert named(await matches(epp, [1])) == []
     groups = await store.directory.groups()
-    assert await store.hashes.asked() == {groups[GroupName("default", "llama")].group_id}
+    assert await store.hashes.asked.read() == {groups[GroupName("default", "llama")].group_id}
 
 
 async def test_an_answer_to_sglang_is_in_time_or_a_status(start_epp: StartEpp, monkeypatch: pytest.MonkeyPatch) -> None:

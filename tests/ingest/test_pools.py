@@ -297,7 +297,7 @@ async def test_hashes_are_kept_where_a_router_asks_by_them(bench: Bench) -> None
     store = bench.store
     (group,) = (await store.directory.groups()).values()
     assert await store.hashes.find(group.group_id, range(100, 104)) == {}
-    await store.hashes.ask([group.group_id])
+    await store.hashes.asked.add([group.group_id])
 
     async def are_kept(number: int) -> bool:
         hashes = range(100 * number, 100 * number + 4)

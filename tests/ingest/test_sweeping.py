@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 
+from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.ingest import sweeping
 from waymark.store.directory import GroupEntry
@@ -119,3 +120,40 @@ async def test_a_standstill_is_made_up_for_within_a_bound(monkeypatch: pytest.Mo
     steps = 2000
     scene = Scene([*[0.0] * 10, 30.0, *[0.0] * steps])
     assert await played(monkeypatch, scene) == pytest.approx(30.0 + (steps * STEP_BLOCKS / PACE - 1.0), abs=0.1)
+
+
+async def test_groups_are_valued_if_somebody_asks_and_one_that_fails_delays_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = {name: GroupEntry(number, 1) for number, name in enumerate(("nobody", "damaged", "llama"), 1)}
+    walks: list[int] = []
+    pauses: list[float] = []
+
+    async def walk(entry: GroupEntry, *, lease_seconds: float) -> AsyncIterator[int]:
+        walks.append(entry.group_id)
+        if entry.group_id == 2:
+            raise ValueError("a defect")
+        for blocks in (STEP_BLOCKS, PACE):
+            yield blocks
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 4:
+            raise asyncio.CancelledError
+
+    async def read() -> set[int]:
+        if not pauses:
+            raise StoreUnavailable("redis is away")
+        return {2, 3}
+
+    async def all_groups() -> dict[str, GroupEntry]:
+        return groups
+
+    valuations = SimpleNamespace(walk=walk, asked=SimpleNamespace(read=read))
+    store = cast(Store, SimpleNamespace(valuations=valuations, directory=SimpleNamespace(groups=all_groups)))
+    monkeypatch.setattr(sweeping, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(sweeping, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    with pytest.raises(asyncio.CancelledError):
+        await sweeping.keep_valuing(store, blocks_per_second=PACE, pause_seconds=IDLE_SECONDS)
+    assert walks == [2, 3]
+    assert pauses == pytest.approx([IDLE_SECONDS, STEP_BLOCKS / PACE, 1.0 + STEP_BLOCKS / PACE, IDLE_SECONDS])

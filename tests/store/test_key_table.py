@@ -26,6 +26,7 @@ from waymark.domain.prefixes import Change, PrefixChange, prefix_key
 from waymark.domain.rows import Place
 from waymark.domain.targets import Role, Target
 from waymark.store import keys
+from waymark.store.directory import GroupEntry
 from waymark.store.discovery import DiscoveryState
 from waymark.store.hashes import ReportedBlock
 from waymark.store.leases import Grant
@@ -353,7 +354,13 @@ async def select(store: Store, redis: Redis) -> None:
     assert await store.selections.add_peer("http://peer:8091")
     assert await store.selections.remove_peer("http://peer:8091")
     await store.scripts.keep_catalog(catalog=keys.ASKED, worker="2", before=b"", value=b"1", workers_max=10)  # long ago
-    await store.hashes.ask([1])
+    await store.hashes.asked.add([1])
+    await store.scripts.keep_catalog(catalog=keys.VALUED, worker="2", before=b"", value=b"1", workers_max=10)
+    await store.valuations.asked.add([1])
+    async for _ in store.valuations.walk(GroupEntry(1, 1), lease_seconds=HOUR_SECONDS):
+        pass
+    for name in (keys.valuing(1), keys.worth(1)):
+        await redis.pexpire(name, HOUR_SECONDS * 1000)
 
 
 async def answers(store: Store) -> None:

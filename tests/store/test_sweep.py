@@ -121,9 +121,9 @@ class OtherCursors(RedisClient):
 
     steps = 0
 
-    async def hscan(self, key: str, cursor: int, count: int) -> tuple[int, dict[bytes, bytes]]:
+    async def hscan(self, key: str, cursor: int, count: int, match: str = "") -> tuple[int, dict[bytes, bytes]]:
         self.steps += 1
-        return (0, {}) if self.steps == 2 else await super().hscan(key, cursor, count)
+        return (0, {}) if self.steps == 2 else await super().hscan(key, cursor, count, match)
 
 
 async def test_a_failover_in_the_middle_of_a_scan_leaves_no_block_behind(redis: Redis, stream: Stream) -> None:

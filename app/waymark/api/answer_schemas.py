@@ -390,3 +390,75 @@ class BooksAnswer(Model):
     total: BookRow
     targets: list[BookOfTarget]
     by_minute: list[BookOfMinute]
+
+
+class ValuedModel(Model):
+    """The last valuation of the caches of a model's engines."""
+
+    tenant_id: str
+    model_name: str
+    age_seconds: float | None = Field(description="how long ago the caches were valued; null if they were not")
+    walk_seconds: float | None = Field(description="how long that took")
+    share: float | None = Field(description="the share of all rows that was read; below 1, tokens are estimates")
+    decisions: int | None = Field(description="how many kept decisions say which blocks were used in the hour before")
+    ms_per_token: float | None = Field(description="the measured prefill time of a token; null after too few requests")
+    reason: str | None = Field(description="why nothing is known; null otherwise")
+
+
+class ValuedTarget(Model):
+    """The worth of the cache of an engine. Its ranks and media count together."""
+
+    tenant_id: str
+    model_name: str
+    instance_id: str
+    address: str | None
+    role: str
+    weight: float = Field(description="0: it gets no new requests")
+    requests: int = Field(description="requests under way")
+    tokens: int | None = Field(description="tokens in its cache; null if nothing is known of it")
+    only_tokens: int | None = Field(description="those that no other engine has, and no pool")
+    few_tokens: int | None = Field(description="those that fewer than two others have")
+    only_used_tokens: int | None = Field(
+        description="only_tokens, each as often as kept decisions of the last hour asked for it, and once more"
+    )
+    few_used_tokens: int | None = Field(description="few_tokens in the same way")
+    cost_seconds: float | None = Field(description="the prefill time of only_tokens; null without ms_per_token")
+    reason: str | None = Field(description="why nothing is known of this engine; null otherwise")
+
+
+class PlacementAnswer(Model):
+    """The worth of each cache, by model, and within a model the cheapest engine first."""
+
+    models: list[ValuedModel]
+    targets: list[ValuedTarget]
+
+
+class WarmSource(Model):
+    """The engine that has the blocks of a prefix."""
+
+    instance_id: str
+    dp_rank: int
+    address: str | None
+    kv_source: str | None = Field(description="where other engines copy its blocks from, if its registration says it")
+
+
+class WarmPrefix(Model):
+    """Consecutive blocks that are worth pulling."""
+
+    before_tokens: int = Field(description="tokens before them, which the engine has, or pulls by an earlier entry")
+    tokens: int
+    uses: int = Field(description="how many kept decisions of the last hour asked for them")
+    engine_hashes: list[int] = Field(description="the source's own hashes of exactly these blocks, in order")
+    source: WarmSource
+
+
+class WarmAnswer(Model):
+    """The prefixes that an engine should pull first, those with the most uses of a token first."""
+
+    tenant_id: str
+    model_name: str
+    instance_id: str
+    age_seconds: float | None = Field(description="how long ago the caches were valued; null if they were not")
+    tokens: int = Field(description="tokens of all prefixes")
+    prefixes: list[WarmPrefix]
+    reason: str | None = Field(description="why the list is empty; null otherwise")

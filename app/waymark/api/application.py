@@ -41,6 +41,7 @@ from waymark.api.inspection_queue import InspectionQueue
 from waymark.api.inspections import Inspections
 from waymark.api.operations import Dependencies, Method, Operation, Resource
 from waymark.api.page import Page
+from waymark.api.placement import PlacementView
 from waymark.api.probes import Probes
 from waymark.api.registrations import Registrations
 from waymark.api.straight import Straight, StraightOperation
@@ -192,7 +193,7 @@ def _operations(
         DynamoSelect(store, decisions.selector, inputs),
         DynamoLoadHandlers(store, decisions.selector, inputs),
     )
-    admin = Admin(store, settings)
+    admin, placement = Admin(store, settings), PlacementView(store)
     page = Page(is_shown=settings.ui)
     queue = InspectionQueue(settings)
     explanations, inspected = Explanations(store, settings, tokenizer, queue), Inspections(store, settings, queue)
@@ -223,6 +224,8 @@ def _operations(
         ("GET", "/services", "read", views.services, docs.SERVICES),
         ("GET", "/workers", "read", views.workers, docs.WORKERS),
         ("GET", "/books", "read", BooksView(store).books, docs.BOOKS),
+        ("GET", "/placement", "read", placement.placement, docs.PLACEMENT),
+        ("GET", "/placement/warm", "read", placement.warm, docs.PLACEMENT_WARM),
         ("GET", "/activity", "read", feed.follow, docs.ACTIVITY),
         ("GET", "/global_view", "read", views.global_view, docs.GLOBAL_VIEW),
         ("GET", "/health", "open", probes.health, docs.HEALTH),

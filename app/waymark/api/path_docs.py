@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from waymark.api import admin_schemas as admin_bodies
 from waymark.api import answer_schemas as answers
-from waymark.api import books, event_schemas, query_schemas, registration_schemas
+from waymark.api import books, event_schemas, placement, query_schemas, registration_schemas
 from waymark.api import decision_schemas as decision_bodies
 from waymark.api import inspection_schemas as inspections
 from waymark.api import text_schemas as text_bodies
@@ -46,6 +46,21 @@ BOOKS = Doc(
     answer=answers.BooksAnswer,
     parameters=books.PARAMETERS,
     errors=(400,),
+    queue="read",
+    reach="filtered",
+)
+PLACEMENT = Doc(
+    "Returns the tokens that would be lost with the cache of each engine, the cheapest of a model first.",
+    answer=answers.PlacementAnswer,
+    parameters=placement.PARAMETERS,
+    queue="read",
+    reach="filtered",
+)
+PLACEMENT_WARM = Doc(
+    "Returns the prefixes that an engine should pull first, up to a number of tokens (100,000), and where they are.",
+    answer=answers.WarmAnswer,
+    parameters=placement.WARM_PARAMETERS,
+    errors=(400, 404),
     queue="read",
     reach="filtered",
 )

@@ -315,7 +315,7 @@ class Settings(BaseModel):
     waiting_blocks: int = Field(10_000, ge=0, le=10_000_000)
     """How many blocks per stream may wait for a parent that has not arrived yet."""
     sweep_blocks_per_second: int = Field(20_000, ge=1, le=10_000_000)
-    """How many blocks of dead holders an ingest worker sweeps per second."""
+    """How many blocks of dead holders an ingest worker sweeps per second, and how many it reads for /placement."""
     hybrid: Annotated[Literal["boundary", "off"], BeforeValidator(_lower)] = "boundary"
     """What a match of a hybrid model needs: blocks of full attention (`off`), or also its windows (`boundary`)."""
     pool_hashes_max: int = Field(1_000_000, ge=1_000, le=10**9)

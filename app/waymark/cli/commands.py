@@ -50,6 +50,7 @@ GROUPS: dict[str, dict[str, CliCommand]] = {
     "look at a running Waymark": {
         "top": CliCommand("remote", "show the engines live; keys sort and filter them"),
         "books": CliCommand("remote", "show what decisions promised, what engines delivered, and what routing earned"),
+        "placement": CliCommand("remote", "show how many tokens would be lost with the cache of each engine"),
         "doctor": CliCommand("remote", "check an installation, and say what to do"),
         "status": CliCommand("looking", "show publishers, streams, ingest workers and the state of Redis"),
         "inspect": CliCommand("looking", "show which instances have the blocks of a prompt, and what Redis contains"),

@@ -1,4 +1,4 @@
-"""``waymark ask``, ``select``, ``publishers``, ``repair``, ``drain``, ``top``, ``books``, ``doctor``."""
+"""``waymark ask``, ``select``, ``publishers``, ``repair``, ``drain``, ``top``, ``books``, ``placement``, ``doctor``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from waymark.cli.service import add_prompt, add_service, settle
 from waymark.domain.status import StreamStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
     from waymark.console.screen import Screen
     from waymark.console.service import RemoteService
 
@@ -48,6 +50,7 @@ examples:
   $ waymark drain vllm-0 --unregister      the same, and then unregisters the engine
   $ waymark drain http://10.0.0.7:8000     the engine at this URL
   $ waymark drain vllm-0 --resume          sends the engine requests again
+  $ waymark drain --cheapest 2 --model llama   the two engines of the model with the least to lose
 """,
     "top": """\
 examples:
@@ -59,6 +62,11 @@ examples:
   $ waymark books                          the last hour, by engine
   $ waymark books --by model --since 24h
   $ waymark books --since 6h --plot books.svg
+""",
+    "placement": """\
+examples:
+  $ waymark placement                      the worth of each cache, the cheapest engine first
+  $ waymark placement --model llama --json
 """,
     "doctor": """\
 examples:
@@ -94,7 +102,13 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
             parser.add_argument("engine", metavar="NAME", help="the instance_id")
             parser.add_argument("--dp-rank", type=int, help="repair this rank only")
         case "drain":
-            parser.add_argument("engine", metavar="NAME", help="the instance_id, or the URL that its requests go to")
+            parser.add_argument(
+                "engine", metavar="NAME", nargs="?", help="the instance_id, or the URL that its requests go to"
+            )
+            parser.add_argument(
+                "--cheapest", type=int, metavar="N", help="instead of NAME: so many engines with the least to lose"
+            )
+            parser.add_argument("--model", help="with --cheapest: the model of the engines")
             parser.add_argument("--wait-seconds", type=float, default=120.0, help="how long to wait for requests (120)")
             parser.add_argument(
                 "--unregister", action="store_true", help="unregister the engine when it has no requests"
@@ -113,6 +127,8 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
             parser.add_argument("--model", help="only this model")
             parser.add_argument("--since", default="1h", help="how long ago they begin: 30m, 2h, at most 24h (1h)")
             parser.add_argument("--plot", metavar="FILE", help="draw the minutes into this file (.png or .svg), too")
+        case "placement":
+            parser.add_argument("--model", help="only this model")
         case "doctor":
             parser.add_argument(
                 "--no-ports", action="store_true", help="do not connect to the event sockets of engines"
@@ -150,6 +166,9 @@ def _print_answer(service: RemoteService, arguments: argparse.Namespace, screen:
         case "select":
             from waymark.console.select import parts
             from waymark.console.select import select as command
+        case "placement":
+            from waymark.console.placement import parts
+            from waymark.console.placement import placement as command
         case _:
             from waymark.console.publishers import parts
             from waymark.console.publishers import publishers as command
@@ -172,36 +191,69 @@ def _repair(service: RemoteService, arguments: argparse.Namespace) -> int:
 
 
 def _drain(service: RemoteService, arguments: argparse.Namespace) -> int:
+    from waymark.base.errors import InvalidValue
+    from waymark.console.drain import drain, drain_all, named
+    from waymark.console.placement import cheapest, why
+
+    if (arguments.engine is None) == (arguments.cheapest is None):
+        raise InvalidValue("waymark drain needs the NAME of an engine, or --cheapest N with --model, and not both")
+    if arguments.cheapest is None:
+        arguments.engine = named(service, arguments)
+        lines = ((arguments.engine, line) for line in drain(service, arguments))
+        return _drained(service, arguments, [arguments.engine], {}, lines)
+    if arguments.cheapest < 1 or arguments.resume:
+        raise InvalidValue(f"--cheapest is {arguments.cheapest}; it takes an integer of 1 or more, and no --resume")
+    targets = cheapest(service, arguments)
+    arguments.tenant_id = targets[0]["tenant_id"]
+    reasons = {target["instance_id"]: why(target) for target in targets}
+    return _drained(service, arguments, list(reasons), reasons, drain_all(service, arguments, targets))
+
+
+def _drained(
+    service: RemoteService,
+    arguments: argparse.Namespace,
+    names: Sequence[str],
+    reasons: Mapping[str, str],
+    lines: Iterator[tuple[str, str]],
+) -> int:
+    """Print the lines of a drain; ``reasons`` say why the engines were chosen."""
     from waymark.base.errors import WaymarkError
-    from waymark.console.drain import NotDrained, drain, left_as, named
+    from waymark.console.drain import NotDrained, left_as
 
-    lines: list[str] = []
+    said: dict[str, list[str]] = {name: [] for name in names}
 
-    def say(line: str) -> None:
-        lines.append(line)
+    def say(name: str, line: str) -> None:
+        said[name].append(line)
         if not arguments.json:
             print(line, flush=True)
 
     is_done = False
-    arguments.engine = named(service, arguments)
+    for reason in () if arguments.json else reasons.values():
+        print(reason, flush=True)
     try:
-        for line in drain(service, arguments):
-            say(line)
+        for name, line in lines:
+            say(name, line)
         is_done = True
     except KeyboardInterrupt:
-        try:
-            line = left_as(service, arguments)
-        except WaymarkError as exc:
-            line = f"whether {arguments.engine} gets new requests is not known: {exc}"
-        if line:
-            say(line)
+        for name in names:
+            try:
+                line = left_as(service, argparse.Namespace(**vars(arguments) | {"engine": name}))
+            except WaymarkError as exc:
+                line = f"whether {name} gets new requests is not known: {exc}"
+            if line:
+                say(name, line)
         raise
     except NotDrained as exc:
         print(f"waymark drain: {exc}", file=sys.stderr)
         return EXIT_FAILED
     finally:
-        if arguments.json and lines:  # one document, when the output is complete
-            print(json.dumps({"instance_id": arguments.engine, "done": is_done, "messages": lines}), flush=True)
+        if arguments.json and any(said.values()):  # one document, when the output is complete
+            engines = [
+                ({"why": reasons[name]} if name in reasons else {}) | {"instance_id": name, "messages": messages}
+                for name, messages in said.items()
+            ]
+            of = {"model_name": arguments.model, "engines": engines} if reasons else engines[0]
+            print(json.dumps({"done": is_done} | of), flush=True)
     return EXIT_OK
 
 

@@ -1,11 +1,11 @@
-"""``waymark drain``: an engine gets no new requests and ends those that it has; then it can be unregistered."""
+"""``waymark drain``: engines get no new requests and end those that they have; then they can be unregistered."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from waymark.base.errors import InvalidValue, NotFound, WaymarkError
@@ -72,6 +72,37 @@ def drain(service: RemoteService, arguments: argparse.Namespace) -> Iterator[str
     if arguments.unregister:
         removed = service.post("/unregister", engine)["removed_instances"]
         yield from (f"unregistered {removed_id}" for removed_id in removed)
+
+
+def drain_all(
+    service: RemoteService, arguments: argparse.Namespace, targets: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    """Drain these targets of ``/placement``: first none of them gets new requests, and then each is waited for.
+
+    Yield the name of an engine and a line to print. If one of them cannot be drained, none is: it raises
+    ``ServiceRefused``. It raises ``NotDrained`` at the end if requests are still under way.
+    """
+    weighed: list[dict[str, Any]] = []
+    try:
+        for target in targets:
+            engine = {"instance_id": target["instance_id"], "tenant_id": target["tenant_id"]}
+            service.post("/weight", engine | {"weight": 0})
+            weighed.append(engine | {"weight": target["weight"]})
+    except WaymarkError:
+        for engine in weighed:
+            service.post("/weight", engine)
+        raise
+    problems: list[str] = []
+    for target in targets:
+        name = target["instance_id"]
+        own = argparse.Namespace(**vars(arguments) | {"engine": name, "tenant_id": target["tenant_id"]})
+        try:
+            for line in drain(service, own):
+                yield name, line
+        except NotDrained as error:
+            problems.append(str(error))
+    if problems:
+        raise NotDrained("; ".join(problems))
 
 
 def left_as(service: RemoteService, arguments: argparse.Namespace) -> str:

@@ -137,7 +137,7 @@ class ReportedPrompts:
             )
             ids = {each.group_id for each in self._asked}
             if now >= self._told_until or not ids <= self._told:
-                await self._store.hashes.ask(ids)
+                await self._store.hashes.asked.add(ids)
                 self._told, self._told_until = frozenset(ids), now + _ASK_SECONDS
             self._asked_until = now + _GROUPS_SECONDS
         return self._asked

@@ -219,7 +219,7 @@ class Poller:
         wanted = {claim.registration.name: claim for claim in mine if claim.registration.endpoint is not None}
         await self._stop_others(wanted)
         self._say_left(self._shares.left)
-        asked = await self._store.hashes.asked()
+        asked = await self._store.hashes.asked.read()
         self._start(wanted, RegisteredRanks(claims), _with_pool(staying), asked, tasks)
         self._runner.forget_errors(name for name in wanted if name not in self.running or self.running[name].is_idle)
         self._gauges.saw(list(workers), [claim.registration for claim in staying])

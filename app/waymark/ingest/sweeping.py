@@ -1,7 +1,8 @@
-"""Sweeps while a worker runs: removes dead holders from blocks, at the pace of the setting.
+"""Sweeps and values while a worker runs: removes dead holders from blocks, and finds the worth of caches.
 
-Any worker may sweep any group. If two workers sweep the same holder, they do the same work twice, which is harmless. A
-worker has one step under way at a time, so a reader waits for at most one step of each worker.
+Each keeps the pace of the setting. Any worker may sweep any group. If two workers sweep the same holder, they do the
+same work twice, which is harmless; only one worker at a time values a group. A worker has one step of each under way at
+a time, so a reader waits for at most two steps of each worker.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from waymark.domain.names import GroupName
 from waymark.store.activity import ActivityKind
 from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
+from waymark.store.worth import LEASE_SECONDS, STEP_BLOCKS
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +101,37 @@ async def _sweep_one(store: Store, group: GroupName, entry: GroupEntry, pace: Sw
         log.exception("sweep failed, will be tried again", extra=fields(group=entry.group_id))
         return False
     return True
+
+
+async def keep_valuing(store: Store, *, blocks_per_second: int, pause_seconds: float) -> None:
+    """Value the caches of the groups that somebody asks about, until cancelled."""
+    pace = SweepPace(blocks_per_second)
+    lease_seconds = max(LEASE_SECONDS, 4 * STEP_BLOCKS / blocks_per_second)
+    while True:
+        try:
+            asked = await store.valuations.asked.read()
+            groups = await store.directory.groups() if asked else {}
+            for entry in groups.values():
+                if entry.group_id in asked:
+                    await _value(store, entry, pace, lease_seconds)
+        except StoreUnavailable as exc:
+            log.debug("valuation waits for redis", extra=fields(error=exc.sentence))
+        await asyncio.sleep(pause_seconds)
+
+
+async def _value(store: Store, entry: GroupEntry, pace: SweepPace, lease_seconds: float) -> None:
+    """Walk over the rows of a group. A group that cannot be valued delays no other."""
+    began = time.perf_counter()
+    pace.start(began)
+    try:
+        async for blocks in store.valuations.walk(entry, lease_seconds=lease_seconds):
+            await asyncio.sleep(pace.pause(blocks, began, time.perf_counter()))
+            began = time.perf_counter()
+    except StoreUnavailable as exc:
+        log.debug("valuation waits for redis", extra=fields(group=entry.group_id, error=exc.sentence))
+    except Exception:
+        # Any release may have written these rows. If this code fails on them, the worker must go on.
+        log.exception("valuation failed, will be tried again", extra=fields(group=entry.group_id))
 
 
 async def _unless_damaged(step: Coroutine[None, None, int]) -> int:

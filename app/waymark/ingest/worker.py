@@ -21,7 +21,7 @@ from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.running import StreamRunner
 from waymark.ingest.scraping import Scraper
 from waymark.ingest.sockets import ZmqContext
-from waymark.ingest.sweeping import keep_sweeping
+from waymark.ingest.sweeping import keep_sweeping, keep_valuing
 from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,13 @@ class Worker:
                     keep_sweeping(
                         self._store,
                         self._metrics,
+                        blocks_per_second=self._options.sweep_blocks_per_second,
+                        pause_seconds=self._options.poll_seconds,
+                    )
+                )
+                tasks.create_task(
+                    keep_valuing(
+                        self._store,
                         blocks_per_second=self._options.sweep_blocks_per_second,
                         pause_seconds=self._options.poll_seconds,
                     )

@@ -40,12 +40,45 @@ class ReportedBlock(NamedTuple):
     spot: Spot
 
 
+class AskedGroups:
+    """The groups that somebody has asked about within some time, so that workers do for them what costs more."""
+
+    def __init__(self, client: RedisClient, scripts: Scripts, key: str, seconds: float) -> None:
+        self._client = client
+        self._scripts = scripts
+        self._key = key
+        self._seconds = seconds
+
+    async def add(self, group_ids: Collection[int]) -> None:
+        now, asked_at = time.time(), await self._client.hgetall(self._key)
+        changes = [(str(group_id).encode(), f"{now:.0f}".encode()) for group_id in group_ids]
+        changes += [(name, b"") for name, asked in asked_at.items() if not self._is_recent(asked, now)]
+        for name, value in changes:
+            # If another process has noted the same meanwhile, nothing is lost.
+            await self._scripts.keep_catalog(
+                catalog=self._key,
+                worker=name.decode(),
+                before=asked_at.get(name, b""),
+                value=value,
+                workers_max=_ASKED_MAX,
+            )
+
+    async def read(self) -> set[int]:
+        now, asked_at = time.time(), await self._client.hgetall(self._key)
+        return {int(name) for name, asked in asked_at.items() if name.isdigit() and self._is_recent(asked, now)}
+
+    def _is_recent(self, asked_at: bytes, now: float) -> bool:
+        return asked_at.isdigit() and int(asked_at) > now - self._seconds
+
+
 class EngineHashes:
     """The blocks of all groups, by engine hash."""
 
     def __init__(self, client: RedisClient, scripts: Scripts) -> None:
         self._client = client
         self._scripts = scripts
+        self.asked = AskedGroups(client, scripts, keys.ASKED, ASKED_SECONDS)
+        """The groups whose engines' streams keep their hashes."""
 
     async def keep(self, grant: Grant, blocks: Sequence[ReportedBlock], hashes_max: int) -> bool:
         """Keep blocks, at most about ``hashes_max`` of the group; False if fenced."""
@@ -97,33 +130,9 @@ class EngineHashes:
                     spots[engine_hash] = spot
         return spots
 
-    async def ask(self, group_ids: Collection[int]) -> None:
-        """Note that a client asks about these groups by engine hashes, so that their engines' streams keep them."""
-        now, asked_at = time.time(), await self._client.hgetall(keys.ASKED)
-        changes = [(str(group_id).encode(), f"{now:.0f}".encode()) for group_id in group_ids]
-        changes += [(name, b"") for name, asked in asked_at.items() if not _is_recent(asked, now)]
-        for name, value in changes:
-            # If another process has noted the same meanwhile, nothing is lost.
-            await self._scripts.keep_catalog(
-                catalog=keys.ASKED,
-                worker=name.decode(),
-                before=asked_at.get(name, b""),
-                value=value,
-                workers_max=_ASKED_MAX,
-            )
-
-    async def asked(self) -> set[int]:
-        """The groups that clients have asked about lately."""
-        now, asked_at = time.time(), await self._client.hgetall(keys.ASKED)
-        return {int(name) for name, time_text in asked_at.items() if name.isdigit() and _is_recent(time_text, now)}
-
     async def _newest(self, group_id: int) -> int:
         (newest,) = await self._client.several([("GET", keys.hashes(group_id))])
         return int(newest) if newest and newest.isdigit() and len(newest) < 16 else 0
-
-
-def _is_recent(asked_at: bytes, now: float) -> bool:
-    return asked_at.isdigit() and int(asked_at) > now - ASKED_SECONDS
 
 
 def _encoded(spot: Spot) -> bytes:

@@ -32,6 +32,8 @@ PEERS: str
 """The peers that clients of the Dynamo API have registered."""
 ASKED: str
 """The groups that a client asks about by the hashes of their engines."""
+VALUED: str
+"""The groups whose caches a client, or a pod of Kubernetes, wants valued."""
 DISCOVERY: str
 ACTIVITY: str
 """The activity list."""
@@ -58,9 +60,9 @@ def use_prefix(prefix: str) -> None:
 
     A process has one prefix. It is given before the first command, and changes only if no store is open.
     """
-    global _root, ALL, GROUPS, PUBLISHERS, UNREGISTERED, WORKERS, COUNTS, SEEN, CATALOG, PEERS, ASKED, DISCOVERY
-    global ACTIVITY, ANSWERS, ANSWERS_KEPT, ANSWERS_DUE, RESPONSES, RESPONSES_KEPT, RESPONSES_DUE, RESPONSES_COPIED
-    global RESPONSES_QUEUE, INCARNATION, SNAPSHOTS, CONTROL
+    global _root, ALL, GROUPS, PUBLISHERS, UNREGISTERED, WORKERS, COUNTS, SEEN, CATALOG, PEERS, ASKED, VALUED
+    global DISCOVERY, ACTIVITY, ANSWERS, ANSWERS_KEPT, ANSWERS_DUE, RESPONSES, RESPONSES_KEPT, RESPONSES_DUE
+    global RESPONSES_COPIED, RESPONSES_QUEUE, INCARNATION, SNAPSHOTS, CONTROL
     _root = root = f"{prefix}wm:"
     ALL = f"{root}*"
     GROUPS = f"{root}groups"
@@ -72,6 +74,7 @@ def use_prefix(prefix: str) -> None:
     CATALOG = f"{root}catalog"
     PEERS = f"{root}peers"
     ASKED = f"{root}asked"
+    VALUED = f"{root}valued"
     DISCOVERY = f"{root}discovery"
     ACTIVITY = f"{root}activity"
     ANSWERS = f"{root}answers"
@@ -148,6 +151,16 @@ def snapshot_asked(socket: str) -> str:
     return f"{_root}snapshot:{{{SNAPSHOTS}}}:{socket}"
 
 
+def worth(group_id: int) -> str:
+    """Return the key of the worth of a group's caches."""
+    return f"{_root}{_tag(group_id)}:worth"
+
+
+def valuing(group_id: int) -> str:
+    """Return the key of the walk over the rows of a group that finds this."""
+    return f"{_root}{_tag(group_id)}:valuing"
+
+
 def reservations(group_id: int) -> str:
     return f"{_root}{_tag(group_id)}:reservations"
 
@@ -167,7 +180,7 @@ def books(group_id: int, hour: int) -> str:
 
 def decisions(group_id: int) -> str:
     """The kept decisions."""
-    return f"wm:{_tag(group_id)}:decisions"
+    return f"{_root}{_tag(group_id)}:decisions"
 
 
 def drift(group_id: int, publisher: int) -> str:

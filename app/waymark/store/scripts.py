@@ -297,6 +297,11 @@ class Scripts:
     ) -> Outcome:
         return await self._run("sweep_rows", locals())
 
+    async def keep_worth(
+        self, *, valuing: str, worth: str, walk: str, milliseconds: int, keep: int, value: bytes
+    ) -> Outcome:
+        return await self._run("keep_worth", locals())
+
     async def forget_dead(self, *, dead: str, holder: Arg) -> Outcome:
         return await self._run("forget_dead", locals())
 

@@ -50,6 +50,7 @@ from waymark.store.speculative import Speculative
 from waymark.store.sweep import Sweeper
 from waymark.store.takeover import Takeover
 from waymark.store.unclaimed import UnclaimedPublishers
+from waymark.store.worth import Valuations
 
 T = TypeVar("T")
 
@@ -122,6 +123,7 @@ class Store:
         self.responses = StoredResponses(answers_scripts)
         self.counts = ReplicaCounts(client, self.scripts, self.begin)
         self.sweeper = Sweeper(client, self.scripts, self.parser, metrics)
+        self.valuations = Valuations(client, self.scripts, self.parser, self.kept_decisions)
         reading = read_client or client
         self.reader = Reader(
             reading,

@@ -84,13 +84,7 @@ class Sweeper:
         """Return the next cursor, and the places that the fields name."""
         engine = keys.engine(entry.group_id, shard, holder)
         cursor, fields = await self._client.hscan(engine, cursor, SCAN_ENTRIES)
-        places = [
-            place
-            for name in fields
-            if name != b"applied"
-            and not name.startswith(b"*")
-            and (place := self._parser.parse(RecordKind.ENTRY, engine, name, _place, name)) is not None
-        ]
+        places = [place for name in fields if (place := place_in(self._parser, engine, name)) is not None]
         return cursor, places
 
     async def _step(self, entry: GroupEntry, shard: int, holder: int, places: Sequence[Place]) -> Outcome:
@@ -111,6 +105,13 @@ class Sweeper:
             rows=len(places),
             field=[place.field for place in places],
         )
+
+
+def place_in(parser: RecordParser, engine: str, field: bytes) -> Place | None:
+    """Return the place that a field of an engine hash names; None for the other fields, and if it cannot be read."""
+    if field == b"applied" or field.startswith(b"*"):
+        return None
+    return parser.parse(RecordKind.ENTRY, engine, field, _place, field)
 
 
 def _place(field: bytes) -> Place:

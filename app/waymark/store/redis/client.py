@@ -247,13 +247,14 @@ class RedisClient:
         with self._translated():
             return bool(await self._redis.execute_command("SISMEMBER", key, member))
 
-    async def hscan(self, key: str, cursor: int, count: int) -> tuple[int, dict[bytes, bytes]]:
-        """Do one step of an HSCAN: return the next cursor and some fields.
+    async def hscan(self, key: str, cursor: int, count: int, match: str = "") -> tuple[int, dict[bytes, bytes]]:
+        """Do one step of an HSCAN: return the next cursor and some fields, of all or of those that ``match``.
 
         A cursor is invalid after a failover; then start again.
         """
         with self._translated():
-            reply = await self._redis.execute_command("HSCAN", key, cursor, "COUNT", count)
+            of = ("MATCH", match) if match else ()
+            reply = await self._redis.execute_command("HSCAN", key, cursor, *of, "COUNT", count)
             return cast("tuple[int, dict[bytes, bytes]]", reply)
 
     async def unlink_all(self, pattern: str) -> int:

@@ -1,0 +1,315 @@
+"""``GET /placement``, the worth of each cache, and ``GET /placement/warm``, the prefixes for a new engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from waymark.api.http.answers import Answer
+from waymark.api.http.bodies import Body
+from waymark.base.errors import InvalidValue, NotFound
+from waymark.base.shown import shown
+from waymark.decide.policies.policy import nearest
+from waymark.domain.first_tokens import FirstTokens
+from waymark.domain.media import order_of
+from waymark.domain.names import GroupName
+from waymark.domain.rows import PIECE_BLOCKS, Place, Row
+from waymark.domain.table import HolderTable
+from waymark.domain.worth import PrefixUse
+from waymark.store.claims import Claim
+from waymark.store.directory import GroupEntry
+from waymark.store.places import read_row, values_of
+from waymark.store.reservations import NO_LOAD, Load
+from waymark.store.store import Store
+from waymark.store.worth import Valuation
+
+PARAMETERS = ("model", "tenant")
+WARM_PARAMETERS = ("instance", "tokens", "model", "tenant")
+_NO_WALK = (
+    "no ingest worker has valued the caches of this model within the last minutes; one does so now that somebody has "
+    "asked, so ask again in a few seconds"
+)
+_NO_DECISIONS = (
+    "no decision of the last hour is kept, so nobody knows which prefixes are used; see WAYMARK_DECISIONS_KEPT"
+)
+_TOKENS, _TOKENS_MAX = 100_000, 10_000_000
+#: Prefixes that are looked at for one answer.
+_PREFIXES_MAX = 1024
+
+Rank = tuple[str, int]
+"""An instance and a rank of it."""
+
+
+class _ValuedGroup(NamedTuple):
+    """A group with the claims of its engines, by instance."""
+
+    name: GroupName
+    entry: GroupEntry
+    engines: dict[str, list[Claim]]
+
+
+class PlacementView:
+    """The handlers of ``/placement`` and ``/placement/warm``."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def placement(self, body: Body) -> Answer:
+        groups = await self._groups(body)
+        found = await self._valuations(groups)
+        parts = await asyncio.gather(*(self._targets(group, found.get(group.entry.group_id)) for group in groups))
+        return Answer(
+            {
+                "models": [model for model, _ in parts],
+                "targets": [target for _, targets in parts for target in targets],
+            }
+        )
+
+    async def warm(self, body: Body) -> Answer:
+        tokens = _tokens(body.path.get("tokens"))
+        group, instance_id = _named(await self._groups(body), body.path.get("instance") or "")
+        valuation = (await self._valuations([group])).get(group.entry.group_id)
+        reason = _NO_WALK if valuation is None else None if valuation.decisions else _NO_DECISIONS
+        table = await self._store.reader.table(group.name)
+        prefixes: list[dict[str, Any]] = []
+        if valuation is not None and table is not None:
+            prefixes = await _Warming(self._store, group, table, instance_id).prefixes(valuation.prefixes, tokens)
+        return Answer(
+            {
+                "tenant_id": group.name.tenant_id,
+                "model_name": group.name.model_name,
+                "instance_id": instance_id,
+                "age_seconds": None if valuation is None else _age(valuation),
+                "tokens": sum(each["tokens"] for each in prefixes),
+                "prefixes": prefixes,
+                "reason": reason,
+            }
+        )
+
+    async def _groups(self, body: Body) -> list[_ValuedGroup]:
+        """Return the groups that the request is about, each with the engines that are registered now."""
+        model, tenant_id = body.path.get("model") or None, body.path.get("tenant") or None
+        engines: dict[int, dict[str, list[Claim]]] = defaultdict(dict)
+        for claim in await self._store.directory.claims():
+            if not claim.is_leaving and claim.registration.scope == "instance":
+                engines[claim.group_id].setdefault(claim.registration.instance_id, []).append(claim)
+        return [
+            _ValuedGroup(name, entry, engines[entry.group_id])
+            for name, entry in (await self._store.directory.groups()).items()
+            if entry.group_id in engines
+            and body.caller.has(name.tenant_id)
+            and model in (None, name.model_name)
+            and tenant_id in (None, name.tenant_id)
+        ]
+
+    async def _valuations(self, groups: Sequence[_ValuedGroup]) -> dict[int, Valuation]:
+        """Return the last result of each group, and ask for further ones."""
+        valuations, group_ids = self._store.valuations, [group.entry.group_id for group in groups]
+        not_asked = set(group_ids) - await valuations.asked.read()
+        if not_asked:
+            await valuations.asked.add(not_asked)
+        return await valuations.read(group_ids)
+
+    async def _targets(
+        self, group: _ValuedGroup, valuation: Valuation | None
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return the facts about the model, and its targets, the cheapest ones first."""
+        group_id = group.entry.group_id
+        publishers = [claim.publisher for claims in group.engines.values() for claim in claims]
+        values, times = await asyncio.gather(
+            self._store.reservations.values(group_id), self._store.first_tokens.read(group_id, publishers)
+        )
+        loads = {int(name): Load.parse(value) for name, value in values.items() if name.isdigit()}
+        slope = FirstTokens(*map(sum, zip(*times.values(), strict=True))).slope if times else None
+        targets = [
+            _target(group.name, instance_id, claims, loads, valuation, slope)
+            for instance_id, claims in group.engines.items()
+        ]
+        model = {
+            "tenant_id": group.name.tenant_id,
+            "model_name": group.name.model_name,
+            "age_seconds": None if valuation is None else _age(valuation),
+            "walk_seconds": None if valuation is None else round(valuation.seconds, 3),
+            "share": None if valuation is None else valuation.share,
+            "decisions": None if valuation is None else valuation.decisions,
+            "ms_per_token": slope,
+            "reason": _NO_WALK if valuation is None else None,
+        }
+        return model, sorted(targets, key=_cost)
+
+
+def _target(
+    group: GroupName,
+    instance_id: str,
+    claims: Sequence[Claim],
+    loads: Mapping[int, Load],
+    valuation: Valuation | None,
+    slope: float | None,
+) -> dict[str, Any]:
+    of = claims[0].registration
+    tells_blocks = of.kind.traits.tells_blocks
+    worth = None if valuation is None or not tells_blocks else valuation.worths.get(instance_id)
+    reason = None
+    if not tells_blocks:
+        reason = "its events do not say which blocks it has"
+    elif valuation is not None and worth is None:
+        reason = "it had no block that counts when the caches were valued"
+    return {
+        "tenant_id": group.tenant_id,
+        "model_name": group.model_name,
+        "instance_id": instance_id,
+        "address": of.target.address,
+        "role": of.target.role,
+        "weight": max(claim.registration.target.weight for claim in claims),
+        "requests": sum(loads.get(claim.publisher, NO_LOAD).requests for claim in claims),
+        "tokens": None if worth is None else worth.tokens,
+        "only_tokens": None if worth is None else worth.only,
+        "few_tokens": None if worth is None else worth.few,
+        "only_used_tokens": None if worth is None else worth.only_used,
+        "few_used_tokens": None if worth is None else worth.few_used,
+        "cost_seconds": None if worth is None or slope is None else round(worth.only * slope / 1000, 3),
+        "reason": reason,
+    }
+
+
+def _cost(target: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the key by which targets are ordered, the cheapest first, and those of unknown worth last."""
+    is_unknown = target["only_used_tokens"] is None
+    costs = (0, 0, 0) if is_unknown else tuple(target[name] for name in ("only_used_tokens", "requests", "tokens"))
+    return is_unknown, *costs, target["instance_id"]
+
+
+def _age(valuation: Valuation) -> float:
+    return round(max(0.0, time.time() - valuation.ended), 1)
+
+
+def _tokens(text: str | None) -> int:
+    """Parse the number of tokens to be pulled. Raises InvalidValue."""
+    if not text:
+        return _TOKENS
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 0 < int(text) <= _TOKENS_MAX):
+        raise InvalidValue(f"tokens is {shown(text)}; send an integer of 1..{_TOKENS_MAX}", field="tokens")
+    return int(text)
+
+
+def _named(groups: Sequence[_ValuedGroup], instance_id: str) -> tuple[_ValuedGroup, str]:
+    """Return the one group with an engine of this name. Raise NotFound or InvalidValue if there is none, or several."""
+    if not instance_id:
+        raise InvalidValue("instance is missing; send the instance_id of the engine to be warmed", field="instance")
+    named = [group for group in groups if instance_id in group.engines]
+    if len(named) > 1:
+        several = ", ".join(f"{each.name.model_name} of {each.name.tenant_id}" for each in named)
+        raise InvalidValue(f"several models have an engine of this name ({several}); send model and tenant, too")
+    if not named:
+        names = {name for group in groups for name in group.engines}
+        way_out = nearest(instance_id, names) if names else "no engine is registered"
+        raise NotFound(f"no engine {shown(instance_id)} is registered; {way_out}", field="instance")
+    return named[0], instance_id
+
+
+class _Warming:
+    """The prefixes that one engine should pull, and where it finds them."""
+
+    def __init__(self, store: Store, group: _ValuedGroup, table: HolderTable, instance_id: str) -> None:
+        self._store = store
+        self._group = group
+        self._table = table
+        self._instance_id = instance_id
+        self._sizes = {claim.registration.block_size for claim in group.engines[instance_id]}
+        self._owners: dict[int, Rank] = {
+            holder.id: (holder.instance_id, holder.dp_rank)
+            for holder in table.holders.values()
+            if holder.scope == "instance"
+            and holder.window is None
+            and holder.block_size in self._sizes
+            and (publisher := table.publishers.get(holder.publisher)) is not None
+            and not publisher.is_lost
+        }
+
+    async def prefixes(self, entries: Sequence[PrefixUse], tokens: int) -> list[dict[str, Any]]:
+        """Return the most used prefixes that the engine lacks and another one has, until they are so many tokens."""
+        chains: list[tuple[int, ...]] = []
+        for each in entries[:_PREFIXES_MAX]:
+            chains.append((() if each.before is None else chains[each.before]) + each.keys)
+        heads = list({chain[at] for chain in chains for at in range(0, len(chain), PIECE_BLOCKS)})
+        values = await values_of(self._store.client, self._group.entry, [Place(head) for head in heads])
+        rows = {head: row for head, value in zip(heads, values, strict=True) if (row := read_row(value)) is not None}
+        reached: list[int] = []
+        """How many blocks of each chain the engine has, or will have pulled."""
+        found: list[dict[str, Any]] = []
+        for each, chain in zip(entries, chains, strict=False):
+            first = len(chain) - len(each.keys)
+            held = _leading(chain, rows, self._owners)
+            own = max((blocks for (name, _), blocks in held.items() if name == self._instance_id), default=0)
+            reached.append(max(own, 0 if each.before is None else min(first, reached[each.before])))
+            is_wanted = each.block_size in self._sizes and first <= reached[-1] < len(chain)
+            if not is_wanted or tokens <= 0:
+                continue
+            pull = await self._pull(each, chain[: reached[-1] + -(-tokens // each.block_size)], reached[-1], held)
+            if pull is not None:
+                reached[-1] += len(pull["engine_hashes"])
+                tokens -= pull["tokens"]
+                found.append(pull)
+        return found
+
+    async def _pull(
+        self, prefix: PrefixUse, chain: Sequence[int], first: int, held: Mapping[Rank, int]
+    ) -> dict[str, Any] | None:
+        """Return where the blocks from ``first`` on are; None if no other engine has any of them."""
+        sources = {name: claims[0].registration.target for name, claims in self._group.engines.items()}
+        ranks = [rank for rank, blocks in held.items() if blocks > first and rank[0] != self._instance_id]
+        if not ranks:
+            return None
+
+        def order(rank: Rank) -> tuple[Any, ...]:
+            target = sources.get(rank[0])
+            return target is None or target.kv_source is None, -min(held[rank], len(chain)), rank
+
+        source = min(ranks, key=order)
+        holders = sorted(
+            (self._table.holders[holder] for holder, rank in self._owners.items() if rank == source),
+            key=lambda holder: order_of(holder.medium),
+        )
+        blocks = await self._store.held_hashes.read(
+            self._group.entry, chain[: held[source]], first, [holder.id for holder in holders]
+        )
+        if not blocks:
+            return None
+        target = sources.get(source[0])
+        return {
+            "before_tokens": first * prefix.block_size,
+            "tokens": len(blocks) * prefix.block_size,
+            "uses": prefix.uses,
+            "engine_hashes": [block.engine_hash for block in blocks],
+            "source": {
+                "instance_id": source[0],
+                "dp_rank": source[1],
+                "address": None if target is None else target.address,
+                "kv_source": None if target is None else target.kv_source,
+            },
+        }
+
+
+def _leading(chain: Sequence[int], rows: Mapping[int, Row], owners: Mapping[int, Rank]) -> dict[Rank, int]:
+    """Return how many blocks from the beginning of a chain each rank has, on all its media together."""
+    held: dict[Rank, int] = {}
+    for start in range(0, len(chain), PIECE_BLOCKS):
+        row = rows.get(chain[start])
+        if row is None:
+            break
+        slots = {key: slot for slot, key in enumerate(row.keys)}
+        bitmaps: dict[Rank, int] = defaultdict(int)
+        for holder, bitmap in row.holders.items():
+            if holder in owners and held.get(owners[holder], 0) == start:
+                bitmaps[owners[holder]] |= bitmap
+        for rank, bitmap in bitmaps.items():
+            blocks = start
+            for key in chain[start : start + PIECE_BLOCKS]:
+                if key not in slots or not bitmap >> slots[key] & 1:
+                    break
+                blocks += 1
+            held[rank] = blocks
+    return held

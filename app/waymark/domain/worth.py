@@ -1,0 +1,145 @@
+"""What the cache of an engine is worth: the tokens that would be lost with it, and the prefixes that are used most.
+
+A ``Tally`` counts row by row, so its memory grows with the number of engines and not with the number of blocks.
+``Prompts`` counts how often the blocks of prompts were asked for. Both are estimates. A block that is in a row for one
+engine and in a branch row for another one counts as if each had it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from waymark.domain.rows import Row
+from waymark.domain.table import HolderTable
+
+
+class CacheWorth(NamedTuple):
+    """What an engine holds, in tokens; a token that several ranks or media of it have counts once."""
+
+    tokens: int = 0
+    only: int = 0
+    """Tokens that no other engine has, and no pool."""
+    few: int = 0
+    """Tokens that fewer than two others have."""
+    only_used: int = 0
+    """``only``, each token as often as prompts asked for it, and once more."""
+    few_used: int = 0
+    """``few``, in the same way."""
+
+    def scaled(self, factor: float) -> CacheWorth:
+        return CacheWorth(*(round(factor * tokens) for tokens in self))
+
+
+class Tally:
+    """Adds up the worth of each engine of a group.
+
+    An engine is all ranks of an instance, because they stop together. Holders of a lost publisher do not count, and
+    neither do those of a window: without the blocks of the main group they are of no use.
+    """
+
+    def __init__(self, table: HolderTable, uses: Mapping[int, int]) -> None:
+        """``uses`` says how often the block with a key was asked for; 0 for a block that is not in it."""
+        self._uses = uses
+        names: dict[tuple[str, str], int] = {}
+        self._names: list[str | None] = []
+        """The instance of each owner; None for a pool."""
+        self._sizes: list[int] = []
+        self._owners: dict[int, int] = {}
+        for holder in table.holders.values():
+            publisher = table.publishers.get(holder.publisher)
+            if publisher is None or publisher.is_lost or holder.window is not None:
+                continue
+            owner = names.setdefault((holder.scope, holder.instance_id), len(names))
+            if owner == len(self._names):
+                self._names.append(None if holder.scope == "shared" else holder.instance_id)
+                self._sizes.append(holder.block_size)
+            self._owners[holder.id] = owner
+        self._sums = [[0] * len(CacheWorth._fields) for _ in self._names]
+
+    @property
+    def holders(self) -> list[int]:
+        """The ids of the holders that count."""
+        return list(self._owners)
+
+    def count(self, row: Row) -> int:
+        """Count a row; return the number of its blocks that somebody has."""
+        masks: dict[int, int] = {}
+        for holder, bitmap in row.holders.items():
+            owner = self._owners.get(holder)
+            if owner is not None:
+                masks[owner] = masks.get(owner, 0) | bitmap
+        one = two = three = 0  # slots that so many owners have, or more
+        for mask in masks.values():
+            three |= two & mask
+            two |= one & mask
+            one |= mask
+        used = (
+            [(slot, uses) for slot, key in enumerate(row.keys) if (uses := self._uses.get(key))] if self._uses else ()
+        )
+        for owner, mask in masks.items():
+            sums = self._sums[owner]
+            only, few = mask & ~two, mask & ~three
+            sums[0] += mask.bit_count()
+            sums[1] += only.bit_count()
+            sums[2] += few.bit_count()
+            sums[3] += only.bit_count() + sum(uses for slot, uses in used if only >> slot & 1)
+            sums[4] += few.bit_count() + sum(uses for slot, uses in used if few >> slot & 1)
+        return one.bit_count()
+
+    def worths(self, share: float) -> dict[str, CacheWorth]:
+        """Return the worth of each engine; ``share`` is the share of all rows that were counted."""
+        return {
+            name: CacheWorth(*sums).scaled(size / share)
+            for name, size, sums in zip(self._names, self._sizes, self._sums, strict=True)
+            if name is not None
+        }
+
+
+class PrefixUse(NamedTuple):
+    """Consecutive blocks that prompts asked for equally often."""
+
+    before: int | None
+    """The index of the entry with the blocks before them; None at the beginning of a prompt."""
+    block_size: int
+    uses: int
+    keys: tuple[int, ...]
+
+
+class Prompts:
+    """The beginnings of prompts, as a tree of blocks. The caller bounds how many are added."""
+
+    def __init__(self) -> None:
+        self.uses: dict[int, int] = {}
+        """How many prompts have the block with this key."""
+        self._before: dict[int, tuple[int | None, int]] = {}
+
+    def add(self, block_size: int, keys: Sequence[int]) -> None:
+        """Add a prompt by the keys of its first blocks."""
+        before: int | None = None
+        for key in keys:
+            if key in self.uses:
+                self.uses[key] += 1
+            else:
+                self.uses[key] = 1
+                self._before[key] = before, block_size
+            before = key
+
+    def most_used(self, blocks_max: int) -> list[PrefixUse]:
+        """Return the blocks with the most uses, at most so many, those with more uses first.
+
+        A block has no more uses than the block before it, so an entry comes after the one that it continues.
+        """
+        entries: list[tuple[int | None, int, int, list[int]]] = []
+        ends: dict[int, int] = {}
+        """The index of the entry of each block."""
+        for key in sorted(self.uses, key=lambda key: -self.uses[key])[:blocks_max]:
+            before, block_size = self._before[key]
+            at = None if before is None else ends.get(before)
+            if at is not None and entries[at][2] == self.uses[key] and entries[at][3][-1] == before:
+                entries[at][3].append(key)
+                ends[key] = at
+            else:
+                ends[key] = len(entries)
+                entries.append((at, block_size, self.uses[key], [key]))
+        return [PrefixUse(before, size, uses, tuple(keys)) for before, size, uses, keys in entries]

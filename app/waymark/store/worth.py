@@ -1,0 +1,257 @@
+"""Valuations: a walk over all rows of a group finds the worth of the cache of each engine.
+
+A worker walks, at the pace of the sweep, if somebody has asked about the group within the last hour; so nobody pays for
+a result that nobody reads. One walk at a time holds ``wm:{g}:valuing``, and its result is kept in ``wm:{g}:worth`` for
+a while. A request reads that result and never walks itself.
+
+The walk reads each row once, whichever number of holders have it, because it remembers the names of the rows that it
+has read. This is bounded: if the holders of the group have more than ``ROWS_MAX`` entries together, it reads the rows
+whose names begin with certain digits, and the sums are estimated from this share. Names are hashes, so that the share
+is a fair sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import NamedTuple
+
+import orjson
+
+from waymark.domain.keys import unpack
+from waymark.domain.rows import ROW_SLOTS
+from waymark.domain.worth import CacheWorth, PrefixUse, Prompts, Tally
+from waymark.store import keys
+from waymark.store.directory import GroupEntry
+from waymark.store.hashes import AskedGroups
+from waymark.store.holder_tables import decode_table
+from waymark.store.kept_decisions import KeptDecisions
+from waymark.store.leases import random_nonce
+from waymark.store.parsing import FORMAT, RecordKind, RecordParser
+from waymark.store.redis.client import RedisClient
+from waymark.store.scripts import Scripts
+from waymark.store.sweep import place_in
+from waymark.store.takeover import parse_row
+
+#: Rows that one walk remembers, about 7 MB. 65,536 whole rows are two million blocks.
+ROWS_MAX = 65_536
+#: Rows read in one step, and the most blocks of them.
+_STEP_ROWS = 64
+STEP_BLOCKS = _STEP_ROWS * ROW_SLOTS
+_SCAN_FIELDS = 512
+#: The hashes whose lengths are asked for in one round trip.
+_HASHES_AT_ONCE = 512
+#: A worker that has stopped holds up the next walk for at most this time.
+LEASE_SECONDS = 30.0
+#: The pause after a walk: at least so long, and as long as the walk took.
+PAUSE_SECONDS = 60.0
+#: A result outlasts the pause and the next walk, if that takes no longer than this one and ten minutes.
+_KEEP_SECONDS = 600.0
+#: For how long groups are valued after somebody has asked.
+ASKED_SECONDS = 3600
+#: The blocks in the list of prefixes, about 150 kB in Redis.
+PREFIX_BLOCKS_MAX = 8192
+
+#: Decisions of the last hour say which blocks are used: the newest ones, whose first blocks take 30 MB at most.
+_USED_SECONDS, _DECISIONS_MAX, _SLICE_DECISIONS = 3600.0, 2000, 100
+
+#: A row with more bytes has hundreds of holders, and takes a millisecond.
+_LONG_ROW = 16_384
+_DIGITS = "0123456789abcdef"
+
+
+class Valuation(NamedTuple):
+    """The result of a walk."""
+
+    ended: float
+    """When it ended, in seconds since 1970 by the clock of its worker."""
+    seconds: float
+    """How long it took."""
+    share: float
+    """The share of rows that it read; 1 unless the group is very large."""
+    decisions: int
+    """The number of kept decisions that say which blocks were used."""
+    worths: Mapping[str, CacheWorth]
+    """By instance."""
+    prefixes: Sequence[PrefixUse]
+
+
+class Valuations:
+    def __init__(self, client: RedisClient, scripts: Scripts, parser: RecordParser, kept: KeptDecisions) -> None:
+        """``kept`` are the decisions that say which blocks prompts asked for."""
+        self._client = client
+        self._scripts = scripts
+        self._parser = parser
+        self._kept = kept
+        self.asked = AskedGroups(client, scripts, keys.VALUED, ASKED_SECONDS)
+        """The groups that are valued."""
+
+    async def read(self, group_ids: Sequence[int]) -> dict[int, Valuation]:
+        """Return the last result of each group that has one."""
+        if not group_ids:
+            return {}
+        values = await self._client.several([("GET", keys.worth(group_id)) for group_id in group_ids], is_lenient=True)
+        found = {group_id: _decoded(value) for group_id, value in zip(group_ids, values, strict=True) if value}
+        return {group_id: valuation for group_id, valuation in found.items() if valuation is not None}
+
+    async def walk(self, entry: GroupEntry, *, lease_seconds: float = LEASE_SECONDS) -> AsyncIterator[int]:
+        """Walk over the rows of a group, and keep the result; yield the number of blocks of each step.
+
+        The caller sets the pace; a pause is shorter than ``lease_seconds``. The walk ends at once if the group has
+        another one, or had one a short time ago.
+        """
+        nonce, began = random_nonce(), time.monotonic()
+        if not await self._hold(entry, nonce, lease_seconds):
+            return
+        name = keys.holders(entry.group_id)
+        table = decode_table(await self._client.hgetall(name), self._parser, name)
+        if table is None:
+            return
+        prompts, decisions = await self._prompts(entry)
+        tally = Tally(table, prompts.uses)
+        match, share = sample(await self._entries(entry, tally.holders), ROWS_MAX)
+        for shard in range(entry.shards):
+            async for names in self._names(entry, shard, tally.holders, match):
+                yield await self._count(entry, shard, names, tally)
+                if not await self._hold(entry, nonce, lease_seconds):
+                    return
+        seconds = time.monotonic() - began
+        found = Valuation(
+            time.time(), seconds, share, decisions, tally.worths(share), prompts.most_used(PREFIX_BLOCKS_MAX)
+        )
+        pause = max(PAUSE_SECONDS, seconds)
+        await self._hold(entry, nonce, pause, _encoded(found), pause + seconds + _KEEP_SECONDS)
+
+    async def _prompts(self, entry: GroupEntry) -> tuple[Prompts, int]:
+        """Return the beginnings of the prompts in the newest kept decisions, and the number of these decisions."""
+        since_ms = int(1000 * (time.time() - _USED_SECONDS))
+        reading = await self._kept.read(entry.group_id, since_ms=since_ms, decisions_max=_DECISIONS_MAX)
+        prompts, count = Prompts(), 0
+        for decision in reading.decisions:
+            if decision.blocks:
+                prompts.add(decision.block_size, unpack(decision.blocks))
+                count += 1
+                if count % _SLICE_DECISIONS == 0:
+                    await asyncio.sleep(0)
+        return prompts, count
+
+    async def _hold(
+        self, entry: GroupEntry, nonce: str, seconds: float, value: bytes = b"", keep_seconds: float = 0.0
+    ) -> bool:
+        """Begin, continue or end a walk; False if there is another one."""
+        outcome = await self._scripts.keep_worth(
+            valuing=keys.valuing(entry.group_id),
+            worth=keys.worth(entry.group_id),
+            walk=nonce,
+            milliseconds=max(1, int(1000 * seconds)),
+            keep=max(1, int(1000 * keep_seconds)),
+            value=value,
+        )
+        return outcome.is_applied
+
+    async def _entries(self, entry: GroupEntry, holders: Sequence[int]) -> int:
+        """Return how many entries these holders have; a row of several holders counts several times."""
+        names = [keys.engine(entry.group_id, shard, holder) for holder in holders for shard in range(entry.shards)]
+        total = 0
+        for start in range(0, len(names), _HASHES_AT_ONCE):
+            portion = names[start : start + _HASHES_AT_ONCE]
+            total += sum(await self._client.several([("HLEN", name) for name in portion]))
+        return total
+
+    async def _names(
+        self, entry: GroupEntry, shard: int, holders: Sequence[int], match: str
+    ) -> AsyncIterator[list[bytes]]:
+        """Yield the names of the rows of a shard, each once, in portions of one step.
+
+        After a failover the cursor of a scan is invalid, so rows can be missed; the next walk reads them.
+        """
+        seen: set[bytes] = set()
+        for holder in holders:
+            engine, cursor, is_over = keys.engine(entry.group_id, shard, holder), 0, False
+            while not is_over:
+                cursor, fields = await self._client.hscan(engine, cursor, _SCAN_FIELDS, match)
+                is_over = cursor == 0
+                names = {name for field in fields if (name := self._row_name(engine, field)) is not None} - seen
+                seen |= names
+                several = list(names)
+                for start in range(0, len(several), _STEP_ROWS):
+                    yield several[start : start + _STEP_ROWS]
+                if not names and not is_over:
+                    yield []  # so that the caller pauses, too, if a scan finds nothing new
+
+    def _row_name(self, engine: str, field: bytes) -> bytes | None:
+        """Return the name of the row that a field of an engine hash names; None for other fields."""
+        place = place_in(self._parser, engine, field)
+        return None if place is None else place.name
+
+    async def _count(self, entry: GroupEntry, shard: int, names: Sequence[bytes], tally: Tally) -> int:
+        """Read rows and count them; return the number of blocks, and for no rows the cost of a scan in blocks."""
+        if not names:
+            return _SCAN_FIELDS
+        prefix = keys.block_prefix(entry.group_id, shard)
+        (values,) = await self._client.several([("MGET", *(prefix + name for name in names))])
+        blocks = 0
+        for name, value in zip(names, values, strict=True):
+            if value is None:
+                continue
+            row = self._parser.parse(RecordKind.BLOCK, (prefix + name).decode(), "", parse_row, value)
+            if row is not None:
+                blocks += tally.count(row)
+            if len(value) > _LONG_ROW:
+                await asyncio.sleep(0)
+        return max(blocks, 1)
+
+
+def sample(entries: int, rows_max: int) -> tuple[str, float]:
+    """Return a pattern of names that so many of ``entries`` match, and the share of them; all match an empty one.
+
+    Names begin with a hash in hex digits.
+    """
+    if entries <= rows_max:
+        return "", 1.0
+    share, zeros = rows_max / entries, ""
+    while share * 16 < 1:
+        share, zeros = share * 16, zeros + "0"
+    digits = max(1, int(share * 16))
+    return f"{zeros}[{_DIGITS[:digits]}]*", digits / 16 ** (len(zeros) + 1)
+
+
+def _encoded(found: Valuation) -> bytes:
+    return orjson.dumps(
+        {
+            "format": FORMAT,
+            "ended": found.ended,
+            "seconds": found.seconds,
+            "share": found.share,
+            "decisions": found.decisions,
+            "worths": {name: list(worth) for name, worth in found.worths.items()},
+            "prefixes": [
+                [each.before, each.block_size, each.uses, "".join(f"{key:016x}" for key in each.keys)]
+                for each in found.prefixes
+            ],
+        }
+    )
+
+
+def _decoded(value: bytes) -> Valuation | None:
+    """Return the result in a value; None for the value of another release."""
+    try:
+        fields = orjson.loads(value)
+        if fields["format"] != FORMAT:
+            return None
+        prefixes = [
+            PrefixUse(before, size, uses, tuple(int(text[at : at + 16], 16) for at in range(0, len(text), 16)))
+            for before, size, uses, text in fields["prefixes"]
+        ]
+        worths = {name: CacheWorth(*map(int, sums)) for name, sums in fields["worths"].items()}
+        return Valuation(
+            float(fields["ended"]),
+            float(fields["seconds"]),
+            float(fields["share"]),
+            int(fields["decisions"]),
+            worths,
+            prefixes,
+        )
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
