@@ -11,10 +11,10 @@ import pytest
 from tests.patience import patient, patient_settings
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.decide.fail_open import StartupGate
 from waymark.decide.options import SelectionOptions
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
-from waymark.decide.startup import StartupGate
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 

@@ -40,12 +40,12 @@ from waymark.base.errors import WaymarkError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.chat.requests import read_request
+from waymark.decide.fail_open import StartupGate
 from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector, RoutedRequest
 from waymark.decide.selector import Selector
-from waymark.decide.startup import StartupGate
 from waymark.domain.gauges import Gauges
 from waymark.domain.names import GroupName
 from waymark.store.reservations import Offer, ReservationPart, ReservationTerms

@@ -17,13 +17,13 @@ from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.chat.requests import InferenceRequest, read_request
-from waymark.decide import startup
+from waymark.decide import fail_open
+from waymark.decide.fail_open import IngestWatch, StartupGate
 from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.policy import Decision
 from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
-from waymark.decide.startup import IngestWatch, StartupGate
 from waymark.domain.engines import EngineKind
 from waymark.domain.targets import Target
 from waymark.store.heartbeats import WORKER_SECONDS
@@ -54,7 +54,7 @@ async def test_it_is_said_until_a_worker_is_there(store: Store, caplog: pytest.L
         nonlocal now
         now += seconds
         caplog.clear()
-        with patch.object(startup, "monotonic", lambda: now):
+        with patch.object(fail_open, "monotonic", lambda: now):
             await watch.look()
         return len(caplog.records)
 

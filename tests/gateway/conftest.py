@@ -18,7 +18,7 @@ from waymark.api.application import GatewayAdmin, create_gateway_admin
 from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.decide.startup import StartupGate
+from waymark.decide.fail_open import StartupGate
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import Registration
 from waymark.domain.targets import Target

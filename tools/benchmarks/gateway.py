@@ -31,11 +31,11 @@ from tests.patience import patient
 from tests.ports import unused_port
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.decide.fail_open import StartupGate
 from waymark.decide.options import SelectionOptions
 from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
-from waymark.decide.startup import StartupGate
 from waymark.decide.under_way import RESERVED_MS, RequestsUnderWay
 from waymark.gateway.shapes import body_of_request
 from waymark.store.store import Store

@@ -51,7 +51,7 @@ from waymark.base.asgi import StraightTable
 from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.decide.startup import StartupGate
+from waymark.decide.fail_open import StartupGate
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -190,7 +190,7 @@ def _operations(
     decisions = Decisions(store, settings, metrics, tokenizer, gate, asker)
     inputs, workers = DynamoInputs(store, settings, decisions.selector), DynamoWorkerHandlers(store, settings)
     select, loads = (
-        DynamoSelect(store, decisions.selector, inputs),
+        DynamoSelect(store, decisions.selector, inputs, gate),
         DynamoLoadHandlers(store, decisions.selector, inputs),
     )
     admin, placement = Admin(store, settings), PlacementView(store)
@@ -198,7 +198,10 @@ def _operations(
     queue = InspectionQueue(settings)
     explanations, inspected = Explanations(store, settings, tokenizer, queue), Inspections(store, settings, queue)
     explained = explanations.explained
-    without_redis: dict[str, Handler] = {"/select": decisions.select_without_redis}
+    without_redis: dict[str, Handler] = {
+        "/select": decisions.select_without_redis,
+        "/dynamo/select": select.select_without_redis,
+    }
     # Starlette tries routes in order: queries first.
     table: list[_OperationRow] = [
         ("POST", "/query", "read", explained(Straight(root.query)), docs.QUERY),

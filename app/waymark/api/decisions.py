@@ -30,6 +30,7 @@ from waymark.base.settings import Settings
 from waymark.base.shown import shown
 from waymark.chat.prefix_key import prefix_key
 from waymark.decide.asked_pools import AskedPools
+from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed, StartupGate, cause_of
 from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.policy import Candidate, Decision, Scored
 from waymark.decide.policies.presets import PRESETS
@@ -37,7 +38,6 @@ from waymark.decide.question import Question, SelectedTarget
 from waymark.decide.request_prompts import estimate_tokens, no_prompt, unread_prompt
 from waymark.decide.selector import Selector
 from waymark.decide.served import ServedNames
-from waymark.decide.startup import StartupGate
 from waymark.domain.books import NO_USAGE, Usage
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
 from waymark.store.store import Store
@@ -115,7 +115,9 @@ class Decisions:
 
         async def selected(question: Question) -> Answer:
             try:
-                return select_answer(await self._selector.select(question), request)
+                # The queue of requests has to learn that Redis is away; it goes on with ``select_without_redis``.
+                selected = await self._selector.select_open(question, self._gate, passed_on=Cause.NO_REDIS)
+                return select_answer(selected, request)
             except UnknownModel as exc:
                 near = self._served.nearest(decision_body.group)
                 suggestion = "" if near is None else f"; did you mean {shown(near)}?"
@@ -127,12 +129,12 @@ class Decisions:
         """What ``/select`` answers while Redis is unavailable."""
         decision_body = body.asked(self._select)
         request = select_request(decision_body)
-        self._gate.check_latched()
         served = self._served.at_hand(decision_body.group)
         decision_body = decision_body if served is None else as_served(decision_body, served)
 
         async def selected(question: Question) -> Answer:
-            return select_answer(self._selector.select_by_last_known(question), request)
+            selected = await self._selector.select_open(question, self._gate, without=Cause.NO_REDIS)
+            return select_answer(selected, request)
 
         # The prefix alone decides.
         return await self._with_prompt(decision_body, body, selected, is_sticky=True)
@@ -221,12 +223,11 @@ class Decisions:
         began = perf_counter()
         try:
             return await self._tokenizer.tokens(text)
-        except InvalidValue as exc:
-            if exc.reason != "no_tokenizer":
+        except (InvalidValue, RemoteUnavailable) as exc:
+            cause = cause_of(exc)
+            if cause is None or FAIL_OPEN[cause] is not Deed.BY_PREFIX:
                 raise
-            reason = exc.reason
-        except RemoteUnavailable:
-            reason = "unavailable"
+            reason = exc.reason if isinstance(exc, InvalidValue) else "unavailable"
         finally:
             self._observe_tokens(perf_counter() - began)
         self._without_tokens.labels(reason=reason).inc()

@@ -12,7 +12,7 @@ from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.texts import PromptTokenizer
 from waymark.base.metrics import Metrics
-from waymark.decide.startup import StartupGate
+from waymark.decide.fail_open import StartupGate
 from waymark.store.health import HealthReason, RedisHealth
 from waymark.store.store import Store
 

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from waymark.base.shown import shown
 from waymark.decide.books import Choices
+from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed
 from waymark.decide.fleet import (
     Allowed,
     Fleet,
@@ -97,7 +98,7 @@ def order(snapshot: GroupSnapshot, matches: PromptMatches, question: Question, r
     Targets that cannot be reached are left out unless there are no others.
     """
     found = _order(snapshot, matches, question, snapshot.left_out, random)
-    if found is None and snapshot.left_out:
+    if found is None and snapshot.left_out and FAIL_OPEN[Cause.UNREACHABLE] is Deed.ALL_THE_SAME:
         found = _order(snapshot, matches, question, frozenset(), random)
         return None if found is None else found._replace(is_degraded=True)
     return found

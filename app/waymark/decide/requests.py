@@ -13,7 +13,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import NamedTuple
 
-from waymark.base.errors import InvalidValue, NoTarget, RemoteUnavailable, StoreUnavailable, UnknownModel
+from waymark.base.errors import InvalidValue, NoTarget, RemoteUnavailable, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
@@ -21,6 +21,7 @@ from waymark.base.shown import shown
 from waymark.chat.media import has_media
 from waymark.chat.prefix_key import prefix_key
 from waymark.chat.requests import InferenceRequest
+from waymark.decide.fail_open import StartupGate
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.question import (
     PolicyChoice,
@@ -42,7 +43,6 @@ from waymark.decide.request_prompts import (
 )
 from waymark.decide.selector import Selector
 from waymark.decide.served import ServedModel, ServedNames
-from waymark.decide.startup import StartupGate
 from waymark.domain.names import DEFAULT_TENANT, GroupName
 from waymark.store.reservations import Reservation
 from waymark.store.store import Store
@@ -170,25 +170,11 @@ class RequestSelector:
             return self._served.at_hand(named)
 
     async def take(self, prepared: PreparedRequest, parameters: SelectParameters) -> RoutedRequest:
-        """Take a target, for every sequence of the request.
-
-        Raise NoTarget (UnknownModel if the model has no engine), Saturated, Starting, or StoreUnavailable if Redis is
-        unavailable and no target of the model is known; the request then has no reservation.
-        """
+        """Take a target, for every sequence of the request. Raise the errors of ``Selector.select_open``."""
         if self._profile is not None and parameters.profile is None:
             parameters = replace(parameters, profile=self._profile)
-        has_index = self._gate.watch is None or not self._gate.watch.finds_none
-        question = prepared.question._replace(has_index=has_index, parameters=parameters)
-        try:
-            await self._gate.check()
-            selected = await self.selector.select(question)
-        except StoreUnavailable:
-            self._gate.check_latched()
-            selected = self.selector.select_by_last_known(question)
-        except NoTarget:
-            if not await self._is_forgotten(question.group):
-                raise
-            selected = self.selector.select_by_last_known(question)
+        question = prepared.question._replace(parameters=parameters)
+        selected = await self.selector.select_open(question, self._gate)
         reservations = tuple(selected.reservations)
         if not selected.is_degraded and prepared.further and parameters.is_reserved:
             reservations += await self.selector.reserve_several(
@@ -232,20 +218,6 @@ class RequestSelector:
             except NoTarget:
                 continue
         raise NoTarget(f"no target is left for tenant {shown(tenant_id)}; register one with an address")
-
-    async def _is_forgotten(self, group: GroupName) -> bool:
-        """Return whether Redis has forgotten a model that was served a moment ago, because it came back empty.
-
-        Raise UnknownModel if the model has no engine; StoreUnavailable counts as a Redis that has forgotten.
-        """
-        try:
-            if await self.selector.snapshots.newest_fleet(group) is not None:
-                return False
-        except StoreUnavailable:
-            return True
-        if self.selector.snapshots.was_there(group):
-            return True
-        raise UnknownModel(group.model_name, group.tenant_id)
 
     def _prefix_key(self, request: InferenceRequest) -> bytes | None:
         if request.messages is not None:

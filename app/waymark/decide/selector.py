@@ -12,12 +12,21 @@ from collections.abc import Sequence
 from random import Random
 from time import perf_counter
 
-from waymark.base.errors import NoTarget, Saturated, StoreUnavailable, UnknownModel, nothing_registered
+from waymark.base.errors import (
+    NoTarget,
+    Saturated,
+    Starting,
+    StoreUnavailable,
+    UnknownModel,
+    WaymarkError,
+    nothing_registered,
+)
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.books import Bookkeeper
 from waymark.decide.degraded import OwnReservations
+from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed, StartupGate, cause_of
 from waymark.decide.fleet import PromptState
 from waymark.decide.matches import MatchReader, PromptMatches, request_of
 from waymark.decide.options import SelectionOptions
@@ -105,6 +114,42 @@ class Selector:
 
     # ---- with one ----------------------------------------------------------------------------------
 
+    async def select_open(
+        self,
+        question: Question,
+        gate: StartupGate,
+        *,
+        without: Cause | None = None,
+        passed_on: Cause | None = None,
+    ) -> SelectedTarget:
+        """Take a target, or do whatever ``FAIL_OPEN`` says. Raise NoTarget (UnknownModel if the model has no engine),
+        Saturated, Starting, or StoreUnavailable if no target of the model is known; then there is no reservation.
+
+        ``without`` is a cause that the caller knows already; the error of the cause ``passed_on`` is raised in any
+        case, for a caller that asks again.
+        """
+        if gate.watch is not None and gate.watch.finds_none and FAIL_OPEN[Cause.NO_INDEX] is Deed.BY_PREFIX:
+            question = question._replace(has_index=False)
+        if without is None:
+            try:
+                await gate.check()
+                return await self.select(question)
+            except (NoTarget, Saturated, Starting, StoreUnavailable) as error:
+                without = cause_of(error, is_forgotten=await self._is_forgotten(error, question.group))
+                if without is None or without is passed_on or FAIL_OPEN[without] is not Deed.LAST_SNAPSHOT:
+                    raise
+        gate.check_latched()
+        return self.select_by_last_known(question)
+
+    async def _is_forgotten(self, error: WaymarkError, group: GroupName) -> bool:
+        """Return whether Redis has forgotten a model that was served a moment ago, because it came back empty."""
+        if not isinstance(error, NoTarget) or not self.snapshots.was_there(group):
+            return False
+        try:
+            return await self.snapshots.newest_fleet(group) is None
+        except StoreUnavailable:
+            return True
+
     async def select(self, question: Question) -> SelectedTarget:
         """Take a target. Raise NoTarget, Saturated or StoreUnavailable; then there is no reservation."""
         loop = asyncio.get_running_loop()
@@ -134,8 +179,6 @@ class Selector:
         for _ in range(_LOOKUPS_MAX):
             read = await self._matches.read(question)
             if read is None:
-                if self.snapshots.was_there(group):
-                    break
                 raise UnknownModel(group.model_name, group.tenant_id)
             snapshot, matches = read
             began = perf_counter()

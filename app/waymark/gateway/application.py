@@ -20,10 +20,10 @@ from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.chat.requests import SESSION, Form, session_of
 from waymark.decide.asked_pools import AskedPools
+from waymark.decide.fail_open import StartupGate
 from waymark.decide.options import SelectionOptions
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
-from waymark.decide.startup import StartupGate
 from waymark.decide.under_way import RequestsUnderWay
 from waymark.gateway.proxy import ProxiedRequest, Proxy
 from waymark.gateway.response_cache import ResponseCache

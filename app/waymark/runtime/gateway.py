@@ -14,7 +14,7 @@ from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.decide.startup import IngestWatch, StartupGate
+from waymark.decide.fail_open import IngestWatch, StartupGate
 from waymark.discovery.describe import Describer
 from waymark.discovery.engines import EngineRegistrations
 from waymark.gateway.application import Gateway

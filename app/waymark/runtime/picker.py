@@ -14,11 +14,11 @@ from waymark.base.errors import SettingsError, StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.asked_pools import AskedPools
+from waymark.decide.fail_open import IngestWatch, StartupGate
 from waymark.decide.options import SelectionOptions
 from waymark.decide.reported import ReportedPrompts
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
-from waymark.decide.startup import IngestWatch, StartupGate
 from waymark.decide.under_way import RequestsUnderWay
 from waymark.epp.answers import BodyBytes
 from waymark.epp.options import EppOptions

@@ -35,6 +35,9 @@ class DynamoInputs:
         table = None if is_newest else self._store.reader.table_at_hand(group)
         if table is None or not table.publishers:
             table = await self._store.reader.table(group, deadline_seconds=self._settings.query_deadline_ms / 1000)
+        if table is None and self._selector.snapshots.was_there(group):
+            last = self._selector.snapshots.last(group)
+            table = None if last is None else last.fleet.table
         ranks = [] if table is None else [row for _, row in sorted(table.publishers.items()) if row.scope == "instance"]
         workers = {row.instance_id for row in ranks if is_worker_id(row.instance_id)}
         if not workers:

@@ -21,6 +21,7 @@ from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.base.errors import Conflict, InvalidValue, NoTarget, NotFound
 from waymark.base.shown import shown
+from waymark.decide.fail_open import Cause, StartupGate
 from waymark.decide.policies.policy import Candidate
 from waymark.decide.question import HashedPrompt, Question, SelectParameters
 from waymark.decide.selector import Selector
@@ -44,17 +45,25 @@ _PENDING, _BEGUN, _RESERVED = "pending ", "begun", "reserved "
 class DynamoSelect:
     """Handlers of selections and reservations."""
 
-    def __init__(self, store: Store, selector: Selector, inputs: DynamoInputs) -> None:
+    def __init__(self, store: Store, selector: Selector, inputs: DynamoInputs, gate: StartupGate) -> None:
         self._store = store
         self._selector = selector
         self._inputs = inputs
+        self._gate = gate
 
     # ---- selections --------------------------------------------------------------------------------
 
     async def select(self, body: Body) -> Answer:
         """Pick a worker, without a reservation."""
+        return await self._select(body)
+
+    async def select_without_redis(self, body: Body) -> Answer:
+        """Pick a worker while Redis is unavailable."""
+        return await self._select(body, without=Cause.NO_REDIS)
+
+    async def _select(self, body: Body, without: Cause | None = None) -> Answer:
         request = DynamoSelectRequest.of(body.fields)
-        content, reservation_text, _ = await self._selected(request, body, is_reserved=False)
+        content, reservation_text, _ = await self._selected(request, body, is_reserved=False, without=without)
         if request.selection_id is not None:
             pending = f"{_PENDING}{reservation_text}"
             old_state = await self._store.selections.find(request.selection_id)
@@ -155,7 +164,7 @@ class DynamoSelect:
     # ---- one selection -----------------------------------------------------------------------------
 
     async def _selected(
-        self, request: DynamoSelectRequest, body: Body, *, is_reserved: bool
+        self, request: DynamoSelectRequest, body: Body, *, is_reserved: bool, without: Cause | None = None
     ) -> tuple[dict[str, Any], str, HashedPrompt]:
         """Return the answer of a selection, the text of its reservation as it is or would be, and its prompt."""
         group = GroupName(request.partition, request.model_name)
@@ -174,7 +183,7 @@ class DynamoSelect:
         policy = self._inputs.policy(request.router_config_override)
         question = Question(group, prompt_of, policy, block_size, parameters=parameters)
         try:
-            selected = await self._selector.select(question)
+            selected = await self._selector.select_open(question, self._gate, without=without, passed_on=Cause.NO_REDIS)
         except NoTarget:
             raise none_schedulable(group) from None
         candidate, prompt = selected.target.candidate, cache[block_size]

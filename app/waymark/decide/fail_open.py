@@ -1,17 +1,31 @@
-"""What decisions need of other processes: engines to choose between, and an ingest worker that keeps the index.
+"""The rule for decisions that lack something: one table, from the cause to the deed, the same at each door.
 
-The gate at the start lets no decision through before so many engines are registered that it would be a choice. If no
-worker is alive, nobody applies events, and what the index has is of the past: decisions go by prefix and load.
+A decision fails open: it is refused only if no target can take the request. The causes are of three kinds. Something
+else is away: the tokens of the prompt, Redis, or the ingest workers that keep the index. Engines are missing: so few
+are registered that there would be no choice, none is left by the constraints, or those that are left cannot be reached
+or have enough requests. Or nobody knows the model.
+
+Scores take no target, so they are given at any load and from the first engine on; without Redis there are none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from time import monotonic
 
-from waymark.base.errors import Starting, StoreUnavailable
+from waymark.base.errors import (
+    InvalidValue,
+    NoTarget,
+    RemoteUnavailable,
+    Saturated,
+    Starting,
+    StoreUnavailable,
+    UnknownModel,
+    WaymarkError,
+)
 from waymark.base.logs import fields
 from waymark.store.directory import Directory
 from waymark.store.heartbeats import WORKER_SECONDS, Heartbeats
@@ -31,6 +45,78 @@ _NO_WORKER = (
     "no ingest worker is alive, so nobody applies the events of engines: decisions go by prefix and load; "
     "start waymark ingest on this Redis"
 )
+
+
+class Cause(StrEnum):
+    """A reason why a decision cannot be made as it is asked for."""
+
+    NO_TOKENS = "no_tokens"
+    """Nothing tokenizes the prompt now."""
+    NO_INDEX = "no_index"
+    """No ingest worker is alive, so the index has only the past."""
+    NO_REDIS = "no_redis"
+    FORGOTTEN = "forgotten"
+    """A Redis that has come back empty does not know a model that was served a moment ago."""
+    UNREACHABLE = "unreachable"
+    """Every target that is left has an engine that cannot be reached."""
+    STARTING = "starting"
+    SATURATED = "saturated"
+    NOBODY = "nobody"
+    """Constraints leave no target."""
+    UNKNOWN = "unknown"
+    """The model has no registration."""
+
+
+class Deed(StrEnum):
+    """The consequence of a cause."""
+
+    BY_PREFIX = "by_prefix"
+    """The policy decides, with the prefix key and an estimate of the length in place of a match."""
+    LAST_SNAPSHOT = "last_snapshot"
+    """The targets are those of the last snapshot, with the loads of this process; the answer is ``degraded``."""
+    ALL_THE_SAME = "all_the_same"
+    """The policy decides among them all the same; the answer is ``degraded``."""
+    REFUSE = "refuse"
+    """The request is refused, with a sentence that names the way out."""
+
+
+FAIL_OPEN: Mapping[Cause, Deed] = {
+    Cause.NO_TOKENS: Deed.BY_PREFIX,
+    Cause.NO_INDEX: Deed.BY_PREFIX,
+    Cause.NO_REDIS: Deed.LAST_SNAPSHOT,
+    Cause.FORGOTTEN: Deed.LAST_SNAPSHOT,
+    Cause.UNREACHABLE: Deed.ALL_THE_SAME,
+    Cause.STARTING: Deed.REFUSE,
+    Cause.SATURATED: Deed.REFUSE,
+    Cause.NOBODY: Deed.REFUSE,
+    Cause.UNKNOWN: Deed.REFUSE,
+}
+
+
+def cause_of(error: WaymarkError, *, is_forgotten: bool = False) -> Cause | None:
+    """Return the cause that an error of a decision stands for; None for an error of its caller.
+
+    ``is_forgotten``: the model was served a moment ago.
+    """
+    match error:
+        case StoreUnavailable():
+            return Cause.NO_REDIS
+        case RemoteUnavailable() | InvalidValue(reason="no_tokenizer"):
+            return Cause.NO_TOKENS
+        case Starting():
+            return Cause.STARTING
+        case Saturated():
+            return Cause.SATURATED
+        case NoTarget() if is_forgotten:
+            return Cause.FORGOTTEN
+        case UnknownModel():
+            return Cause.UNKNOWN
+        case NoTarget():
+            return Cause.NOBODY
+    return None
+
+
+# ---- ingest workers, and the gate at the start ------------------------------------------------------
 
 
 class IngestWatch:

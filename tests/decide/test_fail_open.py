@@ -1,0 +1,234 @@
+"""Every cause at every door: the deed of the table, in the words of each."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, NamedTuple
+
+import httpx
+import orjson
+import pytest
+
+from tests.decide.conftest import MakeSelector
+from tests.patience import patient_settings
+from waymark.api.application import create_app
+from waymark.base.asker import Asker
+from waymark.base.errors import (
+    InvalidValue,
+    NoTarget,
+    RemoteUnavailable,
+    Saturated,
+    Starting,
+    StoreUnavailable,
+    UnknownModel,
+    WaymarkError,
+)
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
+from waymark.chat.requests import InferenceRequest, read_request
+from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed, IngestWatch, StartupGate, cause_of
+from waymark.decide.question import SelectParameters
+from waymark.decide.requests import RequestSelector
+from waymark.decide.selector import Selector
+from waymark.domain.names import GroupName
+from waymark.epp.answers import rejection_of
+from waymark.gateway.shapes import rejected_by
+from waymark.store.reservations import Offer, ReservationPart, ReservationTerms
+from waymark.store.store import Store
+from waymark.tokenization.tokenizers import Tokenizers
+
+#: Workers of Dynamo's API are numbers.
+WORKERS = ("7001", "7002")
+GROUP = GroupName("default", "m")
+#: The answer of a refusal: status and slug.
+REFUSALS = {
+    Cause.STARTING: (503, "starting"),
+    Cause.SATURATED: (429, "saturated"),
+    Cause.NOBODY: (503, "no_target"),
+    Cause.UNKNOWN: (404, "not_found"),
+}
+
+
+#: Causes at the doors that meet them. Dynamo's API takes tokens alone. Only gateway and picker watch ingest workers:
+#: a replica applies batches that come over HTTP itself.
+MET = [
+    *((cause, door) for cause in Cause for door in ("gateway", "picker")),
+    *((cause, "select") for cause in Cause if cause is not Cause.NO_INDEX),
+    *((cause, "dynamo") for cause in Cause if cause not in (Cause.NO_INDEX, Cause.NO_TOKENS)),
+]
+
+
+class Answered(NamedTuple):
+    """The answer of a door: a refusal, or the way of the decision."""
+
+    status: int
+    word: str
+    """The slug of a refusal; else ``degraded``, or the decision."""
+
+
+Door = Callable[[Cause], Awaitable[Answered]]
+
+
+class Doors:
+    """The doors of one store, as one process has them."""
+
+    def __init__(self, store: Store, http: httpx.AsyncClient, requests: RequestSelector) -> None:
+        self._store = store
+        self._http = http
+        self._requests = requests
+
+    async def select(self, cause: Cause) -> Answered:
+        body: dict[str, Any] = {"model": _model(cause), "token_ids": [1, 2, 3, 4]}
+        if cause is Cause.NO_TOKENS:
+            body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+        if cause is Cause.NOBODY:
+            body["exclude"] = WORKERS
+        found = await self._http.post("/select", json=body)
+        answer = found.json()
+        if found.status_code != 200:
+            return Answered(found.status_code, answer["reason"])
+        return Answered(200, "degraded" if answer["degraded"] else answer["decision"])
+
+    async def dynamo(self, cause: Cause) -> Answered:
+        body: dict[str, Any] = {"model_name": _model(cause), "token_ids": [1, 2, 3, 4]}
+        if cause is Cause.NOBODY:
+            body["allowed_worker_ids"] = [9]
+        path = "/dynamo/select_and_reserve" if cause is Cause.SATURATED else "/dynamo/select"
+        found = await self._http.post(path, json=body)
+        return Answered(found.status_code, "")  # its answers have no slug
+
+    async def gateway(self, cause: Cause) -> Answered:
+        try:
+            return await self._routed(cause)
+        except WaymarkError as exc:
+            rejected = rejected_by(exc)
+            return Answered(rejected.status, rejected.code)
+
+    async def picker(self, cause: Cause) -> Answered:
+        try:
+            return await self._routed(cause)
+        except WaymarkError as exc:
+            rejection = rejection_of(exc, None)
+            assert orjson.loads(rejection.body)["error"]["code"] == rejection.slug
+            return Answered(rejection.status, rejection.slug)
+
+    async def _routed(self, cause: Cause) -> Answered:
+        request: InferenceRequest = read_request("/v1/completions", {"model": _model(cause), "prompt": [1, 2, 3, 4]})
+        if cause is Cause.NO_TOKENS:
+            messages = [{"role": "user", "content": "hello"}]
+            request = read_request("/v1/chat/completions", {"model": "m", "messages": messages})
+        exclude = frozenset(WORKERS) if cause is Cause.NOBODY else frozenset()
+        routed = await self._requests.select(request, SelectParameters(exclude=exclude, needs_address=True))
+        return Answered(200, "degraded" if routed.selected.is_degraded else routed.selected.decision.value)
+
+
+def _model(cause: Cause) -> str:
+    return "nobody-has-this" if cause is Cause.UNKNOWN else "m"
+
+
+@asynccontextmanager
+async def doors_of(make_selector: MakeSelector, cause: Cause) -> AsyncIterator[Doors]:
+    """Two engines, known to both processes, and then the cause."""
+    async with AsyncExitStack() as stack:
+        store = Store.open("memory://")
+        stack.push_async_callback(store.close)
+        values: dict[str, Any] = {"loads_ms": 0}
+        if cause is Cause.STARTING:
+            values["min_initial_workers"] = 3
+        if cause is Cause.SATURATED:
+            values["target_requests_max"] = 1
+        settings, metrics = Settings(**patient_settings() | values), Metrics()
+        asker = Asker.of(settings)
+        stack.push_async_callback(asker.close)
+        tokenizers = Tokenizers.of(settings, metrics)
+        stack.push_async_callback(tokenizers.close)
+        app = create_app(store, settings, metrics, tokenizers, asker=asker)
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://waymark")
+        await stack.enter_async_context(http)
+        for number, name in enumerate(WORKERS):
+            fields = {"instance_id": name, "type": "vLLM", "modelname": "m", "block_size": 2}
+            place = {"endpoint": "tcp://127.0.0.1:5557", "address": f"http://127.0.0.{1 + number}:8000"}
+            assert (await http.post("/register", json=fields | place)).status_code == 200
+        requests = make_selector(store, **values)
+        doors = Doors(store, http, requests)
+        if cause is not Cause.STARTING:
+            for door in (doors.select, doors.gateway):  # two processes, each with its own snapshot
+                assert (await door(Cause.UNREACHABLE)).status == 200
+        await _bring_about(cause, store, requests)
+        yield doors
+
+
+async def _bring_about(cause: Cause, store: Store, requests: RequestSelector) -> None:
+    entry = await store.directory.group(GROUP)
+    assert entry is not None
+    publishers = [claim.publisher for claim in await store.directory.claims()]
+    terms = ReservationTerms(context=1, milliseconds=3_600_000)
+    if cause is Cause.UNREACHABLE:
+        for publisher in publishers * 3:
+            found = await store.reservations.reserve(entry.group_id, [Offer(publisher, 1)], terms)
+            assert found.reservation is not None
+            await store.reservations.release([found.reservation], ReservationPart.FAILED)
+    elif cause is Cause.SATURATED:
+        for publisher in publishers:
+            await store.reservations.reserve(entry.group_id, [Offer(publisher, 1)], terms)
+    elif cause is Cause.FORGOTTEN:
+        await store._client.several([("FLUSHALL",)])
+    elif cause is Cause.NO_INDEX:
+        watch = IngestWatch(store.heartbeats)
+        await watch.look()
+        assert watch.finds_none
+        requests._gate.watch = watch
+
+
+@pytest.mark.parametrize(("cause", "door"), MET)
+async def test_each_door_does_as_the_table_says(
+    cause: Cause, door: str, make_selector: MakeSelector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with doors_of(make_selector, cause) as doors:
+        if cause is Cause.NO_REDIS:
+
+            async def away(*_: object, **__: object) -> object:
+                raise StoreUnavailable("Redis is away")
+
+            monkeypatch.setattr(Selector, "_select", away)
+        found = await getattr(doors, door)(cause)
+    deed = FAIL_OPEN[cause]
+    if deed is Deed.REFUSE:
+        status, slug = REFUSALS[cause]
+        if cause is Cause.UNKNOWN:  # each API has its own word for a model that nobody knows
+            assert found.status == (503 if door in ("dynamo", "picker") else 404)
+        else:
+            assert found == (status, "" if door == "dynamo" else slug)
+        return
+    assert found.status == 200
+    if door != "dynamo":  # its answers do not tell the way, either
+        expected = {"degraded"} if deed in (Deed.LAST_SNAPSHOT, Deed.ALL_THE_SAME) else {"prefix", "load"}
+        assert found.word in expected
+
+
+def test_every_cause_has_a_deed_and_every_error_of_a_decision_a_cause() -> None:
+    assert set(FAIL_OPEN) == set(Cause)
+    errors: dict[WaymarkError, Cause | None] = {
+        StoreUnavailable("."): Cause.NO_REDIS,
+        RemoteUnavailable("."): Cause.NO_TOKENS,
+        InvalidValue(".", reason="no_tokenizer"): Cause.NO_TOKENS,
+        InvalidValue(".", reason="too_large"): None,
+        Starting("."): Cause.STARTING,
+        Saturated("."): Cause.SATURATED,
+        NoTarget("."): Cause.NOBODY,
+        UnknownModel("m", "t"): Cause.UNKNOWN,
+    }
+    assert {str(type(each)): cause_of(each) for each in errors} == {str(type(each)): of for each, of in errors.items()}
+    assert cause_of(UnknownModel("m", "t"), is_forgotten=True) is Cause.FORGOTTEN
+    assert cause_of(NoTarget("."), is_forgotten=True) is Cause.FORGOTTEN
+
+
+async def test_a_gate_that_was_never_open_is_closed_without_redis(make_selector: MakeSelector) -> None:
+    store = Store.open("memory://")
+    gate = StartupGate(store.directory, 1)
+    requests = make_selector(store)
+    question = (await requests.prepare(read_request("/v1/completions", {"model": "m", "prompt": [1]}))).question
+    with pytest.raises(Starting):
+        await requests.selector.select_open(question, gate, without=Cause.NO_REDIS)
+    await store.close()
