@@ -140,6 +140,8 @@ EXPORTED = [
     "waymark_router_shared_cache_hit_rate",
     "waymark_script_duration_seconds{script}",
     "waymark_script_replies_total{script,verdict}",
+    "waymark_shadow_decisions_total{shadow,choice}",
+    "waymark_shadow_tokens_total{shadow,by}",
     "waymark_snapshots_total{outcome}",
     "waymark_speculative_tokens_total",
     "waymark_stale_batches_total",

@@ -104,6 +104,16 @@ class Metrics:
     tokens_delivered = counter("How many prompt tokens the engine has reused, of these requests.")
     drifts = counter("How many times a target was found to reuse fewer tokens than WAYMARK_DRIFT_MAX allows.")
 
+    shadow_decisions = counter(
+        "How many decisions a shadow ordered, by whether it prefers the same target, another one, or none.",
+        "shadow",
+        "choice",
+    )
+    shadow_tokens = counter(
+        "How many prompt tokens the preferred targets should reuse: those of the shadow, and those of the policy.",
+        "shadow",
+        "by",
+    )
     decision_records = counter("How many records of decisions, and of what became of them, were kept in Redis.")
     decision_records_dropped = counter(
         "How many of these records were dropped: too many waited (`full`), or Redis did not take them (`redis`).",

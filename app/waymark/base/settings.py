@@ -352,6 +352,10 @@ class Settings(BaseModel):
     """The policy that ranks targets if a request names none; `docs/routing.md` describes the policies."""
     picker_config: str | None = None
     """The `EndpointPickerConfig` file in YAML that ranks targets if a request names no policy."""
+    shadow: str | None = None
+    """Policies that order the targets of each decision too, and decide nothing: presets and picker files, by commas."""
+    decisions_kept: float = Field(0.01, ge=0, le=1)
+    """The share of decisions that is kept in Redis for a day, without tokens and texts; 0 keeps none."""
     min_initial_workers: int = Field(0, ge=0, le=100_000)
     """How many engines must be registered before a replica is ready and decides; 0 means none."""
     loads_ms: int = Field(100, ge=0, le=10_000)

@@ -168,7 +168,7 @@ class MatchReader:
         """Return the values beside the blocks, if the snapshot alone is needed and it is young enough."""
         if (question.prefix_key is not None and fleet.has_sources) or self._expects(question, fleet):
             return None
-        snapshot = self._snapshots.at_hand(entry, fleet, _needs(question, fleet))
+        snapshot = self._snapshots.at_hand(entry, fleet, needs_of(question, fleet))
         return None if snapshot is None else _Aside(snapshot, {}, {})
 
     def _expects(self, question: Question, fleet: Fleet) -> bool:
@@ -177,7 +177,7 @@ class MatchReader:
 
     async def _aside(self, question: Question, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt) -> _Aside:
         """Read the values beside the blocks: the snapshot, opaque prefixes and speculative entries."""
-        snapshot = await self._snapshots.of(entry, fleet, _needs(question, fleet))
+        snapshot = await self._snapshots.of(entry, fleet, needs_of(question, fleet))
         until = asyncio.get_running_loop().time() + self._options.deadline_seconds
         prefixes = await self._prefixes(question, entry, fleet, prompt, until)
         at = depths(len(prompt.keys) // KEY_BYTES) if self._expects(question, fleet) else []
@@ -213,11 +213,10 @@ class MatchReader:
         return fleet.prefixes(found, prompt.tokens if prompt.has_tokens else _TOKENS_MAX)
 
 
-def _needs(question: Question, fleet: Fleet) -> Collection[ReadingKind]:
+def needs_of(question: Question, fleet: Fleet) -> Collection[ReadingKind]:
     """Return the readings that a question needs: those that its caller has not given for all of its targets."""
-    policy, given = question.policy, None if question.given is None else question.given.values()
-    file = policy.file
-    has_gauges = file.needs_gauges if file is not None else policy.preset is not None and policy.preset.needs_gauges
+    file, given = question.policy.file, None if question.given is None else question.given.values()
+    has_gauges = question.policy.needs_gauges
     # Where targets may be copied from, the times tell what computing a prompt costs instead.
     has_first_tokens = bool(fleet.kv_sources) or (file is not None and file.needs_first_tokens)
     if given is None and not has_gauges and not has_first_tokens:

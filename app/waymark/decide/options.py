@@ -5,17 +5,31 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from waymark.base.errors import InvalidValue, SettingsError
 from waymark.base.logs import fields
 from waymark.base.settings import Settings
+from waymark.base.shown import shown
 from waymark.decide.policies.picker_config import read_picker_config
 from waymark.decide.policies.policy import Preset
 from waymark.decide.policies.presets import PRESETS, preset
 from waymark.decide.policies.profile import PickerConfig
+from waymark.decide.question import PolicyChoice
 
 log = logging.getLogger(__name__)
+
+
+#: The most shadows: each one ranks the targets of every decision.
+_SHADOWS_MAX = 4
+
+
+class Shadow(NamedTuple):
+    """A policy that orders the targets of each decision, and decides nothing."""
+
+    name: str
+    """The name of a preset, or the path of a picker file."""
+    policy: PolicyChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +53,9 @@ class SelectionOptions:
     approximate_milliseconds: int = 600_000
     """The time for which a target without events counts as having a prompt."""
     prefill_tokens_per_second: float = 0.0
+    shadows: tuple[Shadow, ...] = ()
+    decisions_kept: float = 0.0
+    """The share of decisions to keep in Redis."""
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -47,9 +64,12 @@ class SelectionOptions:
             policy = preset(settings.policy, "WAYMARK_POLICY")
         except InvalidValue as exc:
             raise SettingsError(exc.sentence) from None
-        picker = None if settings.picker_config is None else _read(settings.picker_config)
-        needs_gauges = policy.needs_gauges if picker is None else picker.needs_gauges
-        if needs_gauges and settings.gauges_seconds == 0:
+        picker = None if settings.picker_config is None else read_file(settings.picker_config, "WAYMARK_PICKER_CONFIG")
+        shadows = _shadows(settings.shadow or "")
+        own = PolicyChoice.of(policy if picker is None else picker)
+        if any(each.needs_gauges for each in (own, *(shadow.policy for shadow in shadows))) and (
+            settings.gauges_seconds == 0
+        ):
             log.warning("the policy needs gauges of engines, but WAYMARK_GAUGES_SECONDS is 0: none are read")
         return cls(
             policy=policy,
@@ -65,16 +85,37 @@ class SelectionOptions:
             source_pulls_max=settings.source_pulls_max,
             approximate_milliseconds=1000 * settings.approximate_seconds,
             prefill_tokens_per_second=settings.prefill_tokens_per_second,
+            shadows=shadows,
+            decisions_kept=settings.decisions_kept,
         )
 
 
-def _read(path: str) -> PickerConfig:
+def _shadows(text: str) -> tuple[Shadow, ...]:
+    """Read the shadows: names of presets and paths of picker files. Raise ``SettingsError`` for an unknown name."""
+    names = [name for each in text.split(",") if (name := each.strip())]
+    if len(names) > _SHADOWS_MAX or len(set(names)) < len(names):
+        raise SettingsError(f"WAYMARK_SHADOW is {shown(text)}; name at most {_SHADOWS_MAX} different policies")
+    shadows = []
+    for name in names:
+        if name in PRESETS or not (set(name) & {"/", "."}):
+            try:
+                policy = PolicyChoice.of(preset(name, "WAYMARK_SHADOW"))
+            except InvalidValue as exc:
+                raise SettingsError(f"{exc.sentence}, or write the path of a picker file") from None
+        else:
+            policy = PolicyChoice.of(read_file(name, "WAYMARK_SHADOW"))
+        shadows.append(Shadow(name, policy))
+    return tuple(shadows)
+
+
+def read_file(path: str, variable: str) -> PickerConfig:
+    """Read a picker file. Raise ``SettingsError``, which names ``variable``."""
     try:
         config = read_picker_config(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as exc:
-        raise SettingsError(f"WAYMARK_PICKER_CONFIG {path} cannot be used: {exc}") from None
+        raise SettingsError(f"{variable} {path} cannot be used: {exc}") from None
     except InvalidValue as exc:
-        raise SettingsError(f"WAYMARK_PICKER_CONFIG {path}: {exc.sentence}") from None
+        raise SettingsError(f"{variable} {path}: {exc.sentence}") from None
     for note in config.notes:
         log.info("an entry of the picker file works differently in waymark", extra=fields(note=note))
     return config

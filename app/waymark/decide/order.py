@@ -41,7 +41,7 @@ from waymark.decide.policies.policy import (
     least_new,
     read_constants,
 )
-from waymark.decide.policies.ring import POINTS
+from waymark.decide.policies.ring import POINTS, Ring
 from waymark.decide.policies.without_tokens import by_prefix_key, home_of
 from waymark.decide.question import PolicyChoice, Question
 from waymark.decide.snapshot import GroupSnapshot
@@ -69,6 +69,9 @@ class StageOffers(Protocol):
 
     def scored(self, at: int) -> Scored: ...
 
+    def best(self, count: int) -> Sequence[Scored]:
+        """Return the first targets, at most so many."""
+
     def find(self, publisher: int) -> int | None:
         """Return the place of a target."""
 
@@ -90,6 +93,8 @@ class Offers(NamedTuple):
     """The targets that the request could have gone to."""
     is_degraded: bool = False
     """Whether only targets are left whose engines cannot be reached."""
+    active_bound: int | None = None
+    """The requests that a target may have by ``sticky``."""
 
 
 def order(snapshot: GroupSnapshot, matches: PromptMatches, question: Question, random: Random) -> Offers | None:
@@ -156,7 +161,7 @@ def _order(
         choices = Choices.of(found.decode)
     else:
         choices = Choices(*_targets(fleet, question, left_out, "whole"))
-    return Offers(decode, prefill, found.encode, found.decision, found.home, choices)
+    return Offers(decode, prefill, found.encode, found.decision, found.home, choices, active_bound=short.active_bound)
 
 
 def _is_sum(matches: PromptMatches, question: Question) -> bool:
@@ -251,8 +256,14 @@ class RankedStages(NamedTuple):
     home: int | None = None
 
 
+class HasRings(Protocol):
+    """Targets with rings of their names."""
+
+    def ring(self, points: int) -> Ring: ...
+
+
 def stages(
-    fleet: Fleet,
+    fleet: HasRings,
     request: RoutingRequest,
     question: Question,
     candidates: Sequence[Candidate],
@@ -280,7 +291,7 @@ def rank(
     policy: PolicyChoice,
     request: RoutingRequest,
     candidates: Sequence[Candidate],
-    fleet: Fleet,
+    fleet: HasRings,
     random: Random,
     most: int | None = None,
     active_bound: int | None = None,
@@ -380,6 +391,9 @@ class ScoredOffers:
     def scored(self, at: int) -> Scored:
         return self._all[at]
 
+    def best(self, count: int) -> Sequence[Scored]:
+        return self._all[:count]
+
     def find(self, publisher: int) -> int | None:
         return next((at for at, each in enumerate(self._all) if each.candidate.publisher == publisher), None)
 
@@ -449,6 +463,10 @@ class SumOffers:
 
     def scored(self, at: int) -> Scored:
         return self._sum_of(self._request, self._values)(self._candidate(self._sums[at]))
+
+    def best(self, count: int) -> Sequence[Scored]:
+        scored = self._sum_of(self._request, self._values)
+        return [scored(self._candidate(each)) for each in self._sums[:count]]
 
     def find(self, publisher: int) -> int | None:
         return next((at for at, each in enumerate(self._sums) if each[2] == publisher), None)

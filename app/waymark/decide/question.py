@@ -81,6 +81,12 @@ class PolicyChoice:
     def name(self) -> str:
         return "endpoint-picker-config" if self.preset is None else self.preset.name
 
+    @property
+    def needs_gauges(self) -> bool:
+        if self.file is not None:
+            return self.file.needs_gauges
+        return self.preset is not None and self.preset.needs_gauges
+
 
 @dataclass(frozen=True, slots=True)
 class SelectParameters:

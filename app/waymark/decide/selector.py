@@ -36,6 +36,7 @@ from waymark.decide.policies.presets import PRESETS
 from waymark.decide.question import PolicyChoice, Question, RankedTargets, SelectedTarget
 from waymark.decide.request_prompts import SequenceLoad
 from waymark.decide.reserve import PrefillProgress, TargetReserver, headers_of
+from waymark.decide.shadows import Shadows
 from waymark.decide.snapshot import SnapshotKeeper
 from waymark.domain.books import NO_USAGE, Usage
 from waymark.domain.names import GroupName
@@ -76,6 +77,7 @@ class Selector:
             store.reservations, self.snapshots, self._progress, options, metrics, store.held_hashes
         )
         self._bookkeeper = Bookkeeper(store, metrics)
+        self._shadows = Shadows(store.kept_decisions, self.snapshots, options, metrics, store.begin)
         self._own = OwnReservations()
         self._matches = MatchReader(store, options, metrics, self.snapshots, pools)
         self._away_until = float("-inf")
@@ -186,8 +188,11 @@ class Selector:
             self._observe_policy(perf_counter() - began)
             if offers is None:
                 raise NoTarget(none_allowed(snapshot.fleet, question))
+            shadowed = self._shadows.begin(offers, snapshot, matches, question)
             taken = await self._reserver.take(offers, snapshot, matches, question)
             if taken is not None:
+                if shadowed is not None:
+                    shadowed.end(taken)
                 return taken
             # Every target that was offered is gone: the cached table is older than that.
             await self._store.reader.table(group, deadline_seconds=self._options.deadline_seconds)
@@ -298,4 +303,6 @@ class Selector:
             saw=self.snapshots.released,
             booked=lambda reservation, drift: self._bookkeeper.booked(reservation, usage, drift),
         )
+        if released:
+            self._shadows.ended(others, ttft_ms, usage)
         return own + released, gone

@@ -1,4 +1,4 @@
-"""Kept decisions: a share of the decisions of each group, with what was known, and later what became of them.
+"""Kept decisions: a share of the decisions of each group, with the facts that were known, and later their outcomes.
 
 They answer the question how another policy would have decided. Nothing of a prompt is kept but its length and the
 hashes of its first blocks. One Redis stream for each group has an entry for a decision, and another one for each later
@@ -82,7 +82,7 @@ class KeptTarget(NamedTuple):
 
 
 class ShadowChoice(NamedTuple):
-    """What another policy would have chosen."""
+    """The choice of another policy."""
 
     publisher: int
     expected: int
@@ -92,7 +92,7 @@ class ShadowChoice(NamedTuple):
 
 
 class KeptDecision(NamedTuple):
-    """A decision, and what became of it."""
+    """A decision, and its outcome."""
 
     time_ms: int
     nonce: str
@@ -109,7 +109,7 @@ class KeptDecision(NamedTuple):
     work: int
     """The prefill tokens that it had to compute until the first token of the answer."""
     targets: Sequence[KeptTarget] = ()
-    """The targets in the order of the policy, as far as they are kept. The first one is what the policy preferred."""
+    """The targets in the order of the policy, as far as they are kept. The policy preferred the first one."""
     shadows: Mapping[str, ShadowChoice] = MappingProxyType({})
     blocks: bytes = b""
     """The packed keys of the first blocks."""
@@ -300,7 +300,7 @@ class KeptDecisions:
     # ---- reading -----------------------------------------------------------------------------------
 
     async def read(self, group_id: int, *, since_ms: int, decisions_max: int) -> KeptReading:
-        """Read the newest kept decisions of a group, with what became of them. Raise StoreUnavailable.
+        """Read the newest kept decisions of a group, with their outcomes. Raise StoreUnavailable.
 
         ``since_ms`` is a time by the clock of Redis, in ms since 1970.
         """

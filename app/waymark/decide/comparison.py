@@ -1,0 +1,231 @@
+"""Other policies over kept decisions: how often they differ, and an estimate of the consequences.
+
+A policy decides again by the targets that a decision has kept, with the function that ranks them in every decision.
+The estimate has the tokens that its target should have reused, and the time to the first token
+by the line that the kept decisions with a known time lie on. It does not see that other decisions would have changed
+the caches and the loads of later ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from waymark.decide.options import Shadow
+from waymark.decide.order import stages
+from waymark.decide.policies.policy import Candidate, RoutingRequest
+from waymark.decide.policies.ring import POINTS, Ring
+from waymark.decide.question import HashedPrompt, PolicyChoice, ProfileName, Question, SelectParameters
+from waymark.decide.shadows import preferred, reused, work
+from waymark.domain.first_tokens import FirstTokens
+from waymark.domain.names import GroupName
+from waymark.domain.targets import Role
+from waymark.store.kept_decisions import KeptDecision, KeptTarget, ShadowChoice
+
+#: Decisions between two looks at other work of the process.
+_AT_ONCE = 50
+_NO_SUMS = FirstTokens(0, 0, 0, 0, 0)
+_PROFILES: dict[str | None, ProfileName] = {"single": "single", "disagg": "disagg"}
+_ROLES = frozenset(role.value for role in Role)
+
+
+class FirstTokenLines:
+    """The time to the first token by the work until then: a line for each target, and one for all."""
+
+    def __init__(self, decisions: Iterable[KeptDecision]) -> None:
+        self._all = _NO_SUMS
+        self._by_target: dict[int, FirstTokens] = defaultdict(lambda: _NO_SUMS)
+        for decision in decisions:
+            if decision.ttft_ms is not None:
+                tokens, ms = decision.work, decision.ttft_ms
+                one = (1, tokens, ms, tokens * tokens, tokens * ms)
+                self._all = _plus(self._all, one)
+                self._by_target[decision.chosen] = _plus(self._by_target[decision.chosen], one)
+
+    def predict(self, publisher: int, tokens: int) -> float | None:
+        """Return the ms to the first token, or None after too few requests."""
+        own = self._by_target.get(publisher, _NO_SUMS).predict(tokens)
+        return self._all.predict(tokens) if own is None else own
+
+
+def _plus(sums: FirstTokens, one: Iterable[float]) -> FirstTokens:
+    return FirstTokens(*map(float.__add__, map(float, sums), map(float, one)))
+
+
+@dataclass(slots=True)
+class PolicySums:
+    """The choices of one policy, and those that were made, in the same decisions."""
+
+    name: str
+    decisions: int = 0
+    """Decisions in which it prefers a target."""
+    differs: int = 0
+    """Those of them in which it prefers another target than the policy that decided."""
+    none: int = 0
+    """Further decisions: it preferred no target, failed, or was not asked."""
+    expected: int = 0
+    """The tokens that its targets should have reused."""
+    expected_of_chosen: int = 0
+    times: list[float] = field(default_factory=list)
+    times_of_chosen: list[float] = field(default_factory=list)
+
+    def add(self, decision: KeptDecision, choice: ShadowChoice | None, lines: FirstTokenLines) -> None:
+        if choice is None:
+            self.none += 1
+            return
+        self.decisions += 1
+        self.differs += bool(decision.targets) and choice.publisher != decision.targets[0].publisher
+        self.expected += choice.expected
+        self.expected_of_chosen += decision.expected
+        time = lines.predict(choice.publisher, choice.work)
+        time_of_chosen = lines.predict(decision.chosen, decision.work)
+        if time is not None and time_of_chosen is not None:
+            self.times.append(time)
+            self.times_of_chosen.append(time_of_chosen)
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "policy": self.name,
+            "decisions": self.decisions,
+            "differs": self.differs,
+            "none": self.none,
+            "expected": self.expected,
+            "expected_of_chosen": self.expected_of_chosen,
+            "predicted_ttft_ms": _mean(self.times),
+            "predicted_ttft_ms_of_chosen": _mean(self.times_of_chosen),
+        }
+
+
+def came(decisions: Sequence[KeptDecision]) -> dict[str, Any]:
+    """Return the outcomes of the decisions that were made."""
+    told = [each for each in decisions if each.delivered is not None]
+    times = [each.ttft_ms for each in decisions if each.ttft_ms is not None]
+    return {
+        "decisions": len(decisions),
+        "moved": sum(bool(each.targets) and each.chosen != each.targets[0].publisher for each in decisions),
+        "expected": sum(each.expected for each in decisions),
+        "reported": len(told),
+        "expected_of_reported": sum(each.expected for each in told),
+        "delivered": sum(each.delivered or 0 for each in told),
+        "timed": len(times),
+        "ttft_ms": _mean(times),
+    }
+
+
+async def compare(decisions: Sequence[KeptDecision]) -> dict[str, Any]:
+    """Return the outcomes of the decisions, and a row for each of their shadows."""
+    names = {name: None for decision in decisions for name in decision.shadows}
+    return await _compared(decisions, list(names), lambda decision, name: decision.shadows.get(name))
+
+
+async def replay(decisions: Sequence[KeptDecision], policies: Sequence[Shadow]) -> dict[str, Any]:
+    """Return the outcomes of the decisions, and a row for each of the policies."""
+    by_name = dict(policies)
+    return await _compared(decisions, list(by_name), lambda decision, name: decide_again(decision, by_name[name]))
+
+
+async def _compared(
+    decisions: Sequence[KeptDecision],
+    names: Sequence[str],
+    choose: Callable[[KeptDecision, str], ShadowChoice | None],
+) -> dict[str, Any]:
+    lines = FirstTokenLines(decisions)
+    sums = [PolicySums(name) for name in names]
+    for at, decision in enumerate(decisions):
+        if at % _AT_ONCE == 0:
+            await asyncio.sleep(0)
+        for each in sums:
+            each.add(decision, choose(decision, each.name), lines)
+    return {"chosen": came(decisions), "policies": sorted((each.row() for each in sums), key=_gain)}
+
+
+def _gain(row: dict[str, Any]) -> tuple[float, float]:
+    """Return the order of policies, best first: by the time to the first token, if that is known, and by tokens.
+
+    Each is compared with the choices that were made, since two shadows may not have seen the same decisions.
+    """
+    time, chosen = row["predicted_ttft_ms"], row["predicted_ttft_ms_of_chosen"]
+    count = row["decisions"] or 1
+    return (time - chosen if time is not None else 0.0, (row["expected_of_chosen"] - row["expected"]) / count)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return round(sum(values) / len(values), 2) if values else None
+
+
+# ---- one decision again ---------------------------------------------------------------------------
+
+
+class _KeptRings:
+    """The rings of the targets that are kept of a decision."""
+
+    def __init__(self, targets: Sequence[KeptTarget]) -> None:
+        self._names = [target.name for target in targets]
+
+    def ring(self, points: int) -> Ring:
+        return Ring(self._names, points)
+
+
+def decide_again(decision: KeptDecision, policy: PolicyChoice) -> ShadowChoice | None:
+    """Return the choice of a policy between the kept targets of a decision, or None if it leaves all of them out."""
+    candidates = [_candidate(target) for target in decision.targets]
+    if not candidates:
+        return None
+    rings = _KeptRings(decision.targets)
+    ring = None if decision.has_tokens or decision.prefix_key is None else rings.ring(POINTS)
+    request = RoutingRequest(
+        decision.tokens,
+        decision.block_size,
+        decision.pool,
+        decision.lora_name,
+        decision.session,
+        decision.prefix_key,
+        decision.is_multimodal,
+        decision.has_tokens,
+        ring,
+    )
+    question = Question(
+        GroupName(decision.tenant_id, ""),
+        lambda size: HashedPrompt(decision.tokens, b""),
+        policy,
+        session=decision.session,
+        parameters=SelectParameters(profile=_PROFILES.get(decision.profile)),
+    )
+    # A policy that draws lots draws the same ones for a decision each time.
+    random = Random(decision.nonce)
+    found = stages(rings, request, question, candidates, (), random, decision.active_bound)
+    if found is None:
+        return None
+    candidate = preferred(found.decode, policy, candidates[0])
+    return ShadowChoice(candidate.publisher, reused(candidate, request), work(candidate, request))
+
+
+def _candidate(target: KeptTarget) -> Candidate:
+    first_tokens = None
+    if target.first_tokens is not None and len(target.first_tokens) == len(FirstTokens._fields):
+        first_tokens = FirstTokens(*target.first_tokens)
+    return Candidate(
+        target.publisher,
+        target.instance_id,
+        target.dp_rank,
+        None,
+        Role(target.role) if target.role in _ROLES else Role.BOTH,
+        target.weight,
+        target.labels,
+        target.device,
+        target.host,
+        target.disk,
+        target.shared,
+        target.expected,
+        target.wait,
+        target.active,
+        target.context,
+        target.health,
+        target.last_cold,
+        first_tokens,
+        target.gauges,
+    )

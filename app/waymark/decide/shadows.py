@@ -1,0 +1,291 @@
+"""Shadows: policies that order the targets of each decision, too, and decide nothing; and the records that are kept.
+
+A shadow runs while the decision waits for Redis, with the facts of the decision, which is the same without it.
+A share of the decisions is kept with everything that another policy needs to decide again. The nonce of a reservation
+says whether its decision is kept, so every replica knows it that hears of the end of the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from math import isclose
+from random import Random
+
+from waymark.base.errors import StoreUnavailable
+from waymark.base.logs import fields
+from waymark.base.metrics import Metrics
+from waymark.decide.fleet import PromptState
+from waymark.decide.matches import PromptMatches, needs_of
+from waymark.decide.options import SelectionOptions, Shadow
+from waymark.decide.order import Offers, StageOffers, order
+from waymark.decide.policies.policy import Candidate, RoutingRequest, Scored, least_new
+from waymark.decide.policies.presets import PRESETS
+from waymark.decide.policies.profile import max_score
+from waymark.decide.question import PolicyChoice, Question, SelectedTarget
+from waymark.decide.snapshot import GroupSnapshot, ReadingKind, SnapshotKeeper
+from waymark.domain.books import Usage
+from waymark.domain.keys import KEY_BYTES
+from waymark.store.background import StartTask
+from waymark.store.kept_decisions import (
+    BLOCKS_MAX,
+    TARGETS_MAX,
+    KeptDecision,
+    KeptDecisions,
+    KeptTarget,
+    ShadowChoice,
+)
+from waymark.store.reservations import CANDIDATES_MAX, Reservation
+
+log = logging.getLogger(__name__)
+
+#: The bitmap of a pool is kept of prompts up to this length, in blocks: a longer one is larger than all the rest.
+_POOL_BLOCKS_MAX = 4096
+#: How often the log says that a shadow fails.
+_WARNING_SECONDS = 60.0
+
+
+class Shadows:
+    """The shadows of one replica, and its records."""
+
+    def __init__(
+        self,
+        kept: KeptDecisions,
+        snapshots: SnapshotKeeper,
+        options: SelectionOptions,
+        metrics: Metrics,
+        begin: StartTask,
+        random: Random | None = None,
+    ) -> None:
+        """``begin`` starts the readings that only shadows need."""
+        self._kept = kept
+        self._snapshots = snapshots
+        self._begin = begin
+        self._reading: asyncio.Task[None] | None = None
+        self._shadows = options.shadows
+        self._share = options.decisions_kept
+        self._metrics = metrics
+        # Of its own, so that the decisions draw the same numbers with and without shadows.
+        self._random = random or Random()
+        self._warned_at: dict[str, float] = {}
+
+    def begin(
+        self, offers: Offers, snapshot: GroupSnapshot, matches: PromptMatches, question: Question
+    ) -> ShadowedDecision | None:
+        """Note a decision before its reservation; None if there is nothing to do. It must ``end`` if it is made."""
+        if not self._shadows and not self._share:
+            return None
+        shadowed = ShadowedDecision(self, offers, snapshot, matches, question)
+        if self._shadows:
+            # Redis has the reservation by then, and the decision waits for it.
+            asyncio.get_running_loop().call_soon(shadowed.run)
+        return shadowed
+
+    def choose(self, shadowed: ShadowedDecision) -> Mapping[str, Candidate]:
+        """Return the target that each shadow prefers, by its name, and count them."""
+        offers, snapshot, matches, question = shadowed.facts
+        request, first = matches.request, offers.decode.scored(0).candidate
+        chosen = {}
+        for shadow in self._shadows:
+            count = self._metrics.shadow_decisions.labels
+            try:
+                asked = question._replace(policy=shadow.policy)
+                shadowed.seen = self._completed(shadowed.seen, snapshot, asked)
+                found = order(snapshot, matches._replace(seen=shadowed.seen), asked, self._random)
+                candidate = None if found is None else _preference(found.decode, shadow.policy, first)
+            except Exception as exc:  # a shadow never disturbs a decision, whatever is wrong with it
+                count(shadow=shadow.name, choice="failed").inc()
+                self._warn(shadow, exc)
+                continue
+            if candidate is None:
+                count(shadow=shadow.name, choice="none").inc()
+                continue
+            chosen[shadow.name] = candidate
+            is_same = candidate.publisher == first.publisher
+            count(shadow=shadow.name, choice="same" if is_same else "other").inc()
+            tokens = self._metrics.shadow_tokens.labels
+            tokens(shadow=shadow.name, by="shadow").inc(reused(candidate, request))
+            tokens(shadow=shadow.name, by="policy").inc(reused(first, request))
+        return chosen
+
+    def _completed(self, seen: PromptState, snapshot: GroupSnapshot, question: Question) -> PromptState:
+        """Return the state with the readings that the shadow needs in addition, as far as they are at hand."""
+        needs = needs_of(question, snapshot.fleet)
+        missing = ReadingKind.GAUGES in needs and not seen.gauges
+        missing |= ReadingKind.FIRST_TOKENS in needs and not seen.first_tokens
+        if not missing:
+            return seen
+        found = self._snapshots.at_hand(snapshot.entry, snapshot.fleet, needs)
+        if found is None:
+            if self._reading is None or self._reading.done():
+                self._reading = self._begin(self._read(snapshot, needs))
+            return seen
+        return seen._replace(gauges=seen.gauges or found.gauges, first_tokens=seen.first_tokens or found.first_tokens)
+
+    async def _read(self, snapshot: GroupSnapshot, needs: Collection[ReadingKind]) -> None:
+        try:
+            await self._snapshots.of(snapshot.entry, snapshot.fleet, needs)
+        except StoreUnavailable as exc:
+            log.debug("values for shadows not read", extra=fields(error=exc.sentence))
+
+    def keep(self, shadowed: ShadowedDecision, taken: SelectedTarget) -> None:
+        """Keep a decision that is made, if it belongs to the share."""
+        reservation = next(iter(taken.reservations), None)
+        if reservation is None:
+            if self._random.random() >= self._share:
+                return
+        elif not self.is_kept(reservation):
+            return
+        self._kept.note_decision(taken.group_id, shadowed.record(taken, reservation))
+
+    def is_kept(self, reservation: Reservation) -> bool:
+        """Return whether the decision that made a reservation is kept."""
+        return int(reservation.nonce, 16) < self._share * 2.0**64
+
+    def ended(self, reservations: Sequence[Reservation], ttft_ms: float | None, usage: Usage) -> None:
+        """Note the outcome of a request; its first reservation is that of its decision."""
+        if ttft_ms is None and usage.cached_tokens is None:
+            return
+        for reservation in reservations[:1]:
+            if self.is_kept(reservation):
+                self._kept.note_outcome(
+                    reservation.group_id, reservation.nonce, delivered=usage.cached_tokens, ttft_ms=ttft_ms
+                )
+
+    def _warn(self, shadow: Shadow, exc: Exception) -> None:
+        now = time.monotonic()
+        if now - self._warned_at.get(shadow.name, -_WARNING_SECONDS) >= _WARNING_SECONDS:
+            self._warned_at[shadow.name] = now
+            log.warning(
+                "a shadow fails", extra=fields(shadow=shadow.name, error=f"{type(exc).__name__}: {exc}"), exc_info=exc
+            )
+
+
+class ShadowedDecision:
+    """One decision, between its order and its reservation."""
+
+    def __init__(
+        self, shadows: Shadows, offers: Offers, snapshot: GroupSnapshot, matches: PromptMatches, question: Question
+    ) -> None:
+        self.facts = offers, snapshot, matches, question
+        self.seen = matches.seen
+        """The state of the targets, with the readings that only shadows need."""
+        self._shadows = shadows
+        self._chosen: Mapping[str, Candidate] | None = None
+
+    def run(self) -> Mapping[str, Candidate]:
+        """Run the shadows once, and return the target that each of them prefers."""
+        if self._chosen is None:
+            self._chosen = self._shadows.choose(self)
+        return self._chosen
+
+    def end(self, taken: SelectedTarget) -> None:
+        """Note that the decision is made."""
+        self._shadows.keep(self, taken)
+
+    def record(self, taken: SelectedTarget, reservation: Reservation | None) -> KeptDecision:
+        """Return the record to keep."""
+        offers, _, matches, question = self.facts
+        request, chosen = matches.request, taken.target.candidate
+        shadows = self.run()
+        best = [each.candidate for each in offers.decode.best(TARGETS_MAX)]
+        named = {candidate.publisher: candidate for candidate in (*shadows.values(), chosen)}
+        others = [named[publisher] for publisher in named.keys() - {candidate.publisher for candidate in best}]
+        best = [*best[: TARGETS_MAX - len(others)], *others]
+        return KeptDecision(
+            int(1000 * time.time()),
+            "" if reservation is None else reservation.nonce,
+            question.group.tenant_id,
+            question.policy.name,
+            taken.decision.value,
+            request.tokens,
+            request.block_size,
+            chosen.publisher,
+            reused(chosen, request),
+            work(chosen, request),
+            targets=[_kept_target(candidate, self.seen) for candidate in best],
+            shadows={
+                name: ShadowChoice(candidate.publisher, reused(candidate, request), work(candidate, request))
+                for name, candidate in shadows.items()
+            },
+            blocks=matches.keys[: BLOCKS_MAX * KEY_BYTES],
+            has_tokens=request.has_tokens,
+            prefix_key=request.prefix_key,
+            lora_name=request.lora_name,
+            session=request.session,
+            is_multimodal=request.is_multimodal,
+            pool=request.pool if request.blocks <= _POOL_BLOCKS_MAX else 0,
+            active_bound=offers.active_bound,
+            profile=question.parameters.profile,
+        )
+
+
+def _preference(offers: StageOffers, policy: PolicyChoice, first: Candidate) -> Candidate:
+    best = offers.scored(0).candidate
+    if best.publisher == first.publisher:
+        return best
+    return preferred(offers.best(CANDIDATES_MAX), policy, first)
+
+
+def preferred(scored: Sequence[Scored], policy: PolicyChoice, first: Candidate) -> Candidate:
+    """Return the target that a policy prefers of an order: ``first``, if that is as good as the best one.
+
+    Of equal targets one is taken by chance, and it is no difference between two policies which one that is.
+    """
+    best = scored[0]
+    if best.candidate.publisher != first.publisher and not draws(policy):
+        for each in scored[1:]:
+            if not isclose(each.value, best.value, rel_tol=_SAME):
+                break
+            if each.candidate.publisher == first.publisher:
+                return first
+    return best.candidate
+
+
+#: Two values of a policy are the same up to the order in which their parts were added.
+_SAME = 1e-12
+
+
+def draws(policy: PolicyChoice) -> bool:
+    """Return whether chance decides between unequal targets, too."""
+    if policy.file is not None:
+        return policy.file.profiles[policy.file.decode].picker is not max_score
+    if policy.preset is not PRESETS["dynamo"] or policy.values is None:
+        return False
+    return policy.values.number("router_temperature") > 0
+
+
+def reused(candidate: Candidate, request: RoutingRequest) -> int:
+    """Return the tokens that a target should reuse."""
+    return min(max(candidate.matched, candidate.expected), request.tokens - least_new(request))
+
+
+def work(candidate: Candidate, request: RoutingRequest) -> int:
+    """Return the prefill tokens that a target would compute until the first token of the answer."""
+    return candidate.wait + request.tokens - reused(candidate, request)
+
+
+def _kept_target(candidate: Candidate, seen: PromptState) -> KeptTarget:
+    first_tokens = candidate.first_tokens or seen.first_tokens.get(candidate.publisher)
+    return KeptTarget(
+        candidate.publisher,
+        candidate.instance_id,
+        candidate.dp_rank,
+        candidate.device,
+        candidate.host,
+        candidate.disk,
+        candidate.shared,
+        candidate.expected,
+        candidate.wait,
+        candidate.active,
+        candidate.context,
+        candidate.health,
+        candidate.last_cold,
+        candidate.weight,
+        candidate.role.value,
+        candidate.labels,
+        candidate.gauges or seen.gauges.get(candidate.publisher),
+        None if first_tokens is None else tuple(first_tokens),
+    )

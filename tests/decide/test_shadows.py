@@ -1,0 +1,403 @@
+"""Policies that decide nothing: what they would have chosen, live and over kept decisions, and what is kept of both."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.conftest import wait_until
+from tests.decide.conftest import MakeSelector
+from tests.decide.test_fleet import fleet_of
+from tests.decide.test_shortlist import state_of
+from tests.store.factories import registration
+from waymark.base.errors import SettingsError
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
+from waymark.decide.comparison import compare, decide_again, replay
+from waymark.decide.fleet import Fleet, PromptState
+from waymark.decide.matches import PromptMatches
+from waymark.decide.options import SelectionOptions, Shadow
+from waymark.decide.order import order
+from waymark.decide.policies.picker_config import read_picker_config
+from waymark.decide.policies.policy import Decision, RoutingRequest
+from waymark.decide.policies.presets import PRESETS
+from waymark.decide.policies.ring import POINTS
+from waymark.decide.question import HashedPrompt, PolicyChoice, Question, SelectedTarget, SelectParameters
+from waymark.decide.selector import Selector
+from waymark.decide.shadows import Shadows
+from waymark.decide.snapshot import GroupSnapshot
+from waymark.domain.books import NO_USAGE, Usage
+from waymark.domain.keys import pack
+from waymark.domain.match import TargetRow
+from waymark.domain.names import GroupName
+from waymark.domain.table import HolderTable, PublisherRow
+from waymark.domain.targets import Target
+from waymark.simulator.cache import PrefixCache
+from waymark.simulator.workload import SimulatedPrompt, conversations
+from waymark.store.directory import GroupEntry
+from waymark.store.kept_decisions import BLOCKS_MAX, TARGETS_MAX, KeptDecision
+from waymark.store.reservations import Load, Reservation, ReservationPart
+from waymark.store.store import Store
+
+GROUP = GroupName("t", "m")
+SIZE = 16
+BY_LOAD = """
+plugins: [{type: active-request-scorer}]
+schedulingProfiles: [{name: default, plugins: [{pluginRef: active-request-scorer}]}]
+"""
+
+
+class Kept:
+    """Takes the records as the store does."""
+
+    def __init__(self) -> None:
+        self.decisions: list[KeptDecision] = []
+        self.outcomes: list[tuple[str, int | None, float | None]] = []
+
+    def note_decision(self, group_id: int, decision: KeptDecision) -> None:
+        # As it would be read again.
+        self.decisions.append(KeptDecision.parse(decision.text()))
+
+    def note_outcome(self, group_id: int, nonce: str, *, delivered: int | None, ttft_ms: float | None) -> None:
+        self.outcomes.append((nonce, delivered, ttft_ms))
+
+
+def shadows_of(
+    kept: Kept, *names: str, share: float = 1.0, metrics: Metrics | None = None, more: Sequence[Shadow] = ()
+) -> Shadows:
+    shadows = tuple(Shadow(name, PolicyChoice.of(PRESETS[name])) for name in names)
+    options = SelectionOptions(shadows=(*shadows, *more), decisions_kept=share)
+    return Shadows(kept, None, options, metrics or Metrics(), asyncio.ensure_future, Random(1))  # type: ignore[arg-type]
+
+
+def reservation(nonce: str = "") -> Reservation:
+    return Reservation(1, 1, 0, 0, nonce or secrets.token_hex(8))
+
+
+async def decided(
+    shadows: Shadows, snapshot: GroupSnapshot, matches: PromptMatches, question: Question, random: Random
+) -> SelectedTarget | None:
+    """Decide as a replica does, without Redis."""
+    offers = order(snapshot, matches, question, random)
+    if offers is None:
+        return None
+    shadowed = shadows.begin(offers, snapshot, matches, question)
+    await asyncio.sleep(0)
+    taken = SelectedTarget(
+        offers.decode.scored(0),
+        (),
+        question.policy,
+        Decision.KV_AWARE,
+        matches.request.tokens,
+        reservations=[reservation()],
+    )
+    if shadowed is not None:
+        shadowed.end(taken)
+    return taken
+
+
+def counted(metrics: Metrics, shadow: str) -> dict[str, float]:
+    choices = ("same", "other", "none", "failed")
+    found = {choice: metrics.shadow_decisions.labels(shadow=shadow, choice=choice).value for choice in choices}
+    return {choice: count for choice, count in found.items() if count}
+
+
+# ---- deciding again -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+async def test_the_policy_that_decided_chooses_the_same_again(name: str) -> None:
+    """Over random fleets with equal targets, weights, roles, and prompts with tokens and without."""
+    kept, policy, many = Kept(), PolicyChoice.of(PRESETS[name]), 0
+    shadows = shadows_of(kept)
+    for seed in range(60):
+        random = Random(f"{name} {seed}")
+        fleet = fleet_of(random, random.choice((3, 9, 40)))
+        has_tokens, key = random.random() < 0.7, random.randbytes(32)
+        ring = None if has_tokens else fleet.ring(POINTS)
+        request = RoutingRequest(963, SIZE, 0b1011, None, None, key, False, has_tokens, ring)
+        session = random.choice([each.name[0] for each in fleet.members]) if seed % 5 == 0 and fleet.members else None
+        question = Question(GROUP, lambda size: HashedPrompt(963, b""), policy, prefix_key=key, session=session)
+        request = request._replace(session=session)
+        seen = state_of(random, fleet, has_tokens=has_tokens)
+        matches = PromptMatches(request, seen, pack(range(60)))
+        snapshot = GroupSnapshot(GroupEntry(1, 1), fleet, seen.loads)
+        many += await decided(shadows, snapshot, matches, question, random) is not None
+    assert many > 40
+    assert len(kept.decisions) == many
+    found = await replay(kept.decisions, [Shadow("again", policy)])
+    assert [(each["decisions"], each["differs"], each["none"]) for each in found["policies"]] == [(many, 0, 0)]
+    for decision in kept.decisions:
+        again = decide_again(decision, policy)
+        assert again is not None
+        assert (again.publisher, again.expected, again.work) == (decision.chosen, decision.expected, decision.work)
+        assert len(decision.targets) <= TARGETS_MAX
+        assert len(decision.blocks) <= 8 * BLOCKS_MAX
+
+
+async def test_a_decision_without_targets_or_of_another_policy_is_decided_again_without_an_error() -> None:
+    record = KeptDecision(1, "", "t", "least-work", "kv_aware", 100, SIZE, 7, 0, 100)
+    assert decide_again(record, PolicyChoice.of(PRESETS["sticky"])) is None
+    nowhere = await replay([record], [Shadow("sticky", PolicyChoice.of(PRESETS["sticky"]))])
+    assert [(each["decisions"], each["none"]) for each in nowhere["policies"]] == [(0, 1)]
+    assert (await compare([]))["policies"] == []
+
+
+# ---- the simulated fleet --------------------------------------------------------------------------
+
+BLOCK, TOKENS_PER_SECOND, REQUESTS_PER_SECOND = 128, 8_000.0, 18.0
+
+
+class Engine:
+    """A cache with the truth, and a queue of prefill work."""
+
+    def __init__(self, number: int) -> None:
+        self.name = f"pod-{number}"
+        self.cache = PrefixCache(BLOCK, 50, repeat_rate=0.0)
+        self.free_at = 0.0
+        self.under_way: list[tuple[float, int]] = []
+
+    def matched(self, tokens: Sequence[int]) -> int:
+        held = [bool(media) for media in self.cache.held(tokens)]
+        return held.index(False) if False in held else len(held)
+
+
+class Played(NamedTuple):
+    """How a policy did on the trace, as nobody but the simulation knows it."""
+
+    reused: int
+    ttft_ms: float
+    decisions: Sequence[KeptDecision]
+
+
+async def play(policy: PolicyChoice, prompts: Sequence[SimulatedPrompt], shadows: Sequence[Shadow] = ()) -> Played:
+    """Serve a trace with eight engines and one policy."""
+    engines = {number: Engine(number) for number in range(1, 9)}
+    rows = {number: PublisherRow(engine.name, 0, BLOCK, "instance") for number, engine in engines.items()}
+    fleet = Fleet(HolderTable(b"v", GROUP, rows, {}, b"", {number: Target() for number in rows}))
+    kept, random, now = Kept(), Random(7), 0.0
+    recorder = shadows_of(kept, more=shadows)
+    reused, times = 0, []
+    for prompt in prompts:
+        now += random.expovariate(REQUESTS_PER_SECOND)
+        loads, found = {}, {}
+        for number, engine in engines.items():
+            engine.under_way = [each for each in engine.under_way if each[0] > now]
+            waits = sum(tokens for _, tokens in engine.under_way)
+            loads[number] = Load(waits, len(engine.under_way), waits)
+            if blocks := engine.matched(prompt.tokens):
+                found[engine.name, 0] = TargetRow(blocks, 0, 0, 0)
+        matches = PromptMatches(RoutingRequest(len(prompt.tokens), BLOCK), PromptState(found, loads, {}, {}), b"")
+        question = Question(GROUP, lambda size: HashedPrompt(0, b""), policy)
+        snapshot = GroupSnapshot(GroupEntry(1, 1), fleet, loads)
+        taken = await decided(recorder, snapshot, matches, question, random)
+        assert taken is not None
+        engine = engines[taken.target.candidate.publisher]
+        has = min(BLOCK * engine.matched(prompt.tokens), (len(prompt.tokens) - 1) // BLOCK * BLOCK)
+        engine.free_at = max(now, engine.free_at) + (len(prompt.tokens) - has) / TOKENS_PER_SECOND
+        engine.under_way.append((engine.free_at, len(prompt.tokens) - has))
+        engine.cache.prefill(prompt.tokens)
+        reused += has
+        times.append(1000 * (engine.free_at - now))
+        recorder.ended(taken.reservations, times[-1], Usage(has))
+    outcomes = {nonce: (delivered, ttft_ms) for nonce, delivered, ttft_ms in kept.outcomes}
+    decisions = [
+        each._replace(delivered=outcomes[each.nonce][0], ttft_ms=outcomes[each.nonce][1]) for each in kept.decisions
+    ]
+    return Played(reused, sum(times) / len(times), decisions)
+
+
+async def test_compare_ranks_policies_as_a_simulation_of_each_does() -> None:
+    """What the run of one policy says of others that decided nothing is what their own runs show."""
+    made_up = conversations(3, open_at_once=24, system_tokens=1024, turn_tokens=(64, 400))
+    prompts = [next(made_up) for _ in range(150)]
+    by_load = Shadow("by-load.yaml", PolicyChoice.of(read_picker_config(BY_LOAD)))
+    shadows = [*(Shadow(name, PolicyChoice.of(PRESETS[name])) for name in ("lmetric", "least-work")), by_load]
+    runs = {shadow.name: await play(shadow.policy, prompts) for shadow in shadows}
+    decider = await play(by_load.policy, prompts, shadows)
+    assert decider[:2] == runs["by-load.yaml"][:2], "the shadows have changed nothing"
+
+    found = await compare(decider.decisions)
+    rows = {row["policy"]: row for row in found["policies"]}
+    assert list(rows) == sorted(runs, key=lambda name: runs[name].ttft_ms)
+    assert found["chosen"]["delivered"] == decider.reused, "what the simulation knows, to the token"
+    assert found["chosen"]["expected_of_reported"] == decider.reused
+    assert found["chosen"]["ttft_ms"] == pytest.approx(decider.ttft_ms, abs=0.01)
+    assert rows["by-load.yaml"]["differs"] == 0
+    assert min(rows["lmetric"]["differs"], rows["least-work"]["differs"]) > 50
+    again = await replay(decider.decisions, shadows)
+    assert [row["policy"] for row in again["policies"]] == list(rows)
+    assert again["policies"] == found["policies"], "a policy over the records is what it was as a shadow"
+
+
+# ---- beside a decision ----------------------------------------------------------------------------
+
+
+def scene(random: Random) -> tuple[GroupSnapshot, PromptMatches]:
+    fleet = fleet_of(random, 20)
+    seen = state_of(random, fleet, has_tokens=True)
+    matches = PromptMatches(RoutingRequest(963, SIZE, prefix_key=b"\1" * 32), seen, pack(range(60)))
+    return GroupSnapshot(GroupEntry(1, 1), fleet, seen.loads), matches
+
+
+def question_of(name: str = "least-work", **parameters: Any) -> Question:
+    policy = PolicyChoice.of(PRESETS[name])
+    return Question(GROUP, lambda size: HashedPrompt(963, b""), policy, parameters=SelectParameters(**parameters))
+
+
+async def test_decisions_are_the_same_with_shadows_and_without() -> None:
+    chosen = []
+    for names in ((), ("dynamo", "lmetric", "llm-d"), ("sticky", "composite")):
+        random, found, metrics = Random(5), [], Metrics()
+        shadows = shadows_of(Kept(), *names, metrics=metrics)
+        for seed in range(30):
+            snapshot, matches = scene(Random(seed))
+            taken = await decided(shadows, snapshot, matches, question_of(), random)
+            found.append(None if taken is None else taken.target.candidate.publisher)
+        chosen.append(found)
+        for name in names:
+            assert sum(counted(metrics, name).values()) == 30 - found.count(None)
+    assert chosen[0] == chosen[1] == chosen[2]
+
+
+async def test_a_shadow_that_fails_is_counted_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(*_: object) -> Any:
+        raise ZeroDivisionError("of a shadow")
+
+    metrics, kept = Metrics(), Kept()
+    broken = PolicyChoice.of(replace(PRESETS["llm-d"], name="broken", rank=fails, needs_gauges=False))
+    shadows = shadows_of(kept, "lmetric", metrics=metrics, more=[Shadow("broken", broken)])
+    for _ in range(3):
+        taken = await decided(shadows, *scene(Random(2)), question_of(), Random(1))
+        assert taken is not None
+    assert counted(metrics, "broken") == {"failed": 3.0}
+    assert sum(counted(metrics, "lmetric").values()) == 3
+    assert [list(each.shadows) for each in kept.decisions] == [["lmetric"]] * 3
+    assert len([record for record in caplog.records if record.message == "a shadow fails"]) == 1, "once a minute"
+
+
+async def test_a_shadow_without_a_target_is_counted() -> None:
+    nobody = read_picker_config(
+        "plugins: [{type: by-label, parameters: {label: zone, validValues: [mars]}}]\n"
+        "schedulingProfiles: [{name: default, plugins: [{pluginRef: by-label}]}]\n"
+    )
+    metrics, kept = Metrics(), Kept()
+    shadows = shadows_of(kept, metrics=metrics, more=[Shadow("mars.yaml", PolicyChoice.of(nobody))])
+    await decided(shadows, *scene(Random(2)), question_of(), Random(1))
+    assert counted(metrics, "mars.yaml") == {"none": 1.0}
+    assert kept.decisions[0].shadows == {}
+
+
+async def test_nothing_is_done_without_shadows_and_records() -> None:
+    kept = Kept()
+    shadows = shadows_of(kept, share=0.0)
+    snapshot, matches = scene(Random(2))
+    offers = order(snapshot, matches, question_of(), Random(1))
+    assert offers is not None
+    assert shadows.begin(offers, snapshot, matches, question_of()) is None
+    shadows.ended([reservation("0" * 16)], 5.0, Usage(7))
+    assert kept.outcomes == []
+
+
+async def test_the_nonce_says_whether_a_decision_is_kept() -> None:
+    kept = Kept()
+    shadows = shadows_of(kept, share=0.25)
+    nonces = ["0" * 16, "3" + "f" * 15, "4" + "0" * 15, "f" * 16]
+    for nonce in nonces:
+        shadows.ended([reservation(nonce), reservation("0" * 16)], 5.0, Usage(7))
+    shadows.ended([reservation(nonces[0])], None, NO_USAGE)  # nothing is said of it
+    assert kept.outcomes == [(nonce, 7, 5.0) for nonce in nonces[:2]]
+
+
+# ---- the settings ---------------------------------------------------------------------------------
+
+
+def test_shadows_are_presets_and_files(tmp_path: Path) -> None:
+    file = tmp_path / "by-load.yaml"
+    file.write_text(BY_LOAD, encoding="utf-8")
+    options = SelectionOptions.of(Settings(shadow=f"lmetric, {file}", decisions_kept=0.5))
+    assert [(each.name, each.policy.name) for each in options.shadows] == [
+        ("lmetric", "lmetric"),
+        (str(file), "endpoint-picker-config"),
+    ]
+    assert options.decisions_kept == 0.5
+    assert SelectionOptions.of(Settings()).shadows == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("lmetrics", r'WAYMARK_SHADOW is "lmetrics".*did you mean lmetric'),
+        ("lmetric,lmetric", "name at most 4 different policies"),
+        ("sticky,dynamo,lmetric,llm-d,longest", "name at most 4 different policies"),
+        ("./none.yaml", r"WAYMARK_SHADOW ./none.yaml cannot be used"),
+    ],
+)
+def test_an_unknown_shadow_is_named_at_the_start(text: str, sentence: str) -> None:
+    with pytest.raises(SettingsError, match=sentence):
+        SelectionOptions.of(Settings(shadow=text))
+
+
+# ---- in a replica ---------------------------------------------------------------------------------
+
+
+async def select(store: Store, selector: Selector, tokens: int = 64) -> SelectedTarget:
+    prompt = HashedPrompt(tokens, pack(range(1, 1 + tokens // SIZE)))
+    policy = PolicyChoice.of(PRESETS["least-work"])
+    return await selector.select(Question(GroupName("default", "m"), lambda size: prompt, policy))
+
+
+async def test_a_decision_is_kept_with_its_shadows_and_with_what_became_of_it(
+    store: Store, make_selector: MakeSelector, metrics: Metrics
+) -> None:
+    for number in range(3):
+        await store.registry.register(registration(f"pod-{number}"))
+    selector = make_selector(store, shadow="lmetric,llm-d", decisions_kept=1.0).selector
+    taken = await select(store, selector)
+    await selector.release(taken.reservations, ReservationPart.PREFILL, ttft_ms=12.5)
+    await selector.release(taken.reservations, ReservationPart.OK, usage=Usage(48, 64, 9))
+    assert await selector.release(taken.reservations, ReservationPart.OK, usage=Usage(1, 1, 1)) == (0, 1)
+    unreserved = SelectParameters(is_reserved=False)
+    policy = PolicyChoice.of(PRESETS["least-work"])
+    prompt = HashedPrompt(10, b"")
+    await selector.select(Question(GroupName("default", "m"), lambda size: prompt, policy, parameters=unreserved))
+
+    async def are_there() -> bool:
+        reading = await store.kept_decisions.read(taken.group_id, since_ms=0, decisions_max=9)
+        return [each.delivered for each in reading.decisions] == [48, None]
+
+    await wait_until(are_there, "both decisions and the report are written")
+    first, second = (await store.kept_decisions.read(taken.group_id, since_ms=0, decisions_max=9)).decisions
+    assert (first.tenant_id, first.policy, first.tokens, first.ttft_ms) == ("default", "least-work", 64, 12.5)
+    assert (first.chosen, first.nonce) == (taken.target.candidate.publisher, taken.reservations[0].nonce)
+    assert sorted(first.shadows) == ["llm-d", "lmetric"]
+    assert sorted(target.instance_id for target in first.targets) == ["pod-0", "pod-1", "pod-2"]
+    assert first.blocks == pack(range(1, 5))
+    assert (second.nonce, second.ttft_ms) == ("", None)
+    assert counted(metrics, "lmetric") == {"same": 2.0}, "all targets are equal"
+
+
+async def test_redis_that_refuses_records_changes_no_decision(
+    store: Store, make_selector: MakeSelector, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.registry.register(registration("pod-1"))
+    selector = make_selector(store, shadow="lmetric", decisions_kept=1.0).selector
+    taken = await select(store, selector)
+    key = f"wm:{{{taken.group_id}}}:decisions"
+    await store.client.several([("DEL", key), ("SET", key, "a person did this")])
+    others = [await select(store, selector) for _ in range(3)]
+    assert {each.target.candidate.instance_id for each in others} == {"pod-1"}
+
+    async def are_counted() -> bool:
+        return store.kept_decisions._metrics.decision_records_dropped.labels(reason="redis").value > 0
+
+    await wait_until(are_counted, "the records that Redis refused are counted")
+    reading = await store.kept_decisions.read(taken.group_id, since_ms=0, decisions_max=9)
+    assert (reading.decisions, reading.unreadable) == ([], 0)
