@@ -297,3 +297,22 @@ def test_a_disk_without_a_cpu_tier_is_refused() -> None:
 def _only_store(events: list[WireEvent]) -> BlockStored:
     [store] = [event for event in events if isinstance(event, BlockStored) and event.medium == GPU]
     return store
+
+
+def test_a_prefix_of_another_engine_is_filled_in_without_a_hit() -> None:
+    """The two engines have other hashes for the same blocks."""
+    source, new = (PrefixCache(BLOCK, 8, seed=seed, repeat_rate=0.0) for seed in (1, 2))
+    (event,) = source.prefill(range(1, 13), cache_salt="s")
+    assert isinstance(event, BlockStored)
+    prefix = source.prefix(event.block_hashes[1])
+    assert prefix is not None
+    assert prefix.tokens == tuple(range(1, 9))
+    (told,) = new.fill(prefix)
+    assert isinstance(told, BlockStored)
+    assert (told.token_ids, told.cache_salt) == (tuple(range(1, 9)), "s")
+    assert set(told.block_hashes).isdisjoint(event.block_hashes)
+    assert new.fill(prefix) == []
+    assert new.totals.hit == 0
+    assert len(new.prefill(range(1, 13), cache_salt="s")) == 1, "only the last block is computed"
+    assert new.totals.hit == 2
+    assert source.prefix(7) is None

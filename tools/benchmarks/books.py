@@ -22,6 +22,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
+from tools.benchmarks import placement
 from tools.benchmarks.options import Options
 from tools.benchmarks.processes import RedisServer, Server, redis_server, waymark
 from tools.benchmarks.report import Row
@@ -58,6 +59,7 @@ def measure(options: Options) -> Iterator[Row]:
         yield Row("books", "requests in the books", total["requests"], "requests", other=simulation.truth["requests"])
         yield Row("books", "earned, of the prompt tokens", total["earned"] / total["prompt_tokens"], "times")
         yield from _costs(redis, calls)
+    yield from placement.measure(3 if options.is_quick else 8)
 
 
 def _document(number: int) -> list[int]:

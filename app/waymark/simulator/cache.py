@@ -106,14 +106,33 @@ class PrefixCache:
 
         ``extras`` holds, per complete block, its contents besides tokens; it may be shorter than the prompt.
         """
-        gpu = self._media[GPU]
-        blocks = self._blocks(tokens, lora_name, cache_salt, extras)[: gpu.size]
-        hits = 0
-        while hits < len(blocks) and blocks[hits].key in gpu:
-            hits += 1
+        blocks = self._blocks(tokens, lora_name, cache_salt, extras)[: self._media[GPU].size]
+        hits = self._hits(blocks)
         self._hit += hits
-        kept_blocks = self._kept(hits, len(tokens))
-        new = blocks[kept_blocks:]
+        return self._bring(blocks, self._kept(hits, len(tokens)))
+
+    def fill(self, prefix: Prefix) -> list[WireEvent]:
+        """Bring a prefix onto the GPU that was copied from another engine; nothing is computed, and no hit is counted.
+
+        Return the events in the order of their reports.
+        """
+        blocks = self._blocks(*prefix)[: self._media[GPU].size]
+        return self._bring(blocks, self._hits(blocks))
+
+    def prefix(self, name: int) -> Prefix | None:
+        """Return the prefix that ends with the block of this hash, as events name it; None if no medium has it."""
+        found = (block for medium in self._media.values() for block in medium.blocks() if block.name == name)
+        block = next(found, None)
+        return None if block is None else _prefix(block)
+
+    def _hits(self, blocks: Sequence[Block]) -> int:
+        """Return how many of these blocks from the first one on are on the GPU."""
+        gpu = self._media[GPU]
+        return next((at for at, block in enumerate(blocks) if block.key not in gpu), len(blocks))
+
+    def _bring(self, blocks: Sequence[Block], kept_blocks: int) -> list[WireEvent]:
+        """Store the blocks after the first ones, which are kept. Return the events."""
+        gpu, new = self._media[GPU], blocks[kept_blocks:]
 
         # Touched first, so that the rest of this prompt does not push it out; and touched last, because a request gives
         # its blocks back last one first: a parent is always the younger.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from waymark.base.errors import InvalidValue
-from waymark.simulator.cache import PrefixCache
+from waymark.simulator.cache import Prefix, PrefixCache
 from waymark.simulator.encode import WITHOUT_MEDIUM, Dimensions, Encoder, ReplayFraming
 from waymark.simulator.faults import Faults, is_due
 from waymark.simulator.publisher import SimulatedPublisher
@@ -48,6 +48,11 @@ class SimulatedEngine:
         self.prompts += 1
         cache = self.caches[rank]
         events = cache.prefill(prompt.tokens, prompt.lora_name, prompt.cache_salt, prompt.extras)
+        return await self._publish(events, rank) if events else None
+
+    async def fill(self, prefix: Prefix, rank: int = 0) -> int | None:
+        """Take over a prefix from another engine. Return the seq of its batch, or None if nothing was new."""
+        events = self.caches[rank].fill(prefix)
         return await self._publish(events, rank) if events else None
 
     async def clear(self, rank: int = 0) -> int:

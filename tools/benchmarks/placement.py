@@ -1,0 +1,192 @@
+"""placement: what a drained engine costs, and what a warmed one saves, in a simulated fleet.
+
+Eight caches of engines get the same documents as conversations do: few of them often, most of them rarely. A request
+goes to the engine that has most of its prompt, unless that one has too many requests. The caches are valued by the
+product's own ``Tally`` and ``Prompts``, as a worker does with the rows in Redis. Everything follows from the seed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence, Set
+from copy import deepcopy
+from itertools import accumulate
+from random import Random
+from statistics import mean, median
+from typing import NamedTuple
+
+from tools.benchmarks.report import Row
+from waymark.domain.hashing import extend, token_bytes
+from waymark.domain.names import GroupName, Holder
+from waymark.domain.rows import Row as BlockRow
+from waymark.domain.rows import slots_of
+from waymark.domain.table import HolderTable, PublisherRow
+from waymark.domain.worth import CacheWorth, Prompts, Tally
+from waymark.simulator.cache import Prefix, PrefixCache
+from waymark.simulator.wire import BlockRemoved, BlockStored, WireEvent
+
+ENGINES, SIZE, GPU_BLOCKS = 8, 16, 320
+AGENTS = 24
+#: Requests before the measurement, those of the last hour, of which every tenth is kept, and those after.
+BEFORE, HOUR, KEPT, AFTER = 1200, 800, 10, 200
+#: An engine gets no request while it has more than this many times the mean of the last ones.
+CROWDED, LAST = 1.5, 64
+#: The hit share is that of so many requests of an engine.
+WINDOW = 8
+_BLOCKS_KEPT = 64
+
+
+class Prompt(NamedTuple):
+    """Tokens, and the hashes of their blocks."""
+
+    tokens: tuple[int, ...]
+    names: tuple[int, ...]
+
+
+class Workload:
+    """Prompts of agents: the long instructions of one of them, and a question."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self._weights = list(accumulate(1 / (rank + 1) ** 1.2 for rank in range(AGENTS)))
+        self._names: dict[int, list[int]] = {}
+
+    def prompt(self) -> Prompt:
+        (agent,) = self._random.choices(range(AGENTS), cum_weights=self._weights)
+        instructions = range(1 + agent * 10**4, 1 + agent * 10**4 + SIZE * (24 + 7 * agent % 40))
+        tokens = (*instructions, *(self._random.randrange(10**6, 10**7) for _ in range(SIZE)))
+        return Prompt(tokens, tuple(extend(None, token_bytes(tokens), SIZE)))
+
+
+class Fleet:
+    """Caches, the blocks that their events tell, and the engine of each of the last requests."""
+
+    def __init__(self, engines: int) -> None:
+        self.caches = {number: _cache() for number in range(engines)}
+        self.told: dict[int, set[int]] = {number: set() for number in range(engines)}
+        self._last: deque[int] = deque(maxlen=LAST)
+
+    def send(self, prompt: Prompt) -> tuple[int, int]:
+        """Send a prompt to an engine; return its number, and how many blocks it had."""
+        counts = Counter(self._last)
+        most = CROWDED * len(self._last) / len(self.caches)
+        held = {number: _leading(told, prompt.names) for number, told in self.told.items()}
+        free = [number for number in self.caches if counts[number] <= most]
+        number = min(free, key=lambda each: (-held[each], counts[each], each))
+        self.tell(number, self.caches[number].prefill(prompt.tokens))
+        self._last.append(number)
+        return number, held[number]
+
+    def tell(self, number: int, events: Sequence[WireEvent]) -> None:
+        for event in events:
+            if isinstance(event, BlockStored):
+                self.told[number].update(event.block_hashes)
+            elif isinstance(event, BlockRemoved):
+                self.told[number].difference_update(event.block_hashes)
+
+    def stop(self, number: int) -> None:
+        del self.caches[number], self.told[number]
+
+    def worths(self, prompts: Prompts) -> dict[int, CacheWorth]:
+        """Value the caches."""
+        holders = [Holder(at + 1, at + 1, str(at), 0, "GPU", SIZE, str(at), "instance") for at in self.caches]
+        rows = {each.publisher: PublisherRow(each.instance_id, 0, SIZE, "instance") for each in holders}
+        table = HolderTable(b"", GroupName("default", "m"), rows, {each.id: each for each in holders})
+        tally, has = Tally(table, prompts.uses), dict[int, dict[int, int]]()
+        for number, told in self.told.items():
+            for name in told:
+                has.setdefault(name, {})[number + 1] = 1
+        for name, bitmaps in has.items():
+            tally.count(BlockRow(slots_of([name], 0), False, bitmaps))
+        return {int(name): worth for name, worth in tally.worths(1.0).items()}
+
+
+def _cache() -> PrefixCache:
+    return PrefixCache(SIZE, GPU_BLOCKS, repeat_rate=0.0, standard_hashes=True)
+
+
+def _leading(told: Set[int], names: Sequence[int]) -> int:
+    """Return how many blocks of a prompt are told."""
+    return next((at for at, name in enumerate(names) if name not in told), len(names))
+
+
+class Figures(NamedTuple):
+    """The figures of one seed."""
+
+    cheapest: int
+    """How many blocks of the next requests are not found any more if the cheapest engine stops."""
+    mean: float
+    """The mean of this over all engines."""
+    cold: int
+    """The requests that a new engine with an empty cache needs to reach the hit share of the fleet."""
+    warm: int
+    """The same of an engine that has pulled the prefixes with the most uses."""
+
+
+def figures(seed: int) -> Figures:
+    """Simulate a fleet, and stop each of its engines, and add a new one."""
+    workload, fleet, prompts = Workload(seed), Fleet(ENGINES), Prompts()
+    hits = blocks = 0
+    for number in range(BEFORE):
+        prompt = workload.prompt()
+        _, hit = fleet.send(prompt)
+        if number >= BEFORE - HOUR:
+            hits, blocks = hits + hit, blocks + len(prompt.names)
+            if number % KEPT == 0:
+                prompts.add(SIZE, prompt.names[:_BLOCKS_KEPT])
+    following = [workload.prompt() for _ in range(AFTER)]
+    whole = _hits(deepcopy(fleet), following)
+    losses = {}
+    for number in fleet.caches:
+        without = deepcopy(fleet)
+        without.stop(number)
+        losses[number] = whole - _hits(without, following)
+    worths = fleet.worths(prompts)
+    cheapest = min(worths, key=lambda number: (worths[number].only_used, worths[number].tokens, number))
+    cold, warm = (
+        _requests_until(hits / blocks, deepcopy(fleet), deepcopy(workload), pulled) for pulled in (None, prompts)
+    )
+    return Figures(losses[cheapest], mean(losses.values()), cold, warm)
+
+
+def _hits(fleet: Fleet, prompts: Sequence[Prompt]) -> int:
+    return sum(fleet.send(prompt)[1] for prompt in prompts)
+
+
+def _requests_until(share: float, fleet: Fleet, workload: Workload, prompts: Prompts | None) -> int:
+    """Return how many requests a new engine needs until its hit share is that of the fleet."""
+    new, fleet.told[ENGINES] = _cache(), set()
+    fleet.caches[ENGINES] = new
+    for prefix in () if prompts is None else _pulled(fleet, prompts, GPU_BLOCKS):
+        fleet.tell(ENGINES, new.fill(prefix))
+    window: deque[tuple[int, int]] = deque(maxlen=WINDOW)
+    requests = 0
+    for _ in range(20 * AFTER):
+        prompt = workload.prompt()
+        number, hit = fleet.send(prompt)
+        if number == ENGINES:
+            requests += 1
+            window.append((hit, len(prompt.names)))
+            if sum(hit for hit, _ in window) >= share * sum(blocks for _, blocks in window):
+                break
+    return requests
+
+
+def _pulled(fleet: Fleet, prompts: Prompts, blocks_max: int) -> list[Prefix]:
+    """Return the prefixes with the most uses that an engine has, the most used last, so that they stay longest."""
+    found = []
+    for entry in prompts.most_used(blocks_max):
+        sources = (fleet.caches[number].prefix(entry.keys[-1]) for number in range(ENGINES))
+        prefix = next((each for each in sources if each is not None), None)
+        if prefix is not None:
+            found.append(prefix)
+    return found[::-1]
+
+
+def measure(seeds: int) -> Iterator[Row]:
+    """Return the rows of ``books`` about placement: means and medians over the seeds."""
+    found = [figures(seed) for seed in range(seeds)]
+    lost = mean(each.cheapest for each in found) / mean(each.mean for each in found)
+    warm = median(each.warm for each in found) / median(each.cold for each in found)
+    yield Row("books", "drain the cheapest of eight: hits lost, over a random one", lost, "times", bar=0.5)
+    yield Row("books", "a new engine, warmed: requests to the fleet's hit share, over cold", warm, "times", bar=0.5)
