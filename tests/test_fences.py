@@ -139,7 +139,10 @@ class Session:
     async def _waymark(self, words: list[str]) -> tuple[bool, str]:
         path = self._directory / "output"
         with path.open("wb") as file:
-            process = forked.start(words, self._environ, file, ROOT)
+            # A reader has no WAYMARK_URL, which these would ask in place of the Redis that is set.
+            hidden = {"WAYMARK_URL"} if words[0] == "inspect" and "WAYMARK_REDIS_URL" in self._environ else set()
+            environ = {name: value for name, value in self._environ.items() if name not in hidden}
+            process = forked.start(words, environ, file, ROOT)
         code = await asyncio.to_thread(process.wait, patient(SECONDS))
         return code == 0, path.read_text()
 

@@ -25,7 +25,7 @@ from waymark.simulator.options import SimulateOptions
 
 ROOT = Path(__file__).parents[2]
 RUNNING = ("serve", "query", "ingest", "register", "unregister", "reset", "demo", "status", "inspect", "simulate")
-REMOTE = ("ask", "select", "publishers", "repair", "drain", "top", "books", "placement", "doctor")
+REMOTE = ("events", "ask", "select", "publishers", "repair", "drain", "top", "books", "placement", "doctor")
 COMMANDS = (*RUNNING, "gateway", *REMOTE, "epp", "bench", "completion")
 INSPECTIONS = ("prompt", "block", "holder", "keys", "namespace")
 

@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -20,8 +21,9 @@ from tests.live import Live, start
 from tests.patience import within
 from tests.ports import unused_port
 from waymark import cli
+from waymark.base.errors import ServiceUnreachable
 from waymark.base.settings import Settings
-from waymark.console import ask, books, select
+from waymark.console import ask, books, events, select
 from waymark.console.service import RemoteService
 from waymark.domain.hashing import extend, token_bytes
 
@@ -156,6 +158,84 @@ async def test_publishers_shows_and_filters(live: Live) -> None:
         await wait_until(is_bad, "an engine that nobody can connect to needs attention")
 
 
+async def test_events_shows_what_has_happened_and_follows_what_happens(live: Live) -> None:
+    code, output, _ = await run(live, "events")
+    assert code == cli.EXIT_OK
+    assert [line.split()[2:4] for line in output.splitlines()] == [["registered", "a"], ["registered", "b"]]
+    assert (await run(live, "events", "--tenant-id", "t"))[1] == ""
+    async with printing(live, "events", "--follow", "--json") as lines:
+        assert [json.loads(await anext(lines))["instance_id"] for _ in "ab"] == ["a", "b"]
+        async with live.client() as client:
+            assert (await client.post("/weight", json={"instance_id": "a", "weight": 0})).status_code == 200
+        event = json.loads(await anext(lines))
+        assert (event["kind"], event["instance_id"]) == ("drain", "a")
+    async with live.client() as client:
+        refused = await client.get("/activity?follow=maybe")
+        assert (refused.status_code, refused.json()["field"]) == (400, "follow")
+
+
+def test_following_goes_on_after_the_last_event_and_says_that_the_service_was_away() -> None:
+    asked: list[str] = []
+
+    class Away:
+        """A service that ends its first connection, and is away at the second and the third."""
+
+        @contextmanager
+        def lines(self, path: str, headers: dict[str, str]) -> Iterator[Iterator[str]]:
+            asked.append(headers.get("Last-Event-ID", ""))
+            if len(asked) in (2, 3):
+                raise ServiceUnreachable("away")
+            yield iter((f"id: {len(asked)}-0", "event: lost", f'data: {{"at": 0, "kind": "{len(asked)}"}}', ""))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(events, "_PAUSE_SECONDS", 0.0)
+        found = events.followed(cast(RemoteService, Away()))
+        first, away, second = (next(found) for _ in range(3))
+    assert isinstance(first, events.ActivityEvent)
+    assert isinstance(away, ServiceUnreachable)
+    assert isinstance(second, events.ActivityEvent)
+    assert (first.content["kind"], second.content["kind"]) == ("1", "4")
+    assert asked == ["", "1-0", "1-0", "1-0"]
+
+
+async def test_publishers_are_watched_until_ctrl_c(live: Live) -> None:
+    async with printing(live, "publishers", "--watch", "0.1", "--json") as lines:
+        for weight in (1.0, 0.0):
+            while {"a": weight, "b": 1.0} != {
+                publisher["instance_id"]: publisher["weight"]
+                for publisher in json.loads(await anext(lines))["publishers"]
+            }:
+                pass
+            async with live.client() as client:
+                await client.post("/weight", json={"instance_id": "a", "weight": 0})
+
+
+@asynccontextmanager
+async def printing(live: Live, *words: str) -> AsyncIterator[AsyncIterator[str]]:
+    """The lines of a command that goes on until Ctrl-C."""
+    coverage = {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "waymark", *words, "--url", live.url, "--api-token", TOKEN,
+        stdout=subprocess.PIPE, env={"PATH": "/usr/bin:/bin"} | coverage,
+    )  # fmt: skip
+    assert process.stdout is not None
+    output = process.stdout
+
+    async def lines() -> AsyncIterator[str]:
+        while line := await output.readline():
+            yield line.decode()
+
+    try:
+        async with within(60):
+            yield lines()
+            process.send_signal(signal.SIGINT)
+            assert await process.wait() == cli.EXIT_INTERRUPTED
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
 async def test_a_drained_engine_is_passed_over_keeps_its_fields_and_is_unregistered_when_it_has_no_request(
     live: Live,
 ) -> None:
@@ -279,8 +359,11 @@ async def test_status_and_inspect_ask_the_waymark_that_the_environment_names(liv
         code, output, error = await run(live, *words)
         assert code == cli.EXIT_OK, error
         assert "a" in output
-    code, _, error = await run(live, "status", WAYMARK_REDIS_URL=f"redis://127.0.0.1:{unused_port()}")
-    assert code == cli.EXIT_NO_REDIS, "a Redis that is named is what is looked at"
+    elsewhere = f"redis://127.0.0.1:{unused_port()}"
+    assert (await run(live, "status", WAYMARK_REDIS_URL=elsewhere))[0] == cli.EXIT_OK
+    assert (await run(live, "status", "--redis-url", elsewhere))[0] == cli.EXIT_NO_REDIS
+    code, _, error = await run(None, "status", WAYMARK_REDIS_URL=elsewhere)
+    assert code == cli.EXIT_NO_REDIS, "with only a URL of Redis that is looked into"
 
 
 async def test_an_engine_that_is_not_registered_cannot_be_drained(live: Live) -> None:

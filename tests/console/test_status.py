@@ -376,7 +376,8 @@ def test_a_redis_that_never_answers_is_given_up(
 def test_the_embedded_redis_of_another_process_cannot_be_looked_at(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([command, *(["keys"] if command == "inspect" else [])]) == cli.EXIT_USAGE
+    words = [command, *(["keys"] if command == "inspect" else []), "--redis-url", "memory://"]
+    assert cli.main(words) == cli.EXIT_USAGE
     error = capsys.readouterr().err
     assert "memory://" in error
     assert "--redis-url" in error

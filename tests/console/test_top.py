@@ -12,6 +12,7 @@ import struct
 import sys
 import termios
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +22,7 @@ from rich.console import Console
 
 from tests.live import start
 from tests.patience import patient, within
+from waymark.base.errors import ServiceRefused
 from waymark.console import top
 from waymark.console.screen import Grid, Screen
 from waymark.console.service import RemoteService
@@ -124,6 +126,53 @@ def test_a_long_complaint_is_cut_to_one_line_and_leaves_out_no_column_that_fits(
     assert drawn(view, answer, width) == lines
 
 
+def test_an_engine_is_chosen_shown_and_drained_after_a_yes() -> None:
+    view = TopView(sort="blocks")
+    answer = {
+        "publishers": [
+            publisher("a", blocks={"GPU": 9}, complaint=LONG),
+            publisher("b", counters={"blocks_stored": 7, "gaps": 0}),
+        ],
+        "workers": [],
+    }
+    drawn(view, answer, 80)
+    view.key("d")
+    assert "drain a, all of its ranks? y: yes" in drawn(view, answer, 80)[0]
+    view.key("n")
+    assert not view.question
+    view.key("j")
+    view.key("j")  # there are only two
+    view.key("\n")
+    lines = drawn(view, answer, 80)
+    assert lines[1] == "b rank 0: active"
+    assert "counters      blocks_stored 7" in lines
+    assert "requests      0, 0 tokens to compute" in lines
+    assert max(map(len, lines)) <= 80
+    for key, order in (("d", ("drain b", 0.0)), ("u", ("resume b", 1.0))):
+        view.key(key)
+        drawn(view, answer, 80)
+        view.key("y")
+        assert view.order == (order[0], {"instance_id": "b", "tenant_id": "default", "weight": order[1]})
+        view.ended(ended(None))
+        assert drawn(view, answer, 80)[0] == f"{order[0]}: done"
+    view.key("d")
+    view.key("y")
+    view.ended(ended(ServiceRefused("discovery sets its weight (409)", 409)))
+    assert drawn(view, answer, 80)[0] == "drain b: discovery sets its weight (409)"
+    view.key("\n")
+    assert drawn(view, answer, 80)[1].startswith("ENGINE")
+
+
+def ended(error: Exception | None) -> Future[Any]:
+    """The end of an order."""
+    future: Future[Any] = Future()
+    if error is None:
+        future.set_result({})
+    else:
+        future.set_exception(error)
+    return future
+
+
 def test_without_a_complaint_it_says_so() -> None:
     view = TopView()
     view.key("c")
@@ -178,6 +227,12 @@ async def test_it_draws_on_a_small_terminal_and_ends_with_q(redis_url: str, tmp_
         try:
             drawn = await asyncio.to_thread(read_until, ours, b"engine-x")
             assert b"\x1b[?1049h" in drawn, "it has a screen of its own"
+            os.write(ours, b"d")
+            await asyncio.to_thread(read_until, ours, b"all of its ranks?")
+            os.write(ours, b"y")
+            await asyncio.to_thread(read_until, ours, b"drain engine-x: done")
+            async with live.client() as client:
+                assert (await client.get("/workers")).json()["publishers"][0]["weight"] == 0
             os.write(ours, b"q")
             await asyncio.to_thread(read_until, ours, b"\x1b[?1049l")
             async with within(20):

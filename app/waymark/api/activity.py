@@ -39,6 +39,9 @@ _ALIVE: Final = b": alive\n\n"
 _RETRY: Final = b"retry: 2000\n\n"
 
 
+PARAMETERS = ("follow",)
+
+
 class _ActivityReader:
     """One connection."""
 
@@ -78,12 +81,18 @@ class ActivityFeed:
         self._task: asyncio.Task[None] | None = None
 
     async def follow(self, body: Body) -> Answer:
-        """Return the answer, which has no end."""
+        """Return the answer, which has no end unless ``follow`` is false."""
         last = body.path.get("Last-Event-ID")
         if last is not None and not is_entry_id(last):
             raise InvalidValue(
                 f"Last-Event-ID is {shown(last)}; send the id of an event as it was received, or leave it out",
                 field="Last-Event-ID",
+            )
+        follow = body.path.get("follow") or "true"
+        if follow not in ("true", "false"):
+            raise InvalidValue(
+                f"follow is {shown(follow)}; send true, or false for an answer that ends after the last event",
+                field="follow",
             )
         if len(self._clients) >= self._clients_max:
             raise StoreUnavailable(
@@ -95,6 +104,8 @@ class ActivityFeed:
         entries = await (self._activity.newest(_FIRST) if last is None else self._activity.after(last, _READ_MAX))
         for entry in entries:
             client.take(entry)
+        if follow == "false":
+            client.put(None)
         return Answer(
             b"", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
             media_type=b"text/event-stream", stream=self._events(client),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from waymark.api import activity, books, event_schemas, placement, query_schemas, registration_schemas
 from waymark.api import admin_schemas as admin_bodies
 from waymark.api import answer_schemas as answers
-from waymark.api import books, event_schemas, placement, query_schemas, registration_schemas
 from waymark.api import decision_schemas as decision_bodies
 from waymark.api import inspection_schemas as inspections
 from waymark.api import text_schemas as text_bodies
@@ -83,6 +83,7 @@ ACTIVITY = Doc(
     "Streams the activity as server-sent events: registrations, drains, restarts, losses, takeovers and sweeps.",
     media_type="text/event-stream",
     request_headers=("Last-Event-ID",),
+    parameters=activity.PARAMETERS,
     reach="filtered",
 )
 GLOBAL_VIEW = Doc(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from waymark.cli.exits import EXIT_FAILED, EXIT_OK
+from waymark.cli.service import DEFAULT_URL
 from waymark.console.arguments import add_inspect, add_status
 
 if TYPE_CHECKING:
@@ -21,10 +22,10 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import os
 
-    # A running Waymark is asked if its URL is set and no Redis is.
-    is_redis_named = getattr(arguments, "redis_url", None) or os.environ.get("WAYMARK_REDIS_URL")
-    if hasattr(arguments, "url") and not arguments.url and not is_redis_named:
-        arguments.url = os.environ.get("WAYMARK_URL")
+    # As its sisters, it asks a running Waymark; but with only a URL of Redis, it looks into that.
+    if hasattr(arguments, "url") and not arguments.url and not arguments.redis_url:
+        is_redis_named = os.environ.get("WAYMARK_REDIS_URL", "memory://") != "memory://"
+        arguments.url = os.environ.get("WAYMARK_URL") or (None if is_redis_named else DEFAULT_URL)
     return _over_http(arguments) if getattr(arguments, "url", None) else _through_redis(arguments)
 
 

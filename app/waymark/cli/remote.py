@@ -1,20 +1,22 @@
-"""``waymark ask``, ``select``, ``publishers``, ``repair``, ``drain``, ``top``, ``books``, ``placement``, ``doctor``."""
+"""The commands that ask a running Waymark: ``ask``, ``select``, ``publishers``, ``drain``, ``top``, ``events`` and more."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from waymark.cli.exits import EXIT_FAILED, EXIT_OK
 from waymark.cli.service import add_prompt, add_service, settle
+from waymark.console.arguments import add_watch
 from waymark.domain.status import StreamStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
-    from waymark.console.screen import Screen
+    from waymark.console.screen import Screen, ScreenPart
     from waymark.console.service import RemoteService
 
 _STATUSES = (*map(str, StreamStatus), "draining", "drained")
@@ -38,6 +40,7 @@ examples:
   $ waymark publishers --bad                                    those that need somebody's attention, and why
   $ waymark publishers --status lost --status failed
   $ waymark publishers --model llama --json
+  $ waymark publishers --bad --watch                            the same every two seconds, until Ctrl-C
 """,
     "repair": """\
 examples:
@@ -54,8 +57,15 @@ examples:
 """,
     "top": """\
 examples:
-  $ waymark top                            q quits, s changes the order, / filters, c shows complaints in full
+  $ waymark top                            q quits, s changes the order, / filters, c shows complaints in full;
+                                           j and k choose an engine, Enter shows it, d drains it, u resumes it
   $ waymark top --seconds 5 --url http://waymark:13333
+""",
+    "events": """\
+examples:
+  $ waymark events                         the last 100, the newest at the end
+  $ waymark events --follow                the same, and each further one when it happens, until Ctrl-C
+  $ waymark events -f --json | jq .kind
 """,
     "books": """\
 examples:
@@ -98,6 +108,7 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
                 help=f"only this status; may be repeated: {', '.join(_STATUSES)}",
             )
             parser.add_argument("--bad", action="store_true", help="only those with something wrong")
+            add_watch(parser)
         case "repair":
             parser.add_argument("engine", metavar="NAME", help="the instance_id")
             parser.add_argument("--dp-rank", type=int, help="repair this rank only")
@@ -122,6 +133,8 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
             )
         case "top":
             parser.add_argument("--seconds", type=float, default=2.0, help="seconds between two updates (2)")
+        case "events":
+            parser.add_argument("-f", "--follow", action="store_true", help="go on with each further event")
         case "books":
             parser.add_argument("--by", choices=("engine", "model", "tenant"), default="engine", help="a line for each")
             parser.add_argument("--model", help="only this model")
@@ -151,6 +164,8 @@ def run(arguments: argparse.Namespace) -> int:
                 return _top(service, arguments, screen)
             case "doctor":
                 return _doctor(service, arguments, screen)
+            case "events":
+                return _events(service, arguments, screen)
             case "books":
                 return _books(service, arguments, screen)
             case _:
@@ -172,11 +187,58 @@ def _print_answer(service: RemoteService, arguments: argparse.Namespace, screen:
         case _:
             from waymark.console.publishers import parts
             from waymark.console.publishers import publishers as command
+    if getattr(arguments, "watch", None):
+        return _watched(service, arguments, screen, command, parts)
     answer = command(service, arguments)
     if arguments.json:
         screen.write(json.dumps(answer, indent=2))
     else:
         screen.show(parts(answer))
+    return EXIT_OK
+
+
+def _watched(
+    service: RemoteService,
+    arguments: argparse.Namespace,
+    screen: Screen,
+    command: Callable[[RemoteService, argparse.Namespace], dict[str, Any]],
+    parts: Callable[[dict[str, Any]], list[ScreenPart]],
+) -> int:
+    """Print the answer again and again, until Ctrl-C. A service that is away for a while ends nothing."""
+    import asyncio
+
+    from waymark.base.errors import ServiceUnreachable
+    from waymark.console.screen import text
+
+    async def draw() -> Sequence[ScreenPart]:
+        try:
+            return parts(await asyncio.to_thread(command, service, arguments))
+        except ServiceUnreachable as error:
+            return [text(str(error), "bold red")]
+
+    async def lines() -> None:
+        while True:
+            screen.write(json.dumps(await asyncio.to_thread(command, service, arguments)))
+            await asyncio.sleep(arguments.watch)
+
+    command(service, arguments)  # a service that is not there, or refuses, ends it at once
+    asyncio.run(lines() if arguments.json else screen.watch(arguments.watch, draw))
+    return EXIT_OK
+
+
+def _events(service: RemoteService, arguments: argparse.Namespace, screen: Screen) -> int:
+    from waymark.base.errors import ServiceUnreachable
+    from waymark.console.events import followed, line, newest
+
+    for event in followed(service) if arguments.follow else newest(service):
+        if isinstance(event, ServiceUnreachable):
+            print(f"waymark events: {event}; trying again", file=sys.stderr, flush=True)
+        elif arguments.tenant_id not in (None, event.content.get("tenant_id")):
+            continue
+        elif arguments.json:
+            screen.write(json.dumps(event.content))
+        else:
+            screen.show([line(event.content)])
     return EXIT_OK
 
 

@@ -62,6 +62,11 @@ def add_status(parser: argparse.ArgumentParser) -> None:
         help=f"show only streams with this status; may be repeated: {', '.join(StreamStatus)}",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_watch(parser)
+
+
+def add_watch(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of a command that draws again and again."""
     parser.add_argument(
         "--watch", nargs="?", type=_seconds, const=2.0, metavar="SECONDS",
         help="update every SECONDS (2), until Ctrl-C",
@@ -141,7 +146,8 @@ def _add_redis(parser: argparse.ArgumentParser) -> None:
 def _add_url(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
-        help="ask the Waymark at this URL instead of Redis; the default is WAYMARK_URL, unless a URL of Redis is set",
+        help="ask the Waymark at this URL; the default is WAYMARK_URL, else the Redis of WAYMARK_REDIS_URL, else "
+        "http://127.0.0.1:13333",
     )
     parser.add_argument("--api-token", help="the bearer token for that Waymark; the default is WAYMARK_API_TOKEN")
 

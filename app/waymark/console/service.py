@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import httpx
@@ -44,15 +46,30 @@ class RemoteService:
         """Post a body, without fields that are None, and return the JSON of the answer. Raise the errors of ``get``."""
         return self._json(self.answer("POST", path, {name: value for name, value in body.items() if value is not None}))
 
+    @contextmanager
+    def lines(self, path: str, headers: dict[str, str]) -> Iterator[Iterator[str]]:
+        """Yield the lines of an answer as they come. Raise the errors of ``get``, also while they are read."""
+        try:
+            with self._http.stream("GET", self.url + path, headers=headers) as answer:
+                if not answer.is_success:
+                    answer.read()
+                    self._json(answer)
+                yield answer.iter_lines()
+        except httpx.TransportError as error:
+            raise self._unreached(error) from None
+
     def answer(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         """Return the answer, whatever its status. Raise ``ServiceUnreachable`` if there is no answer."""
         try:
             return self._http.request(method, self.url + path, json=body)
         except httpx.TransportError as error:
-            raise ServiceUnreachable(
-                f"no Waymark answers at {self.url}: {reason_of(error)}. Start it with 'waymark serve', or give the URL "
-                "of one that runs by --url or WAYMARK_URL"
-            ) from None
+            raise self._unreached(error) from None
+
+    def _unreached(self, error: httpx.TransportError) -> ServiceUnreachable:
+        return ServiceUnreachable(
+            f"no Waymark answers at {self.url}: {reason_of(error)}. Start it with 'waymark serve', or give the URL "
+            "of one that runs by --url or WAYMARK_URL"
+        )
 
     def _json(self, answer: httpx.Response) -> Any:
         try:

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
-from waymark.base.errors import ServiceUnreachable
+from waymark.base.errors import ServiceRefused, ServiceUnreachable
 from waymark.base.shown import several
 from waymark.console.publishers import complaint, drains, state
-from waymark.console.screen import STATUS_STYLES, Grid, Screen, ScreenPart, text
+from waymark.console.screen import STATUS_STYLES, Grid, Screen, ScreenPart, joined, text
 from waymark.console.service import RemoteService
 from waymark.console.units import seconds_text
 from waymark.domain.media import IN_EVERY_ANSWER
@@ -29,11 +30,15 @@ PublisherAnswer: TypeAlias = Mapping[str, Any]
 
 #: The media with a column.
 _MEDIA = IN_EVERY_ANSWER
-_HELP = "q quit   s sort   r reverse   / filter   j k scroll   c complaints"
+_HELP = "q quit  s sort  r reverse  / filter  j k enter details  d drain  u resume  c why"
 _SPARE = (*reversed(_MEDIA[1:]), "LAG", "RANK", "COMPLAINT", _MEDIA[0], "STORED/S")
 _WORST = tuple(reversed(STATUS_STYLES))
 #: Lines of the screen besides publishers: an error, the head, the table's head, the help, and a spare one.
 _OTHER_LINES = 5
+#: A key of an order -> its word, and the weight of the engine afterwards.
+_ORDERS = {"d": ("drain", 0.0), "u": ("resume", 1.0)}
+#: Fields of a publisher that its details show, besides those with a line of their own.
+_DETAILS = ("model_name", "tenant_id", "type", "endpoint", "worker", "watermark", "gaps", "restarts", "batches_lost")
 #: How often a pending answer is looked for between keys.
 _POLL_SECONDS = 0.05
 
@@ -64,7 +69,18 @@ class TopView:
     is_complaints: bool = False
     """The complaints are shown whole, in the place of the table."""
     first: int = 0
+    chosen: int = 0
+    """The place of the chosen engine among the rows."""
+    is_details: bool = False
+    """The chosen engine is shown alone."""
+    question: str = ""
+    """The key of an order that has to be confirmed."""
+    order: tuple[str, dict[str, Any]] | None = None
+    """What to do, in words, and the body of ``POST /weight`` for it; the terminal does it."""
+    said: str = ""
+    """How the last order ended."""
     is_over: bool = False
+    _shown: list[PublisherAnswer] = field(default_factory=list)
     _looks: int = 0
     _stored: dict[tuple[str, str, int], tuple[float, int]] = field(default_factory=dict)
     _rates: dict[tuple[str, str, int], float] = field(default_factory=dict)
@@ -90,22 +106,50 @@ class TopView:
             elif key.isprintable():
                 self.filter += key
             return
+        if self.question:
+            if key == "y":
+                self._confirm()
+            self.question = ""
+            return
+        self.said = ""
         match key:
             case "q":
                 self.is_over = True
+            case "\r" | "\n":
+                self.is_details = not self.is_details
+            case "d" | "u" if self._shown and not self.is_complaints:
+                self.question = key
             case "s":
                 names = list(SORTS)
                 self.sort = names[(names.index(self.sort) + 1) % len(names)]
             case "r":
                 self.is_reversed = not self.is_reversed
             case "/":
-                self.is_typing, self.filter, self.first = True, "", 0
+                self.is_typing, self.filter, self.first, self.chosen = True, "", 0, 0
             case "c":
                 self.is_complaints, self.first = not self.is_complaints, 0
-            case "j":
-                self.first += 1
-            case "k":
-                self.first = max(0, self.first - 1)
+            case "j" | "k":
+                step = 1 if key == "j" else -1
+                if self.is_complaints:
+                    self.first = max(0, self.first + step)
+                else:
+                    self.chosen = max(0, min(self.chosen + step, len(self._shown) - 1))
+
+    def _confirm(self) -> None:
+        word, weight = _ORDERS[self.question]
+        engine = self._shown[self.chosen]
+        body = {"instance_id": engine["instance_id"], "tenant_id": engine["tenant_id"], "weight": weight}
+        self.order = f"{word} {engine['instance_id']}", body
+
+    def ended(self, ordered: Future[Any]) -> None:
+        """Note how an order ended."""
+        assert self.order is not None
+        words, self.order = self.order[0], None
+        try:
+            ordered.result()
+            self.said = f"{words}: done"
+        except (ServiceRefused, ServiceUnreachable) as error:
+            self.said = f"{words}: {error}"
 
     def rows(self, publishers: Sequence[PublisherAnswer]) -> list[PublisherAnswer]:
         """Return the publishers that pass the filter, in order."""
@@ -124,8 +168,13 @@ class TopView:
 
     def parts(self, answer: Mapping[str, Any], lines: int) -> list[ScreenPart]:
         """Return the screen, in so many lines."""
-        rows = [row for row in self.rows(answer["publishers"]) if complaint(row) or not self.is_complaints]
+        rows = self._shown = [
+            row for row in self.rows(answer["publishers"]) if complaint(row) or not self.is_complaints
+        ]
         room = max(1, lines - _OTHER_LINES)
+        self.chosen = max(0, min(self.chosen, len(rows) - 1))
+        if not self.is_complaints:
+            self.first = max(self.chosen - room + 1, min(self.first, self.chosen))
         self.first = min(self.first, max(0, len(rows) - room))
         count = len(answer["publishers"])
         filtered = f", filter {self.filter}{'_' if self.is_typing else ''}" if self.filter or self.is_typing else ""
@@ -134,11 +183,23 @@ class TopView:
             f"{' (reversed)' if self.is_reversed else ''}{filtered}",
             "bold",
         )
+        if self.question:
+            word, _ = _ORDERS[self.question]
+            head = text(
+                f"{word} {rows[self.chosen]['instance_id']}, all of its ranks? y: yes, any other key: no", "bold red"
+            )
+        elif self.said:
+            head = text(self.said, "bold")
         columns = ("ENGINE", "RANK", "STATUS", "STORED/S", *_MEDIA, "REQUESTS", "LAG", "COMPLAINT")
         drain = dict(zip(map(id, answer["publishers"]), drains(answer["publishers"]), strict=True))
-        visible = [self._row(row, drain[id(row)]) for row in rows[self.first : self.first + room]]
+        if self.is_details and rows:
+            return [head, *_details(rows[self.chosen], drain[id(rows[self.chosen])])[: lines - 3], text(_HELP, "dim")]
+        visible = [
+            self._row(row, drain[id(row)], is_chosen=place == self.chosen)
+            for place, row in enumerate(rows[self.first : self.first + room], start=self.first)
+        ]
         hidden = len(rows) - self.first - len(visible)
-        footer = text(f"{_HELP}{f'   {hidden} more below' if hidden > 0 else ''}", "dim")
+        footer = text(f"{f'{hidden} more below  ' if hidden > 0 else ''}{_HELP}", "dim")
         if self.is_complaints:  # which may need several lines each
             sentences = [
                 text(f"{row['instance_id']} rank {row['dp_rank']}: {complaint(row)}", "yellow") for row in rows
@@ -146,10 +207,10 @@ class TopView:
             return [head, footer, *(sentences[self.first :] or [text("no engine has a complaint", "green")])]
         return [head, Grid(columns, visible, frozenset(columns[3:-1]) | {"RANK"}, _SPARE, columns[-1]), footer]
 
-    def _row(self, publisher: PublisherAnswer, drain: str) -> tuple[Any, ...]:
+    def _row(self, publisher: PublisherAnswer, drain: str, *, is_chosen: bool) -> tuple[Any, ...]:
         blocks = publisher["blocks"]
         return (
-            text(publisher["instance_id"]),
+            text(publisher["instance_id"], "reverse" if is_chosen else ""),
             text(publisher["dp_rank"]),
             state(publisher, drain),
             text("" if self._looks < 2 else f"{self._rates.get(_name(publisher), 0.0):.0f}"),
@@ -162,6 +223,25 @@ class TopView:
 
 def _name(publisher: PublisherAnswer) -> tuple[str, str, int]:
     return publisher["instance_id"], publisher["tenant_id"], publisher["dp_rank"]
+
+
+def _details(publisher: PublisherAnswer, drain: str) -> list[ScreenPart]:
+    """Return all that is known of an engine's rank, a line each."""
+    load = publisher["load"]
+    lag = publisher["lag_seconds"]
+    values: dict[str, Any] = {name: publisher[name] for name in _DETAILS if publisher.get(name) is not None}
+    values |= {
+        "weight": f"{publisher['weight']:g}",
+        "requests": f"{load['requests']}, {load['tokens']} tokens to compute",
+        "lag": "" if lag is None else seconds_text(lag),
+        "blocks": ", ".join(f"{medium} {count}" for medium, count in publisher["blocks"].items()),
+        "counters": ", ".join(f"{name} {count}" for name, count in publisher["counters"].items() if count),
+        "last error": publisher.get("last_error") or "",
+    }
+    title = f"{publisher['instance_id']} rank {publisher['dp_rank']}"
+    lines: list[ScreenPart] = [joined(text(title, "bold"), ": ", state(publisher, drain))]
+    lines += [text(f"{name:13} {value}") for name, value in values.items() if value not in ("", None)]
+    return [*lines, text(complaint(publisher), "yellow")]
 
 
 def run(service: RemoteService, seconds: float, screen: Screen) -> None:
@@ -179,14 +259,21 @@ def run(service: RemoteService, seconds: float, screen: Screen) -> None:
         due = time.monotonic() + seconds
         trouble = ""
         asked: Future[Any] | None = None
+        ordered: Future[Any] | None = None
         while not view.is_over:
             screen_parts = view.parts(answer, screen.height)
             draw([text(trouble, "bold red"), *screen_parts] if trouble else screen_parts)
-            wait = _POLL_SECONDS if asked is not None else max(0.0, due - time.monotonic())
+            is_waiting = asked is not None or ordered is not None
+            wait = _POLL_SECONDS if is_waiting else max(0.0, due - time.monotonic())
             if select.select([sys.stdin], [], [], wait)[0]:
                 view.key(sys.stdin.read(1))
-            elif asked is None:
-                asked = _asked(service)
+            elif asked is None and time.monotonic() >= due:
+                asked = _asked(lambda: service.get("/workers"))
+            if view.order is not None and ordered is None:
+                ordered = _asked(partial(service.post, "/weight", view.order[1]))
+            if ordered is not None and ordered.done():
+                view.ended(ordered)
+                ordered, due = None, time.monotonic()
             if asked is None or not asked.done():
                 continue
             due = time.monotonic() + seconds
@@ -198,13 +285,13 @@ def run(service: RemoteService, seconds: float, screen: Screen) -> None:
             asked = None
 
 
-def _asked(service: RemoteService) -> Future[Any]:
+def _asked(question: Callable[[], Any]) -> Future[Any]:
     """Ask in a thread of its own, so that keys are read meanwhile and ``q`` never has to wait."""
     coming: Future[Any] = Future()
 
     def ask() -> None:
         try:
-            coming.set_result(service.get("/workers"))
+            coming.set_result(question())
         except Exception as error:  # of any kind: the reader of the answer raises it again
             coming.set_exception(error)
 

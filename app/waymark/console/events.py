@@ -1,0 +1,78 @@
+"""``waymark events``: the activity of an installation, a line an event, from ``/activity``."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from waymark.base.errors import ServiceUnreachable
+from waymark.console.screen import ScreenPart, joined, text
+from waymark.console.service import RemoteService
+
+#: Before the service is asked again after a connection that has ended.
+_PAUSE_SECONDS = 1.0
+_STYLES = {
+    **dict.fromkeys(("registered", "resume", "found"), "green"),
+    **dict.fromkeys(("unregistered", "drain", "takeover", "restart"), "yellow"),
+    "lost": "bold red",
+}
+
+
+class ActivityEvent(NamedTuple):
+    """One event, and the id after which a further connection goes on."""
+
+    id: str
+    content: dict[str, Any]
+
+
+def newest(service: RemoteService) -> Iterator[ActivityEvent]:
+    """Yield the last events, the oldest first."""
+    return _read(service, "/activity?follow=false", "")
+
+
+def followed(service: RemoteService) -> Iterator[ActivityEvent | ServiceUnreachable]:
+    """Yield the last events, and each further one when it happens; of a connection that is lost once its error.
+
+    The first connection must succeed.
+    """
+    last, is_reached = "", False
+    while True:
+        try:
+            for event in _read(service, "/activity", last):
+                last, is_reached = event.id, True
+                yield event
+            is_reached = True
+        except ServiceUnreachable as error:
+            if not last and not is_reached:
+                raise
+            if is_reached:
+                yield error
+            is_reached = False
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _read(service: RemoteService, path: str, last: str) -> Iterator[ActivityEvent]:
+    """Yield the events of one connection. They have one line of JSON each."""
+    id_ = ""
+    with service.lines(path, {"Last-Event-ID": last} if last else {}) as lines:
+        for line in lines:
+            name, _, value = line.partition(": ")
+            if name == "id":
+                id_ = value
+            elif name == "data":
+                yield ActivityEvent(id_, json.loads(value))
+
+
+def line(content: dict[str, Any]) -> ScreenPart:
+    """Return the drawing of an event: when, what, who, and the details."""
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(content["at"]))
+    kind = str(content["kind"])
+    who = [str(content[name]) for name in ("instance_id",) if name in content]
+    who += [f"rank {content['dp_rank']}"] if content.get("dp_rank") else []
+    who += [f"of {content['model']}"] if "model" in content else []
+    detail = f": {content['detail']}" if content.get("detail") else ""
+    return joined(
+        text(at, "dim"), "  ", text(f"{kind:12}", _STYLES.get(kind, "")), "  ", text(" ".join(who)), text(detail)
+    )
