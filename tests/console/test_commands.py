@@ -189,7 +189,7 @@ def test_following_goes_on_after_the_last_event_and_says_that_the_service_was_aw
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(events, "_PAUSE_SECONDS", 0.0)
-        found = events.followed(cast(RemoteService, Away()))
+        found = events.follow(cast(RemoteService, Away()))
         first, away, second = (next(found) for _ in range(3))
     assert isinstance(first, events.ActivityEvent)
     assert isinstance(away, ServiceUnreachable)

@@ -153,11 +153,11 @@ def test_an_engine_is_chosen_shown_and_drained_after_a_yes() -> None:
         drawn(view, answer, 80)
         view.key("y")
         assert view.order == (order[0], {"instance_id": "b", "tenant_id": "default", "weight": order[1]})
-        view.ended(ended(None))
+        view.note_end(ended(None))
         assert drawn(view, answer, 80)[0] == f"{order[0]}: done"
     view.key("d")
     view.key("y")
-    view.ended(ended(ServiceRefused("discovery sets its weight (409)", 409)))
+    view.note_end(ended(ServiceRefused("discovery sets its weight (409)", 409)))
     assert drawn(view, answer, 80)[0] == "drain b: discovery sets its weight (409)"
     view.key("\n")
     assert drawn(view, answer, 80)[1].startswith("ENGINE")

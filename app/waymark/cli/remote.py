@@ -1,4 +1,4 @@
-"""The commands that ask a running Waymark: ``ask``, ``select``, ``publishers``, ``drain``, ``top``, ``events`` and more."""
+"""The commands that ask a running Waymark, such as ``ask``, ``publishers``, ``drain``, ``top`` and ``events``."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def _print_answer(service: RemoteService, arguments: argparse.Namespace, screen:
             from waymark.console.publishers import parts
             from waymark.console.publishers import publishers as command
     if getattr(arguments, "watch", None):
-        return _watched(service, arguments, screen, command, parts)
+        return _watch(service, arguments, screen, command, parts)
     answer = command(service, arguments)
     if arguments.json:
         screen.write(json.dumps(answer, indent=2))
@@ -197,14 +197,14 @@ def _print_answer(service: RemoteService, arguments: argparse.Namespace, screen:
     return EXIT_OK
 
 
-def _watched(
+def _watch(
     service: RemoteService,
     arguments: argparse.Namespace,
     screen: Screen,
     command: Callable[[RemoteService, argparse.Namespace], dict[str, Any]],
     parts: Callable[[dict[str, Any]], list[ScreenPart]],
 ) -> int:
-    """Print the answer again and again, until Ctrl-C. A service that is away for a while ends nothing."""
+    """Print the answer again and again, until Ctrl-C. A service may be away for a while."""
     import asyncio
 
     from waymark.base.errors import ServiceUnreachable
@@ -221,16 +221,16 @@ def _watched(
             screen.write(json.dumps(await asyncio.to_thread(command, service, arguments)))
             await asyncio.sleep(arguments.watch)
 
-    command(service, arguments)  # a service that is not there, or refuses, ends it at once
+    command(service, arguments)  # without a service, or with a refusal, it ends at once
     asyncio.run(lines() if arguments.json else screen.watch(arguments.watch, draw))
     return EXIT_OK
 
 
 def _events(service: RemoteService, arguments: argparse.Namespace, screen: Screen) -> int:
     from waymark.base.errors import ServiceUnreachable
-    from waymark.console.events import followed, line, newest
+    from waymark.console.events import follow, line, newest
 
-    for event in followed(service) if arguments.follow else newest(service):
+    for event in follow(service) if arguments.follow else newest(service):
         if isinstance(event, ServiceUnreachable):
             print(f"waymark events: {event}; trying again", file=sys.stderr, flush=True)
         elif arguments.tenant_id not in (None, event.content.get("tenant_id")):

@@ -22,7 +22,7 @@ Token ids travel packed, 4 bytes each; with ``block_hashes`` and ``query_by_hash
 has a budget, too: ``deadline`` in seconds, and a ``fallback`` that names the target if there is no answer by then.
 
 All numbers are in tokens. A request that Waymark rejects raises ``Refused`` with Waymark's own sentence; a decision for
-a model that nobody has registered raises ``ModelNotFound``, whose ``nearest`` is the name that was meant. A request
+a model that nobody has registered raises ``ModelNotFound``, whose ``nearest`` is the probable name. A request
 that gets no answer within a bounded time raises ``Unavailable``; a router then sends its prompt to any engine.
 
 The package does not need the server's dependencies.

@@ -118,7 +118,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """An engine that was registered by its URL."""
+    """An engine, registered by its URL."""
 
     instance_id: str
     type: str

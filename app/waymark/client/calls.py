@@ -40,7 +40,7 @@ from waymark.client.keywords import (
     QueryKeywords,
     ScoreKeywords,
     SelectKeywords,
-    checked,
+    check,
 )
 from waymark.domain.engines import UNNAMED
 
@@ -97,7 +97,7 @@ def register(
     /register``.
     """
     body = {"instance_id": instance_id, "endpoint": endpoint, "model": model, "block_size": block_size, "type": type}
-    return ClientCall("POST", "/register", read_warnings, body | checked("register", PublisherKeywords, options))
+    return ClientCall("POST", "/register", read_warnings, body | check("register", PublisherKeywords, options))
 
 
 def register_url(url: str, **options: Unpack[EngineKeywords]) -> ClientCall[Registered]:
@@ -107,7 +107,7 @@ def register_url(url: str, **options: Unpack[EngineKeywords]) -> ClientCall[Regi
     Refused with the missing field, and Unavailable if the engine does not answer.
     """
     # A 503 may mean that the engine does not answer, so there is no second try.
-    body = {"url": url} | checked("register_url", EngineKeywords, options)
+    body = {"url": url} | check("register_url", EngineKeywords, options)
     return ClientCall("POST", "/register", read_registered, body, is_retried=False)
 
 
@@ -136,7 +136,7 @@ def query(
     The prompt is ``token_ids``, ``messages`` of a chat request, or a text as ``prompt``. ``block_size`` may be left out
     if all engines of the model have the same. ``features`` names images among ``token_ids``.
     """
-    fields = checked("query", QueryKeywords, options)
+    fields = check("query", QueryKeywords, options)
     body = {"model": model, "block_size": block_size} | _packed_prompt(token_ids) | fields
     return ClientCall("POST", "/query", read_matches, body, False, deadline, _empty(or_empty))
 
@@ -151,7 +151,7 @@ def query_by_hash(
     **options: Unpack[HashQueryKeywords],
 ) -> ClientCall[Matches]:
     """Query like ``query``, with seq_hashes in place of token ids."""
-    fields = checked("query_by_hash", HashQueryKeywords, options)
+    fields = check("query_by_hash", HashQueryKeywords, options)
     body = {"model": model, "block_size": block_size, "seq_hashes": _packed_hashes(seq_hashes)} | fields
     return ClientCall("POST", "/query_by_hash", read_matches, body, False, deadline, _empty(or_empty))
 
@@ -164,21 +164,21 @@ def stored(
     ``options`` are fields of a standard event: ``base_block_idx`` or ``parent_hash``, ``medium``, ``dp_rank``,
     ``token_ids``. Raise Refused (409, ``gap``) if an earlier event is missing.
     """
-    return _event("stored", instance_id, event_id, seq_hashes, checked("stored", EventKeywords, options))
+    return _event("stored", instance_id, event_id, seq_hashes, check("stored", EventKeywords, options))
 
 
 def removed(
     instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Unpack[EventKeywords]
 ) -> ClientCall[Applied]:
     """Report removed blocks of such an engine."""
-    return _event("removed", instance_id, event_id, seq_hashes, checked("removed", EventKeywords, options))
+    return _event("removed", instance_id, event_id, seq_hashes, check("removed", EventKeywords, options))
 
 
 def score(
     model: str, token_ids: Iterable[int] | None = None, **options: Unpack[ScoreKeywords]
 ) -> ClientCall[list[Score]]:
     """Return all targets for a prompt, best first; ``options`` are the fields of ``POST /score``, as for ``query``."""
-    body = {"model": model} | _prompt(token_ids) | checked("score", ScoreKeywords, options)
+    body = {"model": model} | _prompt(token_ids) | check("score", ScoreKeywords, options)
     return ClientCall("POST", "/score", read_scores, body, is_retried=False)
 
 
@@ -190,14 +190,14 @@ def select(
     **options: Unpack[SelectKeywords],
 ) -> ClientCall[Selection]:
     """Return a target; a request waits for it, so a second try is the caller's. Another replica is asked at once."""
-    return _selected(model, _prompt(token_ids), deadline, checked("select", SelectKeywords, options))
+    return _selected(model, _prompt(token_ids), deadline, check("select", SelectKeywords, options))
 
 
 def select_by_hash(
     model: str, seq_hashes: Iterable[int], *, deadline: float | None = None, **options: Unpack[SelectKeywords]
 ) -> ClientCall[Selection]:
     """Select a target like ``select``, with seq_hashes in place of token ids."""
-    fields = checked("select_by_hash", SelectKeywords, options)
+    fields = check("select_by_hash", SelectKeywords, options)
     return _selected(model, {"seq_hashes": list(seq_hashes)}, deadline, fields)
 
 

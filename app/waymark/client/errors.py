@@ -35,7 +35,7 @@ class ModelNotFound(Refused):
 
     @property
     def nearest(self) -> str | None:
-        """The name of the model that was probably meant."""
+        """The probable name of the model."""
         found = _MEANT.search(str(self))
         return None if found is None else str(json.loads(found[1]))
 

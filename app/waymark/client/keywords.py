@@ -1,7 +1,7 @@
 """The keywords of the clients' calls: the optional fields of the contract, by name and type.
 
-A test compares them with the models of the service. ``checked`` refuses any other keyword: the service ignores a field
-that it does not know, so a misspelt ``tenant_id`` would ask about another tenant.
+A test compares them with the models of the service. ``check`` refuses any other keyword: the service ignores an
+unknown field, so a misspelt ``tenant_id`` would ask about another tenant.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class EventKeywords(TypedDict, total=False):
 F = TypeVar("F", bound=Mapping[str, Any])
 
 
-def checked(call: str, known: type[F], options: F) -> dict[str, Any]:
-    """Return the keywords of a call. Raise ``TypeError`` for any other, with the name that was meant."""
+def check(call: str, known: type[F], options: F) -> dict[str, Any]:
+    """Return the keywords of a call. Raise ``TypeError`` for any other, with the nearest name."""
     names = known.__annotations__
     for name in options:
         if name not in names:

@@ -160,7 +160,7 @@ def _result(call: ClientCall[T], answer: httpx.Response) -> T:
 
 
 def with_token(api_token: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Return httpx's own arguments, with the token among the headers, and connections that are kept."""
+    """Return httpx's own arguments, with the token among the headers, and kept connections."""
     options.setdefault("limits", httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS))
     if api_token is not None:
         options["headers"] = {**options.get("headers", {}), "Authorization": f"Bearer {api_token}"}

@@ -11,7 +11,7 @@ from waymark.base.errors import ServiceUnreachable
 from waymark.console.screen import ScreenPart, joined, text
 from waymark.console.service import RemoteService
 
-#: Before the service is asked again after a connection that has ended.
+#: Between the end of a connection and the next one.
 _PAUSE_SECONDS = 1.0
 _STYLES = {
     **dict.fromkeys(("registered", "resume", "found"), "green"),
@@ -32,8 +32,8 @@ def newest(service: RemoteService) -> Iterator[ActivityEvent]:
     return _read(service, "/activity?follow=false", "")
 
 
-def followed(service: RemoteService) -> Iterator[ActivityEvent | ServiceUnreachable]:
-    """Yield the last events, and each further one when it happens; of a connection that is lost once its error.
+def follow(service: RemoteService) -> Iterator[ActivityEvent | ServiceUnreachable]:
+    """Yield the last events, and each further one when it happens; of a lost connection once its error.
 
     The first connection must succeed.
     """

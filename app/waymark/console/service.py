@@ -56,16 +56,16 @@ class RemoteService:
                     self._json(answer)
                 yield answer.iter_lines()
         except httpx.TransportError as error:
-            raise self._unreached(error) from None
+            raise self._unreachable(error) from None
 
     def answer(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         """Return the answer, whatever its status. Raise ``ServiceUnreachable`` if there is no answer."""
         try:
             return self._http.request(method, self.url + path, json=body)
         except httpx.TransportError as error:
-            raise self._unreached(error) from None
+            raise self._unreachable(error) from None
 
-    def _unreached(self, error: httpx.TransportError) -> ServiceUnreachable:
+    def _unreachable(self, error: httpx.TransportError) -> ServiceUnreachable:
         return ServiceUnreachable(
             f"no Waymark answers at {self.url}: {reason_of(error)}. Start it with 'waymark serve', or give the URL "
             "of one that runs by --url or WAYMARK_URL"

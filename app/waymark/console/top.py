@@ -69,18 +69,18 @@ class TopView:
     is_complaints: bool = False
     """The complaints are shown whole, in the place of the table."""
     first: int = 0
-    chosen: int = 0
+    cursor: int = 0
     """The place of the chosen engine among the rows."""
     is_details: bool = False
     """The chosen engine is shown alone."""
     question: str = ""
-    """The key of an order that has to be confirmed."""
+    """The key of an order, until it is confirmed."""
     order: tuple[str, dict[str, Any]] | None = None
     """What to do, in words, and the body of ``POST /weight`` for it; the terminal does it."""
-    said: str = ""
+    outcome: str = ""
     """How the last order ended."""
     is_over: bool = False
-    _shown: list[PublisherAnswer] = field(default_factory=list)
+    _visible: list[PublisherAnswer] = field(default_factory=list)
     _looks: int = 0
     _stored: dict[tuple[str, str, int], tuple[float, int]] = field(default_factory=dict)
     _rates: dict[tuple[str, str, int], float] = field(default_factory=dict)
@@ -111,13 +111,13 @@ class TopView:
                 self._confirm()
             self.question = ""
             return
-        self.said = ""
+        self.outcome = ""
         match key:
             case "q":
                 self.is_over = True
             case "\r" | "\n":
                 self.is_details = not self.is_details
-            case "d" | "u" if self._shown and not self.is_complaints:
+            case "d" | "u" if self._visible and not self.is_complaints:
                 self.question = key
             case "s":
                 names = list(SORTS)
@@ -125,7 +125,7 @@ class TopView:
             case "r":
                 self.is_reversed = not self.is_reversed
             case "/":
-                self.is_typing, self.filter, self.first, self.chosen = True, "", 0, 0
+                self.is_typing, self.filter, self.first, self.cursor = True, "", 0, 0
             case "c":
                 self.is_complaints, self.first = not self.is_complaints, 0
             case "j" | "k":
@@ -133,23 +133,23 @@ class TopView:
                 if self.is_complaints:
                     self.first = max(0, self.first + step)
                 else:
-                    self.chosen = max(0, min(self.chosen + step, len(self._shown) - 1))
+                    self.cursor = max(0, min(self.cursor + step, len(self._visible) - 1))
 
     def _confirm(self) -> None:
         word, weight = _ORDERS[self.question]
-        engine = self._shown[self.chosen]
+        engine = self._visible[self.cursor]
         body = {"instance_id": engine["instance_id"], "tenant_id": engine["tenant_id"], "weight": weight}
         self.order = f"{word} {engine['instance_id']}", body
 
-    def ended(self, ordered: Future[Any]) -> None:
+    def note_end(self, reply: Future[Any]) -> None:
         """Note how an order ended."""
         assert self.order is not None
         words, self.order = self.order[0], None
         try:
-            ordered.result()
-            self.said = f"{words}: done"
+            reply.result()
+            self.outcome = f"{words}: done"
         except (ServiceRefused, ServiceUnreachable) as error:
-            self.said = f"{words}: {error}"
+            self.outcome = f"{words}: {error}"
 
     def rows(self, publishers: Sequence[PublisherAnswer]) -> list[PublisherAnswer]:
         """Return the publishers that pass the filter, in order."""
@@ -168,13 +168,13 @@ class TopView:
 
     def parts(self, answer: Mapping[str, Any], lines: int) -> list[ScreenPart]:
         """Return the screen, in so many lines."""
-        rows = self._shown = [
+        rows = self._visible = [
             row for row in self.rows(answer["publishers"]) if complaint(row) or not self.is_complaints
         ]
         room = max(1, lines - _OTHER_LINES)
-        self.chosen = max(0, min(self.chosen, len(rows) - 1))
+        self.cursor = max(0, min(self.cursor, len(rows) - 1))
         if not self.is_complaints:
-            self.first = max(self.chosen - room + 1, min(self.first, self.chosen))
+            self.first = max(self.cursor - room + 1, min(self.first, self.cursor))
         self.first = min(self.first, max(0, len(rows) - room))
         count = len(answer["publishers"])
         filtered = f", filter {self.filter}{'_' if self.is_typing else ''}" if self.filter or self.is_typing else ""
@@ -186,16 +186,16 @@ class TopView:
         if self.question:
             word, _ = _ORDERS[self.question]
             head = text(
-                f"{word} {rows[self.chosen]['instance_id']}, all of its ranks? y: yes, any other key: no", "bold red"
+                f"{word} {rows[self.cursor]['instance_id']}, all of its ranks? y: yes, any other key: no", "bold red"
             )
-        elif self.said:
-            head = text(self.said, "bold")
+        elif self.outcome:
+            head = text(self.outcome, "bold")
         columns = ("ENGINE", "RANK", "STATUS", "STORED/S", *_MEDIA, "REQUESTS", "LAG", "COMPLAINT")
         drain = dict(zip(map(id, answer["publishers"]), drains(answer["publishers"]), strict=True))
         if self.is_details and rows:
-            return [head, *_details(rows[self.chosen], drain[id(rows[self.chosen])])[: lines - 3], text(_HELP, "dim")]
+            return [head, *_details(rows[self.cursor], drain[id(rows[self.cursor])])[: lines - 3], text(_HELP, "dim")]
         visible = [
-            self._row(row, drain[id(row)], is_chosen=place == self.chosen)
+            self._row(row, drain[id(row)], is_at_cursor=place == self.cursor)
             for place, row in enumerate(rows[self.first : self.first + room], start=self.first)
         ]
         hidden = len(rows) - self.first - len(visible)
@@ -207,10 +207,10 @@ class TopView:
             return [head, footer, *(sentences[self.first :] or [text("no engine has a complaint", "green")])]
         return [head, Grid(columns, visible, frozenset(columns[3:-1]) | {"RANK"}, _SPARE, columns[-1]), footer]
 
-    def _row(self, publisher: PublisherAnswer, drain: str, *, is_chosen: bool) -> tuple[Any, ...]:
+    def _row(self, publisher: PublisherAnswer, drain: str, *, is_at_cursor: bool) -> tuple[Any, ...]:
         blocks = publisher["blocks"]
         return (
-            text(publisher["instance_id"], "reverse" if is_chosen else ""),
+            text(publisher["instance_id"], "reverse" if is_at_cursor else ""),
             text(publisher["dp_rank"]),
             state(publisher, drain),
             text("" if self._looks < 2 else f"{self._rates.get(_name(publisher), 0.0):.0f}"),
@@ -226,7 +226,7 @@ def _name(publisher: PublisherAnswer) -> tuple[str, str, int]:
 
 
 def _details(publisher: PublisherAnswer, drain: str) -> list[ScreenPart]:
-    """Return all that is known of an engine's rank, a line each."""
+    """Return the facts about an engine's rank, a line each."""
     load = publisher["load"]
     lag = publisher["lag_seconds"]
     values: dict[str, Any] = {name: publisher[name] for name in _DETAILS if publisher.get(name) is not None}
@@ -259,21 +259,21 @@ def run(service: RemoteService, seconds: float, screen: Screen) -> None:
         due = time.monotonic() + seconds
         trouble = ""
         asked: Future[Any] | None = None
-        ordered: Future[Any] | None = None
+        order_reply: Future[Any] | None = None
         while not view.is_over:
             screen_parts = view.parts(answer, screen.height)
             draw([text(trouble, "bold red"), *screen_parts] if trouble else screen_parts)
-            is_waiting = asked is not None or ordered is not None
+            is_waiting = asked is not None or order_reply is not None
             wait = _POLL_SECONDS if is_waiting else max(0.0, due - time.monotonic())
             if select.select([sys.stdin], [], [], wait)[0]:
                 view.key(sys.stdin.read(1))
             elif asked is None and time.monotonic() >= due:
                 asked = _asked(lambda: service.get("/workers"))
-            if view.order is not None and ordered is None:
-                ordered = _asked(partial(service.post, "/weight", view.order[1]))
-            if ordered is not None and ordered.done():
-                view.ended(ordered)
-                ordered, due = None, time.monotonic()
+            if view.order is not None and order_reply is None:
+                order_reply = _asked(partial(service.post, "/weight", view.order[1]))
+            if order_reply is not None and order_reply.done():
+                view.note_end(order_reply)
+                order_reply, due = None, time.monotonic()
             if asked is None or not asked.done():
                 continue
             due = time.monotonic() + seconds
