@@ -178,6 +178,9 @@ def test_the_demo_stays_on_a_terminal_until_ctrl_c() -> None:
             assert client.get("/ui").status_code == 200
             while not sum(each["load"]["requests"] for each in client.get("/workers").json()["publishers"]):
                 assert time.monotonic() < deadline, "no request is under way"
+            while not client.get("/books").json()["total"]["delivered"]:
+                assert time.monotonic() < deadline, "no request has ended with its usage"
+                time.sleep(0.1)
         os.write(terminal, b"\x03")
 
     code, written = on_terminal(["setsid", "--ctty", "--wait", sys.executable, "-m", "waymark", "demo"], drive=drive)

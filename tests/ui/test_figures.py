@@ -38,6 +38,7 @@ async def test_an_empty_waymark_says_how_to_begin_and_a_new_tab_has_the_last_day
             await expect(page.locator("#groups")).to_be_hidden()
             await expect(page.locator("#figures")).to_contain_text("no request in 24 h")
             await expect(page.locator("#figures")).to_contain_text("none is registered")
+            await expect(page.locator("#figures")).to_contain_text("1 h ago")
             assert (await client.post("/register", json=ENGINE)).status_code == 200
             await expect(page.locator("#groups")).to_contain_text("starting")
             await expect(page.locator("#empty")).to_be_hidden()
@@ -49,6 +50,7 @@ async def test_an_empty_waymark_says_how_to_begin_and_a_new_tab_has_the_last_day
             page = looking.page
             figures = page.locator("#figures")
             await expect(figures).to_contain_text("200 in 24 h")
+            await expect(figures).to_contain_text("24 h ago")
             await expect(figures).to_contain_text("9K")
             await expect(figures).to_contain_text("of 20K prompt tokens")
             await expect(figures).to_contain_text("60 %")

@@ -139,7 +139,9 @@ async def _chat(service: _DemoService, engines: list[SimulatedEngine], chance: r
         tokens = (tokens if len(tokens) < _CHAT_TOKENS_MAX else system) + tuple(range(begin, begin + 32))
         async with service.client.select(MODEL, tokens, tenant_id=service.tenant_id) as target:
             engine = engines[int(target.selection.instance_id.removeprefix("engine-"))]
+            cached, _, _ = _held(engine, tokens)
             await engine.prefill(SimulatedPrompt(tokens))
+            target.used(cached, prompt_tokens=len(tokens))
             await target.first_token()
             await asyncio.sleep(chance.uniform(0.2, 1.0))
         await asyncio.sleep(chance.uniform(0.2, 2.0))

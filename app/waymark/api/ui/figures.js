@@ -6,9 +6,8 @@ import { health } from "./engines.js";
 
 const EVERY_MS = 5000;
 const DAY_MINUTES = 1440;
-// A point of a curve.
-const POINT_MINUTES = 5;
-const POINTS = DAY_MINUTES / POINT_MINUTES;
+// How far the curves go back, in minutes, which is as far as anything is known; and how many minutes a point of them has.
+const SPANS = { 60: 1, 360: 2, [DAY_MINUTES]: 5 };
 const CURVE_HEIGHT = 48;
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 const whole = new Intl.NumberFormat("en");
@@ -16,6 +15,7 @@ const percent = (part, all) => (all ? `${Math.round((100 * part) / all)} %` : ""
 
 // The rows of GET /books by their minute. An answer replaces the minutes that it has.
 const minutes = new Map();
+let span = DAY_MINUTES;
 let readAt = 0;
 let isRead = false;
 
@@ -51,12 +51,12 @@ export function startFigures() {
 function newTile(name) {
   const [title, meaning] = TITLES[name];
   const tile = { big: element("strong"), unit: element("span", { class: "soft" }), note: element("p", { class: "soft" }), drawn: element("canvas", { "aria-hidden": "true" }), last: "", at: -1 };
-  tile.drawn.addEventListener("pointermove", (event) => point(name, Math.floor((event.offsetX * POINTS) / tile.drawn.clientWidth)));
+  tile.drawn.addEventListener("pointermove", (event) => point(name, Math.floor((event.offsetX * count()) / tile.drawn.clientWidth)));
   tile.drawn.addEventListener("pointerleave", () => point(name, -1));
   tiles.set(name, tile);
   return element(
     "div", { class: "figure", title: meaning }, element("h3", {}, title), element("p", { class: "value" }, tile.big, tile.unit), tile.note, tile.drawn,
-    element("p", { class: "axis soft", "aria-hidden": "true" }, element("span", {}, "24 h ago"), element("span", {}, "now")),
+    element("p", { class: "axis soft", "aria-hidden": "true" }, element("span", { class: "since" }), element("span", {}, "now")),
   );
 }
 
@@ -91,12 +91,18 @@ function sum(first, last) {
   return total;
 }
 
-// The points of the day, of which the last has not ended.
+// The number of points of a curve.
+function count() {
+  return span / SPANS[span];
+}
+
+// The points of a curve, of which the last has not ended.
 function points() {
-  const end = Math.floor(thisMinute() / POINT_MINUTES) * POINT_MINUTES;
-  return Array.from({ length: POINTS }, (_, i) => {
-    const first = end - POINT_MINUTES * (POINTS - 1 - i);
-    return { first, ...sum(first, Math.min(first + POINT_MINUTES - 1, thisMinute())) };
+  const each = SPANS[span];
+  const end = Math.floor(thisMinute() / each) * each;
+  return Array.from({ length: count() }, (_, i) => {
+    const first = end - each * (count() - 1 - i);
+    return { first, ...sum(first, Math.min(first + each - 1, thisMinute())) };
   });
 }
 
@@ -110,6 +116,9 @@ function draw() {
   show("requests", rate >= 10 ? rate.toFixed(0) : rate.toFixed(1), " a second", `${short.format(day.requests)} in 24 h`);
   show("saved", told ? short.format(day.earned) : "0", "", unknown || `in 24 h, of ${short.format(day.prompt_tokens)} prompt tokens`);
   show("hits", percent(day.delivered, day.prompt_tokens) || "none", "", unknown || `in 24 h; ${percent(present.delivered, present.prompt_tokens) || "none"} in the last minute`);
+  const known = minutes.size ? thisMinute() - Math.min(...minutes.keys()) : 0;
+  span = Object.keys(SPANS).map(Number).find((each) => known < each) || DAY_MINUTES;
+  for (const each of document.querySelectorAll(".since")) setText(each, `${span / 60} h ago`);
   const all = points();
   for (const name of tiles.keys()) curve(name, all);
 }
@@ -126,9 +135,9 @@ function show(name, value, unit, note) {
 function point(name, at) {
   const tile = tiles.get(name);
   tile.at = at;
-  const found = at < 0 ? null : points()[Math.min(at, POINTS - 1)];
+  const found = at < 0 ? null : points()[Math.min(at, count() - 1)];
   const time = (minute) => new Date(60000 * minute).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
-  setText(tile.note, found ? `${time(found.first)} to ${time(found.first + POINT_MINUTES)}: ${SAID[name](found)}` : tile.said || "");
+  setText(tile.note, found ? `${time(found.first)} to ${time(found.first + SPANS[span])}: ${SAID[name](found)}` : tile.said || "");
 }
 
 // A curve over the day. What is drawn already is not drawn again.
@@ -137,7 +146,7 @@ function curve(name, all) {
   const values = all.map(VALUES[name]);
   const most = name === "hits" ? 1 : Math.max(...values.map((value) => value || 0), 1e-9);
   const width = tile.drawn.clientWidth;
-  const what = `${width} ${painted(COLOURS[name])} ${values.map((value) => (value === null ? "" : value.toFixed(3)))}`;
+  const what = `${width} ${span} ${painted(COLOURS[name])} ${values.map((value) => (value === null ? "" : value.toFixed(3)))}`;
   if (!width || tile.last === what) return;
   tile.last = what;
   const scale = devicePixelRatio || 1;
@@ -147,13 +156,13 @@ function curve(name, all) {
   context.scale(scale, scale);
   context.lineWidth = 1.5;
   context.strokeStyle = context.fillStyle = painted(COLOURS[name]);
-  const x = (i) => (i * width) / (POINTS - 1);
+  const x = (i) => (i * width) / (values.length - 1);
   const y = (value) => CURVE_HEIGHT - 1 - ((CURVE_HEIGHT - 3) * Math.max(0, value)) / most;
   // Between two gaps: a line, and what is below it.
-  for (let i = 0; i < POINTS; i++) {
+  for (let i = 0; i < values.length; i++) {
     if (values[i] === null) continue;
     const from = i;
-    while (i + 1 < POINTS && values[i + 1] !== null) i++;
+    while (i + 1 < values.length && values[i + 1] !== null) i++;
     const line = new Path2D();
     // A point alone has a width, too.
     const [left, right] = from === i ? [x(i) - 1, x(i) + 1] : [x(from), x(i)];
