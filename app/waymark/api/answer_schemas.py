@@ -434,7 +434,7 @@ class PlacementAnswer(Model):
 
 
 class WarmSource(Model):
-    """The engine that has the blocks of a prefix."""
+    """The engine with the blocks of a prefix."""
 
     instance_id: str
     dp_rank: int
@@ -443,7 +443,7 @@ class WarmSource(Model):
 
 
 class WarmPrefix(Model):
-    """Consecutive blocks that are worth pulling."""
+    """Consecutive blocks, worth pulling."""
 
     before_tokens: int = Field(description="tokens before them, which the engine has, or pulls by an earlier entry")
     tokens: int

@@ -36,7 +36,7 @@ _NO_DECISIONS = (
     "no decision of the last hour is kept, so nobody knows which prefixes are used; see WAYMARK_DECISIONS_KEPT"
 )
 _TOKENS, _TOKENS_MAX = 100_000, 10_000_000
-#: Prefixes that are looked at for one answer.
+#: Prefixes read for one answer.
 _PREFIXES_MAX = 1024
 
 Rank = tuple[str, int]

@@ -1,4 +1,4 @@
-"""``waymark placement``: the worth of each cache, and the engines that are cheapest to stop."""
+"""``waymark placement``: the worth of each cache, and the cheapest engines to stop."""
 
 from __future__ import annotations
 

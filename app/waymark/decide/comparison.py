@@ -161,7 +161,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 class _KeptRings:
-    """The rings of the targets that are kept of a decision."""
+    """The rings of the kept targets of a decision."""
 
     def __init__(self, targets: Sequence[KeptTarget]) -> None:
         self._names = [target.name for target in targets]

@@ -58,7 +58,7 @@ class Cause(StrEnum):
     FORGOTTEN = "forgotten"
     """A Redis that has come back empty does not know a model that was served a moment ago."""
     UNREACHABLE = "unreachable"
-    """Every target that is left has an engine that cannot be reached."""
+    """No remaining target has an engine in reach."""
     STARTING = "starting"
     SATURATED = "saturated"
     NOBODY = "nobody"

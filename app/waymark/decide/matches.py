@@ -53,7 +53,7 @@ class PromptMatches(NamedTuple):
 
 
 class _Aside(NamedTuple):
-    """The values that are read beside the blocks."""
+    """The values read beside the blocks."""
 
     snapshot: GroupSnapshot
     expected: Mapping[int, int]

@@ -59,7 +59,7 @@ ReadGroup = Callable[[int, Sequence[int]], Awaitable[Mapping[int, T]]]
 
 
 class ReadingKind(StrEnum):
-    """The values that are read of the targets of a group."""
+    """The values of the targets of a group."""
 
     LOADS = "loads"
     GAUGES = "gauges"

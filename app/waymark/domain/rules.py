@@ -106,7 +106,7 @@ class Rule(Generic[StoreT, RemovalT]):
 
 
 class TokenRule(Rule[Stored, Removed]):
-    """Blocks that are known by their tokens, and by those of the blocks before them."""
+    """Blocks known by their tokens, and by those of the blocks before them."""
 
     def stored(self, progress: BatchProgress, holder: int, rank: int, event: Stored) -> None:
         state, parent = self._state, None
@@ -271,7 +271,7 @@ class IdentityRule(Rule[StoredIdentity, RemovedIdentity]):
 
 
 class ReferenceRule(Rule[StoredReference | StoredObject, Removed | RemovedObject]):
-    """Blocks that are known by their hashes: they are on a further medium."""
+    """Blocks known by their hashes: they are on a further medium."""
 
     def stored(self, progress: BatchProgress, holder: int, rank: int, event: StoredReference | StoredObject) -> None:
         state, above = self._state, None

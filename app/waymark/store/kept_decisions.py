@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 #: The blocks of a prompt whose hashes are kept: those that other prompts most probably begin with, too.
 BLOCKS_MAX = 64
-#: The targets of a decision that are kept, best first.
+#: The kept targets of a decision, best first.
 TARGETS_MAX = 16
 #: About how many entries the stream of a group has at most, 1.5 KB each.
 LENGTH = 100_000
