@@ -68,8 +68,8 @@ class Contract:
         return Answer(orjson.dumps(await self._made()), media_type=b"application/json")
 
     async def docs(self, _: Body) -> Answer:
-        changing = {(each.method, each.path) for each in self._operations if each.access == "write"}
-        text = docs_page.page(await self._made(), changing)
+        writes = {(each.method, each.path) for each in self._operations if each.access == "write"}
+        text = docs_page.page(await self._made(), writes)
         return Answer(text.encode(), media_type=b"text/html; charset=utf-8", headers=dict(docs_page.HEADERS))
 
     async def _made(self) -> dict[str, Any]:

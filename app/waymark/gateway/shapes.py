@@ -27,7 +27,7 @@ from waymark.serving.limits import Rejection
 
 PATHS: Final[Mapping[str, Form]] = MappingProxyType({f"/v1{form}": form for form in Form})
 COUNT_TOKENS: Final = "/v1/messages/count_tokens"
-#: Further paths of engines. The body of each names a model; nothing of it is found again, so the load alone decides.
+#: Further paths of engines. The body of each names a model, and is not found again, so the load alone decides.
 FURTHER: Final = frozenset(
     {
         *("/v1/rerank", "/v2/rerank", "/v1/score", "/tokenize", "/detokenize", "/pooling", "/classify"),

@@ -55,7 +55,7 @@ class _UvicornServer(uvicorn.Server):
 def freeze_heap() -> None:
     """Exclude all present objects from later garbage collections, and enable collections.
 
-    These objects were imported and stay permanently. A full collection would visit all of these objects, which stopped
+    These objects were imported and stay permanently. A full collection would visit all these objects, which stopped
     one of the first queries of each replica for 40 to 70 ms. For the same reason this function does not collect: of
     75,000 objects a collection would free a hundredth.
     """

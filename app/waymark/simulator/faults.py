@@ -76,7 +76,7 @@ class AnswerFaults(Options):
     error_every: int = Field(0, ge=0)
     """Each n-th request is answered with an error."""
     error_status: int = Field(503, ge=400, le=599)
-    """The status of these errors."""
+    """The status of each such error."""
     hang_every: int = Field(0, ge=0)
     """Each n-th request gets no answer."""
     cut_every: int = Field(0, ge=0)

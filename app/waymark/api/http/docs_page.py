@@ -64,8 +64,8 @@ HEADERS: Final = {
 }
 
 
-def page(document: dict[str, Any], changing: Collection[tuple[str, str]] = ()) -> str:
-    """Return the page of an OpenAPI document; ``changing`` has the methods and paths that change something."""
+def page(document: dict[str, Any], writes: Collection[tuple[str, str]] = ()) -> str:
+    """Return the page of an OpenAPI document; ``writes`` are the methods and paths of changes."""
     groups = _grouped(document["paths"])
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Waymark: its HTTP API</title>',
@@ -89,7 +89,7 @@ def page(document: dict[str, Any], changing: Collection[tuple[str, str]] = ()) -
     parts.append("</nav><main>")
     for operations in groups.values():
         for method, path, operation in operations:
-            changes = (method, path) in changing
+            changes = (method, path) in writes
             parts += _section(document["components"]["schemas"], method, path, operation, changes=changes)
     parts.append(f'</main><script type="module">{_SCRIPT}</script></body></html>')
     return "\n".join(parts)
@@ -131,17 +131,17 @@ def _example(method: str, path: str, operation: dict[str, Any], *, changes: bool
     """Yield the command to type, the place of a button that sends it, and its output."""
     for parameter in operation.get("parameters", ()):
         path = path.replace(f"{{{parameter['name']}}}", str(parameter.get("example", "")))
-    sent = f'data-method="{method}" data-path="{escape(path)}"' + (" data-changes" if changes else "")
+    attributes = f'data-method="{method}" data-path="{escape(path)}"' + (" data-changes" if changes else "")
     line = f"curl {'' if method in ('GET', 'POST') else f'-X {method} '}{_BASE}{path}"
     content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
     if "example" in content:
         body = pretty(content["example"])
         line += f" -H 'Content-Type: application/json' \\\n  -d {shlex.quote(body)}"
-        sent += f' data-body="{escape(body)}"'
+        attributes += f' data-body="{escape(body)}"'
     elif method == "POST":
         line = line.replace("curl ", "curl -X POST ")
     yield _code("request", line)
-    yield f'<div class="send" {sent}></div>'
+    yield f'<div class="send" {attributes}></div>'
     status, answer = next(iter(operation["responses"].items()))
     for kind, example in answer["content"].items():
         if "example" in example:
