@@ -46,7 +46,7 @@ ELSEWHERE = {
     "api.answer_cache:MatchRows._instances": "rows of one answer, kept and dropped with it",
     "api.conductor:AddressTables": "made by the incarnation, and bound to tables",
     "api.answer_cache:_NONE_KNOWN": "always empty",
-    "api.http.request_cache:RequestCache": "what texts of requests say, by their bytes",
+    "api.http.bodies:RequestCache": "what texts of requests say, by their bytes",
     "api.activity:ActivityFeed._clients": "connections of clients",
     "api.http.admission:AdmissionQueue": "requests that wait",
     "apply.applier:Applier._staged": "one snapshot, under one grant",

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from tests.api.conftest import Hold
 from tests.api.http.test_lists import NOT_BELIEVED, PIECES, PLAIN, UNUSUAL
 from tests.unit import examples
-from waymark.api.http.bodies import CONTAINERS_MAX, Format, LongList, decode
+from waymark.api.http.bodies import CONTAINERS_MAX, Format, LongList, RequestCache, decode
 from waymark.api.http.errors import InvalidBody
 from waymark.api.http.prompts import hashes, token_bytes
-from waymark.api.http.request_cache import RequestCache
 from waymark.api.query_schemas import QueryByHashRequest
 from waymark.base import native
 from waymark.base.errors import InvalidValue

@@ -34,9 +34,8 @@ from waymark.api.explanations import Explanations
 from waymark.api.http.access import Access, Gate, openness
 from waymark.api.http.admission import AdmissionQueue
 from waymark.api.http.answers import Handler
-from waymark.api.http.bodies import Format, encode
+from waymark.api.http.bodies import Format, RequestCache, encode
 from waymark.api.http.doc import Doc, Queue
-from waymark.api.http.request_cache import RequestCache
 from waymark.api.inspection_queue import InspectionQueue
 from waymark.api.inspections import Inspections
 from waymark.api.operations import Dependencies, Method, Operation, Resource

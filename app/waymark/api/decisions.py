@@ -110,7 +110,8 @@ class Decisions:
     async def select(self, body: Body) -> Answer | Paused:
         decision_body = body.asked(self._select)
         request = select_request(decision_body)
-        await self._gate.check()
+        if not self._gate.is_open:
+            await self._gate.check()
         decision_body = await self._resolved(decision_body)
 
         async def selected(question: Question) -> Answer:
@@ -283,6 +284,7 @@ def best_by_address(scored: list[Scored]) -> list[Scored]:
 
 def score_row(scored: Scored, tokens: int, block_size: int, *, is_cost: bool, explain: bool) -> dict[str, Any]:
     candidate = scored.candidate
+    matched = candidate.device + candidate.host + candidate.disk + candidate.shared
     row = {
         "instance_id": candidate.instance_id,
         "dp_rank": candidate.dp_rank,
@@ -294,7 +296,7 @@ def score_row(scored: Scored, tokens: int, block_size: int, *, is_cost: bool, ex
         "disk_tokens": candidate.disk,
         "shared_tokens": candidate.shared,
         "expected_tokens": candidate.expected,
-        "new_tokens": max(0, tokens - max(candidate.matched, candidate.expected)),
+        "new_tokens": max(0, tokens - max(matched, candidate.expected)),
         "wait_tokens": candidate.wait,
         "active_requests": candidate.active,
         "health": candidate.health,

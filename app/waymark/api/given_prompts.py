@@ -42,7 +42,7 @@ class GivenPrompts:
         ``items`` are the images and other items among the tokens.
         """
         numbers, fields = body.numbers, body.fields
-        has_tokens = fields.get("token_ids") is not None and model.has("token_ids")
+        has_tokens = fields.get("token_ids") is not None and "token_ids" in model.wire_names
         if has_tokens:
             if numbers is None:
                 numbers = token_bytes(

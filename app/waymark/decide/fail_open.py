@@ -171,13 +171,14 @@ class StartupGate:
         self.watch = watch
         self._directory = directory
         self._minimum = minimum
-        self._is_open = minimum == 0
+        self.is_open = minimum == 0
+        """Whether it has been seen open."""
         self._count = 0
         self._count_until = 0.0
 
     async def waiting(self) -> str | None:
         """Return the condition that the gate waits for, as a sentence, or None once it is open."""
-        if self._is_open:
+        if self.is_open:
             return None
         if monotonic() >= self._count_until:
             registrations = await self._directory.registrations()
@@ -190,7 +191,7 @@ class StartupGate:
             )
             self._count_until = monotonic() + _COUNT_SECONDS
         if self._count >= self._minimum:
-            self._is_open = True
+            self.is_open = True
             return None
         return f"waiting for workers: {self._count} of {self._minimum}"
 
@@ -202,5 +203,5 @@ class StartupGate:
 
     def check_latched(self) -> None:
         """Check like ``check``, without Redis: a gate that was never seen open is closed."""
-        if not self._is_open:
+        if not self.is_open:
             raise Starting(f"waiting for {self._minimum} workers, and Redis is unavailable")

@@ -472,7 +472,7 @@ def candidate_of(
             load.tokens,
             load.requests,
             load.context,
-            load.health,
+            load.health if load.failed else 1.0,
             load.cold,
             None,
             None,

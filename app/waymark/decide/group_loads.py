@@ -38,6 +38,8 @@ class GroupLoads(Mapping[int, Load]):
         """The number of the last change that the loads contain."""
         self._put: set[int] = set()
         self._drifts: dict[int, Drift] = {}
+        self.has_marks = False
+        """Whether any target may be left out, or delivers less than is expected of it."""
 
     def __getitem__(self, publisher: int) -> Load:
         return self._loads[publisher]
@@ -103,6 +105,7 @@ class GroupLoads(Mapping[int, Load]):
                 self._raw.pop(name, None)
                 if self._loads.pop(int(name), None) is not None:
                     self._note(int(name))
+        self.has_marks = bool(self._left_out_until or self._drifts)
 
     def read(self, values: Mapping[bytes, bytes]) -> None:
         """Read all loads, as Redis has them."""
@@ -125,6 +128,7 @@ class GroupLoads(Mapping[int, Load]):
             if name[len(HEALTH) :].isdigit()
         }
         self._drifts = drifts
+        self.has_marks = bool(self._left_out_until or drifts)
         self._raw = dict(values)
 
     def left_out(self, now_ms: int) -> frozenset[int]:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
-from time import perf_counter
 from typing import NamedTuple
 
 from waymark.base.errors import StoreUnavailable
-from waymark.base.metrics import Metrics
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.books import believed
 from waymark.decide.fleet import Fleet, OpaquePrefix, PromptState
@@ -20,12 +18,13 @@ from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.policy import RoutingRequest
 from waymark.decide.policies.profile import Speculation
 from waymark.decide.policies.ring import POINTS
-from waymark.decide.question import HashedPrompt, PackedKeys, Question
+from waymark.decide.question import HashedPrompt, Question
 from waymark.decide.snapshot import GroupSnapshot, ReadingKind, SnapshotKeeper
 from waymark.domain.keys import KEY_BYTES, key_at
 from waymark.domain.match import Walk, pool_bitmap, target_rows
 from waymark.domain.prefixes import prefix_key
 from waymark.domain.table import HolderTable, only_block_size
+from waymark.store.chain import PackedKeys
 from waymark.store.directory import GroupEntry
 from waymark.store.speculative import depths
 from waymark.store.store import Store
@@ -65,7 +64,6 @@ class MatchReader:
         self,
         store: Store,
         options: SelectionOptions,
-        metrics: Metrics,
         snapshots: SnapshotKeeper,
         pools: AskedPools | None = None,
     ) -> None:
@@ -74,32 +72,34 @@ class MatchReader:
         self._store = store
         self._options = options
         self._snapshots = snapshots
-        self._observe = metrics.decision_duration_seconds.labels(part="walk").observe
 
     async def read(self, question: Question) -> tuple[GroupSnapshot, PromptMatches] | None:
         """Return the group and the matches of its targets, or None if the group has no registration."""
-        began = perf_counter()
-        table = self._store.reader.table_at_hand(question.group)
+        entry, table = self._store.reader.at_hand(question.group)
         if table is None and question.block_size is None:
             table = await self._store.reader.table(question.group, deadline_seconds=self._options.deadline_seconds)
         for _ in range(_TRIES_MAX):
             fleet = None if table is None else self._snapshots.fleet(question.group, table)
             block_size = question.block_size or _block_size(fleet)
             prompt = question.prompt(block_size)
-            found, table = await self._read_with(question, fleet, prompt, block_size)
+            found, table = await self._read_with(question, entry, fleet, prompt, block_size)
             if found is not None:
-                self._observe(perf_counter() - began)
                 return found
             if table is None:
                 return None
+            entry, _ = self._store.reader.at_hand(question.group)
         raise StoreUnavailable("the registrations of this model change all the time; try again in a moment")
 
     async def _read_with(
-        self, question: Question, fleet: Fleet | None, prompt: HashedPrompt, block_size: int
+        self,
+        question: Question,
+        entry: GroupEntry | None,
+        fleet: Fleet | None,
+        prompt: HashedPrompt,
+        block_size: int,
     ) -> tuple[tuple[GroupSnapshot, PromptMatches] | None, HolderTable | None]:
         """Return the result, and the table of that moment; there is no result if another block size is needed."""
         reader = self._store.reader
-        entry = reader.entry_at_hand(question.group)
         aside: _Aside | None = None
         reading_aside: asyncio.Task[_Aside] | None = None
         asking = self._ask_pools(question, fleet, prompt, block_size)
@@ -111,7 +111,7 @@ class MatchReader:
             reading = await reader.read(
                 question.group, block_size, PackedKeys(prompt.keys), deadline_seconds=self._options.deadline_seconds
             )
-            table, now = reader.table_at_hand(question.group), reader.entry_at_hand(question.group)
+            now, table = reader.at_hand(question.group)
             if reading is None or table is None or now is None:
                 return None, None
             if fleet is None or fleet.table is not table:
@@ -261,4 +261,8 @@ def request_of(question: Question, prompt: HashedPrompt, block_size: int, pool: 
 
 def _block_size(fleet: Fleet | None) -> int:
     """Return the one block size of a group, or 1 without an engine. Raise InvalidValue if there are several."""
-    return (None if fleet is None else only_block_size(fleet.block_sizes)) or 1
+    if fleet is None or not fleet.block_sizes:
+        return 1
+    if len(fleet.block_sizes) == 1:
+        return next(iter(fleet.block_sizes))
+    return only_block_size(fleet.block_sizes) or 1

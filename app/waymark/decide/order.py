@@ -454,12 +454,12 @@ class SumOffers:
     def offers(self) -> list[Offer]:
         linear, size, offers = self.linear, self._request.block_size, []
         for _, _, publisher, member, new, row, _, _ in self._sums[:CANDIDATES_MAX]:
-            is_whole = row is not None and not row.shared and row.blocks == self._blocks and new <= size
+            is_whole = row is not None and not row.shared and sum(row) == self._blocks and new <= size
             offers.append(_offer(publisher, new, 0.0, member.target.weight, linear, is_reserved=not is_whole))
         return offers
 
     def matched_blocks(self) -> list[int]:
-        return [0 if row is None else row.blocks for _, _, _, _, _, row, _, _ in self._sums[:CANDIDATES_MAX]]
+        return [0 if row is None else sum(row) for _, _, _, _, _, row, _, _ in self._sums[:CANDIDATES_MAX]]
 
     def scored(self, at: int) -> Scored:
         return self._sum_of(self._request, self._values)(self._candidate(self._sums[at]))

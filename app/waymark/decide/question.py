@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self
 from uuid import uuid4
@@ -11,7 +11,6 @@ from uuid import uuid4
 from waymark.decide.policies.policy import Candidate, Decision, Preset, Scored, Values
 from waymark.decide.policies.profile import PickerConfig
 from waymark.domain.gauges import Gauges
-from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
 from waymark.domain.targets import host_and_port
@@ -30,18 +29,6 @@ class HashedPrompt(NamedTuple):
     """Whether the tokens are known; else ``tokens`` is an estimate, and there are no keys."""
     ids: bytes = b""
     """The token ids as little-endian u32, if nothing but them names the blocks: no salt, adapter or image."""
-
-
-class PackedKeys:
-    """The keys of a prompt that are all computed, a piece at a time."""
-
-    def __init__(self, keys: bytes) -> None:
-        self._keys = keys
-        self._at = 0
-
-    def __call__(self, count: int) -> bytes:
-        start, self._at = self._at, self._at + KEY_BYTES * count
-        return self._keys[start : self._at]
 
 
 PromptOf = Callable[[int], HashedPrompt]
@@ -71,15 +58,15 @@ class PolicyChoice:
     """The constants of the preset."""
     file: PickerConfig | None = None
     """The content of an ``EndpointPickerConfig``, if ``preset`` is None."""
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", "endpoint-picker-config" if self.preset is None else self.preset.name)
 
     @classmethod
     def of(cls, policy: Preset | PickerConfig) -> Self:
         """Return a preset with its own constants, or a file."""
         return cls(policy, policy.values({})) if isinstance(policy, Preset) else cls(None, file=policy)
-
-    @property
-    def name(self) -> str:
-        return "endpoint-picker-config" if self.preset is None else self.preset.name
 
     @property
     def needs_gauges(self) -> bool:

@@ -18,13 +18,13 @@ from waymark.base.errors import InvalidValue
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.fleet import Fleet, FleetMember
-from waymark.decide.question import PackedKeys
 from waymark.decide.requests import RequestSelector
 from waymark.decide.served import ServedModel
 from waymark.domain import keys
 from waymark.domain.hashing import DEFAULT_SEED, extend_local, namespace, text_hash
 from waymark.domain.match import target_rows
 from waymark.domain.names import GroupName
+from waymark.store.chain import PackedKeys
 from waymark.store.directory import GroupEntry
 from waymark.store.hashes import FIND_HASHES
 from waymark.store.reader import Reading

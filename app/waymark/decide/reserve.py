@@ -27,7 +27,7 @@ from waymark.decide.fleet import Fleet
 from waymark.decide.matches import PromptMatches, speculation_of
 from waymark.decide.options import SelectionOptions
 from waymark.decide.order import Offers, StageOffers
-from waymark.decide.policies.policy import Candidate, Decision, Scored
+from waymark.decide.policies.policy import Decision, Scored
 from waymark.decide.question import Question, SelectedTarget
 from waymark.decide.snapshot import GroupSnapshot, SnapshotKeeper
 from waymark.decide.sources import Peers
@@ -124,6 +124,7 @@ class TargetReserver:
         at, before_at = 0, 0
         made: list[Reservation] = []
         peers = None
+        began = perf_counter()
         if parameters.is_reserved:
             if snapshot.fleet.kv_sources:
                 peers = Peers(snapshot, matches, self._options)
@@ -142,6 +143,7 @@ class TargetReserver:
                 if second is None:
                     return None
                 before_at = second
+        seconds = perf_counter() - began
         taken = offers.decode.scored(at)
         decision = offers.decision
         if decision is Decision.PREFIX and taken.candidate.publisher != offers.home:
@@ -149,7 +151,6 @@ class TargetReserver:
         if decision is Decision.KV_AWARE and not question.has_index:
             decision = Decision.PREFIX if taken.candidate.expected else Decision.LOAD
         prefill = None if before is None else before.scored(before_at)
-        self._count(taken.candidate, decision, snapshot.fleet, matches, question)
         source, kv_hints = None, None
         headers = headers_of(taken, prefill, offers.encode)
         computes = (prefill or taken).candidate
@@ -159,7 +160,7 @@ class TargetReserver:
             if snapshot.fleet.by_publisher[computes.publisher].target.takes_kv_hints:
                 kv_hints = source.hints()
             headers = {**headers, "x-kv-cache-source-host-port": source.place}
-        return SelectedTarget(
+        selected = SelectedTarget(
             taken,
             offers.decode.others(at, parameters.count - 1),
             question.policy,
@@ -177,24 +178,27 @@ class TargetReserver:
             source=source,
             kv_hints=kv_hints,
         )
+        self._count(selected, seconds, snapshot.fleet, matches)
+        return selected
 
-    def _count(
-        self, taken: Candidate, decision: Decision, fleet: Fleet, matches: PromptMatches, question: Question
-    ) -> None:
+    def _count(self, selected: SelectedTarget, seconds: float, fleet: Fleet, matches: PromptMatches) -> None:
         """Count the decision, the target's match, the longer matches of others, and the match of a pool."""
-        request, metrics, matched = matches.request, self._metrics, taken.matched
-        metrics.decisions.labels(policy=question.policy.name, decision=decision).inc()
+        request, metrics, taken = matches.request, self._metrics, selected.target.candidate
+        matched, blocks = taken.matched, request.blocks if request.has_tokens else 0
+        metrics.decisions.labels(policy=selected.policy.name, decision=selected.decision).inc()
+        if selected.reservations:
+            self._observe(seconds)
         if taken.expected > matched:
             metrics.speculative_tokens.inc(taken.expected - matched)
-        if not request.blocks or not request.has_tokens:
+        if not blocks:
             return
         size = request.block_size
-        metrics.kv_index_overlap_score.observe(matched / (request.blocks * size))
+        metrics.kv_index_overlap_score.observe(matched / (blocks * size))
         walk = matches.walk
         if walk is not None and not walk.view.windows and walk.blocks * size > matched:
             metrics.avoidable_prefill_tokens.inc(walk.blocks * size - matched)
         if fleet.has_pools:
-            metrics.router_shared_cache_hit_rate.observe(request.pool.bit_count() / request.blocks)
+            metrics.router_shared_cache_hit_rate.observe(request.pool.bit_count() / blocks)
             metrics.router_shared_cache_beyond_blocks.observe(request.pool_blocks_beyond(taken.device // size))
 
     async def _second(self, stage: _OfferedStage, made: list[Reservation]) -> int | None:
@@ -216,7 +220,7 @@ class TargetReserver:
     async def _one(self, stage: _OfferedStage) -> tuple[int, Reservation] | None:
         """Return the place of the chosen target."""
         ranked, of, promises, is_prefill_elsewhere, _, peers = stage
-        parameters, began = of.question.parameters, perf_counter()
+        parameters = of.question.parameters
         offers, spec_keys = self._with_entries(stage)
         if promises is not None:
             offers = with_promises(offers, promises)
@@ -236,8 +240,8 @@ class TargetReserver:
             pulls=pulls,
         )
         found = await self._reservations.reserve(of.snapshot.entry.group_id, offers, terms)
-        self._observe(perf_counter() - began)
-        self._metrics.reservations_expired.inc(found.overdue)
+        if found.overdue:
+            self._metrics.reservations_expired.inc(found.overdue)
         reservation = found.reservation
         if reservation is None:
             self._refuse(found, of.question)
@@ -308,7 +312,7 @@ class TargetReserver:
         piece, done_at, by = None, None, "estimate"
         if matches.keys and member.tells_events:
             row = matches.seen.rows.get(member.name)
-            if row is not None and not row.shared and row.blocks == len(matches.keys) // KEY_BYTES:
+            if row is not None and not row.shared and sum(row) == len(matches.keys) // KEY_BYTES:
                 done_at, by = now, "index"  # below the device, so that it counts as tokens to be computed
             else:
                 piece = last_piece(matches.keys)

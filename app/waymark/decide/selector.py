@@ -79,10 +79,11 @@ class Selector:
         self._bookkeeper = Bookkeeper(store, metrics)
         self._shadows = Shadows(store.kept_decisions, self.snapshots, options, metrics, store.begin)
         self._own = OwnReservations()
-        self._matches = MatchReader(store, options, metrics, self.snapshots, pools)
+        self._matches = MatchReader(store, options, self.snapshots, pools)
         self._away_until = float("-inf")
         self.default_policy = PolicyChoice.of(options.policy if options.picker is None else options.picker)
         """The policy of a request that does not name one."""
+        self._observe_walk = metrics.decision_duration_seconds.labels(part="walk").observe
         self._observe_policy = metrics.decision_duration_seconds.labels(part="policy").observe
         metrics.prefix_routing_prefix_cardinality.set_function(lambda: store.counts.prefixes_seen)
         metrics.prefix_routing_backend_distribution.set_function(
@@ -96,9 +97,11 @@ class Selector:
 
         Raise StoreUnavailable if Redis is unavailable.
         """
+        began = perf_counter()
         read = await self._matches.read(question)
         if read is None:
             return None
+        self._observe_walk(perf_counter() - began)
         snapshot, matches = read
         found = order_all(snapshot, matches, question, self._random)
         self._metrics.decisions.labels(policy=question.policy.name, decision=found.decision).inc()
@@ -134,7 +137,8 @@ class Selector:
             question = question._replace(has_index=False)
         if without is None:
             try:
-                await gate.check()
+                if not gate.is_open:
+                    await gate.check()
                 return await self.select(question)
             except (NoTarget, Saturated, Starting, StoreUnavailable) as error:
                 without = cause_of(error, is_forgotten=await self._is_forgotten(error, question.group))
@@ -169,23 +173,25 @@ class Selector:
         by_key = _BY_KEY.get(selected.decision) if question.prefix_key is not None else None
         if by_key is not None or selected.policy.name == "sticky":
             strategy = by_key or selected.decision
-            self._store.counts.add(f"prefix_routing.{strategy}", question.prefix_key)
             self._metrics.prefix_routing_requests.labels(strategy=strategy).inc()
+            self._store.counts.add(f"prefix_routing.{strategy}", question.prefix_key)
         else:
-            self._store.counts.add(f"kv_index.{selected.decision}", question.prefix_key)
             self._metrics.kv_index_routing_decisions.labels(decision=selected.decision).inc()
+            self._store.counts.add(f"kv_index.{selected.decision}", question.prefix_key)
         return selected
 
     async def _select(self, question: Question) -> SelectedTarget:
         group = question.group
         for _ in range(_LOOKUPS_MAX):
+            began = perf_counter()
             read = await self._matches.read(question)
             if read is None:
                 raise UnknownModel(group.model_name, group.tenant_id)
             snapshot, matches = read
-            began = perf_counter()
+            read_at = perf_counter()
             offers = order(snapshot, matches, question, self._random)
-            self._observe_policy(perf_counter() - began)
+            self._observe_walk(read_at - began)
+            self._observe_policy(perf_counter() - read_at)
             if offers is None:
                 raise NoTarget(none_allowed(snapshot.fleet, question))
             shadowed = self._shadows.begin(offers, snapshot, matches, question)

@@ -51,6 +51,8 @@ _NEVER = float("-inf")
 _NO_LOADS: Mapping[int, Load] = MappingProxyType({})
 _NO_GAUGES: Mapping[int, Gauges] = MappingProxyType({})
 _NO_FIRST_TOKENS: Mapping[int, FirstTokens] = MappingProxyType({})
+_NOBODY = frozenset[int]()
+_NO_DRIFTS: Mapping[int, float] = MappingProxyType({})
 
 
 T = TypeVar("T")
@@ -79,9 +81,9 @@ class GroupSnapshot(NamedTuple):
     loads: Mapping[int, Load] = _NO_LOADS
     gauges: Mapping[int, Gauges] = _NO_GAUGES
     first_tokens: Mapping[int, FirstTokens] = _NO_FIRST_TOKENS
-    left_out: frozenset[int] = frozenset()
+    left_out: frozenset[int] = _NOBODY
     """The publishers whose engines cannot be reached."""
-    drifts: Mapping[int, float] = MappingProxyType({})
+    drifts: Mapping[int, float] = _NO_DRIFTS
     """The publishers that deliver less than is expected of them, and the share that is missing."""
 
 
@@ -273,15 +275,16 @@ class SnapshotKeeper:
     def _snapshot(
         self, entry: GroupEntry, fleet: Fleet, readings: _Readings, needs: Collection[ReadingKind]
     ) -> GroupSnapshot:
-        loads, now_ms = readings.loads, self._store.reservations.now_ms()
+        loads = readings.loads
+        now_ms = self._store.reservations.now_ms() if loads.has_marks else 0
         return GroupSnapshot(
             entry,
             fleet,
             loads if ReadingKind.LOADS in needs else _NO_LOADS,
             readings.gauges if ReadingKind.GAUGES in needs else _NO_GAUGES,
             readings.first_tokens if ReadingKind.FIRST_TOKENS in needs else _NO_FIRST_TOKENS,
-            loads.left_out(now_ms),
-            loads.drifts(now_ms),
+            loads.left_out(now_ms) if now_ms else _NOBODY,
+            loads.drifts(now_ms) if now_ms else _NO_DRIFTS,
         )
 
     def _begin(self, group_id: int) -> _Readings:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 
 LABELS_MAX = 64
 #: Bytes of UTF-8 of a label's name, and of its value.
@@ -107,6 +108,8 @@ def is_engine_url(text: str) -> bool:
     return is_url(text) and not set("?#") & set(text)
 
 
+#: Each decision asks for the addresses of its targets again.
+@lru_cache(maxsize=4096)
 def host_and_port(address: str) -> str:
     """Return ``10.0.0.7:8000`` for ``http://10.0.0.7:8000``, as proxies name an endpoint; without a port, the usual one
     is added.

@@ -20,6 +20,19 @@ from waymark.store.hot import HotRows, is_crowd
 KeySource: TypeAlias = Callable[[int], bytes]
 """Returns the next n block keys of a prompt (seq_hash XOR namespace), packed; fewer at the end of the prompt."""
 
+
+class PackedKeys:
+    """The keys of a prompt that are all computed, a piece at a time."""
+
+    def __init__(self, keys: bytes) -> None:
+        self._keys = keys
+        self._at = 0
+
+    def __call__(self, count: int) -> bytes:
+        start, self._at = self._at, self._at + KEY_BYTES * count
+        return self._keys[start : self._at]
+
+
 ValueName: TypeAlias = tuple[int, bytes]
 """A value to read: its shard, and the part of its key after the prefix of group and shard."""
 

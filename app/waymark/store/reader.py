@@ -175,6 +175,12 @@ class Reader:
         table = None if entry is None else self._tables.get(entry.group_id)
         return table if table is not None and table.group == group else None
 
+    def at_hand(self, group: GroupName) -> tuple[GroupEntry | None, HolderTable | None]:
+        """Return the group's entry and table in the cache, as the last query used them."""
+        entry = self._groups.get(group)
+        table = None if entry is None else self._tables.get(entry.group_id)
+        return entry, table if table is not None and table.group == group else None
+
     def entry_at_hand(self, group: GroupName) -> GroupEntry | None:
         """Return the group's id and shards in the cache, as the last query used them."""
         return self._groups.get(group)

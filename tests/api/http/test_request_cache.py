@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from waymark.api.http.bodies import Body, Format, LongList, decode
+from waymark.api.http.bodies import Body, Format, LongList, RequestCache, decode
 from waymark.api.http.errors import InvalidBody
-from waymark.api.http.request_cache import RequestCache
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.base.errors import InvalidValue
 from waymark.base.metrics import Metrics

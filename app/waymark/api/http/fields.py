@@ -78,11 +78,11 @@ class RequestBody(Model):
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, hide_input_in_errors=True)
 
-    _spellings: ClassVar[dict[str, tuple[str, ...]]] = {}
+    wire_names: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        cls._spellings = {name: _spellings_of(name, field) for name, field in cls.model_fields.items()}
+        cls.wire_names = {name: _spellings_of(name, field) for name, field in cls.model_fields.items()}
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Self:
@@ -91,7 +91,7 @@ class RequestBody(Model):
         """
         values: dict[str, Any] = {}
         spelled: dict[str, str] = {}
-        for name, spellings in cls._spellings.items():
+        for name, spellings in cls.wire_names.items():
             for spelling in spellings:
                 value = fields.get(spelling)
                 if value is None:
@@ -109,19 +109,14 @@ class RequestBody(Model):
             raise unfit(exc, cls, spelled) from None
 
     @classmethod
-    def has(cls, name: str) -> bool:
-        """Return whether it has that field. ``model_fields`` is slow to ask, and each query asks."""
-        return name in cls._spellings
-
-    @classmethod
     def spellings(cls, name: str) -> tuple[str, ...]:
         """Return every name of a field on the wire, the usual one first."""
-        return cls._spellings[name]
+        return cls.wire_names[name]
 
     @classmethod
     def spelling(cls, name: str, fields: dict[str, Any]) -> str:
         """Return the client's spelling of a present field."""
-        return next(spelling for spelling in cls._spellings[name] if fields.get(spelling) is not None)
+        return next(spelling for spelling in cls.wire_names[name] if fields.get(spelling) is not None)
 
 
 def _spellings_of(name: str, field: FieldInfo) -> tuple[str, ...]:

@@ -1,0 +1,98 @@
+"""The files that a warm ``/select`` goes through, and how often it changes the package.
+
+    python -m tests.decide.walk redis://127.0.0.1:6379/9
+
+Eight engines, three of which have half of a prompt of 100 blocks. Of ten decisions the shortest counts: work in the
+background is called, too, when it is due. The database must be empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections import Counter
+from contextlib import AsyncExitStack
+from itertools import count, pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+
+import waymark
+from tests.api.conftest import hold_blocks
+from waymark.api.application import create_app
+from waymark.base.asker import Asker
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
+from waymark.store.store import Store
+
+ROOT = f"{Path(waymark.__file__).parent}/"
+TOKENS = list(range(1600))
+
+
+async def walks(url: str) -> list[list[str]]:
+    """The files of the calls of each decision."""
+    async with AsyncExitStack() as stack:
+        store, settings = Store.open(url), Settings()
+        stack.push_async_callback(store.close)
+        asker = Asker.of(settings)
+        stack.push_async_callback(asker.close)
+        app = create_app(store, settings, Metrics(), asker=asker)
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://waymark")
+        await stack.enter_async_context(client)
+        for number in range(8):
+            fields = {"instance_id": f"p{number}", "type": "vLLM", "modelname": "m", "block_size": 16}
+            place = {"endpoint": "tcp://127.0.0.1:5557", "address": f"http://127.0.0.{number + 1}:8000"}
+            (await client.post("/register", json=fields | place)).raise_for_status()
+        seqs = count(1)
+        for number in range(3):
+            await hold_blocks(store, seqs, f"p{number}", TOKENS[:800])
+        body = json.dumps({"model": "m", "token_ids": TOKENS}).encode()
+        return [await walk(app, body) for _ in range(13)][3:]
+
+
+async def walk(app: Any, body: bytes) -> list[str]:
+    called: list[str] = []
+    sent: list[dict[str, Any]] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
+            called.append(frame.f_code.co_filename.removeprefix(ROOT))
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": "/select"}
+    more = {"raw_path": b"/select", "query_string": b"", "root_path": "", "scheme": "http", "headers": headers}
+    sys.setprofile(note)
+    try:
+        await app(scope | more | {"client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80)}, receive, send)
+    finally:
+        sys.setprofile(None)
+    assert sent[0]["status"] == 200, sent
+    return called
+
+
+def moves_of(called: list[str]) -> int:
+    rooms = [name.partition("/")[0] for name in called]
+    return sum(one != other for one, other in pairwise(rooms))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.decide.walk", description="The walk of a /select.")
+    parser.add_argument("redis", help="URL of an empty Redis database")
+    found = min(asyncio.run(walks(parser.parse_args().redis)), key=lambda each: (len(set(each)), moves_of(each)))
+    for name, calls in sorted(Counter(found).items()):
+        print(f"{calls:5} {name}")
+    print(f"{len(set(found))} files, {moves_of(found)} changes of package, {len(found)} calls")
+
+
+if __name__ == "__main__":
+    main()
