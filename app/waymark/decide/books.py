@@ -16,7 +16,7 @@ from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.decide.fleet import Allowed, Fleet, FleetMember, PromptState, TargetSet
 from waymark.decide.policies.policy import RoutingRequest, Scored, least_new
-from waymark.domain.books import Promise, Usage, promise_texts
+from waymark.domain.books import PROMISE_TEXT, Promise, Usage
 from waymark.domain.match import TargetRow
 from waymark.store.activity import ActivityKind, about
 from waymark.store.reservations import Offer, Reservation
@@ -70,9 +70,9 @@ class Promises:
 
     def texts(self, publishers: Iterable[int]) -> list[str]:
         """Return the promise of each target, as its reservation has it."""
-        return promise_texts([self._of(publisher) for publisher in publishers])
+        return [PROMISE_TEXT % self._of(publisher) for publisher in publishers]
 
-    def _of(self, publisher: int) -> Sequence[int]:
+    def _of(self, publisher: int) -> tuple[int, ...]:
         """Return the numbers of a promise."""
         name, soon = self._fleet.by_publisher[publisher].name, self._seen.expected.get(publisher, 0)
         held = self._held.get(name, _NOTHING)

@@ -59,20 +59,18 @@ class PolicyChoice:
     file: PickerConfig | None = None
     """The content of an ``EndpointPickerConfig``, if ``preset`` is None."""
     name: str = field(init=False)
+    needs_gauges: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        # Each decision asks for both.
+        policy = self.preset or self.file
         object.__setattr__(self, "name", "endpoint-picker-config" if self.preset is None else self.preset.name)
+        object.__setattr__(self, "needs_gauges", policy is not None and policy.needs_gauges)
 
     @classmethod
     def of(cls, policy: Preset | PickerConfig) -> Self:
         """Return a preset with its own constants, or a file."""
         return cls(policy, policy.values({})) if isinstance(policy, Preset) else cls(None, file=policy)
-
-    @property
-    def needs_gauges(self) -> bool:
-        if self.file is not None:
-            return self.file.needs_gauges
-        return self.preset is not None and self.preset.needs_gauges
 
 
 @dataclass(frozen=True, slots=True)
