@@ -1,0 +1,177 @@
+"""The keeper of snapshots: one rule of age, and the last snapshot for the time without Redis."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.store.factories import registration
+from waymark.base.errors import StoreUnavailable
+from waymark.base.metrics import Metrics
+from waymark.decide import snapshot as module
+from waymark.decide.fleet import Fleet
+from waymark.decide.snapshot import ReadingKind, SnapshotKeeper
+from waymark.domain.names import GroupName
+from waymark.store.directory import GroupEntry
+from waymark.store.reservations import Load, Offer, ReservationPart, ReservationTerms
+from waymark.store.store import Store
+
+HOUR = 3600.0
+LOADS = (ReadingKind.LOADS,)
+ALL = tuple(ReadingKind)
+TERMS = ReservationTerms(context=30, milliseconds=3_600_000)
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[Store]:
+    store = Store.open("memory://")
+    yield store
+    await store.close()
+
+
+async def group_of(store: Store, model: str = "m", targets: int = 2) -> tuple[GroupName, GroupEntry]:
+    for number in range(targets):
+        await store.registry.register(registration(f"{model}-{number}", model_name=model))
+    group = GroupName("default", model)
+    entry = await store.directory.group(group)
+    assert entry is not None
+    return group, entry
+
+
+async def fleet_of(keeper: SnapshotKeeper, group: GroupName) -> Fleet:
+    fleet = await keeper.newest_fleet(group)
+    assert fleet is not None
+    return fleet
+
+
+def keeper_of(store: Store, seconds: float = HOUR) -> SnapshotKeeper:
+    return SnapshotKeeper(store, seconds, HOUR, Metrics())
+
+
+async def test_a_snapshot_is_at_hand_while_all_that_is_needed_is_young(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SIDE_SECONDS", HOUR)
+    keeper = keeper_of(store)
+    group, entry = await group_of(store)
+    fleet = await fleet_of(keeper, group)
+    assert keeper.at_hand(entry, fleet, LOADS) is None
+    read = await keeper.of(entry, fleet, LOADS)
+    assert keeper.at_hand(entry, fleet, LOADS) == read
+    assert keeper.at_hand(entry, fleet, ALL) is None, "the gauges were never read"
+    await keeper.of(entry, fleet, ALL)
+    assert keeper.at_hand(entry, fleet, ALL) is not None
+
+
+async def test_loads_of_age_zero_are_read_for_each_decision(store: Store) -> None:
+    keeper = keeper_of(store, 0)
+    group, entry = await group_of(store)
+    fleet = await fleet_of(keeper, group)
+    publisher = fleet.members[0].publisher
+    for requests in (1, 2, 3):
+        await store.reservations.reserve(entry.group_id, [Offer(publisher, 10)], TERMS)
+        assert keeper.at_hand(entry, fleet, LOADS) is None
+        snapshot = await keeper.of(entry, fleet, LOADS)
+        assert snapshot.loads[publisher][:3] == (10 * requests, requests, 30 * requests)
+
+
+async def test_the_loads_follow_what_this_process_decides_and_ends(store: Store) -> None:
+    keeper = keeper_of(store)
+    group, entry = await group_of(store)
+    fleet = await fleet_of(keeper, group)
+    publisher = fleet.members[1].publisher
+    snapshot = await keeper.of(entry, fleet, LOADS)
+    assert publisher not in snapshot.loads
+    keeper.saw(entry.group_id, publisher, Load(500, 2, 600))
+    assert snapshot.loads[publisher] == Load(500, 2, 600)
+    assert dict(keeper.requests_under_way()) == {"m-0": 0.0, "m-1": 0.0}, "no decision has used the group"
+    keeper.used(group, entry)
+    assert dict(keeper.requests_under_way()) == {"m-0": 0.0, "m-1": 2}
+    keeper.released(entry.group_id, publisher, 100, 1, 200)
+    assert snapshot.loads[publisher] == Load(100, 1, 200)
+    keeper.released(entry.group_id, 999, 1, 1, 1)
+    assert 999 not in snapshot.loads
+
+
+async def test_who_cannot_be_reached_is_said_by_the_snapshot(store: Store) -> None:
+    keeper = keeper_of(store)
+    group, entry = await group_of(store)
+    fleet = await fleet_of(keeper, group)
+    publisher = fleet.members[0].publisher
+    for _ in range(3):
+        found = await store.reservations.reserve(entry.group_id, [Offer(publisher, 10)], TERMS)
+        assert found.reservation is not None
+        await store.reservations.release([found.reservation], ReservationPart.FAILED)
+    assert (await keeper.of(entry, fleet, LOADS)).left_out == {publisher}
+    keeper.used(group, entry)
+    last = keeper.last(group)
+    assert last is not None
+    assert last.left_out == {publisher}
+
+
+async def test_the_targets_are_made_once_for_each_table(store: Store) -> None:
+    keeper = keeper_of(store)
+    group, _ = await group_of(store)
+    fleet = await fleet_of(keeper, group)
+    ring = fleet.ring(150)
+    assert keeper.fleet(group, fleet.table) is fleet
+    again = await fleet_of(keeper, group)
+    assert again is not fleet
+    assert again.ring(150) is ring, "it depends on the names alone"
+    await group_of(store, targets=3)
+    more = await fleet_of(keeper, group)
+    assert len(more.members) == 3
+    assert more.ring(150) is not ring
+
+
+async def test_after_redis_came_back_empty_only_the_targets_are_known(store: Store) -> None:
+    keeper = keeper_of(store)
+    group, entry = await group_of(store)
+    assert keeper.last(group) is None
+    assert not keeper.was_there(group)
+    fleet = await fleet_of(keeper, group)
+    await keeper.of(entry, fleet, LOADS)
+    assert keeper.last(group) is None, "no decision has found it"
+    keeper.used(group, entry)
+    keeper.saw(entry.group_id, fleet.members[0].publisher, Load(1, 1, 1))
+    store.incarnation.forget()
+    assert keeper.at_hand(entry, fleet, LOADS) is None
+    assert keeper.was_there(group)
+    last = keeper.last(group)
+    assert last is not None
+    assert (last.fleet, dict(last.loads), last.left_out) == (fleet, {}, frozenset())
+    assert set(dict(keeper.requests_under_way()).values()) == {0.0}
+
+
+async def test_gauges_that_cannot_be_read_do_not_refuse_a_decision(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(*_: object) -> object:
+        raise StoreUnavailable("Redis is away")
+
+    keeper = keeper_of(store)
+    group, entry = await group_of(store)
+    fleet = await fleet_of(keeper, group)
+    monkeypatch.setattr(store.gauges, "read", away)
+    snapshot = await keeper.of(entry, fleet, ALL)
+    assert (dict(snapshot.gauges), dict(snapshot.first_tokens)) == ({}, {})
+    monkeypatch.setattr(store.reservations, "changes", away)
+    with pytest.raises(StoreUnavailable):
+        await keeper_of(store).of(entry, fleet, LOADS)
+
+
+async def test_groups_are_bounded_and_the_one_not_used_for_longest_goes(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_GROUPS_MAX", 2)
+    keeper = keeper_of(store)
+    groups = []
+    for model in ("a", "b", "c"):
+        group, entry = await group_of(store, model, 1)
+        fleet = await fleet_of(keeper, group)
+        await keeper.of(entry, fleet, LOADS)
+        keeper.used(group, entry)
+        groups.append((group, entry, fleet))
+    assert [keeper.last(group) is not None for group, _, _ in groups] == [False, True, True]
+    assert [keeper.at_hand(entry, fleet, LOADS) is not None for _, entry, fleet in groups] == [False, True, True]
