@@ -1,4 +1,4 @@
--- stage_life(holders, record, fence, dead; publisher, token, calls, before, version, above, step, life, watermark, ts, flags, main_groups, shards#2, begin*) -> {verdict, calls, holder*}
+-- stage_life(holders, record, fence, dead; publisher, token, calls, before, version, above, step, life, watermark, ts, newest_ts, digest, flags, main_groups, shards#2, begin*) -> {verdict, calls, holder*}
 --
 -- Prepare the holders of a new life that readers do not see, and let it take the place of the old life in one step. A
 -- snapshot of an engine's cache is applied so: until it is whole, questions see the old life. The same call may arrive
@@ -13,7 +13,8 @@
 --       step     'begin' assigns ids to the holders begin*, which belong to the new life; 'take' ends the live holders,
 --                and those of the new life are live instead; 'drop' ends those of the new life
 --       life     with 'take': a random nonce, the name of the new life
---       watermark, ts, flags, main_groups   with 'take': the fields of the record that belong to the new life
+--       watermark, ts, newest_ts, digest, flags, main_groups   with 'take': the fields of the record that belong to the
+--                new life; without a watermark it has none yet, and without a digest none is known
 --       shards   how many shards have got blocks since the last commit; then for each: its number, and how many
 --                calls it has acknowledged
 --       begin*   name, holder record (JSON without the id); with 'take' all holders of the new life
@@ -33,7 +34,7 @@ end
 local function integer(text) return text and #text < 17 and text:match('^%d+$') and tonumber(text) or nil end
 
 local holders, record, fence, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local step, first = ARGV[7], 14 + 2 * tonumber(ARGV[13])
+local step, first = ARGV[7], 16 + 2 * tonumber(ARGV[15])
 
 local fields = redis.call('HGETALL', record)
 local live, staged, token, change = {}, {}, nil, ''
@@ -94,11 +95,17 @@ else
     live[ARGV[i]], staged[ARGV[i]] = id, nil
   end
   end_all(staged, 'staged:')
-  for i = 14, first - 1, 2 do redis.call('HSET', record, 'shard:' .. ARGV[i], ARGV[i + 1]) end
-  if ARGV[11] ~= '' then redis.call('HSET', record, 'flags', ARGV[11]) end
-  if ARGV[12] ~= '' then redis.call('HSET', record, 'main_groups', ARGV[12]) end
+  for i = 16, first - 1, 2 do redis.call('HSET', record, 'shard:' .. ARGV[i], ARGV[i + 1]) end
+  if ARGV[12] ~= '' then redis.call('HSET', record, 'digest', ARGV[12]) end
+  if ARGV[13] ~= '' then redis.call('HSET', record, 'flags', ARGV[13]) end
+  if ARGV[14] ~= '' then redis.call('HSET', record, 'main_groups', ARGV[14]) end
   redis.call('HSET', holders, 'version', ARGV[5])
-  redis.call('HSET', record, 'life', ARGV[8], 'watermark', ARGV[9], 'ts', ARGV[10], 'newest_ts', ARGV[10])
+  redis.call('HSET', record, 'life', ARGV[8])
+  if ARGV[9] ~= '' then
+    redis.call('HSET', record, 'watermark', ARGV[9], 'ts', ARGV[10], 'newest_ts', ARGV[11])
+  else
+    redis.call('HDEL', record, 'watermark', 'ts', 'newest_ts')
+  end
 end
 redis.call('HSET', fence, 'calls:' .. ARGV[1], string.format('%.0f', calls + 1))
 redis.call('HSET', record, 'turn', token .. ' ' .. ARGV[5])

@@ -95,7 +95,7 @@ LIBRARIES: dict[str, set[str]] = {
     "hiredis": {"store"},
     "huggingface_hub": {"tokenization"},
     "minijinja": {"tokenization"},
-    "msgpack": {"client", "domain.hashing", "engines", "ingest", "api", "simulator"},
+    "msgpack": {"client", "domain.hashing", "engines", "ingest", "api", "simulator", "store.index_file"},
     "orjson": {
         "chat.prefix_key",
         "base.bounded_json",

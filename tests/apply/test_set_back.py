@@ -17,7 +17,6 @@ from redis.asyncio import Redis
 from tests.store.factories import Stream, blocks_of, found_hashes, hgetall, stream_of
 from waymark.apply.applier import Applier, Incoming
 from waymark.apply.options import ApplyOptions
-from waymark.apply.pool_hashes import KEPT
 from waymark.apply.redis_calls import Fenced
 from waymark.apply.resuming import resumed
 from waymark.base.metrics import Metrics
@@ -25,6 +24,7 @@ from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stor
 from waymark.domain.parts import Commit
 from waymark.domain.status import StreamStatus
 from waymark.store import keys
+from waymark.store.hashes import KEPT
 from waymark.store.redis.client import RedisClient, Reply
 from waymark.store.store import Store
 

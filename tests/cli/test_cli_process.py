@@ -16,7 +16,9 @@ import pytest
 from tests import forked
 from tests.patience import patient, wait_for
 from tests.ports import unused_port
+from tests.store.factories import registration
 from waymark import cli
+from waymark.store.store import Store
 
 pytestmark = pytest.mark.outside
 
@@ -60,7 +62,7 @@ def imported(*words: str) -> set[str]:
         (),
         ("--version",),
         ("--help",),
-        *((name, "--help") for name in ("serve", "query", "ingest", "gateway", "epp", "reset")),
+        *((name, "--help") for name in ("serve", "query", "ingest", "gateway", "epp", "reset", "export", "import")),
         *((name, "--help") for name in ("register", "unregister", "demo", "completion")),
         *((name, "--help") for name in ("ask", "select", "publishers", "drain", "top", "doctor")),
         ("status", "--help"),
@@ -165,3 +167,27 @@ def test_an_output_without_a_reader_is_no_traceback(words: tuple[str, ...]) -> N
         )
     assert done.stderr == ""
     assert done.returncode == cli.EXIT_OK
+
+
+async def test_an_index_goes_to_a_file_and_into_another_redis(redis_url: str, tmp_path: Path) -> None:
+    store = Store.open(redis_url)
+    await store.registry.register(registration())
+    await store.close()
+    path, there = tmp_path / "index.wmx", f"{redis_url}?db=1"
+
+    def run(*words: str) -> tuple[int, str]:
+        with (tmp_path / "output").open("wb") as output:
+            code = forked.start(words, {"WAYMARK_REDIS_URL": redis_url}, output, tmp_path).wait(patient(30))
+        return code, (tmp_path / "output").read_text()
+
+    code, text = run("export", str(path))
+    assert (code, text.startswith(f"exported 1 publishers with 0 blocks to {path}, ")) == (0, True)
+    assert (os.stat(path).st_mode & 0o777, [name for name in os.listdir(tmp_path) if "part" in name]) == (0o600, [])
+    assert run("import", str(path), "--redis-url", there) == (0, "imported 1 publishers with 0 blocks\n")
+    code, text = run("import", str(path), "--redis-url", there)
+    assert (code, "has a registration of" in text) == (2, True)
+    assert run("import", str(path), "--redis-url", there, "--replace")[0] == 0
+    code, text = run("export", str(tmp_path / "none" / "index.wmx"))
+    assert (code, "cannot be written: No such file" in text) == (2, True)
+    code, text = run("export", str(path), "--redis-url", "memory://")
+    assert (code, "give the URL of a real one" in text) == (2, True)

@@ -19,14 +19,12 @@ from waymark.domain.parts import Part
 from waymark.domain.resolver import Resolver
 from waymark.domain.rows import Place
 from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices
-from waymark.store.hashes import FIND_HASHES, EngineHashes, ReportedBlock
+from waymark.store.hashes import FIND_HASHES, KEPT, EngineHashes, ReportedBlock
 from waymark.store.leases import Grant
 from waymark.store.takeover import Takeover
 
 T = TypeVar("T")
 
-KEPT: Final = "hashes_kept"
-"""A flag of the record: the hashes of all blocks of this life have been kept."""
 #: Hashes between two renewals of the lease. Redis needs less than 10 ms for them.
 _KEPT_AT_ONCE: Final = 4096
 _PAUSE_SECONDS: Final = (1.0, 8.0)

@@ -8,13 +8,13 @@ from collections import Counter
 from waymark.apply.applier import Applier
 from waymark.apply.kept import KeptMemories
 from waymark.apply.options import ApplyOptions
-from waymark.apply.pool_hashes import KEPT
 from waymark.apply.redis_calls import Fenced
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.domain.generations import BlockBounds
 from waymark.domain.held import HeldBlocks
 from waymark.domain.resolver import Resolver
+from waymark.store.hashes import KEPT
 from waymark.store.leases import Grant
 from waymark.store.records import StreamRecord
 from waymark.store.store import Store

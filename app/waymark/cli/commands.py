@@ -56,7 +56,9 @@ GROUPS: dict[str, dict[str, CliCommand]] = {
         "status": CliCommand("looking", "show publishers, streams, ingest workers and the state of Redis"),
         "inspect": CliCommand("looking", "show which instances have the blocks of a prompt, and what Redis contains"),
     },
-    "delete data": {
+    "keep, move and delete data": {
+        "export": CliCommand("moving", "write the index to a file: registrations and blocks, while traffic goes on"),
+        "import": CliCommand("moving", "put the index of a file into a Redis"),
         "reset": CliCommand("reset", "delete all keys of Waymark in Redis; stop all its processes first"),
     },
     "try and measure": {

@@ -155,7 +155,7 @@ class Fetcher:
     def send(self, fetch: _Fetch) -> bool:
         """Send a request whose values are all on one server, if a connection to it is open."""
         entry, asked, with_version = fetch.entry, fetch.asked, fetch.with_version
-        prefix, version = _of_group(entry.group_id)
+        prefix, version = _of_group(entry.group_id, keys.ALL)
         if entry.shards == 1 and not asked.beside:  # the most frequent case: names packed in one call
             connection = self._client.connection(prefix)
             packed = _mget(prefix, asked.heads) if asked.heads else b""
@@ -211,8 +211,11 @@ class Fetcher:
 
 
 @lru_cache(1024)
-def _of_group(group_id: int) -> tuple[bytes, bytes]:
-    """Return the prefix of the keys of a group's rows, and the packed HGET of the version of its holder table."""
+def _of_group(group_id: int, _pattern: str) -> tuple[bytes, bytes]:
+    """Return the prefix of the keys of a group's rows, and the packed HGET of the version of its holder table.
+
+    ``_pattern`` is that of all keys, which differs with their prefix.
+    """
     words = "HGET", keys.holders(group_id), "version"
     return keys.block_prefix(group_id, 0), hiredis.pack_command(cast("Any", words))
 

@@ -20,6 +20,8 @@ from waymark.store.leases import Grant
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Arg, Scripts, Verdict
 
+KEPT: Final = "hashes_kept"
+"""A flag of the record: the hashes of all blocks of this life have been kept."""
 GENERATIONS: Final = 10
 #: Entries in one call. Redis needs less than 1 ms for them.
 _CALL_ENTRIES: Final = 512

@@ -79,7 +79,7 @@ def decode_table(raw_fields: dict[bytes, bytes], parser: RecordParser, key: str)
                 if is_opaque:
                     opaque.add(publisher)
         elif name not in (b"group", b"version", b"incarnation", b"singles"):
-            holder = parser.parse(RecordKind.HOLDER, key, name, _holder, name, value)
+            holder = parser.parse(RecordKind.HOLDER, key, name, decode_holder, name, value)
             if holder is not None:
                 holders[holder.id] = holder
     incarnation = raw_fields.get(b"incarnation", b"")
@@ -117,7 +117,8 @@ def _target(name: bytes, raw: bytes) -> tuple[int, Target, bool, bool]:
 
 
 @lru_cache(_ROWS_MAX)
-def _holder(name: bytes, raw: bytes) -> Holder:
+def decode_holder(name: bytes, raw: bytes) -> Holder:
+    """Return the holder with the id in ``name``. Raise ``Malformed`` if it cannot be read."""
     document = Document(raw)
     return Holder(
         id=integer_of(name, "the holder's id"),

@@ -95,11 +95,22 @@ class Records:
         raw_fields = await self._client.hgetall(grant.record)
         if raw_fields.get(b"token") != grant.token.encode():
             return None
-        fields = StreamFields(self._parser, grant.record, raw_fields)
+        return self._decoded(grant.claim, raw_fields, grant.token)
+
+    async def peek(self, claim: Claim) -> StreamRecord | None:
+        """Return the record at this moment, whoever has the stream; None if it is gone. Raise RecordDamaged as
+        ``read``.
+        """
+        raw_fields = await self._client.hgetall(keys.record(claim.group_id, claim.publisher))
+        return self._decoded(claim, raw_fields, "") if raw_fields else None
+
+    def _decoded(self, claim: Claim, raw_fields: Mapping[bytes, bytes], token: str) -> StreamRecord:
+        record = keys.record(claim.group_id, claim.publisher)
+        fields = StreamFields(self._parser, record, raw_fields)
         if not fields.is_of_this_format():
             raise RecordDamaged(
-                f"the record {grant.record} is of another release; run its stream with that one, or unregister "
-                f"publisher {grant.claim.registration.name} there"
+                f"the record {record} is of another release; run its stream with that one, or unregister "
+                f"publisher {claim.registration.name} there"
             )
         worker, _, change = fields.text("turn").partition(" ")
         holders = fields.integers(HOLDER, HolderName.parse)
@@ -119,7 +130,7 @@ class Records:
             shard_calls=shard_calls,
             counters=fields.integers(COUNTER, str),
             status=fields.status(),
-            change=change if worker == grant.token else "",
+            change=change if worker == token else "",
             last_event_id=fields.text("last_event_id"),
             has_staged=fields.has_any(STAGED),
             is_damaged=fields.is_damaged(("watermark", "main_groups", HOLDER, EVENT, SHARD)),
@@ -195,11 +206,11 @@ class Records:
         return await self._stage(grant, "drop", [], nonce=nonce) is not None
 
     async def take_staged(
-        self, grant: Grant, commit: Commit, facts: Facts, begin: Sequence[NewHolder], nonce: str
+        self, grant: Grant, commit: Commit | None, facts: Facts, begin: Sequence[NewHolder], nonce: str
     ) -> bool:
         """End all live holders, and replace them by the staged ones in ``begin``. Return False if fenced.
 
-        The record then has this watermark and these flags, and loses those of the old life.
+        The record then has this watermark, or none, and these flags, and loses those of the old life.
         """
         moved = sorted(grant.moved_shards)
         shards: list[Arg] = [word for shard in moved for word in (shard, grant.calls[shard])]
@@ -237,6 +248,8 @@ class Records:
             life=nonce,
             watermark="" if commit is None else commit.watermark,
             ts="" if commit is None or commit.ts is None else str(commit.ts),
+            newest_ts="" if commit is None or commit.newest_ts is None else str(commit.newest_ts),
+            digest="" if commit is None else commit.digest,
             flags=facts.get("flags", ""),
             main_groups=facts.get("main_groups", ""),
             shards=shards,

@@ -156,6 +156,8 @@ class Scripts:
         life: str,
         watermark: Arg,
         ts: Arg,
+        newest_ts: Arg,
+        digest: Arg,
         flags: str,
         main_groups: str,
         shards: Sequence[Arg],

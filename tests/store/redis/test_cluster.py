@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from redis.exceptions import ResponseError
@@ -15,8 +16,12 @@ from tests.store.factories import registration, resolved_of, stored
 from tests.store.flow import BLOCKS, applied, asked, begun, granted, live_and_end
 from tests.topologies import Cluster, Server, farm, is_cluster_ok, moving, start_cluster
 from waymark.base.errors import StoreUnavailable
+from waymark.domain.hashing import DEFAULT_SEED
 from waymark.domain.names import HolderName
 from waymark.store import keys
+from waymark.store.exporting import export_index
+from waymark.store.importing import import_index
+from waymark.store.index_file import IndexFile
 from waymark.store.store import Store
 
 SHARDS = 16
@@ -68,6 +73,39 @@ def answers(store: Store, answer: dict[str, int]) -> Callable[[], Awaitable[bool
 
 async def test_all_that_the_roles_do_works_on_a_cluster(cluster: Cluster, store: Store) -> None:
     await live_and_end(store, SHARDS)
+
+
+async def test_an_index_moves_to_a_cluster_and_back_also_under_a_prefix(
+    cluster: Cluster, store: Store, redis_url: str, tmp_path: Path
+) -> None:
+    """The one Redis has one shard, and the Cluster sixteen."""
+    one = Store.open(redis_url, timeout_seconds=5.0)
+    try:
+        await held(one)
+        await moved(one, store, tmp_path / "there")
+        assert await asked(store) == {"pod-1": 600}
+        counts = [node.ask("DBSIZE") for node in cluster.primaries]
+        assert min(counts) > len(BLOCKS) / 32 / 10, counts
+        keys.use_prefix("back:")
+        assert await asked(one) == {}
+        keys.use_prefix("")
+        with (tmp_path / "back").open("w+b") as file:
+            await export_index(store, file)
+        keys.use_prefix("back:")
+        await import_index(one, IndexFile.read(tmp_path / "back"), hash_seed=DEFAULT_SEED)
+        assert await asked(one) == {"pod-1": 600}
+        # A whole life under a prefix: each script finds its keys in one slot.
+        keys.use_prefix("life:")
+        await live_and_end(store, SHARDS)
+    finally:
+        keys.use_prefix("")
+        await one.close()
+
+
+async def moved(source: Store, target: Store, path: Path) -> None:
+    with path.open("w+b") as file:
+        await export_index(source, file)
+    await import_index(target, IndexFile.read(path), hash_seed=DEFAULT_SEED)
 
 
 async def test_blocks_of_one_model_are_on_every_primary(cluster: Cluster, store: Store) -> None:

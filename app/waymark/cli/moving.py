@@ -1,0 +1,120 @@
+"""``waymark export`` and ``waymark import``: an index to a file, and back into the same or another Redis."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from waymark.cli.exits import EXIT_OK
+
+if TYPE_CHECKING:
+    from waymark.base.settings import Settings
+    from waymark.store.store import Store
+
+_EXAMPLES = {
+    "export": """\
+examples:
+  $ waymark export index.wmx --redis-url redis://redis:6379/0              all models of all tenants
+  $ waymark export llama.wmx --model llama --tenant default
+""",
+    "import": """\
+examples:
+  $ waymark import index.wmx --redis-url redis://other:6379/0              into another Redis
+  $ WAYMARK_SHARDS=8 waymark import index.wmx --redis-url redis+cluster://a:7000    into another number of shards
+  $ WAYMARK_KEY_PREFIX=audit: waymark import index.wmx                     beside the index of the same Redis
+""",
+}
+
+
+def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
+    parser.epilog = _EXAMPLES[command]
+    parser.add_argument("file", type=Path, help="the file")
+    parser.add_argument("--model", help="only publishers of this model")
+    parser.add_argument("--tenant", help="only publishers of this tenant")
+    parser.add_argument("--redis-url", help="the URL of Redis, in place of WAYMARK_REDIS_URL")
+    if command == "import":
+        parser.add_argument(
+            "--replace",
+            action="store_true",
+            help="replace registrations of the same names, with their blocks; without it such a name is an error",
+        )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from waymark.base import logs
+    from waymark.base.errors import SettingsError
+    from waymark.cli import loop
+    from waymark.store.store import Store
+
+    settings = loop.settings_with({"redis_url": arguments.redis_url})
+    logs.configure("error", "text")
+    if settings.redis_url == "memory://":
+        raise SettingsError(
+            "WAYMARK_REDIS_URL is memory://, an emulated Redis inside another process; give the URL of a real one "
+            "(--redis-url redis://host:6379/0)"
+        )
+    work: Callable[[argparse.Namespace, Settings, Store], Awaitable[str]]
+    work = _export if arguments.command == "export" else _import
+
+    async def with_store() -> str:
+        store = Store.of(settings)
+        try:
+            return await work(arguments, settings, store)
+        finally:
+            await store.close()
+
+    print(loop.run(with_store()))
+    return EXIT_OK
+
+
+async def _export(arguments: argparse.Namespace, settings: Settings, store: Store) -> str:
+    """Write the file under another name first, so that a file of this name is always whole."""
+    from waymark.base.errors import InvalidValue
+    from waymark.store.exporting import export_index
+
+    path: Path = arguments.file
+    part = path.with_name(f"{path.name}.part")
+    try:
+        # A salt may be a secret of its tenant: nobody else reads the file.
+        with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "w+b") as file:
+            done = await export_index(store, file, model=arguments.model, tenant=arguments.tenant)
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        part.replace(path)
+    except OSError as exc:
+        raise InvalidValue(f"{part} cannot be written: {exc.strerror}") from None
+    text = f"exported {done.publishers} publishers with {done.blocks:,} blocks to {path}, {size:,} bytes"
+    if done.unreadable:
+        text += (
+            f"\n{done.unreadable} rows or entries in Redis cannot be read, and are left out, as queries leave them out"
+        )
+    return text + _changed(done.changed)
+
+
+async def _import(arguments: argparse.Namespace, settings: Settings, store: Store) -> str:
+    from waymark.store.importing import import_index
+    from waymark.store.index_file import IndexFile
+
+    file = IndexFile.read(arguments.file)
+    done = await import_index(
+        store,
+        file,
+        hash_seed=settings.hash_seed,
+        model=arguments.model,
+        tenant=arguments.tenant,
+        replaces=arguments.replace,
+    )
+    return f"imported {done.publishers} publishers with {done.blocks:,} blocks" + _changed(done.changed)
+
+
+def _changed(streams: int) -> str:
+    if not streams:
+        return ""
+    return (
+        f"\n{streams} streams changed all the time while they were exported: their blocks are not those of one moment, "
+        "and their copies are not counted after an import"
+    )

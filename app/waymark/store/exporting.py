@@ -1,0 +1,249 @@
+"""Writes publishers and their blocks into a file, while traffic goes on.
+
+No lock is taken. A call that changes the blocks of a holder on a shard writes how far it came, in the field `applied`:
+if these marks are the same before and after the blocks of a stream were read, they are those of its watermark.
+Otherwise what was written is taken back, and the stream is read again. A stream that never rests is written as it was
+seen, with the watermark from before, and is marked as not exact: if its worker applies the batches after that watermark
+again, the same blocks are in the index in the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Final
+
+from waymark.base.errors import InvalidValue
+from waymark.domain.hashing import DEFAULT_SEED
+from waymark.domain.rows import ROW_SLOTS, SLOT_CHARS, parse_field
+from waymark.domain.status import StreamStatus
+from waymark.store import keys
+from waymark.store.claims import Claim
+from waymark.store.index_file import IndexFileWriter, SavedHolder, SavedRow
+from waymark.store.records import StreamRecord
+from waymark.store.store import Store
+
+ATTEMPTS: Final = 20
+#: Rows in one MGET, and in one array of the file.
+_ROWS: Final = 512
+_PAUSES: Final = 10
+_PAUSE_SECONDS: Final = 0.005
+_APPLIED = re.compile(rb"([0-9]{1,15}) [0-9]{1,16}")
+
+
+@dataclass(slots=True)
+class Exported:
+    """What an export has written."""
+
+    publishers: int = 0
+    blocks: int = 0
+    changed: int = 0
+    """The streams that changed during each attempt."""
+    unreadable: int = 0
+    """The rows and entries that could not be read; a query does not count them either."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """A stream before its blocks are read."""
+
+    marks: list[bytes | None]
+    """How far each shard is for each holder."""
+    state: StreamRecord
+    holders: list[tuple[int, SavedHolder]]
+    is_between_batches: bool
+
+    def is_as(self, other: _Moment | None) -> bool:
+        """Return whether the blocks have not changed since ``other``."""
+        return other is not None and (self.marks, self.state.life, self.state.holders) == (
+            other.marks,
+            other.state.life,
+            other.state.holders,
+        )
+
+
+async def export_index(
+    store: Store, file: BinaryIO, *, model: str | None = None, tenant: str | None = None, attempts: int = ATTEMPTS
+) -> Exported:
+    """Write the publishers of these groups, all by default, with their blocks. Raise StoreUnavailable."""
+    complaint = await store.other_format()
+    if complaint is not None:
+        raise InvalidValue(complaint)
+    writer, done = IndexFileWriter(file), Exported()
+    seed = await store.client.hget(keys.GROUPS, "hash_seed")
+    writer.begin(time.time(), int(seed) if seed else DEFAULT_SEED)
+    for claim in await store.directory.claims():
+        group = claim.registration.group
+        if not claim.is_leaving and model in (None, group.model_name) and tenant in (None, group.tenant_id):
+            await _Export(store, writer, claim, done).write(attempts)
+    writer.end()
+    done.publishers, done.blocks = writer.publishers, writer.blocks
+    return done
+
+
+class _Export:
+    """The export of one publisher."""
+
+    def __init__(self, store: Store, writer: IndexFileWriter, claim: Claim, done: Exported) -> None:
+        self._store = store
+        self._client = store.client
+        self._writer = writer
+        self._claim = claim
+        self._done = done
+
+    async def write(self, attempts: int) -> None:
+        mark, unreadable = self._writer.mark(), self._done.unreadable
+        for attempt in range(attempts):
+            self._done.unreadable = unreadable
+            is_last = attempt == attempts - 1
+            before = await self._moment()
+            if before is None:
+                return  # it was unregistered meanwhile
+            self._writer.publisher(self._claim, _state_of(before.state), [saved for _, saved in before.holders])
+            blocks = sum([await self._blocks(number, id_) for number, (id_, _) in enumerate(before.holders)])
+            is_exact = before.is_between_batches and before.is_as(await self._moment())
+            if is_exact or is_last:
+                self._writer.end_publisher(blocks, is_exact=is_exact)
+                self._done.changed += not is_exact
+                return
+            self._writer.back_to(mark)
+            await self._rest()
+
+    async def _rest(self) -> None:
+        """Wait for the next change of the stream, because the time after it is the longest without one."""
+        now = await self._moment()
+        for _ in range(_PAUSES):
+            await asyncio.sleep(_PAUSE_SECONDS)
+            later = await self._moment()
+            if later is None or not later.is_as(now):
+                return
+
+    async def _moment(self) -> _Moment | None:
+        """Return the state of the stream; None if it is gone."""
+        claim = self._claim
+        state = await self._store.records.peek(claim)
+        if state is None:
+            return None
+        ids = list(state.holders.values())
+        values, *marks = await self._client.several(
+            [
+                ("HMGET", keys.holders(claim.group_id), *ids, "version"),
+                *(("HGET", keys.engine(claim.group_id, shard, id_), "applied") for id_, shard in self._parts(ids)),
+            ]
+        )
+        seqs = dict.fromkeys(ids, 0)
+        for (id_, _), mark in zip(self._parts(ids), marks, strict=True):
+            match = _APPLIED.fullmatch(mark or b"")
+            seqs[id_] = max(seqs[id_], int(match[1]) if match else 0)
+        holders = [
+            (id_, SavedHolder(name, value, state.event_ids.get(id_), seqs[id_]))
+            for (name, id_), value in zip(state.holders.items(), values, strict=False)
+            if value is not None
+        ]
+        # If the table lacks a holder of the record, a change of holders came in between.
+        return _Moment(marks, state, holders, len(holders) == len(ids) and not _is_in_batch(state, holders))
+
+    def _parts(self, ids: Sequence[int]) -> list[tuple[int, int]]:
+        return [(id_, shard) for id_ in ids for shard in range(self._claim.shards)]
+
+    async def _blocks(self, number: int, holder: int) -> int:
+        """Write the blocks of a holder; return how many there were."""
+        blocks = 0
+        for shard in range(self._claim.shards):
+            engine, cursor, is_over = keys.engine(self._claim.group_id, shard, holder), 0, False
+            entries: dict[bytes, bytes] = {}
+            copies: dict[bytes, bytes] = {}
+            while not is_over:
+                cursor, fields = await self._client.hscan(engine, cursor, _ROWS)
+                is_over = cursor == 0
+                for name, value in fields.items():
+                    if name.startswith(b"*"):
+                        copies[name[1:]] = value
+                    elif name != b"applied":
+                        entries[name] = value
+            names = list(entries)
+            for start in range(0, len(names), _ROWS):
+                rows = await self._rows(shard, holder, {name: entries[name] for name in names[start : start + _ROWS]})
+                if rows:
+                    self._writer.rows(number, [_with_copies(row, copies) for row in rows] if copies else rows)
+                    blocks += sum(row.blocks for row in rows)
+        return blocks
+
+    async def _rows(self, shard: int, holder: int, entries: dict[bytes, bytes]) -> list[SavedRow]:
+        prefix = keys.block_prefix(self._claim.group_id, shard)
+        places = []
+        for name in entries:
+            try:
+                places.append((parse_field(name), entries[name]))
+            except ValueError:
+                self._done.unreadable += 1
+        if not places:
+            return []
+        (values,) = await self._client.several([("MGET", *(prefix + place.name for place, _ in places))])
+        rows = []
+        for (place, entry), value in zip(places, values, strict=True):
+            of_holder = None if value is None else _of_holder(value, entry, holder)
+            if of_holder is None:
+                self._done.unreadable += value is not None
+            else:
+                rows.append(SavedRow(place, *of_holder, {}))
+        return rows
+
+
+def _is_in_batch(state: StreamRecord, holders: Sequence[tuple[int, SavedHolder]]) -> bool:
+    """Return whether a part of a batch is applied, whose number is not written yet."""
+    for _, saved in holders:
+        last = state.watermark if state.watermark is not None else saved.event_id
+        if last is not None and saved.seq > last:
+            return True
+    return False
+
+
+def _of_holder(value: bytes, entry: bytes, holder: int) -> tuple[int, bytes, bytes] | None:
+    """Return namespace, slots and engine hashes of a holder's blocks in a row; None if the row has none of them."""
+    end = value.find(b" ")
+    at = value.find(b" %d:" % holder, end)
+    slots = value[:end].removesuffix(b"+")
+    count = len(slots) // SLOT_CHARS
+    if end < 0 or at < 0 or len(slots) % SLOT_CHARS or count > ROW_SLOTS:
+        return None
+    try:
+        bitmap = int(value[value.index(b":", at) + 1 :].split(b" ", 1)[0], 16)
+        has_namespace = len(entry) % 8 == 1
+        namespace, hashes = (int(entry[:16], 16), entry[17:]) if has_namespace else (0, entry)
+    except ValueError:
+        return None
+    if len(hashes) % 8 or bitmap >> count or not bitmap:
+        return None
+    if hashes:
+        hashes = hashes[: 8 * count].ljust(8 * count, b"\xff")
+    if bitmap == (1 << count) - 1:
+        return namespace, slots, hashes
+    there = [slot for slot in range(count) if bitmap >> slot & 1]
+    return (
+        namespace,
+        b"".join([slots[SLOT_CHARS * slot : SLOT_CHARS * (slot + 1)] for slot in there]),
+        b"".join([hashes[8 * slot : 8 * (slot + 1)] for slot in there]),
+    )
+
+
+def _with_copies(row: SavedRow, copies: dict[bytes, bytes]) -> SavedRow:
+    names = [row.slots[start : start + 16] for start in range(0, len(row.slots), SLOT_CHARS)]
+    return row._replace(copies={at: copies[name] for at, name in enumerate(names) if name in copies})
+
+
+def _state_of(state: StreamRecord) -> dict[str, Any]:
+    return {
+        "watermark": state.watermark,
+        "ts": state.ts,
+        "newest_ts": state.newest_ts,
+        "digest": state.digest,
+        "flags": " ".join(sorted(state.flags)),
+        "main_groups": state.main_groups,
+        "last_event_id": state.last_event_id,
+        "is_lost": state.status is StreamStatus.LOST,
+        "counters": dict(state.counters),
+    }

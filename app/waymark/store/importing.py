@@ -1,0 +1,241 @@
+"""Puts the publishers and blocks of a file into this Redis, one publisher after the other.
+
+The blocks of a publisher get holders that no reader sees, as a snapshot of an engine does, and take their place in
+one step when all are there. So no answer counts a part of them. A second import goes on where one was cut: it
+replaces what that one has registered.
+
+An import is a worker that has taken the lease: the stream has the watermark and the digest of the file afterwards,
+and the status ``starting``. The ingest worker that takes it over goes on as after another worker. It asks for the
+batches behind the watermark, and ends the life if the engine is another process than the one in the file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from waymark.base.errors import Conflict, InvalidValue, StoreUnavailable
+from waymark.base.shown import shown
+from waymark.domain.held import HeldBlocks
+from waymark.domain.life_facts import UNTRUSTED
+from waymark.domain.moves import Moves
+from waymark.domain.parts import STEP, Commit, Part, has_singles
+from waymark.domain.status import StreamStatus
+from waymark.store import keys
+from waymark.store.claims import Claim
+from waymark.store.hashes import KEPT
+from waymark.store.holder_tables import decode_holder
+from waymark.store.index_file import IndexFile, SavedPublisher, SavedRow
+from waymark.store.leases import Grant, random_nonce
+from waymark.store.parsing import Malformed
+from waymark.store.records import Facts, NewHolder
+from waymark.store.scripts import Verdict
+from waymark.store.store import Store
+
+_LEASE_SECONDS: Final = 15.0
+_NAMES_SHOWN: Final = 5
+
+
+@dataclass(slots=True)
+class Imported:
+    """What an import has written."""
+
+    publishers: int = 0
+    blocks: int = 0
+    changed: int = 0
+    """The streams that had changed while they were exported."""
+
+
+async def import_index(
+    store: Store,
+    file: IndexFile,
+    *,
+    hash_seed: int,
+    model: str | None = None,
+    tenant: str | None = None,
+    replaces: bool = False,
+) -> Imported:
+    """Import the publishers of these groups, all by default, after everything was checked.
+
+    ``replaces`` allows publishers that are registered here already. Raises InvalidValue or Conflict, before any change,
+    and StoreUnavailable.
+    """
+    wanted = [
+        saved
+        for saved in file.publishers
+        if model in (None, saved.group.model_name) and tenant in (None, saved.group.tenant_id)
+    ]
+    await _check(store, file, wanted, hash_seed=hash_seed, replaces=replaces)
+    done = Imported()
+    for saved in wanted:
+        await _import_publisher(store, file, saved)
+        done.publishers += 1
+        done.blocks += saved.blocks
+        done.changed += not saved.is_exact
+    return done
+
+
+async def _check(
+    store: Store, file: IndexFile, wanted: Sequence[SavedPublisher], *, hash_seed: int, replaces: bool
+) -> None:
+    """Raise InvalidValue or Conflict if the file cannot be imported here."""
+    complaint = await store.other_format()
+    if complaint is not None:
+        raise InvalidValue(complaint)
+    if not wanted:
+        groups = sorted({f"{saved.group.tenant_id}/{saved.group.model_name}" for saved in file.publishers})
+        raise InvalidValue(
+            f"{file.path} has no publisher of this model and tenant; it has {', '.join(groups) or 'none'}"
+        )
+    seed = await store.client.hget(keys.GROUPS, "hash_seed")
+    if file.hash_seed != hash_seed or (seed is not None and int(seed) != hash_seed):
+        here = f", and this Redis has {seed.decode()}" if seed is not None else ""
+        raise InvalidValue(
+            f"WAYMARK_HASH_SEED is {hash_seed}, but the blocks of {file.path} are hashed with {file.hash_seed}{here}: "
+            "import it with that seed into a Redis with that seed, or an empty one"
+        )
+    for saved in wanted:
+        for holder in saved.holders:
+            try:
+                decode_holder(b"1", holder.holder)
+            except Malformed as exc:
+                name = shown(str(saved.claim.registration.name))
+                raise InvalidValue(f"{file.path}: a holder of publisher {name} cannot be read: {exc}") from None
+    known = {claim.registration.name for claim in await store.directory.claims()}
+    taken = [str(saved.claim.registration.name) for saved in wanted if saved.claim.registration.name in known]
+    if taken and not replaces:
+        more = f" and {len(taken) - _NAMES_SHOWN} more" if len(taken) > _NAMES_SHOWN else ""
+        names = ", ".join(shown(name) for name in taken[:_NAMES_SHOWN])
+        raise Conflict(
+            f"this Redis has a registration of {names}{more} already, perhaps of an import that was cut; with "
+            "--replace the registration and the blocks of the file replace those here. Nothing was changed"
+        )
+
+
+async def _import_publisher(store: Store, file: IndexFile, saved: SavedPublisher) -> None:
+    claim = await _registered(store, saved)
+    # A worker may have taken the stream of a new registration at once; it waits until this lease is released.
+    grant = await store.leases.take(claim, "import", _LEASE_SECONDS, force=True)
+    if grant is None:
+        raise _contended(claim)
+    try:
+        await _PublisherImport(store, grant, saved).write(file)
+    finally:
+        await store.leases.drop(grant)
+
+
+async def _registered(store: Store, saved: SavedPublisher) -> Claim:
+    """Register a publisher as in the file; return its claim here."""
+    registration = saved.claim.registration
+    claim = await store.directory.claim(registration.name)
+    if claim is not None and (claim.is_leaving or claim.registration != registration):
+        await store.registry.unregister([registration.name])
+    await store.registry.register(registration)
+    claim = await store.directory.claim(registration.name)
+    if claim is None or claim.is_leaving:
+        raise StoreUnavailable(
+            f"publisher {shown(str(registration.name))} was unregistered during the import; import again"
+        )
+    return claim
+
+
+def _contended(claim: Claim) -> StoreUnavailable:
+    name = shown(str(claim.registration.name))
+    return StoreUnavailable(
+        f"another process has taken the stream of publisher {name} during the import; import again with --replace"
+    )
+
+
+class _PublisherImport:
+    """The import of one publisher, under its lease."""
+
+    def __init__(self, store: Store, grant: Grant, saved: SavedPublisher) -> None:
+        self._store = store
+        self._grant = grant
+        self._saved = saved
+        self._renewed = time.monotonic()
+        self._has_singles = False
+
+    async def write(self, file: IndexFile) -> None:
+        store, grant, saved = self._store, self._grant, self._saved
+        publisher, state = grant.claim.publisher, saved.state
+        begin = [
+            NewHolder(each.name, replace(decode_holder(b"1", each.holder), publisher=publisher))
+            for each in saved.holders
+        ]
+        self._must(await store.records.drop_staged(grant, random_nonce()))
+        above = await store.leases.highest_holder(grant)
+        ids = None if above is None else await store.records.stage(grant, begin, above, random_nonce())
+        if ids is None:
+            raise _contended(grant.claim)
+        last = [0] * len(ids)
+        for rows in file.rows_of(saved):
+            parts = []
+            for row in rows.rows:
+                last[rows.holder] += STEP * row.blocks
+                parts.append(_part(row, ids[rows.holder], saved.holders[rows.holder].seq, last[rows.holder]))
+            await self._apply(parts)
+        watermark, commit = state["watermark"], None
+        if watermark is not None:
+            commit = Commit(watermark, state["ts"], state["newest_ts"], state["digest"])
+        facts = self._facts()
+        self._must(await store.records.take_staged(grant, commit, facts, begin, random_nonce()))
+        event_ids = {
+            id_: each.event_id for id_, each in zip(ids, saved.holders, strict=True) if each.event_id is not None
+        }
+        if event_ids:
+            verdict = await store.index.apply(grant, [], Moves(HeldBlocks()), None, event_ids)
+            self._must(verdict is Verdict.APPLIED)
+        status = StreamStatus.LOST if state["is_lost"] else StreamStatus.STARTING
+        facts |= {"status": status, "last_event_id": state["last_event_id"]}
+        self._must(await store.records.write(grant, facts, state["counters"]))
+        self._must(await store.records.set_lost(grant, is_lost=state["is_lost"]))
+
+    def _facts(self) -> Facts:
+        """Return the flags of the stream. In one that was read while it changed, the counts of copies may be wrong."""
+        flags = set(self._saved.state["flags"].split()) - {KEPT}  # the engine hashes of the group are not in the file
+        if not self._saved.is_exact:
+            flags.add(UNTRUSTED)
+        return {"flags": " ".join(sorted(flags)), "main_groups": self._saved.state["main_groups"]}
+
+    async def _apply(self, parts: Sequence[Part]) -> None:
+        await self._renew()
+        if not self._has_singles and has_singles(parts):
+            self._must(await self._store.records.keep_singles(self._grant))
+            self._has_singles = True
+        moves = Moves(HeldBlocks())
+        verdict = await self._store.index.apply(self._grant, parts, moves, None, hold=self._renew, is_staged=True)
+        self._must(verdict is Verdict.APPLIED)
+
+    async def _renew(self) -> None:
+        if time.monotonic() - self._renewed > _LEASE_SECONDS / 5:
+            self._must(await self._store.leases.renew(self._grant, _LEASE_SECONDS))
+            self._renewed = time.monotonic()
+
+    def _must(self, is_done: bool) -> None:
+        if not is_done:
+            raise _contended(self._grant.claim)
+
+
+def _part(row: SavedRow, holder: int, seq: int, last: int) -> Part:
+    """Return the blocks of a row as a part.
+
+    Their order does not say which of them follow each other. With ``is_known`` a block that finds no slot moves alone,
+    so that no other block comes into a branch row that does not begin with an ancestor of it.
+    """
+    copies = [row.copies.get(at, b"") for at in range(row.blocks)] if row.copies else []
+    return Part(
+        "+",
+        holder,
+        seq,
+        last,
+        row.place,
+        row.namespace,
+        row.slots,
+        row.hashes or bytes(8 * row.blocks),
+        is_known=True,
+        is_identity=not row.hashes,
+        copies=copies,
+    )
