@@ -122,7 +122,7 @@ def measure(folder: Path, blocks: int, questions: int, engine_count: int, shards
         def go_on() -> None:
             number = FAMILY * (prompts.count // FAMILY + 1)
             while not is_over.wait(_PAUSE_SECONDS):
-                prompts.send(engines[number % 2], number)
+                prompts.send(engines[number // FAMILY % 2], number)
                 number += FAMILY
 
         traffic = threading.Thread(target=go_on)

@@ -1,8 +1,8 @@
 """Writes publishers and their blocks into a file, while traffic goes on.
 
-No lock is taken. A call that changes the blocks of a holder on a shard writes how far it came, in the field `applied`:
+No lock is taken. A call that changes the blocks of a holder on a shard notes how far it came in the field ``applied``:
 if these marks are the same before and after the blocks of a stream were read, they are those of its watermark.
-Otherwise what was written is taken back, and the stream is read again. A stream that never rests is written as it was
+Otherwise the stream is read again, and nothing is written before that. A stream that never rests is written as it was
 seen, with the watermark from before, and is marked as not exact: if its worker applies the batches after that watermark
 again, the same blocks are in the index in the end.
 """
@@ -14,11 +14,11 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, NamedTuple
 
 from waymark.base.errors import InvalidValue
 from waymark.domain.hashing import DEFAULT_SEED
-from waymark.domain.rows import ROW_SLOTS, SLOT_CHARS, parse_field
+from waymark.domain.rows import ROW_SLOTS, SLOT_CHARS, Place, parse_field
 from waymark.domain.status import StreamStatus
 from waymark.store import keys
 from waymark.store.claims import Claim
@@ -27,7 +27,8 @@ from waymark.store.records import StreamRecord
 from waymark.store.store import Store
 
 ATTEMPTS: Final = 20
-#: Rows in one MGET, and in one array of the file.
+#: Fields in one HSCAN; rows in one MGET, and in one array of the file.
+_FIELDS: Final = 2048
 _ROWS: Final = 512
 _PAUSES: Final = 10
 _PAUSE_SECONDS: Final = 0.005
@@ -65,6 +66,24 @@ class _Moment:
         )
 
 
+class _HolderRows(NamedTuple):
+    """The entries of a holder on one shard, and the values of their rows."""
+
+    number: int
+    holder: int
+    entries: dict[bytes, bytes]
+    copies: dict[bytes, bytes]
+    values: list[bytes | None]
+
+
+class _PublisherRead(NamedTuple):
+    """A publisher as it was read, and whether all of it is of one moment."""
+
+    moment: _Moment
+    read: list[_HolderRows]
+    is_exact: bool
+
+
 async def export_index(
     store: Store, file: BinaryIO, *, model: str | None = None, tenant: str | None = None, attempts: int = ATTEMPTS
 ) -> Exported:
@@ -93,24 +112,31 @@ class _Export:
         self._writer = writer
         self._claim = claim
         self._done = done
+        self._shards = range(claim.shards)
 
     async def write(self, attempts: int) -> None:
-        mark, unreadable = self._writer.mark(), self._done.unreadable
-        for attempt in range(attempts):
-            self._done.unreadable = unreadable
-            is_last = attempt == attempts - 1
-            before = await self._moment()
-            if before is None:
-                return  # it was unregistered meanwhile
-            self._writer.publisher(self._claim, _state_of(before.state), [saved for _, saved in before.holders])
-            blocks = sum([await self._blocks(number, id_) for number, (id_, _) in enumerate(before.holders)])
-            is_exact = before.is_between_batches and before.is_as(await self._moment())
-            if is_exact or is_last:
-                self._writer.end_publisher(blocks, is_exact=is_exact)
-                self._done.changed += not is_exact
-                return
-            self._writer.back_to(mark)
+        """Write the publisher, unless it is unregistered meanwhile."""
+        attempt = await self._attempt()
+        for _ in range(attempts - 1):
+            if attempt is None or attempt.is_exact:
+                break
             await self._rest()
+            attempt = await self._attempt()
+        if attempt is not None:
+            moment = attempt.moment
+            self._writer.publisher(self._claim, _state_of(moment.state), [saved for _, saved in moment.holders])
+            blocks = sum([await self._write(each) for each in attempt.read])
+            self._writer.end_publisher(blocks, is_exact=attempt.is_exact)
+            self._done.changed += not attempt.is_exact
+
+    async def _attempt(self) -> _PublisherRead | None:
+        """Read the publisher; None if it is unregistered meanwhile."""
+        before = await self._moment()
+        if before is None:
+            return None
+        parts = [(number, id_, shard) for number, (id_, _) in enumerate(before.holders) for shard in self._shards]
+        read = [await self._read(*part) for part in parts]
+        return _PublisherRead(before, read, before.is_between_batches and before.is_as(await self._moment()))
 
     async def _rest(self) -> None:
         """Wait for the next change of the stream, because the time after it is the longest without one."""
@@ -147,50 +173,54 @@ class _Export:
         return _Moment(marks, state, holders, len(holders) == len(ids) and not _is_in_batch(state, holders))
 
     def _parts(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        return [(id_, shard) for id_ in ids for shard in range(self._claim.shards)]
+        return [(id_, shard) for id_ in ids for shard in self._shards]
 
-    async def _blocks(self, number: int, holder: int) -> int:
+    async def _read(self, number: int, holder: int, shard: int) -> _HolderRows:
+        """Read the entries of a holder, and the rows that they name, as they are."""
+        engine, cursor, is_over = keys.engine(self._claim.group_id, shard, holder), 0, False
+        found = _HolderRows(number, holder, {}, {}, [])
+        while not is_over:
+            cursor, fields = await self._client.hscan(engine, cursor, _FIELDS)
+            is_over = cursor == 0
+            for name, value in fields.items():
+                if name.startswith(b"*"):
+                    found.copies[name[1:]] = value
+                elif name != b"applied":
+                    found.entries[name] = value
+        prefix, names = keys.block_prefix(self._claim.group_id, shard), [_place(name) for name in found.entries]
+        rows = [prefix + (b"" if place is None else place.name) for place in names]
+        portions = await self._client.several(
+            [("MGET", *rows[start : start + _ROWS]) for start in range(0, len(rows), _ROWS)]
+        )
+        found.values.extend(value for portion in portions for value in portion)
+        return found
+
+    async def _write(self, read: _HolderRows) -> int:
         """Write the blocks of a holder; return how many there were."""
-        blocks = 0
-        for shard in range(self._claim.shards):
-            engine, cursor, is_over = keys.engine(self._claim.group_id, shard, holder), 0, False
-            entries: dict[bytes, bytes] = {}
-            copies: dict[bytes, bytes] = {}
-            while not is_over:
-                cursor, fields = await self._client.hscan(engine, cursor, _ROWS)
-                is_over = cursor == 0
-                for name, value in fields.items():
-                    if name.startswith(b"*"):
-                        copies[name[1:]] = value
-                    elif name != b"applied":
-                        entries[name] = value
-            names = list(entries)
-            for start in range(0, len(names), _ROWS):
-                rows = await self._rows(shard, holder, {name: entries[name] for name in names[start : start + _ROWS]})
-                if rows:
-                    self._writer.rows(number, [_with_copies(row, copies) for row in rows] if copies else rows)
-                    blocks += sum(row.blocks for row in rows)
+        blocks, rows = 0, list[SavedRow]()
+        for (name, entry), value in zip(read.entries.items(), read.values, strict=True):
+            place = _place(name)
+            of_holder = None if value is None or place is None else _of_holder(value, entry, read.holder)
+            if place is None or of_holder is None:
+                self._done.unreadable += place is None or value is not None
+                continue
+            row = SavedRow(place, *of_holder, {})
+            rows.append(_with_copies(row, read.copies) if read.copies else row)
+            blocks += row.blocks
+            if len(rows) == _ROWS:
+                self._writer.rows(read.number, rows)
+                rows = []
+                await asyncio.sleep(0)
+        if rows:
+            self._writer.rows(read.number, rows)
         return blocks
 
-    async def _rows(self, shard: int, holder: int, entries: dict[bytes, bytes]) -> list[SavedRow]:
-        prefix = keys.block_prefix(self._claim.group_id, shard)
-        places = []
-        for name in entries:
-            try:
-                places.append((parse_field(name), entries[name]))
-            except ValueError:
-                self._done.unreadable += 1
-        if not places:
-            return []
-        (values,) = await self._client.several([("MGET", *(prefix + place.name for place, _ in places))])
-        rows = []
-        for (place, entry), value in zip(places, values, strict=True):
-            of_holder = None if value is None else _of_holder(value, entry, holder)
-            if of_holder is None:
-                self._done.unreadable += value is not None
-            else:
-                rows.append(SavedRow(place, *of_holder, {}))
-        return rows
+
+def _place(name: bytes) -> Place | None:
+    try:
+        return parse_field(name)
+    except ValueError:
+        return None
 
 
 def _is_in_batch(state: StreamRecord, holders: Sequence[tuple[int, SavedHolder]]) -> bool:

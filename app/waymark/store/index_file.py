@@ -113,7 +113,7 @@ class SavedRows(NamedTuple):
 
 
 class IndexFileWriter:
-    """Writes a file from its beginning. What was written after a ``mark`` can be taken back."""
+    """Writes a file from its beginning to its end."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -122,16 +122,6 @@ class IndexFileWriter:
 
     def begin(self, written: float, hash_seed: int) -> None:
         self._write([NAME, VERSION, written, hash_seed, FORMAT])
-
-    def mark(self) -> tuple[int, Any]:
-        return self._file.tell(), self._digest.copy()
-
-    def back_to(self, mark: tuple[int, Any]) -> None:
-        """Take back all that was written after the mark, which may be used again."""
-        at, digest = mark
-        self._file.seek(at)
-        self._file.truncate()
-        self._digest = digest.copy()
 
     def publisher(self, claim: Claim, state: Mapping[str, Any], holders: list[SavedHolder]) -> None:
         named = [[str(each.name), each.holder, each.event_id, each.seq] for each in holders]
@@ -235,7 +225,7 @@ def _records(path: Path, file: BinaryIO) -> Iterator[tuple[int, Any]]:
             record = unpacker.unpack()
         except msgpack.OutOfData:
             return
-        except (msgpack.UnpackException, ValueError) as exc:
+        except (msgpack.UnpackException, ValueError, TypeError) as exc:
             raise _damaged(path, f"the array at byte {offset} cannot be read ({exc})") from None
         yield offset, record
         offset = start + unpacker.tell()
