@@ -161,7 +161,7 @@ class Changing(RedisClient):
         super().__init__(redis, "redis://test")
         self._stream, self._times, self._seq = stream, times, 100
 
-    async def hscan(self, key: str, cursor: int, count: int) -> tuple[int, dict[bytes, bytes]]:
+    async def hscan(self, key: str, cursor: int, count: int, match: str = "") -> tuple[int, dict[bytes, bytes]]:
         if self._times:
             self._times -= 1
             self._seq += 1
@@ -172,7 +172,7 @@ class Changing(RedisClient):
                 removed(gpu, HASHES[-9 - self._times : -8 - self._times], seq=self._seq),
                 stored(gpu, [0xF0000 + self._seq], seq=self._seq, first=9, after=0),
             )
-        return await super().hscan(key, cursor, count)
+        return await super().hscan(key, cursor, count, match)
 
 
 async def test_an_export_is_that_of_one_batch_however_often_the_stream_changes(

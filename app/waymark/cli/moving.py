@@ -78,21 +78,19 @@ async def _export(arguments: argparse.Namespace, settings: Settings, store: Stor
     path: Path = arguments.file
     part = path.with_name(f"{path.name}.part")
     try:
-        # A salt may be a secret of its tenant: nobody else reads the file.
+        # A salt may be a secret of its tenant: only its owner reads the file.
         with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "w+b") as file:
-            done = await export_index(store, file, model=arguments.model, tenant=arguments.tenant)
+            report = await export_index(store, file, model=arguments.model, tenant=arguments.tenant)
             file.flush()
             os.fsync(file.fileno())
             size = file.tell()
         part.replace(path)
     except OSError as exc:
         raise InvalidValue(f"{part} cannot be written: {exc.strerror}") from None
-    text = f"exported {done.publishers} publishers with {done.blocks:,} blocks to {path}, {size:,} bytes"
-    if done.unreadable:
-        text += (
-            f"\n{done.unreadable} rows or entries in Redis cannot be read, and are left out, as queries leave them out"
-        )
-    return text + _changed(done.changed)
+    text = f"exported {report.publishers} publishers with {report.blocks:,} blocks to {path}, {size:,} bytes"
+    if report.unreadable:
+        text += f"\n{report.unreadable} rows or entries in Redis cannot be read, and are left out, as in queries"
+    return text + _changed(report.changed)
 
 
 async def _import(arguments: argparse.Namespace, settings: Settings, store: Store) -> str:
@@ -100,7 +98,7 @@ async def _import(arguments: argparse.Namespace, settings: Settings, store: Stor
     from waymark.store.index_file import IndexFile
 
     file = IndexFile.read(arguments.file)
-    done = await import_index(
+    report = await import_index(
         store,
         file,
         hash_seed=settings.hash_seed,
@@ -108,7 +106,7 @@ async def _import(arguments: argparse.Namespace, settings: Settings, store: Stor
         tenant=arguments.tenant,
         replaces=arguments.replace,
     )
-    return f"imported {done.publishers} publishers with {done.blocks:,} blocks" + _changed(done.changed)
+    return f"imported {report.publishers} publishers with {report.blocks:,} blocks" + _changed(report.changed)
 
 
 def _changed(streams: int) -> str:

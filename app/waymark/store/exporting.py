@@ -2,7 +2,7 @@
 
 No lock is taken. A call that changes the blocks of a holder on a shard notes how far it came in the field ``applied``:
 if these marks are the same before and after the blocks of a stream were read, they are those of its watermark.
-Otherwise the stream is read again, and nothing is written before that. A stream that never rests is written as it was
+Otherwise the stream is read again, and is written only then. A stream that never rests is written as it was
 seen, with the watermark from before, and is marked as not exact: if its worker applies the batches after that watermark
 again, the same blocks are in the index in the end.
 """
@@ -57,12 +57,12 @@ class _Moment:
     holders: list[tuple[int, SavedHolder]]
     is_between_batches: bool
 
-    def is_as(self, other: _Moment | None) -> bool:
-        """Return whether the blocks have not changed since ``other``."""
-        return other is not None and (self.marks, self.state.life, self.state.holders) == (
-            other.marks,
-            other.state.life,
-            other.state.holders,
+    def is_as(self, earlier: _Moment | None) -> bool:
+        """Return whether the blocks have not changed since ``earlier``."""
+        return earlier is not None and (self.marks, self.state.life, self.state.holders) == (
+            earlier.marks,
+            earlier.state.life,
+            earlier.state.holders,
         )
 
 
@@ -77,41 +77,41 @@ class _HolderRows(NamedTuple):
 
 
 class _PublisherRead(NamedTuple):
-    """A publisher as it was read, and whether all of it is of one moment."""
+    """A publisher with its rows, and whether they belong to one moment."""
 
     moment: _Moment
-    read: list[_HolderRows]
+    rows: list[_HolderRows]
     is_exact: bool
 
 
 async def export_index(
     store: Store, file: BinaryIO, *, model: str | None = None, tenant: str | None = None, attempts: int = ATTEMPTS
 ) -> Exported:
-    """Write the publishers of these groups, all by default, with their blocks. Raise StoreUnavailable."""
+    """Write the publishers of the model and the tenant, with their blocks. Raise StoreUnavailable."""
     complaint = await store.other_format()
     if complaint is not None:
         raise InvalidValue(complaint)
-    writer, done = IndexFileWriter(file), Exported()
+    writer, report = IndexFileWriter(file), Exported()
     seed = await store.client.hget(keys.GROUPS, "hash_seed")
     writer.begin(time.time(), int(seed) if seed else DEFAULT_SEED)
     for claim in await store.directory.claims():
         group = claim.registration.group
         if not claim.is_leaving and model in (None, group.model_name) and tenant in (None, group.tenant_id):
-            await _Export(store, writer, claim, done).write(attempts)
+            await _Export(store, writer, claim, report).write(attempts)
     writer.end()
-    done.publishers, done.blocks = writer.publishers, writer.blocks
-    return done
+    report.publishers, report.blocks = writer.publishers, writer.blocks
+    return report
 
 
 class _Export:
     """The export of one publisher."""
 
-    def __init__(self, store: Store, writer: IndexFileWriter, claim: Claim, done: Exported) -> None:
+    def __init__(self, store: Store, writer: IndexFileWriter, claim: Claim, report: Exported) -> None:
         self._store = store
         self._client = store.client
         self._writer = writer
         self._claim = claim
-        self._done = done
+        self._report = report
         self._shards = range(claim.shards)
 
     async def write(self, attempts: int) -> None:
@@ -125,18 +125,18 @@ class _Export:
         if attempt is not None:
             moment = attempt.moment
             self._writer.publisher(self._claim, _state_of(moment.state), [saved for _, saved in moment.holders])
-            blocks = sum([await self._write(each) for each in attempt.read])
+            blocks = sum([await self._write(each) for each in attempt.rows])
             self._writer.end_publisher(blocks, is_exact=attempt.is_exact)
-            self._done.changed += not attempt.is_exact
+            self._report.changed += not attempt.is_exact
 
     async def _attempt(self) -> _PublisherRead | None:
         """Read the publisher; None if it is unregistered meanwhile."""
-        before = await self._moment()
-        if before is None:
+        moment = await self._moment()
+        if moment is None:
             return None
-        parts = [(number, id_, shard) for number, (id_, _) in enumerate(before.holders) for shard in self._shards]
-        read = [await self._read(*part) for part in parts]
-        return _PublisherRead(before, read, before.is_between_batches and before.is_as(await self._moment()))
+        parts = [(number, id_, shard) for number, (id_, _) in enumerate(moment.holders) for shard in self._shards]
+        rows = [await self._read(*part) for part in parts]
+        return _PublisherRead(moment, rows, moment.is_between_batches and moment.is_as(await self._moment()))
 
     async def _rest(self) -> None:
         """Wait for the next change of the stream, because the time after it is the longest without one."""
@@ -178,41 +178,41 @@ class _Export:
     async def _read(self, number: int, holder: int, shard: int) -> _HolderRows:
         """Read the entries of a holder, and the rows that they name, as they are."""
         engine, cursor, is_over = keys.engine(self._claim.group_id, shard, holder), 0, False
-        found = _HolderRows(number, holder, {}, {}, [])
+        content = _HolderRows(number, holder, {}, {}, [])
         while not is_over:
             cursor, fields = await self._client.hscan(engine, cursor, _FIELDS)
             is_over = cursor == 0
             for name, value in fields.items():
                 if name.startswith(b"*"):
-                    found.copies[name[1:]] = value
+                    content.copies[name[1:]] = value
                 elif name != b"applied":
-                    found.entries[name] = value
-        prefix, names = keys.block_prefix(self._claim.group_id, shard), [_place(name) for name in found.entries]
+                    content.entries[name] = value
+        prefix, names = keys.block_prefix(self._claim.group_id, shard), [_place(name) for name in content.entries]
         rows = [prefix + (b"" if place is None else place.name) for place in names]
         portions = await self._client.several(
             [("MGET", *rows[start : start + _ROWS]) for start in range(0, len(rows), _ROWS)]
         )
-        found.values.extend(value for portion in portions for value in portion)
-        return found
+        content.values.extend(value for portion in portions for value in portion)
+        return content
 
-    async def _write(self, read: _HolderRows) -> int:
+    async def _write(self, source: _HolderRows) -> int:
         """Write the blocks of a holder; return how many there were."""
         blocks, rows = 0, list[SavedRow]()
-        for (name, entry), value in zip(read.entries.items(), read.values, strict=True):
+        for (name, entry), value in zip(source.entries.items(), source.values, strict=True):
             place = _place(name)
-            of_holder = None if value is None or place is None else _of_holder(value, entry, read.holder)
+            of_holder = None if value is None or place is None else _of_holder(value, entry, source.holder)
             if place is None or of_holder is None:
-                self._done.unreadable += place is None or value is not None
+                self._report.unreadable += place is None or value is not None
                 continue
             row = SavedRow(place, *of_holder, {})
-            rows.append(_with_copies(row, read.copies) if read.copies else row)
+            rows.append(_with_copies(row, source.copies) if source.copies else row)
             blocks += row.blocks
             if len(rows) == _ROWS:
-                self._writer.rows(read.number, rows)
+                self._writer.rows(source.number, rows)
                 rows = []
                 await asyncio.sleep(0)
         if rows:
-            self._writer.rows(read.number, rows)
+            self._writer.rows(source.number, rows)
         return blocks
 
 
@@ -233,7 +233,7 @@ def _is_in_batch(state: StreamRecord, holders: Sequence[tuple[int, SavedHolder]]
 
 
 def _of_holder(value: bytes, entry: bytes, holder: int) -> tuple[int, bytes, bytes] | None:
-    """Return namespace, slots and engine hashes of a holder's blocks in a row; None if the row has none of them."""
+    """Return namespace, slots and engine hashes of a holder's blocks in a row; None if the row lacks the holder."""
     end = value.find(b" ")
     at = value.find(b" %d:" % holder, end)
     slots = value[:end].removesuffix(b"+")
@@ -252,11 +252,11 @@ def _of_holder(value: bytes, entry: bytes, holder: int) -> tuple[int, bytes, byt
         hashes = hashes[: 8 * count].ljust(8 * count, b"\xff")
     if bitmap == (1 << count) - 1:
         return namespace, slots, hashes
-    there = [slot for slot in range(count) if bitmap >> slot & 1]
+    slot_numbers = [slot for slot in range(count) if bitmap >> slot & 1]
     return (
         namespace,
-        b"".join([slots[SLOT_CHARS * slot : SLOT_CHARS * (slot + 1)] for slot in there]),
-        b"".join([hashes[8 * slot : 8 * (slot + 1)] for slot in there]),
+        b"".join([slots[SLOT_CHARS * slot : SLOT_CHARS * (slot + 1)] for slot in slot_numbers]),
+        b"".join([hashes[8 * slot : 8 * (slot + 1)] for slot in slot_numbers]),
     )
 
 

@@ -1,10 +1,10 @@
 """Puts the publishers and blocks of a file into this Redis, one publisher after the other.
 
-The blocks of a publisher get holders that no reader sees, as a snapshot of an engine does, and take their place in
+The blocks of a publisher get holders hidden from readers, as those of a snapshot, and take their place in
 one step when all are there. So no answer counts a part of them. A second import goes on where one was cut: it
 replaces what that one has registered.
 
-An import is a worker that has taken the lease: the stream has the watermark and the digest of the file afterwards,
+An import acts as a worker with the lease: the stream has the watermark and the digest of the file afterwards,
 and the status ``starting``. The ingest worker that takes it over goes on as after another worker. It asks for the
 batches behind the watermark, and ends the life if the engine is another process than the one in the file.
 """
@@ -57,9 +57,9 @@ async def import_index(
     tenant: str | None = None,
     replaces: bool = False,
 ) -> Imported:
-    """Import the publishers of these groups, all by default, after everything was checked.
+    """Import the publishers of the model and the tenant, after a check of the whole file.
 
-    ``replaces`` allows publishers that are registered here already. Raises InvalidValue or Conflict, before any change,
+    ``replaces`` allows names with a registration here. Raises InvalidValue or Conflict, before any change,
     and StoreUnavailable.
     """
     wanted = [
@@ -68,13 +68,13 @@ async def import_index(
         if model in (None, saved.group.model_name) and tenant in (None, saved.group.tenant_id)
     ]
     await _check(store, file, wanted, hash_seed=hash_seed, replaces=replaces)
-    done = Imported()
+    report = Imported()
     for saved in wanted:
         await _import_publisher(store, file, saved)
-        done.publishers += 1
-        done.blocks += saved.blocks
-        done.changed += not saved.is_exact
-    return done
+        report.publishers += 1
+        report.blocks += saved.blocks
+        report.changed += not saved.is_exact
+    return report
 
 
 async def _check(
@@ -104,10 +104,10 @@ async def _check(
                 name = shown(str(saved.claim.registration.name))
                 raise InvalidValue(f"{file.path}: a holder of publisher {name} cannot be read: {exc}") from None
     known = {claim.registration.name for claim in await store.directory.claims()}
-    taken = [str(saved.claim.registration.name) for saved in wanted if saved.claim.registration.name in known]
-    if taken and not replaces:
-        more = f" and {len(taken) - _NAMES_SHOWN} more" if len(taken) > _NAMES_SHOWN else ""
-        names = ", ".join(shown(name) for name in taken[:_NAMES_SHOWN])
+    conflicts = [str(saved.claim.registration.name) for saved in wanted if saved.claim.registration.name in known]
+    if conflicts and not replaces:
+        more = f" and {len(conflicts) - _NAMES_SHOWN} more" if len(conflicts) > _NAMES_SHOWN else ""
+        names = ", ".join(shown(name) for name in conflicts[:_NAMES_SHOWN])
         raise Conflict(
             f"this Redis has a registration of {names}{more} already, perhaps of an import that was cut; with "
             "--replace the registration and the blocks of the file replace those here. Nothing was changed"
@@ -116,7 +116,7 @@ async def _check(
 
 async def _import_publisher(store: Store, file: IndexFile, saved: SavedPublisher) -> None:
     claim = await _registered(store, saved)
-    # A worker may have taken the stream of a new registration at once; it waits until this lease is released.
+    # A worker may have conflicts the stream of a new registration at once; it waits until this lease is released.
     grant = await store.leases.take(claim, "import", _LEASE_SECONDS, force=True)
     if grant is None:
         raise _contended(claim)
@@ -214,16 +214,16 @@ class _PublisherImport:
             self._must(await self._store.leases.renew(self._grant, _LEASE_SECONDS))
             self._renewed = time.monotonic()
 
-    def _must(self, is_done: bool) -> None:
-        if not is_done:
+    def _must(self, is_ours: bool) -> None:
+        if not is_ours:
             raise _contended(self._grant.claim)
 
 
 def _part(row: SavedRow, holder: int, seq: int, last: int) -> Part:
     """Return the blocks of a row as a part.
 
-    Their order does not say which of them follow each other. With ``is_known`` a block that finds no slot moves alone,
-    so that no other block comes into a branch row that does not begin with an ancestor of it.
+    Their order does not say which blocks follow each other. With ``is_known`` a block that finds no slot moves alone,
+    so that no other block comes into a branch row that does not begin with an ancestor.
     """
     copies = [row.copies.get(at, b"") for at in range(row.blocks)] if row.copies else []
     return Part(

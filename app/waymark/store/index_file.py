@@ -13,7 +13,7 @@ type bin, and every other kind or length is an error:
 - ``["rows", number, [[place, namespace, slots, hashes, copies], ...]]`` are blocks of the holder with this number in
   the list of its publisher. ``place`` is the name of the row in the holder's entries, and ``slots`` are the slots of
   the row that the holder has. ``hashes`` are their engine hashes, 8 bytes each, all bits set if it is the seq_hash;
-  empty if all of them are. ``copies`` is a map from the position of a block in ``slots`` to the value of its field
+  empty if all are. ``copies`` is a map from the position of a block in ``slots`` to the value of its field
   ``*<key>``.
 - ``["end of publisher", blocks, is_exact]``: without ``is_exact`` the stream changed while it was read.
 - ``["end", publishers, blocks, digest]`` ends the file. ``digest`` are 16 bytes of BLAKE2b of all bytes before this
@@ -44,7 +44,7 @@ from waymark.store.parsing import Malformed
 NAME = "waymark index"
 VERSION = 1
 _DIGEST_BYTES = 16
-#: The most bytes of one array: 512 rows take a tenth of it.
+#: The most bytes of one array: 512 rows take a tenth.
 _RECORD_BYTES_MAX = 64 * 2**20
 _READ_BYTES = 2**20
 _SLOTS = re.compile(rb"(?:[0-9a-f]{16}[0-9a-v]){1,%d}" % ROW_SLOTS)
@@ -150,7 +150,7 @@ class IndexFileWriter:
 
 @dataclass(slots=True)
 class IndexFile:
-    """A file that was read once and is whole."""
+    """A whole file, with its publishers."""
 
     path: Path
     hash_seed: int
@@ -171,7 +171,7 @@ class IndexFile:
                     f"{path} has version {shown(first[1])} of rows {shown(first[4])}, and this release reads version "
                     f"{VERSION} of rows {shown(FORMAT)}; import it with the release that wrote it"
                 )
-            found = cls(path, *_typed(path, [(first[3], (int,)), (first[2], (int, float))]))
+            content = cls(path, *_typed(path, [(first[3], (int,)), (first[2], (int, float))]))
             publisher: SavedPublisher | None = None
             blocks = 0
             for offset, record in records:
@@ -181,15 +181,15 @@ class IndexFile:
                     case ["rows", number, rows] if publisher is not None:
                         blocks += sum(row.blocks for row in _rows(path, publisher, number, rows).rows)
                     case ["end of publisher", count, is_exact] if publisher is not None and count == blocks:
-                        found.publishers.append(replace(publisher, is_exact=is_exact is True, blocks=blocks))
+                        content.publishers.append(replace(publisher, is_exact=is_exact is True, blocks=blocks))
                         publisher = None
                     case ["end", count, all_blocks, digest] if publisher is None:
-                        counts = len(found.publishers), sum(each.blocks for each in found.publishers)
+                        counts = len(content.publishers), sum(each.blocks for each in content.publishers)
                         if (count, all_blocks) != counts or digest != _digest_of(file, offset):
                             raise _damaged(path, "its digest or its counts are not those of its content")
                         if next(records, None) is not None:
                             raise _damaged(path, f"more follows after its end, at byte {offset} of {size}")
-                        return found
+                        return content
                     case _:
                         raise _damaged(path, f"there is no array of this format at byte {offset}")
         raise InvalidValue(f"{path} is not whole: it ends without its last array, after {size} bytes; export it again")

@@ -5,7 +5,7 @@ arrays, so one name cannot be mistaken for another. Braces are the hash tag of a
 a group shares the slot of the group's own keys.
 
 All names of a process may begin with a prefix, so that two Waymarks use one Redis. It stands before ``wm:``, and never
-in the hash tag of a group; a tag that is the name of a key has the prefix, as that key does.
+in the hash tag of a group; a tag with the name of a key begins with the prefix, as that key does.
 """
 
 from __future__ import annotations
