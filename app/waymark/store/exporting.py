@@ -235,13 +235,13 @@ def _is_in_batch(state: StreamRecord, holders: Sequence[tuple[int, SavedHolder]]
 def _of_holder(value: bytes, entry: bytes, holder: int) -> tuple[int, bytes, bytes] | None:
     """Return namespace, slots and engine hashes of a holder's blocks in a row; None if the row lacks the holder."""
     end = value.find(b" ")
-    at = value.find(b" %d:" % holder, end)
+    start = value.find(b" %d:" % holder, end)
     slots = value[:end].removesuffix(b"+")
     count = len(slots) // SLOT_CHARS
-    if end < 0 or at < 0 or len(slots) % SLOT_CHARS or count > ROW_SLOTS:
+    if end < 0 or start < 0 or len(slots) % SLOT_CHARS or count > ROW_SLOTS:
         return None
     try:
-        bitmap = int(value[value.index(b":", at) + 1 :].split(b" ", 1)[0], 16)
+        bitmap = int(value[value.index(b":", start) + 1 :].split(b" ", 1)[0], 16)
         has_namespace = len(entry) % 8 == 1
         namespace, hashes = (int(entry[:16], 16), entry[17:]) if has_namespace else (0, entry)
     except ValueError:

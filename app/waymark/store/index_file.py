@@ -232,16 +232,16 @@ def _records(path: Path, file: BinaryIO) -> Iterator[tuple[int, Any]]:
 
 
 def _digest_of(file: BinaryIO, end: int) -> bytes:
-    digest, left = blake2b(digest_size=_DIGEST_BYTES), end
-    at = file.tell()
+    digest, remaining = blake2b(digest_size=_DIGEST_BYTES), end
+    offset = file.tell()
     file.seek(0)
-    while left:
-        piece = file.read(min(left, _READ_BYTES))
+    while remaining:
+        piece = file.read(min(remaining, _READ_BYTES))
         if not piece:
             break
         digest.update(piece)
-        left -= len(piece)
-    file.seek(at)
+        remaining -= len(piece)
+    file.seek(offset)
     return digest.digest()
 
 
