@@ -48,7 +48,7 @@ class Choices(NamedTuple):
         return len(self.ranked) if self.targets is None else self.targets.count(self.allowed)
 
     def among(self, names: Iterable[_Name]) -> Sequence[_Name]:
-        """Return those names that are of these targets."""
+        """Return the names of allowed targets."""
         if self.targets is not None:
             return self.targets.among(names, self.allowed)
         return [name for name in names if name in self.ranked]
@@ -104,7 +104,7 @@ def with_promises(offers: Sequence[Offer], promises: Promises) -> list[Offer]:
 
 
 def believed(seen: PromptState, drifts: Mapping[int, float], members: Mapping[int, FleetMember]) -> PromptState:
-    """What was seen, with less of those targets that deliver less than is expected of them.
+    """What was seen, with less for targets that deliver less than expected.
 
     ``drifts`` are the shares that are missing, by publisher.
     """

@@ -186,7 +186,7 @@ class TargetSet:
         having |= {each: None for each in named if each in self._weights and allowed.has(each)}
         orders = [self._order(part, random) for part in cost.parts]
         rest = self._least(orders, cost, most, seen, allowed, having, random)
-        # If more than these are as good as the best, the key decides between all of them.
+        # If more than these are as good as the best, the key decides between all.
         equal = rest[0][0] if len(rest) == most and rest[0][0] == rest[-1][0] else None
         near = 0
         for name in nearest:

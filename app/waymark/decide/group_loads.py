@@ -1,4 +1,4 @@
-"""The loads of one group, as they were read last, which of them have changed, and orders and sums that follow them.
+"""The loads of one group, as they were read last, which have changed, and orders and sums that follow them.
 
 A decision looks at the first few targets of an order, so that it costs the same however many targets there are.
 """
@@ -39,7 +39,7 @@ class GroupLoads(Mapping[int, Load]):
         self._put: set[int] = set()
         self._drifts: dict[int, Drift] = {}
         self.has_marks = False
-        """Whether any target may be left out, or delivers less than is expected of it."""
+        """Whether any target may be left out, or delivers less than expected."""
 
     def __getitem__(self, publisher: int) -> Load:
         return self._loads[publisher]
@@ -138,7 +138,7 @@ class GroupLoads(Mapping[int, Load]):
         return frozenset(publisher for publisher, until_ms in self._left_out_until.items() if until_ms > now_ms)
 
     def drifts(self, now_ms: int) -> Mapping[int, float]:
-        """The targets that deliver less than is expected of them, and the share that is missing."""
+        """The targets that deliver less than expected, and the share that is missing."""
         if not self._drifts:
             return _NO_DRIFTS
         return {publisher: drift.share for publisher, drift in self._drifts.items() if drift.until_ms > now_ms}

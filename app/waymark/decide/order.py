@@ -209,7 +209,7 @@ def shortlist(
 
 
 def _targets(fleet: Fleet, question: Question, left_out: Set[int], part: StagePart) -> tuple[TargetSet, Allowed]:
-    """Return the targets for a part of the request, and those of them that it may go to."""
+    """Return the targets for a part of the request, and the allowed ones."""
     parameters = question.parameters
     targets = fleet.targets(question.served_as, part, have_addresses=parameters.needs_address)
     allowed = Allowed(

@@ -116,7 +116,7 @@ class TargetReserver:
     async def take(
         self, offers: Offers, snapshot: GroupSnapshot, matches: PromptMatches, question: Question
     ) -> SelectedTarget | None:
-        """Reserve the best target of each stage that the request goes through, or return None if all of them are gone.
+        """Reserve the best target of each stage that the request goes through, or return None if all are gone.
 
         Raise Saturated; nothing stays reserved then.
         """
@@ -391,7 +391,7 @@ class PrefillProgress:
             self._task = self._begin(self._keep_polling())
 
     def told(self, reservations: Sequence[Reservation], part: ReservationPart) -> None:
-        """Note a caller's report that the prefill of these, or all, is over."""
+        """Note a caller's report that the prefill of some reservations, or all, is over."""
         if part is not ReservationPart.RENEW:
             reason = "caller" if part is ReservationPart.PREFILL else "end"
             for reservation in reservations:

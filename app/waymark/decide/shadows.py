@@ -176,7 +176,7 @@ class ShadowedDecision:
         self._chosen: Mapping[str, Candidate] | None = None
 
     def run(self) -> Mapping[str, Candidate]:
-        """Run the shadows once, and return the target that each of them prefers."""
+        """Run the shadows once, and return the target that each prefers."""
         if self._chosen is None:
             self._chosen = self._shadows.choose(self)
         return self._chosen

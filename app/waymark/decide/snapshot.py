@@ -84,7 +84,7 @@ class GroupSnapshot(NamedTuple):
     left_out: frozenset[int] = _NOBODY
     """The publishers whose engines cannot be reached."""
     drifts: Mapping[int, float] = _NO_DRIFTS
-    """The publishers that deliver less than is expected of them, and the share that is missing."""
+    """The publishers that deliver less than expected, and the share that is missing."""
 
 
 @dataclass(slots=True)
@@ -163,7 +163,7 @@ class SnapshotKeeper:
     # ---- targets -----------------------------------------------------------------------------------
 
     def fleet(self, group: GroupName, table: HolderTable) -> Fleet:
-        """Return the targets by a table, made once for each version of it."""
+        """Return the targets by a table, made once for each version."""
         last = self._last.get(group)
         if last is not None and last.fleet.table is table:
             return last.fleet

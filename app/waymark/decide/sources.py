@@ -1,4 +1,4 @@
-"""Where a target copies the beginning of a prompt from, if another engine has more of it.
+"""Where a target copies the beginning of a prompt from, if another engine has more blocks.
 
 Only a registration with ``kv_source`` is a source. Its pulls are booked by the script that makes the reservation, so
 that any number of replicas together send at most ``WAYMARK_SOURCE_PULLS_MAX`` pulls to one source at a time.
@@ -29,7 +29,7 @@ class _Peer(NamedTuple):
 
 
 class Peers:
-    """The possible sources of one prompt, those with the most of it first."""
+    """The possible sources of one prompt, those with the most blocks first."""
 
     def __init__(self, snapshot: GroupSnapshot, matches: PromptMatches, options: SelectionOptions) -> None:
         self._snapshot = snapshot

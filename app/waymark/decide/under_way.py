@@ -178,7 +178,7 @@ class RequestUnderWay:
     def end(self, *, is_ok: bool, usage: Usage = NO_USAGE) -> asyncio.Task[None] | None:
         """It is over, well or not; what follows changes nothing. Return the task that gives its load back.
 
-        ``usage`` is what the engine says of it.
+        ``usage`` is from the engine.
         """
         if self._has_ended:
             return None

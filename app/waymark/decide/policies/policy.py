@@ -107,7 +107,7 @@ def read_constants(table: Iterable[Constant], given: Mapping[str, Any], field: s
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the way out of a misspelt name: the nearest known one, else all of them."""
+    """Return the way out of a misspelt name: the nearest known one, else all."""
     names = sorted(known)
     # Comparing a name of a megabyte takes half a second, and it would not be near any other.
     close = get_close_matches(name, names, n=1) if len(name) <= SHOWN_MAX else []
