@@ -88,6 +88,8 @@ STEPS: list[tuple[str, str, Any]] = [
     ("GET", "/services", None),
     ("GET", "/workers", None),
     ("GET", "/books", None),
+    ("GET", "/policies/compare", None),
+    ("POST", "/policies/replay", {"policy": "lmetric"}),
     ("GET", "/placement", None),
     ("GET", "/placement/warm?instance=engine-1", None),
     ("GET", "/global_view", None),

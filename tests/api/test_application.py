@@ -24,7 +24,17 @@ REGISTER = {"type": "vLLM", "endpoint": "tcp://a:1", "model": "m", "instance_id"
 WRITES = ["/register", "/unregister", "/repair", "/events", "/dynamo/register", "/dynamo/unregister"]
 WRITES += ["/dynamo/register_peer", "/dynamo/deregister_peer"]
 QUERIES = ["/query", "/query_by_hash", "/dynamo/query", "/dynamo/query_by_hash"]
-VIEWS = ["/services", "/workers", "/books", "/placement", "/global_view", "/metrics", "/openapi.json", "/docs"]
+VIEWS = [
+    "/services",
+    "/workers",
+    "/books",
+    "/policies/compare",
+    "/placement",
+    "/global_view",
+    "/metrics",
+    "/openapi.json",
+    "/docs",
+]
 VIEWS += ["/dynamo/workers", "/dynamo/dump", "/dynamo/peers", "/dynamo/metrics"]
 OPEN = ["/health", "/ready", "/dynamo/health"]
 

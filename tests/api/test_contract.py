@@ -22,6 +22,7 @@ from waymark.api.application import create_app
 from waymark.api.dynamo import schemas as dynamo_schemas
 from waymark.api.dynamo import select_schemas
 from waymark.api.inspection_schemas import StatusAnswer
+from waymark.api.policies import PoliciesAnswer
 from waymark.api.query_schemas import QueryRequest
 from waymark.api.registration_schemas import RegisterRequest
 from waymark.base.metrics import Metrics
@@ -48,6 +49,8 @@ PATHS = {
         "/services",
         "/workers",
         "/books",
+        "/policies/compare",
+        "/policies/replay",
         "/placement",
         "/placement/warm",
         "/global_view",
@@ -79,6 +82,7 @@ VIEWS: dict[str, type[BaseModel]] = {
     "/services": answer_schemas.ServicesAnswer,
     "/workers": answer_schemas.WorkersAnswer,
     "/books": answer_schemas.BooksAnswer,
+    "/policies/compare": PoliciesAnswer,
     "/placement": answer_schemas.PlacementAnswer,
     "/placement/warm": answer_schemas.WarmAnswer,
     "/global_view": answer_schemas.GlobalViewAnswer,

@@ -275,6 +275,8 @@ BODIES: dict[tuple[str, str], Any] = {
     ("GET", "/services"): None,
     ("GET", "/workers"): None,
     ("GET", "/books"): None,
+    ("GET", "/policies/compare"): None,
+    ("POST", "/policies/replay"): {"tenant_id": THEIRS, "policy": "lmetric"},
     ("GET", "/placement"): None,
     ("GET", "/placement/warm"): None,
     ("GET", "/global_view"): None,

@@ -25,7 +25,9 @@ from waymark.simulator.options import SimulateOptions
 
 ROOT = Path(__file__).parents[2]
 RUNNING = ("serve", "query", "ingest", "register", "unregister", "reset", "demo", "status", "inspect", "simulate")
-REMOTE = ("events", "ask", "select", "publishers", "repair", "drain", "top", "books", "placement", "doctor")
+REMOTE = (
+    *("events", "ask", "select", "publishers", "repair", "drain", "top", "books", "policies", "placement", "doctor"),
+)
 COMMANDS = (*RUNNING, "gateway", *REMOTE, "epp", "bench", "completion", "export", "import")
 INSPECTIONS = ("prompt", "block", "holder", "keys", "namespace")
 

@@ -41,6 +41,7 @@ from waymark.api.inspections import Inspections
 from waymark.api.operations import Dependencies, Method, Operation, Resource
 from waymark.api.page import Page
 from waymark.api.placement import PlacementView
+from waymark.api.policies import PoliciesView
 from waymark.api.probes import Probes
 from waymark.api.registrations import Registrations
 from waymark.api.straight import Straight, StraightOperation
@@ -192,7 +193,7 @@ def _operations(
         DynamoSelect(store, decisions.selector, inputs, gate),
         DynamoLoadHandlers(store, decisions.selector, inputs),
     )
-    admin, placement = Admin(store, settings), PlacementView(store)
+    admin, placement, policies = Admin(store, settings), PlacementView(store), PoliciesView(store)
     page = Page(is_shown=settings.ui)
     queue = InspectionQueue(settings)
     explanations, inspected = Explanations(store, settings, tokenizer, queue), Inspections(store, settings, queue)
@@ -226,6 +227,8 @@ def _operations(
         ("GET", "/services", "read", views.services, docs.SERVICES),
         ("GET", "/workers", "read", views.workers, docs.WORKERS),
         ("GET", "/books", "read", BooksView(store).books, docs.BOOKS),
+        ("GET", "/policies/compare", "read", policies.compare, docs.COMPARE),
+        ("POST", "/policies/replay", "admin", policies.replay, docs.REPLAY),
         ("GET", "/placement", "read", placement.placement, docs.PLACEMENT),
         ("GET", "/placement/warm", "read", placement.warm, docs.PLACEMENT_WARM),
         ("GET", "/activity", "read", feed.follow, docs.ACTIVITY),

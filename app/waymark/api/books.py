@@ -32,7 +32,7 @@ class BooksView:
 
     async def books(self, body: Body) -> Answer:
         model, tenant_id = body.path.get("model") or None, body.path.get("tenant") or None
-        minutes = _minutes(body.path.get("since") or _DEFAULT)
+        minutes = -(-since_seconds(body.path.get("since") or _DEFAULT) // 60)
         groups = {
             entry.group_id: group
             for group, entry in (await self._store.directory.groups()).items()
@@ -66,16 +66,16 @@ class BooksView:
         )
 
 
-def _minutes(text: str) -> int:
-    """The minutes of a span such as ``90s``, ``30m`` or ``2h``, rounded up. Raises InvalidValue."""
+def since_seconds(text: str) -> int:
+    """Return the seconds of a span such as ``90s``, ``30m`` or ``2h``, at most a day. Raise InvalidValue."""
     match = _SINCE.fullmatch(text)
     seconds = 0 if match is None else int(match[1]) * _SECONDS[match[2]]
     if not 0 < seconds <= 3600 * HOURS_KEPT:
         raise InvalidValue(
-            f"since is {shown(text)}; send how long ago the books begin, such as 30m or 2h, at most {HOURS_KEPT}h",
+            f"since is {shown(text)}; send how long ago it begins, such as 30m or 2h, at most {HOURS_KEPT}h",
             field="since",
         )
-    return -(-seconds // 60)
+    return seconds
 
 
 def _named(group: GroupName, claim: Claim | None, drifts: Mapping[int, Drift | None]) -> dict[str, Any]:

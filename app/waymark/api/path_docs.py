@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from waymark.api import activity, books, event_schemas, placement, query_schemas, registration_schemas
+from waymark.api import activity, books, event_schemas, placement, policies, query_schemas, registration_schemas
 from waymark.api import admin_schemas as admin_bodies
 from waymark.api import answer_schemas as answers
 from waymark.api import decision_schemas as decision_bodies
@@ -46,6 +46,21 @@ BOOKS = Doc(
     answer=answers.BooksAnswer,
     parameters=books.PARAMETERS,
     errors=(400,),
+    queue="read",
+    reach="filtered",
+)
+COMPARE = Doc(
+    "Returns how often shadows prefer other targets than those that were chosen, and an estimate of the consequences.",
+    answer=policies.PoliciesAnswer,
+    parameters=policies.PARAMETERS,
+    errors=(400,),
+    queue="read",
+    reach="filtered",
+)
+REPLAY = Doc(
+    "Returns the same for a policy or a picker file that decides again over the kept decisions.",
+    policies.TryPolicyRequest,
+    policies.PoliciesAnswer,
     queue="read",
     reach="filtered",
 )

@@ -51,6 +51,7 @@ GROUPS: dict[str, dict[str, CliCommand]] = {
         "top": CliCommand("remote", "show the engines live; keys sort and filter them"),
         "events": CliCommand("remote", "show what has happened: registrations, drains, restarts, losses; -f follows"),
         "books": CliCommand("remote", "show what decisions promised, what engines delivered, and what routing earned"),
+        "policies": CliCommand("remote", "try other policies on kept decisions: compare the shadows, or replay a file"),
         "placement": CliCommand("remote", "show how many tokens would be lost with the cache of each engine"),
         "doctor": CliCommand("remote", "check an installation, and say what to do"),
         "status": CliCommand("looking", "show publishers, streams, ingest workers and the state of Redis"),

@@ -73,6 +73,12 @@ examples:
   $ waymark books --by model --since 24h
   $ waymark books --since 6h --plot books.svg
 """,
+    "policies": """\
+examples:
+  $ waymark policies compare --since 6h        how often each shadow differs, and what that would have meant
+  $ waymark policies replay picker.yaml        a picker file over the kept decisions
+  $ waymark policies replay lmetric --model llama --json
+""",
     "placement": """\
 examples:
   $ waymark placement                      the worth of each cache, the cheapest engine first
@@ -142,6 +148,11 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
             parser.add_argument("--plot", metavar="FILE", help="draw the minutes into this file (.png or .svg), too")
         case "placement":
             parser.add_argument("--model", help="only this model")
+        case "policies":
+            parser.add_argument("deed", choices=("compare", "replay"), help="the shadows, or the policy that follows")
+            parser.add_argument("policy", nargs="?", metavar="FILE", help="replay: a picker file, or a policy by name")
+            parser.add_argument("--model", help="only decisions for this model")
+            parser.add_argument("--since", default="24h", help="how long ago they begin: 30m, 2h, at most 24h (24h)")
         case "doctor":
             parser.add_argument(
                 "--no-ports", action="store_true", help="do not connect to the event sockets of engines"
@@ -181,6 +192,9 @@ def _print_answer(service: RemoteService, arguments: argparse.Namespace, screen:
         case "select":
             from waymark.console.select import parts
             from waymark.console.select import select as command
+        case "policies":
+            from waymark.console.policies import parts
+            from waymark.console.policies import policies as command
         case "placement":
             from waymark.console.placement import parts
             from waymark.console.placement import placement as command

@@ -1,6 +1,6 @@
 """Other policies over kept decisions: how often they differ, and an estimate of the consequences.
 
-A policy decides again by the targets that a decision has kept, with the function that ranks them in every decision.
+A policy decides again by the kept targets of a decision, with the function that ranks them in every decision.
 The estimate has the tokens that its target should have reused, and the time to the first token
 by the line that the kept decisions with a known time lie on. It does not see that other decisions would have changed
 the caches and the loads of later ones.
@@ -42,18 +42,18 @@ class FirstTokenLines:
         for decision in decisions:
             if decision.ttft_ms is not None:
                 tokens, ms = decision.work, decision.ttft_ms
-                one = (1, tokens, ms, tokens * tokens, tokens * ms)
-                self._all = _plus(self._all, one)
-                self._by_target[decision.chosen] = _plus(self._by_target[decision.chosen], one)
+                amounts = (1, tokens, ms, tokens * tokens, tokens * ms)
+                self._all = _plus(self._all, amounts)
+                self._by_target[decision.chosen] = _plus(self._by_target[decision.chosen], amounts)
 
     def predict(self, publisher: int, tokens: int) -> float | None:
         """Return the ms to the first token, or None after too few requests."""
-        own = self._by_target.get(publisher, _NO_SUMS).predict(tokens)
-        return self._all.predict(tokens) if own is None else own
+        estimate = self._by_target.get(publisher, _NO_SUMS).predict(tokens)
+        return self._all.predict(tokens) if estimate is None else estimate
 
 
-def _plus(sums: FirstTokens, one: Iterable[float]) -> FirstTokens:
-    return FirstTokens(*map(float.__add__, map(float, sums), map(float, one)))
+def _plus(sums: FirstTokens, amounts: Iterable[float]) -> FirstTokens:
+    return FirstTokens(*map(float.__add__, map(float, sums), map(float, amounts)))
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class PolicySums:
     decisions: int = 0
     """Decisions in which it prefers a target."""
     differs: int = 0
-    """Those of them in which it prefers another target than the policy that decided."""
+    """The decisions in which it prefers another target than the policy that decided."""
     none: int = 0
     """Further decisions: it preferred no target, failed, or was not asked."""
     expected: int = 0
@@ -100,17 +100,17 @@ class PolicySums:
         }
 
 
-def came(decisions: Sequence[KeptDecision]) -> dict[str, Any]:
+def outcomes(decisions: Sequence[KeptDecision]) -> dict[str, Any]:
     """Return the outcomes of the decisions that were made."""
-    told = [each for each in decisions if each.delivered is not None]
+    reports = [each for each in decisions if each.delivered is not None]
     times = [each.ttft_ms for each in decisions if each.ttft_ms is not None]
     return {
         "decisions": len(decisions),
         "moved": sum(bool(each.targets) and each.chosen != each.targets[0].publisher for each in decisions),
         "expected": sum(each.expected for each in decisions),
-        "reported": len(told),
-        "expected_of_reported": sum(each.expected for each in told),
-        "delivered": sum(each.delivered or 0 for each in told),
+        "reported": len(reports),
+        "expected_of_reported": sum(each.expected for each in reports),
+        "delivered": sum(each.delivered or 0 for each in reports),
         "timed": len(times),
         "ttft_ms": _mean(times),
     }
@@ -140,11 +140,11 @@ async def _compared(
             await asyncio.sleep(0)
         for each in sums:
             each.add(decision, choose(decision, each.name), lines)
-    return {"chosen": came(decisions), "policies": sorted((each.row() for each in sums), key=_gain)}
+    return {"chosen": outcomes(decisions), "policies": sorted((each.row() for each in sums), key=_gain)}
 
 
 def _gain(row: dict[str, Any]) -> tuple[float, float]:
-    """Return the order of policies, best first: by the time to the first token, if that is known, and by tokens.
+    """Return the order of policies, best first: by the time to the first token, if it is known, and by tokens.
 
     Each is compared with the choices that were made, since two shadows may not have seen the same decisions.
     """
@@ -171,7 +171,7 @@ class _KeptRings:
 
 
 def decide_again(decision: KeptDecision, policy: PolicyChoice) -> ShadowChoice | None:
-    """Return the choice of a policy between the kept targets of a decision, or None if it leaves all of them out."""
+    """Return the choice of a policy between the kept targets of a decision, or None if it leaves all out."""
     candidates = [_candidate(target) for target in decision.targets]
     if not candidates:
         return None
@@ -197,10 +197,10 @@ def decide_again(decision: KeptDecision, policy: PolicyChoice) -> ShadowChoice |
     )
     # A policy that draws lots draws the same ones for a decision each time.
     random = Random(decision.nonce)
-    found = stages(rings, request, question, candidates, (), random, decision.active_bound)
-    if found is None:
+    ranked = stages(rings, request, question, candidates, (), random, decision.active_bound)
+    if ranked is None:
         return None
-    candidate = preferred(found.decode, policy, candidates[0])
+    candidate = preferred(ranked.decode, policy, candidates[0])
     return ShadowChoice(candidate.publisher, reused(candidate, request), work(candidate, request))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -11,6 +12,7 @@ from waymark.base.errors import InvalidValue, SettingsError
 from waymark.base.logs import fields
 from waymark.base.settings import Settings
 from waymark.base.shown import shown
+from waymark.base.watched_file import WatchedFile
 from waymark.decide.policies.picker_config import read_picker_config
 from waymark.decide.policies.policy import Preset
 from waymark.decide.policies.presets import PRESETS, preset
@@ -37,8 +39,8 @@ class SelectionOptions:
     """Times in seconds unless the name says otherwise."""
 
     policy: Preset = PRESETS["least-work"]
-    picker: PickerConfig | None = None
-    """The content of an ``EndpointPickerConfig``; it decides if a request names no policy."""
+    picker_file: WatchedFile[PickerConfig] | None = None
+    """An ``EndpointPickerConfig``, which decides if a request names no policy. It has one entry."""
     deadline_seconds: float = 1.0
     loads_seconds: float = 0.1
     """The greatest age of loads that candidates are ranked by; 0: they are read for each decision."""
@@ -57,6 +59,10 @@ class SelectionOptions:
     decisions_kept: float = 0.0
     """The share of decisions to keep in Redis."""
 
+    def default_policy(self) -> PolicyChoice:
+        """Return the policy of a request that does not name one; a file is read again when it has changed."""
+        return PolicyChoice.of(self.policy if self.picker_file is None else self.picker_file.entries[0])
+
     @classmethod
     def of(cls, settings: Settings) -> Self:
         """Read the options. Raise ``SettingsError`` if the policy is unknown, or the file cannot be read."""
@@ -64,16 +70,17 @@ class SelectionOptions:
             policy = preset(settings.policy, "WAYMARK_POLICY")
         except InvalidValue as exc:
             raise SettingsError(exc.sentence) from None
-        picker = None if settings.picker_config is None else read_file(settings.picker_config, "WAYMARK_PICKER_CONFIG")
+        path = settings.picker_config
+        file = None if path is None else WatchedFile(Path(path), _read_picker, "picker")
         shadows = _shadows(settings.shadow or "")
-        own = PolicyChoice.of(policy if picker is None else picker)
+        own = PolicyChoice.of(policy if file is None else file.entries[0])
         if any(each.needs_gauges for each in (own, *(shadow.policy for shadow in shadows))) and (
             settings.gauges_seconds == 0
         ):
             log.warning("the policy needs gauges of engines, but WAYMARK_GAUGES_SECONDS is 0: none are read")
         return cls(
             policy=policy,
-            picker=picker,
+            picker_file=file,
             deadline_seconds=settings.query_deadline_ms / 1000,
             loads_seconds=settings.loads_ms / 1000,
             target_requests_max=settings.target_requests_max,
@@ -88,6 +95,10 @@ class SelectionOptions:
             shadows=shadows,
             decisions_kept=settings.decisions_kept,
         )
+
+
+def _read_picker(path: Path) -> Sequence[PickerConfig]:
+    return [read_file(str(path), "WAYMARK_PICKER_CONFIG")]
 
 
 def _shadows(text: str) -> tuple[Shadow, ...]:

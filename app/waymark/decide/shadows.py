@@ -1,4 +1,4 @@
-"""Shadows: policies that order the targets of each decision, too, and decide nothing; and the records that are kept.
+"""Shadows: policies that order the targets of each decision, too, and decide nothing; and the kept records.
 
 A shadow runs while the decision waits for Redis, with the facts of the decision, which is the same without it.
 A share of the decisions is kept with everything that another policy needs to decide again. The nonce of a reservation
@@ -52,7 +52,7 @@ class Shadows:
 
     def __init__(
         self,
-        kept: KeptDecisions,
+        records: KeptDecisions,
         snapshots: SnapshotKeeper,
         options: SelectionOptions,
         metrics: Metrics,
@@ -60,7 +60,7 @@ class Shadows:
         random: Random | None = None,
     ) -> None:
         """``begin`` starts the readings that only shadows need."""
-        self._kept = kept
+        self._records = records
         self._snapshots = snapshots
         self._begin = begin
         self._reading: asyncio.Task[None] | None = None
@@ -93,8 +93,8 @@ class Shadows:
             try:
                 asked = question._replace(policy=shadow.policy)
                 shadowed.seen = self._completed(shadowed.seen, snapshot, asked)
-                found = order(snapshot, matches._replace(seen=shadowed.seen), asked, self._random)
-                candidate = None if found is None else _preference(found.decode, shadow.policy, first)
+                ranking = order(snapshot, matches._replace(seen=shadowed.seen), asked, self._random)
+                candidate = None if ranking is None else _preference(ranking.decode, shadow.policy, first)
             except Exception as exc:  # a shadow never disturbs a decision, whatever is wrong with it
                 count(shadow=shadow.name, choice="failed").inc()
                 self._warn(shadow, exc)
@@ -117,12 +117,14 @@ class Shadows:
         missing |= ReadingKind.FIRST_TOKENS in needs and not seen.first_tokens
         if not missing:
             return seen
-        found = self._snapshots.at_hand(snapshot.entry, snapshot.fleet, needs)
-        if found is None:
+        at_hand = self._snapshots.at_hand(snapshot.entry, snapshot.fleet, needs)
+        if at_hand is None:
             if self._reading is None or self._reading.done():
                 self._reading = self._begin(self._read(snapshot, needs))
             return seen
-        return seen._replace(gauges=seen.gauges or found.gauges, first_tokens=seen.first_tokens or found.first_tokens)
+        return seen._replace(
+            gauges=seen.gauges or at_hand.gauges, first_tokens=seen.first_tokens or at_hand.first_tokens
+        )
 
     async def _read(self, snapshot: GroupSnapshot, needs: Collection[ReadingKind]) -> None:
         try:
@@ -131,14 +133,14 @@ class Shadows:
             log.debug("values for shadows not read", extra=fields(error=exc.sentence))
 
     def keep(self, shadowed: ShadowedDecision, taken: SelectedTarget) -> None:
-        """Keep a decision that is made, if it belongs to the share."""
+        """Keep a decision after its reservation, if it belongs to the share."""
         reservation = next(iter(taken.reservations), None)
         if reservation is None:
             if self._random.random() >= self._share:
                 return
         elif not self.is_kept(reservation):
             return
-        self._kept.note_decision(taken.group_id, shadowed.record(taken, reservation))
+        self._records.note_decision(taken.group_id, shadowed.record(taken, reservation))
 
     def is_kept(self, reservation: Reservation) -> bool:
         """Return whether the decision that made a reservation is kept."""
@@ -150,7 +152,7 @@ class Shadows:
             return
         for reservation in reservations[:1]:
             if self.is_kept(reservation):
-                self._kept.note_outcome(
+                self._records.note_outcome(
                     reservation.group_id, reservation.nonce, delivered=usage.cached_tokens, ttft_ms=ttft_ms
                 )
 
@@ -230,9 +232,9 @@ def _preference(offers: StageOffers, policy: PolicyChoice, first: Candidate) -> 
 
 
 def preferred(scored: Sequence[Scored], policy: PolicyChoice, first: Candidate) -> Candidate:
-    """Return the target that a policy prefers of an order: ``first``, if that is as good as the best one.
+    """Return the target that a policy prefers of an order: ``first``, if it is as good as the best one.
 
-    Of equal targets one is taken by chance, and it is no difference between two policies which one that is.
+    Of equal targets one is taken by chance, and it is no difference between two policies which one.
     """
     best = scored[0]
     if best.candidate.publisher != first.publisher and not draws(policy):

@@ -45,7 +45,7 @@ _WAITING_MAX = 1_000
 _PER_CALL = 100
 #: The pause after Redis has refused entries.
 _PAUSE_SECONDS = 1.0
-#: How often entries that are too old are removed from streams that get no new ones.
+#: How often old entries are removed from streams that get no new ones.
 _TRIM_SECONDS = 600.0
 #: Entries in one step of a reading.
 _PAGE = 200
@@ -284,7 +284,7 @@ class KeptDecisions:
                 log.debug("kept decisions not trimmed", extra=fields(error=exc.sentence))
 
     async def trim(self) -> None:
-        """Remove the entries that are too old, also if no new ones come. Raise StoreUnavailable."""
+        """Remove the old entries, also if no new ones come. Raise StoreUnavailable."""
         now = time.monotonic()
         for group_id, written_at in list(self._written_at.items()):
             if now - written_at > KEEP_MS / 1000:
@@ -352,7 +352,7 @@ _DEFAULTS = KeptTarget(0, "")
 
 
 def _target_words(target: KeptTarget) -> list[Any]:
-    """Return the fields of a target, without those at the end that have their default."""
+    """Return the fields of a target, without defaults at the end."""
     gauges = target.gauges
     words: list[Any] = list(target)
     if gauges is not None:

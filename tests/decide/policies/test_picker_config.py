@@ -216,7 +216,7 @@ def plugins(*lines: str) -> str:
 def test_a_file_says_whether_entries_are_speculative(parameters: str, expected: tuple[bool, int] | None) -> None:
     config = read_picker_config(plugins("- type: precise-prefix-cache-scorer", f"  parameters: {{{parameters}}}"))
     assert config.speculation == expected
-    by_file = SelectionOptions(picker=config, is_speculative=True, speculative_milliseconds=7)
+    by_file = SelectionOptions(is_speculative=True, speculative_milliseconds=7)
     question = Question(GroupName("default", "m"), no_prompt, PolicyChoice.of(config))
     assert speculation_of(question, by_file) == (expected or (True, 7))
     by_name = question._replace(policy=PolicyChoice.of(PRESETS["least-work"]))

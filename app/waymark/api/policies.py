@@ -1,0 +1,135 @@
+"""``GET /policies/compare`` and ``POST /policies/replay``: other policies over kept decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from waymark.api.books import since_seconds
+from waymark.api.http.answers import Answer
+from waymark.api.http.bodies import Body
+from waymark.api.http.errors import InvalidBody
+from waymark.api.http.fields import OPTIONAL_NAME, OptionalName, RequestBody
+from waymark.api.http.models import Model
+from waymark.decide.comparison import compare, replay
+from waymark.decide.options import Shadow
+from waymark.decide.policies.picker_config import read_picker_config
+from waymark.decide.policies.presets import preset
+from waymark.decide.question import PolicyChoice
+from waymark.store.kept_decisions import KeptDecision
+from waymark.store.store import Store
+
+PARAMETERS = ("model", "tenant", "since")
+_DEFAULT = "24h"
+#: The newest kept decisions that one answer is about: a replay of so many takes a second or two of CPU.
+_DECISIONS_MAX = 10_000
+_FILE_MAX = 16_384
+
+
+class TryPolicyRequest(RequestBody):
+    """A policy to try over the kept decisions: its name, or the text of a picker file."""
+
+    policy: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
+        default=None, description="the name of a policy; the default is the file"
+    )
+    file: Annotated[str, Field(min_length=1, max_length=_FILE_MAX)] | None = Field(
+        default=None, description=f"the text of an EndpointPickerConfig in YAML, at most {_FILE_MAX} characters"
+    )
+    model: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}: only decisions for this model")
+    tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}: only decisions for this tenant")
+    since: Annotated[str, Field(max_length=16)] = Field(
+        default=_DEFAULT, description=f"how long ago the decisions begin, such as 30m or 2h ({_DEFAULT})"
+    )
+
+
+class DecisionsMade(Model):
+    """The outcomes of the kept decisions."""
+
+    decisions: int
+    moved: int = Field(description="how many went to another target than the first, because of loads of that instant")
+    expected: int = Field(description="tokens that the targets should have reused")
+    reported: int = Field(description="how many have a report of their engine")
+    expected_of_reported: int
+    delivered: int = Field(description="tokens that the engines have reused, by these reports")
+    timed: int = Field(description="how many have a time to the first token")
+    ttft_ms: float | None = Field(description="the mean time")
+
+
+class ComparedPolicy(Model):
+    """The choices of another policy, beside those that were made."""
+
+    policy: str
+    decisions: int = Field(description="decisions in which it prefers a target")
+    differs: int = Field(description="decisions in which it prefers another one")
+    none: int = Field(description="further decisions: it preferred no target, failed, or was not asked")
+    expected: int = Field(description="tokens that its targets should have reused")
+    expected_of_chosen: int = Field(description="the same of the targets that were chosen")
+    predicted_ttft_ms: float | None = Field(description="the estimated mean time to the first token, or null")
+    predicted_ttft_ms_of_chosen: float | None
+
+
+class PoliciesAnswer(Model):
+    """Policies over the kept decisions, the best one first by these estimates."""
+
+    chosen: DecisionsMade
+    policies: list[ComparedPolicy]
+    unreadable: int = Field(description="records that another release has written, and that were left out")
+
+
+class PoliciesView:
+    """The handlers."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._one_at_a_time = asyncio.Semaphore(1)
+
+    async def compare(self, body: Body) -> Answer:
+        seconds = since_seconds(body.path.get("since") or _DEFAULT)
+        async with self._one_at_a_time:
+            decisions, unreadable = await self._read(
+                body.caller.has, body.path.get("model") or None, body.path.get("tenant") or None, seconds
+            )
+            return Answer(await compare(decisions) | {"unreadable": unreadable})
+
+    async def replay(self, body: Body) -> Answer:
+        request = TryPolicyRequest.of(body.fields)
+        if (request.policy is None) == (request.file is None):
+            raise InvalidBody("send policy, the name of a policy, or file, the text of a picker file", field="policy")
+        seconds = since_seconds(request.since)
+        if request.file is not None:
+            # The parser holds the GIL in small steps only.
+            config = await asyncio.to_thread(read_picker_config, request.file)
+            policy = Shadow("file", PolicyChoice.of(config))
+        else:
+            chosen = preset(request.policy or "")
+            policy = Shadow(chosen.name, PolicyChoice.of(chosen))
+        async with self._one_at_a_time:
+            decisions, unreadable = await self._read(body.caller.has, request.model, request.tenant_id, seconds)
+            return Answer(await replay(decisions, [policy]) | {"unreadable": unreadable})
+
+    async def _read(
+        self, has: Callable[[str], bool], model: str | None, tenant_id: str | None, seconds: int
+    ) -> tuple[list[KeptDecision], int]:
+        """Read the newest decisions of the groups that the caller sees, in the order of time."""
+        since_ms = int(1000 * (time.time() - seconds))
+        decisions: list[KeptDecision] = []
+        unreadable = 0
+        for group, entry in (await self._store.directory.groups()).items():
+            is_meant = model in (None, group.model_name) and tenant_id in (None, group.tenant_id)
+            if is_meant and has(group.tenant_id):
+                reading = await self._store.kept_decisions.read(
+                    entry.group_id, since_ms=since_ms, decisions_max=_DECISIONS_MAX
+                )
+                decisions += reading.decisions
+                unreadable += reading.unreadable
+                # Of many groups no more are held at a time than those of two.
+                decisions = sorted(decisions, key=_time)[-_DECISIONS_MAX:]
+        return decisions, unreadable
+
+
+def _time(decision: KeptDecision) -> Any:
+    return decision.time_ms
