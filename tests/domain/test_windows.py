@@ -186,6 +186,20 @@ def test_what_nobody_knows_is_counted_and_hurts_nothing(index: Hybrid) -> None:
     assert index.ignored == {"other_group": 1, "other_attention": 2}
 
 
+def test_a_removal_of_all_groups_has_the_same_positions_after_a_takeover() -> None:
+    """The order in which the groups became known is not in the record."""
+    positions = []
+    for is_taken_over in (False, True):
+        index = Hybrid()
+        index.events(main(), *(window(8, group=group) for group in (3, 1, 2)))
+        if is_taken_over:
+            index.take_over()
+        index.events(removed(8))
+        positions.append([(part.holder, part.first, part.hashes) for part in index.parts])
+    assert positions[0] == positions[1]
+    assert len(positions[0]) == 4
+
+
 def test_groups_are_bounded(index: Hybrid) -> None:
     index.events(main())
     for group in range(1, 200):

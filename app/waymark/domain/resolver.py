@@ -134,7 +134,7 @@ class Resolver(StreamBlocks):
                     continue
                 if isinstance(event, Removed) and event.group is None and event.envelope is None:
                     # Its engine names no groups in removals of main attention; nothing is left of the block.
-                    late += [(j, replace(event, group=group)) for group in windows]
+                    late += [(j, replace(event, group=group)) for group in sorted(windows)]
             if self._slice.is_full(EVENT_WORK if isinstance(event, Cleared) else EVENT_WORK + len(event.engine_hashes)):
                 yield
             yield from self._resolve_event(progress, plan, index, j, batch)
