@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.api.conftest import MakeClient
+from waymark.apply import kept as kept_memories
 from waymark.apply.kept import KeptMemories
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
@@ -230,7 +231,8 @@ async def test_memories_are_bounded_in_bytes(
         made.append(self)
 
     monkeypatch.setattr(KeptMemories, "__init__", begun)
-    client = await make_client(memory_store, metrics=metrics, event_memory_bytes=20_000)
+    monkeypatch.setattr(kept_memories, "BYTES_MAX", 20_000)
+    client = await make_client(memory_store, metrics=metrics)
     for i in range(40):
         await register(client, f"pool-{i}")
         assert await store_one(client, 1, f"pool-{i}") == 200

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+from importlib import import_module
 
 import pytest
 from pydantic import ValidationError
 
 from tests.settings_table import describe
 from waymark.base.errors import SettingsError
-from waymark.base.settings import Settings, hide_password
+from waymark.base.settings import FORMER, Settings, hide_password
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
@@ -89,6 +91,17 @@ def test_an_unknown_variable_is_refused_with_the_nearest_name() -> None:
         Settings.from_env({"WAYMARK_SHARD": "2"})
     with pytest.raises(SettingsError, match="waymark_port is not a setting: did you mean WAYMARK_PORT"):
         Settings.from_env({"waymark_port": "2"})
+
+
+def test_a_former_setting_is_warned_of_and_its_constant_is_there(caplog: pytest.LogCaptureFixture) -> None:
+    settings = Settings.from_env({**dict.fromkeys(FORMER, "7"), "WAYMARK_PORT": "2000"})
+    assert settings == Settings(port=2000, worker_id=settings.worker_id)
+    assert len(caplog.records) == len(FORMER)
+    for record in caplog.records:
+        variable, _, constant = record.getMessage().partition(" is not a setting any more, and has no effect: it is ")
+        value, name, module = re.fullmatch(r"(.+), (\w+) in ([\w.]+)", constant).groups()  # type: ignore[union-attr]
+        number, _, unit = value.partition(" ")
+        assert getattr(import_module(module), name) == int(number.replace(",", "")) * (2**20 if unit else 1), variable
 
 
 def test_all_complaints_come_at_once() -> None:

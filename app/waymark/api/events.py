@@ -17,8 +17,8 @@ from itertools import groupby
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.prompts import check_count
+from waymark.apply import kept
 from waymark.apply.applier import Applier, Incoming
-from waymark.apply.kept import KeptMemories
 from waymark.apply.options import ApplyOptions
 from waymark.apply.redis_calls import Fenced
 from waymark.apply.resuming import resumed
@@ -59,7 +59,7 @@ class Events:
         self._settings = settings
         self._options = ApplyOptions.of(settings)
         self._metrics = metrics
-        self._kept = store.incarnation.cache(KeptMemories(store, settings.event_memory_bytes, metrics))
+        self._kept = store.incarnation.cache(kept.KeptMemories(store, kept.BYTES_MAX, metrics))
 
     async def events(self, body: Body) -> Answer:
         """Apply one event or a list, up to the first gap. If one does not fit, the whole request is rejected."""

@@ -15,10 +15,13 @@ from waymark.base.settings import Settings
 
 T = TypeVar("T")
 
+AT_ONCE = 2
+"""Inspections that run at once. Each reads as much of Redis as many queries do, and people ask for few."""
+
 
 class InspectionQueue:
     def __init__(self, settings: Settings) -> None:
-        self._admission = AdmissionQueue(settings.inspect_at_once)
+        self._admission = AdmissionQueue(AT_ONCE)
         self._seconds = settings.inspect_seconds
 
     async def take(self, work: Callable[[], Awaitable[T]], *, name: str, remedy: str) -> T:

@@ -19,6 +19,9 @@ from waymark.store.leases import Grant
 from waymark.store.records import StreamRecord
 from waymark.store.store import Store
 
+BYTES_MAX = 64 * 2**20
+"""The blocks of a publisher that is dropped are read from Redis, so the bound costs time, and never an answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class _KeptMemory:

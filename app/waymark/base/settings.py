@@ -2,20 +2,22 @@
 
 The variable of a field is ``WAYMARK_`` and the field's name in capitals. Settings are read once, in the command line,
 and handed down as arguments; lower layers never read the environment. A wrong or unknown variable stops the process
-with a sentence for each. Passwords and the token are in no ``repr`` and in no error.
+with a sentence for each, and one of ``FORMER`` is named in a warning. Passwords and the token are in no ``repr`` and in
+no error.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import logging
 import os
 import re
 import secrets
 import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 from annotated_types import Ge, Le
 from pydantic import (
@@ -34,6 +36,8 @@ from waymark.base.errors import SettingsError
 from waymark.base.shown import shown
 
 PREFIX = "WAYMARK_"
+
+log = logging.getLogger(__name__)
 
 _MIB = 2**20
 _DAY = 86_400
@@ -220,8 +224,6 @@ class Settings(BaseModel):
     """The form of `/query` answers: `published` (old), `instances` (new), or `auto`: JSON is old, msgpack has both."""
     query_deadline_ms: int = Field(1000, ge=1, le=60_000)
     """How long a query may take before it answers with what it has found."""
-    inspect_at_once: int = Field(2, ge=1, le=100)
-    """How many inspections (explanations of prompts, and `/inspect`) a replica runs at once; further ones wait."""
     inspect_seconds: float = Field(5.0, ge=0.01, le=60)
     """How long one inspection may take, in seconds."""
     inspect_blocks_max: int = Field(16_384, ge=1, le=2**21)
@@ -230,10 +232,6 @@ class Settings(BaseModel):
     """Whether the native module is used if it was built; `false` selects the pure-Python path."""
     hot_block_ms: int = Field(200, ge=0, le=60_000)
     """How long, in milliseconds, a replica keeps a row of the index that many holders share; 0 disables this cache."""
-    hot_block_bytes: int = Field(64 * _MIB, ge=0, le=64 * 1024 * _MIB)
-    """The most bytes of rows of the index that a replica keeps in its cache."""
-    event_memory_bytes: int = Field(64 * _MIB, ge=0, le=64 * 1024 * _MIB)
-    """How many bytes of publishers' blocks a replica remembers between requests of `POST /events`; 0 disables it."""
     answer_cache_bytes: int = Field(8 * _MIB, ge=0, le=64 * 1024 * _MIB)
     """The size of the answer cache of a replica, which reuses an answer for the same blocks; 0 disables it."""
     text_cache_bytes: int = Field(1 * _MIB, ge=0, le=64 * 1024 * _MIB)
@@ -286,8 +284,6 @@ class Settings(BaseModel):
     """How long one replay may take in total."""
     replays_max: int = Field(8, ge=1, le=256)
     """How many replays one ingest worker runs at once; each holds unapplied batches in memory."""
-    replay_bytes_per_second_min: int = Field(16_384, ge=0, le=1024 * _MIB)
-    """A replay that is slower than this, in bytes per second, lets a waiting stream replay first; 0 means never."""
     publisher_timeout: float = Field(60.0, ge=0, le=7 * _DAY)
     """After how many seconds without a connection queries no longer count a publisher's blocks; 0 means never."""
     lease_seconds: float = Field(8.0, ge=1, le=300)
@@ -466,8 +462,6 @@ class Settings(BaseModel):
     """The tenant whose targets an endpoint picker picks."""
     epp_streams_max: int = Field(4096, ge=1, le=1_000_000)
     """How many requests an endpoint picker handles at once; it refuses further requests."""
-    epp_idle_seconds: float = Field(600.0, ge=1, le=_DAY)
-    """After how many seconds without a message an endpoint picker ends the gRPC stream of a request."""
     epp_index_streams_max: int = Field(256, ge=1, le=1_000_000)
     """How many streams of `radix_index.RadixIndex` an endpoint picker has open at once; it refuses further streams."""
     placement_seconds: int = Field(180, ge=1, le=_DAY)
@@ -550,7 +544,9 @@ class Settings(BaseModel):
         }
         if not variables.get(_MIN_WORKERS) and environ.get(_DYNAMO_MIN_WORKERS):
             variables[_MIN_WORKERS] = environ[_DYNAMO_MIN_WORKERS]
-        complaints = [_unknown(name) for name in sorted(variables) if name not in _FIELDS]
+        for name in sorted(variables.keys() & FORMER.keys()):
+            log.warning("%s is not a setting any more, and has no effect: it is %s", name, FORMER[name])
+        complaints = [_unknown(name) for name in sorted(variables) if name not in _FIELDS and name not in FORMER]
         # A token may not be empty: a secret that did not arrive must not open the door.
         values = {
             _FIELDS[name]: value for name, value in variables.items() if name in _FIELDS and (value or name in _TOKENS)
@@ -572,6 +568,14 @@ class Settings(BaseModel):
 CLIENT_URL = PREFIX + "URL"
 
 _REDIS_URLS = frozenset({"redis_url", "redis_read_url", "answers_redis_url"})
+#: The variables of settings that are constants now, with the value and the place of each.
+FORMER: Final = {
+    PREFIX + "INSPECT_AT_ONCE": "2, AT_ONCE in waymark.api.inspection_queue",
+    PREFIX + "HOT_BLOCK_BYTES": "64 MiB, BYTES_MAX in waymark.store.hot",
+    PREFIX + "EVENT_MEMORY_BYTES": "64 MiB, BYTES_MAX in waymark.apply.kept",
+    PREFIX + "REPLAY_BYTES_PER_SECOND_MIN": "16,384, BYTES_PER_SECOND_MIN in waymark.ingest.stream",
+    PREFIX + "EPP_IDLE_SECONDS": "600, IDLE_SECONDS in waymark.epp.options",
+}
 _FIELDS = {PREFIX + name.upper(): name for name in Settings.model_fields}
 _TOKENS = frozenset({PREFIX + "API_TOKEN", PREFIX + "ENGINE_API_KEY"})
 

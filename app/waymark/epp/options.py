@@ -8,6 +8,10 @@ from typing import Self
 
 from waymark.base.settings import Settings
 
+IDLE_SECONDS = 600.0
+"""After so long without a message the stream of a request is ended. Envoy ends a request without bytes after 300 s, so
+such a stream is forgotten."""
+
 
 @dataclass(frozen=True, slots=True)
 class EppOptions:

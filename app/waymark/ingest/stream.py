@@ -38,16 +38,20 @@ log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
 _SETTLE_TRIES = 2
 
+BYTES_PER_SECOND_MIN = 16_384
+"""A replay that is slower than this lets a waiting stream replay first. Over a network that
+works, every replay is faster; only one that has nearly come to a halt is not."""
+
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """The options of a stream, under the names of the settings."""
+    """The options of a stream, under the names of the settings if they are settings."""
 
     on_gap: Literal["keep", "reset"] = "keep"
     probe_seconds: float = 30.0
     replay_idle_seconds: float = 2.0
     replay_seconds: float = 120.0
-    replay_bytes_per_second_min: int = 16_384
+    replay_bytes_per_second_min: int = BYTES_PER_SECOND_MIN
     publisher_timeout: float = 60.0
     lease_seconds: float = 8.0
     stream_buffer_bytes: int = 64 * 2**20

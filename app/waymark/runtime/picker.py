@@ -21,7 +21,7 @@ from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
 from waymark.decide.under_way import RequestsUnderWay
 from waymark.epp.answers import BodyBytes
-from waymark.epp.options import EppOptions
+from waymark.epp.options import IDLE_SECONDS, EppOptions
 from waymark.epp.process_call import CallContext
 from waymark.epp.server import EppServer
 from waymark.runtime.replica import freeze_heap, http_server, open_store, report_redis, stop_signal
@@ -64,7 +64,7 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
             BodyBytes(settings.max_body_bytes, settings.bodies_max_bytes, metrics),
             settings.epp_tenant,
             settings.request_seconds,
-            settings.epp_idle_seconds,
+            IDLE_SECONDS,
         )
         bounds = ServerBounds(
             settings.request_seconds, files_for(settings.connections_max, 0), settings.bodies_max_bytes

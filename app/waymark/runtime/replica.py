@@ -30,7 +30,7 @@ from waymark.base.settings import Settings
 from waymark.serving.connection import protocol
 from waymark.serving.limits import Connections, ServerBounds, Shape, files_for
 from waymark.serving.listening import listen
-from waymark.store.hot import HotRows
+from waymark.store.hot import BYTES_MAX, HotRows
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -78,7 +78,7 @@ def open_store(settings: Settings, metrics: Metrics, *, keeps_answers: bool = Fa
         settings,
         read_url=settings.redis_read_url,
         answers_url=settings.answers_redis_url if keeps_answers else None,
-        hot=HotRows(settings.hot_block_ms / 1000, settings.hot_block_bytes, metrics),
+        hot=HotRows(settings.hot_block_ms / 1000, BYTES_MAX, metrics),
         metrics=metrics,
     )
 

@@ -71,7 +71,6 @@ def worker_options(settings: Settings) -> WorkerOptions:
             probe_seconds=settings.probe_seconds,
             replay_idle_seconds=settings.replay_idle_seconds,
             replay_seconds=settings.replay_seconds,
-            replay_bytes_per_second_min=settings.replay_bytes_per_second_min,
             publisher_timeout=settings.publisher_timeout,
             lease_seconds=settings.lease_seconds,
             stream_buffer_bytes=settings.stream_buffer_bytes,

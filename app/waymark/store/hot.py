@@ -24,6 +24,10 @@ def is_crowd(run: tuple[bytes, int]) -> bool:
     return run[0].count(b" ") >= _HOLDERS_MIN - 1
 
 
+BYTES_MAX = 64 * 2**20
+"""Only rows that many holders share are kept, for a moment: those of the beginnings of prompts, which are few."""
+
+
 class HotRow(NamedTuple):
     """A copy of a row. With ``is_enough`` a query uses it in place of the row; otherwise it is a hint."""
 
