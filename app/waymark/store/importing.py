@@ -103,8 +103,8 @@ async def _check(
             except Malformed as exc:
                 name = shown(str(saved.claim.registration.name))
                 raise InvalidValue(f"{file.path}: a holder of publisher {name} cannot be read: {exc}") from None
-    known = {claim.registration.name for claim in await store.directory.claims()}
-    conflicts = [str(saved.claim.registration.name) for saved in wanted if saved.claim.registration.name in known]
+    registered = {claim.registration.name for claim in await store.directory.claims()}
+    conflicts = [str(saved.claim.registration.name) for saved in wanted if saved.claim.registration.name in registered]
     if conflicts and not replaces:
         more = f" and {len(conflicts) - _NAMES_SHOWN} more" if len(conflicts) > _NAMES_SHOWN else ""
         names = ", ".join(shown(name) for name in conflicts[:_NAMES_SHOWN])
@@ -166,8 +166,8 @@ class _PublisherImport:
             for each in saved.holders
         ]
         self._must(await store.records.drop_staged(grant, random_nonce()))
-        above = await store.leases.highest_holder(grant)
-        ids = None if above is None else await store.records.stage(grant, begin, above, random_nonce())
+        highest = await store.leases.highest_holder(grant)
+        ids = None if highest is None else await store.records.stage(grant, begin, highest, random_nonce())
         if ids is None:
             raise _contended(grant.claim)
         last = [0] * len(ids)

@@ -120,8 +120,8 @@ class IndexFileWriter:
         self._digest = blake2b(digest_size=_DIGEST_BYTES)
         self.publishers = self.blocks = 0
 
-    def begin(self, written: float, hash_seed: int) -> None:
-        self._write([NAME, VERSION, written, hash_seed, FORMAT])
+    def begin(self, seconds: float, hash_seed: int) -> None:
+        self._write([NAME, VERSION, seconds, hash_seed, FORMAT])
 
     def publisher(self, claim: Claim, state: Mapping[str, Any], holders: list[SavedHolder]) -> None:
         named = [[str(each.name), each.holder, each.event_id, each.seq] for each in holders]
@@ -154,7 +154,7 @@ class IndexFile:
 
     path: Path
     hash_seed: int
-    written: float
+    seconds: float
     publishers: list[SavedPublisher] = field(default_factory=list)
 
     @classmethod
