@@ -10,7 +10,7 @@ import msgpack
 import pytest
 from redis.asyncio import Redis
 
-from tests.store.factories import Stream, claim_of, registration, removed, resolved_of, stored, stream_of
+from tests.store.factories import Stream, claim_of, registration, removed, resolved_of, snapshot, stored, stream_of
 from waymark.base.errors import Conflict, InvalidValue
 from waymark.domain.hashing import DEFAULT_SEED
 from waymark.store import keys
@@ -242,9 +242,9 @@ async def test_an_import_is_checked_before_it_writes(source: Redis, other: Redis
         await loaded(store, tmp_path / "a", hash_seed=5)
     assert await other.keys("*") == []
     await store.registry.register(registration("pod-2", endpoint="tcp://10.0.0.3:5557"))
-    before = await other.dbsize()
+    before = await snapshot(other)
     with pytest.raises(Conflict, match=r"has a registration of .*pod-2.* already, .* with --replace"):
         await loaded(store, tmp_path / "a")
-    assert await other.dbsize() == before
+    assert await snapshot(other) == before
     assert (await loaded(store, tmp_path / "a", replaces=True)).publishers == 2
     assert (await claim_of(store, registration("pod-2"))).registration.endpoint == "tcp://10.0.0.2:5557"

@@ -24,7 +24,8 @@ def _prefix_as_before() -> Iterator[None]:
 
 
 async def names(redis: Redis) -> set[bytes]:
-    return {key async for key in redis.scan_iter()}
+    """All keys but the activity, which is written in the background, at any moment."""
+    return {key async for key in redis.scan_iter() if not key.endswith(b"wm:activity")}
 
 
 async def test_a_life_under_a_prefix_touches_no_key_of_another(redis: Redis) -> None:
@@ -38,7 +39,7 @@ async def test_a_life_under_a_prefix_touches_no_key_of_another(redis: Redis) -> 
     added = await names(redis) - before
     assert added
     assert {key for key in added if not key.startswith(OURS.encode() + b"wm:")} == set()
-    assert await ours.reset() == len(added)
+    assert await ours.reset() >= len(added)
     assert await names(redis) == before
     keys.use_prefix("")
     assert await Store(client).reset() > 0
