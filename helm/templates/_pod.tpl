@@ -209,6 +209,10 @@ spec:
           value: kubernetes
         - name: WAYMARK_DISCOVERY_NAMESPACE
           value: {{ $root.Values.discovery.allNamespaces | ternary "" (default $root.Release.Namespace $root.Values.discovery.namespace) | quote }}
+        {{- if $root.Values.discovery.deletionCost }}
+        - name: WAYMARK_DELETION_COST
+          value: "on"
+        {{- end }}
         {{- end }}
         {{- if $hasPublishers }}
         - name: WAYMARK_PUBLISHERS_FILE

@@ -42,6 +42,7 @@ ELSEWHERE: dict[str, str | None] = {
     "WAYMARK_PUBLISHERS_FILE": "publishers",
     "WAYMARK_DISCOVERY": "discovery.enabled",
     "WAYMARK_DISCOVERY_NAMESPACE": "discovery.namespace",
+    "WAYMARK_DELETION_COST": "discovery.deletionCost",
     "WAYMARK_GATEWAY_DRAIN_SECONDS": "gateway.finishSeconds",
     "WAYMARK_GATEWAY_KEYS_FILE": "gateway.keysSecret.name",
     "WAYMARK_RESPONSES_MONGO_URL": "gateway.mongoSecret.name",

@@ -206,6 +206,15 @@ def test_discovery_may_list_and_watch_pods_and_nothing_else(
     }
     assert {name: pod["automountServiceAccountToken"] for name, pod in pods.items()} == {"ingest": True, "query": False}
     assert variables(values, "ingest")["WAYMARK_DISCOVERY"] == "kubernetes"
+    assert "WAYMARK_DELETION_COST" not in variables(values, "ingest")
+
+
+def test_discovery_may_patch_pods_if_it_writes_the_worth_of_their_caches() -> None:
+    values = merged(REDIS, {"discovery": {"enabled": True, "deletionCost": True}})
+    (rule,) = render(values)["discovery.yaml"][0]["rules"]
+    assert rule["verbs"] == ["list", "watch", "patch"]
+    assert variables(values, "ingest")["WAYMARK_DELETION_COST"] == "on"
+    assert "WAYMARK_DELETION_COST" not in variables(values, "query")
 
 
 def test_without_discovery_nothing_may_be_read() -> None:

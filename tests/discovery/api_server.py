@@ -50,6 +50,9 @@ class ApiServerStub:
     def __init__(self) -> None:
         self.url = ""
         self.pods: dict[str, dict[str, Any]] = {}
+        self.patches: list[tuple[str, str, Any]] = []
+        """The name, the type of the content and the body of each PATCH of a pod."""
+        self.patch_status = 200
         self.version = 100
         self.page = 500
         self.lists: list[dict[str, str]] = []
@@ -97,6 +100,7 @@ class ApiServerStub:
     async def start(self) -> None:
         application = web.Application()
         application.router.add_get("/{path:.*}", self._handle)
+        application.router.add_patch("/api/v1/namespaces/serving/pods/{name}", self._patch)
         self._runner = web.AppRunner(application, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
@@ -106,6 +110,18 @@ class ApiServerStub:
         assert self._runner is not None
         self.send_line(None)
         await self._runner.cleanup()
+
+    async def _patch(self, request: web.Request) -> web.Response:
+        """Annotate a pod; every watch gets the change, as Kubernetes sends it."""
+        name, body = request.match_info["name"], await request.json()
+        self.patches.append((name, request.content_type, body))
+        if self.patch_status != 200:
+            return web.Response(status=self.patch_status)
+        if name not in self.pods:
+            return web.Response(status=404)
+        self.pods[name]["metadata"]["annotations"] |= body["metadata"]["annotations"]
+        self.send("MODIFIED", self.pods[name])
+        return web.json_response(self.pods[name])
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.asked_at.append(monotonic())

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from tests.conftest import wait_until
@@ -24,10 +25,11 @@ from waymark.discovery import kubernetes
 from waymark.discovery.describe import Describer
 from waymark.discovery.engines import EngineRegistrations
 from waymark.discovery.kubernetes import ApiServer
-from waymark.discovery.pods import PodPorts, pod_of, wanted_of
+from waymark.discovery.pods import DELETION_COST, PodPorts, pod_of, wanted_of
 from waymark.discovery.reconciler import Reconciler
 from waymark.discovery.run import DiscoveryOptions, EngineDiscovery
 from waymark.domain.names import BY_CLIENT, Registration
+from waymark.store import keys
 from waymark.store.store import Store
 
 pytestmark = pytest.mark.outside
@@ -64,6 +66,7 @@ async def discovering(
     worker: str = "w",
     allowed: AllowedEndpoints | None = None,
     port: int = 8000,
+    has_deletion_cost: bool = False,
     **server: Any,
 ) -> AsyncIterator[Metrics]:
     """Discovery runs inside."""
@@ -72,7 +75,16 @@ async def discovering(
     api = ApiServer(
         **({"url": url, "token_file": None, "ca_file": None, "namespace": "serving", "selector": SELECTOR} | server)
     )
-    options = DiscoveryOptions(worker, 300, api, PodPorts(port, 5557, 5657), round_seconds=0.1, confirm_seconds=0.2)
+    options = DiscoveryOptions(
+        worker,
+        300,
+        api,
+        PodPorts(port, 5557, 5657),
+        has_deletion_cost=has_deletion_cost,
+        costs_seconds=0.1,
+        round_seconds=0.1,
+        confirm_seconds=0.2,
+    )
     describer = Describer(Asker(allowed), allowed, seconds=20)
     discovery = EngineDiscovery(store, metrics, options, describer, partial(registration_of, allowed=allowed))
     task = asyncio.ensure_future(discovery.run())
@@ -588,3 +600,60 @@ async def test_a_slow_api_server_unregisters_nothing_and_is_named(
         server.send("ERROR", {"kind": "Status", "code": 500, "message": "internal"})
         await until_said(store, "within 0.5 s")
         assert await names(store) == ["serving/a|default|0"]
+
+
+def patch_of(name: str, cost: str) -> tuple[str, str, Any]:
+    return name, "application/merge-patch+json", {"metadata": {"annotations": {DELETION_COST: cost}}}
+
+
+async def test_pods_are_annotated_with_the_worth_of_their_caches_if_it_changes(
+    store: Store, server: ApiServerStub
+) -> None:
+    server.put(*(pod(f"vllm-{number}", f"10.0.0.{number}", annotations=SAID) for number in range(3)))
+
+    async def value(**tokens: int) -> None:
+        worths = {f"serving/{name.replace('_', '-')}": [each, each, each, each, each] for name, each in tokens.items()}
+        found = {"format": 1, "ended": 0.0, "seconds": 0.0, "share": 1.0, "decisions": 0, "worths": worths}
+        await store.scripts.keep_worth(
+            valuing=keys.valuing(1),
+            worth=keys.worth(1),
+            walk="7" * 16,
+            milliseconds=60_000,
+            keep=60_000,
+            value=orjson.dumps(found | {"prefixes": []}),
+        )
+
+    async with discovering(store, server.url, has_deletion_cost=True):
+        await until_named(store, *(f"serving/vllm-{number}|default|0" for number in range(3)))
+
+        async def is_asked() -> bool:
+            return await store.valuations.asked.read() == {1}
+
+        await wait_until(is_asked, "the caches are to be valued")
+        assert server.patches == [], "nothing is known yet"
+        await value(vllm_0=12_345, vllm_1=0, vllm_9=5)
+        await until(lambda: len(server.patches) >= 2, "two pods are annotated")
+        await value(vllm_0=12_399, vllm_1=7)
+        await until(lambda: len(server.patches) >= 3, "only the change is written")
+        first, second, third = server.patches
+        assert sorted((first, second)) == [patch_of("vllm-0", "12000"), patch_of("vllm-1", "0")]
+        assert third == patch_of("vllm-1", "7")
+
+        server.patch_status = 403
+        await value(vllm_2=10**12)
+        await until_said(store, "needs for pods: patch")
+        server.patch_status = 200
+        await until(lambda: server.patches[-1] == patch_of("vllm-2", str(2**31 - 1)), "the largest number")
+
+        async def is_well() -> bool:
+            return await problems(store) == ()
+
+        await wait_until(is_well, "the problem is over")
+        assert await names(store) == sorted(f"serving/vllm-{number}|default|0" for number in range(3))
+
+
+async def test_pods_are_left_alone_without_the_setting(store: Store, server: ApiServerStub) -> None:
+    server.put(pod("vllm-0", "10.0.0.1", annotations=SAID))
+    async with discovering(store, server.url):
+        await until_named(store, "serving/vllm-0|default|0")
+    assert (server.patches, await store.valuations.asked.read()) == ([], set())

@@ -119,17 +119,24 @@ class Asker:
         seconds: float,
         bytes_max: int,
         json: bytes | None = None,
+        method: str = "POST",
         headers: Mapping[str, str] | None = None,
     ) -> HttpReply:
         """GET a URL, or POST ``json`` to it. Raise Unanswered, or InvalidValue if the place is not allowed."""
-        async with self.stream(url, seconds=seconds, json=json, headers=headers) as response:
+        async with self.stream(url, seconds=seconds, json=json, method=method, headers=headers) as response:
             if response.status == 200 and not is_framed(response):
                 raise Unanswered("its answer has neither a Content-Length nor chunks, so nobody knows where it ends")
             return HttpReply(response.status, await _read(response, bytes_max))
 
     @asynccontextmanager
     async def stream(
-        self, url: str, *, seconds: float, json: bytes | None = None, headers: Mapping[str, str] | None = None
+        self,
+        url: str,
+        *,
+        seconds: float,
+        json: bytes | None = None,
+        method: str = "POST",
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Yield the answer while it arrives, ``seconds`` in all. The caller bounds the bytes that it reads. Raises as
         ``ask``.
@@ -139,15 +146,15 @@ class Asker:
         self._allowed.check(url, "url")
         headers = {**self._key.headers(url), **(headers or {})}
         if json is not None:
-            headers["Content-Type"] = "application/json"
+            headers.setdefault("Content-Type", "application/json")
         if self._session is None:
             self._session = self._open(_CONNECTIONS_MAX)
         session = self._session
-        method = "GET" if json is None else "POST"
+        verb = "GET" if json is None else method
         try:
             async with (
                 asyncio.timeout(seconds),
-                session.request(method, url, data=json, headers=headers, allow_redirects=False) as response,
+                session.request(verb, url, data=json, headers=headers, allow_redirects=False) as response,
             ):
                 if 300 <= response.status < 400:
                     location = shown(response.headers.get("Location", ""))

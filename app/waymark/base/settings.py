@@ -338,6 +338,8 @@ class Settings(BaseModel):
     """The replay port of rank 0, if neither the pod nor the engine's API names it; 0 means that there is none."""
     discovery_seconds: float = Field(300.0, ge=1, le=_DAY)
     """After how many seconds an engine that was discovered, or registered by URL, is asked again what it serves."""
+    deletion_cost: Annotated[Literal["off", "on"], BeforeValidator(_lower)] = "off"
+    """Whether discovery annotates pods with the worth of their caches, so that Kubernetes stops the cheapest first."""
     discovery_url: str | None = None
     """The URL of the API server of Kubernetes; the default is in the pod's environment."""
     discovery_token_file: str | None = None

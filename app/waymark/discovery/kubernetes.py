@@ -13,7 +13,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -26,7 +26,7 @@ from waymark.base.errors import InvalidValue, Unanswered
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
-from waymark.discovery.pods import Pod, pod_of
+from waymark.discovery.pods import DELETION_COST, Pod, pod_of
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _PAGES_MAX = 2 * PODS_MAX // _PAGE_PODS
 _THIN_PODS, _THIN_SECONDS = _PAGE_PODS // 10, 0.1
 _PAGE_BYTES_MAX = 32 * 2**20
 _LINE_BYTES_MAX = 4 * 2**20
-_LIST_SECONDS = 30.0
+_LIST_SECONDS, _PATCH_SECONDS = 30.0, 10.0
 #: How long a watch is asked to last, and how long it is waited for.
 _WATCH_SECONDS, _WATCH_SECONDS_MAX = 300, 330.0
 #: Watches from one version that fail in a row; then pods are listed again.
@@ -88,6 +88,8 @@ class PodWatch:
         """Pods that the server itself has called gone, or not ready, since ``gone`` was last cleared."""
         self.changed = asyncio.Event()
         self.problem = ""
+        self.patch_problem = ""
+        """Why pods cannot be annotated."""
         self._version = ""
         """The resource version to watch from; empty: list first."""
         self._doubted: float | None = None
@@ -267,6 +269,39 @@ class PodWatch:
     def _too_many(self) -> Unanswered:
         return _ListAgain(f"more than {PODS_MAX} pods match {shown(self._server.selector)}; narrow the selector")
 
+    # ---- patch -------------------------------------------------------------------------------------
+
+    async def set_deletion_cost(self, pod: Pod, cost: int) -> bool:
+        """Annotate a pod; return False if the server has refused it or does not answer."""
+        namespace, _, name = pod.name.partition("/")
+        body = orjson.dumps({"metadata": {"annotations": {DELETION_COST: str(cost)}}})
+        url = (
+            f"{self._server.url.rstrip('/')}/api/v1/namespaces/{quote(namespace, safe='')}/pods/{quote(name, safe='')}"
+        )
+        try:
+            reply = await self._asker.ask(
+                url,
+                seconds=_PATCH_SECONDS,
+                bytes_max=_LINE_BYTES_MAX,
+                json=body,
+                method="PATCH",
+                headers=await self._headers() | {"Content-Type": "application/merge-patch+json"},
+            )
+            if reply.status not in (200, 404):  # 404: the pod is gone
+                raise Unanswered(_refused(reply.status, "patch"))
+        except (Unanswered, InvalidValue) as error:
+            self._metrics.discovery_requests.labels(outcome="failed").inc()
+            problem = f"the pod {pod.name} cannot be annotated: {error.sentence}"
+            if problem != self.patch_problem:
+                log.warning("a pod cannot be annotated", extra=fields(error=problem))
+            self.patch_problem = problem
+            return False
+        self._metrics.discovery_requests.labels(outcome="ok").inc()
+        self.patch_problem = ""
+        if self.pods.get(pod.name) is pod:  # the watch has not told it yet
+            self.pods[pod.name] = replace(pod, deletion_cost=str(cost))
+        return True
+
     # ---- requests ----------------------------------------------------------------------------------
 
     def _url(self, query: Mapping[str, str]) -> str:
@@ -301,7 +336,7 @@ async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         raise Unanswered(f"its watch ended within an event, after {len(rest)} bytes of it")
 
 
-def _refused(status: int) -> str:
+def _refused(status: int, verbs: str = "list and watch") -> str:
     if status in (401, 403):
-        return f"it answered with status {status}; the ServiceAccount needs the verbs list and watch of pods"
+        return f"it answered with status {status}; the ServiceAccount needs for pods: {verbs}"
     return f"it answered with status {status}"

@@ -15,6 +15,8 @@ from waymark.domain.names import Origin
 from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX, Role
 
 ANNOTATION = "waymark.dev/"
+#: Of the pods of a ReplicaSet that shrinks, Kubernetes removes those with the lowest number first.
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 #: Labels that name a role; the annotation comes first.
 _ROLE_LABELS = ("llm-d.ai/role", "mif.moreh.io/role")
 #: Annotation -> the field of a registration.
@@ -34,6 +36,8 @@ class Pod:
     started: str
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
+    deletion_cost: str = ""
+    """The text of its annotation; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ def pod_of(item: Any) -> Pod | None:
             str(status.get("startTime") or metadata.get("creationTimestamp") or ""),
             _texts(metadata.get("labels")),
             {key: text for key, text in _texts(metadata.get("annotations")).items() if key.startswith(ANNOTATION)},
+            _texts(metadata.get("annotations")).get(DELETION_COST, ""),
         )
     except (KeyError, TypeError, AttributeError):
         return None

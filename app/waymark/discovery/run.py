@@ -30,6 +30,10 @@ log = logging.getLogger(__name__)
 LEASE_SECONDS = 10.0
 #: Between two rounds of a source, and at least so long between two rounds that changes ask for.
 _ROUND_SECONDS, _PAUSE_SECONDS = 5.0, 0.2
+#: How often pods are annotated, the pause after each, and the most in one round.
+_COSTS_SECONDS, _PATCH_PAUSE_SECONDS, _PATCHES_MAX = 15.0, 0.1, 50
+#: Kubernetes reads the annotation as an int32.
+_COST_MAX = 2**31 - 1
 #: The bound on problems to show; the metric counts all waiting engines.
 _PROBLEMS_MAX = 20
 #: Statuses of a stream whose engine may publish elsewhere by now.
@@ -46,6 +50,9 @@ class DiscoveryOptions:
     """The path of the file of publishers."""
     read_file: Callable[[], Sequence[WantedEngine]] | None = None
     """Reads the file of publishers; raises SettingsError if it cannot be used. It blocks."""
+    has_deletion_cost: bool = False
+    """Whether pods are annotated with the worth of their caches."""
+    costs_seconds: float = _COSTS_SECONDS
     round_seconds: float = _ROUND_SECONDS
     confirm_seconds: float = CONFIRM_SECONDS
 
@@ -125,6 +132,8 @@ class EngineDiscovery:
                     namespace = self._options.api_server.namespace
                     beginning = f"{namespace}/" if namespace else ""
                     tasks.create_task(self._follow_pods(self._new("discovery", beginning), watch))
+                    if self._options.has_deletion_cost:
+                        tasks.create_task(self._keep_costs(watch))
         except ExceptionGroup:
             log.exception("discovery failed, will be restarted")
 
@@ -155,7 +164,7 @@ class EngineDiscovery:
             if reconciler.wants_another_reading or watch.wants_another_list:
                 await watch.list_again()
             gone_pods, watch.gone = watch.gone, set()
-            wanted, problems = [], [watch.problem] if watch.problem else []
+            wanted, problems = [], [problem for problem in (watch.problem, watch.patch_problem) if problem]
             async for pod in in_turns(list(watch.pods.values())):
                 if pod.is_ready:
                     try:
@@ -171,6 +180,46 @@ class EngineDiscovery:
             except StoreUnavailable as error:
                 log.debug("round of discovery not ended", extra=fields(error=error.sentence))
                 watch.gone |= gone_pods
+
+    async def _keep_costs(self, watch: PodWatch) -> None:
+        """Annotate pods with the worth of their caches, if it has changed; few pods at a time."""
+        while True:
+            await asyncio.sleep(self._options.costs_seconds)
+            try:
+                costs = await self._costs()
+            except StoreUnavailable as error:
+                log.debug("pods not annotated", extra=fields(error=error.sentence))
+                continue
+            changed = [
+                pod for name, pod in watch.pods.items() if pod.deletion_cost != costs.get(name, pod.deletion_cost)
+            ]
+            for pod in changed[:_PATCHES_MAX]:
+                if not await watch.set_deletion_cost(pod, int(costs[pod.name])):
+                    break
+                await asyncio.sleep(_PATCH_PAUSE_SECONDS)
+
+    async def _costs(self) -> dict[str, str]:
+        """Return the cost of each pod whose cache has been valued: tokens that only it has, weighted by their use.
+
+        Two digits of a cost count, so that it does not change all the time.
+        """
+        engines = {
+            (claim.group_id, claim.registration.origin.source, claim.registration.instance_id)
+            for claim in await self._store.directory.claims()
+            if claim.registration.origin.kind == "discovery" and not claim.is_leaving
+        }
+        groups = {group_id for group_id, _, _ in engines}
+        valuations = self._store.valuations
+        not_asked = groups - await valuations.asked.read()
+        if not_asked:
+            await valuations.asked.add(not_asked)
+        found = await valuations.read(sorted(groups))
+        tokens: dict[str, int] = {}
+        for group_id, pod, instance_id in engines:
+            worth = found[group_id].worths.get(instance_id) if group_id in found else None
+            if worth is not None:
+                tokens[pod] = tokens.get(pod, 0) + worth.only_used
+        return {pod: f"{min(float(f'{count:.1e}'), _COST_MAX):.0f}" for pod, count in tokens.items()}
 
     async def _follow_file(self, reconciler: Reconciler, read: Callable[[], Sequence[WantedEngine]]) -> None:
         restarts = Restarts(self._store)

@@ -93,6 +93,7 @@ def discovery_options(settings: Settings, environ: Mapping[str, str]) -> Discove
         again_seconds=settings.discovery_seconds,
         api_server=_api_server(settings, environ) if settings.discovery == "kubernetes" else None,
         ports=ports,
+        has_deletion_cost=settings.deletion_cost == "on",
         file=path or "",
         read_file=partial(read_wanted, path, settings.allowed_endpoints, usual) if path else None,
     )
