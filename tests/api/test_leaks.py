@@ -51,6 +51,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/score": PROMPT | {"additional_salt": SALT, "session_token": MARK},
     "/select": PROMPT | {"additional_salt": SALT, "request_id": MARK},
     "/release": {"reservation": MARK},
+    "/policies/replay": {"model": MARK, "file": f"plugins: [{{type: {MARK}}}]", "tenant_id": MARK},
     "/tokenize": {"model": "m", "prompt": MARK},
     "/detokenize": {"model": "m", "tokens": TOKENS},
     "/admin/kv-index/clear": {"backend_id": MARK},

@@ -15,7 +15,7 @@ from waymark.apply.options import ApplyOptions
 from waymark.apply.pool_hashes import PoolHashes
 from waymark.apply.slices import SliceRunner
 from waymark.domain.engines import EngineKind
-from waymark.domain.events import Batch, Removed, Stored
+from waymark.domain.events import Batch, Removed, StoredReference
 from waymark.domain.keys import pack
 from waymark.domain.known import Spot
 from waymark.domain.parts import Part
@@ -130,8 +130,8 @@ class Looked:
             await asyncio.sleep(0)
 
 
-def placeholders(start: int, count: int) -> Stored:
-    return Stored(tuple(range(start, start + count)), None, b"", 4, "CPU")
+def placeholders(start: int, count: int) -> StoredReference:
+    return StoredReference(tuple(range(start, start + count)), "CPU")
 
 
 async def test_many_hashes_of_a_pool_are_looked_up_in_small_calls() -> None:

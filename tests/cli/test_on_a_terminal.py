@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from tests.live import start
-from tests.patience import patient
+from tests.patience import patient, wait_for
 from waymark import cli
 
 pytestmark = pytest.mark.outside
@@ -178,9 +178,11 @@ def test_the_demo_stays_on_a_terminal_until_ctrl_c() -> None:
             assert client.get("/ui").status_code == 200
             while not sum(each["load"]["requests"] for each in client.get("/workers").json()["publishers"]):
                 assert time.monotonic() < deadline, "no request is under way"
-            while not client.get("/books").json()["total"]["delivered"]:
-                assert time.monotonic() < deadline, "no request has ended with its usage"
-                time.sleep(0.1)
+            wait_for(
+                lambda: bool(client.get("/books").json()["total"]["delivered"]),
+                "a request has ended with its usage",
+                60,
+            )
         os.write(terminal, b"\x03")
 
     code, written = on_terminal(["setsid", "--ctty", "--wait", sys.executable, "-m", "waymark", "demo"], drive=drive)

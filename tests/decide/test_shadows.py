@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -254,7 +255,7 @@ def question_of(name: str = "least-work", **parameters: Any) -> Question:
 
 async def test_decisions_are_the_same_with_shadows_and_without() -> None:
     chosen = []
-    for names in ((), ("dynamo", "lmetric", "llm-d"), ("sticky", "composite")):
+    for names in ((), ("sticky", "composite"), ("dynamo", "lmetric", "llm-d")):
         random, found, metrics = Random(5), [], Metrics()
         shadows = shadows_of(Kept(), *names, metrics=metrics)
         for seed in range(30):
@@ -265,6 +266,9 @@ async def test_decisions_are_the_same_with_shadows_and_without() -> None:
         for name in names:
             assert sum(counted(metrics, name).values()) == 30 - found.count(None)
     assert chosen[0] == chosen[1] == chosen[2]
+    exported = metrics.render()[0].decode()
+    assert re.search(r'^waymark_shadow_decisions_total\{.*shadow="lmetric"', exported, re.MULTILINE)
+    assert re.search(r'^waymark_shadow_tokens_total\{.*shadow="lmetric"', exported, re.MULTILINE)
 
 
 async def test_a_shadow_that_fails_is_counted_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:

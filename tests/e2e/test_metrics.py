@@ -34,6 +34,18 @@ HOT = "test_hot_rows_are_not_asked_for_again_and_ended_holders_vanish_at_once"
 
 #: Moved by a test of its own: file and name.
 ELSEWHERE = {
+    **dict.fromkeys(
+        ("waymark_shadow_decisions_total", "waymark_shadow_tokens_total"),
+        ("tests/decide/test_shadows.py", "test_decisions_are_the_same_with_shadows_and_without"),
+    ),
+    "waymark_decision_records_total": (
+        "tests/store/test_kept_decisions.py",
+        "test_outcomes_are_joined_with_their_decision",
+    ),
+    "waymark_decision_records_dropped_total": (
+        "tests/store/test_kept_decisions.py",
+        "test_what_does_not_fit_and_what_redis_refuses_is_counted",
+    ),
     "waymark_activity_clients": (
         "tests/api/test_activity.py",
         "test_what_happens_is_sent_and_a_client_goes_on_where_it_was",

@@ -93,7 +93,8 @@ def test_a_record_of_another_form_is_refused(change: dict[str, object]) -> None:
 
 
 async def test_outcomes_are_joined_with_their_decision(redis: Redis) -> None:
-    store = Store(RedisClient(redis, "redis://test"))
+    metrics = Metrics()
+    store = Store(RedisClient(redis, "redis://test"), metrics=metrics)
     kept = store.kept_decisions
     for number in range(5):
         kept.note_decision(GROUP, WHOLE._replace(nonce=f"{number:016x}", tokens=number))
@@ -103,6 +104,7 @@ async def test_outcomes_are_joined_with_their_decision(redis: Redis) -> None:
     kept.note_decision(GROUP + 1, WHOLE)
     kept.note_decision(GROUP, WHOLE._replace(nonce=f"{2:016x}", tokens=99))  # the same request, once more
     await written(store)
+    assert b"waymark_decision_records_total 10.0" in metrics.render()[0]
     found = await read(store)
     assert [each.tokens for each in found] == [0, 1, 2, 3, 4]
     assert [(each.delivered, each.ttft_ms) for each in found] == [(None, None), (640, 12.5), *[(None, None)] * 3]
