@@ -74,7 +74,9 @@ def read_picker_config(text: str) -> PickerConfig:
 
     try:
         content = yaml.safe_load(text)
-    except yaml.YAMLError as exc:
+    except RecursionError:
+        raise InvalidValue("the file is nested too deeply; its fields need fewer than ten levels") from None
+    except (yaml.YAMLError, ValueError) as exc:  # PyYAML raises ValueError at a date that does not exist
         raise InvalidValue(f"the file is not YAML: {' '.join(str(exc).split())}") from exc
     top = _mapping(content, "the file")
     _only(top, _FIELDS, "the file")
