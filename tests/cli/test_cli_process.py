@@ -90,8 +90,8 @@ def test_the_flags_of_simulate_need_the_models_of_its_options_alone() -> None:
 @pytest.mark.parametrize(
     ("words", "needless"),
     [
-        ("status", {"aiohttp", "fakeredis", "httpx", "uvicorn", "zmq"}),
-        ("inspect prompt --model m --tokens 1", {"aiohttp", "httpx", "tokenizers", "uvicorn", "zmq"}),
+        ("status", {"aiohttp", "fakeredis", "uvicorn", "zmq"}),
+        ("inspect prompt --model m --tokens 1", {"aiohttp", "tokenizers", "uvicorn", "zmq"}),
         ("inspect namespace --lora sql", {"aiohttp", "httpx", "uvicorn", "zmq"}),
         ("ask --model m --tokens 1 --url http://127.0.0.1:1", {"aiohttp", "pydantic", "redis", "uvicorn", "zmq"}),
         ("publishers --url http://127.0.0.1:1", {"aiohttp", "pydantic", "redis", "uvicorn", "zmq"}),

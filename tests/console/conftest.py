@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from io import StringIO
 from typing import Any
@@ -11,11 +12,11 @@ from redis.asyncio import Redis
 
 from waymark import cli
 from waymark.base.settings import Settings
-from waymark.console.run_inspect import run_inspect
-from waymark.console.run_status import run_status
+from waymark.cli import looking
 from waymark.console.screen import Screen
 from waymark.domain.hashing import extend, token_bytes
 from waymark.inspection.inspector import Inspector
+from waymark.runtime.inspecting import inspecting
 from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
@@ -56,10 +57,18 @@ def waymark(redis_url: str) -> Run:
 
     async def run(*words: str, seed: int = 1337, width: int | None = None, url: str = redis_url, **more: Any) -> str:
         output = StringIO()
-        arguments = cli.parse(words)
-        run_command = run_status if arguments.command == "status" else run_inspect
         settings = Settings(redis_url=url, hash_seed=seed, **more)
-        await run_command(arguments, settings, Screen(output, width=width))
+        screen = Screen(output, width=width)
+
+        def print_page() -> None:
+            arguments = cli.parse(words)
+            if "namespace" in words:
+                looking.show(None, arguments, screen)
+                return
+            with inspecting(settings) as service:
+                looking.show(service, arguments, screen)
+
+        await asyncio.to_thread(print_page)
         return output.getvalue()
 
     return run

@@ -18,7 +18,7 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import namespace
 from waymark.domain.names import GroupName
 from waymark.domain.prefixes import Change, PrefixChange, prefix_key
-from waymark.inspection import blocks, explanation
+from waymark.inspection import blocks, redis_cli
 from waymark.inspection.holdings import SHOWN_MAX, kind_of, slots_of
 from waymark.inspection.inspector import InspectedGroup
 from waymark.inspection.redis_cli import RedisCli
@@ -289,7 +289,7 @@ async def test_keys_shows_the_opaque_prefixes_of_a_source(redis: Redis, store: S
 async def test_the_commands_and_the_rows_that_are_read_have_a_bound(
     streams: list[Stream], waymark: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(explanation, "LINES_MAX", 8)
+    monkeypatch.setattr(redis_cli, "LINES_MAX", 8)
     *first, last = (await waymark("inspect", "keys")).splitlines()
     assert (len(first), last) == (8, "# these are the first 8 lines; --group or --model asks for less")
     # The bound is of all groups together.

@@ -269,7 +269,7 @@ async def test_a_group_whose_publishers_are_gone_says_so(streams: list[Stream], 
     await registry.unregister([of.name for of in await streams[0].store.directory.registrations()])
     ask = ("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))
     assert why(await waymark(*ask, "--block-size", "16")) == ["No publisher is registered for this model now"]
-    with pytest.raises(InvalidValue, match="--block-size is needed: no publisher is registered"):
+    with pytest.raises(NotFound, match="No engine is registered for this model now"):
         await waymark(*ask)
 
 
@@ -295,7 +295,7 @@ async def test_an_unknown_model_names_what_may_have_been_meant(
 async def test_several_block_sizes_have_to_be_chosen_from(store: Store, waymark: Run) -> None:
     await store.registry.register(registration("pod-1"))
     await store.registry.register(registration("pod-2", block_size=32))
-    with pytest.raises(InvalidValue, match="--block-size is needed: several are registered: 16, 32"):
+    with pytest.raises(InvalidValue, match=r"engines of this model have several \(16, 32\)"):
         await waymark("inspect", "prompt", "--model", "m", "--tokens", "1 2 3")
 
 

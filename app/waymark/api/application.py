@@ -33,8 +33,8 @@ from waymark.api.events import Events
 from waymark.api.explanations import Explanations
 from waymark.api.http.access import Access, Gate, openness
 from waymark.api.http.admission import AdmissionQueue
-from waymark.api.http.answers import Handler
-from waymark.api.http.bodies import Format, RequestCache, encode
+from waymark.api.http.answers import Answer, Handler
+from waymark.api.http.bodies import Body, Format, RequestCache, encode
 from waymark.api.http.doc import Doc, Queue
 from waymark.api.inspection_queue import InspectionQueue
 from waymark.api.inspections import Inspections
@@ -298,15 +298,49 @@ def create_probes(store: Store, settings: Settings, metrics: Metrics, start: Sta
     gate = Gate(None, protect_reads=False)
     probes = Probes(store, metrics, start)
     dependencies = _dependencies(settings, metrics, gate)
-    table: list[tuple[str, Handler, Doc]] = [
-        ("/health", probes.health, docs.HEALTH),
-        ("/ready", probes.ready, docs.WORKER_READY),
-        ("/metrics", probes.metrics, docs.METRICS),
+    return _routed(
+        [
+            ("GET", "/health", "open", probes.health, docs.HEALTH),
+            ("GET", "/ready", "open", probes.ready, docs.WORKER_READY),
+            ("GET", "/metrics", "open", probes.metrics, docs.METRICS),
+        ],
+        dependencies,
+    )
+
+
+def create_inspections(store: Store, settings: Settings, metrics: Metrics, tokenizers: Tokenizers) -> Starlette:
+    """Return the paths of ``waymark status`` and ``waymark inspect``, for somebody who may read Redis himself: no
+    token is asked for, and ids and other tenants are named.
+    """
+    dependencies = _dependencies(settings, metrics, Gate(None, protect_reads=False))
+    queue, tokenizer = InspectionQueue(settings), PromptTokenizer(tokenizers, settings)
+    inspected = Inspections(store, settings, queue)
+
+    async def ready(_: Body) -> Answer:
+        return Answer({"status": "ready", "warnings": await tokenizers.file_warnings()})
+
+    table: list[_OperationRow] = [
+        ("GET", "/ready", "open", ready, docs.READY),
+        ("GET", "/inspect/status", "open", inspected.status, docs.INSPECT_STATUS),
+        ("POST", "/inspect/block", "open", inspected.block, docs.INSPECT_BLOCK),
+        ("POST", "/inspect/holder", "open", inspected.holder, docs.INSPECT_HOLDER),
+        ("POST", "/inspect/keys", "open", inspected.keys, docs.INSPECT_KEYS),
+        (
+            "POST",
+            "/inspect/prompt",
+            "open",
+            Explanations(store, settings, tokenizer, queue, is_own_redis=True).inspect,
+            docs.INSPECT_PROMPT,
+        ),
     ]
+    return _routed(table, dependencies)
+
+
+def _routed(table: Sequence[_OperationRow], dependencies: Dependencies) -> Starlette:
     return Starlette(
         routes=[
-            Route(path, Operation("GET", path, handler, access="open", doc=doc, dependencies=dependencies))
-            for path, handler, doc in table
+            Route(path, Operation(method, path, handler, access=access, doc=doc, dependencies=dependencies))
+            for method, path, access, handler, doc in table
         ]
     )
 
@@ -326,12 +360,7 @@ def create_gateway_admin(store: Store, settings: Settings, metrics: Metrics, gat
         ("POST", "/admin/kv-index/clear", "write", admin.kv_index_clear, docs.INDEX_CLEAR),
         *gateway.rows(),
     ]
-    return Starlette(
-        routes=[
-            Route(path, Operation(method, path, handler, access=access, doc=doc, dependencies=dependencies))
-            for method, path, access, handler, doc in table
-        ]
-    )
+    return _routed(table, dependencies)
 
 
 def _gate_of_gateway(settings: Settings) -> Gate:

@@ -35,7 +35,17 @@ _TOP = 20
 
 
 class Explanations:
-    def __init__(self, store: Store, settings: Settings, tokenizer: PromptTokenizer, queue: InspectionQueue) -> None:
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        tokenizer: PromptTokenizer,
+        queue: InspectionQueue,
+        *,
+        is_own_redis: bool = False,
+    ) -> None:
+        """``is_own_redis``: who asks may read Redis, so ids and other tenants are named."""
+        self._is_own_redis = is_own_redis
         self._inspector = Inspector(store)
         self._tokenizer = tokenizer
         self._seed = settings.hash_seed
@@ -50,7 +60,7 @@ class Explanations:
 
         async def inspected() -> dict[str, Any]:
             explanation = await self._explain(request, body)
-            answer = as_json(explanation, top=request.top, instance_id=request.instance_id)
+            answer = as_json(explanation, top=request.top, instance_id=request.instance_id, has_ids=self._is_own_redis)
             if explanation.holding is None:
                 return answer | {"keys": [], "rows": []}
             block_keys, group = explanation.holding.keys, explanation.holding.group
@@ -112,7 +122,11 @@ class Explanations:
 
     async def _looked_up(self, request: InspectRequest, prompt: InspectedPrompt) -> PromptExplanation:
         name = request.group
-        groups = [group for group in await self._inspector.groups() if group.name.tenant_id == name.tenant_id]
+        groups = [
+            group
+            for group in await self._inspector.groups()
+            if self._is_own_redis or group.name.tenant_id == name.tenant_id
+        ]
         group = next((group for group in groups if group.name == name), None)
         if group is None:
             return PromptExplanation(name, prompt.count, reasons=[unknown_group(name, groups)])

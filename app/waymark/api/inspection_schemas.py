@@ -12,6 +12,10 @@ from waymark.api.http.models import Model
 from waymark.domain.engines import EngineKind, Scope
 from waymark.domain.status import StreamStatus
 
+BlockKey = Annotated[str, Field(pattern="^[0-9a-fA-F]{16}$")]
+CHAIN_MAX = 131_072
+"""The most blocks of a prompt whose rows are named: a command for every 32 of them."""
+
 
 class RedisState(Model):
     """What Redis reports about itself, summed over all primaries."""
@@ -88,8 +92,8 @@ class StatusAnswer(Model):
     publishers: list[StreamState]
 
 
-class InspectKeysRequest(RequestBody):
-    """The groups to describe; without a field, all groups."""
+class InspectGroupsRequest(RequestBody):
+    """The groups to look into; without a field, all groups."""
 
     group: Annotated[int, Field(ge=1, le=2**53 - 1)] | None = Field(
         default=None, description="an integer of 1..9007199254740991: only the group with this id"
@@ -98,19 +102,30 @@ class InspectKeysRequest(RequestBody):
     tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}: only groups of this tenant")
 
 
-class InspectBlockRequest(InspectKeysRequest):
+class InspectBlockRequest(InspectGroupsRequest):
     """The block to find."""
 
-    key: Annotated[str, Field(pattern="^[0-9a-fA-F]{16}$")] = Field(
-        description="16 hex digits: the key of the block, which is seq_hash XOR namespace"
-    )
+    key: BlockKey = Field(description="16 hex digits: the key of the block, which is seq_hash XOR namespace")
 
 
-class InspectHolderRequest(InspectKeysRequest):
+class InspectHolderRequest(InspectGroupsRequest):
     """The holder to describe."""
 
     holder: Annotated[int, Field(ge=0, le=2**53 - 1)] = Field(
         description="an integer of 0..9007199254740991: the id of the holder, as a row contains it"
+    )
+
+
+class InspectKeysRequest(InspectGroupsRequest):
+    """What the commands are to show; with groups alone, everything but the blocks."""
+
+    block: BlockKey | None = Field(default=None, description="16 hex digits: the row that begins with this block")
+    holder: Annotated[int, Field(ge=0, le=2**53 - 1)] | None = Field(
+        default=None, description="an integer of 0..9007199254740991: the record and the entries of this holder"
+    )
+    chain: Annotated[list[BlockKey], Field(max_length=CHAIN_MAX)] | None = Field(
+        default=None,
+        description=f"at most {CHAIN_MAX} keys, as keys of /inspect/prompt has them: the rows of a whole prompt",
     )
 
 

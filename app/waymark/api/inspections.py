@@ -1,4 +1,4 @@
-"""``waymark status`` and ``waymark inspect`` over HTTP, for people without access to Redis."""
+"""``waymark status`` and ``waymark inspect``: what they ask, over HTTP or in a process of their own."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import Any
 from waymark.api.http.answers import Answer, Paused
 from waymark.api.http.bodies import Body
 from waymark.api.inspection_queue import InspectionQueue
-from waymark.api.inspection_schemas import InspectBlockRequest, InspectHolderRequest, InspectKeysRequest
+from waymark.api.inspection_schemas import (
+    InspectBlockRequest,
+    InspectGroupsRequest,
+    InspectHolderRequest,
+    InspectKeysRequest,
+)
 from waymark.base.errors import InvalidValue
 from waymark.base.settings import Settings
 from waymark.base.shown import shown
 from waymark.domain.status import StreamStatus
 from waymark.inspection.blocks import find_block
-from waymark.inspection.explanation import every_key
 from waymark.inspection.holders import find_holder
 from waymark.inspection.inspector import InspectedGroup, Inspector, pick
-from waymark.inspection.redis_cli import RedisCli
+from waymark.inspection.redis_cli import RedisCli, every_key, keys_of_block, keys_of_chain, keys_of_holder
 from waymark.inspection.status import PublisherFilter, gather
 from waymark.inspection.status_json import as_json
 from waymark.store.store import Store
@@ -66,11 +70,18 @@ class Inspections:
         request = InspectKeysRequest.of(body.fields)
 
         async def work() -> dict[str, Any]:
-            return asdict(await every_key(self._inspector, await self._groups(request), self._commands))
+            groups = await self._groups(request)
+            if request.block is not None:
+                return asdict(keys_of_block(groups, int(request.block, 16), self._commands))
+            if request.holder is not None:
+                return asdict(await keys_of_holder(self._inspector, groups, request.holder, self._commands))
+            if request.chain is not None:
+                return asdict(keys_of_chain(groups, [int(key, 16) for key in request.chain], self._commands))
+            return asdict(await every_key(self._inspector, groups, self._commands))
 
         return self._paused(work)
 
-    async def _groups(self, request: InspectKeysRequest) -> list[InspectedGroup]:
+    async def _groups(self, request: InspectGroupsRequest) -> list[InspectedGroup]:
         groups = await self._inspector.groups()
         return pick(groups, group_id=request.group, model=request.model, tenant=request.tenant_id)
 

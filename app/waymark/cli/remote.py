@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from waymark.console.screen import Screen, ScreenPart
     from waymark.console.service import RemoteService
 
+    Command = Callable[[RemoteService, argparse.Namespace], dict[str, Any]]
+    Drawing = Callable[[dict[str, Any]], Sequence[ScreenPart]]
+
 _STATUSES = (*map(str, StreamStatus), "draining", "drained")
 
 _EXAMPLES = {
@@ -201,6 +204,13 @@ def _print_answer(service: RemoteService, arguments: argparse.Namespace, screen:
         case _:
             from waymark.console.publishers import parts
             from waymark.console.publishers import publishers as command
+    return print_answer(service, arguments, screen, command, parts)
+
+
+def print_answer(
+    service: RemoteService, arguments: argparse.Namespace, screen: Screen, command: Command, parts: Drawing
+) -> int:
+    """Print the answer of ``command``, drawn by ``parts`` or as JSON; with ``--watch`` again and again."""
     if getattr(arguments, "watch", None):
         return _watch(service, arguments, screen, command, parts)
     answer = command(service, arguments)
@@ -215,19 +225,20 @@ def _watch(
     service: RemoteService,
     arguments: argparse.Namespace,
     screen: Screen,
-    command: Callable[[RemoteService, argparse.Namespace], dict[str, Any]],
-    parts: Callable[[dict[str, Any]], list[ScreenPart]],
+    command: Command,
+    parts: Drawing,
 ) -> int:
-    """Print the answer again and again, until Ctrl-C. A service may be away for a while."""
+    """Print the answer again and again, until Ctrl-C. A service and its Redis may be away for a while."""
     import asyncio
+    import signal
 
-    from waymark.base.errors import ServiceUnreachable
+    from waymark.base.errors import ServiceUnreachable, StoreUnavailable
     from waymark.console.screen import text
 
     async def draw() -> Sequence[ScreenPart]:
         try:
             return parts(await asyncio.to_thread(command, service, arguments))
-        except ServiceUnreachable as error:
+        except (ServiceUnreachable, StoreUnavailable) as error:
             return [text(str(error), "bold red")]
 
     async def lines() -> None:
@@ -236,6 +247,7 @@ def _watch(
             await asyncio.sleep(arguments.watch)
 
     command(service, arguments)  # without a service, or with a refusal, it ends at once
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     asyncio.run(lines() if arguments.json else screen.watch(arguments.watch, draw))
     return EXIT_OK
 

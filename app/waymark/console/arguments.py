@@ -1,4 +1,4 @@
-"""The flags of ``waymark status`` and ``waymark inspect``, in words; ``run_status``, ``run_inspect`` act on them."""
+"""The flags of ``waymark status`` and ``waymark inspect``, in words."""
 
 from __future__ import annotations
 

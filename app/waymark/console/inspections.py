@@ -1,4 +1,4 @@
-"""``--url`` of ``waymark status`` and ``waymark inspect``: the same questions over the HTTP API."""
+"""``waymark status`` and ``waymark inspect``: their questions to the HTTP API, and the drawing of a prompt."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import argparse
 from typing import Any
 from urllib.parse import urlencode
 
-from waymark.base.errors import InvalidValue
+from waymark.base.errors import InvalidValue, NotFound
+from waymark.console import cells
 from waymark.console.prompts import read_file, read_hash, read_hashes, read_prompt, read_tokens
 from waymark.console.publishers import warnings
+from waymark.console.screen import Screen, ScreenPart, joined, text
 from waymark.console.service import RemoteService
+from waymark.inspection.explanation import PromptExplanation
 from waymark.tokenization.prompt import TextPrompt
 
 #: A request has an additional salt and a cache salt.
@@ -20,7 +23,6 @@ _TOP = 1000
 
 def inspected(service: RemoteService, arguments: argparse.Namespace) -> Any:
     """Return the answer of ``/inspect/prompt`` for the prompt of the flags. Raise ``InvalidValue`` without a prompt."""
-    _refuse_keys(arguments)
     if len(arguments.salt) > _SALTS_MAX:
         raise InvalidValue(f"--salt is given {len(arguments.salt)} times; give at most {_SALTS_MAX}", field="--salt")
     salts = dict(zip(("cache_salt", "additional_salt"), reversed(arguments.salt), strict=False))
@@ -37,29 +39,34 @@ def inspected(service: RemoteService, arguments: argparse.Namespace) -> Any:
 
 def block_of(service: RemoteService, arguments: argparse.Namespace) -> Any:
     """Return the rows of ``/inspect/block`` for the key of the arguments."""
-    _refuse_keys(arguments)
     key = f"{read_hash(arguments.key, option='block'):016x}"
     return service.post("/inspect/block", {"key": key} | _groups(arguments))["rows"]
 
 
 def holder_of(service: RemoteService, arguments: argparse.Namespace) -> Any:
     """Return the holders of ``/inspect/holder`` with the id of the arguments."""
-    _refuse_keys(arguments)
     return service.post("/inspect/holder", {"holder": arguments.id} | _groups(arguments))["holders"]
 
 
 def keys_of(service: RemoteService, arguments: argparse.Namespace) -> Any:
-    """Return the answer of ``/inspect/keys`` for the wanted groups."""
-    return service.post("/inspect/keys", _groups(arguments))
+    """Return the commands of ``/inspect/keys``: for a block, a holder, the rows of a prompt, or whole groups."""
+    match arguments.what:
+        case "block":
+            wanted = {"block": f"{read_hash(arguments.key, option='block'):016x}"} | _groups(arguments)
+        case "holder":
+            wanted = {"holder": arguments.id} | _groups(arguments)
+        case "prompt":
+            answer = inspected(service, arguments)
+            if not answer["keys"] and answer["reasons"]:
+                raise NotFound(" ".join(answer["reasons"]))
+            wanted = {"model": arguments.model, "tenant_id": arguments.tenant, "chain": answer["keys"]}
+        case _:
+            wanted = _groups(arguments)
+    return service.post("/inspect/keys", wanted)
 
 
 def _groups(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"group": arguments.group, "model": arguments.model, "tenant_id": arguments.tenant}
-
-
-def _refuse_keys(arguments: argparse.Namespace) -> None:
-    if arguments.keys:
-        raise InvalidValue("--keys prints commands for Redis; leave it out, or leave out --url", field="--keys")
 
 
 def status_of(service: RemoteService, arguments: argparse.Namespace) -> Any:
@@ -86,3 +93,15 @@ def _prompt(arguments: argparse.Namespace) -> dict[str, Any]:
         "chat_template_kwargs": dict(prompt.template_kwargs) or None,
         "system": prompt.system,
     }
+
+
+def drawn(explanation: PromptExplanation, screen: Screen, *, top: int) -> list[ScreenPart]:
+    """Return the drawing of an explanation. Raise ``NotFound`` if no group was looked up."""
+    if explanation.holding is None:
+        raise NotFound(" ".join(explanation.reasons))
+    parts = cells.parts(
+        explanation.holding, explanation.of_instances, width=screen.width, is_ascii=screen.is_ascii, top=max(1, top)
+    )
+    for i, reason in enumerate(explanation.reasons):
+        parts += [text("")] * (not i) + [joined(text("Why nothing? ", "bold yellow"), text(reason))]
+    return parts

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
+from waymark.console.prompts import read_hash
 from waymark.console.screen import STATUS_STYLES, Grid, ScreenPart, joined, text
 from waymark.console.units import seconds_text
 from waymark.domain.hashing import namespace
-from waymark.domain.names import Adapter, GroupName
+from waymark.domain.names import GroupName
 from waymark.inspection.blocks import BlockHolder, ListedBlock
 from waymark.inspection.holders import HolderPublisher, KnownHolder
 from waymark.inspection.holdings import FIELDS_MAX, HolderContents
@@ -113,9 +115,10 @@ def _holdings(contents: HolderContents) -> Iterator[ScreenPart]:
         yield text(f"and {contents.more_rows:,} more")
 
 
-def of_namespace(adapter: Adapter, salts: Sequence[str], key: int | None) -> list[ScreenPart]:
-    """Return the namespace's number, and its effect on a block's key; ``key`` is a seq_hash."""
-    ns = namespace(adapter, salts)
+def of_namespace(arguments: argparse.Namespace) -> list[ScreenPart]:
+    """Return the number of the namespace of the flags, and its effect on a block's key."""
+    key = None if arguments.seq_hash is None else read_hash(arguments.seq_hash, option="--seq-hash")
+    ns = namespace(arguments.lora if arguments.lora_id is None else int(arguments.lora_id), arguments.salt)
     screen_parts: list[ScreenPart] = [joined("namespace ", text(f"{ns:016x}", "bold"), f", {ns} in decimal")]
     if not ns:
         screen_parts.append(text("the base model without salts: a block's key is its seq_hash itself"))

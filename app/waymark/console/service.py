@@ -1,7 +1,11 @@
-"""The HTTP API of a Waymark for the commands: JSON in, JSON out, and one sentence if that fails."""
+"""The HTTP API of a Waymark for the commands: JSON in, JSON out, and one sentence if that fails.
+
+Somebody who has only a URL of Redis gets the same answers from the same handlers, inside his own process.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +13,14 @@ from typing import Any, Self
 
 import httpx
 
-from waymark.base.errors import InvalidValue, ServiceRefused, ServiceUnreachable
+from waymark.base.errors import (
+    InvalidValue,
+    NotFound,
+    ServiceRefused,
+    ServiceUnreachable,
+    StoreUnavailable,
+    WaymarkError,
+)
 from waymark.base.shown import shown
 from waymark.client.tries import reason_of
 
@@ -84,4 +95,42 @@ class RemoteService:
         sentence = content.get("error") if isinstance(content, dict) else None
         if answer.status_code == 401:
             sentence = f"{sentence or 'a token is needed'}; give it by --api-token or WAYMARK_API_TOKEN"
-        raise ServiceRefused(f"{sentence or 'the request was refused'} ({answer.status_code})", answer.status_code)
+        raise self._refusal(sentence or "the request was refused", answer.status_code)
+
+    def _refusal(self, sentence: str, status: int) -> WaymarkError:
+        return ServiceRefused(f"{sentence} ({status})", status)
+
+
+class LocalService(RemoteService):
+    """The same API in this process. A refusal is the error that the handler raised."""
+
+    def __init__(self, app: Any, runner: asyncio.Runner) -> None:
+        """``runner`` runs ``app``, an ASGI application, one request at a time, in whichever thread asks."""
+        self.url = "http://127.0.0.1"
+        self._http = httpx.Client(transport=_Calls(app, runner))
+
+    def _refusal(self, sentence: str, status: int) -> WaymarkError:
+        match status:
+            case 404:
+                return NotFound(sentence)
+            case 503:
+                return StoreUnavailable(sentence)
+            case _:
+                return InvalidValue(sentence)
+
+
+class _Calls(httpx.BaseTransport):
+    """Answers each request by a call of an ASGI application."""
+
+    def __init__(self, app: Any, runner: asyncio.Runner) -> None:
+        self._transport = httpx.ASGITransport(app)
+        self._runner = runner
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        async def answered() -> httpx.Response:
+            response = await self._transport.handle_async_request(
+                httpx.Request(request.method, request.url, headers=request.headers, content=request.read())
+            )
+            return httpx.Response(response.status_code, headers=response.headers, content=await response.aread())
+
+        return self._runner.run(answered())

@@ -1,6 +1,7 @@
 """One explanation of a prompt: each instance's share, and the reason why it is no longer; for the shell and over HTTP.
 
-Its JSON form carries no ids of groups and holders: they are counted over all tenants.
+Its JSON form has the ids of groups and holders only for somebody who may read Redis: they are counted over all
+tenants.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from waymark.domain.names import GroupName, Holder
 from waymark.domain.table import HolderTable
 from waymark.inspection import why
 from waymark.inspection.holding import HolderLine, InstanceLines, PromptHoldings, hold, runs
-from waymark.inspection.inspector import InspectedGroup, Inspector, group_text
+from waymark.inspection.inspector import InspectedGroup, Inspector
 from waymark.inspection.prompt import InspectedPrompt
-from waymark.inspection.redis_cli import RedisCli
 from waymark.store.claims import Claim
 from waymark.store.directory import GroupEntry
 
@@ -59,8 +59,10 @@ def nobody(group: InspectedGroup) -> HolderTable:
     return HolderTable(b"", group.name, {}, {})
 
 
-def as_json(explanation: PromptExplanation, *, top: int, instance_id: str | None = None) -> dict[str, Any]:
-    """Write at most ``top`` instances, or one, and ``RUNS_MAX`` runs."""
+def as_json(
+    explanation: PromptExplanation, *, top: int, instance_id: str | None = None, has_ids: bool = False
+) -> dict[str, Any]:
+    """Write at most ``top`` instances, or one, and ``RUNS_MAX`` runs; the ids of groups and holders if ``has_ids``."""
     holding = explanation.holding
     lines = (
         []
@@ -71,12 +73,13 @@ def as_json(explanation: PromptExplanation, *, top: int, instance_id: str | None
     instances: list[dict[str, Any]] = []
     runs_left = RUNS_MAX
     for line in lines[:top]:
-        row = _instance(line, explanation.of_instances.get(line.instance_id, ""), size)
+        row = _instance(line, explanation.of_instances.get(line.instance_id, ""), size, has_ids=has_ids)
         runs_left -= sum(len(holder["runs"]) for holder in row["holders"])
         if runs_left < 0:
             break
         instances.append(row)
-    return {
+    group = {"group": holding.group.id} if has_ids and holding is not None else {}
+    return group | {
         "tenant_id": explanation.name.tenant_id,
         "model": explanation.name.model_name,
         "block_size": size or None,
@@ -90,14 +93,15 @@ def as_json(explanation: PromptExplanation, *, top: int, instance_id: str | None
     }
 
 
-def _instance(lines: InstanceLines, note: str, block_size: int) -> dict[str, Any]:
+def _instance(lines: InstanceLines, note: str, block_size: int, *, has_ids: bool) -> dict[str, Any]:
     return {
         "instance_id": lines.instance_id,
         "is_pool": lines.is_pool,
         "longest_matched": lines.match * block_size,
         "note": note or None,
         "holders": [
-            {
+            ({"id": line.holder.id} if has_ids else {})
+            | {
                 "dp_rank": line.holder.dp_rank,
                 "medium": line.holder.medium,
                 "not_counted": line.not_counted or None,
@@ -114,7 +118,7 @@ def of_json(answer: Mapping[str, Any]) -> PromptExplanation:
     if size is None:
         return PromptExplanation(name, answer["total_tokens"], reasons=answer["reasons"])
     holding = PromptHoldings(
-        InspectedGroup(name, GroupEntry(0, 1)),
+        InspectedGroup(name, GroupEntry(answer.get("group", 0), 1)),
         size,
         [int(key, 16) for key in answer["keys"]],
         tuple(_lines(row, size) for row in answer["instances"]),
@@ -132,43 +136,10 @@ def _lines(row: Mapping[str, Any], block_size: int) -> InstanceLines:
         row["longest_matched"] // block_size,
         tuple(
             HolderLine(
-                Holder(0, 0, name, holder["dp_rank"], holder["medium"], block_size, name, scope),  # type: ignore[arg-type]
+                Holder(holder.get("id", 0), 0, name, holder["dp_rank"], holder["medium"], block_size, name, scope),  # type: ignore[arg-type]
                 frozenset(block for first, n in holder["runs"] for block in range(first, first + n)),
                 holder["not_counted"] or "",
             )
             for holder in row["holders"]
         ),
     )
-
-
-# ``waymark inspect keys`` and ``POST /inspect/keys``: redis-cli commands that show everything but the blocks.
-
-
-#: The bound on printed lines.
-LINES_MAX = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class ShellCommands:
-    """Lines for a shell."""
-
-    notes: list[str]
-    """Comments about all commands."""
-    lines: list[str]
-    """A command each, or the comment that names the group of those below it."""
-
-    def __str__(self) -> str:
-        return "\n".join([*self.notes, *self.lines])
-
-
-async def every_key(inspector: Inspector, groups: Sequence[InspectedGroup], cli: RedisCli) -> ShellCommands:
-    """Return the commands for ``groups``, up to a bound that the last line names."""
-    lines = cli.base()
-    for group in groups:
-        if len(lines) > LINES_MAX:
-            break
-        table = await inspector.table(group)
-        lines += [f"# {group_text(group.name)}", *cli.group(group, table or nobody(group))]
-    if len(lines) > LINES_MAX:
-        lines = [*lines[:LINES_MAX], f"# these are the first {LINES_MAX:,} lines; --group or --model asks for less"]
-    return ShellCommands(cli.notes, lines)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from waymark.base.errors import NotFound, SettingsError
-from waymark.base.settings import Settings
+from waymark.base.errors import NotFound
 from waymark.base.shown import shown
 from waymark.domain.keys import pack
 from waymark.domain.names import GroupName
@@ -107,22 +105,6 @@ def _entry(value: bytes) -> HolderEntry | None:
         return parse_entry(value)
     except ValueError:
         return None
-
-
-@asynccontextmanager
-async def open_inspector(settings: Settings) -> AsyncIterator[Inspector]:
-    """Inspect the Redis of the settings. Raise ``SettingsError`` if it is inside another process."""
-    if settings.redis_url == "memory://":
-        raise SettingsError(
-            "WAYMARK_REDIS_URL is memory://, an emulated Redis inside 'waymark serve' that no other process can see; "
-            "give the URL of a real one (--redis-url redis://host:6379/0), or ask that process "
-            "(--url http://127.0.0.1:13333, GET /workers)"
-        )
-    store = Store.of(settings)
-    try:
-        yield Inspector(store)
-    finally:
-        await store.close()
 
 
 def pick(
