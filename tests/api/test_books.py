@@ -36,7 +36,7 @@ def promise_of(selected: dict[str, Any]) -> Promise | None:
 
 async def booked(store: Store) -> Sums:
     total = Sums()
-    for line in await store.books.lines([1], 0):
+    async for line in store.books.lines([1], 0):
         total = total.plus(line.sums)
     return total
 

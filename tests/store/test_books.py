@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
 from tests.store.factories import registration, stream_of
 from waymark.domain.books import Promise, Sums, Usage
-from waymark.store import keys
+from waymark.store import books, keys
 from waymark.store.reservations import (
     DRIFT,
     Offer,
@@ -54,7 +57,7 @@ async def ended(store: Store, reservation: Reservation, cached: int | None, drif
 
 async def sums_of(store: Store, target: tuple[int, int]) -> Sums:
     total = Sums()
-    for line in await store.books.lines([target[0]], 0):
+    async for line in store.books.lines([target[0]], 0):
         assert (line.group_id, line.publisher) == target
         total = total.plus(line.sums)
     return total
@@ -115,7 +118,7 @@ async def test_an_hour_has_room_for_so_many_lines_and_then_one_for_all_others(
     store: Store, redis: Redis, target: tuple[int, int]
 ) -> None:
     await ended(store, await taken(store, target, _EMPTY), 1)
-    (line,) = await store.books.lines([target[0]], 0)
+    (line,) = [line async for line in store.books.lines([target[0]], 0)]
     name = keys.books(target[0], line.minute // 60)
     await redis.delete(name)
     await redis.hset(name, mapping={f"61 {n}": "" for n in range(16384)})
@@ -123,7 +126,7 @@ async def test_an_hour_has_room_for_so_many_lines_and_then_one_for_all_others(
     for _ in range(2):
         await ended(store, await taken(store, target, _EMPTY), 1)
 
-    found = await store.books.lines([target[0]], 0)
+    found = [line async for line in store.books.lines([target[0]], 0)]
     assert [each.publisher for each in found] in ([0], [0, 0])  # a minute may have ended between the two
     assert sum(each.sums.delivered for each in found) == 2
     await redis.delete(name)  # the fields that fill it are not in the key table
@@ -131,12 +134,12 @@ async def test_an_hour_has_room_for_so_many_lines_and_then_one_for_all_others(
 
 async def test_a_line_of_another_form_is_left_out(store: Store, redis: Redis, target: tuple[int, int]) -> None:
     await ended(store, await taken(store, target, _EMPTY), 3)
-    (line,) = await store.books.lines([target[0]], 0)
+    (line,) = [line async for line in store.books.lines([target[0]], 0)]
     name = keys.books(target[0], line.minute // 60)
     await redis.hset(name, mapping={"x y": "1", "5 7": "1 2", "77 7": " ".join(["1"] * 14)})
 
-    assert await store.books.lines([target[0]], 0) == [line]
-    assert await store.books.lines([target[0]], line.minute + 1) == []
+    assert [line async for line in store.books.lines([target[0]], 0)] == [line]
+    assert [line async for line in store.books.lines([target[0]], line.minute + 1)] == []
     await redis.delete(name)  # fields of other forms are not in the key table
 
 
@@ -268,3 +271,30 @@ def test_reservations_with_and_without_promise_are_read_as_they_are_written() ->
         plain._replace(waited=0, promise="1-2-3-4-5-6-7"),
     ]
     assert parse_reservations(",".join(map(str, several))) == several
+
+
+async def test_a_day_of_many_targets_gives_the_loop_turns(
+    store: Store, redis: Redis, target: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hour = int(time.time() // 3600)
+    sums: Any = {f"{n % 60} {n}": " ".join(["1"] * len(Sums._fields)) for n in range(1000)}
+    for each in (hour - 1, hour):
+        await redis.hset(keys.books(target[0], each), mapping=sums)
+        await redis.expire(keys.books(target[0], each), 60)
+    monkeypatch.setattr(books, "_FIELDS_AT_ONCE", 1000)
+    turns = most = since = 0
+
+    async def turn() -> None:
+        nonlocal turns, since
+        while True:
+            turns, since = turns + 1, 0
+            await asyncio.sleep(0)
+
+    turning = asyncio.create_task(turn())
+    async for line in store.books.lines([target[0]], 60 * (hour - 1)):
+        assert line.sums.requests == 1
+        since += 1
+        most = max(most, since)
+    turning.cancel()
+    assert turns > 2000 / 256
+    assert most <= 256

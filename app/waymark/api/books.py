@@ -40,10 +40,9 @@ class BooksView:
             and model in (None, group.model_name)
             and tenant_id in (None, group.tenant_id)
         }
-        lines = await self._store.books.lines(list(groups), int(time.time() // 60) - minutes + 1)
         targets: dict[tuple[int, int], Sums] = defaultdict(Sums)
         by_minute: dict[int, Sums] = defaultdict(Sums)
-        for line in lines:
+        async for line in self._store.books.lines(list(groups), int(time.time() // 60) - minutes + 1):
             target = line.group_id, line.publisher
             targets[target] = targets[target].plus(line.sums)
             by_minute[line.minute] = by_minute[line.minute].plus(line.sums)

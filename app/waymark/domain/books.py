@@ -80,6 +80,10 @@ class Drift(NamedTuple):
         )
 
 
+#: The most that the text of ``Sums`` has: 14 numbers below 10^18.
+_SUMS_BYTES = 14 * 19
+
+
 class Sums(NamedTuple):
     """Sums over requests, in the order of the script's numbers. ``available`` to ``completion`` are tokens.
 
@@ -117,7 +121,7 @@ class Sums(NamedTuple):
     @classmethod
     def parse(cls, value: bytes) -> Self | None:
         """Parse the value in Redis; None for a value of another form."""
-        words = value.split()
-        if len(words) != len(cls._fields) or not all(word.isdigit() and len(word) < 19 for word in words):
+        words = value.split(b" ")
+        if len(words) != len(cls._fields) or len(value) > _SUMS_BYTES or not b"".join(words).isdigit() or b"" in words:
             return None
         return cls(*map(int, words))

@@ -7,9 +7,10 @@ hears of it. Nothing of a prompt is kept but numbers of tokens.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from waymark.domain.books import Sums
 from waymark.store import keys
@@ -18,8 +19,10 @@ from waymark.store.redis.client import RedisClient
 
 #: The books go back so far.
 HOURS_KEPT = 24
-#: Hashes that are asked for in one round trip.
+#: Hashes that are asked for in one round trip, if they are small: of many groups with few targets.
 _HASHES_AT_ONCE = 64
+#: Fields that are asked for in one round trip, and the lines between two turns of the loop.
+_FIELDS_AT_ONCE, _LINES_A_TURN = 16_384, 256
 
 
 class Line(NamedTuple):
@@ -39,26 +42,49 @@ class Books:
     def __init__(self, client: RedisClient) -> None:
         self._client = client
 
-    async def lines(self, groups: Sequence[int], since_minute: int) -> list[Line]:
-        """The lines of these groups, of ``since_minute`` and later, oldest first.
+    async def lines(self, groups: Sequence[int], since_minute: int) -> AsyncIterator[Line]:
+        """Yield the lines of these groups, of ``since_minute`` and later, hour by hour.
 
-        A line that cannot be read is left out.
+        A day of a group has up to 400,000 of them, so the loop gets turns between them. A line that cannot be read is
+        left out.
         """
         last = int(time.time() // 3600) + 1  # the clock of another replica may be ahead
         hours = range(max(since_minute // 60, last - HOURS_KEPT - 1), last + 1)
         asked = [(group_id, hour) for hour in hours for group_id in groups]
-        lines: list[Line] = []
+        count = 0
         for start in range(0, len(asked), _HASHES_AT_ONCE):
-            portion = asked[start : start + _HASHES_AT_ONCE]
-            replies = await self._client.several(
-                [("HGETALL", keys.books(group_id, hour)) for group_id, hour in portion], is_lenient=True
+            wide = asked[start : start + _HASHES_AT_ONCE]
+            sizes = await self._client.several(
+                [("HLEN", keys.books(group_id, hour)) for group_id, hour in wide], is_lenient=True
             )
-            for (group_id, hour), reply in zip(portion, replies, strict=True):
-                for name, value in (pairs_of(reply) or {}).items():
-                    line = _line(group_id, hour, name, value)
-                    if line is not None and line.minute >= since_minute:
-                        lines.append(line)
-        return sorted(lines, key=lambda item: item.minute)
+            for portion in _portions(wide, sizes):
+                replies = await self._client.several(
+                    [("HGETALL", keys.books(group_id, hour)) for group_id, hour in portion], is_lenient=True
+                )
+                for (group_id, hour), reply in zip(portion, replies, strict=True):
+                    for name, value in (pairs_of(reply) or {}).items():
+                        line = _line(group_id, hour, name, value)
+                        if line is not None and line.minute >= since_minute:
+                            yield line
+                        count += 1
+                        if count % _LINES_A_TURN == 0:
+                            await asyncio.sleep(0)
+
+
+def _portions(asked: Sequence[tuple[int, int]], sizes: Sequence[Any]) -> Iterator[list[tuple[int, int]]]:
+    """Yield the hashes that have fields, as many at once as have ``_FIELDS_AT_ONCE`` together."""
+    portion: list[tuple[int, int]] = []
+    fields = 0
+    for each, size in zip(asked, sizes, strict=True):
+        if not isinstance(size, int) or not size:
+            continue
+        if portion and fields + size > _FIELDS_AT_ONCE:
+            yield portion
+            portion, fields = [], 0
+        portion.append(each)
+        fields += size
+    if portion:
+        yield portion
 
 
 def _line(group_id: int, hour: int, name: bytes, value: bytes) -> Line | None:
