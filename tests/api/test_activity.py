@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tests.e2e.redis_server import redis_server
 from tests.live import Live, start
 from tests.patience import patient, within
 from waymark.api import activity as feed
+from waymark.api.activity import CLIENTS_MAX
 from waymark.api.http.tokens_file import EVERYONE
 from waymark.store.activity import ActivityEntry
 from waymark.store.store import Store
@@ -104,24 +105,25 @@ async def test_a_process_with_clients_ends_when_it_is_told(redis_url: str, tmp_p
     await client.aclose()
 
 
-async def test_clients_beyond_the_setting_are_refused(redis_url: str, tmp_path: Path) -> None:
-    async with start("serve", redis_url, tmp_path / "log", activity_clients=1) as live:
-        async with following(live) as only:
-            assert only.answer.status_code == 200
-            await wait_until(lambda: has_client(live), "the client is counted")
+async def test_clients_beyond_the_bound_are_refused(redis_url: str, tmp_path: Path) -> None:
+    async with start("serve", redis_url, tmp_path / "log") as live:
+        async with AsyncExitStack() as stack:
+            for _ in range(CLIENTS_MAX):
+                assert (await stack.enter_async_context(following(live))).answer.status_code == 200
+            await wait_until(lambda: has_all_clients(live), "the clients are counted")
             async with following(live) as other:
                 assert other.answer.status_code == 503
                 body = json.loads(await other.answer.aread())
                 assert body["reason"] == "unavailable"
-                assert "WAYMARK_ACTIVITY_CLIENTS" in body["error"]
+                assert body["error"].startswith(f"{CLIENTS_MAX} clients follow /activity of this process")
                 assert other.answer.headers["retry-after"] == "5"
-        await wait_until(lambda: no_clients(live), "the client has left")
+        await wait_until(lambda: no_clients(live), "the clients have left")
         async with following(live) as later:
             assert later.answer.status_code == 200
 
 
-async def has_client(live: Live) -> bool:
-    return await live.metric("waymark_activity_clients") == 1
+async def has_all_clients(live: Live) -> bool:
+    return await live.metric("waymark_activity_clients") == CLIENTS_MAX
 
 
 @pytest.mark.parametrize("last", ["x", "1", "1-", "-1-1", "9" * 20 + "-1", "1 1"])

@@ -13,7 +13,7 @@ import pytest
 
 from tests.api.conftest import Hold, MakeClient
 from tests.patience import within
-from waymark.api import inspection_queue
+from waymark.api import explanations, inspection_queue
 from waymark.domain.hashing import extend, token_bytes
 from waymark.inspection import holding
 from waymark.inspection.explanation import as_json, of_json
@@ -160,13 +160,13 @@ async def test_an_unreadable_prompt_is_refused(client: httpx.AsyncClient, regist
 
 
 async def test_a_prompt_of_too_many_blocks_is_refused(
-    store: Store, make_client: MakeClient, register: Register
+    store: Store, make_client: MakeClient, register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = await make_client(store, inspect_blocks_max=8)
+    monkeypatch.setattr(explanations, "BLOCKS_MAX", 8)
+    client = await make_client(store)
     await register("a", block_size=1)
     answer = await inspect(client, 413, token_ids=[1] * 9)
     assert answer["error"].startswith("the prompt has 9 blocks, and at most 8 are explained")
-    assert "WAYMARK_INSPECT_BLOCKS_MAX" in answer["error"]
     assert (await inspect(client, token_ids=[1] * 8))["total_blocks"] == 8
 
 

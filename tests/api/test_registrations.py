@@ -12,6 +12,7 @@ import pytest
 from tests.api.conftest import MakeClient
 from tests.discovery.conftest import Engine, engine, start_engine, vllm_metrics
 from tests.patience import patient
+from waymark.api import application
 from waymark.domain.names import Origin
 from waymark.store import keys
 from waymark.store.store import Store
@@ -212,7 +213,7 @@ async def test_a_url_with_a_user_a_query_or_a_fragment_is_refused_and_not_shown(
 
 
 async def test_a_slow_engine_holds_no_other_registration_up(
-    engine: Engine, make_client: MakeClient, store: Store
+    engine: Engine, make_client: MakeClient, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Describing takes no place of the requests that write."""
     import asyncio
@@ -228,7 +229,8 @@ async def test_a_slow_engine_holds_no_other_registration_up(
 
     engine.is_vllm()
     engine.answers["/metrics"] = slow
-    client = await make_client(store, requests_at_once=1)
+    monkeypatch.setattr(application, "AT_ONCE", 1)
+    client = await make_client(store)
     asked = asyncio.ensure_future(client.post("/register", json={"url": engine.url}))
     await arrived.wait()
     other = {"instance_id": "i", "type": "none", "modelname": "m", "block_size": 16}

@@ -21,6 +21,7 @@ from tests.conftest import wait_until
 from tests.patience import patient, patient_settings
 from tests.proxy import Proxy, proxy_to
 from tests.serving.wire import connections, served, wire
+from waymark.api import application
 from waymark.api.application import create_app
 from waymark.base.asgi import Answering, RawHeaders, StraightQuestion, StraightRequest
 from waymark.base.asker import Asker
@@ -432,8 +433,11 @@ async def test_a_connection_to_redis_that_is_lost_is_opened_again(proxy: Proxy) 
         assert straight.said == ["begun", "replied"]
 
 
-async def test_requests_beyond_the_places_wait_on_the_ordinary_way(proxy: Proxy) -> None:
-    async with asked_once(proxy, requests_at_once=1) as straight:
+async def test_requests_beyond_the_places_wait_on_the_ordinary_way(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(application, "AT_ONCE", 1)
+    async with asked_once(proxy) as straight:
         proxy.hold()
         first = asyncio.create_task(straight.post("/query", QUERY))
         await wait_until(lambda: straight.said == ["begun"], "the first is under way")
@@ -456,8 +460,9 @@ async def test_a_client_that_goes_away_with_its_body_is_counted(ways: tuple[Way,
     assert straight.value("http_bodies_bytes") == 0
 
 
-async def test_a_client_that_goes_away_gives_its_place_back(proxy: Proxy) -> None:
-    async with asked_once(proxy, requests_at_once=1) as straight:
+async def test_a_client_that_goes_away_gives_its_place_back(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(application, "AT_ONCE", 1)
+    async with asked_once(proxy) as straight:
         proxy.hold()
         _, writer = await asyncio.open_connection("127.0.0.1", straight.port)
         writer.write(request("/query", QUERY))

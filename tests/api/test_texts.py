@@ -17,6 +17,7 @@ from aiohttp import web
 from tests.api.conftest import Hold, MakeClient
 from tests.conftest import wait_until
 from tests.tokenization import small
+from waymark.api import application
 from waymark.api.application import create_app
 from waymark.api.engine_addresses import EngineAddresses
 from waymark.base.errors import StoreUnavailable
@@ -332,7 +333,8 @@ async def test_texts_under_way_hold_up_no_query_of_tokens(
 
     monkeypatch.setattr(Tokenizers, "_opened", lambda *_: Slow())
     monkeypatch.setattr(face, "SECONDS", 600.0)
-    api = await make_client(memory_store, tokenizers={"m": "file:///m"}, requests_at_once=2)
+    monkeypatch.setattr(application, "AT_ONCE", 2)
+    api = await make_client(memory_store, tokenizers={"m": "file:///m"})
     body = {"model": "m", "block_size": 2}
     # A model has at most three times as many places as are free.
     of_a_model = face.UNDER_WAY_MAX * 3 // 4

@@ -328,7 +328,7 @@ def paths() -> list[tuple[str, str]]:
         Registrations(store, settings, Asker()),
     )
     gate = Gate(None, protect_reads=False)
-    feed = ActivityFeed(store.activity, settings, metrics)
+    feed = ActivityFeed(store.activity, metrics)
     operations: list[Operation] = _operations(
         store, Contract(), _dependencies(settings, metrics, gate), tokenizer, registrations, feed, Asker()
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from waymark.api.activity import CLIENTS_MAX
 from waymark.api.decision_schemas import NAMES_MAX, RELEASES_MAX
 from waymark.api.http.bodies import CONTAINERS_MAX
 from waymark.api.http.fields import NAME_BYTES_MAX
@@ -86,7 +87,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "Others": (
         Bound("streams of a picker", "epp_streams_max", "the oldest of the connection with most that waits is ended"),
         Bound("pods of Kubernetes", PODS_MAX, "the list counts as failed, and nothing changes"),
-        Bound("followers of `GET /activity`", "activity_clients", "503"),
+        Bound("followers of `GET /activity`", CLIENTS_MAX, "503"),
     ),
 }  # fmt: skip
 

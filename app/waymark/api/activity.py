@@ -20,11 +20,13 @@ from waymark.api.http.tokens_file import Caller
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
 from waymark.base.shown import shown
 from waymark.store.activity import Activity, ActivityEntry, is_entry_id
 
 log = logging.getLogger(__name__)
+
+CLIENTS_MAX = 32
+"""Clients of a process. They are the open pages of people and a few programs, and each has a queue of its own."""
 
 #: Entries that a client without ``Last-Event-ID`` gets first.
 _FIRST = 100
@@ -70,11 +72,8 @@ class _ActivityReader:
 class ActivityFeed:
     """The handler of ``/activity``. ``stopping`` ends all connections."""
 
-    def __init__(
-        self, activity: Activity, settings: Settings, metrics: Metrics, stopping: asyncio.Event | None = None
-    ) -> None:
+    def __init__(self, activity: Activity, metrics: Metrics, stopping: asyncio.Event | None = None) -> None:
         self._activity = activity
-        self._clients_max = settings.activity_clients
         self._metrics = metrics
         self._stopping = stopping or asyncio.Event()
         self._clients: set[_ActivityReader] = set()
@@ -94,10 +93,10 @@ class ActivityFeed:
                 f"follow is {shown(follow)}; send true, or false for an answer that ends after the last event",
                 field="follow",
             )
-        if len(self._clients) >= self._clients_max:
+        if len(self._clients) >= CLIENTS_MAX:
             raise StoreUnavailable(
-                f"{self._clients_max} clients follow /activity of this process, and no more are allowed "
-                "(WAYMARK_ACTIVITY_CLIENTS); try again later",
+                f"{CLIENTS_MAX} clients follow /activity of this process, and no more are allowed; try again later, or "
+                "ask another replica",
                 retry_after_seconds=5,
             )
         client = _ActivityReader(body.caller, last or "0-0")
@@ -112,7 +111,7 @@ class ActivityFeed:
         )  # fmt: skip
 
     async def _events(self, client: _ActivityReader) -> AsyncGenerator[bytes]:
-        if len(self._clients) >= self._clients_max:  # others came while its first entries were read
+        if len(self._clients) >= CLIENTS_MAX:  # others came while its first entries were read
             return
         self._join(client)
         try:

@@ -19,6 +19,9 @@ from waymark.domain.table import View
 InTokens = dict[str, dict[str, Any]]
 """An answer's rows, by instance."""
 
+BYTES_MAX = 8 * 2**20
+"""The size of the cache. The answers of a few thousand beginnings fit in; a further one is computed in microseconds."""
+
 #: Walks of more runs than this hardly come twice.
 _RUNS_MAX = 16
 #: The approximate size of a row, a run and a holder of a view.

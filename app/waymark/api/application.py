@@ -32,9 +32,9 @@ from waymark.api.engine_addresses import EngineAddresses
 from waymark.api.events import Events
 from waymark.api.explanations import Explanations
 from waymark.api.http.access import Access, Gate, openness
-from waymark.api.http.admission import AdmissionQueue
+from waymark.api.http.admission import AT_ONCE, AdmissionQueue
 from waymark.api.http.answers import Answer, Handler
-from waymark.api.http.bodies import Body, Format, RequestCache, encode
+from waymark.api.http.bodies import CACHE_BYTES_MAX, Body, Format, RequestCache, encode
 from waymark.api.http.doc import Doc, Queue
 from waymark.api.inspection_queue import InspectionQueue
 from waymark.api.inspections import Inspections
@@ -110,7 +110,7 @@ def create_app(
         dependencies,
         PromptTokenizer(tokenizers or Tokenizers.of(settings, metrics, EngineAddresses(store)), settings),
         Registrations(store, settings, asker),
-        ActivityFeed(store.activity, settings, metrics, stopping),
+        ActivityFeed(store.activity, metrics, stopping),
         asker,
         gateway,
     )
@@ -158,11 +158,11 @@ class Shortcut:
 
 def _dependencies(settings: Settings, metrics: Metrics, gate: Gate) -> Dependencies:
     admission: dict[Queue, AdmissionQueue] = {
-        "read": AdmissionQueue(settings.requests_at_once),
-        "write": AdmissionQueue(settings.requests_at_once),
-        "decide": AdmissionQueue(settings.requests_at_once),
+        "read": AdmissionQueue(AT_ONCE),
+        "write": AdmissionQueue(AT_ONCE),
+        "decide": AdmissionQueue(AT_ONCE),
     }
-    return Dependencies(settings, metrics, gate, admission, RequestCache(settings.text_cache_bytes, metrics))
+    return Dependencies(settings, metrics, gate, admission, RequestCache(CACHE_BYTES_MAX, metrics))
 
 
 def _json(content: Any, status: int) -> Response:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from waymark.api.answer_cache import NOTHING, AnswerCache, in_tokens
+from waymark.api.answer_cache import BYTES_MAX, NOTHING, AnswerCache, in_tokens
 from waymark.api.given_prompts import GivenPrompts, text_of
 from waymark.api.http.answers import PARTIAL, Answer, Paused
 from waymark.api.http.bodies import Body, Format
@@ -43,7 +43,7 @@ class Conductor:
         self._given = GivenPrompts(settings)
         self._lookup = QueryReader(store.reader, settings, metrics)
         self._addresses = store.incarnation.cache(AddressTables())
-        self._rows = store.incarnation.cache(AnswerCache(settings.answer_cache_bytes, metrics))
+        self._rows = store.incarnation.cache(AnswerCache(BYTES_MAX, metrics))
 
     def query(self, body: Body) -> Steps[Answer] | Paused:
         asked = body.asked(_by_prompt)

@@ -30,6 +30,9 @@ from waymark.inspection.why import unknown_group
 from waymark.store.steps import Steps
 from waymark.store.store import Store
 
+BLOCKS_MAX = 16_384
+"""The longest prompt that is explained: 262,144 tokens in blocks of 16. Every row of its blocks is read."""
+
 #: Instances in an explanation beside an answer.
 _TOP = 20
 
@@ -51,7 +54,6 @@ class Explanations:
         self._seed = settings.hash_seed
         self._max_tokens = settings.max_tokens
         self._queue = queue
-        self._blocks_max = settings.inspect_blocks_max
 
     async def inspect(self, body: Body) -> Paused:
         """Handle ``/inspect/prompt``."""
@@ -137,10 +139,10 @@ class Explanations:
             block_size = only_block_size(sizes)
         if block_size is None:
             return PromptExplanation(name, prompt.count, reasons=["No engine is registered for this model now"])
-        if prompt.blocks(block_size) > self._blocks_max:
+        if prompt.blocks(block_size) > BLOCKS_MAX:
             raise InvalidValue(
-                f"the prompt has {prompt.blocks(block_size)} blocks, and at most {self._blocks_max} are explained; "
-                "send the beginning of it, or raise WAYMARK_INSPECT_BLOCKS_MAX",
+                f"the prompt has {prompt.blocks(block_size)} blocks, and at most {BLOCKS_MAX} are explained; "
+                "send the beginning of it",
                 reason="too_large",
             )
         if prompt.items:

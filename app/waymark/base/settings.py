@@ -226,16 +226,10 @@ class Settings(BaseModel):
     """How long a query may take before it answers with what it has found."""
     inspect_seconds: float = Field(5.0, ge=0.01, le=60)
     """How long one inspection may take, in seconds."""
-    inspect_blocks_max: int = Field(16_384, ge=1, le=2**21)
-    """The longest prompt, in blocks, that Waymark explains."""
     native: bool = True
     """Whether the native module is used if it was built; `false` selects the pure-Python path."""
     hot_block_ms: int = Field(200, ge=0, le=60_000)
     """How long, in milliseconds, a replica keeps a row of the index that many holders share; 0 disables this cache."""
-    answer_cache_bytes: int = Field(8 * _MIB, ge=0, le=64 * 1024 * _MIB)
-    """The size of the answer cache of a replica, which reuses an answer for the same blocks; 0 disables it."""
-    text_cache_bytes: int = Field(1 * _MIB, ge=0, le=64 * 1024 * _MIB)
-    """The size of the request cache of a replica, which reuses the parsed fields of a query; 0 disables it."""
     tokenizers: Annotated[dict[str, _TokenSource], BeforeValidator(_parsed_sources)] = Field(default_factory=dict)
     """The source of token ids for each model, such as `{"llama": "file:///models/llama"}`."""
     tokenizers_dir: Path | None = None
@@ -254,8 +248,6 @@ class Settings(BaseModel):
     """How many bytes of request bodies are held at once; above it, the request that has taken longest is closed."""
     request_seconds: float = Field(30.0, ge=0.1, le=3600)
     """How long a client may take to send a request, and to read the answer, before its connection is closed."""
-    requests_at_once: int = Field(16, ge=1, le=32)
-    """How many requests of each kind (read, write, decide) run at once. Raise it only if Redis is far away."""
     connections_max: int = Field(4096, ge=1, le=1_000_000)
     """How many HTTP connections are open at once; above it, the connection that is idle longest is closed."""
     api_token: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None
@@ -480,8 +472,6 @@ class Settings(BaseModel):
     """The format of log lines: `text` for people, `json` for programs."""
     ui: bool = True
     """Whether `GET /ui` shows the page."""
-    activity_clients: int = Field(32, ge=0, le=10_000)
-    """How many clients may follow `GET /activity` of a process."""
     access_log: bool = False
     """Whether every HTTP request is logged."""
     metrics_models_max: int = Field(100, ge=0, le=10_000)
@@ -577,6 +567,11 @@ FORMER: Final = {
     PREFIX + "EVENT_MEMORY_BYTES": "64 MiB, BYTES_MAX in waymark.apply.kept",
     PREFIX + "REPLAY_BYTES_PER_SECOND_MIN": "16,384, BYTES_PER_SECOND_MIN in waymark.ingest.stream",
     PREFIX + "EPP_IDLE_SECONDS": "600, IDLE_SECONDS in waymark.epp.options",
+    PREFIX + "ANSWER_CACHE_BYTES": "8 MiB, BYTES_MAX in waymark.api.answer_cache",
+    PREFIX + "TEXT_CACHE_BYTES": "1 MiB, CACHE_BYTES_MAX in waymark.api.http.bodies",
+    PREFIX + "INSPECT_BLOCKS_MAX": "16,384, BLOCKS_MAX in waymark.api.explanations",
+    PREFIX + "REQUESTS_AT_ONCE": "16, AT_ONCE in waymark.api.http.admission",
+    PREFIX + "ACTIVITY_CLIENTS": "32, CLIENTS_MAX in waymark.api.activity",
 }
 _FIELDS = {PREFIX + name.upper(): name for name in Settings.model_fields}
 _TOKENS = frozenset({PREFIX + "API_TOKEN", PREFIX + "ENGINE_API_KEY"})

@@ -7,9 +7,8 @@ import asyncio
 import pytest
 
 from tests.patience import within
-from waymark.api.http.admission import AdmissionQueue
+from waymark.api.http.admission import AT_ONCE, AdmissionQueue
 from waymark.base.errors import InvalidValue, StoreUnavailable
-from waymark.base.settings import Settings
 from waymark.store.redis.client import CONNECTIONS
 
 
@@ -98,5 +97,5 @@ async def test_a_request_that_waits_for_too_long_is_told_so() -> None:
 
 
 def test_requests_that_work_leave_connections_for_all_else_that_asks_redis() -> None:
-    of_each, queues = Settings.model_fields["requests_at_once"].metadata[-1].le, 2
-    assert of_each * queues <= CONNECTIONS - 16, "health, the registry and a worker share them"
+    queues = 3
+    assert AT_ONCE * queues <= CONNECTIONS - 16, "health, the registry and a worker share them"

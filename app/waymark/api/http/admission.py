@@ -15,6 +15,9 @@ from collections import deque
 
 from waymark.base.errors import StoreUnavailable
 
+AT_ONCE = 16
+"""Requests of one kind that work at once. More would not be answered earlier, and each uses a connection to Redis."""
+
 #: Longer than any number of healthy queries takes; a request that waits longer waits for a Redis that hangs.
 WAIT_SECONDS = 10.0
 

@@ -56,6 +56,9 @@ CONTAINERS_MAX = 2**18
 # never out of date; when there is no room, all entries are dropped at once.
 
 
+CACHE_BYTES_MAX = 2**20
+"""The size of the cache: some hundred texts. A router has a few of them, and to parse another costs microseconds."""
+
 #: Longer texts hardly come twice.
 _TEXT_BYTES_MAX = 4096
 #: The approximate size of an entry besides its bytes: its fields, and their parsed form.
