@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from tests.api.conftest import Hold, MakeClient
 from tests.api.test_decisions import PROMPT, Register, pods, post, scores
 from tests.tokenization import small
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
+from waymark.decide import matches
+from waymark.decide.policies.profile import Speculation
 from waymark.decide.snapshot import SnapshotKeeper
 from waymark.domain.hashing import extend, namespace, token_bytes
 from waymark.store.store import Store
@@ -128,11 +130,17 @@ async def test_sticky_goes_by_the_block_that_ends_within_512_tokens(
 
 
 async def test_an_expected_prompt_is_a_few_keys_for_a_short_time(
-    store: Store, make_client: MakeClient, pods: list[str], hold: Hold, spec_times: SpecTimes
+    store: Store,
+    make_client: MakeClient,
+    pods: list[str],
+    hold: Hold,
+    spec_times: SpecTimes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert Settings().speculative_ttl_ms == 2_000
+    assert Speculation(is_on=True).milliseconds == 2_000
+    monkeypatch.setattr(matches, "Speculation", partial(Speculation, milliseconds=600_000))
     await hold("pod-1", PROMPT[:24])
-    replica = await make_client(store, speculative_ttl_ms=600_000)
+    replica = await make_client(store)
     await post(replica, "/select", expect=False)
     assert await spec_times() == []
     for prompt in (PROMPT, PROMPT[:24]):
@@ -149,7 +157,6 @@ async def test_what_a_target_without_events_was_sent_is_kept_for_ten_minutes(
     await post(client, "/select", expect=False)
     assert await spec_times() == []
     await post(client, "/select")
-    assert Settings().approximate_seconds == 600
     found = await spec_times()
     assert len(found) == 4, "at 8, 12, 16 and 20 blocks"
     assert all(500_000 < time <= 600_000 for time in found)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.api.conftest import Hold, MakeClient
 from tests.conftest import wait_until
+from waymark.decide import sources
 from waymark.domain.hashing import extend, token_bytes
 from waymark.store.store import Store
 
@@ -82,9 +83,10 @@ async def test_copying_has_to_be_cheaper_than_computing(
 
 
 async def test_a_source_has_room_again_when_its_pull_has_ended(
-    store: Store, make_client: MakeClient, register: Register, hold: Hold
+    store: Store, make_client: MakeClient, register: Register, hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replica = await make_client(store, source_pulls_max=1)
+    monkeypatch.setattr(sources, "PULLS_MAX", 1)
+    replica = await make_client(store)
     await register("has", **SOURCE)
     await register("lacks")
     await hold("has", TOKENS)
@@ -101,9 +103,10 @@ async def test_a_source_has_room_again_when_its_pull_has_ended(
 
 
 async def test_a_pull_that_nobody_ends_is_over_with_its_reservation(
-    store: Store, make_client: MakeClient, register: Register, hold: Hold
+    store: Store, make_client: MakeClient, register: Register, hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replica = await make_client(store, source_pulls_max=1)
+    monkeypatch.setattr(sources, "PULLS_MAX", 1)
+    replica = await make_client(store)
     await register("has", **SOURCE)
     await register("lacks")
     await hold("has", TOKENS)

@@ -101,7 +101,7 @@ def test_a_former_setting_is_warned_of_and_its_constant_is_there(caplog: pytest.
         variable, _, constant = record.getMessage().partition(" is not a setting any more, and has no effect: it is ")
         value, name, module = re.fullmatch(r"(.+), (\w+) in ([\w.]+)", constant).groups()  # type: ignore[union-attr]
         number, _, unit = value.partition(" ")
-        assert getattr(import_module(module), name) == int(number.replace(",", "")) * (2**20 if unit else 1), variable
+        assert getattr(import_module(module), name) == float(number.replace(",", "")) * (2**20 if unit else 1), variable
 
 
 def test_all_complaints_come_at_once() -> None:

@@ -16,11 +16,9 @@ from waymark.store.store import Store
 
 
 def test_the_settings_are_taken_in_their_units() -> None:
-    options = SelectionOptions.of(
-        Settings(policy="lmetric", loads_ms=250, approximate_seconds=7, query_deadline_ms=500)
-    )
+    options = SelectionOptions.of(Settings(policy="lmetric", loads_ms=250, query_deadline_ms=500))
     assert (options.policy.name, options.picker_file) == ("lmetric", None)
-    assert (options.loads_seconds, options.approximate_milliseconds, options.deadline_seconds) == (0.25, 7000, 0.5)
+    assert (options.loads_seconds, options.deadline_seconds) == (0.25, 0.5)
 
 
 def test_an_unknown_policy_is_named_with_the_nearest_one() -> None:

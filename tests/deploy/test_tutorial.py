@@ -130,7 +130,6 @@ async def test_the_engine_of_the_page_is_found_and_answers(tmp_path: Path) -> No
                 discovery_namespace="serving",
                 discovery_token_file=tmp_path / "token",
                 discovery_api_port=port,
-                discovery_seconds=5,
             ) as live,
             live.client() as client,
         ):

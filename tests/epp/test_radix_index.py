@@ -18,6 +18,7 @@ from tests.patience import within
 from tests.store.factories import registration
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
+from waymark.decide import reported
 from waymark.domain.hashing import token_bytes
 from waymark.domain.targets import Target
 from waymark.epp.options import EppOptions
@@ -323,9 +324,10 @@ async def test_pull_names_the_holders(store: Store, start_epp: StartEpp) -> None
 
 
 async def test_the_oldest_placements_are_dropped(
-    store: Store, pods: dict[str, str], start_epp: StartEpp, metrics: Metrics
+    store: Store, pods: dict[str, str], start_epp: StartEpp, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = Client(await start_epp(store, placements_max=1000))
+    monkeypatch.setattr(reported, "PLACEMENTS_MAX", 1000)
+    client = Client(await start_epp(store))
     for number in range(3):
         await client.publish(URLS[number], range(1000 * number + 1, 1000 * number + 601))
     assert metrics.placements_dropped.value == 800  # waymark_placements_dropped_total
@@ -351,7 +353,7 @@ async def test_streams_that_never_end_have_a_bound_of_their_own(
     late = Client(epp)
     code, details = await refused(late.match())
     assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "WAYMARK_EPP_INDEX_STREAMS_MAX" in details
+    assert details == "4 streams are open, and no more are allowed; add replicas"
     assert destinations(await epp.stream().ask(CHAT)), "Envoy is not concerned"
     clients[0].close()
     await wait_until(lambda: metrics.index_streams.value == 2, "its streams are over")

@@ -75,7 +75,7 @@ async def looks_whole(running: Running, path: str, bytes_sent: int) -> bool:
 @pytest.mark.parametrize("kind", CUT)
 async def test_an_answer_that_is_cut_short_never_looks_whole(start: Start, kind: str, resets: bool) -> None:
     path, whole = CUT[kind]
-    running = await start(0, gateway_avoid_seconds=0)
+    running = await start(0)
     async with engine(whole, resets=resets) as url:
         await running.store.registry.register(registration(url, 0))
         if not resets:
@@ -105,7 +105,7 @@ async def test_an_answer_that_is_cut_short_never_looks_whole(start: Start, kind:
 )
 @pytest.mark.parametrize("pieces", [1, 1000])
 async def test_what_is_not_an_answer_is_an_error_of_the_engine(start: Start, sent: bytes, pieces: int) -> None:
-    running = await start(0, gateway_avoid_seconds=0)
+    running = await start(0)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

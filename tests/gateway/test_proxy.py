@@ -13,6 +13,7 @@ from aiohttp import web
 from tests.conftest import wait_until
 from tests.gateway.conftest import Running, Start, chat, events, registration
 from tests.patience import within
+from waymark.gateway import proxy
 from waymark.gateway.proxy import Avoided
 
 pytestmark = pytest.mark.outside
@@ -167,8 +168,11 @@ async def test_an_engine_without_a_listener_is_replaced_at_most_twice(start: Sta
     assert running.value("gateway_retries_total", reason="connect") > 0
 
 
-async def test_an_engine_without_a_listener_is_avoided_for_a_while(start: Start, free_port: int) -> None:
-    running = await start(1, gateway_avoid_seconds=3600)
+async def test_an_engine_without_a_listener_is_avoided_for_a_while(
+    start: Start, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy, "AVOID_SECONDS", 3600)
+    running = await start(1)
     await running.store.registry.register(registration(f"http://127.0.0.1:{free_port}", 9))
     for n in range(40):
         assert (await running.post(chat(f"hello {n}"))).status_code == 200
@@ -176,8 +180,11 @@ async def test_an_engine_without_a_listener_is_avoided_for_a_while(start: Start,
     assert running.asked == [40]
 
 
-async def test_engines_that_are_avoided_are_better_than_none(start: Start, free_port: int) -> None:
-    running = await start(0, gateway_avoid_seconds=3600)
+async def test_engines_that_are_avoided_are_better_than_none(
+    start: Start, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy, "AVOID_SECONDS", 3600)
+    running = await start(0)
     await running.store.registry.register(registration(f"http://127.0.0.1:{free_port}", 9))
     assert [(await running.post()).status_code for _ in range(3)] == [502] * 3
     assert running.value("gateway_retries_total", reason="connect") == 3

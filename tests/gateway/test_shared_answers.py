@@ -139,8 +139,6 @@ async def test_a_slow_redis_costs_one_request_its_time() -> None:
         ("RESPONSE_CACHE_RESPONSE_BYTES", "0"),
         ("RESPONSE_CACHE_STREAM_BYTES", "0"),
         ("RESPONSE_CACHE_REDIS_MS", "0"),
-        ("RESPONSE_CACHE_FALLBACK_ENTRIES", "-1"),
-        ("RESPONSE_CACHE_FALLBACK_TTL_SECONDS", "0"),
     ],
 )
 def test_a_value_outside_of_its_range_ends_the_start(name: str, value: str) -> None:

@@ -20,9 +20,10 @@ def test_ceilings_of_what_a_publisher_may_send_are_as_published() -> None:
 
 
 def test_options_of_streams_are_settings() -> None:
-    """With the same defaults; the largest message follows from the frame; snapshots and slow replays have constants."""
+    """With the same defaults; the largest message follows from the frame, and some internals are constants."""
     assert worker_options(Settings()).stream == StreamOptions()
     names = {each.name for each in fields(StreamOptions)} - {"message_bytes_max"}
     names -= {"snapshot_answer_seconds", "snapshot_seconds", "snapshot_pause_seconds", "replay_bytes_per_second_min"}
+    names -= {"fold_batches"}
     assert names <= set(Settings.model_fields)
     assert worker_options(Settings()).apply == ApplyOptions()

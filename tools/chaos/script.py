@@ -108,7 +108,6 @@ def settings(rng: random.Random, *, is_cluster: bool = False) -> dict[str, Any]:
         "replay_seconds": 20,
         "publisher_timeout": rng.choice((60, 3)),
         "sweep_blocks_per_second": rng.choice((40, 400, 20_000)),
-        "fold_batches": rng.choice((1, 4, 64)),
         "on_gap": rng.choice(("keep", "reset")),
         "shards": rng.choice((1, 4, 4, 4) if is_cluster else (1, 4)),
         "replays_max": rng.choice((1, 8)),

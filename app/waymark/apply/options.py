@@ -9,14 +9,18 @@ from typing import Literal, Self
 from waymark.base.settings import Settings
 from waymark.domain.generations import BlockBounds
 
+WAITING_BLOCKS = 10_000
+"""Blocks of a stream that may wait for their parent. Engines send parents first: only a lost batch makes blocks wait,
+and what waits longer is found by a replay."""
+
 
 @dataclass(frozen=True, slots=True)
 class ApplyOptions:
-    """Each field has the name, unit and default of the setting in ``waymark.base.settings``."""
+    """Each field has the name, unit and default of the setting in ``waymark.base.settings``, if it is one."""
 
     hash_seed: int = 1337
     stream_blocks_max: int = 4_000_000
-    waiting_blocks: int = 10_000
+    waiting_blocks: int = WAITING_BLOCKS
     pool_hashes_max: int = 1_000_000
     max_entries: int = 0
     entry_ttl_seconds: int = 0
@@ -36,7 +40,6 @@ class ApplyOptions:
         return cls(
             hash_seed=settings.hash_seed,
             stream_blocks_max=settings.stream_blocks_max,
-            waiting_blocks=settings.waiting_blocks,
             pool_hashes_max=settings.pool_hashes_max,
             max_entries=settings.max_entries,
             entry_ttl_seconds=settings.entry_ttl_seconds,

@@ -286,8 +286,6 @@ class Settings(BaseModel):
     """How many bytes of frames a stream keeps while they cannot be applied; a worker keeps four times as many."""
     stream_buffer_frames: int = Field(20_000, ge=1, le=10_000_000)
     """How many frames a stream keeps while they cannot be applied."""
-    fold_batches: int = Field(64, ge=1, le=4096)
-    """How many waiting batches of one stream go to Redis in one call."""
     apply_blocks_max: int = Field(512, ge=0, le=1_000_000)
     """How many blocks all ingest workers together may be writing to one Redis server at once; 0 means no limit."""
     frame_bytes_max: int = Field(16 * _MIB, ge=65_536, le=256 * _MIB)
@@ -300,8 +298,6 @@ class Settings(BaseModel):
     """How many undecodable events of one batch the metrics count; all further ones of the batch count as one."""
     stream_blocks_max: int = Field(4_000_000, ge=1, le=100_000_000)
     """The most blocks of one stream that a worker remembers and indexes. Further blocks are ignored and counted."""
-    waiting_blocks: int = Field(10_000, ge=0, le=10_000_000)
-    """How many blocks per stream may wait for a parent that has not arrived yet."""
     sweep_blocks_per_second: int = Field(20_000, ge=1, le=10_000_000)
     """How many blocks of dead holders an ingest worker sweeps per second, and how many it reads for /placement."""
     hybrid: Annotated[Literal["boundary", "off"], BeforeValidator(_lower)] = "boundary"
@@ -328,8 +324,6 @@ class Settings(BaseModel):
     """The event port of rank 0, if neither the pod nor the engine's API names it; rank r uses this port plus r."""
     discovery_replay_port: int = Field(5657, ge=0, le=65535)
     """The replay port of rank 0, if neither the pod nor the engine's API names it; 0 means that there is none."""
-    discovery_seconds: float = Field(300.0, ge=1, le=_DAY)
-    """After how many seconds an engine that was discovered, or registered by URL, is asked again what it serves."""
     deletion_cost: Annotated[Literal["off", "on"], BeforeValidator(_lower)] = "off"
     """Whether discovery annotates pods with the worth of their caches, so that Kubernetes stops the cheapest first."""
     discovery_url: str | None = None
@@ -360,14 +354,6 @@ class Settings(BaseModel):
     """The share of the expected cached tokens that an engine may not deliver before its blocks count for less."""
     speculative: bool = False
     """Whether a target counts as having the blocks of a prompt as soon as it is picked for the prompt."""
-    speculative_ttl_ms: int = Field(2_000, ge=1, le=600_000)
-    """How long, in milliseconds, a speculative entry lasts if no event confirms it."""
-    source_min_tokens: int = Field(1_024, ge=1, le=100_000_000)
-    """The fewest tokens that an engine has more of a prompt than the target, so that the target copies them."""
-    source_pulls_max: int = Field(4, ge=1, le=10_000)
-    """The most copies from one engine at a time, over all replicas."""
-    approximate_seconds: int = Field(600, ge=1, le=_DAY)
-    """How long a target that publishes no events counts as having the prompts that it was picked for."""
     prefill_tokens_per_second: float = Field(0, ge=0, le=1e9)
     """The assumed prefill speed of a target without events. With 0, the prefill ends when the request ends."""
     prefix_bytes: int = Field(1024, ge=1, le=_MIB)
@@ -392,8 +378,6 @@ class Settings(BaseModel):
     """How long a gateway waits for an engine to begin its answer."""
     gateway_idle_seconds: float = Field(300.0, ge=0.1, le=_DAY)
     """How long an engine may pause within an answer before the gateway ends the answer."""
-    gateway_avoid_seconds: float = Field(5.0, ge=0, le=3600)
-    """How long a gateway sends no request to an engine that it could not connect to, if there is another; 0 is off."""
     gateway_drain_seconds: int = Field(30, ge=1, le=3600)
     """How long requests to a gateway may take to end after SIGTERM."""
     cache_control_injection: bool = False
@@ -412,10 +396,6 @@ class Settings(BaseModel):
     """The largest streamed answer that the response cache keeps, in bytes."""
     response_cache_redis_ms: int = Field(1000, ge=10, le=60_000)
     """How long, in milliseconds, a gateway waits for the response cache in Redis before it uses its own memory."""
-    response_cache_fallback_entries: int = Field(1000, ge=0, le=10_000_000)
-    """How many answers the response cache of a gateway keeps in memory while Redis is unavailable; 0 keeps none."""
-    response_cache_fallback_ttl_seconds: int = Field(300, ge=1, le=30 * _DAY)
-    """How long, in seconds, a gateway keeps an answer in its memory while Redis is unavailable."""
     responses: Annotated[Literal["off", "memory", "redis"], BeforeValidator(_lower)] | None = None
     """Where answers of `/v1/responses` are stored; the default is `redis`, but `memory` on the emulated Redis."""
     responses_ttl_seconds: int = Field(_DAY, ge=1, le=30 * _DAY)
@@ -436,8 +416,6 @@ class Settings(BaseModel):
     """How long, in seconds, MongoDB keeps a copy of an answer."""
     responses_mongo_ms: int = Field(500, ge=10, le=60_000)
     """How long one operation of MongoDB may take."""
-    responses_mongo_queue: int = Field(1_000_000, ge=1, le=100_000_000)
-    """The approximate maximum number of changes that wait in Redis while MongoDB is unavailable."""
     profile: Annotated[Literal["auto", "single", "disagg"], BeforeValidator(_lower)] = "auto"
     """Whether one engine (`single`) or two (`disagg`) prefill and decode a request; with `auto` the policy decides."""
     epp_port: int = Field(9002, ge=1, le=65535)
@@ -456,12 +434,6 @@ class Settings(BaseModel):
     """The tenant whose targets an endpoint picker picks."""
     epp_streams_max: int = Field(4096, ge=1, le=1_000_000)
     """How many requests an endpoint picker handles at once; it refuses further requests."""
-    epp_index_streams_max: int = Field(256, ge=1, le=1_000_000)
-    """How many streams of `radix_index.RadixIndex` an endpoint picker has open at once; it refuses further streams."""
-    placement_seconds: int = Field(180, ge=1, le=_DAY)
-    """How long, in seconds, a prompt counts as cached after a router reported it for an engine without events."""
-    placements_max: int = Field(1_000_000, ge=1000, le=1_000_000_000)
-    """The most blocks of a model that count as cached because a router reported them; the oldest are dropped first."""
     epp_drain_seconds: float = Field(5.0, ge=0, le=3600)
     """How long an endpoint picker accepts requests after SIGTERM; its health check already reports that it stops."""
     epp_finish_seconds: float = Field(60.0, ge=0, le=_DAY)
@@ -572,6 +544,20 @@ FORMER: Final = {
     PREFIX + "INSPECT_BLOCKS_MAX": "16,384, BLOCKS_MAX in waymark.api.explanations",
     PREFIX + "REQUESTS_AT_ONCE": "16, AT_ONCE in waymark.api.http.admission",
     PREFIX + "ACTIVITY_CLIENTS": "32, CLIENTS_MAX in waymark.api.activity",
+    PREFIX + "GATEWAY_AVOID_SECONDS": "5, AVOID_SECONDS in waymark.gateway.proxy",
+    PREFIX + "RESPONSE_CACHE_FALLBACK_ENTRIES": "1,000, FALLBACK_ENTRIES in waymark.gateway.response_cache",
+    PREFIX + "RESPONSE_CACHE_FALLBACK_TTL_SECONDS": "300, FALLBACK_TTL_SECONDS in waymark.gateway.response_cache",
+    PREFIX + "RESPONSES_MONGO_QUEUE": "1,000,000, MONGO_QUEUE_MAX in waymark.gateway.responses",
+    PREFIX + "EPP_INDEX_STREAMS_MAX": "256, INDEX_STREAMS_MAX in waymark.epp.options",
+    PREFIX + "PLACEMENT_SECONDS": "180, PLACEMENT_SECONDS in waymark.decide.reported",
+    PREFIX + "PLACEMENTS_MAX": "1,000,000, PLACEMENTS_MAX in waymark.decide.reported",
+    PREFIX + "DISCOVERY_SECONDS": "300, AGAIN_SECONDS in waymark.discovery.run",
+    PREFIX + "FOLD_BATCHES": "64, FOLD_BATCHES in waymark.ingest.stream",
+    PREFIX + "WAITING_BLOCKS": "10,000, WAITING_BLOCKS in waymark.apply.options",
+    PREFIX + "SPECULATIVE_TTL_MS": "2,000, SPECULATIVE_MILLISECONDS in waymark.decide.policies.profile",
+    PREFIX + "SOURCE_MIN_TOKENS": "1,024, TOKENS_MIN in waymark.decide.sources",
+    PREFIX + "SOURCE_PULLS_MAX": "4, PULLS_MAX in waymark.decide.sources",
+    PREFIX + "APPROXIMATE_SECONDS": "600,000, APPROXIMATE_MILLISECONDS in waymark.decide.reserve",
 }
 _FIELDS = {PREFIX + name.upper(): name for name in Settings.model_fields}
 _TOKENS = frozenset({PREFIX + "API_TOKEN", PREFIX + "ENGINE_API_KEY"})

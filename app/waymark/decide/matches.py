@@ -236,7 +236,7 @@ def speculation_of(question: Question, options: SelectionOptions) -> Speculation
     file, expects = question.policy.file, question.parameters.expects
     speculation = None if file is None else file.speculation
     if speculation is None:
-        speculation = Speculation(options.is_speculative, options.speculative_milliseconds)
+        speculation = Speculation(options.is_speculative)
     return speculation if expects is None else speculation._replace(is_on=expects)
 
 

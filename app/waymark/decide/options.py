@@ -49,11 +49,6 @@ class SelectionOptions:
     drift_max: float = 0.2
     """The share of what is expected of a target that may be missing before it counts for less."""
     is_speculative: bool = False
-    speculative_milliseconds: int = 2_000
-    source_tokens_min: int = 1_024
-    source_pulls_max: int = 4
-    approximate_milliseconds: int = 600_000
-    """The time for which a target without events counts as having a prompt."""
     prefill_tokens_per_second: float = 0.0
     shadows: tuple[Shadow, ...] = ()
     decisions_kept: float = 0.0
@@ -87,10 +82,6 @@ class SelectionOptions:
             reservations_max=settings.reservations_max,
             drift_max=settings.drift_max,
             is_speculative=settings.speculative,
-            speculative_milliseconds=settings.speculative_ttl_ms,
-            source_tokens_min=settings.source_min_tokens,
-            source_pulls_max=settings.source_pulls_max,
-            approximate_milliseconds=1000 * settings.approximate_seconds,
             prefill_tokens_per_second=settings.prefill_tokens_per_second,
             shadows=shadows,
             decisions_kept=settings.decisions_kept,

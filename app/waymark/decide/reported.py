@@ -57,6 +57,12 @@ class AskedGroup(NamedTuple):
     block_size: int
 
 
+PLACEMENT_SECONDS = 180
+"""For so long a reported prompt counts as cached. An engine without events does not say when it drops a block, and a
+prompt that is sent again is reported again."""
+PLACEMENTS_MAX = 1_000_000
+"""Blocks of a model that are reported, which is 16 million tokens in blocks of 16 within the time above."""
+
 #: How many hashes of a prompt are looked up first: most new prompts have no match.
 _FIRST_HASHES = 32
 #: How long the groups are used before they are read again, and how often Redis is told that they are asked about.
@@ -77,8 +83,6 @@ class ReportedPrompts:
         self._metrics = metrics
         self._tenant_id = tenant_id
         self._deadline_seconds = settings.query_deadline_ms / 1000
-        self._milliseconds = 1000 * settings.placement_seconds
-        self._blocks_max = settings.placements_max
         self.has_same_hashes = settings.hash_seed == DEFAULT_SEED
         """Whether this index hashes as smg does."""
         self._asked: tuple[AskedGroup, ...] = ()
@@ -181,7 +185,7 @@ class ReportedPrompts:
                 return "has_events"
         block_keys = _placement_keys(served, keyspace, extend_local(parent, array("Q", local_hashes)))
         dropped = await self._store.placements.place(
-            entry.group_id, block_keys, holder, milliseconds=self._milliseconds, blocks_max=self._blocks_max
+            entry.group_id, block_keys, holder, milliseconds=1000 * PLACEMENT_SECONDS, blocks_max=PLACEMENTS_MAX
         )
         self._metrics.placements_dropped.inc(dropped)
         return "kept"
@@ -191,7 +195,7 @@ class ReportedPrompts:
         served = await self._served(keyspace)
         entry = None if served is None else await self._entry(served)
         if entry is not None:
-            await self._store.placements.drop(entry.group_id, holder, milliseconds=self._milliseconds)
+            await self._store.placements.drop(entry.group_id, holder, milliseconds=1000 * PLACEMENT_SECONDS)
 
     async def holders(self) -> list[tuple[Keyspace, HolderMatch]]:
         """Return every registered address with its model, without its blocks. Raise StoreUnavailable if Redis is

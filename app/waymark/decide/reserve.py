@@ -57,6 +57,8 @@ from waymark.store.speculative import depths
 log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 0.1
+APPROXIMATE_MILLISECONDS = 600_000
+"""For so long a target without events counts as having a prompt, as in llm-d's approximate scorer."""
 #: A reservation is looked at again after this share of the time for which it is watched: a long prefill is released a
 #: little late, and one that never ends costs little.
 _SHARE = 0.2
@@ -267,7 +269,7 @@ class TargetReserver:
         least = min(matched)
         at = [depth for depth in depths(len(matches.keys) // KEY_BYTES) if depth > least]
         # The entries of a target without events are the only facts about its cache.
-        silent = 0 if question.parameters.expects is False else self._options.approximate_milliseconds
+        silent = 0 if question.parameters.expects is False else APPROXIMATE_MILLISECONDS
         told = speculation.milliseconds if speculation.is_on else 0
         offers = [
             offer._replace(

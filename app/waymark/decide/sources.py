@@ -1,7 +1,7 @@
 """Where a target copies the beginning of a prompt from, if another engine has more blocks.
 
 Only a registration with ``kv_source`` is a source. Its pulls are booked by the script that makes the reservation, so
-that any number of replicas together send at most ``WAYMARK_SOURCE_PULLS_MAX`` pulls to one source at a time.
+that any number of replicas together send at most ``PULLS_MAX`` pulls to one source at a time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from waymark.domain.keys import KEY_BYTES, unpack
 from waymark.domain.media import order_of
 from waymark.store.engine_hashes import HeldHashes
 from waymark.store.reservations import Pulls
+
+TOKENS_MIN = 1_024
+"""A source has so many tokens more than the target: fewer are computed in the time in which a transfer begins."""
+PULLS_MAX = 4
+"""Copies from one engine at a time, over all replicas: they share its network with each other and its requests."""
 
 #: The most sources that a decision offers to Redis.
 _PEERS_MAX = 4
@@ -42,7 +47,7 @@ class Peers:
             # Every engine reads blocks of a pool from the pool.
             if row is None or row.shared or member.publisher in left_out:
                 continue
-            if row.blocks * size >= options.source_tokens_min:
+            if row.blocks * size >= TOKENS_MIN:
                 found.append(_Peer(member, row.blocks))
 
         def order(peer: _Peer) -> tuple[int, int]:
@@ -59,12 +64,12 @@ class Peers:
         ]
         if not any(choices):
             return None
-        return Pulls([peer.member.publisher for peer in self._peers], choices, self._options.source_pulls_max)
+        return Pulls([peer.member.publisher for peer in self._peers], choices, PULLS_MAX)
 
     def _is_worth(self, peer: _Peer, publisher: int, matched: int) -> bool:
         """Whether copying is cheaper than computing; it is if nobody says what either costs."""
         tokens = (peer.blocks - matched) * self._matches.request.block_size
-        if publisher == peer.member.publisher or tokens < self._options.source_tokens_min:
+        if publisher == peer.member.publisher or tokens < TOKENS_MIN:
             return False
         of, target = peer.member.target, self._snapshot.fleet.by_publisher[publisher].target
         speeds = [each for each in (of.transfer_gbps, target.transfer_gbps) if each]

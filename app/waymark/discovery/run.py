@@ -28,6 +28,9 @@ from waymark.store.store import Store
 log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 10.0
+AGAIN_SECONDS = 300
+"""The time between two descriptions of one engine. A new model or socket mostly comes with a new pod or a lost stream,
+which are noticed without this."""
 #: Between two rounds of a source, and at least so long between two rounds that changes ask for.
 _ROUND_SECONDS, _PAUSE_SECONDS = 5.0, 0.2
 #: How often pods are annotated, the pause after each, and the most in one round.
@@ -43,7 +46,7 @@ _OUT_OF_REACH = frozenset({StreamStatus.STARTING, StreamStatus.UNREACHABLE, Stre
 @dataclass(frozen=True, slots=True)
 class DiscoveryOptions:
     worker_id: str
-    again_seconds: float
+    again_seconds: float = AGAIN_SECONDS
     api_server: ApiServer | None = None
     ports: PodPorts = field(default_factory=lambda: PodPorts(8000, 5557, 5657))
     file: str = ""

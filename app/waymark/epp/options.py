@@ -12,6 +12,9 @@ IDLE_SECONDS = 600.0
 """After so long without a message the stream of a request is ended. Envoy ends a request without bytes after 300 s, so
 such a stream is forgotten."""
 
+INDEX_STREAMS_MAX = 256
+"""Streams of ``RadixIndex``. A gateway of smg opens two and keeps them, so these are 128 gateways."""
+
 
 @dataclass(frozen=True, slots=True)
 class EppOptions:
@@ -26,7 +29,7 @@ class EppOptions:
     cert_file: Path | None = None
     key_file: Path | None = None
     streams_max: int = 4096
-    index_streams_max: int = 256
+    index_streams_max: int = INDEX_STREAMS_MAX
     prefix_seconds: float = 0.1
     """How long an answer to SGLang's router may take, which waits no longer."""
     drain_seconds: float = 5.0
@@ -42,7 +45,6 @@ class EppOptions:
             cert_file=settings.epp_cert_file,
             key_file=settings.epp_key_file,
             streams_max=settings.epp_streams_max,
-            index_streams_max=settings.epp_index_streams_max,
             drain_seconds=settings.epp_drain_seconds,
             finish_seconds=settings.epp_finish_seconds,
         )

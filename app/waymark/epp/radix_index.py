@@ -196,7 +196,7 @@ class RadixIndex:
 
     @property
     def _too_many(self) -> str:
-        return f"{self._streams} streams are open; raise WAYMARK_EPP_INDEX_STREAMS_MAX, or add replicas"
+        return f"{self._streams} streams are open, and no more are allowed; add replicas"
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

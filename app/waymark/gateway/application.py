@@ -94,9 +94,7 @@ class Gateway:
         self._directory = store.directory
         self._upstream = Upstream.of(settings)
         under_way = RequestsUnderWay(selector, store.begin)
-        self._proxy = Proxy(
-            self._selector, under_way, self._upstream, metrics, avoid_seconds=settings.gateway_avoid_seconds
-        )
+        self._proxy = Proxy(self._selector, under_way, self._upstream, metrics)
 
     async def close(self) -> None:
         """Close the connections to engines."""

@@ -36,6 +36,10 @@ from waymark.gateway.upstream import Interrupted, Unreachable, Upstream, is_even
 log = logging.getLogger(__name__)
 
 
+AVOID_SECONDS = 5
+"""An engine that refused a connection gets no request for so long. Each try costs a request time, and an engine takes
+longer to start again."""
+
 #: Engines that a request is sent to at most.
 ATTEMPTS = 3
 #: Bytes of an engine's error that is put into another shape.
@@ -105,10 +109,8 @@ class Proxy:
         under_way: RequestsUnderWay,
         upstream: Upstream,
         metrics: Metrics,
-        *,
-        avoid_seconds: float,
     ) -> None:
-        self._avoided = Avoided(avoid_seconds)
+        self._avoided = Avoided(AVOID_SECONDS)
         self._selector = selector
         self._under_way = under_way
         self._upstream = upstream
@@ -277,7 +279,7 @@ _NAMES_MAX = 4096
 
 
 class Avoided:
-    """Instances by name, each for ``seconds``; with 0 it stays empty."""
+    """Instances by name, each for ``seconds``."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
@@ -286,7 +288,7 @@ class Avoided:
 
     def failed(self, instance_id: str) -> None:
         """Note that a connection to an instance has failed."""
-        if self._seconds and len(self._until) < _NAMES_MAX:
+        if len(self._until) < _NAMES_MAX:
             self._until[instance_id] = self._clock() + self._seconds
 
     def answered(self, instance_id: str) -> None:

@@ -28,6 +28,11 @@ from waymark.store.store import Store
 Proceed = Callable[[RawHeaders], Awaitable[None]]
 """Has an engine answer, with further headers."""
 
+FALLBACK_ENTRIES = 1000
+FALLBACK_TTL_SECONDS = 300
+"""The bounds of the answers in memory while Redis is unavailable. They are forgotten when it is back, so few are worth
+keeping, and not for long."""
+
 #: Answers of the others carry ids that belong to one request.
 _FORMS = frozenset({Form.CHAT, Form.COMPLETIONS, Form.MESSAGES})
 #: Before the names of the results among the counts of all gateways.
@@ -219,9 +224,9 @@ def _answers(settings: Settings, metrics: Metrics, store: Store) -> AnswerStore:
     if settings.response_cache == "memory":
         return MemoryAnswers(*bounds, metrics)
     in_memory = MemoryAnswers(
-        settings.response_cache_fallback_entries,
+        FALLBACK_ENTRIES,
         settings.response_cache_bytes,
-        settings.response_cache_fallback_ttl_seconds,
+        FALLBACK_TTL_SECONDS,
         metrics,
     )
     entries_max, bytes_max, ttl_seconds = bounds

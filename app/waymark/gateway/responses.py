@@ -30,6 +30,9 @@ from waymark.store.store import Store
 log = logging.getLogger(__name__)
 
 
+MONGO_QUEUE_MAX = 1_000_000
+"""About as many changes may wait for MongoDB: a hundred for each of the responses that Redis stores by default."""
+
 _PREVIOUS = "previous_response_id"
 #: States in which a response does not change any more, and can be gone on from.
 _KEPT = frozenset({"completed", "incomplete"})
@@ -62,7 +65,7 @@ class Responses:
             backend = MemoryResponses(entries_max, bytes_max, settings.responses_ttl_seconds, metrics)
         else:
             milliseconds = 1000 * settings.responses_ttl_seconds
-            bounds = ResponseBounds(milliseconds, entries_max, bytes_max, settings.responses_mongo_queue)
+            bounds = ResponseBounds(milliseconds, entries_max, bytes_max, MONGO_QUEUE_MAX)
             backend = RedisResponses(store.responses, bounds, metrics, archive)
         return cls(backend, metrics, store.begin, entry_bytes=settings.responses_entry_bytes)
 

@@ -42,6 +42,10 @@ BYTES_PER_SECOND_MIN = 16_384
 """A replay that is slower than this lets a waiting stream replay first. Over a network that
 works, every replay is faster; only one that has nearly come to a halt is not."""
 
+FOLD_BATCHES = 64
+"""Waiting batches that go to Redis in one call. A call ends after some hundred blocks anyway,
+so that queries need not wait for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
@@ -56,7 +60,7 @@ class StreamOptions:
     lease_seconds: float = 8.0
     stream_buffer_bytes: int = 64 * 2**20
     stream_buffer_frames: int = 20_000
-    fold_batches: int = 64
+    fold_batches: int = FOLD_BATCHES
     message_bytes_max: int = MESSAGE_BYTES_MAX
     snapshot_answer_seconds: float = 30.0
     snapshot_seconds: float = 120.0

@@ -75,7 +75,6 @@ def worker_options(settings: Settings) -> WorkerOptions:
             lease_seconds=settings.lease_seconds,
             stream_buffer_bytes=settings.stream_buffer_bytes,
             stream_buffer_frames=settings.stream_buffer_frames,
-            fold_batches=settings.fold_batches,
             message_bytes_max=4 * settings.frame_bytes_max,
         ),
     )
@@ -90,7 +89,6 @@ def discovery_options(settings: Settings, environ: Mapping[str, str]) -> Discove
     usual = (ports.events, ports.replay, 1)
     return DiscoveryOptions(
         worker_id=settings.worker_id,
-        again_seconds=settings.discovery_seconds,
         api_server=_api_server(settings, environ) if settings.discovery == "kubernetes" else None,
         ports=ports,
         has_deletion_cost=settings.deletion_cost == "on",

@@ -216,11 +216,11 @@ def plugins(*lines: str) -> str:
 def test_a_file_says_whether_entries_are_speculative(parameters: str, expected: tuple[bool, int] | None) -> None:
     config = read_picker_config(plugins("- type: precise-prefix-cache-scorer", f"  parameters: {{{parameters}}}"))
     assert config.speculation == expected
-    by_file = SelectionOptions(is_speculative=True, speculative_milliseconds=7)
+    by_file = SelectionOptions(is_speculative=True)
     question = Question(GroupName("default", "m"), no_prompt, PolicyChoice.of(config))
-    assert speculation_of(question, by_file) == (expected or (True, 7))
+    assert speculation_of(question, by_file) == (expected or (True, 2_000))
     by_name = question._replace(policy=PolicyChoice.of(PRESETS["least-work"]))
-    assert speculation_of(by_name, by_file) == (True, 7), "of a policy by name"
+    assert speculation_of(by_name, by_file) == (True, 2_000), "of a policy by name"
     asked = question._replace(parameters=SelectParameters(expects=False))
     assert speculation_of(asked, by_file).is_on is False, "as the caller asks"
 

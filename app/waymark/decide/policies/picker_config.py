@@ -324,7 +324,7 @@ def _only(fields: Mapping[str, Any], names: Sequence[str], where: str) -> None:
 _DURATION = re.compile(r"([0-9]+(\.[0-9]*)?(ns|us|ms|s|m|h))+")
 _DURATION_PART = re.compile(r"(?<![0-9.])([0-9]+(?:\.[0-9]*)?)(ns|us|ms|s|m|h)")
 _UNIT_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-#: As WAYMARK_SPECULATIVE_TTL_MS has it.
+#: An entry that no event confirms in this time is wrong.
 _SPECULATIVE_SECONDS_MAX = 600
 
 

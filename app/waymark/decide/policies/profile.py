@@ -138,11 +138,16 @@ class ProfileStages(NamedTuple):
     encode: Sequence[Scored] = ()
 
 
+SPECULATIVE_MILLISECONDS = 2_000
+"""The time of a speculative entry, as in llm-d's picker: an event that confirms it comes sooner. A picker file may name
+another time."""
+
+
 class Speculation(NamedTuple):
     """The speculative entries of decisions by a file, for engines with events."""
 
     is_on: bool
-    milliseconds: int = 2_000
+    milliseconds: int = SPECULATIVE_MILLISECONDS
 
 
 @dataclass(frozen=True, slots=True)
