@@ -16,8 +16,10 @@ import pytest
 
 from waymark.api.conductor import Conductor
 from waymark.api.texts import PromptTokenizer
+from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.decide.asked_pools import AskedPools
 from waymark.store.hot import HotRows
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
@@ -33,7 +35,7 @@ DECORATORS = {"cache", "lru_cache", "cached_property"}
 
 #: A container, or a class whose containers all have the same reason; and the reason.
 ELSEWHERE = {
-    "decide.asked_pools:AskedPools": "what masters of pools have answered",
+    "decide.asked_pools:AskedPools": "what masters of pools have answered; pools, by a table that never changes",
     "api.http.fields:RequestBody": "names of fields",
     "api.probes:Probes._lasting": "a warning about the settings",
     "api.http.answers:Answer": "one answer",
@@ -213,7 +215,13 @@ def test_a_container_is_found(text: str, names: set[str]) -> None:
 def test_hot_rows_and_answers_are_emptied_by_it() -> None:
     hot = HotRows(60.0, 1 << 20)
     store = Store.open("memory://", hot=hot)
-    conductor = Conductor(store, Settings(), Metrics(), PromptTokenizer(Tokenizers({}, None, Metrics()), Settings()))
+    conductor = Conductor(
+        store,
+        Settings(),
+        Metrics(),
+        PromptTokenizer(Tokenizers({}, None, Metrics()), Settings()),
+        AskedPools(Asker(), Metrics()),
+    )
     emptied = store.incarnation._caches
     assert any(each is store.parser for each in emptied)
     assert any(each is hot for each in emptied)

@@ -71,6 +71,7 @@ COMPUTING = {
 }
 # Module of a pure part -> what else of the standard library it imports, and why.
 NOT_COMPUTING: dict[str, dict[str, str]] = {
+    "domain.pool_keys": {"pickle": "vLLM hashes a pickled tuple; nothing is unpickled"},
     "engines.__init__": {"importlib": "an adapter is imported when an engine first needs it"},
     "engines.batches": {"gc": "the objects of a large batch are collected while they are young"},
     "decide.policies.policy": {"random": "the default of a draw that the caller may pass"},

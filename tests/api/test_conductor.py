@@ -8,12 +8,17 @@ from typing import Any
 import httpx
 import msgpack
 import pytest
+from aiohttp import web
 
 from tests.api.conftest import Hold, MakeClient
+from tests.masters import started_master
+from tests.patience import patient
 from waymark.api.answer_cache import in_tokens
 from waymark.base.metrics import Metrics
-from waymark.domain.hashing import extend, token_bytes
+from waymark.decide import asked_pools
+from waymark.domain.hashing import extend, namespace, token_bytes
 from waymark.domain.match import ConductorRow
+from waymark.domain.pool_keys import AskedPrompt, PromptIds, key_forms
 from waymark.store.reader import Reading
 from waymark.store.steps import Steps
 from waymark.store.store import Store
@@ -53,6 +58,48 @@ async def test_worked_example_of_the_contract(client: httpx.AsyncClient, registe
 
     by_hash = await ask(client, "/query_by_hash", seq_hashes=extend(None, token_bytes(TOKENS), 2))
     assert by_hash == answer
+
+
+@pytest.mark.outside
+async def test_blocks_of_a_pool_without_events_count(
+    make_client: MakeClient, store: Store, hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asked_pools, "SECONDS", patient(5.0))
+    client = await make_client(store)
+    common = {"modelname": "m", "block_size": 2}
+    async with started_master() as master:
+        for instance_id in ("a", "b"):
+            body = common | {
+                "type": "vLLM",
+                "instance_id": instance_id,
+                "endpoint": f"tcp://10.0.0.7:5{ord(instance_id)}",
+            }
+            assert (await client.post("/register", json=body)).status_code == 200
+        pool = {"type": "Mooncake", "instance_id": "pool", "query_endpoint": master.url, "query_keys": ["{sha256}"]}
+        assert (await client.post("/register", json=common | pool)).status_code == 200
+        await hold("a", TOKENS, rank=0, blocks=[0])
+        read = key_forms(("{sha256}",))
+        assert read is not None
+        salted = PromptIds(token_bytes(TOKENS), namespace(None, ["s"]))
+        first, second, _ = read.hashes(AskedPrompt(PromptIds(token_bytes(TOKENS), 0), 2, "m"))
+        master.has = {first, second, *read.hashes(AskedPrompt(salted, 2, "m", "s"))}
+
+        a = row(4, 2, {"0": 2}, 0, 4)
+        assert await ask(client) == {"default": {"a": a, "b": row(4, 0, {"0": 0}, 0, 4)}}
+        assert await ask(client, instance_id="a", block_size=None) == {"default": {"a": a}}
+        assert (await ask(client, cache_salt="s"))["default"]["a"]["longest_matched"] == 6
+        asked = len(master.asked)
+        nothing = {"default": {"a": row(), "b": row()}}
+        assert await ask(client, cache_salt="t", lora_name="x") == nothing
+        hashes = {"token_ids": None, "seq_hashes": [1, 2]}
+        assert await ask(client, "/query_by_hash", **hashes) == nothing
+        assert len(master.asked) == asked
+
+        async def refused() -> web.Response:
+            return web.Response(status=503)
+
+        master.answer, master.has = refused, set()
+        assert await ask(client, token_ids=[*TOKENS, 7, 8]) == {"default": {"a": row(2, 2, {"0": 2}), "b": row()}}
 
 
 async def test_every_instance_of_the_model_is_a_row(client: httpx.AsyncClient, register: Register, hold: Hold) -> None:

@@ -297,18 +297,21 @@ async def test_the_master_of_a_pool_is_registered_in_place_of_its_events(make_cl
     client = await make_client(store, allowed_endpoints=("10.0.0.0/8",))
     body = {"type": "Mooncake", "instance_id": "pool", "modelname": "m", "block_size": 2}
     url = "http://10.0.0.9:9003"
-    assert (await client.post("/register", json=body | {"query_endpoint": url, "shards": 4})).status_code == 200
+    keys = ["m@{sha256}@0,m@{sha256}@1"]
+    fields = {"query_endpoint": url, "shards": 4, "query_keys": keys}
+    assert (await client.post("/register", json=body | fields)).status_code == 200
     (registration,) = await store.directory.registrations()
     assert (registration.endpoint, registration.scope) == (None, "shared")
     assert (registration.target.query_endpoint, registration.target.query_parts) == (url, 4)
     table = await store.reader.table(registration.group, deadline_seconds=patient(5.0))
     assert table is not None
-    assert [each.query_endpoint for each in table.targets.values()] == [url]
+    assert [(each.query_endpoint, each.query_keys) for each in table.targets.values()] == [(url, tuple(keys))]
     for change, field in (
         ({}, "endpoint"),
         ({"query_endpoint": url, "scope": "instance"}, "endpoint"),
         ({"query_endpoint": "tcp://10.0.0.9:9003"}, "query_endpoint"),
         ({"query_endpoint": url + "?a"}, "query_endpoint"),
+        ({"query_endpoint": url, "query_keys": ["no placeholder"]}, "query_keys"),
         ({"query_endpoint": "http://192.168.0.9:9003"}, "query_endpoint"),
     ):
         refused = await client.post("/register", json=body | change)

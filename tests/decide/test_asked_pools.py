@@ -6,85 +6,54 @@ import asyncio
 import json
 import logging
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from tests.decide.conftest import metrics, store
+from tests.masters import Master, started_master
 from tests.patience import patient
 from tests.store.factories import registration
 from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.decide import asked_pools
-from waymark.decide.asked_pools import FAILURES_MAX, KEYS_MAX, AskedPools, QueriedPool, page_hashes
+from waymark.decide.asked_pools import FAILURES_MAX, AskedPools, QueriedPool
 from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.question import HashedPrompt, PolicyChoice, Question
 from waymark.decide.selector import Selector
 from waymark.domain.engines import EngineKind
-from waymark.domain.hashing import block_keys
+from waymark.domain.hashing import block_keys, namespace
 from waymark.domain.names import GroupName
+from waymark.domain.pool_keys import KEYS_MAX, AskedPrompt, PromptIds, key_forms, page_hashes
 from waymark.domain.targets import Target
 from waymark.store.store import Store
 
 __all__ = ["metrics", "store"]
 
 SIZE = 4
-SESSION = Path(__file__).parent.parent / "fixtures" / "wire" / "sglang_0.5.23_session.json"
 
 
 def packed(*tokens: int) -> bytes:
     return array("I", tokens).tobytes()
 
 
+def asked(tokens: bytes, size: int = SIZE, *, model: str = "m", **more: Any) -> AskedPrompt:
+    """A prompt without an adapter and a salt."""
+    return AskedPrompt(PromptIds(tokens, 0), size, model, **more)
+
+
 TOKENS = packed(*range(100, 124))
 HASHES = list(page_hashes(TOKENS, SIZE))
 
 
-class Master:
-    """A stand-in for Mooncake's master: ``has`` are its keys, ``asked`` those of each request."""
-
-    def __init__(self) -> None:
-        self.url = ""
-        self.has: set[str] = set()
-        self.asked: list[list[str]] = []
-        self.looked_up: list[list[int]] = []
-        self.answer: Callable[[], Awaitable[web.Response]] | None = None
-
-    async def look_up(self, request: web.Request) -> web.Response:
-        self.looked_up.append((await request.json())["tokens"])
-        assert self.answer is not None
-        return await self.answer()
-
-    async def handle(self, request: web.Request) -> web.Response:
-        keys = request.query["keys"].split(",")
-        self.asked.append(keys)
-        if self.answer is not None:
-            return await self.answer()
-        data = {
-            key: {"ok": True, "values": []} if key in self.has else {"ok": False, "error": "OBJECT_NOT_FOUND"}
-            for key in keys
-        }
-        return web.json_response({"success": True, "data": data})
-
-
 @pytest.fixture
 async def master() -> AsyncIterator[Master]:
-    found = Master()
-    app = web.Application(client_max_size=2**20)
-    app.router.add_get("/batch_query_keys", found.handle)
-    app.router.add_post("/lookup", found.look_up)
-    runner = web.AppRunner(app, max_line_size=2**20, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    found.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield found
-    await runner.cleanup()
+    async with started_master() as found:
+        yield found
 
 
 @pytest.fixture
@@ -96,14 +65,6 @@ async def pools(metrics: Metrics) -> AsyncIterator[AskedPools]:
 
 def outcomes(metrics: Metrics) -> dict[str, float]:
     return {values[0]: series.value for values, series in metrics.pool_queries.read().items()}
-
-
-def test_pages_are_named_as_sglang_names_them() -> None:
-    """The hashes of a captured session of SGLang 0.5.23: the first 64 bits, signed."""
-    frames = json.loads(SESSION.read_text(encoding="utf-8"))["frames"]
-    told = frames[1]["meaning"][0]
-    named = [int.from_bytes(bytes.fromhex(each)[:8], "big", signed=True) for each in page_hashes(TOKENS[:48], SIZE)]
-    assert str(named) in told
 
 
 @pytest.mark.outside
@@ -122,10 +83,49 @@ async def test_a_block_is_there_when_all_of_its_objects_are(
     for number in (0, 1, 3):
         master.has.update(keys(HASHES[number]))
     pool = QueriedPool(master.url + "/", parts)
-    assert await pools.blocks([pool], TOKENS, SIZE) == 0b1011
+    assert await pools.blocks([pool], asked(TOKENS)) == 0b1011
     if parts == 4:
         master.has.discard(keys(HASHES[1])[-1])
-        assert await pools.blocks([pool], TOKENS + packed(1, 2, 3, 4), SIZE) == 0b1001
+        assert await pools.blocks([pool], asked(TOKENS + packed(1, 2, 3, 4))) == 0b1001
+
+
+@pytest.mark.outside
+async def test_keys_have_the_form_that_the_registration_says(master: Master, pools: AskedPools) -> None:
+    ids = PromptIds(TOKENS, 0)
+    forms = ("t@org/m&x@tp_rank:0@{sha256_cbor},t@org/m&x@tp_rank:1@{sha256_cbor}", "other#{sha256_cbor}")
+    read = key_forms(forms)
+    assert read is not None
+    first, second, third, *_ = read.hashes(AskedPrompt(ids, SIZE, "m"))
+    master.has = {f"t@org/m&x@tp_rank:{rank}@{each}" for rank, each in ((0, first), (1, first), (0, second))}
+    master.has.add(f"other#{third}")
+    pool = QueriedPool(master.url, forms=forms)
+    assert await pools.blocks([pool], AskedPrompt(ids, SIZE, "m")) == 0b101
+
+
+@pytest.mark.outside
+async def test_a_prompt_with_a_salt_is_asked_for_where_the_salt_is_in_the_hash(
+    master: Master, pools: AskedPools
+) -> None:
+    salted = PromptIds(TOKENS, namespace(None, ["s"]))
+    vllm = QueriedPool(master.url, forms=("m@{sha256}",))
+    read = key_forms(vllm.forms)
+    assert read is not None
+    plain, own = ({f"m@{each}" for each in read.hashes(AskedPrompt(salted, SIZE, "m", salt))} for salt in (None, "s"))
+    assert plain.isdisjoint(own)
+    master.has = plain | {f"{page}__k" for page in HASHES}
+    assert await pools.blocks([vllm], AskedPrompt(salted, SIZE, "m", "s")) == 0
+    master.has |= {key for key in own if key != f"m@{list(read.hashes(AskedPrompt(salted, SIZE, 'm', 's')))[1]}"}
+    pools._kept.clear()
+    assert await pools.blocks([vllm], AskedPrompt(salted, SIZE, "m", "s")) == 0b111101
+    before = len(master.asked)
+    for pool, prompt in (
+        (QueriedPool(master.url), AskedPrompt(salted, SIZE, "m", "s")),  # SGLang's hashes have no salt
+        (QueriedPool(master.url + "/lookup"), AskedPrompt(salted, SIZE, "m", "s")),
+        (vllm, AskedPrompt(salted, SIZE, "m")),  # the salt of a registration
+        (vllm, AskedPrompt(PromptIds(TOKENS, namespace("adapter", ["s"])), SIZE, "m", "s")),
+    ):
+        assert await pools.blocks([pool], prompt) == 0
+    assert (len(master.asked), master.looked_up) == (before, [])
 
 
 @pytest.mark.outside
@@ -133,10 +133,11 @@ async def test_a_long_prompt_is_asked_for_in_batches(master: Master, pools: Aske
     tokens = packed(*range(SIZE * 700))
     pages = list(page_hashes(tokens, SIZE))
     master.has = {f"{page}__k" for page in pages[:600]} | {f"{pages[650]}__k"}
-    assert await pools.blocks([QueriedPool(master.url, 1)], tokens, SIZE) == (1 << 600) - 1 | 1 << 650
-    assert [len(each) for each in master.asked] == [KEYS_MAX, 700 - KEYS_MAX]
-    assert await pools.blocks([QueriedPool(master.url, 1)], packed(1, 2), SIZE) == 0
-    assert len(master.asked) == 2
+    assert await pools.blocks([QueriedPool(master.url, 1)], asked(tokens)) == (1 << 600) - 1 | 1 << 650
+    # Two keys for a block: SGLang's releases put the model before the hash, or nothing.
+    assert sorted(len(each) for each in master.asked) == [2 * 700 - 2 * KEYS_MAX, KEYS_MAX, KEYS_MAX]
+    assert await pools.blocks([QueriedPool(master.url, 1)], asked(packed(1, 2))) == 0
+    assert len(master.asked) == 3
 
 
 @pytest.mark.outside
@@ -147,15 +148,15 @@ async def test_an_answer_is_kept_for_a_moment(
     monkeypatch.setattr(asked_pools, "_KEPT_MAX", 1)
     pool = QueriedPool(master.url)
     for _ in range(3):
-        await pools.blocks([pool], TOKENS, SIZE)
+        await pools.blocks([pool], asked(TOKENS))
     assert len(master.asked) == 1
-    await pools.blocks([pool], TOKENS, 2 * SIZE)  # another size is another question, and takes the only place
-    await pools.blocks([pool], TOKENS, SIZE)
+    await pools.blocks([pool], asked(TOKENS, 2 * SIZE))  # another size is another question, and takes the only place
+    await pools.blocks([pool], asked(TOKENS))
     assert len(master.asked) == 3
     assert outcomes(metrics) == {"answered": 3, "kept": 2}
     monkeypatch.setattr(asked_pools, "_KEPT_SECONDS", 0.0)
     for _ in range(2):
-        await pools.blocks([pool], TOKENS[:16], SIZE)
+        await pools.blocks([pool], asked(TOKENS[:16]))
     assert len(master.asked) == 5
 
 
@@ -172,7 +173,7 @@ async def test_a_master_that_answers_oddly_has_nothing(
     master: Master, pools: AskedPools, metrics: Metrics, text: str, status: int
 ) -> None:
     master.answer = lambda: odd(text, status)
-    assert await pools.blocks([QueriedPool(master.url)], TOKENS, SIZE) == 0
+    assert await pools.blocks([QueriedPool(master.url)], asked(TOKENS)) == 0
     assert outcomes(metrics) == {"failed": 1}
 
 
@@ -180,7 +181,7 @@ async def test_a_master_that_answers_oddly_has_nothing(
 async def test_an_odd_value_of_one_key_is_of_that_key_alone(master: Master, pools: AskedPools) -> None:
     data = {f"{HASHES[0]}__k": {"ok": True}, f"{HASHES[1]}__k": 7, f"{HASHES[2]}__k": {"ok": "yes"}, "x": {"ok": True}}
     master.answer = lambda: odd(json.dumps({"data": data}))
-    assert await pools.blocks([QueriedPool(master.url, 1)], TOKENS, SIZE) == 1
+    assert await pools.blocks([QueriedPool(master.url, 1)], asked(TOKENS)) == 1
 
 
 @pytest.mark.outside
@@ -204,7 +205,7 @@ async def test_a_master_that_fails_is_left_alone_and_asked_again(
     pools = AskedPools(asker, metrics, seconds=0.02)
     with caplog.at_level(logging.WARNING):
         for _ in range(FAILURES_MAX + 2):
-            assert await pools.blocks([QueriedPool(url)], TOKENS, SIZE) == 0
+            assert await pools.blocks([QueriedPool(url)], asked(TOKENS)) == 0
     assert outcomes(metrics) == {"failed": FAILURES_MAX, "paused": 2}
     assert [each.message for each in caplog.records].count(
         "the master of a pool did not answer; decisions are made without its blocks"
@@ -214,7 +215,7 @@ async def test_a_master_that_fails_is_left_alone_and_asked_again(
     pools._seconds = patient(5.0)
     if kind == "silent":
         master.answer, master.has = None, {f"{HASHES[0]}__k"}
-        assert await pools.blocks([QueriedPool(url)], TOKENS, SIZE) == 1
+        assert await pools.blocks([QueriedPool(url)], asked(TOKENS)) == 1
         assert pools._masters[url].failures == 0
     await asker.close()
 
@@ -223,7 +224,7 @@ async def test_a_master_that_fails_is_left_alone_and_asked_again(
 
 
 def prompt_of(block_size: int) -> HashedPrompt:
-    return HashedPrompt(len(TOKENS) // 4, block_keys(None, TOKENS, block_size, namespace=0), ids=TOKENS)
+    return HashedPrompt(len(TOKENS) // 4, block_keys(None, TOKENS, block_size, namespace=0), ids=PromptIds(TOKENS, 0))
 
 
 def ranking(prompt: Any = prompt_of) -> Question:
@@ -255,7 +256,7 @@ async def test_a_decision_counts_what_a_silent_pool_has(store: Store, master: Ma
         selector = Selector(store, options, metrics, pools=AskedPools(asker, metrics, seconds=patient(5.0)))
         assert await shared(selector) == {"pod-1": 3, "pod-2": 3}
         # A prompt with a salt, or of hashes alone, has no tokens that name its pages.
-        assert await shared(selector, lambda size: prompt_of(size)._replace(ids=b"")) == {"pod-1": 0, "pod-2": 0}
+        assert await shared(selector, lambda size: prompt_of(size)._replace(ids=None)) == {"pod-1": 0, "pod-2": 0}
         assert len(master.asked) == 1
         assert outcomes(metrics) == {"answered": 1}  # waymark_pool_queries_total
         assert await shared(Selector(store, options, metrics)) == {"pod-1": 0, "pod-2": 0}
@@ -284,7 +285,7 @@ async def test_the_controller_of_lmcache_is_asked_with_tokens(
     pools: AskedPools, master: Master, metrics: Metrics, layout: dict[str, Any], blocks: int
 ) -> None:
     master.answer = lambda: odd(json.dumps({"event_id": "e", "layout_info": layout}))
-    assert await pools.blocks([QueriedPool(master.url + "/lookup")], TOKENS, SIZE) == (1 << blocks) - 1
+    assert await pools.blocks([QueriedPool(master.url + "/lookup")], asked(TOKENS)) == (1 << blocks) - 1
     assert master.looked_up == [list(range(100, 124))]
     assert outcomes(metrics) == {"answered": 1}
 
@@ -295,5 +296,5 @@ async def test_an_odd_answer_of_lmcache_counts_for_nothing(
     pools: AskedPools, master: Master, metrics: Metrics, text: str
 ) -> None:
     master.answer = lambda: odd(text)
-    assert await pools.blocks([QueriedPool(master.url + "/lookup")], TOKENS, SIZE) == 0
+    assert await pools.blocks([QueriedPool(master.url + "/lookup")], asked(TOKENS)) == 0
     assert outcomes(metrics) == {"failed": 1}

@@ -279,6 +279,7 @@ async def test_the_master_of_the_store_of_sglang_is_read(
     engine.is_sglang()
     server = engine.answers["/server_info"]
     server |= {"hicache_storage_backend": "mooncake", "hicache_storage_backend_extra_config": config}
-    assert (await describer.describe(engine.url)).query_endpoint == found
+    described = await describer.describe(engine.url)
+    assert (described.query_endpoint, described.query_keys) == (found, ())
     server["hicache_storage_backend"] = "file"
     assert (await describer.describe(engine.url)).query_endpoint is None

@@ -68,8 +68,7 @@ class AnswerCache:
         if counted is not None:
             self._hits.inc()
             return counted
-        rows = {name: in_tokens(row, view.block_size) for name, row in conductor_rows(walk).items()}
-        counted = MatchRows(rows, orjson.dumps(rows))
+        counted = match_rows(walk)
         if len(values) <= _RUNS_MAX:
             self._keep(view, values, counted)
         return counted
@@ -87,6 +86,12 @@ class AnswerCache:
         if of_view + size <= self._bytes_max:
             self._known.setdefault(view, {})[values] = counted
             self.bytes += of_view + size
+
+
+def match_rows(walk: Walk) -> MatchRows:
+    """Return the rows of a walk, made now."""
+    rows = {name: in_tokens(row, walk.view.block_size) for name, row in conductor_rows(walk).items()}
+    return MatchRows(rows, orjson.dumps(rows))
 
 
 _AFTER_RANKS = tuple(name for name in IN_EVERY_ANSWER if name != BEST.name)

@@ -51,6 +51,7 @@ from waymark.base.asgi import StraightTable
 from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.decide.asked_pools import AskedPools
 from waymark.decide.fail_open import StartupGate
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
@@ -181,13 +182,14 @@ def _operations(
 ) -> list[Operation]:
     settings, metrics = dependencies.settings, dependencies.metrics
     gate = StartupGate(store.directory, settings.min_initial_workers) if gateway is None else gateway.start
+    pools = AskedPools(asker, metrics)
     root, views, probes = (
-        Conductor(store, settings, metrics, tokenizer),
+        Conductor(store, settings, metrics, tokenizer, pools),
         Views(store),
         Probes(store, metrics, gate, tokenizer, warning=openness(settings, is_gateway=gateway is not None)),
     )
     dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store, metrics, probes.metrics)
-    decisions = Decisions(store, settings, metrics, tokenizer, gate, asker)
+    decisions = Decisions(store, settings, metrics, tokenizer, gate, pools)
     inputs, workers = DynamoInputs(store, settings, decisions.selector), DynamoWorkerHandlers(store, settings)
     select, loads = (
         DynamoSelect(store, decisions.selector, inputs, gate),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import orjson
 
-from waymark.api.answer_cache import BYTES_MAX, NOTHING, AnswerCache, in_tokens
+from waymark.api.answer_cache import BYTES_MAX, NOTHING, AnswerCache, in_tokens, match_rows
 from waymark.api.given_prompts import GivenPrompts, text_of
 from waymark.api.http.answers import PARTIAL, Answer, Paused
 from waymark.api.http.bodies import Body, Format
@@ -17,10 +18,12 @@ from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.texts import ModelPrompt, PromptTokenizer
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.decide.asked_pools import AskedPools
 from waymark.domain.hashing import namespace
-from waymark.domain.match import ConductorRow, Walk
+from waymark.domain.match import ConductorRow, Walk, walk_with_pool
 from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import GroupName
+from waymark.domain.pool_keys import AskedPrompt
 from waymark.domain.table import HolderTable, block_size_of
 from waymark.store.query_reader import KeysOf, QueryReader
 from waymark.store.steps import Steps, Waiting, finished
@@ -35,8 +38,11 @@ _SIZES_MAX = 8
 class Conductor:
     """The steps of ``/query`` and ``/query_by_hash``."""
 
-    def __init__(self, store: Store, settings: Settings, metrics: Metrics, tokenizer: PromptTokenizer) -> None:
+    def __init__(
+        self, store: Store, settings: Settings, metrics: Metrics, tokenizer: PromptTokenizer, pools: AskedPools
+    ) -> None:
         self._store = store
+        self._pools = pools
         self._tokenizer = tokenizer
         self._settings = settings
         self._shape = settings.conductor_shape
@@ -61,15 +67,23 @@ class Conductor:
 
     def _answer(self, asked: _QueryFields, keys_of: KeysOf, body_format: Format) -> Steps[Answer]:
         group, instance_id, block_size = asked.group, asked.instance_id, asked.block_size
-        if block_size is None:
-            block_size, reading = yield from self._lookup.read_in_size(group, block_size_of, keys_of)
-        else:
-            reading = yield from self._lookup.read(group, block_size, keys_of(block_size))
+        asking = self._ask_pools(asked, keys_of)
+        try:
+            if block_size is None:
+                block_size, reading = yield from self._lookup.read_in_size(group, block_size_of, keys_of)
+            else:
+                reading = yield from self._lookup.read(group, block_size, keys_of(block_size))
+            asking = asking or self._ask_pools(asked, keys_of)
+            in_pools = 0 if asking is None else (yield Waiting(_ended(asking)))
+        finally:
+            if asking is not None:
+                asking.cancel()
         walk = None if reading is None else reading.walk
         if asked.is_by_address and walk is not None:
             table = self._store.reader.table_at_hand(group)
             walk = walk if table is None else self._addresses.walk(table, walk)
-        counted = NOTHING if walk is None else self._rows.of(walk)
+        walk = None if walk is None else walk_with_pool(walk, in_pools)
+        counted = NOTHING if walk is None else match_rows(walk) if in_pools else self._rows.of(walk)
         # A group without instances may belong to a former tenant: groups outlive their registrations.
         if not counted.rows:
             seconds = self._settings.query_deadline_ms / 1000
@@ -91,6 +105,17 @@ class Conductor:
             rows = {instance_id: rows.get(instance_id) or in_tokens(ConductorRow(), block_size)}
             instances = {instance_id: instances[instance_id]} if instance_id in instances else {}
         return Answer(self._shaped({group.tenant_id: rows}, instances, body_format), headers=headers)
+
+    def _ask_pools(self, asked: _QueryFields, keys_of: KeysOf) -> asyncio.Future[int] | None:
+        """Ask pools without events for the blocks of a prompt; None if there is nobody, or nothing, to ask."""
+        table = self._store.reader.table_at_hand(asked.group)
+        pools = () if table is None else self._pools.of(table)
+        block_size = asked.block_size or (block_size_of(table) if pools else None)
+        ids = None if not pools or block_size is None else keys_of(block_size).ids
+        if ids is None or block_size is None:
+            return None
+        prompt = AskedPrompt(ids, block_size, asked.group.model_name, asked.salt)
+        return asyncio.ensure_future(self._pools.blocks(pools, prompt))
 
     def _shaped(self, published: dict[str, Any], instances: dict[str, Any], body_format: Format) -> dict[str, Any]:
         """Return the answer in the form of the API that the settings choose; ``auto`` combines both forms in
@@ -116,6 +141,10 @@ class Conductor:
         )
 
 
+async def _ended(asking: asyncio.Future[int]) -> int:
+    return await asking
+
+
 class _QueryFields(NamedTuple):
     """The fields of a query besides its prompt."""
 
@@ -130,6 +159,8 @@ class _QueryFields(NamedTuple):
     items: PromptItems = ()
     """The images and other items among its tokens."""
     is_by_address: bool = False
+    salt: str | None = None
+    """The salt of the request, without those of the registrations."""
 
 
 def _validated(
@@ -137,8 +168,9 @@ def _validated(
 ) -> _QueryFields:
     ns = namespace(request.adapter, request.salts)
     tenant = orjson.dumps(request.group.tenant_id)
+    by_address, salt = request.by == "address", request.cache_salt
     return _QueryFields(
-        request.group, request.instance_id, request.block_size, ns, tenant, text, items, request.by == "address"
+        request.group, request.instance_id, request.block_size, ns, tenant, text, items, by_address, salt
     )
 
 

@@ -188,6 +188,7 @@ def asked_of(body: DecisionBody, policy: PolicyChoice, prompt: PromptOf) -> Ques
         block_size=request.block_size,
         prefix_key=body.prefix_key,
         lora_name=body.adapter if isinstance(body.adapter, str) else None,
+        cache_salt=request.cache_salt,
         served_as=body.served_as,
         session=body.session,
         is_multimodal=bool(body.items) or _is_multimodal(request.messages),

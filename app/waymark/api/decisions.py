@@ -23,7 +23,6 @@ from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody
 from waymark.api.http.tokens_file import Caller
 from waymark.api.texts import ModelPrompt, PromptTokenizer
-from waymark.base.asker import Asker
 from waymark.base.errors import InvalidValue, NotFound, RemoteUnavailable, UnknownModel
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
@@ -54,15 +53,13 @@ class Decisions:
         metrics: Metrics,
         tokenizer: PromptTokenizer,
         gate: StartupGate,
-        asker: Asker,
+        pools: AskedPools,
     ) -> None:
         self._gate = gate
         self._store = store
         self._tokenizer = tokenizer
         self._given = GivenPrompts(settings)
-        self.selector = self._selector = Selector(
-            store, SelectionOptions.of(settings), metrics, pools=AskedPools(asker, metrics)
-        )
+        self.selector = self._selector = Selector(store, SelectionOptions.of(settings), metrics, pools=pools)
         self._observe_tokens = metrics.decision_duration_seconds.labels(part="tokens").observe
         self._served = store.incarnation.cache(
             ServedNames(store.directory, store.reader, store.begin, settings.query_deadline_ms / 1000)

@@ -14,6 +14,7 @@ from waymark.api.texts import ModelPrompt, prompt_of
 from waymark.base.settings import Settings
 from waymark.domain.multimodal import PromptItems, check_blocks
 from waymark.domain.names import GroupName
+from waymark.domain.pool_keys import PromptIds
 from waymark.store.query_reader import KeysOf, PromptKeys
 
 
@@ -70,7 +71,7 @@ def _of_tokens(tokens: bytes, namespace: int, seed: int, items: PromptItems, blo
     if items:
         check_blocks(items, count, block_size)
     keys = TokenKeys(tokens, block_size, namespace, seed, items)
-    return PromptKeys(keys, count // block_size, count, b"" if namespace or items else tokens)
+    return PromptKeys(keys, count // block_size, count, None if items else PromptIds(tokens, namespace))
 
 
 def _of_hashes(seq_hashes: array[int], namespace: int, block_size: int) -> PromptKeys:

@@ -28,6 +28,7 @@ from waymark.base.shown import shown
 from waymark.domain.engines import TRAITS, Copies, EngineKind, Scope, kinds_where
 from waymark.domain.media import normal_medium, order_of
 from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, Registration, SeqCounter, is_endpoint
+from waymark.domain.pool_keys import FORMS, are_forms
 from waymark.domain.prefixes import (
     DEFAULT,
     ENTRIES_MAX,
@@ -126,6 +127,12 @@ def _sockets(value: dict[str, Any]) -> dict[str, str]:
     return {medium: endpoint for medium, endpoint in value.items() if endpoint is not None}
 
 
+def _query_keys(value: list[str]) -> list[str]:
+    if value and not are_forms(value):
+        raise PydanticCustomError("invalid_value", "no such forms")
+    return value
+
+
 Kind = Annotated[EngineKind, BeforeValidator(_kind), WithJsonSchema({"enum": [*EngineKind], "type": "string"})]
 Endpoint = Annotated[str | None, BeforeValidator(_endpoint)]
 MediumEndpoints = Annotated[dict[str, Endpoint], AfterValidator(_sockets)]
@@ -135,6 +142,7 @@ OptionalUrl = Annotated[str | None, BeforeValidator(_url)]
 ARole = Annotated[Role, BeforeValidator(_role), WithJsonSchema({"enum": [*Role], "type": "string"})]
 Labels = Annotated[dict[str, str], AfterValidator(_labels)]
 Weight = Annotated[float, Field(ge=0, le=WEIGHT_MAX, allow_inf_nan=False)]
+QueryKeys = Annotated[list[str], AfterValidator(_query_keys)]
 KvSource = Annotated[str | None, BeforeValidator(_kv_source)]
 KvNumber = Annotated[float, Field(ge=0, le=KV_NUMBER_MAX, allow_inf_nan=False)]
 
@@ -194,6 +202,10 @@ class _PublisherFields(RequestBody):
         default=None,
         description=f"{ENGINE_URL}: the HTTP address of the master of a Mooncake store, which decisions ask for the "
         "blocks of a prompt while the store sends no events; of the pool itself, or of an engine that reads from it",
+    )
+    query_keys: QueryKeys | None = Field(
+        default=None,
+        description=f"{FORMS}. The master has a block if it has all keys of one text; the default is SGLang's keys",
     )
     address: OptionalEngineUrlField = Field(
         default=None, description=f"{ENGINE_URL}: the address that requests are sent to"
@@ -316,6 +328,7 @@ class RegisterRequest(_PublisherFields):
                 self.metrics_url,
                 query_endpoint=self.query_endpoint,
                 query_parts=0 if self.query_endpoint is None else self.shards or 0,
+                query_keys=tuple(self.query_keys or ()),
                 kv_source=self.kv_source,
                 kv_bytes_per_token=self.kv_bytes_per_token,
                 transfer_gbps=self.transfer_gbps,

@@ -97,6 +97,7 @@ class _RegistrationKeywords(TypedDict, total=False):
     sequence: SeqCounter
     shards: int | None
     query_endpoint: str | None
+    query_keys: list[str] | None
     address: str | None
     role: str
     weight: float

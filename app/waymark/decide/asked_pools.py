@@ -1,9 +1,8 @@
 """Asks the masters of pools which blocks of a prompt they have, where a pool sends no events.
 
-Mooncake's master answers over HTTP whether it has objects. SGLang puts each page under keys that begin with the hash of
-the page: SHA-256 over the hash of the page before it and its tokens. So the keys follow from the prompt alone, without
-any event. LMCache's controller, whose URL ends with ``/lookup``, is asked with the tokens themselves. If nobody answers
-in time, the decision is made without these blocks, and after a few failures without asking for a while.
+Mooncake's master answers over HTTP whether it has objects, and the keys of a prompt's blocks follow from its tokens:
+``domain/pool_keys.py``. LMCache's controller, whose URL ends with ``/lookup``, is asked with the tokens themselves. If
+nobody answers in time, the answer is made without these blocks, and after a few failures without asking for a while.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ import logging
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from waymark.base.asker import Asker
 from waymark.base.bounded_json import bounded_loads
@@ -24,13 +24,15 @@ from waymark.base.errors import InvalidValue, Unanswered
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown_url
+from waymark.domain.names import GroupName
+from waymark.domain.pool_keys import KEYS_MAX, AskedPrompt, KeyForms, key_forms, sglang_forms
+from waymark.domain.table import HolderTable
+from waymark.domain.targets import PLAIN
 
 log = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 4
 
-#: Keys in one request; a key has some 70 characters.
-KEYS_MAX = 512
 #: Requests about one prompt; its further blocks are not asked for.
 _REQUESTS_MAX = 8
 _ANSWER_BYTES_MAX = 4 * 2**20
@@ -42,6 +44,8 @@ FAILURES_MAX = 3
 _PAUSE_SECONDS = (1.0, 30.0)
 #: Masters whose failures are remembered.
 _MASTERS_MAX = 64
+#: Groups whose pools are known.
+_TABLES_MAX = 256
 _PATH = "/batch_query_keys?keys="
 #: The path of LMCache's controller, and the most tokens that it is asked for.
 _LOOKUP = "/lookup"
@@ -55,6 +59,25 @@ class QueriedPool(NamedTuple):
     """The HTTP address of its master."""
     parts: int = 0
     """The number of objects that make up a block; 0: the registration does not say it."""
+    forms: tuple[str, ...] = ()
+    """The forms of its keys; empty: those of SGLang."""
+
+
+def queried_pools(table: HolderTable) -> tuple[QueriedPool, ...]:
+    """Return the pools that pools and engines name; none if events say what a pool has."""
+    telling = {holder.publisher for holder in table.holders.values()}
+    found: dict[str, QueriedPool] = {}
+    for publisher, row in sorted(table.publishers.items()):
+        target = table.targets.get(publisher, PLAIN)
+        if target.query_endpoint is None:
+            continue
+        if row.scope == "shared" and publisher in telling and not row.is_lost:
+            return ()
+        pool = QueriedPool(target.query_endpoint, target.query_parts, target.query_keys)
+        before = found.get(pool.url)
+        if before is None or (not before.forms and (pool.forms or not before.parts)):
+            found[pool.url] = pool
+    return tuple(found.values())
 
 
 @dataclass(slots=True)
@@ -70,33 +93,46 @@ class _Master:
 class AskedPools:
     """The masters that one process asks; it remembers their answers for a moment."""
 
-    def __init__(self, asker: Asker, metrics: Metrics, *, seconds: float = SECONDS) -> None:
-        """``seconds`` is how long an answer may take."""
+    def __init__(self, asker: Asker, metrics: Metrics, *, seconds: float | None = None) -> None:
+        """``seconds`` is how long an answer may take; None: ``SECONDS``."""
         self._asker = asker
         self._metrics = metrics
-        self._seconds = seconds
+        self._seconds = SECONDS if seconds is None else seconds
         self._masters: OrderedDict[str, _Master] = OrderedDict()
-        self._kept: OrderedDict[tuple[QueriedPool, bytes], tuple[float, int]] = OrderedDict()
+        self._of_tables: dict[GroupName, tuple[HolderTable, tuple[QueriedPool, ...]]] = {}
+        self._kept: OrderedDict[tuple[QueriedPool, str, int, bytes], tuple[float, int]] = OrderedDict()
 
-    async def blocks(self, pools: Collection[QueriedPool], tokens: bytes, block_size: int) -> int:
-        """Which blocks of a prompt some pool has: bit i is block i. ``tokens`` are little-endian u32."""
-        found = await asyncio.gather(*(self._of(pool, tokens, block_size) for pool in pools))
+    def of(self, table: HolderTable) -> tuple[QueriedPool, ...]:
+        """Return the pools to ask for a group, as ``queried_pools`` does."""
+        known = self._of_tables.get(table.group)
+        if known is None or known[0] is not table:
+            if len(self._of_tables) >= _TABLES_MAX:
+                self._of_tables.clear()
+            known = self._of_tables[table.group] = table, queried_pools(table)
+        return known[1]
+
+    async def blocks(self, pools: Collection[QueriedPool], prompt: AskedPrompt) -> int:
+        """Return which blocks of a prompt some pool has: bit i is block i."""
+        found = await asyncio.gather(*(self._of(pool, prompt) for pool in pools))
         bitmap = 0
         for each in found:
             bitmap |= each
         return bitmap
 
-    async def _of(self, pool: QueriedPool, tokens: bytes, block_size: int) -> int:
-        whole = len(tokens) // (_TOKEN_BYTES * block_size)
-        if pool.url.endswith(_LOOKUP):
-            count = min(whole, _TOKENS_MAX // block_size)
-        else:
-            count = min(whole, KEYS_MAX // len(_parts("", pool.parts)) * _REQUESTS_MAX)
+    async def _of(self, pool: QueriedPool, prompt: AskedPrompt) -> int:
+        is_lookup = pool.url.endswith(_LOOKUP)
+        forms = key_forms(pool.forms or sglang_forms(prompt.model, pool.parts))
+        if forms is None or (prompt.ids.space if is_lookup else not forms.can_name(prompt)):
+            return 0
+        most = _TOKENS_MAX // prompt.block_size if is_lookup else KEYS_MAX // forms.size * _REQUESTS_MAX
+        count = min(prompt.blocks, most)
         if not count:
             return 0
         now = asyncio.get_running_loop().time()
-        tokens = tokens[: count * block_size * _TOKEN_BYTES]
-        name = pool, blake2b(tokens, digest_size=16, salt=block_size.to_bytes(16, "little")).digest()
+        tokens = prompt.ids.tokens[: count * prompt.block_size * _TOKEN_BYTES]
+        prompt = prompt._replace(ids=prompt.ids._replace(tokens=tokens))
+        digest = blake2b(tokens, digest_size=16, salt=prompt.block_size.to_bytes(16, "little"))
+        name = pool, prompt.model, prompt.ids.space, digest.digest()
         until, bitmap = self._kept.get(name, (now, 0))
         if now < until:
             return self._counted("kept", bitmap)
@@ -104,10 +140,10 @@ class AskedPools:
         if now < master.until:
             return self._counted("paused", 0)
         try:
-            if pool.url.endswith(_LOOKUP):
-                bitmap = await self._look_up(pool.url, tokens, block_size)
+            if is_lookup:
+                bitmap = await self._look_up(pool.url, tokens, prompt.block_size)
             else:
-                bitmap = await self._ask(pool, list(page_hashes(tokens, block_size)))
+                bitmap = await self._ask(pool.url, forms, list(forms.hashes(prompt)))
         except (Unanswered, InvalidValue) as error:
             self._failed(master, pool.url, str(error))
             return self._counted("failed", 0)
@@ -154,11 +190,11 @@ class AskedPools:
             raise Unanswered(f"it answered {reply.status}")
         return (1 << min(max(0, _longest(reply.body)), len(ids)) // block_size) - 1
 
-    async def _ask(self, pool: QueriedPool, hashes: Sequence[str]) -> int:
-        """Which blocks the pool has. Raises Unanswered, InvalidValue."""
-        at_once = KEYS_MAX // len(_parts("", pool.parts))
+    async def _ask(self, url: str, forms: KeyForms, hashes: Sequence[str]) -> int:
+        """Return which blocks the pool has. Raise Unanswered, InvalidValue."""
+        at_once = KEYS_MAX // forms.size
         portions = [hashes[at : at + at_once] for at in range(0, len(hashes), at_once)]
-        tasks = [asyncio.ensure_future(self._ask_once(pool, portion)) for portion in portions]
+        tasks = [asyncio.ensure_future(self._ask_once(url, forms, portion)) for portion in portions]
         try:
             found = await asyncio.gather(*tasks)
         finally:
@@ -166,39 +202,16 @@ class AskedPools:
                 task.cancel()
         return sum(bitmap << (number * at_once) for number, bitmap in enumerate(found))
 
-    async def _ask_once(self, pool: QueriedPool, hashes: Sequence[str]) -> int:
-        keys = [key for engine_hash in hashes for key in _parts(engine_hash, pool.parts)]
-        url = pool.url.rstrip("/") + _PATH + ",".join(keys)
-        reply = await self._asker.ask(url, seconds=self._seconds, bytes_max=_ANSWER_BYTES_MAX)
+    async def _ask_once(self, url: str, forms: KeyForms, hashes: Sequence[str]) -> int:
+        keys = [forms.keys(block_hash) for block_hash in hashes]
+        named = quote(",".join(key for of_block in keys for form in of_block for key in form), safe="/:@,")
+        reply = await self._asker.ask(
+            url.rstrip("/") + _PATH + named, seconds=self._seconds, bytes_max=_ANSWER_BYTES_MAX
+        )
         if reply.status != 200:
             raise Unanswered(f"it answered {reply.status}")
         there = _there(reply.body)
-        needed = any if not pool.parts else all
-        return sum(
-            1 << number
-            for number, engine_hash in enumerate(hashes)
-            if needed(key in there for key in _parts(engine_hash, pool.parts))
-        )
-
-
-def page_hashes(tokens: bytes, block_size: int) -> Iterator[str]:
-    """The hashes by which SGLang names the pages of a prompt, as hex texts."""
-    step, before = _TOKEN_BYTES * block_size, b""
-    for at in range(0, len(tokens) - step + 1, step):
-        before = sha256(before + tokens[at : at + step]).digest()
-        yield before.hex()
-
-
-def _parts(page_hash: str, parts: int) -> list[str]:
-    """The keys of the objects that make up a page: one with latent attention, else keys and values of each rank.
-
-    If nobody has said how many there are (0), one of the two forms of the first rank is enough.
-    """
-    if parts == 0:
-        return [f"{page_hash}_0_k", f"{page_hash}__k"]
-    if parts == 1:
-        return [f"{page_hash}__k"]
-    return [f"{page_hash}_{rank}_{half}" for rank in range(parts // 2) for half in "kv"]
+        return sum(1 << n for n, of_block in enumerate(keys) if any(there.issuperset(form) for form in of_block))
 
 
 def _longest(body: bytes) -> int:

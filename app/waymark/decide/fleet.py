@@ -9,7 +9,7 @@ from random import Random
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from waymark.decide.asked_pools import QueriedPool
+from waymark.decide.asked_pools import queried_pools
 from waymark.decide.group_loads import LoadOrder, RequestSum
 from waymark.decide.policies.filters import is_for_decode, is_for_prefill, role_of
 from waymark.decide.policies.policy import Candidate, LoadCost, LoadWeights
@@ -304,7 +304,7 @@ class Fleet:
                 is_whole = role_of(idle) not in _PARTS
                 self.members.append(FleetMember(publisher, name, target, publisher not in table.silent, is_whole, idle))
         self.have_addresses = all(member.target.address is not None for member in self.members)
-        self.queried = _queried(table)
+        self.queried = queried_pools(table)
         """Pools that are asked for their blocks."""
         self.has_pools = bool(self.queried) or any(row.scope == "shared" for row in table.publishers.values())
         self.has_silent = any(not member.tells_events for member in self.members)
@@ -478,19 +478,3 @@ def candidate_of(
             None,
         )
     )
-
-
-def _queried(table: HolderTable) -> tuple[QueriedPool, ...]:
-    """The pools that pools and engines name, unless events say what a pool has."""
-    telling = {holder.publisher for holder in table.holders.values()}
-    found: dict[str, QueriedPool] = {}
-    for publisher, row in sorted(table.publishers.items()):
-        target = table.targets.get(publisher, PLAIN)
-        if target.query_endpoint is None:
-            continue
-        if row.scope == "shared" and publisher in telling and not row.is_lost:
-            return ()
-        before = found.get(target.query_endpoint)
-        if before is None or not before.parts:
-            found[target.query_endpoint] = QueriedPool(target.query_endpoint, target.query_parts)
-    return tuple(found.values())

@@ -22,6 +22,7 @@ from waymark.decide.question import HashedPrompt, Question
 from waymark.decide.snapshot import GroupSnapshot, ReadingKind, SnapshotKeeper
 from waymark.domain.keys import KEY_BYTES, key_at
 from waymark.domain.match import Walk, pool_bitmap, target_rows
+from waymark.domain.pool_keys import AskedPrompt
 from waymark.domain.prefixes import prefix_key
 from waymark.domain.table import HolderTable, only_block_size
 from waymark.store.chain import PackedKeys
@@ -162,7 +163,8 @@ class MatchReader:
         """Which blocks pools without events have; None if there is nobody to ask, or nothing to ask for."""
         if self._pools is None or fleet is None or not fleet.queried or not prompt.ids or not question.has_index:
             return None
-        return asyncio.ensure_future(self._pools.blocks(fleet.queried, prompt.ids, block_size))
+        asked = AskedPrompt(prompt.ids, block_size, question.group.model_name, question.cache_salt)
+        return asyncio.ensure_future(self._pools.blocks(fleet.queried, asked))
 
     def _aside_at_hand(self, question: Question, entry: GroupEntry, fleet: Fleet) -> _Aside | None:
         """Return the values beside the blocks, if the snapshot alone is needed and it is young enough."""

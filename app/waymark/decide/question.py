@@ -13,6 +13,7 @@ from waymark.decide.policies.profile import PickerConfig
 from waymark.domain.gauges import Gauges
 from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
+from waymark.domain.pool_keys import PromptIds
 from waymark.domain.targets import host_and_port
 from waymark.store.reservations import Reservation
 
@@ -27,8 +28,8 @@ class HashedPrompt(NamedTuple):
     """The packed keys of its complete blocks."""
     has_tokens: bool = True
     """Whether the tokens are known; else ``tokens`` is an estimate, and there are no keys."""
-    ids: bytes = b""
-    """The token ids as little-endian u32, if nothing but them names the blocks: no salt, adapter or image."""
+    ids: PromptIds | None = None
+    """The token ids, if they and the namespace name the blocks: no image."""
 
 
 PromptOf = Callable[[int], HashedPrompt]
@@ -115,6 +116,7 @@ class Question(NamedTuple):
     prefix_key: bytes | None = None
     """The prefix key; None: the block that ends at or before 512 tokens."""
     lora_name: str | None = None
+    cache_salt: str | None = None
     served_as: str | None = None
     """The other name of the model in the request. Only targets known to serve it are candidates."""
     session: str | None = None

@@ -15,6 +15,7 @@ from waymark.decide.question import HashedPrompt, PromptOf
 from waymark.decide.served import ServedModel
 from waymark.domain.hashing import block_keys, namespace, pack_tokens
 from waymark.domain.multimodal import PromptItems, block_keys_with, check_blocks
+from waymark.domain.pool_keys import PromptIds
 from waymark.tokenization.prompt import ChatPrompt, SourcedTokens, TextPrompt
 from waymark.tokenization.prompt import Prompt as TextOrChat
 from waymark.tokenization.tokenizers import Tokenizers
@@ -105,7 +106,7 @@ def _keyed(ids: bytes, items: PromptItems, space: int, seed: int, block_size: in
     count = len(ids) // 4
     if not items:
         keys = block_keys(None, ids, block_size, namespace=space, seed=seed)
-        return HashedPrompt(count, keys, ids=b"" if space else ids)
+        return HashedPrompt(count, keys, ids=PromptIds(ids, space))
     try:
         check_blocks(items, count, block_size)
     except InvalidValue:

@@ -150,6 +150,7 @@ class RequestSelector:
             policy,
             prefix_key=key,
             lora_name=served.adapter if isinstance(served.adapter, str) else None,
+            cache_salt=request.cache_salt,
             served_as=None if further_name is None else request.model,
             session=session,
             is_multimodal=request.messages is not None and has_media(request.messages),

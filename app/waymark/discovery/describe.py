@@ -25,6 +25,7 @@ from waymark.base.shown import shown
 from waymark.domain.chunks import CHUNK_BLOCKS_MAX
 from waymark.domain.engines import EngineKind, naming_sockets_at
 from waymark.domain.names import ENDPOINT, is_endpoint
+from waymark.domain.pool_keys import key_forms, sglang_forms
 from waymark.domain.targets import ADAPTERS_MAX, is_engine_url
 from waymark.engines.samples import SampleParser
 
@@ -73,6 +74,8 @@ class Description:
     """The release of the engine."""
     query_endpoint: str | None = None
     """The HTTP address of the master of its Mooncake store."""
+    query_keys: tuple[str, ...] = ()
+    """The forms of its keys there, unless they follow from the name of the model."""
     names_sockets: bool = True
     """Whether the engine answers the path that names its sockets."""
     is_foreign: bool = False
@@ -153,6 +156,7 @@ class Describer:
             sockets, silent["endpoint"] = [], error.sentence
         if not sockets and "endpoint" not in silent:
             silent["endpoint"] = f"its {ranks_text} names no socket; start it with --kv-events-config"
+        master, tag = _master_of(server)
         return Description(
             url=base,
             kind=kind,
@@ -161,7 +165,8 @@ class Describer:
             adapters=tuple(name for name, parent in cards or () if parent is not None)[:ADAPTERS_MAX],
             block_size=block_size,
             ranks=tuple(sockets),
-            query_endpoint=_master_of(server),
+            query_endpoint=master,
+            query_keys=() if tag is None or not names else sglang_forms(names[0], 0, tag),
             release=_release(server) or _release(_json(replies[_VERSION])),
             names_sockets=_names_sockets(kind, server, sources),
             is_foreign=is_foreign,
@@ -278,20 +283,24 @@ def _ranks_of_sglang(
     ], size
 
 
-def _master_of(server: Any) -> str | None:
-    """The HTTP address of the master of SGLang's Mooncake store, if its server says that it has one."""
+def _master_of(server: Any) -> tuple[str | None, str | None]:
+    """The HTTP address of the master of SGLang's Mooncake store, and the tag of its keys, as far as its server names
+    them.
+    """
     if not isinstance(server, dict) or server.get("hicache_storage_backend") != "mooncake":
-        return None
+        return None, None
     config = server.get("hicache_storage_backend_extra_config")
     try:
         document = bounded_loads(config.encode()) if isinstance(config, str) else config
     except ValueError:
-        return None
+        return None, None
     if not isinstance(document, dict) or not isinstance(place := document.get("master_server_address"), str):
-        return None
+        return None, None
     port = document.get("master_metrics_port", _MASTER_PORT)
     url = f"http://{place.rpartition(':')[0]}:{port}"
-    return url if type(port) is int and is_engine_url(url) else None
+    tag = document.get("extra_backend_tag")
+    is_tag = isinstance(tag, str) and key_forms(sglang_forms("", 0, tag)) is not None
+    return url if type(port) is int and is_engine_url(url) else None, tag if is_tag else None
 
 
 # ---- answers ---------------------------------------------------------------------------------------

@@ -146,6 +146,7 @@ def _known(registration: Registration, description: Description, origin: Origin)
         aliases=_aliases(registration, description),
         release=description.release,
         query_endpoint=registration.target.query_endpoint or description.query_endpoint,
+        query_keys=registration.target.query_keys or description.query_keys,
     )
     return replace(registration, target=target, origin=origin)
 

@@ -171,6 +171,17 @@ def with_pool(runs: Sequence[tuple[Presence, int]], bitmap: int) -> list[tuple[P
     return result
 
 
+def walk_with_pool(walk: Walk, bitmap: int) -> Walk:
+    """Return a walk as if a pool had the blocks of ``bitmap``; the same one for a hybrid model, as nobody knows which
+    windows the pool has.
+    """
+    if not bitmap or walk.view.windows:
+        return walk
+    again = Walk(walk.view)
+    again.runs = with_pool(walk.runs, bitmap)
+    return again
+
+
 def _bits(bitmap: int) -> tuple[bool, int]:
     """The lowest bit, and how many equal ones follow each other from it on; 0 where none are set."""
     if not bitmap & 1:

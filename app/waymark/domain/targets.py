@@ -67,6 +67,8 @@ class Target:
     """The HTTP address of the master of its pool, which decisions ask if the pool sends no events."""
     query_parts: int = 0
     """The number of objects of the pool that make up a block; 0: nobody has said it."""
+    query_keys: tuple[str, ...] = ()
+    """The forms of the keys of its blocks there; empty: those of SGLang."""
     kv_source: str | None = None
     """``tcp://host:port``: where other engines copy its blocks from; None: they cannot."""
     kv_bytes_per_token: float = 0.0

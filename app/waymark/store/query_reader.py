@@ -8,6 +8,7 @@ from typing import NamedTuple
 from waymark.base.metrics import NO_MODEL, Metrics
 from waymark.base.settings import Settings
 from waymark.domain.names import GroupName
+from waymark.domain.pool_keys import PromptIds
 from waymark.domain.table import HolderTable
 from waymark.store.chain import KeySource
 from waymark.store.reader import Reader, Reading
@@ -23,8 +24,8 @@ class PromptKeys(NamedTuple):
     keys: KeySource
     blocks: int
     tokens: int
-    ids: bytes = b""
-    """The token ids as little-endian u32, if nothing but them names the blocks."""
+    ids: PromptIds | None = None
+    """The token ids, if they and the namespace name the blocks: no image."""
 
 
 KeysOf = Callable[[int], PromptKeys]

@@ -29,6 +29,7 @@ def target_of(of: Document) -> Target:
         release=of.optional_text("release"),
         query_endpoint=of.optional_text("query_endpoint"),
         query_parts=of.integer("query_parts", 1, SHARDS_MAX) if of.has("query_parts") else 0,
+        query_keys=of.words("query_keys"),
         kv_source=of.optional_text("kv_source"),
         kv_bytes_per_token=of.number("kv_bytes_per_token", KV_NUMBER_MAX, 0.0),
         transfer_gbps=of.number("transfer_gbps", KV_NUMBER_MAX, 0.0),

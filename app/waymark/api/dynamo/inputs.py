@@ -18,6 +18,7 @@ from waymark.decide.selector import Selector
 from waymark.domain.hashing import block_keys, namespace
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.names import GroupName
+from waymark.domain.pool_keys import PromptIds
 from waymark.store.store import Store
 
 PromptRequest: TypeAlias = DynamoSelectRequest | DynamoPromptRequest | DynamoReservationRequest
@@ -89,7 +90,7 @@ def remembered(prompt_of: PromptOf, cache: dict[int, HashedPrompt]) -> PromptOf:
 
 def _of_tokens(tokens: bytes, ns: int, seed: int, block_size: int) -> HashedPrompt:
     keys = block_keys(None, tokens, block_size, namespace=ns, seed=seed)
-    return HashedPrompt(len(tokens) // 4, keys, ids=b"" if ns else tokens)
+    return HashedPrompt(len(tokens) // 4, keys, ids=PromptIds(tokens, ns))
 
 
 def _of_keys(keys: bytes, tokens: int | None, block_size: int) -> HashedPrompt:

@@ -111,7 +111,11 @@ class DynamoLoadHandlers:
         cache: dict[int, HashedPrompt] = {}
         _, block_size = await self._inputs.workers(group)
         question = Question(
-            group, remembered(self._inputs.prompt(request, body), cache), self._inputs.policy(None), block_size
+            group,
+            remembered(self._inputs.prompt(request, body), cache),
+            self._inputs.policy(None),
+            block_size,
+            cache_salt=request.cache_salt,
         )
         ranked = await self._selector.score(question)
         workers = _workers(() if ranked is None else ranked.scored)

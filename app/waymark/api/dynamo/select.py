@@ -181,7 +181,7 @@ class DynamoSelect:
             only=only, profile="single", is_reserved=is_reserved, milliseconds=_RESERVATION_MS
         )
         policy = self._inputs.policy(request.router_config_override)
-        question = Question(group, prompt_of, policy, block_size, parameters=parameters)
+        question = Question(group, prompt_of, policy, block_size, cache_salt=request.cache_salt, parameters=parameters)
         try:
             selected = await self._selector.select_open(question, self._gate, without=without, passed_on=Cause.NO_REDIS)
         except NoTarget:

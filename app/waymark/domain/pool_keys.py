@@ -1,0 +1,187 @@
+"""The keys of a prompt's blocks in an object store, computed from its tokens without any event.
+
+Engines put each block under keys that contain its hash: SHA-256 over the hash of the block before it and the tokens. A
+form is such keys with a placeholder for the hash. The placeholder says who hashes:
+
+- ``{page}``: SGLang. Its hash has neither adapter nor salt, so prompts with either are not asked for.
+- ``{sha256}``, ``{sha256_cbor}``: vLLM with this ``--prefix-caching-hash-algo``. ``{sha256:7}`` is for engines that
+  were started with ``PYTHONHASHSEED=7``. The salt of a prompt is part of the hash of its first block.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import struct
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+from waymark.domain.hashing import namespace
+
+_TOKEN_BYTES = 4
+#: What vLLM hashes in place of a block before the first, unless PYTHONHASHSEED is set.
+_VLLM_SEED = "vllm-none-hash"
+_PAGE = "page"
+_PLACEHOLDER = re.compile(r"\{(page|sha256|sha256_cbor)(?::([0-9]{1,10}))?\}", re.ASCII)
+_TEXT = re.compile(r"[!-+\--~]+(?:,[!-+\--~]+)*", re.ASCII)
+
+FORMS_MAX = 16
+FORMS_CHARACTERS_MAX = 8192
+_KEY_CHARACTERS_MAX = 256
+#: Keys in one request to a master; a key has some 70 to 150 characters.
+KEYS_MAX = 512
+FORMS = (
+    f"a list of at most {FORMS_MAX} texts, at most {FORMS_CHARACTERS_MAX} characters in all, each of keys with commas "
+    "between them; a key has one placeholder, the same in all: {page}, {sha256} or {sha256_cbor}"
+)
+"""What ``are_forms`` requires, in the words of an error."""
+
+
+class PromptIds(NamedTuple):
+    """The token ids of a prompt without images."""
+
+    tokens: bytes
+    """Little-endian u32."""
+    space: int
+    """The namespace of its adapter and its salts."""
+
+
+class AskedPrompt(NamedTuple):
+    """A prompt whose blocks a store is asked for."""
+
+    ids: PromptIds
+    block_size: int
+    model: str
+    salt: str | None = None
+
+    @property
+    def blocks(self) -> int:
+        return len(self.ids.tokens) // (_TOKEN_BYTES * self.block_size)
+
+
+class KeyForms(NamedTuple):
+    """The forms of a block's keys: the block is there if all keys of one form are."""
+
+    scheme: str
+    seed: str
+    forms: tuple[tuple[str, ...], ...]
+    """Keys with ``{}`` for the hash."""
+
+    @property
+    def size(self) -> int:
+        """The number of keys of a block."""
+        return sum(map(len, self.forms))
+
+    def keys(self, block_hash: str) -> list[list[str]]:
+        """Return the keys of a block, by form."""
+        return [[key.replace("{}", block_hash) for key in form] for form in self.forms]
+
+    def can_name(self, prompt: AskedPrompt) -> bool:
+        """Return whether the engine's hashes of the prompt's blocks are known, and are of its namespace alone."""
+        return prompt.ids.space == namespace(None, [prompt.salt] if prompt.salt and self.scheme != _PAGE else [])
+
+    def hashes(self, prompt: AskedPrompt) -> Iterator[str]:
+        """Return the hash of each whole block, as a hex text."""
+        if self.scheme == _PAGE:
+            return page_hashes(prompt.ids.tokens, prompt.block_size)
+        return _vllm_hashes(prompt, self.scheme, self.seed)
+
+
+def are_forms(texts: Sequence[str]) -> bool:
+    """Return whether a registration may have the forms."""
+    return (
+        len(texts) <= FORMS_MAX and sum(map(len, texts)) <= FORMS_CHARACTERS_MAX and key_forms(tuple(texts)) is not None
+    )
+
+
+@lru_cache(maxsize=64)
+def key_forms(texts: tuple[str, ...]) -> KeyForms | None:
+    """Read forms; None if they cannot be read, or if a block has more keys than fit into a request."""
+    schemes: set[tuple[str, str]] = set()
+    forms = []
+    for text in texts:
+        if not _TEXT.fullmatch(text):
+            return None
+        keys = text.split(",")
+        for key in keys:
+            found = _PLACEHOLDER.findall(key)
+            rest = _PLACEHOLDER.sub("", key)
+            if len(found) != 1 or "{" in rest or "}" in rest or len(key) > _KEY_CHARACTERS_MAX:
+                return None
+            schemes.add(found[0])
+        forms.append(tuple(_PLACEHOLDER.sub("{}", key) for key in keys))
+    if len(schemes) != 1:
+        return None
+    ((scheme, seed),) = schemes
+    found_forms = KeyForms(scheme, seed, tuple(forms))
+    is_seeded_page = scheme == _PAGE and seed
+    return None if is_seeded_page or found_forms.size > KEYS_MAX else found_forms
+
+
+def sglang_forms(model: str, parts: int, tag: str = "") -> tuple[str, ...]:
+    """Return the forms of SGLang's keys: newer releases put the model before them, and ``extra_backend_tag`` before it.
+
+    ``parts`` is the number of objects that make up a page: one with latent attention, else keys and values of each
+    rank. If nobody has said it (0), one of the two objects of the first rank is enough.
+    """
+    names = ["_".join(filter(None, (tag, model.replace("/", "-")))), tag]
+    starts = [name and f"{name}_" for name in names if _TEXT.fullmatch(name or "x") and not set(",{}") & set(name)]
+    if parts == 0:
+        return tuple(f"{start}{{page}}_{end}" for start in starts for end in ("0_k", "_k"))
+    ends = ["_k"] if parts == 1 else [f"{rank}_{half}" for rank in range(parts // 2) for half in "kv"]
+    return tuple(",".join(f"{start}{{page}}_{end}" for end in ends) for start in starts)
+
+
+def page_hashes(tokens: bytes, block_size: int) -> Iterator[str]:
+    """The hashes by which SGLang names the pages of a prompt, as hex texts."""
+    step, before = _TOKEN_BYTES * block_size, b""
+    for at in range(0, len(tokens) - step + 1, step):
+        before = sha256(before + tokens[at : at + step]).digest()
+        yield before.hex()
+
+
+def _vllm_hashes(prompt: AskedPrompt, scheme: str, seed: str) -> Iterator[str]:
+    packed = _pickled if scheme == "sha256" else _cbor
+    ids = array("I", prompt.ids.tokens)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    size = prompt.block_size
+    before = sha256(packed(seed or _VLLM_SEED)).digest()
+    more = (("cache_salt", prompt.salt),) if prompt.salt else None
+    for at in range(0, len(ids) - size + 1, size):
+        before = sha256(packed((before, tuple(ids[at : at + size]), more))).digest()
+        more = None
+        yield before.hex()
+
+
+def _pickled(value: Any) -> bytes:
+    return pickle.dumps(value, protocol=5)
+
+
+def _cbor(value: Any) -> bytes:
+    """CBOR in its shortest form, of what vLLM hashes."""
+    match value:
+        case None:
+            return b"\xf6"
+        case int():
+            return _head(0x00, value)
+        case bytes():
+            return _head(0x40, len(value)) + value
+        case str():
+            text = value.encode()
+            return _head(0x60, len(text)) + text
+    return _head(0x80, len(value)) + b"".join(map(_cbor, value))
+
+
+def _head(kind: int, number: int) -> bytes:
+    if number < 24:
+        return bytes((kind | number,))
+    if number < 2**8:
+        return bytes((kind | 24, number))
+    if number < 2**16:
+        return struct.pack(">BH", kind | 25, number)
+    return struct.pack(">BI", kind | 26, number)
