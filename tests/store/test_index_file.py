@@ -154,6 +154,26 @@ async def test_blocks_come_into_rows_that_others_have_filled(source: Redis, othe
     assert mine["blocks"][("0 GPU", CHAIN[0])]
 
 
+async def test_branch_rows_come_after_the_rows_of_their_pieces(source: Redis, other: Redis, tmp_path: Path) -> None:
+    """A branch row before its row is refused block by block, and its blocks come into other rows."""
+    store = store_of(source)
+    stream = await stream_of(store, source, registration("pod-1"))
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(stored(gpu, CHAIN[:32]))
+    for number in range(30):
+        await stream.apply(
+            stored(gpu, [0x5000 + 0x10 * number + at for at in range(8)], seq=2 + number, after=CHAIN[7])
+        )
+    rows = sorted(await source.keys("*:b*"))
+    assert len(rows) > 20
+    await saved(store, tmp_path / "a")
+    await loaded(store_of(other), tmp_path / "a")
+    assert await told(other, 1) == await told(source, 1)
+    assert sorted(await other.keys("*:b*")) == rows
+    claim = await claim_of(store_of(other), registration("pod-1"))
+    assert int(await other.hget(keys.fence(claim.group_id, 0), f"calls:{claim.publisher}") or 0) < 10
+
+
 class Changing(RedisClient):
     """Lets a stream change right before blocks are read, as often as ``times``."""
 

@@ -14,16 +14,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Final
 
 from waymark.base.errors import Conflict, InvalidValue, StoreUnavailable
 from waymark.base.shown import shown
 from waymark.domain.held import HeldBlocks
+from waymark.domain.keys import KEY_BYTES
 from waymark.domain.life_facts import UNTRUSTED
 from waymark.domain.moves import Moves
-from waymark.domain.parts import STEP, Commit, Part, has_singles
+from waymark.domain.part_list import PartList, new_part_list
+from waymark.domain.parts import STEP, UNCHANGED, Commit, Parts, blocks_of, has_singles, joined
+from waymark.domain.rows import SLOT_CHARS
 from waymark.domain.status import StreamStatus
 from waymark.store import keys
+from waymark.store.calls import CALL_BLOCKS
 from waymark.store.claims import Claim
 from waymark.store.hashes import KEPT
 from waymark.store.holder_tables import decode_holder
@@ -170,13 +175,7 @@ class _PublisherImport:
         ids = None if highest is None else await store.records.stage(grant, begin, highest, random_nonce())
         if ids is None:
             raise _contended(grant.claim)
-        last = [0] * len(ids)
-        for rows in file.rows_of(saved):
-            parts = []
-            for row in rows.rows:
-                last[rows.holder] += STEP * row.blocks
-                parts.append(_part(row, ids[rows.holder], saved.holders[rows.holder].seq, last[rows.holder]))
-            await self._apply(parts)
+        await self._write_rows(file, ids)
         watermark, commit = state["watermark"], None
         if watermark is not None:
             commit = Commit(watermark, state["ts"], state["newest_ts"], state["digest"])
@@ -193,6 +192,28 @@ class _PublisherImport:
         self._must(await store.records.write(grant, facts, state["counters"]))
         self._must(await store.records.set_lost(grant, is_lost=state["is_lost"]))
 
+    async def _write_rows(self, file: IndexFile, ids: Sequence[int]) -> None:
+        """Write all rows for the staged holders.
+
+        The script creates a branch row only if the row of its piece is full, and each refusal is a round trip. So the
+        branch rows come last.
+        """
+        saved, last = self._saved, [0] * len(ids)
+        parts: Parts = []
+        for is_branch in (False, True):
+            for rows in file.rows_of(saved):
+                more = new_part_list(saved.holders[rows.holder].seq)
+                for row in rows.rows:
+                    if (row.place.branch is not None) is is_branch:
+                        _add(more, row, ids[rows.holder], last[rows.holder] + STEP)
+                        last[rows.holder] += STEP * row.blocks
+                parts = joined(parts, more.parts)
+                if blocks_of(parts) >= CALL_BLOCKS * self._grant.shards:
+                    await self._apply(parts)
+                    parts = []
+            await self._apply(parts)
+            parts = []
+
     def _facts(self) -> Facts:
         """Return the flags of the stream. In one that was read while it changed, the counts of copies may be wrong."""
         flags = set(self._saved.state["flags"].split()) - {KEPT}  # the engine hashes of the group are not in the file
@@ -200,7 +221,7 @@ class _PublisherImport:
             flags.add(UNTRUSTED)
         return {"flags": " ".join(sorted(flags)), "main_groups": self._saved.state["main_groups"]}
 
-    async def _apply(self, parts: Sequence[Part]) -> None:
+    async def _apply(self, parts: Parts) -> None:
         await self._renew()
         if not self._has_singles and has_singles(parts):
             self._must(await self._store.records.keep_singles(self._grant))
@@ -219,23 +240,27 @@ class _PublisherImport:
             raise _contended(self._grant.claim)
 
 
-def _part(row: SavedRow, holder: int, seq: int, last: int) -> Part:
-    """Return the blocks of a row as a part.
+def _add(parts: PartList, row: SavedRow, holder: int, position: int) -> None:
+    """Add the blocks of a row, the first at ``position``.
 
     Their order does not say which blocks follow each other. With ``is_known`` a block that finds no slot moves alone,
     so that no other block comes into a branch row that does not begin with an ancestor.
     """
-    copies = [row.copies.get(at, b"") for at in range(row.blocks)] if row.copies else []
-    return Part(
-        "+",
-        holder,
-        seq,
-        last,
-        row.place,
-        row.namespace,
-        row.slots,
-        row.hashes or bytes(8 * row.blocks),
-        is_known=True,
-        is_identity=not row.hashes,
-        copies=copies,
-    )
+    hashes = row.hashes or bytes(KEY_BYTES * row.blocks)
+    start = 0
+    # A list takes one value of copies for all blocks of a part.
+    for copies, group in groupby(row.copies.get(at, UNCHANGED) for at in range(row.blocks)):
+        end = start + len(list(group))
+        parts.add_packed(
+            "+",
+            holder,
+            position + STEP * start,
+            row.place,
+            row.namespace,
+            row.slots[SLOT_CHARS * start : SLOT_CHARS * end],
+            hashes[KEY_BYTES * start : KEY_BYTES * end],
+            is_known=True,
+            is_identity=not row.hashes,
+            copies=copies,
+        )
+        start = end
