@@ -47,19 +47,26 @@ def tools_for_template(tools: Sequence[Any]) -> list[Any]:
     return [_tool(tool) for tool in tools]
 
 
+def fields_of_tool(function: Mapping[str, Any], later: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return the fields ``names`` of a function, null if they are missing, and two fields if they are not null.
+
+    ``later`` is the ``defer_loading`` of the tool, for a function without it.
+    """
+    function_fields = {name: function.get(name) for name in names}
+    if (strict := function.get("strict")) is not None:
+        function_fields["strict"] = strict
+    own = function.get("defer_loading")
+    if (is_deferred := later if own is None else own) is not None:
+        function_fields["defer_loading"] = is_deferred
+    return function_fields
+
+
 def _tool(tool: Any) -> Any:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping):
         return tool
     later = tool.get("defer_loading")
-    function_fields = {
-        name: function.get(name) for name in ("name", "description", "parameters", "strict", "defer_loading")
-    }
-    if function_fields["defer_loading"] is None:
-        function_fields["defer_loading"] = later
-    for name in ("strict", "defer_loading"):
-        if function_fields[name] is None:
-            del function_fields[name]
+    function_fields = fields_of_tool(function, later, ("name", "description", "parameters"))
     result = {"type": tool.get("type", "function"), "function": function_fields}
     return result if later is None else result | {"defer_loading": later}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from waymark.chat.openai import arguments_of, as_message, function_of, listed, parts_of, role_of
+from waymark.chat.openai import arguments_of, as_message, fields_of_tool, function_of, listed, parts_of, role_of
 
 #: Parts that it leaves out of a prompt.
 _LEFT_OUT = ("thinking", "reasoning")
@@ -85,13 +85,6 @@ def _tool(tool: Any) -> Any:
     if not isinstance(function, Mapping):
         return tool
     later = tool.get("defer_loading")
-    function_fields = {
-        name: function.get(name) for name in ("description", "name", "parameters", "strict", "defer_loading")
-    }
-    if function_fields["defer_loading"] is None:
-        function_fields["defer_loading"] = later
-    for name in ("strict", "defer_loading"):
-        if function_fields[name] is None:
-            del function_fields[name]
+    function_fields = fields_of_tool(function, later, ("description", "name", "parameters"))
     ordered = {name: function_fields[name] for name in [*function, *function_fields] if name in function_fields}
     return {"type": tool.get("type", "function"), "function": ordered, "defer_loading": later}

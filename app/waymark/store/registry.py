@@ -21,9 +21,9 @@ from waymark.store.activity import ActivityKind, about
 from waymark.store.claim_writer import ATTEMPTS, ClaimWriter, contended
 from waymark.store.claims import Claim
 from waymark.store.directory import Directory
-from waymark.store.leases import Leases, random_nonce
+from waymark.store.leases import Leases
+from waymark.store.records import Records
 from waymark.store.redis.client import RedisClient
-from waymark.store.scripts import Scripts
 
 #: The fields that may not change under a publisher's name, by their names on the wire.
 _FIXED = {
@@ -50,7 +50,7 @@ class Registry:
     def __init__(
         self,
         client: RedisClient,
-        scripts: Scripts,
+        records: Records,
         leases: Leases,
         directory: Directory,
         claims: ClaimWriter,
@@ -60,7 +60,7 @@ class Registry:
         """``note`` is the method ``Activity.note``."""
         self._client = client
         self._directory = directory
-        self._scripts = scripts
+        self._records = records
         self._leases = leases
         self._claims = claims
         self._note = note
@@ -222,23 +222,8 @@ class Registry:
             highest = await self._leases.highest_holder(grant)
             if highest is None:
                 return False
-            nonce = random_nonce()
-            outcome = await self._scripts.new_life(
-                holders=keys.holders(grant.group_id),
-                record=grant.record,
-                fence=keys.fence(grant.group_id, 0),
-                dead=keys.dead(grant.group_id),
-                publisher=grant.publisher,
-                token=grant.token,
-                calls=grant.calls.get(0, 0),
-                before="",
-                version=nonce,
-                above=highest,
-                unit="*",
-                life=nonce,
-                begin=[],
-            )
-            return outcome.is_applied
+            begun = await self._records.new_life(grant, unit="*", is_restart=True, begin=[], above=highest)
+            return begun is not None
         finally:
             await self._leases.drop(grant)
 

@@ -94,15 +94,15 @@ class Store:
             hash_seed=hash_seed,
             note=self.activity.note,
         )
+        self.records = Records(client, self.scripts, self.parser)
         self.registry = Registry(
-            client, self.scripts, self.leases, self.directory, self.claim_writer, note=self.activity.note
+            client, self.records, self.leases, self.directory, self.claim_writer, note=self.activity.note
         )
         self.unclaimed = UnclaimedPublishers(client, self.scripts, self.leases, self.directory)
         self.discovery = DiscoveryLease(client, self.scripts)
         self.pacer = Pacer(apply_blocks_max)
         self.index = Index(client, self.scripts, self.pacer)
         self.takeover = Takeover(client, self.parser)
-        self.records = Records(client, self.scripts, self.parser)
         self.publisher_states = PublisherStates(client, self.parser)
         self.heartbeats = Heartbeats(self.scripts)
         self.reservations = Reservations(client, self.scripts, self.begin)
