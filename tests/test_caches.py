@@ -100,7 +100,7 @@ ELSEWHERE = {
     "store.redis.client:RedisClient._pipelines": "nodes",
     "store.redis.pipelines:SharedPipeline": "calls under way",
     "store.redis.cluster:Cluster": "nodes, which the map of slots corrects",
-    "store.redis.slot_map:SlotMap": "nodes and slots, which MOVED corrects",
+    "store.redis.cluster:SlotMap": "nodes and slots, which MOVED corrects",
     "decide.comparison:FirstTokenLines": "one comparison",
     "decide.comparison:PolicySums": "one comparison",
     "decide.shadows:Shadows._warned_at": "what the log says already",

@@ -22,7 +22,7 @@ from waymark.domain.parts import Part
 from waymark.domain.resolver import Resolver
 from waymark.domain.rows import Place
 from waymark.domain.slices import SLICE_WORK, finish
-from waymark.engines.parts import PART_HASHES
+from waymark.engines.batches import PART_HASHES
 from waymark.store.hashes import FIND_HASHES, ReportedBlock
 
 T = TypeVar("T")

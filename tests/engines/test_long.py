@@ -13,9 +13,8 @@ import pytest
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Removed, Stored, StoredIdentity
 from waymark.engines import Ceilings, OverCeiling, decoder
-from waymark.engines.batches import MORE
+from waymark.engines.batches import MORE, PART_HASHES
 from waymark.engines.long import WINDOW_BYTES, LongPayload
-from waymark.engines.parts import PART_HASHES
 
 VLLM, SGLANG, STANDARD, MOONCAKE = EngineKind.VLLM, EngineKind.SGLANG, EngineKind.STANDARD, EngineKind.MOONCAKE
 BIG = 2**60

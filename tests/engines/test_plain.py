@@ -17,7 +17,7 @@ from waymark.base.errors import Undecodable
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Removed, Stored
 from waymark.engines import Ceilings, OverCeiling, decoder, plain
-from waymark.engines.parts import PART_HASHES
+from waymark.engines.batches import PART_HASHES
 
 pytestmark = [
     pytest.mark.usefixtures("implementation_kept"),

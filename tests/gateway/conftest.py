@@ -24,8 +24,7 @@ from waymark.domain.names import Registration
 from waymark.domain.targets import Target
 from waymark.gateway.application import Gateway
 from waymark.gateway.response_cache import ResponseCache
-from waymark.gateway.response_stores import Archive
-from waymark.gateway.responses import Responses
+from waymark.gateway.responses import Archive, Responses
 from waymark.gateway.shapes import body_of_rejection
 from waymark.serving.connection import protocol
 from waymark.store.reservations import Load

@@ -24,7 +24,7 @@ from waymark.base.errors import RemoteUnavailable, SettingsError, StoreUnavailab
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.gateway.mongo import MongoArchive
-from waymark.gateway.response_stores import RedisResponses
+from waymark.gateway.responses import RedisResponses
 from waymark.store import keys
 from waymark.store.redis.client import RedisClient
 from waymark.store.responses import ResponseBounds

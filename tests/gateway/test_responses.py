@@ -16,7 +16,7 @@ from tests.gateway.conftest import Engine, Running, Start, events
 from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.gateway.response_stores import MemoryResponses
+from waymark.gateway.responses import MemoryResponses
 from waymark.store import keys
 
 pytestmark = pytest.mark.outside

@@ -36,7 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             starts.append(start)
             super().__init__(context, endpoint, start, **options)
 
-    monkeypatch.setattr("waymark.ingest.replay_attempt.Replay", Recorded)
+    monkeypatch.setattr("waymark.ingest.replay.Replay", Recorded)
     return starts
 
 

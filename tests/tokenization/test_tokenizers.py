@@ -141,7 +141,7 @@ async def test_without_the_packages_the_refusal_names_the_extra(
 ) -> None:
     import sys
 
-    for module in ("local", "model_files", "templates"):
+    for module in ("local", "templates"):
         monkeypatch.delitem(sys.modules, f"waymark.tokenization.{module}", raising=False)
     for package in ("tokenizers", "huggingface_hub"):
         monkeypatch.setitem(sys.modules, package, None)

@@ -1,24 +1,36 @@
-"""Requests earlier batches, from a given seq on, over the publisher's replay endpoint.
+"""Requests a replay from the watermark, and draws conclusions from its replies.
 
-Each replay uses a new DEALER socket, so that no reply to an earlier request can be taken for one to this request. A REQ
-socket cannot be used: it accepts one reply to a request, and a replay has many. ``connect`` succeeds without a peer, so
-silence is the only sign that the publisher is absent.
+The replay begins at the watermark, so its first reply shows whether the life is still the same. The same bytes prove
+the same life. Other bytes, or an empty replay, prove that the publisher restarted unnoticed. If the replies end too
+early, the rest is requested again. A missing batch is requested once more, because the publisher may only have been
+slow.
+
+Each request uses a new DEALER socket, so that no reply to an earlier request can be taken for one to this request. A
+REQ socket cannot be used: it accepts one reply to a request, and a replay has many. ``connect`` succeeds without a
+peer, so silence is the only sign that the publisher is absent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from types import TracebackType
 from typing import Self
 
 import zmq
 
+from waymark.apply.applier import Incoming
 from waymark.base.errors import InvalidValue
 from waymark.ingest.frames import SEQ_BYTES, ReplayedBatch, is_end_marker, parse_replay
+from waymark.ingest.life import Life
+from waymark.ingest.received import ReceivedFrames
+from waymark.ingest.replay_places import ReplayPace, ReplayPlace, YieldReason
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, MessageReader, ZmqContext, connect, open_socket, readable
+
+_PORTION_BYTES = 8 * 2**20
+_TRIES = 3
 
 
 class ReplayOutcome(StrEnum):
@@ -135,3 +147,213 @@ class Replay:
         except zmq.Again:
             return replies, True
         return replies, False
+
+
+class AttemptResult(StrEnum):
+    COMPLETE = "complete"
+    INCOMPLETE = "incomplete"
+    """The replies ended early, and further requests brought no new ones."""
+    SILENT = "silent"
+    """No reply came."""
+    YIELDED = "yielded"
+    """Another stream needs the place. This stream requests the rest later, from its watermark."""
+    WAITING = "waiting"
+    """The replay waits for a place. Live frames that do not need the replay are applied meanwhile."""
+
+
+class ReplayAttempt:
+    """One replay of one stream, in a few requests at most. Another stream may need its place before it ends.
+
+    ``between_portions`` is awaited between portions; it renews the lease during a long replay.
+    """
+
+    def __init__(
+        self,
+        life: Life,
+        context: ZmqContext,
+        endpoint: str,
+        place: ReplayPlace,
+        received: ReceivedFrames,
+        *,
+        idle_seconds: float,
+        seconds: float,
+        bytes_per_second_min: int,
+        fold_batches: int,
+        message_bytes_max: int,
+        between_portions: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.yielded: YieldReason | None = None
+        """Why the place had to be given up before the end."""
+        self._place = place
+        self._received = received
+        self._pace = ReplayPace(bytes_per_second_min, idle_seconds)
+        self._life = life
+        self._context = context
+        self._endpoint = endpoint
+        self._idle_seconds = idle_seconds
+        self._deadline = time.monotonic() + seconds
+        self._fold_batches = fold_batches
+        self._message_bytes_max = message_bytes_max
+        self._between_portions = between_portions
+        self._hole: tuple[int, int] | None = None
+        """(first missing seq, seq that came instead) of the last request. If the next one has the same hole, the
+        publisher does not have these batches."""
+
+    @property
+    def is_slow(self) -> bool:
+        """The replies came below the lowest rate."""
+        return self._pace.is_slow
+
+    async def run(self) -> AttemptResult:
+        """Request and apply missing batches, or stop when another stream needs the place (YIELDED)."""
+        order = self._life.order
+        has_heard, tries = False, 0
+        while tries < _TRIES and time.monotonic() < self._deadline:
+            old_watermark = order.watermark
+            request = _ReplayRequest(self._life, self._received, self._hole)
+            outcome = await self._ask(request)
+            has_heard = has_heard or not request.is_empty
+            self._hole = request.hole
+            if self.yielded is not None:
+                return AttemptResult.YIELDED
+            if request.is_over:
+                pass
+            elif outcome is ReplayOutcome.COMPLETE:
+                if not request.is_empty or order.watermark is None:
+                    return AttemptResult.COMPLETE
+                # Even the batch at the watermark is missing: the publisher restarted, and has not published yet.
+                await self._life.begin_anew("empty replay")
+            elif not has_heard:
+                return AttemptResult.SILENT
+            tries = 0 if order.watermark != old_watermark else tries + 1
+        return AttemptResult.INCOMPLETE
+
+    async def _ask(self, request: _ReplayRequest) -> ReplayOutcome | None:
+        replay = Replay(
+            self._context,
+            self._endpoint,
+            self._life.replay_from,
+            idle_seconds=self._idle_seconds,
+            portion_bytes=_PORTION_BYTES,
+            message_bytes_max=self._message_bytes_max,
+            deadline=self._deadline,
+        )
+        self._life.applier.slices.begin()
+        async with replay:
+            while portion := await self._portion(replay):
+                await request.read(portion)
+                await self._life.flush()
+                await self._between_portions()
+                if request.is_over:
+                    break
+                self.yielded = self._place.yield_reason(is_slow=self._pace.is_slow)
+                if self.yielded is not None:
+                    break
+            self._life.count("frames_malformed", replay.malformed)
+            return replay.outcome
+
+    async def _portion(self, replay: Replay) -> list[ReplayedBatch]:
+        began = time.monotonic()
+        portion = await replay.batches(self._fold_batches)
+        self._pace.add(sum(len(reply.payload) for reply in portion), time.monotonic() - began)
+        return portion
+
+
+class _ReplayRequest:
+    """Applies the replies to one request, and between them the live frames that the publisher does not replay."""
+
+    def __init__(self, life: Life, received: ReceivedFrames, known_hole: tuple[int, int] | None) -> None:
+        self._life = life
+        self._received = received
+        self._known_hole = known_hole
+        self._is_first = True
+        self.hole = known_hole
+        self.is_empty = True
+        self.is_over = False
+        """The other replies to this request are ignored. The next request begins at the present watermark."""
+
+    async def read(self, portion: list[ReplayedBatch]) -> None:
+        for seq, payload, topic in portion:
+            life, watermark = self._life, self._life.order.watermark
+            # The bytes of a batch at the end of a snapshot are not known; its process is the proof.
+            proven_from = watermark if watermark is None or life.order.digest else watermark - 1
+            is_known = not life.is_open and proven_from is not None and seq <= proven_from
+            incoming = await life.decoder.decode(seq, payload, topic, is_known=is_known)
+            if incoming is not None:
+                self.is_empty = False
+                if self._lacks_batches_before(seq):
+                    await self._read_received(incoming)
+                if not self.is_over:
+                    await self._read(incoming)
+                if self.is_over:
+                    return
+
+    def _lacks_batches_before(self, seq: int) -> bool:
+        watermark = self._life.order.watermark
+        return seq > (self._life.first_seq if watermark is None else watermark + 1)
+
+    async def _read_received(self, reply: Incoming) -> None:
+        """Read the live frames before a reply as if they were replies."""
+        life, order = self._life, self._life.order
+        for frame in await self._received.before(reply, order.last_live):
+            if order.watermark is not None and frame.seq <= order.watermark:
+                continue
+            if isinstance(frame, Incoming):
+                incoming: Incoming | None = frame
+            else:
+                incoming = await life.decoder.decode(frame.seq, frame.payload, frame.topic)
+            if incoming is not None and not life.is_of_another_process(incoming.batch):
+                await self._read(incoming)
+                if self.is_over:
+                    return
+                self._received.applied(incoming.seq)
+
+    async def _read(self, incoming: Incoming) -> None:
+        """Read a batch, which may show a loss before it or the end of the life."""
+        life, order, seq = self._life, self._life.order, incoming.seq
+        await life.close_opening(seq)
+        if self._is_first and order.watermark is not None and seq >= life.proof[0]:
+            self._is_first = False
+            if not await self._is_same_life(incoming):
+                self.is_over = True
+                return
+        if order.watermark is None:
+            self._is_first = False
+            if seq > life.first_seq:
+                await life.join_late()
+        elif seq <= order.watermark:
+            return
+        elif seq > order.watermark + 1:
+            await life.flush()
+            if self._known_hole != (order.watermark + 1, seq):
+                self.hole, self.is_over = (order.watermark + 1, seq), True
+                return
+            await life.pass_hole(seq)
+        life.append(incoming)
+        if life.is_fold_full:
+            await life.flush()
+
+    async def _is_same_life(self, first: Incoming) -> bool:
+        """Return whether the first reply proves the present life. If it does not, end this life."""
+        life = self._life
+        seq, digest = life.proof
+        if first.seq == seq and digest:
+            if first.digest == digest:
+                life.prove()
+                await life.found()
+                return True
+            await life.begin_anew("other batch at the watermark")
+            return False
+        if life.is_of_another_process(first.batch):
+            await life.begin_anew("another publisher_id")
+            return False
+        if life.is_of_same_process(first.batch):
+            life.prove()
+            await life.found()
+        if life.is_proven:
+            assert life.order.watermark is not None
+            if first.seq > life.order.watermark + 1:
+                await life.lose(first.seq)
+            return True
+        await life.begin_anew("life cannot be proven")
+        return False

@@ -10,7 +10,7 @@ from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.ingest.life import Life
 from waymark.ingest.received import ReceivedFrames
-from waymark.ingest.replay_attempt import AttemptResult, ReplayAttempt
+from waymark.ingest.replay import AttemptResult, ReplayAttempt
 from waymark.ingest.replay_places import ReplayPlace, ReplayPlaces
 from waymark.ingest.sockets import ZmqContext
 

@@ -25,7 +25,7 @@ from waymark.ingest.order import FramePosition
 from waymark.ingest.rank_streams import RankStreams
 from waymark.ingest.reasons import REPLAY_INCOMPLETE, REPLAY_SILENT, REPLAY_WAITING
 from waymark.ingest.received import ReceivedFrames
-from waymark.ingest.replay_attempt import AttemptResult
+from waymark.ingest.replay import AttemptResult
 from waymark.ingest.replay_places import ReplayPauses, ReplayPlaces
 from waymark.ingest.replaying import Replaying
 from waymark.ingest.snapshots import Snapshots, SnapshotSource

@@ -8,6 +8,7 @@ a thread and back.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import marshal
 import random
@@ -16,7 +17,9 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from os.path import commonprefix
 from pathlib import Path
+from typing import Any
 
+from tokenizers import Tokenizer
 from xxhash import xxh3_128_digest
 
 from waymark.base.errors import InvalidValue, TokenizerUnavailable
@@ -24,10 +27,10 @@ from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.chat.media import has_media
 from waymark.domain.hashing import pack_tokens
-from waymark.tokenization.model_files import read_templates, read_tokenizer, splitter_of
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt
 from waymark.tokenization.renderers import Renderers
-from waymark.tokenization.segments import Pieces, SegmentMemo
+from waymark.tokenization.segments import Pieces, SegmentMemo, Splitter
+from waymark.tokenization.templates import ChatTemplate
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +47,6 @@ _PIECES = (
     *("", "a", " a", "a ", "  two  blanks  ", "\n", "\n\nnew line", "line\n", "Hello, world!", "don't", "12345", " 7"),
     *("user\n", "été e\u0301te\u0301", "中文字", "🙂🙃", "\t", "▁", "x" * 40, "ﬁ ①", "İI", "."),
 )
-
 
 #: Characters at the end of a text whose ids are compared with those that it has before other texts.
 _WINDOW = 512
@@ -72,6 +74,84 @@ _FOLLOWING = (
     "中",
     "🙂",
 )
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def read_tokenizer(directory: Path) -> Tokenizer:
+    path = directory / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no narrower exception
+        raise InvalidValue(
+            f"{path} cannot be read as a tokenizer: {str(error)[:200]}; put a tokenizer there, or give the model "
+            "another source in WAYMARK_TOKENIZERS",
+            reason="no_tokenizer",
+            field="model",
+        ) from None
+    # Engines cut and fill prompts themselves, if at all.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def splitter_of(tokenizer: Tokenizer) -> Splitter:
+    tokens, peculiar = {}, []
+    for number, token in tokenizer.get_added_tokens_decoder().items():
+        if not token.content or token.normalized:
+            continue  # the tokenizer looks for these in each piece, after it has normalized it
+        if token.lstrip or token.rstrip or token.single_word:
+            peculiar.append(token.content)
+        else:
+            tokens[token.content] = number
+    return Splitter(tokens, peculiar, SegmentMemo.seed())
+
+
+class Templates:
+    """The chat templates of a model: one, or one more for requests with tools."""
+
+    def __init__(self, default: ChatTemplate, with_tools: ChatTemplate | None) -> None:
+        self._default = default
+        self._with_tools = with_tools
+
+    def of(self, prompt: ChatPrompt) -> ChatTemplate:
+        return self._with_tools if prompt.tools and self._with_tools is not None else self._default
+
+
+def read_templates(
+    directory: Path, bytes_max: int, *, is_for_sglang: bool = False, renderers: Renderers | None = None
+) -> Templates | None:
+    config = _json(directory / "tokenizer_config.json")
+    special: dict[str, str] = {}
+    for name in _NAMED_TOKENS:
+        token = config.get(name)
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            special[name] = content
+    file = directory / "chat_template.jinja"
+    found: Any = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    if found is None:
+        found = _json(directory / "chat_template.json").get("chat_template")
+    if isinstance(found, list):
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+    else:
+        named = {"default": found}
+    made = {
+        name: ChatTemplate(source, special, bytes_max=bytes_max, is_for_sglang=is_for_sglang, renderers=renderers)
+        for name, source in named.items()
+        if name in ("default", "tool_use") and isinstance(source, str)
+    }
+    return Templates(made["default"], made.get("tool_use")) if "default" in made else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # thousands of lists in each other
+        raise InvalidValue(f"{path} is not JSON: {error}; mend it", reason="no_tokenizer", field="model") from None
+    return found if isinstance(found, dict) else {}
 
 
 class LocalTokenizer:
