@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.base.test_metrics import EXPORTED
+from tests.neighbours import NAMES
 from waymark.base.settings import Settings
 from waymark.cli.commands import COMMANDS
 
@@ -80,6 +81,31 @@ def test_what_a_page_says_is_here_is_here(page: Path) -> None:
 def test_settings_and_metrics_in_the_rest_of_a_page_are_here(page: Path) -> None:
     for name in re.findall(r"`((?:WAYMARK|waymark)_\w+)`", page.read_text(encoding="utf-8")):
         assert is_here(name), name
+
+
+def missing(cells: list[str], names: str) -> list[str]:
+    """The names, and the defaults in brackets behind them, that no cell has."""
+    found = []
+    for name in names.split():
+        text, _, default = name.replace("~", " ").partition("=")
+        # Several names may share the default behind the last one.
+        given = rf"`{re.escape(text)}`(, `[^`]+`)* \({re.escape(default)}\)"
+        whole = f"`{text}={default}`" if default else f"`{text}`"
+        if not any(whole in cell or (default and re.search(given, cell)) for cell in cells):
+            found.append(name)
+    return found
+
+
+@each_page
+def test_every_name_that_a_neighbour_publishes_is_on_its_page(page: Path) -> None:
+    assert missing([there for there, *_ in rows(page)], NAMES[page.stem]) == []
+
+
+def test_a_name_that_is_missing_is_noticed() -> None:
+    cells = ["`a`, `b` (7), `c=d`", "`GET /x`: `f` (1 MiB)"]
+    nowhere = "a=8 b=1 d GET~/y f=2~MiB b=77 x"
+    assert missing(cells, "a a=7 b=7 c=d GET~/x f=1~MiB") == []
+    assert missing(cells, nowhere) == nowhere.split()
 
 
 def test_a_name_that_is_nowhere_is_noticed() -> None:
