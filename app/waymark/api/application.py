@@ -188,7 +188,7 @@ def _operations(
         Views(store),
         Probes(store, metrics, gate, tokenizer, warning=openness(settings, is_gateway=gateway is not None)),
     )
-    dynamo, dynamo_views = Dynamo(store, settings, metrics), DynamoViews(store, metrics, probes.metrics)
+    dynamo, dynamo_views = Dynamo(store, settings, metrics, pools), DynamoViews(store, metrics, probes.metrics)
     decisions = Decisions(store, settings, metrics, tokenizer, gate, pools)
     inputs, workers = DynamoInputs(store, settings, decisions.selector), DynamoWorkerHandlers(store, settings)
     select, loads = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,9 +22,9 @@ from waymark.domain.hashing import namespace
 from waymark.domain.match import ConductorRow, Walk, walk_with_pool
 from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import GroupName
-from waymark.domain.pool_keys import AskedPrompt
 from waymark.domain.table import HolderTable, block_size_of
 from waymark.store.query_reader import KeysOf, QueryReader
+from waymark.store.reader import Reading
 from waymark.store.steps import Steps, Waiting, finished
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
@@ -67,17 +66,14 @@ class Conductor:
 
     def _answer(self, asked: _QueryFields, keys_of: KeysOf, body_format: Format) -> Steps[Answer]:
         group, instance_id, block_size = asked.group, asked.instance_id, asked.block_size
-        asking = self._ask_pools(asked, keys_of)
-        try:
-            if block_size is None:
-                block_size, reading = yield from self._lookup.read_in_size(group, block_size_of, keys_of)
-            else:
-                reading = yield from self._lookup.read(group, block_size, keys_of(block_size))
-            asking = asking or self._ask_pools(asked, keys_of)
-            in_pools = 0 if asking is None else (yield Waiting(_ended(asking)))
-        finally:
-            if asking is not None:
-                asking.cancel()
+        if block_size is None:
+            reads = self._lookup.read_in_size(group, block_size_of, keys_of)
+        else:
+            reads = _in_size(block_size, self._lookup.read(group, block_size, keys_of(block_size)))
+        table_at_hand = partial(self._store.reader.table_at_hand, group)
+        (block_size, reading), in_pools = yield from self._pools.beside(
+            reads, table_at_hand, lambda table: asked.block_size or block_size_of(table), keys_of, asked.salt
+        )
         walk = None if reading is None else reading.walk
         if asked.is_by_address and walk is not None:
             table = self._store.reader.table_at_hand(group)
@@ -106,17 +102,6 @@ class Conductor:
             instances = {instance_id: instances[instance_id]} if instance_id in instances else {}
         return Answer(self._shaped({group.tenant_id: rows}, instances, body_format), headers=headers)
 
-    def _ask_pools(self, asked: _QueryFields, keys_of: KeysOf) -> asyncio.Future[int] | None:
-        """Ask pools without events for the blocks of a prompt; None if there is nobody, or nothing, to ask."""
-        table = self._store.reader.table_at_hand(asked.group)
-        pools = () if table is None else self._pools.of(table)
-        block_size = asked.block_size or (block_size_of(table) if pools else None)
-        ids = None if not pools or block_size is None else keys_of(block_size).ids
-        if ids is None or block_size is None:
-            return None
-        prompt = AskedPrompt(ids, block_size, asked.group.model_name, asked.salt)
-        return asyncio.ensure_future(self._pools.blocks(pools, prompt))
-
     def _shaped(self, published: dict[str, Any], instances: dict[str, Any], body_format: Format) -> dict[str, Any]:
         """Return the answer in the form of the API that the settings choose; ``auto`` combines both forms in
         msgpack.
@@ -141,8 +126,8 @@ class Conductor:
         )
 
 
-async def _ended(asking: asyncio.Future[int]) -> int:
-    return await asking
+def _in_size(block_size: int, reads: Steps[Reading | None]) -> Steps[tuple[int, Reading | None]]:
+    return block_size, (yield from reads)
 
 
 class _QueryFields(NamedTuple):

@@ -12,10 +12,10 @@ import logging
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from waymark.base.asker import Asker
@@ -28,8 +28,12 @@ from waymark.domain.names import GroupName
 from waymark.domain.pool_keys import KEYS_MAX, AskedPrompt, KeyForms, key_forms, sglang_forms
 from waymark.domain.table import HolderTable
 from waymark.domain.targets import PLAIN
+from waymark.store.query_reader import KeysOf
+from waymark.store.steps import Steps, Waiting
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _TOKEN_BYTES = 4
 
@@ -110,6 +114,42 @@ class AskedPools:
                 self._of_tables.clear()
             known = self._of_tables[table.group] = table, queried_pools(table)
         return known[1]
+
+    def beside(
+        self,
+        reading: Steps[T],
+        table: Callable[[], HolderTable | None],
+        size_of: Callable[[HolderTable], int | None],
+        keys_of: KeysOf,
+        salt: str | None,
+    ) -> Steps[tuple[T, int]]:
+        """Ask for the blocks of a prompt during a read. Return its result, and the blocks, as ``blocks`` does.
+
+        ``table`` returns the table at hand, which may be known only after the read.
+        """
+        asking = self._ask_for(table(), size_of, keys_of, salt)
+        try:
+            result = yield from reading
+            asking = asking or self._ask_for(table(), size_of, keys_of, salt)
+            return result, 0 if asking is None else (yield Waiting(_ended(asking)))
+        finally:
+            if asking is not None:
+                asking.cancel()
+
+    def _ask_for(
+        self,
+        table: HolderTable | None,
+        size_of: Callable[[HolderTable], int | None],
+        keys_of: KeysOf,
+        salt: str | None,
+    ) -> asyncio.Future[int] | None:
+        """Begin to ask; None if there is nobody, or nothing, to ask."""
+        pools = () if table is None else self.of(table)
+        block_size = size_of(table) if table is not None and pools else None
+        ids = None if block_size is None else keys_of(block_size).ids
+        if table is None or ids is None or block_size is None:
+            return None
+        return asyncio.ensure_future(self.blocks(pools, AskedPrompt(ids, block_size, table.group.model_name, salt)))
 
     async def blocks(self, pools: Collection[QueriedPool], prompt: AskedPrompt) -> int:
         """Return which blocks of a prompt some pool has: bit i is block i."""
@@ -212,6 +252,10 @@ class AskedPools:
             raise Unanswered(f"it answered {reply.status}")
         there = _there(reply.body)
         return sum(1 << n for n, of_block in enumerate(keys) if any(there.issuperset(form) for form in of_block))
+
+
+async def _ended(asking: asyncio.Future[int]) -> int:
+    return await asking
 
 
 def _longest(body: bytes) -> int:

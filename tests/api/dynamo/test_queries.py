@@ -11,8 +11,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.api.conftest import Hold, MakeClient
+from tests.masters import started_master
+from tests.patience import patient
 from waymark.api.dynamo.queries import is_worker_id
+from waymark.decide import asked_pools
 from waymark.domain.hashing import extend, token_bytes
+from waymark.domain.pool_keys import page_hashes
 from waymark.store import selections
 from waymark.store.reader import Reading
 from waymark.store.steps import Steps
@@ -61,6 +65,24 @@ async def test_an_instance_is_its_best_rank_not_their_sum(
     answer = await ask(client)
     assert answer["instances"] == {"1": instance(4, {"0": 4, "1": 0}, 6, 6)}
     assert answer["scores"] == {"1": {"0": 4}}
+
+
+@pytest.mark.outside
+async def test_a_pool_without_events_is_asked_for_its_blocks(
+    make_client: MakeClient, store: Store, hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asked_pools, "SECONDS", patient(5.0))
+    client = await make_client(store)
+    assert (await client.post("/dynamo/register", json=REGISTER)).status_code == 201
+    await hold("1", TOKENS, blocks=[0])
+    async with started_master() as master:
+        pool = {"type": "Mooncake", "instance_id": "pool", "modelname": "m", "block_size": 2}
+        answer = await client.post("/register", json=pool | {"query_endpoint": master.url, "shards": 1})
+        assert answer.status_code == 200
+        master.has = {f"m_{page}__k" for page in [*page_hashes(token_bytes(TOKENS), 2)][:2]}
+        assert (await ask(client))["instances"] == {"1": instance(2, {"0": 2}, 2, 4)}
+        assert (await ask(client, cache_salt="s"))["instances"] == {}
+        assert len(master.asked) == 1
 
 
 async def test_a_pool_counts_for_every_rank_of_every_instance(

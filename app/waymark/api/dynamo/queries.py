@@ -24,10 +24,12 @@ from waymark.base.errors import Conflict, InvalidValue, NotFound
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.base.shown import shown
+from waymark.decide.asked_pools import AskedPools
 from waymark.domain.engines import UNNAMED
 from waymark.domain.hashing import namespace
-from waymark.domain.match import DynamoRank, dynamo_rows
+from waymark.domain.match import DynamoRank, dynamo_rows, walk_with_pool
 from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U64_MASK, GroupName, Registration, is_endpoint
+from waymark.domain.pool_keys import PromptIds
 from waymark.domain.table import HolderTable
 from waymark.store.query_reader import KeysOf, PromptKeys, QueryReader
 from waymark.store.reader import Reading
@@ -38,8 +40,9 @@ from waymark.store.store import Store
 class Dynamo:
     """Handlers of ``/dynamo/register``, ``/unregister``, ``/query`` and ``/query_by_hash``."""
 
-    def __init__(self, store: Store, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, store: Store, settings: Settings, metrics: Metrics, pools: AskedPools) -> None:
         self._store = store
+        self._pools = pools
         self._settings = settings
         self._lookup = QueryReader(store.reader, settings, metrics)
         self._allowed = AllowedEndpoints(settings.allowed_endpoints)
@@ -109,9 +112,9 @@ class Dynamo:
 
         def prompt(block_size: int) -> PromptKeys:
             keys = TokenKeys(tokens, block_size, ns, self._settings.hash_seed)
-            return PromptKeys(keys, len(tokens) // (4 * block_size), len(tokens) // 4)
+            return PromptKeys(keys, len(tokens) // (4 * block_size), len(tokens) // 4, PromptIds(tokens, ns))
 
-        return self._answer(group, prompt)
+        return self._answer(group, prompt, request.cache_salt)
 
     def query_by_hash(self, body: Body) -> Steps[Answer]:
         return self._answer(*self._by_hash(body))
@@ -146,10 +149,16 @@ class Dynamo:
 
         return _group(request.partition, request.model_name), prompt
 
-    def _answer(self, group: GroupName, keys_of: KeysOf) -> Steps[Answer]:
+    def _answer(self, group: GroupName, keys_of: KeysOf, salt: str | None = None) -> Steps[Answer]:
         """Return the answer for a prompt in blocks of its group's size."""
-        block_size, reading = yield from self._read(group, keys_of)
-        rows = {} if reading is None else dynamo_rows(reading.walk)
+        (block_size, reading), in_pools = yield from self._pools.beside(
+            self._read(group, keys_of),
+            partial(self._store.reader.table_at_hand, group),
+            partial(_block_size, group),
+            keys_of,
+            salt,
+        )
+        rows = {} if reading is None else dynamo_rows(walk_with_pool(reading.walk, in_pools))
         headers = PARTIAL if reading is not None and reading.is_partial else {}
         return Answer(in_tokens(rows, block_size), headers=headers)
 
