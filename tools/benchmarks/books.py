@@ -22,7 +22,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from tools.benchmarks import placement
+from tools.benchmarks import placement, shadows
 from tools.benchmarks.options import Options
 from tools.benchmarks.processes import RedisServer, Server, redis_server, waymark
 from tools.benchmarks.report import Row
@@ -58,7 +58,13 @@ def measure(options: Options) -> Iterator[Row]:
             yield Row("books", f"tokens {name} of {requests:,} requests: apart from the truth", apart, "tokens", bar=0)
         yield Row("books", "requests in the books", total["requests"], "requests", other=simulation.truth["requests"])
         yield Row("books", "earned, of the prompt tokens", total["earned"] / total["prompt_tokens"], "times")
+        yield from _drift(replicas[-1])
         yield from _costs(redis, calls)
+    for targets, names in shadows.CASES:
+        order_ms, both_ms, record_ms = shadows.measure(targets, names, calls)
+        what = f"CPU of two shadows ({' and '.join(names)}) at {targets} targets"
+        yield Row("books", what, both_ms, "ms", other=order_ms, other_name="the order", bar=shadows.BAR_MS)
+        yield Row("books", f"CPU of the record of a kept decision at {targets} targets", record_ms, "ms")
     yield from placement.measure(3 if options.is_quick else 8)
 
 
@@ -144,6 +150,22 @@ class _Simulation:
                     delivered=cached,
                     random=round(sum(held) / ENGINES),
                 )
+
+
+def _drift(replica: Server) -> Iterator[Row]:
+    """After how many requests an engine that reuses nothing is noticed, and then one that reuses all is believed."""
+    name, prompt = "engine-0", _document(0) + [1]
+    for what, delivered, status in (("noticed", 0, "degraded"), ("believed again", SIZE * BLOCKS, "active")):
+        count = 0
+        while count < 200:
+            taken = replica.post("/select", model=MODEL, token_ids=prompt, only=[name])
+            replica.post("/release", reservation=taken["reservation"], cached_tokens=delivered)
+            count += 1
+            publishers = replica.ask("GET", "/workers")["publishers"]
+            drifts = next(each for each in publishers if each["instance_id"] == name)["status"] == "degraded"
+            if drifts == (status == "degraded"):
+                break
+        yield Row("books", f"requests until a drift is {what}", count, "requests", bar=50)
 
 
 class _Client:

@@ -36,6 +36,8 @@ from waymark.store.reservations import Load, Reservation
 BLOCK_SIZE, BLOCKS, HOLDERS = 16, 512, 3
 TARGETS = (8, 100, 1000)
 SHADOWS = (("dynamo", "lmetric"), ("sticky", "longest"))
+CASES = tuple((targets, names) for targets in TARGETS for names in SHADOWS)
+BAR_MS = 0.1
 GROUP = GroupName("default", "model")
 
 
@@ -91,12 +93,9 @@ def main() -> None:
     parser.add_argument("--decisions", type=int, default=2000)
     arguments = parser.parse_args()
     print("| targets | shadows | order, ms | both shadows, ms | record, ms |\n|---|---|---|---|---|")
-    for targets in TARGETS:
-        for names in SHADOWS:
-            order_ms, shadows_ms, record_ms = measure(targets, names, arguments.decisions)
-            print(
-                f"| {targets} | {', '.join(names)} | {order_ms:.3f} | {shadows_ms:.3f} | {record_ms:.3f} |", flush=True
-            )
+    for targets, names in CASES:
+        order_ms, shadows_ms, record_ms = measure(targets, names, arguments.decisions)
+        print(f"| {targets} | {', '.join(names)} | {order_ms:.3f} | {shadows_ms:.3f} | {record_ms:.3f} |", flush=True)
 
 
 if __name__ == "__main__":
