@@ -2,8 +2,11 @@
 
     python -m tools.benchmarks.envoy --requests 500 --redis-url redis://127.0.0.1:6379/0
 
-Two runs over the same simulated engines: in one the inner hop asks a picker, in the other engines take turns. CPU is
-that of the processes, so a busy machine changes it little. The Redis has to be empty.
+Each run has the same simulated engines. In the first ones they take turns; in the next ones the inner hop asks a
+picker, without and with the bodies of answers. In the last ones the picker is replaced by a process that decides
+nothing: it sends every message back unchanged, so that its CPU is what gRPC itself takes. An engine sends each chunk by
+itself, 250 a second. CPU is that of the processes, without what they take at rest, so a busy machine changes it little.
+The Redis has to be empty.
 """
 
 from __future__ import annotations
@@ -11,32 +14,52 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 import tempfile
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from time import monotonic
+from typing import Any, NamedTuple
 
+import grpc
 import httpx
+import uvloop
+from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc
+from grpc_health.v1 import health_pb2_grpc
 
-from tests.e2e.envoy import envoy
+from tests.e2e.envoy import Envoy, envoy
 from tests.e2e.test_envoy import Picker, body_of
+from tests.ports import unused_port
 from tests.store.factories import registration
 from tests.tokenization import small
 from waymark.domain.engines import EngineKind
 from waymark.domain.targets import Target
+from waymark.epp import messages, tls
+from waymark.epp.server import HealthService
 from waymark.simulator.engine import build_engine
+from waymark.simulator.generation import EngineSpeed
 from waymark.simulator.http import EngineHttp
 from waymark.store.store import Store
 
 _ENGINES = 3
 _AT_ONCE = 8
+_REST_SECONDS = 4.0
+_LABELS = {
+    "none": "none",
+    "NONE": "`NONE`",
+    "FULL_DUPLEX_STREAMED": "`FULL_DUPLEX_STREAMED`",
+    "echo": "`FULL_DUPLEX_STREAMED`, decides nothing",
+}
 
 
 class Cost(NamedTuple):
-    """Milliseconds of CPU a request."""
+    """The cost of a request; CPU in milliseconds."""
 
     envoy: float
     picker: float
+    messages: float
+    """Messages from Envoy to the picker."""
 
 
 def cpu_seconds(pid: int) -> float:
@@ -45,9 +68,72 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def run(url: str, directory: Path, requests: int, *, has_picker: bool, has_stream: bool) -> Cost:
+# ---- a picker that decides nothing -------------------------------------------------------------------
+
+
+class Echo(ext_proc.ExternalProcessorServicer):  # type: ignore[misc]
+    """Answers each message at once, without a change."""
+
+    async def Process(self, _: Any, context: Any) -> None:
+        while (message := await context.read()) is not grpc.aio.EOF:
+            kind = message.WhichOneof("request")
+            if kind not in ("request_body", "response_body"):
+                await context.write(messages.GO_ON[kind])
+                continue
+            body = message.request_body if kind == "request_body" else message.response_body
+            is_request = kind == "request_body"
+            for piece in messages.pieces([body.body], is_request=is_request, is_end=body.end_of_stream):
+                await context.write(piece)
+
+
+async def serve_echo(port: int) -> None:
+    server = grpc.aio.server()
+    ext_proc.add_ExternalProcessorServicer_to_server(Echo(), server)
+    health = HealthService()
+    health.set(is_ready=True)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    server.add_secure_port(f"127.0.0.1:{port}", tls.self_signed())
+    await server.start()
+    await server.wait_for_termination()
+
+
+# ---- the runs ----------------------------------------------------------------------------------------
+
+
+class _Running(NamedTuple):
+    """A picker of either kind."""
+
+    port: int
+    pid: int
+
+
+@asynccontextmanager
+async def _picker(kind: str, directory: Path, url: str, model: str) -> AsyncIterator[list[_Running]]:
+    if kind == "none":
+        yield []
+    elif kind == "echo":
+        port = unused_port()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tools.benchmarks.envoy", "--echo", str(port)
+        )
+        try:
+            yield [_Running(port, process.pid)]
+        finally:
+            process.kill()
+            await process.wait()
+    else:
+        small.directory(directory / "models" / model, template=small.CHATML)
+        picker = Picker(directory, url, 0, tokenizers_dir=directory / "models")
+        try:
+            await picker.start()
+            yield [_Running(picker.port, picker.pid)]
+        finally:
+            picker.end()
+
+
+async def run(url: str, directory: Path, requests: int, *, kind: str, chunks: int) -> Cost:
     """``requests`` chats, after a tenth as many that are not counted. Each run has a model of its own."""
-    model = f"llama-{int(has_picker)}{int(has_stream)}"
+    model = f"llama-{kind.lower()}-{chunks}"
     async with AsyncExitStack() as stack:
         store = Store.open(url)
         stack.push_async_callback(store.close)
@@ -55,7 +141,10 @@ async def run(url: str, directory: Path, requests: int, *, has_picker: bool, has
         for number in range(_ENGINES):
             engine = build_engine("tcp://127.0.0.1:0", seed=number)
             await stack.enter_async_context(engine.publisher)
-            http = EngineHttp(engine, host="127.0.0.1", port=0, model_name=model, block_size=16, gpu_blocks=65_536)
+            http = EngineHttp(
+                engine, host="127.0.0.1", port=0, model_name=model, block_size=16, gpu_blocks=65_536,
+                pace=EngineSpeed(tokens_per_second=250.0), answer_tokens=chunks,
+            )  # fmt: skip
             engines.append(await stack.enter_async_context(http))
             await store.registry.register(
                 registration(
@@ -64,50 +153,66 @@ async def run(url: str, directory: Path, requests: int, *, has_picker: bool, has
                 )
             )  # fmt: skip
         ports = [int(engine.url.rpartition(":")[2]) for engine in engines]
-        pickers = []
-        if has_picker:
-            small.directory(directory / "models" / model, template=small.CHATML)
-            pickers.append(Picker(directory, url, 0, tokenizers_dir=directory / "models"))
-            stack.callback(pickers[0].end)
-            await pickers[0].start()
-        proxy = await stack.enter_async_context(envoy(directory, [picker.port for picker in pickers], ports))
+        pickers = await stack.enter_async_context(_picker(kind, directory, url, model))
+        mode = "NONE" if kind == "NONE" else "FULL_DUPLEX_STREAMED"
+        proxy = await stack.enter_async_context(envoy(directory, [picker.port for picker in pickers], ports, mode))
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=proxy.url, timeout=60.0, trust_env=False))
         at_once = asyncio.Semaphore(_AT_ONCE)
 
         async def one(number: int) -> None:
             async with at_once:
                 answer = await client.post(
-                    "/v1/chat/completions",
-                    json=body_of(f"turn {number}", model=model, max_tokens=16, stream=has_stream),
+                    "/v1/chat/completions", json=body_of(f"turn {number}", model=model, max_tokens=chunks, stream=True)
                 )
                 assert answer.status_code == 200, answer.text
 
         async def several(count: int) -> None:
             await asyncio.gather(*(one(number) for number in range(count)))
 
-        await several(requests // 10)
+        await several(max(1, requests // 10))
         pids = [proxy.pid, *(picker.pid for picker in pickers)]
-        before = [cpu_seconds(pid) for pid in pids]
+        at_rest = [cpu_seconds(pid) for pid in pids]
+        await asyncio.sleep(_REST_SECONDS)
+        before, messages_before = [cpu_seconds(pid) for pid in pids], await _messages(proxy)
+        began = monotonic()
         await several(requests)
-        spent = [1000 * (cpu_seconds(pid) - begin) / requests for pid, begin in zip(pids, before, strict=True)]
+        share = (monotonic() - began) / _REST_SECONDS
+        spent = [
+            1000 * (cpu_seconds(pid) - begin - share * (begin - rest)) / requests
+            for pid, begin, rest in zip(pids, before, at_rest, strict=True)
+        ]
         assert sum(each.generator.requests for each in engines) >= requests
-        return Cost(spent[0], spent[1] if has_picker else 0.0)
+        sent = (await _messages(proxy) - messages_before) / requests
+        return Cost(spent[0], spent[1] if pickers else 0.0, sent)
+
+
+async def _messages(proxy: Envoy) -> int:
+    """Messages that Envoy has sent to its pickers so far."""
+    async with httpx.AsyncClient(base_url=proxy.admin_url, trust_env=False) as client:
+        text = (await client.get("/stats?filter=ext_proc.stream_msgs_sent")).text
+    return int(text.rpartition(":")[2] or 0)
 
 
 async def main(url: str, requests: int) -> None:
-    print("| Answers | Endpoint picker | CPU of Envoy, ms a request | CPU of the picker, ms a request |")
-    print("|---|---|---|---|")
-    for has_stream in (False, True):
-        for has_picker in (False, True):
+    print("| Picker, `response_body_mode` | Chunks | Envoy, ms of CPU | Picker, ms of CPU | Messages to the picker |")
+    print("|---|---|---|---|---|")
+    for kind, label in _LABELS.items():
+        for chunks in (1, 1000):
             with tempfile.TemporaryDirectory() as directory:
-                cost = await run(url, Path(directory), requests, has_picker=has_picker, has_stream=has_stream)
-            kind = "16 chunks" if has_stream else "whole"
-            print(f"| {kind} | {'yes' if has_picker else 'no'} | {cost.envoy:.2f} | {cost.picker:.2f} |", flush=True)
+                count = requests if chunks == 1 else max(_AT_ONCE, requests // 10)
+                cost = await run(url, Path(directory), count, kind=kind, chunks=chunks)
+            picker = " | " if kind == "none" else f"{cost.picker:.2f} | {cost.messages:,.0f}"
+            print(f"| {label} | {chunks:,} | {cost.envoy:.2f} | {picker} |", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--redis-url", default="redis://127.0.0.1:6379/0")
+    parser.add_argument("--echo", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    asyncio.run(main(arguments.redis_url, arguments.requests))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if arguments.echo is not None:
+            runner.run(serve_echo(arguments.echo))
+        else:
+            runner.run(main(arguments.redis_url, arguments.requests))

@@ -244,10 +244,20 @@ class ProcessCall:
     # ---- the answer --------------------------------------------------------------------------------
 
     async def _response(self) -> None:
-        held_answer = HeldAnswer(self._picker.bodies, self._write)
+        held_answer, idle_seconds = HeldAnswer(self._picker.bodies, self._write), self._picker.idle_seconds
+        now = asyncio.get_running_loop().time
         try:
-            while (message := await self._next()) is not None:
-                await self._answer(message, held_answer)
+            async with asyncio.timeout(idle_seconds) as idle:
+                while (message := await self._read()) is not None:
+                    await self._answer(message, held_answer)
+                    # Without bodies, no message comes between the headers of an answer and its end. The connection
+                    # notices a proxy that disappears silently.
+                    is_silent = self._has_answer and self._response_mode == messages.NONE
+                    idle.reschedule(None if is_silent else now() + idle_seconds)
+        except TimeoutError:
+            if not idle.expired():
+                raise
+            raise StreamCut("idle", f"no message within {idle_seconds:g} s") from None
         finally:
             held_answer.drop()
 
@@ -286,16 +296,6 @@ class ProcessCall:
     async def _give_back(self) -> None:
         if self._under_way is not None:
             await self._under_way.give_back(is_ok=self._is_ok, usage=self._usage.usage)
-
-    async def _next(self) -> Any:
-        # Without bodies, no message comes between the headers of an answer and its end. The connection notices a proxy
-        # that disappears silently.
-        is_silent = self._has_answer and self._response_mode == messages.NONE
-        try:
-            async with asyncio.timeout(None if is_silent else self._picker.idle_seconds):
-                return await self._read()
-        except TimeoutError:
-            raise StreamCut("idle", f"no message within {self._picker.idle_seconds:g} s") from None
 
     async def _answered(self, message: Any, headers: dict[str, str]) -> None:
         self._has_answer = True
