@@ -13,12 +13,15 @@ import pytest
 
 from tests.api.conftest import Hold, MakeClient
 from tests.api.test_decisions import PROMPT, Register, pods, post, scores
+from tests.masters import started_master
+from tests.patience import patient
 from tests.tokenization import small
 from waymark.base.metrics import Metrics
-from waymark.decide import matches
+from waymark.decide import asked_pools, matches
 from waymark.decide.policies.profile import Speculation
 from waymark.decide.snapshot import SnapshotKeeper
 from waymark.domain.hashing import extend, namespace, token_bytes
+from waymark.domain.pool_keys import AskedPrompt, PromptIds, key_forms
 from waymark.store.store import Store
 
 __all__ = ["pods"]
@@ -233,3 +236,26 @@ async def test_each_part_of_a_decision_is_timed(memory_store: Store, make_client
     await post(replica, "/select", token_ids=..., prompt="hello")
     parts = {values[0]: sum(series.seen) for values, series in metrics.decision_duration_seconds.read().items()}
     assert parts == {"tokens": 1, "walk": 1, "policy": 1, "reserve": 1}
+
+
+@pytest.mark.outside
+async def test_blocks_that_a_master_names_are_counted_as_those_of_events(
+    store: Store, make_client: MakeClient, pods: list[str], register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asked_pools, "SECONDS", patient(5.0))
+    metrics = Metrics()
+    replica = await make_client(store, metrics=metrics)
+    hits, beyond = metrics.router_shared_cache_hit_rate, metrics.router_shared_cache_beyond_blocks
+    forms = key_forms(("m@{sha256}",))
+    assert forms is not None
+    ids = PromptIds(token_bytes(PROMPT), namespace(None, ["s"]))
+    hashes = list(forms.hashes(AskedPrompt(ids, 2, "m", "s")))
+    async with started_master() as master:
+        fields = {"query_endpoint": master.url, "query_keys": ["m@{sha256}"], "endpoint": None}
+        await register("pool", type="Mooncake", **fields)
+        master.has = {f"m@{each}" for each in hashes[:5]}
+        answer = await post(replica, "/select", cache_salt="s")
+        assert answer["target"]["shared_tokens"] == 10
+        assert (sum(hits.seen), hits.sum, beyond.sum) == (1, 0.25, 5)
+        for salts in ({}, {"cache_salt": "t"}, {"additional_salt": "s"}, {"cache_salt": "s", "lora_name": "l"}):
+            assert (await post(replica, "/select", **salts))["target"]["shared_tokens"] == 0

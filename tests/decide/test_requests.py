@@ -22,7 +22,9 @@ from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector, RoutedRequest
 from waymark.decide.under_way import RESERVED_MS, RequestsUnderWay
 from waymark.domain.engines import EngineKind
+from waymark.domain.hashing import namespace, token_bytes
 from waymark.domain.names import GroupName
+from waymark.domain.pool_keys import PromptIds
 from waymark.domain.targets import Target
 from waymark.store.reservations import Load, ReservationPart
 from waymark.store.store import Store
@@ -95,6 +97,16 @@ async def test_token_ids_need_no_tokenizer(store: Store, pods: list[str], make_s
     first, again = [await served(selector, request) for _ in range(2)]
     assert (first.selected.policy.name, first.selected.tokens) == ("least-work", 64)
     assert taken(again) == taken(first)
+
+
+async def test_a_pool_is_told_the_tokens_and_the_salt_of_a_request(
+    store: Store, pods: list[str], make_selector: MakeSelector
+) -> None:
+    selector = make_selector(store)
+    body = {"model": "llama", "prompt": list(range(64)), "cache_salt": "s"}
+    question = (await selector.prepare(read_request("/v1/completions", body))).question
+    assert question.cache_salt == "s"
+    assert question.prompt(16).ids == PromptIds(token_bytes(list(range(64))), namespace(None, ["s"]))
 
 
 @pytest.mark.parametrize(
