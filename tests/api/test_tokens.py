@@ -330,7 +330,7 @@ def paths() -> list[tuple[str, str]]:
     gate = Gate(None, protect_reads=False)
     feed = ActivityFeed(store.activity, metrics)
     operations: list[Operation] = _operations(
-        store, Contract(), _dependencies(settings, metrics, gate), tokenizer, registrations, feed, Asker()
+        store, settings, Contract(), _dependencies(settings, metrics, gate), tokenizer, registrations, feed, Asker()
     )
     assert all(isinstance(each, Operation | Resource) for each in _by_path(operations).values())
     # Its answer has no end; test_activity.py asks it.

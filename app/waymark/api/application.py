@@ -107,6 +107,7 @@ def create_app(
     dependencies = _dependencies(settings, metrics, gate)
     operations = _operations(
         store,
+        settings,
         contract,
         dependencies,
         PromptTokenizer(tokenizers or Tokenizers.of(settings, metrics, EngineAddresses(store)), settings),
@@ -163,7 +164,8 @@ def _dependencies(settings: Settings, metrics: Metrics, gate: Gate) -> Dependenc
         "write": AdmissionQueue(AT_ONCE),
         "decide": AdmissionQueue(AT_ONCE),
     }
-    return Dependencies(settings, metrics, gate, admission, RequestCache(CACHE_BYTES_MAX, metrics))
+    cache = RequestCache(CACHE_BYTES_MAX, metrics)
+    return Dependencies(metrics, gate, settings.max_body_bytes, settings.max_tokens, admission, cache)
 
 
 def _json(content: Any, status: int) -> Response:
@@ -172,6 +174,7 @@ def _json(content: Any, status: int) -> Response:
 
 def _operations(
     store: Store,
+    settings: Settings,
     contract: Contract,
     dependencies: Dependencies,
     tokenizer: PromptTokenizer,
@@ -180,7 +183,7 @@ def _operations(
     asker: Asker,
     gateway: GatewayAdmin | None = None,
 ) -> list[Operation]:
-    settings, metrics = dependencies.settings, dependencies.metrics
+    metrics = dependencies.metrics
     gate = StartupGate(store.directory, settings.min_initial_workers) if gateway is None else gateway.start
     pools = AskedPools(asker, metrics)
     root, views, probes = (

@@ -43,10 +43,10 @@ class Conductor:
         self._store = store
         self._pools = pools
         self._tokenizer = tokenizer
-        self._settings = settings
+        self._deadline_seconds = settings.query_deadline_ms / 1000
         self._shape = settings.conductor_shape
         self._given = GivenPrompts(settings)
-        self._lookup = QueryReader(store.reader, settings, metrics)
+        self._lookup = QueryReader(store.reader, metrics, deadline_seconds=self._deadline_seconds)
         self._addresses = store.incarnation.cache(AddressTables())
         self._rows = store.incarnation.cache(AnswerCache(BYTES_MAX, metrics))
 
@@ -82,7 +82,7 @@ class Conductor:
         counted = NOTHING if walk is None else match_rows(walk) if in_pools else self._rows.of(walk)
         # A group without instances may belong to a former tenant: groups outlive their registrations.
         if not counted.rows:
-            seconds = self._settings.query_deadline_ms / 1000
+            seconds = self._deadline_seconds
             waiting = Waiting(self._store.reader.is_tenant_known(group.tenant_id, deadline_seconds=seconds))
             if not (yield waiting):
                 return Answer(self._shaped({}, {}, body_format), headers={"X-Waymark-Note": _UNKNOWN})

@@ -56,7 +56,7 @@ class Events:
 
     def __init__(self, store: Store, settings: Settings, metrics: Metrics) -> None:
         self._store = store
-        self._settings = settings
+        self._max_tokens = settings.max_tokens
         self._options = ApplyOptions.of(settings)
         self._metrics = metrics
         self._kept = store.incarnation.cache(kept.KeptMemories(store, kept.BYTES_MAX, metrics))
@@ -65,9 +65,7 @@ class Events:
         """Apply one event or a list, up to the first gap. If one does not fit, the whole request is rejected."""
         documents = body.documents or []
         for field, width in (("token_ids", 4), ("seq_hashes", 8)):
-            check_count(
-                sum(_length(document, field, width) for document in documents), field, self._settings.max_tokens
-            )
+            check_count(sum(_length(document, field, width) for document in documents), field, self._max_tokens)
         events: list[Event] = []
         for i, document in enumerate(documents):
             hashes = _length(document, "seq_hashes", 8)

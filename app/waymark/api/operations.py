@@ -30,7 +30,6 @@ from waymark.base.asgi import RawHeaders
 from waymark.base.errors import InvalidValue, StoreUnavailable, WaymarkError
 from waymark.base.logs import failure, fields
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +48,10 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 class Dependencies:
     """The parts of the application that every operation gets."""
 
-    settings: Settings
     metrics: Metrics
     gate: Gate
+    max_body_bytes: int
+    max_tokens: int
     admission: Mapping[Queue, AdmissionQueue]
     """Events that wait for a lease hold up neither queries nor decisions."""
     request_cache: RequestCache
@@ -85,7 +85,7 @@ class Operation:
         queue = doc.queue or (None if access == "open" else "read" if access == "admin" else access)
         self._admission = dependencies.admission[queue] if doc.needs_redis and queue else None
         self._without_redis = without_redis
-        self._max_body_bytes = dependencies.settings.max_body_bytes
+        self._max_body_bytes = dependencies.max_body_bytes
         self._long_list = _long_list(path, doc.request, dependencies)
         self._metrics = dependencies.metrics
         self._duration = self._metrics.http_request_duration_seconds.labels(route=path)
@@ -265,7 +265,7 @@ def _long_list(path: str, model: type[BaseModel] | None, dependencies: Dependenc
     if model is None or not issubclass(model, RequestBody):
         return None
     names = [name for name in _LONG_LISTS if name in model.model_fields]
-    long_list, cache, count_max = None, dependencies.request_cache, dependencies.settings.max_tokens
+    long_list, cache, count_max = None, dependencies.request_cache, dependencies.max_tokens
     for name in reversed(names if issubclass(model, PromptFields) else names[:1]):
         is_hashes = name not in ("token_ids", "tokens")
         long_list = LongList(model.spellings(name), is_hashes, count_max, cache, path.encode(), long_list)

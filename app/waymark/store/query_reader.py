@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from waymark.base.metrics import NO_MODEL, Metrics
-from waymark.base.settings import Settings
 from waymark.domain.names import GroupName
 from waymark.domain.pool_keys import PromptIds
 from waymark.domain.table import HolderTable
@@ -38,9 +37,9 @@ SizeOf = Callable[[HolderTable | None], int | None]
 class QueryReader:
     """A reader within the query's deadline that counts requested and found blocks."""
 
-    def __init__(self, reader: Reader, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, reader: Reader, metrics: Metrics, *, deadline_seconds: float) -> None:
         self._reader = reader
-        self._deadline_seconds = settings.query_deadline_ms / 1000
+        self._deadline_seconds = deadline_seconds
         self._counts = QueryCounts(metrics)
 
     def read(self, group: GroupName, block_size: int, prompt: PromptKeys) -> Steps[Reading | None]:

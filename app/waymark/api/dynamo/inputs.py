@@ -28,14 +28,16 @@ _CONSTANTS = {constant.name for constant in PRESETS["dynamo"].constants}
 class DynamoInputs:
     def __init__(self, store: Store, settings: Settings, selector: Selector) -> None:
         self._store = store
-        self._settings = settings
+        self._deadline_seconds = settings.query_deadline_ms / 1000
+        self._max_tokens = settings.max_tokens
+        self._seed = settings.hash_seed
         self._selector = selector
 
     async def workers(self, group: GroupName, *, is_newest: bool = False) -> tuple[set[str], int]:
         """Return the workers of a group, and its block size: that of the rank that was registered first."""
         table = None if is_newest else self._store.reader.table_at_hand(group)
         if table is None or not table.publishers:
-            table = await self._store.reader.table(group, deadline_seconds=self._settings.query_deadline_ms / 1000)
+            table = await self._store.reader.table(group, deadline_seconds=self._deadline_seconds)
         if table is None and self._selector.snapshots.was_there(group):
             last = self._selector.snapshots.last(group)
             table = None if last is None else last.fleet.table
@@ -54,16 +56,15 @@ class DynamoInputs:
 
     def prompt(self, request: PromptRequest, body: Body) -> PromptOf:
         """Return the prompt that a body has as tokens or as hashes. Raise ``InvalidValue`` if it has neither."""
-        settings = self._settings
         if body.numbers is not None or request.token_ids is not None:
             tokens = token_bytes(
                 request.token_ids if body.numbers is None else body.numbers,
                 field="token_ids",
-                max_tokens=settings.max_tokens,
+                max_tokens=self._max_tokens,
                 may_hold_booleans=body.may_hold_booleans,
             )
             ns = namespace(request.lora_name, [] if request.cache_salt is None else [request.cache_salt])
-            return partial(_of_tokens, tokens, ns, settings.hash_seed)
+            return partial(_of_tokens, tokens, ns, self._seed)
         if request.block_hashes is None:
             raise InvalidValue("block_hashes is required without token_ids", field="block_hashes")
         if request.sequence_hashes is None:
@@ -71,10 +72,10 @@ class DynamoInputs:
         local_hashes = hashes(
             request.block_hashes,
             field="block_hashes",
-            max_tokens=settings.max_tokens,
+            max_tokens=self._max_tokens,
             may_hold_booleans=body.may_hold_booleans,
         )
-        packed = LocalHashKeys(local_hashes, settings.hash_seed)(len(local_hashes))
+        packed = LocalHashKeys(local_hashes, self._seed)(len(local_hashes))
         return partial(_of_keys, packed, request.isl_tokens)
 
 

@@ -43,8 +43,10 @@ class Dynamo:
     def __init__(self, store: Store, settings: Settings, metrics: Metrics, pools: AskedPools) -> None:
         self._store = store
         self._pools = pools
-        self._settings = settings
-        self._lookup = QueryReader(store.reader, settings, metrics)
+        self._names_others = not settings.protect_reads
+        self._max_tokens = settings.max_tokens
+        self._seed = settings.hash_seed
+        self._lookup = QueryReader(store.reader, metrics, deadline_seconds=settings.query_deadline_ms / 1000)
         self._allowed = AllowedEndpoints(settings.allowed_endpoints)
 
     async def register(self, body: Body) -> Answer:
@@ -69,7 +71,7 @@ class Dynamo:
         registrations = [
             item for item in await self._store.directory.registrations() if body.caller.has(item.tenant_id)
         ]
-        _check_new(registration, registrations, names_others=not self._settings.protect_reads)
+        _check_new(registration, registrations, names_others=self._names_others)
         if not await self._store.registry.register(registration):
             raise _already_registered(registration)
         self._store.reader.forget_rows()
@@ -104,14 +106,14 @@ class Dynamo:
         tokens = token_bytes(
             request.token_ids if body.numbers is None else body.numbers,
             field="token_ids",
-            max_tokens=self._settings.max_tokens,
+            max_tokens=self._max_tokens,
             may_hold_booleans=body.may_hold_booleans,
         )
         group = _group(request.partition, request.model_name)
         ns = namespace(request.lora_name, [] if request.cache_salt is None else [request.cache_salt])
 
         def prompt(block_size: int) -> PromptKeys:
-            keys = TokenKeys(tokens, block_size, ns, self._settings.hash_seed)
+            keys = TokenKeys(tokens, block_size, ns, self._seed)
             return PromptKeys(keys, len(tokens) // (4 * block_size), len(tokens) // 4, PromptIds(tokens, ns))
 
         return self._answer(group, prompt, request.cache_salt)
@@ -138,13 +140,13 @@ class Dynamo:
         local_hashes = hashes(
             request.block_hashes if body.numbers is None else body.numbers,
             field="block_hashes",
-            max_tokens=self._settings.max_tokens,
+            max_tokens=self._max_tokens,
             may_hold_booleans=body.may_hold_booleans,
         )
 
         def prompt(block_size: int) -> PromptKeys:
             # Only the base model is found: a client's local hashes have adapter and salt in their seed.
-            keys = LocalHashKeys(local_hashes, self._settings.hash_seed)
+            keys = LocalHashKeys(local_hashes, self._seed)
             return PromptKeys(keys, len(local_hashes), len(local_hashes) * block_size)
 
         return _group(request.partition, request.model_name), prompt
