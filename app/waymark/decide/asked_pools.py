@@ -127,10 +127,14 @@ class AskedPools:
 
         ``table`` returns the table at hand, which may be known only after the read.
         """
-        asking = self._ask_for(table(), size_of, keys_of, salt)
+        before = table()
+        asking = self._ask_for(before, size_of, keys_of, salt)
         try:
             result = yield from reading
-            asking = asking or self._ask_for(table(), size_of, keys_of, salt)
+            if (now := table()) is not before:  # other pools, perhaps
+                if asking is not None:
+                    asking.cancel()
+                asking = self._ask_for(now, size_of, keys_of, salt)
             return result, 0 if asking is None else (yield Waiting(_ended(asking)))
         finally:
             if asking is not None:

@@ -119,8 +119,10 @@ class MatchReader:
                 fleet = self._snapshots.fleet(question.group, table)
                 if question.block_size is None and _block_size(fleet) != block_size:
                     return None, table
+                if asking is not None:
+                    asking.cancel()  # the pools may be others
+                asking = self._ask_pools(question, fleet, prompt, block_size)
             self._snapshots.used(question.group, now)
-            asking = asking or self._ask_pools(question, fleet, prompt, block_size)
             if now != entry or (aside is None and reading_aside is None):
                 aside = await self._aside(question, now, fleet, prompt)
             elif reading_aside is not None:

@@ -83,6 +83,13 @@ async def test_a_pool_without_events_is_asked_for_its_blocks(
         assert (await ask(client))["instances"] == {"1": instance(2, {"0": 2}, 2, 4)}
         assert (await ask(client, cache_salt="s"))["instances"] == {}
         assert len(master.asked) == 1
+        # vLLM's hashes contain the salt, so the prompt is asked for with it.
+        vllm = {"query_endpoint": master.url, "shards": 1, "query_keys": ["m@{sha256}"]}
+        assert (await client.post("/register", json=pool | vllm)).status_code == 200
+        body = {"model_name": "m", "token_ids": TOKENS}
+        for number, path in enumerate(("query", "select", "overlap_scores"), 2):
+            answer = await client.post(f"/dynamo/{path}", json=body | {"cache_salt": path})
+            assert (answer.status_code, len(master.asked)) == (200, number), answer.text
 
 
 async def test_a_pool_counts_for_every_rank_of_every_instance(
