@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-import openai
 import pytest
 from redis.asyncio import Redis
 
@@ -306,7 +305,9 @@ async def test_the_pages_of_the_gateway_and_of_the_commands_run_as_they_stand(
         for command in run_of("docs/gateway.md"):
             await shell.run(command)
         (code,) = fences("docs/gateway.md", "python")
-        await asyncio.to_thread(exec, shell.here(code), {"OpenAI": openai.OpenAI})
+        from openai import OpenAI  # every process of the tests reads this module, and this takes a second
+
+        await asyncio.to_thread(exec, shell.here(code), {"OpenAI": OpenAI})
         lines = capsys.readouterr().out.splitlines()
         assert [re.fullmatch(r"127\.0\.0\.1:\d+ \d+", line) is not None for line in lines] == [True] * 3
         engine = '{"instance_id": "vllm-0", "type": "none", "modelname": "demo", "block_size": 16}'

@@ -42,12 +42,15 @@ def patterns() -> Iterator[tuple[str, str | bytes, int, bool]]:
         if place.parts[0] in OPERATORS:
             continue
         source = path.read_text()
+        if "import re\n" not in source:
+            continue
         for node in ast.walk(ast.parse(source)):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
                 continue
             first = node.args[0]
             if (
-                ast.unparse(node.func.value) == "re"
+                isinstance(node.func.value, ast.Name)
+                and node.func.value.id == "re"
                 and isinstance(first, ast.Constant)
                 and isinstance(first.value, str | bytes)
             ):

@@ -138,10 +138,11 @@ def at(path: str, value: Any) -> dict[str, Any]:
 # ---- values.yaml, read with its comments -----------------------------------------------------------
 
 
+@lru_cache(maxsize=1)
 def documented() -> list[Value]:
     """Every value that has a comment above it, in order."""
     text = (CHART / "values.yaml").read_text(encoding="utf-8")
-    defaults = yaml.safe_load(text)
+    defaults = yaml.load(text, Loader=yaml.CSafeLoader)
     found: list[Value] = []
     above: list[str] = []
     path: list[tuple[int, str]] = []

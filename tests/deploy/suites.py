@@ -104,7 +104,7 @@ _ASSERTIONS: dict[str, Callable[[Any, dict[str, Any]], bool]] = {
 
 
 def _cases(path: Path) -> list[Case]:
-    suite = yaml.safe_load(path.read_text(encoding="utf-8"))
+    suite = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
     found = []
     for test in suite["tests"]:
         template = test.get("template", suite["templates"][0])

@@ -71,7 +71,7 @@ def _maps(values: dict[str, Any], before: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "path", ["", "config", *_maps(yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8")))]
+    "path", ["", "config", *_maps(yaml.load((CHART / "values.yaml").read_bytes(), Loader=yaml.CSafeLoader))]
 )
 def test_a_misspelt_value_fails_the_installation(path: str) -> None:
     misspelt = at(f"{path}.mispelt" if path else "mispelt", 1)
