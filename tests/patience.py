@@ -23,6 +23,9 @@ VARIABLE = "WAYMARK_TEST_PATIENCE"
 _given = os.environ.get(VARIABLE, "")
 #: Processes per processor that the machine may run before deadlines get longer.
 _QUIET = 0.5
+#: A predicate is asked again after this part of the time that it has been waited for, within these seconds: to ask a
+#: hundred times a second for as long as it takes would keep the processor from the processes that are waited for.
+_PAUSE_PART, _PAUSE_MIN, _PAUSE_MAX = 0.05, 0.01, 0.05
 
 
 def patience() -> float:
@@ -86,21 +89,25 @@ async def wait_until(
             answer = await answer
         if answer:
             return
-        _fail_when_late(began, description, seconds)
-        await anyio.sleep(0.01)
+        await anyio.sleep(_pause(_fail_when_late(began, description, seconds)))
 
 
 def wait_for(predicate: Callable[[], bool], description: str | Callable[[], str], seconds: float = 10.0) -> None:
     """``wait_until`` for fixtures that outlive one event loop."""
     began = time.monotonic()
     while not predicate():
-        _fail_when_late(began, description, seconds)
-        time.sleep(0.02)
+        time.sleep(_pause(_fail_when_late(began, description, seconds)))
 
 
-def _fail_when_late(began: float, description: str | Callable[[], str], seconds: float) -> None:
-    """Asked anew each time, so that load that came meanwhile counts too."""
+def _pause(waited: float) -> float:
+    """How long to sleep before a predicate is asked again."""
+    return min(_PAUSE_MAX, max(_PAUSE_MIN, _PAUSE_PART * waited))
+
+
+def _fail_when_late(began: float, description: str | Callable[[], str], seconds: float) -> float:
+    """Return the seconds waited. Asked anew each time, so that load that came meanwhile counts too."""
     waited = time.monotonic() - began
     if waited >= patient(seconds):
         what = description() if callable(description) else description
         pytest.fail(f"after {waited:.1f} s it is still not so: {what}")
+    return waited

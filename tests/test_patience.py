@@ -53,7 +53,6 @@ MAY_SLEEP = {
     "ingest/test_replay.py": "the pace of a publisher's endless replay",
     "ingest/test_scraping.py": "an engine that never answers",
     "ingest/test_worker.py": "slow calls, and the pace of a load",
-    "patience.py": "the pause between two looks of the predicate itself",
     "serving/wire.py": "pieces of a request in packets of their own",
     "store/histories.py": "the pause between two looks at a process",
     "tokenization/record.py": "the pace of a program that records, and is no test",

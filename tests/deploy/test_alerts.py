@@ -15,7 +15,9 @@ from tests.deploy.promql import complaints, exported, labels_of, read, selected
 from waymark import cli
 
 ROOT = Path(__file__).parents[2]
-GROUPS: list[dict[str, Any]] = yaml.load((ROOT / "helm/files/alerts.yml").read_bytes(), Loader=yaml.CSafeLoader)["groups"]
+GROUPS: list[dict[str, Any]] = yaml.load((ROOT / "helm/files/alerts.yml").read_bytes(), Loader=yaml.CSafeLoader)[
+    "groups"
+]
 RULES: list[dict[str, Any]] = [rule for group in GROUPS for rule in group["rules"]]
 TRIALS: dict[str, Any] = yaml.load((ROOT / "tests/deploy/alerts_test.yml").read_bytes(), Loader=yaml.CSafeLoader)
 PAGE = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
