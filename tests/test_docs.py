@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.live import start
 from tests.settings_table import markdown_table
 from tools.conformance import differences
+from waymark.base.settings import FORMER
 
 ROOT = Path(__file__).parents[1]
 
@@ -56,6 +57,19 @@ def test_every_file_that_the_page_of_the_source_names_is_there() -> None:
         path = ROOT / name if "/" in name else folder / name
         assert path.exists(), name
         folder = path if path.is_dir() else path.parent
+
+
+def test_nothing_but_the_changelog_names_a_former_setting() -> None:
+    """A page, a message or the dashboard that names one has somebody set a variable without effect."""
+    texts = [path for folder in ("docs", "helm", "lua", "deploy") for path in (ROOT / folder).rglob("*.*")]
+    texts += [ROOT / "README.md", ROOT / "docker-compose.yml", *(ROOT / "app").rglob("*.py")]
+    named = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in texts
+        if path.suffix in (".md", ".py", ".json", ".yaml", ".yml", ".lua", ".sh")
+        for name in FORMER.keys() & set(re.findall(r"WAYMARK_[A-Z_]+", path.read_text(encoding="utf-8")))
+    }
+    assert named == set()
 
 
 def test_the_page_of_the_source_names_functions_and_metrics_as_they_are() -> None:
