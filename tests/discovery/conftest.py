@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from waymark.discovery import run
+
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "engines"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -82,6 +84,12 @@ class Engine:
             },
             "/v1/models": {"object": "list", "data": [{"id": "qwen", "owned_by": "sglang", "parent": None}]},
         }
+
+
+@pytest.fixture(autouse=True)
+def state_is_shown_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Discovery shows its state each time it renews its lease."""
+    monkeypatch.setattr(run, "_RENEW_SECONDS", 0.1)
 
 
 StartEngine = Callable[[], Awaitable[Engine]]

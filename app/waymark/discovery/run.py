@@ -27,7 +27,8 @@ from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
 
-LEASE_SECONDS = 10.0
+#: The lease of discovery, and how often it is renewed with the state that the commands show.
+LEASE_SECONDS, _RENEW_SECONDS = 10.0, 10.0 / 3
 AGAIN_SECONDS = 300
 """The time between two descriptions of one engine. A new model or socket mostly comes with a new pod or a lost stream,
 which are noticed without this."""
@@ -89,7 +90,7 @@ class EngineDiscovery:
                 if is_mine and working is None:
                     working = asyncio.get_running_loop().create_task(self._work())
                 self._metrics.discovery_leader.set(is_mine)
-                await asyncio.sleep(LEASE_SECONDS / 3)
+                await asyncio.sleep(_RENEW_SECONDS)
         finally:
             if working is not None:
                 await _end(working)
