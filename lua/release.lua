@@ -76,17 +76,15 @@ if part == 'renew' then
   return {'applied'}
 end
 
-local publisher, tokens, context, nonce = member:match('^(%d+) (%d+) (%d+) (%x+)')
-local promise = member:match('^%d+ %d+ %d+ %x+ ([%d-]*%d)')
-local field = 'health:' .. publisher
-local value = redis.call('HGET', KEYS[1], publisher)
-local load = {}
-for number in (value or '0 0 0 0 0 0 0'):gmatch('%d+') do load[#load + 1] = tonumber(number) end
+local publisher, tokens, context, nonce, promise = member:match('^(%d+) (%d+) (%d+) (%x+) ?([%d-]*)')
+local field, drift_field = 'health:' .. publisher, 'drift:' .. publisher
+local value, health, is_marked = unpack(redis.call('HMGET', KEYS[1], publisher, field, drift_field))
+local load = {(value or '0 0 0 0 0 0 0'):match('^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$')}
 load[1] = math.max(0, load[1] - tokens)
 redis.call('ZREM', KEYS[3], member)
 if part == 'prefill' then
   local mark = (is_timed or ARGV[5] ~= '') and ' timed' or ''
-  local promised = promise and ' ' .. promise or ''
+  local promised = promise ~= '' and ' ' .. promise or ''
   redis.call('ZADD', KEYS[3], due, string.format('%s 0 %s %s%s%s', publisher, context, nonce, promised, mark))
 else
   load[2], load[3] = math.max(0, load[2] - 1), math.max(0, load[3] - context)
@@ -99,10 +97,9 @@ else
 end
 -- A target that was unregistered meanwhile has no load, and none is written for it.
 if value then
-  redis.call('HSET', KEYS[1], publisher, string.format('%.0f %.0f %.0f %.0f %.0f %.0f %.0f', unpack(load)))
+  redis.call('HSET', KEYS[1], publisher, string.format('%d %d %d %d %d %d %d', unpack(load)))
   note(publisher)
 end
-local health = value and redis.call('HGET', KEYS[1], field)
 if value and part == 'failed' and ARGV[7] == '1' then
   local time = redis.call('TIME')
   local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -119,7 +116,7 @@ if value and part == 'failed' and ARGV[7] == '1' then
     first, second = second, now
   end
   redis.call('HSET', KEYS[1], field, string.format('%.0f %.0f %.0f %.0f %s %s', first, second, over, pause, probe, away))
-elseif health and (part == 'ok' or ARGV[5] ~= '') then
+elseif value and health and (part == 'ok' or ARGV[5] ~= '') then
   -- The engine has answered; what its event stream shows stays.
   local away = health:match('%d+$')
   if away == '0' then
@@ -139,7 +136,7 @@ if value and ARGV[5] ~= '' and not is_timed then
 end
 
 local drift = -1
-if promise and (part == 'ok' or ARGV[5] ~= '') then
+if promise ~= '' and (part == 'ok' or ARGV[5] ~= '') then
   local is_over, is_told = part == 'ok', part == 'ok' and ARGV[8] ~= ''
   local delivered, is_first = tonumber(ARGV[8]) or 0, ARGV[5] ~= '' and not is_timed
   local available, device, host, disk, shared, expected, random = 0, 0, 0, 0, 0, 0, 0
@@ -158,9 +155,9 @@ if promise and (part == 'ok' or ARGV[5] ~= '') then
     end
     local a, b, c, d, e, f, g, h, i, j, k, l, m, n = (before or '0 0 0 0 0 0 0 0 0 0 0 0 0 0'):match(
       '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$')
-    -- One format of all numbers takes a third of the time of one for each.
+    -- One format of all numbers takes a third of the time of one for each, and %d half of %.0f.
     redis.call('HSET', KEYS[5], name, string.format(
-      '%.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f',
+      '%d %d %d %d %d %d %d %d %d %d %d %d %d %d',
       a + (is_over and 1 or 0), b + (is_over and not is_told and 1 or 0), c + available, d + device, e + host, f + disk,
       g + shared, h + expected, i + (is_told and delivered or 0), j + random,
       k + (is_told and tonumber(ARGV[9]) or 0), l + (is_told and tonumber(ARGV[10]) or 0),
@@ -174,25 +171,23 @@ if promise and (part == 'ok' or ARGV[5] ~= '') then
     count, more, got = count + 1, more + expected, got + math.min(expected, delivered)
     if earlier + count >= 50 and promised + more >= 10000 then
       local lacks, bound = (promised + more - came - got) / (promised + more), tonumber(ARGV[11])
-      local mark = 'drift:' .. publisher
-      local is_marked = redis.call('HEXISTS', KEYS[1], mark) == 1
       if lacks > bound or (is_marked and lacks > bound / 2) then
         local time = redis.call('TIME')
         drift = math.max(1, math.floor(1000 * lacks + 0.5))
         -- Without another verdict it ends: a target without credit may get no request that could show what it has.
-        redis.call('HSET', KEYS[1], mark, string.format('%.0f %.0f', drift, time[1] * 1000 + 600000))
+        redis.call('HSET', KEYS[1], drift_field, string.format('%.0f %.0f', drift, time[1] * 1000 + 600000))
         earlier, promised, came, count, more, got = 0, 0, 0, 0, 0, 0
       elseif is_marked then
         drift = 0
-        redis.call('HDEL', KEYS[1], mark)
+        redis.call('HDEL', KEYS[1], drift_field)
       end
     end
     if count >= 25 and more >= 5000 then
       earlier, promised, came, count, more, got = count, more, got, 0, 0, 0
     end
-    redis.call('SET', KEYS[6], string.format('%.0f %.0f %.0f %.0f %.0f %.0f', earlier, promised, came, count, more, got),
+    redis.call('SET', KEYS[6], string.format('%d %d %d %d %d %d', earlier, promised, came, count, more, got),
       'PX', 3600000)
   end
 end
 if not value then return {'applied'} end
-return {'applied', load[1], load[2], load[3], drift}
+return {'applied', load[1], tonumber(load[2]), tonumber(load[3]), drift}

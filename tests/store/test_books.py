@@ -34,9 +34,9 @@ async def target(store: Store, redis: Redis) -> tuple[int, int]:
     return grant.group_id, grant.publisher
 
 
-async def taken(store: Store, target: tuple[int, int], promise: Promise, **terms: str) -> Reservation:
-    offers = [Offer(target[1], 10, promise=str(promise))]
-    found = await store.reservations.reserve(target[0], offers, ReservationTerms(context=100, **terms))  # type: ignore[arg-type]
+async def taken(store: Store, target: tuple[int, int], promise: Promise, request_id: str | None = None) -> Reservation:
+    terms = ReservationTerms(context=100, request_id=request_id, promises=[str(promise)])
+    found = await store.reservations.reserve(target[0], [Offer(target[1], 10)], terms)
     assert found.reservation is not None
     return found.reservation
 

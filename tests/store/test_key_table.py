@@ -315,8 +315,8 @@ async def decide(store: Store, redis: Redis, grant: Grant) -> None:
         await forgotten(ReservationTerms(context=9), is_timed=is_timed)
         assert await store.reservations.end_overdue(group_id) == 1
     for cached_tokens in [100] * 50 + [200] * 50 + [100] * 50:  # half of what was promised, all of it, and half again
-        promised = [Offer(grant.publisher, 5, promise="300-200-0-0-0-200-100")]
-        kept = await store.reservations.reserve(group_id, promised, ReservationTerms(context=9))
+        promised = ReservationTerms(context=9, promises=["300-200-0-0-0-200-100"])
+        kept = await store.reservations.reserve(group_id, [Offer(grant.publisher, 5)], promised)
         assert kept.reservation is not None
         used = Usage(cached_tokens, 200, 7)
         await store.reservations.release([kept.reservation], ReservationPart.OK, usage=used, drift_max=0.2)

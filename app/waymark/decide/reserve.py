@@ -22,7 +22,7 @@ from waymark.base.errors import Saturated, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
-from waymark.decide.books import Promises, with_promises
+from waymark.decide.books import Choices, promises_of
 from waymark.decide.fleet import Fleet
 from waymark.decide.matches import PromptMatches, speculation_of
 from waymark.decide.options import SelectionOptions
@@ -81,8 +81,8 @@ class _OfferedStage(NamedTuple):
 
     offers: StageOffers
     of: _Decided
-    promises: Promises | None = None
-    """What can be promised of each target; None: nothing."""
+    choices: Choices | None = None
+    """The targets that the request could have gone to; None: nothing is promised of any."""
     is_prefill_elsewhere: bool = False
     is_prefill: bool = False
     peers: Peers | None = None
@@ -130,12 +130,10 @@ class TargetReserver:
         if parameters.is_reserved:
             if snapshot.fleet.kv_sources:
                 peers = Peers(snapshot, matches, self._options)
-            promises = None
-            if before is None and request.has_tokens and question.has_index:
-                promises = Promises(matches.told or matches.seen, request, snapshot.fleet, offers.choices)
+            choices = offers.choices if before is None and request.has_tokens and question.has_index else None
             of = _Decided(snapshot, matches, question)
             own = peers if before is None else None
-            first = await self._one(_OfferedStage(offers.decode, of, promises, before is not None, peers=own))
+            first = await self._one(_OfferedStage(offers.decode, of, choices, before is not None, peers=own))
             if first is None:
                 return None
             at = first[0]
@@ -221,16 +219,17 @@ class TargetReserver:
 
     async def _one(self, stage: _OfferedStage) -> tuple[int, Reservation] | None:
         """Return the place of the chosen target."""
-        ranked, of, promises, is_prefill_elsewhere, _, peers = stage
-        parameters = of.question.parameters
+        ranked, of, choices, is_prefill_elsewhere, _, peers = stage
+        parameters, matches = of.question.parameters, of.matches
         offers, spec_keys = self._with_entries(stage)
-        if promises is not None:
-            offers = with_promises(offers, promises)
-        pulls = None
-        if peers is not None:
-            pulls = peers.pulls([offer.publisher for offer in offers], ranked.matched_blocks())
+        publishers = [offer.publisher for offer in offers]
+        promises: Sequence[str] = ()
+        if choices is not None:
+            seen = matches.told or matches.seen
+            promises = promises_of(publishers, seen, matches.request, of.snapshot.fleet, choices)
+        pulls = None if peers is None else peers.pulls(publishers, ranked.matched_blocks())
         terms = ReservationTerms(
-            context=of.matches.request.tokens,
+            context=matches.request.tokens,
             weight_new=ranked.linear.new,
             weight_active=ranked.linear.active,
             milliseconds=parameters.milliseconds,
@@ -240,6 +239,7 @@ class TargetReserver:
             spec_keys=spec_keys,
             request_id=parameters.request_id,
             pulls=pulls,
+            promises=promises,
         )
         found = await self._reservations.reserve(of.snapshot.entry.group_id, offers, terms)
         if found.overdue:

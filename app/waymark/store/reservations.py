@@ -185,8 +185,6 @@ class Offer(NamedTuple):
     """The index of the first speculative entry to write; the target has the blocks before it."""
     spec_milliseconds: int = 0
     """The lifetime of its speculative entries; with 0 ``reserve`` does not write any."""
-    promise: str = ""
-    """What the books will say of it, if it gets the prompt: the text of a ``Promise``."""
 
 
 class Pulls(NamedTuple):
@@ -229,6 +227,13 @@ class ReservationTerms(NamedTuple):
     """16 hex digits. A second call with the same id gets the same reservation."""
     pulls: Pulls | None = None
     """The engines that the targets may copy from."""
+    promises: Sequence[str] = ()
+    """For each offer what the books will say of it, if it gets the prompt: the text of a ``Promise``. Empty: nothing
+    is promised."""
+
+    def promise(self, index: int) -> str:
+        """Return what was promised of an offer."""
+        return self.promises[index] if self.promises else ""
 
 
 class Reserved(NamedTuple):
@@ -272,8 +277,8 @@ class Reservations:
     async def _take_back(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms, nonce: str) -> None:
         """End the reservation that an unanswered call may have made, whichever target it is for."""
         made = [
-            Reservation(group_id, offer.publisher, offer.new, terms.context, nonce, promise=offer.promise)
-            for offer in offers
+            Reservation(group_id, offer.publisher, offer.new, terms.context, nonce, promise=terms.promise(index))
+            for index, offer in enumerate(offers)
         ]
         if terms.pulls is not None:
             made += [made[0]._replace(source=source) for source in terms.pulls.sources]
@@ -306,8 +311,10 @@ class Reservations:
             repeatable="0" if terms.request_id is None else "1",
             candidates=" ".join(
                 [
-                    f"{publisher} {new} {_numeral(handicap)} {_numeral(weight)} {first} {lasting} {promise or '-'}"
-                    for publisher, new, handicap, weight, first, lasting, promise in offers
+                    f"{publisher} {new} {_numeral(handicap)} {_numeral(weight)} {first} {lasting} {promise}"
+                    for (publisher, new, handicap, weight, first, lasting), promise in zip(
+                        offers, terms.promises or ["-"] * len(offers), strict=True
+                    )
                 ]
             ),
             pulls_max=pulls.pulls_max,
@@ -329,7 +336,7 @@ class Reservations:
             terms.context,
             nonce,
             tokens,
-            offer.promise,
+            terms.promise(which - 1),
             pulls.at(numbers[4]),
         )
         return Reserved(verdict, reservation, tokens, requests, overdue)
