@@ -68,13 +68,13 @@ def promises_of(
     of_nothing = PROMISE_TEXT % (available, *_NOTHING, 0, random)
     texts = []
     for publisher in publishers:
-        own, soon = held.get(fleet.by_publisher[publisher].name), seen.expected.get(publisher, 0)
-        if own is None and not soon:
+        tokens, soon = held.get(fleet.by_publisher[publisher].name), seen.expected.get(publisher, 0)
+        if tokens is None and not soon:
             texts.append(of_nothing)
             continue
-        own = own or _NOTHING
-        expected = min(max(sum(own), soon * size), reusable)
-        texts.append(PROMISE_TEXT % (available, *own, expected, random))
+        tokens = tokens or _NOTHING
+        expected = min(max(sum(tokens), soon * size), reusable)
+        texts.append(PROMISE_TEXT % (available, *tokens, expected, random))
     return texts
 
 

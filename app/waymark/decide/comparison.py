@@ -200,7 +200,9 @@ def decide_again(decision: KeptDecision, policy: PolicyChoice) -> ShadowChoice |
     ranked = stages(rings, request, question, candidates, (), random, decision.active_bound)
     if ranked is None:
         return None
-    candidate = preferred(ranked.decode, policy, candidates[0])
+    publisher = candidates[0].publisher
+    first = next((each for each in ranked.decode if each.candidate.publisher == publisher), None)
+    candidate = preferred(ranked.decode[0], first, policy)
     return ShadowChoice(candidate.publisher, reused(candidate, request), work(candidate, request))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -168,12 +169,14 @@ class TargetSet:
         *,
         allowed: Allowed = _ALL,
         session: str | None = None,
+        rival: int | None = None,
         nearest: Iterable[tuple[str, int]] = (),
     ) -> list[FleetMember]:
         """Return the members that can be among the ``most`` best: of those without a part of the prompt, the cheapest.
 
-        The ranks of the instance ``session`` stay, and the first ``most`` of ``nearest``, which are the names of the
-        targets in the order in which a key meets them, and the first of these that costs no more than the cheapest.
+        The ranks of the instance ``session`` stay, the publisher ``rival``, and the first ``most`` of ``nearest``,
+        which are the names of the targets in the order in which a key meets them, and the first of these that costs no
+        more than the cheapest.
         """
         if len(self.members) <= most or (allowed.only is not None and len(allowed.only) <= most):
             return list(self.all(allowed))
@@ -182,7 +185,7 @@ class TargetSet:
             publisher = self._by_name.get(name)
             if publisher is not None and allowed.has(publisher):
                 having[publisher] = None
-        named = (*seen.expected, *self._of_instance.get(session, ()))
+        named = (*seen.expected, *self._of_instance.get(session, ()), rival)
         having |= {each: None for each in named if each in self._weights and allowed.has(each)}
         orders = [self._order(part, random) for part in cost.parts]
         rest = self._least(orders, cost, most, seen, allowed, having, random)
@@ -194,7 +197,7 @@ class TargetSet:
             if publisher is None or not allowed.has(publisher):
                 continue
             near += 1
-            is_equal = equal is not None and cost.of([order.value(publisher) for order in orders]) == equal
+            is_equal = equal is not None and cost.of([order.entry_of[publisher].value for order in orders]) == equal
             if near <= most or is_equal:
                 having[publisher] = None
             if near >= most and (equal is None or is_equal):
@@ -265,17 +268,21 @@ class TargetSet:
                     if len(least) == most:
                         break
             return least
-        met = set(having)
-        for entries in zip(*(order.least(seen.loads) for order in orders), strict=True):
+        met, cost_of, worst = set(having), cost.of, math.inf
+        for entries in zip(*[order.least(seen.loads) for order in orders], strict=True):
             for _, draw, publisher in entries:
                 if publisher not in met:
                     met.add(publisher)
-                    if allowed.has(publisher):
-                        insort(least, (cost.of([order.value(publisher) for order in orders]), draw, publisher))
+                    total = cost_of([order.entry_of[publisher][0] for order in orders])
+                    if total < worst and allowed.has(publisher):
+                        insort(least, (total, draw, publisher))
+                        if len(least) >= most:
+                            del least[most:]
+                            worst = least[-1][0]
             # Whoever was not met is at or behind this place in each order, and the cost grows with each.
-            if len(least) >= most and least[most - 1][0] <= cost.of([entry.value for entry in entries]):
+            if worst <= cost_of([entry[0] for entry in entries]):
                 break
-        return least[:most]
+        return least
 
     def _order(self, part: LoadWeights, random: Random) -> LoadOrder:
         order = self._orders.get(part)

@@ -200,7 +200,8 @@ class LoadOrder(_LoadFollower):
         self._part = part
         self._random = random
         self._entries: list[OrderEntry] = []
-        self._entry_of: dict[int, OrderEntry] = {}
+        self.entry_of: dict[int, OrderEntry] = {}
+        """The places of the targets by the loads of the last call of ``least``, by publisher."""
 
     def least(self, loads: Mapping[int, Load]) -> Iterator[OrderEntry]:
         """Yield all targets, least first; of those that are equal to the least, the first is one by chance.
@@ -220,18 +221,14 @@ class LoadOrder(_LoadFollower):
         for index in range(equal, len(entries)):
             yield entries[index]
 
-    def value(self, publisher: int) -> float:
-        """Return the value of a target by the loads of the last call of ``least``."""
-        return self._entry_of[publisher].value
-
     def _make(self, loads: Mapping[int, Load]) -> None:
-        self._entry_of = {publisher: self._entry(publisher, loads) for publisher in self._weights}
-        self._entries = sorted(self._entry_of.values())
+        self.entry_of = {publisher: self._entry(publisher, loads) for publisher in self._weights}
+        self._entries = sorted(self.entry_of.values())
 
     def _change(self, publishers: Iterable[int], loads: Mapping[int, Load]) -> None:
         for publisher in publishers:
-            del self._entries[bisect_left(self._entries, self._entry_of[publisher])]
-            entry = self._entry_of[publisher] = self._entry(publisher, loads)
+            del self._entries[bisect_left(self._entries, self.entry_of[publisher])]
+            entry = self.entry_of[publisher] = self._entry(publisher, loads)
             insort(self._entries, entry)
 
     def _entry(self, publisher: int, loads: Mapping[int, Load]) -> OrderEntry:

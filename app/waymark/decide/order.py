@@ -8,13 +8,10 @@ A reservation follows from an order; there, Redis ranks the best few again by th
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import replace
 from random import Random
 from typing import NamedTuple, Protocol
 
-from waymark.base.shown import shown
 from waymark.decide.books import Choices
 from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed
 from waymark.decide.fleet import (
@@ -134,13 +131,13 @@ def _order(
     if _is_sum(matches, question):
         sums = SumOffers(short.members, matches.seen, policy, matches.request, blocks, random)
         return Offers(sums, choices=Choices(*_targets(fleet, question, left_out, "whole")))
-    before: Sequence[FleetMember] = ()
-    if is_split:
-        before = shortlist(fleet, matches, question._replace(session=None), left_out, "prefill", random).members
     size = matches.request.block_size
     candidates = fleet.candidates(matches.seen, size, members=short.members)
-    candidates_before = fleet.candidates(matches.seen, size, members=before)
-    found = stages(fleet, matches.request, question, candidates, candidates_before, random, short.active_bound)
+    before: Sequence[Candidate] = ()
+    if is_split:
+        prefill_short = shortlist(fleet, matches, question._replace(session=None), left_out, "prefill", random)
+        before = fleet.candidates(matches.seen, size, members=prefill_short.members)
+    found = stages(fleet, matches.request, question, candidates, before, random, short.active_bound)
     if found is None:
         return None
     is_cold = matches.seen.is_cold
@@ -185,7 +182,7 @@ def shortlist(
     targets, allowed = _targets(fleet, question, left_out, part)
     if policy.preset is None or policy.values is None:
         return Shortlist(targets.all(allowed))
-    most = max(CANDIDATES_MAX, question.parameters.count)
+    most = _places(question, request)
     if policy.preset.name == "sticky" and request.prefix_key is not None:
         ring = fleet.ring(int(policy.values.number("virtual_nodes")))
         return targets.below_bound(
@@ -202,10 +199,24 @@ def shortlist(
     nearest: Iterable[tuple[str, int]] = ()
     if request.ring is not None and request.prefix_key is not None:
         nearest = request.ring.clockwise(request.prefix_key)
-    session = question.session
+    session, rival = question.session, question.rival
     return Shortlist(
-        targets.shortlist(matches.seen, cost, most, random, allowed=allowed, session=session, nearest=nearest)
+        targets.shortlist(
+            matches.seen, cost, most, random, allowed=allowed, session=session, rival=rival, nearest=nearest
+        )
     )
+
+
+def _places(question: Question, request: RoutingRequest) -> int:
+    """Return how many of the best targets the caller looks at.
+
+    Without tokens there are more, because the prefix key chooses between targets that are equal.
+    """
+    preset = question.policy.preset
+    has_list = preset is not None and (preset.by_load is not None or preset.name == "sticky")
+    if question.rival is not None and request.has_tokens and has_list:
+        return 1
+    return max(CANDIDATES_MAX, question.parameters.count)
 
 
 def _targets(fleet: Fleet, question: Question, left_out: Set[int], part: StagePart) -> tuple[TargetSet, Allowed]:
@@ -217,30 +228,6 @@ def _targets(fleet: Fleet, question: Question, left_out: Set[int], part: StagePa
         left_out | fleet.publishers(parameters.exclude) if parameters.exclude else left_out,
     )
     return targets, allowed
-
-
-def none_allowed(fleet: Fleet, question: Question) -> str:
-    """Return the sentence about a question whose constraints leave nobody: how many each constraint leaves out."""
-    parameters = question.parameters
-    rows = [row for row in fleet.table.publishers.values() if row.scope == "instance"]
-    lost = sum(row.is_lost for row in rows)
-    removed = Counter({"lost": lost, "of weight 0": len(rows) - lost - len(fleet.members)})
-    serving = {each.publisher for each in fleet.serving(question.served_as)}
-    not_excluded = replace(parameters, only=None)
-    for member in fleet.members:
-        instance_id, address = member.name[0], member.target.address
-        if member.publisher not in serving:
-            removed["not serving this name"] += 1
-        elif not not_excluded.allows(instance_id, address):
-            removed["in exclude"] += 1
-        elif not parameters.allows(instance_id, address):
-            removed["not in only"] += 1
-        elif parameters.needs_address and address is None:
-            removed["without an address"] += 1
-        else:
-            removed["left out by roles or by the filters of the policy"] += 1
-    counts = ", ".join(f"{count} {why}" for why, count in removed.items() if count)
-    return f"no target is left for model {shown(question.group.model_name)}: of {len(rows)} registered ones {counts}"
 
 
 # ---- in which order -----------------------------------------------------------------------------
@@ -279,12 +266,14 @@ def stages(
     if policy.file is not None and parameters.profile != "single":
         found = policy.file.run(request, candidates, random)
         return RankedStages(*found, *_by_key(request, found.decode)) if found.decode else None
-    most = max(CANDIDATES_MAX, parameters.count)
+    most = _places(question, request)
     decode = rank(policy, request, candidates, fleet, random, most, active_bound)
     if not decode.scored:
         return None
-    first = rank(policy, request._replace(session=None), before, fleet, random, most)
-    return RankedStages(decode.scored, first.scored, decision=decode.decision, home=decode.home)
+    prefill: Sequence[Scored] = ()
+    if before:
+        prefill = rank(policy, request._replace(session=None), before, fleet, random, most).scored
+    return RankedStages(decode.scored, prefill, decision=decode.decision, home=decode.home)
 
 
 def rank(
@@ -320,7 +309,7 @@ def rank(
         found = by_policy(inputs)
     else:
         found = by_prefix_key(request, candidates, lambda some: by_policy(inputs._replace(candidates=some)))
-    return _session_first(found, request.session)
+    return found if request.session is None else _session_first(found, request.session)
 
 
 def _by_key(request: RoutingRequest, scored: Sequence[Scored]) -> tuple[Decision, int | None]:
@@ -331,7 +320,7 @@ def _by_key(request: RoutingRequest, scored: Sequence[Scored]) -> tuple[Decision
     return (Decision.LOAD, None) if home is None else (Decision.PREFIX, home.publisher)
 
 
-def _session_first(ranking: Ranking, session: str | None) -> Ranking:
+def _session_first(ranking: Ranking, session: str) -> Ranking:
     """Put the ranks of the session's instance before all others; a session whose instance is not a candidate starts
     anew.
     """

@@ -128,6 +128,8 @@ class Question(NamedTuple):
     """Whether any ingest worker keeps the index; else what it has is of the past, and does not count."""
     parameters: SelectParameters = SelectParameters()
     """The constraints, and the terms of the reservation."""
+    rival: int | None = None
+    """The publisher of a target to compare with the best one, if the caller looks at no other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ decide as one.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from time import perf_counter
 
@@ -27,10 +29,10 @@ from waymark.decide.asked_pools import AskedPools
 from waymark.decide.books import Bookkeeper
 from waymark.decide.degraded import OwnReservations
 from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed, StartupGate, cause_of
-from waymark.decide.fleet import PromptState
+from waymark.decide.fleet import Fleet, PromptState
 from waymark.decide.matches import MatchReader, PromptMatches, request_of
 from waymark.decide.options import SelectionOptions
-from waymark.decide.order import none_allowed, order, order_all
+from waymark.decide.order import order, order_all
 from waymark.decide.policies.policy import Candidate, Decision
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.question import PolicyChoice, Question, RankedTargets, SelectedTarget
@@ -198,7 +200,7 @@ class Selector:
             self._observe_walk(read_at - began)
             self._observe_policy(perf_counter() - read_at)
             if offers is None:
-                raise NoTarget(none_allowed(snapshot.fleet, question))
+                raise NoTarget(_none_allowed(snapshot.fleet, question))
             shadowed = self._shadows.begin(offers, snapshot, matches, question)
             taken = await self._reserver.take(offers, snapshot, matches, question)
             if taken is not None:
@@ -225,7 +227,7 @@ class Selector:
             question = question._replace(policy=_STICKY)
         offers = order(snapshot, matches, question, self._random)
         if offers is None:
-            raise NoTarget(none_allowed(snapshot.fleet, question))
+            raise NoTarget(_none_allowed(snapshot.fleet, question))
         parameters, group_id = question.parameters, snapshot.entry.group_id
         best, prefill = offers.decode.scored(0), None if offers.prefill is None else offers.prefill.scored(0)
         stages = [best.candidate] if prefill is None else [best.candidate, prefill.candidate]
@@ -317,3 +319,27 @@ class Selector:
         if released:
             self._shadows.ended(others, ttft_ms, usage)
         return own + released, gone
+
+
+def _none_allowed(fleet: Fleet, question: Question) -> str:
+    """Return the sentence about a question whose constraints leave nobody: how many each constraint leaves out."""
+    parameters = question.parameters
+    rows = [row for row in fleet.table.publishers.values() if row.scope == "instance"]
+    lost = sum(row.is_lost for row in rows)
+    removed = Counter({"lost": lost, "of weight 0": len(rows) - lost - len(fleet.members)})
+    serving = {each.publisher for each in fleet.serving(question.served_as)}
+    not_excluded = replace(parameters, only=None)
+    for member in fleet.members:
+        instance_id, address = member.name[0], member.target.address
+        if member.publisher not in serving:
+            removed["not serving this name"] += 1
+        elif not not_excluded.allows(instance_id, address):
+            removed["in exclude"] += 1
+        elif not parameters.allows(instance_id, address):
+            removed["not in only"] += 1
+        elif parameters.needs_address and address is None:
+            removed["without an address"] += 1
+        else:
+            removed["left out by roles or by the filters of the policy"] += 1
+    counts = ", ".join(f"{count} {why}" for why, count in removed.items() if count)
+    return f"no target is left for model {shown(question.group.model_name)}: of {len(rows)} registered ones {counts}"

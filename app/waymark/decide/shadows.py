@@ -20,7 +20,7 @@ from waymark.base.metrics import Metrics
 from waymark.decide.fleet import PromptState
 from waymark.decide.matches import PromptMatches, needs_of
 from waymark.decide.options import SelectionOptions, Shadow
-from waymark.decide.order import Offers, StageOffers, order
+from waymark.decide.order import Offers, order
 from waymark.decide.policies.policy import Candidate, RoutingRequest, Scored, least_new
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.policies.profile import max_score
@@ -37,7 +37,7 @@ from waymark.store.kept_decisions import (
     KeptTarget,
     ShadowChoice,
 )
-from waymark.store.reservations import CANDIDATES_MAX, Reservation
+from waymark.store.reservations import Reservation
 
 log = logging.getLogger(__name__)
 
@@ -87,14 +87,18 @@ class Shadows:
         """Return the target that each shadow prefers, by its name, and count them."""
         offers, snapshot, matches, question = shadowed.facts
         request, first = matches.request, offers.decode.scored(0).candidate
-        chosen = {}
+        chosen, reused_by_first = {}, reused(first, request)
         for shadow in self._shadows:
             count = self._metrics.shadow_decisions.labels
             try:
-                asked = question._replace(policy=shadow.policy)
+                asked = question._replace(policy=shadow.policy, rival=first.publisher)
                 shadowed.seen = self._completed(shadowed.seen, snapshot, asked)
                 ranking = order(snapshot, matches._replace(seen=shadowed.seen), asked, self._random)
-                candidate = None if ranking is None else _preference(ranking.decode, shadow.policy, first)
+                candidate = None
+                if ranking is not None:
+                    at = ranking.decode.find(first.publisher)
+                    score = None if at is None else ranking.decode.scored(at)
+                    candidate = preferred(ranking.decode.scored(0), score, shadow.policy)
             except Exception as exc:  # a shadow never disturbs a decision, whatever is wrong with it
                 count(shadow=shadow.name, choice="failed").inc()
                 self._warn(shadow, exc)
@@ -107,7 +111,7 @@ class Shadows:
             count(shadow=shadow.name, choice="same" if is_same else "other").inc()
             tokens = self._metrics.shadow_tokens.labels
             tokens(shadow=shadow.name, by="shadow").inc(reused(candidate, request))
-            tokens(shadow=shadow.name, by="policy").inc(reused(first, request))
+            tokens(shadow=shadow.name, by="policy").inc(reused_by_first)
         return chosen
 
     def _completed(self, seen: PromptState, snapshot: GroupSnapshot, question: Question) -> PromptState:
@@ -224,26 +228,14 @@ class ShadowedDecision:
         )
 
 
-def _preference(offers: StageOffers, policy: PolicyChoice, first: Candidate) -> Candidate:
-    best = offers.scored(0).candidate
-    if best.publisher == first.publisher:
-        return best
-    return preferred(offers.best(CANDIDATES_MAX), policy, first)
-
-
-def preferred(scored: Sequence[Scored], policy: PolicyChoice, first: Candidate) -> Candidate:
-    """Return the target that a policy prefers of an order: ``first``, if it is as good as the best one.
+def preferred(best: Scored, first: Scored | None, policy: PolicyChoice) -> Candidate:
+    """Return the target that a policy prefers: the one that was chosen, which is ``first``, if no other is better.
 
     Of equal targets one is taken by chance, and it is no difference between two policies which one.
     """
-    best = scored[0]
-    if best.candidate.publisher != first.publisher and not draws(policy):
-        for each in scored[1:]:
-            if not isclose(each.value, best.value, rel_tol=_SAME):
-                break
-            if each.candidate.publisher == first.publisher:
-                return first
-    return best.candidate
+    if first is None or draws(policy) or not isclose(first.value, best.value, rel_tol=_SAME):
+        return best.candidate
+    return first.candidate
 
 
 #: Two values of a policy are the same up to the order in which their parts were added.

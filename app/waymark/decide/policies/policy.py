@@ -294,14 +294,16 @@ CREDITS = (
 )
 
 
-def credited(candidate: Candidate, values: Values) -> float:
-    """Return the tokens that the candidate need not compute, each weighted by its place."""
-    return (
-        values.number("overlap_score_credit") * candidate.device
-        + values.number("host_credit") * candidate.host
-        + values.number("disk_credit") * candidate.disk
-        + values.number("shared_cache_multiplier") * candidate.shared
-    )
+def count_credits(values: Values) -> Callable[[Candidate], float]:
+    """Return a function that counts the tokens that a candidate need not compute, each weighted by its place."""
+    device_credit, host_credit = values.number("overlap_score_credit"), values.number("host_credit")
+    disk_credit, shared_credit = values.number("disk_credit"), values.number("shared_cache_multiplier")
+
+    def credits(candidate: Candidate) -> float:
+        has = device_credit * candidate.device + host_credit * candidate.host
+        return has + (disk_credit * candidate.disk + shared_credit * candidate.shared)
+
+    return credits
 
 
 def least_new(request: RoutingRequest) -> int:
@@ -313,14 +315,10 @@ def count_new(request: RoutingRequest, values: Values) -> Callable[[Candidate], 
     """Return a function that counts the tokens that a candidate would have to compute: for one request, and many
     candidates.
     """
-    device_credit, host_credit = values.number("overlap_score_credit"), values.number("host_credit")
-    disk_credit, shared_credit = values.number("disk_credit"), values.number("shared_cache_multiplier")
-    tokens, least = request.tokens, least_new(request)
+    credits, tokens, least = count_credits(values), request.tokens, least_new(request)
 
     def new(candidate: Candidate) -> float:
-        has = device_credit * candidate.device + host_credit * candidate.host
-        has += disk_credit * candidate.disk + shared_credit * candidate.shared
-        return max(tokens - max(has, candidate.expected), least)
+        return max(tokens - max(credits(candidate), candidate.expected), least)
 
     return new
 

@@ -27,8 +27,8 @@ from waymark.decide.policies.policy import (
     RoutingRequest,
     Scored,
     Values,
+    count_credits,
     count_new,
-    credited,
     nearest,
     ranked,
 )
@@ -56,17 +56,12 @@ def _least_work(inputs: Inputs) -> Ranking:
 
 def _longest(inputs: Inputs) -> Ranking:
     request, candidates, values, random, *_ = inputs
-    least = min(candidate.queue for candidate in candidates)
-    new_of = count_new(request, values)
-    scored = []
+    longest_wait = min([candidate.queue for candidate in candidates]) + values.number("wait_max")
+    new_of, scored = count_new(request, values), []
     for candidate in candidates:
-        is_over = candidate.queue > least + values.number("wait_max")
-        parts = {
-            "new": _LONGEST_NEW * new_of(candidate),
-            "wait": candidate.queue,
-            "over": _OVER if is_over else 0.0,
-        }
-        scored.append(Scored.sum_of(candidate, parts))
+        new, wait = _LONGEST_NEW * new_of(candidate), candidate.queue
+        over = _OVER if wait > longest_wait else 0.0
+        scored.append(Scored(candidate, new + wait + over, {"new": new, "wait": wait, "over": over}))
     return ranked(scored, random, is_cost=True)
 
 
@@ -114,17 +109,17 @@ def _check_composite(values: Values) -> None:
 
 def _dynamo(inputs: Inputs) -> Ranking:
     request, candidates, values, random, *_ = inputs
-    size = request.block_size
+    tokens, size = request.tokens, request.block_size
     prefill_weight = values.number("overlap_score_weight") * values.number("prefill_load_scale")
-    scored = []
+    active_weight, has_wait = values.number("active_weight"), values.is_on("track_prefill_tokens")
+    credits, scored = count_credits(values), []
     for candidate in candidates:
-        wait = candidate.queue if values.is_on("track_prefill_tokens") else 0.0
-        parts = {
-            "prefill": prefill_weight * (wait + max(0.0, request.tokens - credited(candidate, values))) / size,
-            "decode": (candidate.context / candidate.weight + request.tokens) / size,
-            "active": values.number("active_weight") * candidate.requests,
-        }
-        scored.append(Scored.sum_of(candidate, parts))
+        wait = candidate.queue if has_wait else 0.0
+        prefill = prefill_weight * (wait + max(0.0, tokens - credits(candidate))) / size
+        decode = (candidate.context / candidate.weight + tokens) / size
+        active = active_weight * candidate.requests
+        parts = {"prefill": prefill, "decode": decode, "active": active}
+        scored.append(Scored(candidate, prefill + decode + active, parts))
     return _softened(scored, values.number("router_temperature"), random)
 
 
