@@ -54,9 +54,12 @@ def of_instances(holding: PromptHoldings, states: Sequence[PublisherState]) -> d
     reasons: dict[str, str] = {}
     if not holding.keys:  # which is the reason, for every instance
         return reasons
+    streams: dict[str, list[PublisherState]] = {}
+    for state in states:
+        streams.setdefault(state.registration.instance_id, []).append(state)
     for lines in holding.instances:
         if not lines.match:
-            own = [state for state in states if state.registration.instance_id == lines.instance_id]
+            own = streams.get(lines.instance_id, [])
             blocks = sum(sum(state.blocks.values()) for state in own)
             reason = (
                 f"its {blocks} blocks belong to other prompts, or to this one under another salt or adapter"
