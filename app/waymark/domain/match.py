@@ -1,24 +1,22 @@
 """The walk: computes from the holders of a prompt's blocks how much of the prompt each instance and rank has.
 
 Runs of equal holders are fed in the order of the chain, as rows arrive from Redis. Neighbours in a chain mostly have
-equal holders, so the walk costs almost nothing per block. The walk is exact: a block counts only if the holder has it.
+nearly equal holders, so the walk costs almost nothing per block, and little per run. The walk is exact: a block counts
+only if the holder has it.
 
 Both APIs and the decisions use the same walk. ``conductor_rows``, ``dynamo_rows`` and ``target_rows`` define their
-numbers.
+numbers, from a bitmap of blocks for each rank and medium: bit i is block i.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 from waymark.domain.media import DEVICE, HOST, STORAGE
-from waymark.domain.table import Presence, View
-
-_NOWHERE: frozenset[str] = frozenset()
-#: Where a pool that was asked has its blocks.
-_POOL = frozenset({STORAGE})
+from waymark.domain.table import POOL, HolderPlace, Presence, View
 
 
 class Walk:
@@ -26,38 +24,97 @@ class Walk:
 
     def __init__(self, view: View) -> None:
         self.view = view
-        self.runs: list[tuple[Presence, int]] = []
-        """(holders, number of blocks), up to the end of the last instance."""
         self.values: list[tuple[bytes, int]] = []
-        """(the value of the blocks, how many blocks), up to the same block."""
+        """(the value of the blocks, how many blocks), up to the end of the last instance."""
         self.blocks = 0
         """Length of the longest walk of any instance, in blocks."""
         self.newest_seen = 0
         """The largest holder id in the values read; above ``view.newest`` the table is behind."""
-        self._going: set[int] | None = None  # instances that have everything so far; None before the first run
+        self._runs: list[tuple[Presence, int]] = []
+        self._going: frozenset[int] | None = None  # instances that have everything so far; None before the first run
 
     def feed(self, runs: Iterable[tuple[bytes, int]]) -> bool:
         """Walk on over runs of equal values, (value, how many); False when no instance goes on."""
+        self.__dict__.pop("coverage", None)
+        previous = self._runs[-1][0] if self._runs else None
         for value, length in runs:
-            presence = self.view.presence(value)
+            presence = self.view.presence(value, previous)
             if presence.newest > self.newest_seen:
                 self.newest_seen = presence.newest
-            if not presence.pool_media:
-                if self._going is None:
-                    self._going = set(presence.instances)
-                else:
-                    self._going &= presence.instances.keys()
+            if not presence.has_pool:
+                self._going = presence.instances if self._going is None else self._going & presence.instances
                 if not self._going:
                     return False
             self.blocks += length
-            self.runs.append((presence, length))
+            self._runs.append((presence, length))
             self.values.append((value, length))
+            previous = presence
         return True
 
+    @cached_property
+    def coverage(self) -> Coverage:
+        """The blocks of each holder, of a hybrid model as far as its rank can continue from them."""
+        return _coverage(self.view, self._runs, self.blocks)
+
+
+class Coverage(NamedTuple):
+    """Bitmaps of the blocks of a walk: bit i is block i."""
+
+    holders: list[tuple[HolderPlace, int]]
+    """The blocks of each holder, those of pools left out."""
+    pool: dict[str, int]
+    """The blocks of shared pools by medium; they count for every instance."""
+
     @property
-    def reusable(self) -> Sequence[tuple[Presence, int]]:
-        """The runs as far as each rank can continue from them; shorter only for a hybrid model."""
-        return reusable(self.view, self.runs) if self.view.windows else self.runs
+    def in_pool(self) -> int:
+        return _any(self.pool)
+
+
+def _coverage(view: View, runs: Sequence[tuple[Presence, int]], blocks: int) -> Coverage:
+    whole = (1 << blocks) - 1
+    steady = previous = runs[0][0].ids if runs else frozenset()
+    bitmaps: dict[bytes, int] = {}  # of the holders that begin later, or end
+    starts: dict[bytes, int] = {}  # the first block of the run that such a holder is in
+    position = 0
+    for presence, length in runs:
+        ids = presence.ids
+        if ids is not previous:
+            dropped_ids = previous - ids
+            for id in dropped_ids:
+                bitmaps[id] = bitmaps.get(id, 0) | (1 << position) - (1 << starts.pop(id, 0))
+            starts.update(dict.fromkeys(ids - previous, position))
+            steady, previous = steady - dropped_ids, ids
+        position += length
+    for id, first in starts.items():
+        bitmaps[id] = bitmaps.get(id, 0) | whole + 1 - (1 << first)
+    bitmaps.update(dict.fromkeys(steady, whole))
+    places = view.places
+    holders: list[tuple[HolderPlace, int]] = []
+    pool: dict[str, int] = {}
+    windows = [0] * len(view.windows)
+    for id, bitmap in bitmaps.items():
+        place = places.get(id)
+        if place is None:
+            windows[view.window_of[id]] |= bitmap
+        elif place[0] == POOL:
+            pool[place.medium] = pool.get(place.medium, 0) | bitmap
+        else:
+            holders.append((place, bitmap))
+    coverage = Coverage(holders, pool)
+    return _reusable(view, coverage, windows, blocks) if windows else coverage
+
+
+def _any(media: dict[str, int]) -> int:
+    """Return the blocks on any medium."""
+    blocks = 0
+    for bitmap in media.values():
+        blocks |= bitmap
+    return blocks
+
+
+def _prefix(bitmap: int) -> int:
+    """Return the length of the unbroken prefix: how many ones begin at bit 0."""
+    return (~bitmap & bitmap + 1).bit_length() - 1
 
 
 @dataclass(slots=True)
@@ -86,23 +143,32 @@ def conductor_rows(walk: Walk) -> dict[str, ConductorRow]:
     how many are on that medium, on any rank, contiguous or not. ``ranks``: of those, how many that rank has on any
     medium; a shared pool's blocks belong to no rank.
     """
-    view = walk.view
+    view, (holders, pool) = walk.view, walk.coverage
     rows = [ConductorRow(ranks=dict.fromkeys(ranks, 0)) for ranks in view.registered_ranks]
-    going = set(range(len(rows)))
-    for presence, length in walk.reusable:
-        instances, pool = presence.instances, presence.pool_media
-        if not pool and not going <= instances.keys():
-            going &= instances.keys()
-        for i in going:
-            row = rows[i]
-            row.longest += length
-            own_tiers = instances.get(i, _NOWHERE)
-            for medium in own_tiers | pool if pool else own_tiers:
-                row.media[medium] = row.media.get(medium, 0) + length
-        for i, dp_rank, _ in presence.ranks:
-            if i in going:
-                rank_rows = rows[i].ranks
-                rank_rows[dp_rank] = rank_rows.get(dp_rank, 0) + length
+    for (instance, dp_rank, medium), bitmap in holders:  # bitmaps first, numbers below
+        row = rows[instance]
+        media, ranks = row.media, row.ranks
+        media[medium] = media.get(medium, 0) | bitmap
+        ranks[dp_rank] = ranks.get(dp_rank, 0) | bitmap
+    last_bitmap = longest = mask = 0
+    for i, row in enumerate(rows):
+        media, ranks = row.media, row.ranks
+        for medium, bitmap in pool.items():
+            media[medium] = media.get(medium, 0) | bitmap
+        if not media:
+            continue
+        union = _any(media)
+        if union != last_bitmap:  # neighbours mostly have the same blocks
+            last_bitmap, longest = union, _prefix(union)
+            mask = (1 << longest) - 1
+        row.longest = longest
+        row.media = {medium: count for medium, bitmap in media.items() if (count := (bitmap & mask).bit_count())}
+        for dp_rank in ranks:
+            ranks[dp_rank] = (ranks[dp_rank] & mask).bit_count()
+        if len(ranks) > len(view.registered_ranks[i]):  # a further rank is named only if it matches
+            row.ranks = {
+                dp_rank: count for dp_rank, count in ranks.items() if count or dp_rank in view.registered_ranks[i]
+            }
     return dict(zip(view.instances, rows, strict=True))
 
 
@@ -112,31 +178,28 @@ def dynamo_rows(walk: Walk) -> dict[str, dict[int, DynamoRank]]:
     ``gpu`` counts blocks on the device, ``cpu`` those on device or host, ``disk`` those anywhere. A shared
     pool's blocks count for every rank.
     """
-    view = walk.view
-    ranks: dict[tuple[int, int], DynamoRank] = {
-        (i, dp_rank): DynamoRank() for i, registered in enumerate(view.registered_ranks) for dp_rank in registered
-    }
-    for presence, _ in walk.reusable:
-        for i, dp_rank, _ in presence.ranks:
-            ranks.setdefault((i, dp_rank), DynamoRank())
-    is_off_device, is_off_both = DEVICE.isdisjoint, (DEVICE | HOST).isdisjoint
-    position = 0
-    for presence, length in walk.reusable:
-        own = {(i, dp_rank): media for i, dp_rank, media in presence.ranks}
-        for key, rank in ranks.items():
-            media = own.get(key, _NOWHERE) | presence.pool_media
-            # A prefix goes on only if it reached this run's first block.
-            if rank.gpu == position and not is_off_device(media):
-                rank.gpu += length
-            if rank.cpu == position and not is_off_both(media):
-                rank.cpu += length
-            if rank.disk == position and media:
-                rank.disk += length
-        position += length
-    rows: dict[str, dict[int, DynamoRank]] = {}
-    for (i, dp_rank), rank in ranks.items():
-        rows.setdefault(view.instances[i], {})[dp_rank] = rank
-    return rows
+    view, (holders, pool) = walk.view, walk.coverage
+    rows = [{dp_rank: DynamoRank() for dp_rank in ranks} for ranks in view.registered_ranks]
+    for (instance, dp_rank, medium), bitmap in holders:  # bitmaps first, numbers below
+        row = rows[instance].get(dp_rank)
+        if row is None:
+            row = rows[instance][dp_rank] = DynamoRank()
+        _add(row, medium, bitmap)
+    for ranks in rows:
+        for row in ranks.values():
+            for medium, bitmap in pool.items():
+                _add(row, medium, bitmap)
+            if row.disk:
+                row.gpu, row.cpu, row.disk = _prefix(row.gpu), _prefix(row.cpu), _prefix(row.disk)
+    return dict(zip(view.instances, rows, strict=True))
+
+
+def _add(row: DynamoRank, medium: str, bitmap: int) -> None:
+    if medium in DEVICE:
+        row.gpu |= bitmap
+    if medium in DEVICE or medium in HOST:
+        row.cpu |= bitmap
+    row.disk |= bitmap
 
 
 class TargetRow(NamedTuple):
@@ -153,22 +216,40 @@ class TargetRow(NamedTuple):
         return self.device + self.host + self.shared + self.disk
 
 
-def with_pool(runs: Sequence[tuple[Presence, int]], bitmap: int) -> list[tuple[Presence, int]]:
-    """The runs of a walk, and what follows it, as if a pool had the blocks of ``bitmap``: bit i is block i."""
-    result: list[tuple[Presence, int]] = []
-    position = 0
-    for presence, length in runs:
-        remaining = length
-        while remaining:
-            has, count = _bits(bitmap >> position)
-            count = min(count, remaining) if count else remaining
-            with_blocks = replace(presence, pool_media=presence.pool_media | _POOL) if has else presence
-            result.append((with_blocks, count))
-            position, remaining = position + count, remaining - count
-    has, count = _bits(bitmap >> position)
-    if has:
-        result.append((Presence((), {}, _POOL, 0), count))
-    return result
+def target_rows(walk: Walk, asked: int = 0) -> dict[tuple[str, int], TargetRow]:
+    """What each registered rank has, by instance and rank; one that has nothing is left out.
+
+    The best place is the first of device, host, shared, disk. What is held by a rank that is not registered by itself
+    counts for the first registered rank of its instance: a router can pick nothing smaller. ``asked`` are the blocks
+    that a pool has by its own account: bit i is block i.
+    """
+    view, coverage = walk.view, walk.coverage
+    pool = coverage.in_pool | asked
+    on_device: dict[tuple[int, int], int] = {}
+    on_host: dict[tuple[int, int], int] = {}
+    on_disk: dict[tuple[int, int], int] = {}
+    for (instance, dp_rank, medium), bitmap in coverage.holders:
+        registered = view.registered_ranks[instance]
+        key = instance, dp_rank if dp_rank in registered else registered[0]
+        tier = on_device if medium in DEVICE else on_host if medium in HOST else on_disk
+        tier[key] = tier.get(key, 0) | bitmap
+    targets: Iterable[tuple[int, int]] = on_device | on_host | on_disk if on_host or on_disk else on_device
+    if pool & 1:  # a rank without a copy of its own goes on, too
+        targets = [(i, dp_rank) for i, ranks in enumerate(view.registered_ranks) for dp_rank in ranks]
+    rows: dict[tuple[str, int], TargetRow] = {}
+    last_bitmap = blocks = mask = 0
+    for key in targets:
+        device, host = on_device.get(key, 0), on_host.get(key, 0)
+        union = device | host | on_disk.get(key, 0) | pool
+        if union != last_bitmap:  # neighbours mostly have the same blocks
+            last_bitmap, blocks = union, _prefix(union)
+            mask = (1 << blocks) - 1
+        if blocks:
+            devices = (device & mask).bit_count()
+            hosts = (host & mask & ~device).bit_count() if host else 0
+            shared = (pool & mask & ~device & ~host).bit_count() if pool else 0
+            rows[view.instances[key[0]], key[1]] = TargetRow(devices, hosts, shared, blocks - devices - hosts - shared)
+    return rows
 
 
 def walk_with_pool(walk: Walk, bitmap: int) -> Walk:
@@ -177,62 +258,17 @@ def walk_with_pool(walk: Walk, bitmap: int) -> Walk:
     """
     if not bitmap or walk.view.windows:
         return walk
-    again = Walk(walk.view)
-    again.runs = with_pool(walk.runs, bitmap)
-    return again
-
-
-def _bits(bitmap: int) -> tuple[bool, int]:
-    """The lowest bit, and how many equal ones follow each other from it on; 0 where none are set."""
-    if not bitmap & 1:
-        return False, (bitmap & -bitmap).bit_length() - 1 if bitmap else 0
-    rest = ~bitmap
-    return True, (rest & -rest).bit_length() - 1
-
-
-def target_rows(walk: Walk, asked: int = 0) -> dict[tuple[str, int], TargetRow]:
-    """What each registered rank has, by instance and rank; one that has nothing is left out.
-
-    The best place is the first of device, host, shared, disk. What is held by a rank that is not registered by itself
-    counts for the first registered rank of its instance: a router can pick nothing smaller. ``asked`` are the blocks
-    that a pool has by its own account: bit i is block i.
-    """
-    view = walk.view
-    first = [ranks[0] for ranks in view.registered_ranks]
-    is_off_device, is_off_host = DEVICE.isdisjoint, HOST.isdisjoint
-    counts: dict[tuple[int, int], list[int]] = {}
-    going: set[tuple[int, int]] | None = None  # None before the first run: every rank
-    for presence, length in with_pool(walk.reusable, asked) if asked else walk.reusable:
-        own: dict[tuple[int, int], frozenset[str]] = {}
-        for i, dp_rank, media in presence.ranks:
-            key = i, dp_rank if dp_rank in view.registered_ranks[i] else first[i]
-            own[key] = own[key] | media if key in own else media
-        if going is None:
-            # If a pool has the blocks, a rank without a copy of its own continues.
-            all_ranks = ((i, rank) for i, ranks in enumerate(view.registered_ranks) for rank in ranks)
-            going = set(all_ranks) if presence.pool_media else set(own)
-        elif not presence.pool_media:
-            going &= own.keys()
-        if not going:
-            break
-        for key in going:
-            row = counts.get(key)
-            if row is None:
-                row = counts[key] = [0, 0, 0, 0]
-            tiers = own.get(key, _NOWHERE)
-            place = 0 if not is_off_device(tiers) else 1 if not is_off_host(tiers) else 2 if presence.pool_media else 3
-            row[place] += length
-    return {(view.instances[i], rank): TargetRow(*row) for (i, rank), row in counts.items()}
+    holders, pool = walk.coverage
+    copy = Walk(walk.view)
+    copy.blocks = walk.blocks
+    copy.coverage = Coverage(holders, pool | {STORAGE: pool.get(STORAGE, 0) | bitmap})
+    return copy
 
 
 def pool_bitmap(walk: Walk, asked: int = 0) -> int:
     """Which blocks a pool has, up to the first block that nobody has: bit i is block i. ``asked`` as of target_rows."""
-    bitmap = position = 0
-    for presence, length in with_pool(walk.reusable, asked) if asked else walk.reusable:
-        if presence.pool_media:
-            bitmap |= ((1 << length) - 1) << position
-        position += length
-    return bitmap
+    end = _prefix(asked | (1 << walk.blocks) - 1)
+    return (walk.coverage.in_pool | asked) & (1 << end) - 1
 
 
 # Hybrid models: how far a rank can reuse a prefix, by the windows that it has.
@@ -240,50 +276,27 @@ def pool_bitmap(walk: Walk, asked: int = 0) -> int:
 # A rank can continue at a boundary if it has each of its windows there; ``windows`` explains windows.
 
 
-Run: TypeAlias = tuple[Presence, int]
-
-
-def reusable(view: View, runs: Sequence[Run]) -> list[Run]:
-    """Cut the runs of a walk for each rank at its last reusable boundary."""
-    ends = _ends(view, runs)
-    following = sorted(set(ends.values()), reverse=True)
-    finished: set[tuple[int, int]] = set()
-    cut: list[Run] = []
-    position = 0
-    for presence, count in runs:
-        stop_at = position + count
-        while position < stop_at:
-            while following and following[-1] <= position:
-                end = following.pop()
-                finished |= {key for key, last in ends.items() if last == end}
-            stop = min(following[-1], stop_at) if following else stop_at
-            cut.append((presence.without(finished), stop - position))
-            position = stop
-    return cut
-
-
-def _ends(view: View, runs: Sequence[Run]) -> dict[tuple[int, int], int]:
-    """Return the last boundary of each rank with windows, as a number of blocks."""
-    going = {(rank_window.instance, rank_window.dp_rank) for rank_window in view.windows}
-    blocks = dict.fromkeys(going, 0)
-    bitmaps = [0] * len(view.windows)
-    in_pool = position = 0
-    for presence, count in runs:
-        run = ((1 << count) - 1) << position
-        position += count
-        if presence.pool_media:
-            in_pool |= run
-        else:
-            going &= {(instance, dp_rank) for instance, dp_rank, _ in presence.ranks}
-        for key in going:
-            blocks[key] = position
-        for number in presence.windows:
-            bitmaps[number] |= run
-    boundaries = {key: (1 << count) - 1 for key, count in blocks.items()}
-    for (instance, dp_rank, window), has in zip(view.windows, bitmaps, strict=True):
+def _reusable(view: View, coverage: Coverage, windows: list[int], blocks: int) -> Coverage:
+    """Cut the blocks of each rank with windows at its last boundary. ``windows`` are the blocks of each window."""
+    in_pool = coverage.in_pool
+    union: dict[tuple[int, int], int] = {}
+    for (instance, dp_rank, _), bitmap in coverage.holders:
+        union[instance, dp_rank] = union.get((instance, dp_rank), 0) | bitmap
+    masks: dict[tuple[int, int], int] = {}
+    for (instance, dp_rank, window), has in zip(view.windows, windows, strict=True):
+        key = instance, dp_rank
+        if key not in masks:
+            masks[key] = (1 << _prefix(union.get(key, 0) | in_pool)) - 1
         # Blocks of the group in a pool are unknown: they are assumed to be there.
-        boundaries[instance, dp_rank] &= _complete(has | in_pool, position, *window.blocks(view.block_size))
-    return {key: boundary.bit_length() for key, boundary in boundaries.items()}
+        masks[key] &= _complete(has | in_pool, blocks, *window.blocks(view.block_size))
+    holders = []
+    for place, bitmap in coverage.holders:
+        boundary = masks.get(place[:2])
+        if boundary is not None:
+            bitmap &= (1 << boundary.bit_length()) - 1
+        if bitmap:
+            holders.append((place, bitmap))
+    return Coverage(holders, coverage.pool)
 
 
 def _complete(bitmap: int, length: int, blocks: int, stride: int) -> int:

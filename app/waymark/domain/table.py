@@ -8,7 +8,8 @@ everything that a walk needs per distinct value computed once.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from waymark.base.errors import InvalidValue
 from waymark.domain.engines import Scope
@@ -34,27 +35,30 @@ class PublisherRow:
     """Whether its socket has been down for too long. Its holders are not counted until it is back."""
 
 
+class HolderPlace(NamedTuple):
+    """The instance, rank and medium that a holder id stands for."""
+
+    instance: int
+    """An index into ``View.instances``, or ``POOL``."""
+    dp_rank: int
+    medium: str
+
+
+POOL = -1
+"""The instance of a shared pool's holders: their blocks count for every instance."""
+
+
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """The instances with the blocks of one value. Numbers are indexes into ``View.instances``."""
+    """The holders of the blocks with one value."""
 
-    ranks: tuple[tuple[int, int, frozenset[str]], ...]
-    """(instance, dp_rank, media) for each rank with the blocks."""
-    instances: Mapping[int, frozenset[str]]
-    """Each of those instances with the media of all its ranks."""
-    pool_media: frozenset[str]
-    """Media on which a shared pool has them; they count for every instance."""
+    ids: frozenset[bytes]
+    """The ids that count, as the value writes them."""
+    instances: frozenset[int]
+    """The instances of these holders, as indexes into ``View.instances``."""
+    has_pool: bool
     newest: int
     """The largest holder id in the value."""
-    windows: frozenset[int] = frozenset()
-    """Indexes into ``View.windows``: the ranks with the blocks in that group, too."""
-
-    def without(self, ranks: Collection[tuple[int, int]]) -> Presence:
-        """Return a presence without these ranks, (instance, dp_rank)."""
-        if not ranks:
-            return self
-        remaining = tuple(rank for rank in self.ranks if rank[:2] not in ranks)
-        return replace(self, ranks=remaining, instances=_by_instance(remaining))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,71 +113,72 @@ class View:
         self.instances: tuple[str, ...] = tuple(ranks)
         self.registered_ranks: tuple[tuple[int, ...], ...] = tuple(tuple(sorted(r)) for r in ranks.values())
         index = {instance_id: i for i, instance_id in enumerate(self.instances)}
-        # Holder id to (instance or -1 for a pool, dp_rank, medium); a missing id does not count.
-        self._places: dict[int, tuple[int, int, str]] = {}
+        self.places: dict[bytes, HolderPlace] = {}
+        """The places of the holders that count for a prefix, by id."""
         windows: dict[RankWindow, int] = {}
-        self._windows: dict[int, int] = {}
-        """Holder id to a number in ``windows``; such a holder counts for no prefix."""
+        self.window_of: dict[bytes, int] = {}
+        """Holder id to an index into ``windows``; such a holder counts for no prefix."""
+        ids_of: dict[int, list[bytes]] = {}
         for holder in table.holders.values():
             publisher = table.publishers.get(holder.publisher)
             if publisher is None or publisher.is_lost or holder.block_size != block_size:
                 continue
-            instance = -1 if holder.scope == "shared" else index.get(holder.instance_id)
-            if holder.window is not None:
-                if instance is not None and instance >= 0:
-                    rank_window = RankWindow(instance, holder.dp_rank, holder.window)
-                    self._windows[holder.id] = windows.setdefault(rank_window, len(windows))
-            elif instance is not None:  # otherwise the value is damaged: another instance's row names its publisher
-                self._places[holder.id] = (instance, holder.dp_rank, holder.medium)
+            instance = POOL if holder.scope == "shared" else index.get(holder.instance_id)
+            if instance is None:  # the value is damaged: another instance's row names its publisher
+                continue
+            word = b"%d" % holder.id
+            if holder.window is None:
+                self.places[word] = HolderPlace(instance, holder.dp_rank, holder.medium)
+                ids_of.setdefault(instance, []).append(word)
+            elif instance != POOL:
+                rank_window = RankWindow(instance, holder.dp_rank, holder.window)
+                self.window_of[word] = windows.setdefault(rank_window, len(windows))
         self.windows = tuple(windows)
         """The windows that ranks need beside their blocks; empty if no model is hybrid."""
+        self._ids_of = {instance: frozenset(ids) for instance, ids in ids_of.items()}
+        self._pools = self._ids_of.get(POOL, frozenset())
+        self._known = frozenset(self.places) | frozenset(self.window_of)
         self._presences: dict[bytes, Presence] = {}
         self._remembered_ids = 0
 
     @property
     def size(self) -> int:
         """How many holders count here."""
-        return len(self._places)
+        return len(self.places)
 
-    def presence(self, value: bytes) -> Presence:
-        """Return who has the blocks with this value; computed once per distinct value."""
+    def presence(self, value: bytes, previous: Presence | None = None) -> Presence:
+        """Return who has the blocks with this value.
+
+        It is remembered by value, up to a ceiling. Else it is computed from that of the blocks before these, which
+        mostly has the same holders: what is not equal alone takes steps of Python.
+        """
         presence = self._presences.get(value)
         if presence is None:
-            self._remembered_ids += value.count(b" ") + 1
+            presence = self._compute(value, previous)
+            self._remembered_ids += 1 + len(presence.ids)
             if self._remembered_ids > _REMEMBERED_IDS_MAX:
                 self._presences.clear()
-                self._remembered_ids = value.count(b" ") + 1
-            presence = self._presences[value] = self._compute(value)
+                self._remembered_ids = 1 + len(presence.ids)
+            self._presences[value] = presence
         return presence
 
-    def _compute(self, value: bytes) -> Presence:
-        ranks: dict[tuple[int, int], set[str]] = {}
-        pool: set[str] = set()
-        ids = holder_ids(value)
-        for holder in ids:
-            place = self._places.get(holder)
-            if place is None:
-                continue
-            instance, dp_rank, medium = place
-            if instance < 0:
-                pool.add(medium)
-            else:
-                ranks.setdefault((instance, dp_rank), set()).add(medium)
-        of_ranks = tuple((instance, rank, frozenset(media)) for (instance, rank), media in ranks.items())
-        return Presence(
-            ranks=of_ranks,
-            instances=_by_instance(of_ranks),
-            pool_media=frozenset(pool),
-            newest=max(ids, default=0),
-            windows=frozenset(self._windows[id] for id in ids if id in self._windows) if self._windows else frozenset(),
-        )
+    def _compute(self, value: bytes, previous: Presence | None) -> Presence:
+        words = value.split(b" ")
+        ids = self._known.intersection(words)
+        if previous is None:
+            instances = self._instances(ids)
+        else:
+            ending = {i for i in self._instances(previous.ids - ids) if self._ids_of[i].isdisjoint(ids)}
+            instances = previous.instances - ending | self._instances(ids - previous.ids)
+        # The ids ascend; only in a damaged value the last word is not a number.
+        last = words[-1]
+        is_number = len(last) <= _ID_DIGITS_MAX and last.isdigit()
+        newest = int(last) if is_number else max(holder_ids(value), default=0)
+        return Presence(ids, instances, not self._pools.isdisjoint(ids), newest)
 
-
-def _by_instance(ranks: Iterable[tuple[int, int, frozenset[str]]]) -> dict[int, frozenset[str]]:
-    instances: dict[int, frozenset[str]] = {}
-    for instance, _, media in ranks:
-        instances[instance] = instances.get(instance, frozenset()) | media
-    return instances
+    def _instances(self, ids: Iterable[bytes]) -> frozenset[int]:
+        places = self.places
+        return frozenset(places[id].instance for id in ids if id in places) - {POOL}
 
 
 def holder_ids(value: bytes) -> list[int]:
