@@ -10,6 +10,7 @@ from waymark.apply.options import ApplyOptions
 from waymark.apply.redis_calls import Fenced
 from waymark.apply.resuming import resumed
 from waymark.base.metrics import Metrics
+from waymark.ingest.lease_keeper import LeaseKeeper
 from waymark.store.store import Store
 
 
@@ -26,12 +27,19 @@ async def test_a_shard_that_is_emptied_between_a_takeover_and_the_first_batch_is
     assert not grant.is_forgotten
     applier, state = await resumed(grant, store, Metrics(), ApplyOptions())
     assert state.watermark == 7
-    await applier.renew(60.0)
+    keeper, woken = LeaseKeeper(store, 60.0), list[bool]()
+    with keeper.keeping(grant, lambda: woken.append(True)):
+        await keeper.renew()
+    await applier.check_lease()
+    assert not woken
     keys_there = await redis.keys(f"wm:{{1.{emptied}}}:*")
     assert len(keys_there) > 4, "its fence, the engine hash and its blocks"
     await redis.delete(*keys_there)
+    with keeper.keeping(grant, lambda: woken.append(True)):
+        await keeper.renew()
+    assert woken
     with pytest.raises(Fenced):
-        await applier.renew(60.0)
+        await applier.check_lease()
     # The life has ended, so whoever takes the stream up again replays it from its beginning.
     grant = (await stream.again("worker-3")).grant
     after = await store.records.read(grant)

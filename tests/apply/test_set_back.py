@@ -23,6 +23,7 @@ from waymark.base.metrics import Metrics
 from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored, StoredIdentity
 from waymark.domain.parts import Commit
 from waymark.domain.status import StreamStatus
+from waymark.ingest.lease_keeper import LeaseKeeper
 from waymark.store import keys
 from waymark.store.hashes import KEPT
 from waymark.store.redis.client import RedisClient, Reply
@@ -172,8 +173,10 @@ class Worker:
             try:
                 applier = await self._to_the_end()
                 await self._client.come_back()
-                for _ in range(SHARDS):
-                    await applier.renew(60.0)
+                keeper = LeaseKeeper(self._store, 60.0)
+                with keeper.keeping(applier.grant, lambda: None):
+                    await keeper.renew()
+                await applier.check_lease()
             except (Fenced, Ended):
                 self.fenced += 1
                 assert self.fenced < 10

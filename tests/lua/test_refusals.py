@@ -104,8 +104,8 @@ CALLS: dict[str, Call] = {
         entries=ENTRIES, record=RECORD, publisher=1, token=token, max=9, milliseconds=500, cut="", value="2 5:2"
     ),
     "raise_fence": lambda scripts, token: scripts.raise_fence(fence=FENCE, publisher=1, token=token),
-    "renew_lease": lambda scripts, token: scripts.renew_lease(
-        lease=LEASE, record=RECORD, token=token, milliseconds=1000
+    "renew_leases": lambda scripts, token: scripts.renew_leases(
+        lease=[LEASE], record=[RECORD], milliseconds=1000, token=[token]
     ),
     "write_record": lambda scripts, token: scripts.write_record(
         record=RECORD, fence=FENCE, publisher=1, token=token, calls=0, field=["status", "x", "flags", ""]
@@ -173,9 +173,9 @@ async def test_a_call_is_counted_by_which_its_loss_is_seen(scripts: Scripts, str
     assert outcome.is_applied
     grant.acknowledged(0, outcome.numbers[0] if name == "new_life" else outcome.numbers[-1])
     assert grant.first_calls == before + 1
-    assert await index.has_lost(grant, [0]) == []
+    assert await index.has_lost([grant], [0]) == [set()]
     grant.acknowledged(0, before + 2)
-    assert await index.has_lost(grant, [0]) == [0]
+    assert await index.has_lost([grant], [0]) == [{0}]
 
 
 @pytest.mark.parametrize("name", COUNTED)

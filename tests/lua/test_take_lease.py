@@ -1,4 +1,4 @@
-"""take_lease.lua, renew_lease.lua, drop_lease.lua: who may start."""
+"""take_lease.lua, renew_leases.lua, drop_lease.lua: who may start."""
 
 from __future__ import annotations
 
@@ -42,6 +42,14 @@ async def take(
         above=above,
         force=force,
     )
+
+
+async def renew(scripts: Scripts, token: str, *, milliseconds: int = 60_000) -> int:
+    """Return the state of the one lease that is renewed."""
+    outcome = await scripts.renew_leases(lease=[LEASE], record=[RECORD], milliseconds=milliseconds, token=[token])
+    (state,) = outcome.numbers
+    assert outcome.is_applied is (state > 0)
+    return state
 
 
 async def is_free(redis: Redis) -> bool:
@@ -89,17 +97,16 @@ async def test_of_a_publisher_that_is_gone_nothing_can_be_taken(redis: Redis, sc
 
 async def test_renewing_holds_it_for_longer(redis: Redis, scripts: Scripts) -> None:
     await take(scripts, A, milliseconds=5_000)
-    assert await scripts.renew_lease(lease=LEASE, record=RECORD, token=f"1.{A}", milliseconds=90_000) == (
-        Verdict.APPLIED,
-        (0,),
-    )
+    assert await renew(scripts, f"1.{A}", milliseconds=90_000) == 1
     assert await redis.pttl(LEASE) > 60_000
+    await redis.hset(RECORD, "repair", A)
+    assert await renew(scripts, f"1.{A}") == 2
 
 
 async def test_one_that_ran_out_is_taken_up_again_if_nobody_has_taken_it(redis: Redis, scripts: Scripts) -> None:
     await take(scripts, A, milliseconds=1)
     await wait_until(lambda: is_free(redis), "the lease has run out")
-    assert (await scripts.renew_lease(lease=LEASE, record=RECORD, token=f"1.{A}", milliseconds=60_000)).is_applied
+    assert await renew(scripts, f"1.{A}") == 1
     assert await redis.get(LEASE) == b"1." + A.encode()
 
 
@@ -107,10 +114,23 @@ async def test_one_that_somebody_else_took_and_gave_back_is_lost(redis: Redis, s
     await take(scripts, A)
     await take(scripts, B, force="1")
     await scripts.drop_lease(lease=LEASE, record=RECORD, token=f"2.{B}")
-    assert (
-        await scripts.renew_lease(lease=LEASE, record=RECORD, token=f"1.{A}", milliseconds=60_000)
-    ).verdict is Verdict.FENCED
+    assert await renew(scripts, f"1.{A}") == 0
     assert await is_free(redis)
+
+
+async def test_of_many_those_of_the_caller_are_renewed(redis: Redis, scripts: Scripts) -> None:
+    await take(scripts, A, milliseconds=5_000)
+    others = [keys.lease(1, number) for number in (2, 3)], [keys.record(1, number) for number in (2, 3)]
+    await redis.hset(others[1][0], "token", f"1.{B}")
+    outcome = await scripts.renew_leases(
+        lease=[others[0][0], LEASE, others[0][1]],
+        record=[others[1][0], RECORD, others[1][1]],
+        milliseconds=90_000,
+        token=[f"1.{C}", f"1.{A}", f"1.{C}"],
+    )
+    assert outcome == (Verdict.APPLIED, (0, 1, 0))
+    assert await redis.pttl(LEASE) > 60_000
+    assert await redis.exists(*others[0]) == 0
 
 
 async def test_a_dropped_one_is_free_and_nobodys(redis: Redis, scripts: Scripts) -> None:

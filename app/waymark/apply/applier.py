@@ -50,9 +50,6 @@ from waymark.store.stream_fields import MISSING
 
 log = logging.getLogger(__name__)
 
-#: The number of shards asked at each renewal whether they have lost writes.
-_SHARDS_ASKED = 16
-
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
@@ -89,7 +86,7 @@ class Applier:
         """The counters of the record, as totals. Some count applied blocks, others received ones."""
         self._store = store
         self.bounding = Bounding(resolver, metrics, self.new_life, self._note_entries)
-        self.slices = SliceRunner(between=self._keep_lease if is_patient else None)
+        self.slices = SliceRunner()
         self.calls = RedisCalls(metrics, self.slices.begin, is_patient=is_patient)
         self.pool_hashes = PoolHashes(
             grant,
@@ -106,10 +103,7 @@ class Applier:
         self._pool_hashes_max = pool_hashes_max
         self._counts = Counts(resolver, counters, metrics)
         self._staged: list[NewHolder] = []
-        self._asked = 0
         self._has_singles = False
-        self._lease_at = time.monotonic()
-        """The time at which the lease was last taken or renewed."""
 
     def happened(self, kind: ActivityKind, detail: str = "") -> None:
         """Add an entry about the publisher to the activity list."""
@@ -147,7 +141,6 @@ class Applier:
         # Until the new watermark is written, a worker that takes over applies every portion again.
         for portion in portions:
             await self._apply(portion, moves, None, {})
-            await self._keep_lease()
         await self._apply(last, moves, commit, event_ids)
         self._counts.applied(batches, parts, plan.gaps, time.perf_counter() - began)
 
@@ -179,7 +172,7 @@ class Applier:
         self, parts: Sequence[Part], moves: Moves, commit: Commit | None, event_ids: Mapping[int, int]
     ) -> None:
         index = self._store.index
-        hold = self._hold if self.calls.is_patient else None
+        hold = self.check_lease if self.calls.is_patient else None
         verdict = await self.calls.answered(
             lambda: index.apply(self.grant, parts, moves, commit, event_ids, hold=hold, is_staged=self._is_staged)
         )
@@ -222,33 +215,18 @@ class Applier:
         """Note for so long that the engine cannot be reached, or with 0 that it can."""
         await self.calls.accepted(lambda: self._store.records.note_health(self.grant, milliseconds=milliseconds))
 
-    async def renew(self, seconds: float) -> None:
-        """Renew the lease for ``seconds``, and check that Redis has lost no writes. Raises Fenced."""
-        self._lease_at = time.monotonic()
-        await self.calls.accepted(lambda: self._store.leases.renew(self.grant, seconds))
-        other_shards = range(1, self.grant.shards)
-        few = [
-            other_shards[(self._asked + i) % len(other_shards)] for i in range(min(_SHARDS_ASKED, len(other_shards)))
-        ]
-        self._asked += len(few)
-        lost_shards = await self.calls.answered(lambda: self._store.index.has_lost(self.grant, [0, *few]))
-        if 0 in lost_shards:
+    async def check_lease(self) -> None:
+        """Raise Fenced if the last renewal has found that another worker has the stream, or that Redis has lost writes.
+
+        Raise RecordDamaged if it could not read the record.
+        """
+        renewal = self.grant.renewal
+        if renewal.error is not None:
+            raise renewal.error
+        if renewal.is_fenced or 0 in renewal.lost_shards:
             raise Fenced  # the record is on shard 0 and shows the same loss to the next applier
-        if lost_shards:
+        if renewal.lost_shards:
             await self._lost()
-
-    async def _hold(self) -> None:
-        """Renew the lease while a call waits: no other task renews it during that time."""
-        now = time.monotonic()
-        if now - self._lease_at > self.grant.seconds / 4:
-            if not await self._store.leases.renew(self.grant, self.grant.seconds):
-                raise Fenced
-            self._lease_at = now
-
-    async def _keep_lease(self) -> None:
-        """Renew the lease in the middle of a long batch."""
-        if self.calls.is_patient:
-            await self.calls.answered(self._hold)
 
     async def _lost(self) -> None:
         """End the life, because a shard has lost writes.

@@ -25,7 +25,7 @@ from waymark.store.takeover import Takeover
 
 T = TypeVar("T")
 
-#: Hashes between two renewals of the lease. Redis needs less than 10 ms for them.
+#: Hashes in one call of ``keep``. Redis needs less than 10 ms for them.
 _KEPT_AT_ONCE: Final = 4096
 _PAUSE_SECONDS: Final = (1.0, 8.0)
 """The shortest and the longest pause between two look-ups of waiting objects. The pause doubles until one is found."""
@@ -77,6 +77,13 @@ class PoolHashes:
         if self.is_wanted:
             await self._keep(await self._slices.run(_reported(parts)))
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether ``tick`` has something to do, now or after a pause."""
+        if self._resolver.registration.scope == "shared":
+            return bool(self._resolver.objects)
+        return self.is_wanted != (KEPT in self._resolver.flags)
+
     async def tick(self, watermark: int | None) -> None:
         """Between folds: look up the waiting objects of a pool, or keep hashes of an engine's older blocks.
 
@@ -118,9 +125,9 @@ class PoolHashes:
 
     async def _keep_older(self) -> None:
         """Keep some hashes of the blocks that this life had before they were wanted."""
-        flags = self._resolver.flags
-        if self.is_wanted == (KEPT in flags):
+        if not self.is_at_work:
             return
+        flags = self._resolver.flags
         if not self.is_wanted:
             # Nobody names blocks by them now, so hashes of new blocks are not kept.
             self._blocks = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -67,11 +67,7 @@ class LoopTurns:
 class SliceRunner:
     """Runs sliced work of one stream, and pauses when ``SLICE_SECONDS`` have passed since the last pause."""
 
-    def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, between: Callable[[], Awaitable[None]] | None = None
-    ) -> None:
-        """``between`` is awaited in each pause; it renews the lease during a long batch."""
-        self._between = between
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._until = 0.0
 
@@ -93,8 +89,6 @@ class SliceRunner:
                 await self.pause()
 
     async def pause(self) -> None:
-        """Let the event loop run other callbacks, and renew the lease if it is due."""
+        """Let the event loop run other callbacks."""
         await LoopTurns.of_loop().next()
-        if self._between is not None:
-            await self._between()
         self.begin()

@@ -64,6 +64,10 @@ class EventSource:
             return
         self._news.clear()
 
+    def wake(self) -> None:
+        """End the present wait, or the next one."""
+        self._news.set()
+
     def take(self, limit: int) -> list[ServerSentEvent]:
         """Return at most ``limit`` of the events, oldest first."""
         events = [self._events.popleft() for _ in range(min(limit, len(self._events)))]

@@ -37,6 +37,9 @@ class ServedStream(Protocol):
     async def run(self) -> None:
         """Run until cancelled, or until another worker has the stream."""
 
+    def wake(self) -> None:
+        """End a wait of ``run`` for events."""
+
 
 ServedPair = tuple[ServedStream, Resolver]
 

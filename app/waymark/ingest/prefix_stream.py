@@ -55,7 +55,6 @@ class PrefixStream:
         metrics: Metrics,
         state: StreamRecord,
         *,
-        lease_seconds: float,
         publisher_timeout: float,
     ) -> None:
         registration = applier.grant.claim.registration
@@ -69,7 +68,6 @@ class PrefixStream:
         """The label of the publisher in metrics."""
         self._registration = registration
         self._options = registration.prefixes
-        self._lease_seconds = lease_seconds
         self._publisher_timeout = publisher_timeout
         self._last_event_id = state.last_event_id
         pause = PAUSE_SECONDS if interval is None else interval / 1000
@@ -90,7 +88,6 @@ class PrefixStream:
             self._degrade(RECONNECTED)
         self._is_lost = state.status is StreamStatus.LOST
         self._down_since: float | None = None
-        self._renewed = time.monotonic()
         self._reported = float("-inf")
         self._facts: Facts = {}
         self._counts: dict[str, int] = {}
@@ -131,6 +128,10 @@ class PrefixStream:
             self._metrics.kv_consumer_connected.remove(backend=self._backend)
             reading.cancel()
             await asyncio.wait([reading])
+
+    def wake(self) -> None:
+        """End the present wait for events."""
+        self._source.wake()
 
     @property
     def _name(self) -> str:
@@ -234,9 +235,7 @@ class PrefixStream:
 
     async def _tick(self) -> None:
         now, source = time.monotonic(), self._source
-        if now - self._renewed > self._lease_seconds / 4:
-            self._renewed = now
-            await self._applier.renew(self._lease_seconds)
+        await self._applier.check_lease()
         self._count_source()
         self._reasons = {reason: end for reason, end in self._reasons.items() if end > now}
         await self._note_health(now)

@@ -164,7 +164,7 @@ class AttemptResult(StrEnum):
 class ReplayAttempt:
     """One replay of one stream, in a few requests at most. Another stream may need its place before it ends.
 
-    ``between_portions`` is awaited between portions; it renews the lease during a long replay.
+    ``between_portions`` is awaited between portions; it checks the lease during a long replay.
     """
 
     def __init__(

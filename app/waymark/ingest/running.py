@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ from waymark.domain.status import StreamStatus
 from waymark.engines import Ceilings, decoder
 from waymark.ingest.frames import FrameRoom
 from waymark.ingest.gauges import ServedStream
+from waymark.ingest.lease_keeper import LeaseKeeper
 from waymark.ingest.life import Life
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.prefix_stream import PrefixStream
@@ -86,9 +88,18 @@ class Running:
     def see(self, registered_ranks: frozenset[int], *, keeps_hashes: bool = False) -> None:
         """Pass on which ranks of the instance have a stream of their own now, and whether its hashes are kept."""
         self.registered_ranks, self.keeps_hashes = registered_ranks, keeps_hashes
-        if self.applier is not None:
-            self.applier.resolver.registered_ranks = registered_ranks
-            self.applier.pool_hashes.is_wanted = keeps_hashes
+        applier = self.applier
+        if applier is None:
+            return
+        if (applier.resolver.registered_ranks, applier.pool_hashes.is_wanted) != (registered_ranks, keeps_hashes):
+            applier.resolver.registered_ranks = registered_ranks
+            applier.pool_hashes.is_wanted = keeps_hashes
+            self.wake()
+
+    def wake(self) -> None:
+        """Let the stream look at once at what has changed around it."""
+        if self.stream is not None:
+            self.stream.wake()
 
 
 class StreamRunner:
@@ -106,6 +117,7 @@ class StreamRunner:
         self._options = options
         self.places = places
         self._room = FrameRoom(_ROOM_BUFFERS * options.stream.stream_buffer_bytes)
+        self.leases = LeaseKeeper(store, options.stream.lease_seconds)
         self._starts = asyncio.Semaphore(_STARTS_MAX)
         self._errors: dict[PublisherName, str] = {}
         """Why streams stopped the last time."""
@@ -115,6 +127,7 @@ class StreamRunner:
         claim = running.claim
         name = claim.registration.name
         grant: Grant | None = None
+        kept = ExitStack()
         try:
             async with self._starts:
                 # This step is not interrupted. It undoes its work if the claim is gone, which no other part would do.
@@ -123,6 +136,7 @@ class StreamRunner:
                 last_worker = await self._store.leases.last_worker(claim)
                 grant = await self._take(claim)
                 if grant is not None:
+                    kept.enter_context(self.leases.keeping(grant, running.wake))
                     self._metrics.leases_taken.inc()
                     if last_worker not in (None, self._options.worker_id):
                         self._metrics.takeovers.inc()
@@ -145,6 +159,7 @@ class StreamRunner:
             if self._is_another(name, repr(exc)):
                 log.exception("stream failed, will be restarted", extra=fields(stream=str(name)))
         finally:
+            kept.close()
             if grant is not None:
                 await self._give_back(grant)
 
@@ -182,7 +197,6 @@ class StreamRunner:
                 self._asker,
                 self._metrics,
                 state,
-                lease_seconds=options.stream.lease_seconds,
                 publisher_timeout=options.stream.publisher_timeout,
             )
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -36,6 +37,8 @@ from waymark.ingest.subscriber import UNREACHABLE_MILLISECONDS, Subscriber
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
+#: How long a stream stays at that pace after its last news, and how often it looks at itself from then on.
+_BUSY_SECONDS, _SILENT_SECONDS = 2.5, 5.0
 _SETTLE_TRIES = 2
 
 BYTES_PER_SECOND_MIN = 16_384
@@ -131,7 +134,8 @@ class Stream:
         now = time.monotonic()
         self._heard = now
         self._down_since: float | None = now
-        self._renewed = now
+        self._news = now
+        """When there were frames, or another state of the connection, the last time."""
         self._noted = float("-inf")
         """When it was noted last that the engine cannot be reached."""
         self._reached = 0
@@ -148,7 +152,8 @@ class Stream:
         try:
             async with self._subscriber:
                 while True:
-                    await self._subscriber.wait(_TICK_SECONDS)
+                    if await self._subscriber.wait(self._wait_seconds()):
+                        self._news = time.monotonic()
                     if self._replaying.is_due or self._is_beginning_due:
                         await self._run_replay()
                     if self._received.take(self._options.fold_batches):
@@ -171,6 +176,10 @@ class Stream:
         finally:
             self._replaying.drop()
 
+    def wake(self) -> None:
+        """End the present wait for frames."""
+        self._subscriber.wake()
+
     @property
     def applier(self) -> Applier:
         return self._life.applier
@@ -184,6 +193,25 @@ class Stream:
     def buffered(self) -> tuple[int, int]:
         """(bytes, frames) that were received and are not applied yet."""
         return self._subscriber.buffered_bytes, self._subscriber.buffered_frames
+
+    def _wait_seconds(self) -> float:
+        """Return how long to wait for news. A stream whose engine is silent, and that waits for nothing else, costs a
+        worker next to nothing.
+        """
+        now, life, applier = time.monotonic(), self._life, self._life.applier
+        is_busy = (
+            now - self._news < _BUSY_SECONDS
+            or not (self._subscriber.is_connected or life.is_lost)
+            or self._replaying.is_waiting
+            or life.is_open
+            or (self._snapshots is not None and life.wants_snapshot)
+            or bool(applier.resolver.generations)
+            or applier.pool_hashes.is_at_work
+        )
+        if is_busy:
+            return _TICK_SECONDS
+        probe_at = self._heard + self._options.probe_seconds if self._registration.can_replay else math.inf
+        return min(max(_TICK_SECONDS, probe_at - now), _SILENT_SECONDS)
 
     def _is_probe_due(self) -> bool:
         """Return whether frames were missing for long, or dropped: without a later frame, a gap does not show the
@@ -201,15 +229,15 @@ class Stream:
         return is_open and self._received.is_unbroken and self._pauses.is_beginning_due
 
     async def _tick(self) -> None:
-        """Renew the lease and report the status; called several times a second, also during a long replay."""
+        """Check the lease and report the status; called several times a second unless the stream is silent, also during
+        a long replay.
+        """
         now = time.monotonic()
         life, options = self._life, self._options
+        await life.applier.check_lease()
         await life.yield_ranks()
         await life.applier.bounding.check()
         await life.applier.pool_hashes.tick(life.acknowledged)
-        if now - self._renewed > options.lease_seconds / 4:
-            self._renewed = now
-            await life.applier.renew(options.lease_seconds)
         if self._subscriber.is_connected:
             self._down_since = None
         elif self._down_since is None:

@@ -69,6 +69,7 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._listen())
+                tasks.create_task(self._runner.leases.keep_renewing())
                 tasks.create_task(
                     keep_sweeping(
                         self._store,

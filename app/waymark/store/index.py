@@ -27,8 +27,8 @@ CALL_BYTES = 65_536
 _PART_COST = 8
 
 
-RenewLease = Callable[[], Awaitable[None]]
-"""Called repeatedly while a call waits to be sent, to renew the lease."""
+HoldLease = Callable[[], Awaitable[None]]
+"""Called repeatedly while a call waits to be sent; it raises an error if the lease is lost."""
 
 
 class Index:
@@ -56,7 +56,7 @@ class Index:
         commit: Commit | None,
         event_ids: Mapping[int, int] | None = None,
         *,
-        hold: RenewLease | None = None,
+        hold: HoldLease | None = None,
         is_staged: bool = False,
     ) -> Verdict:
         """Apply parts in order and then, with ``commit``, move the watermark.
@@ -101,7 +101,7 @@ class Index:
         return outcome.verdict
 
     async def _apply_wave(
-        self, grant: Grant, parts: Sequence[Part], moves: Moves, hold: RenewLease | None, is_staged: bool
+        self, grant: Grant, parts: Sequence[Part], moves: Moves, hold: HoldLease | None, is_staged: bool
     ) -> Verdict:
         """Apply parts on their shards: on shard 0, and then on the others in parallel."""
         by_shard: dict[int, list[Part]] = {}
@@ -132,7 +132,7 @@ class Index:
         moves: Moves,
         commit: Commit | None,
         events: Sequence[Arg] = (),
-        hold: RenewLease | None = None,
+        hold: HoldLease | None = None,
         is_staged: bool = False,
     ) -> Verdict:
         calls = ApplyCalls(parts, moves, keys.block_prefix(grant.group_id, shard))
@@ -164,7 +164,7 @@ class Index:
         record: str | None,
         commit: Commit | None,
         events: Sequence[Arg],
-        hold: RenewLease | None,
+        hold: HoldLease | None,
     ) -> Outcome:
         prefix = keys.block_prefix(grant.group_id, shard)
         call = partial(
@@ -191,19 +191,22 @@ class Index:
         async with self._pacer.admit(self._client.place(prefix), blocks, hold):
             return await call()
 
-    async def has_lost(self, grant: Grant, shards: Iterable[int]) -> list[int]:
-        """Return which of ``shards`` have lost writes that they acknowledged under ``grant``."""
-        expected = {shard: grant.calls.get(shard, 0) for shard in shards}
-        replies = await self._client.each(
-            ("HMGET", keys.fence(grant.group_id, shard), grant.publisher, f"calls:{grant.publisher}")
-            for shard in expected
-        )
-        # A shard without a token came back empty, or the publisher is gone. In the second case its record is gone, too.
-        return [
-            shard
-            for (shard, calls), (token, now) in zip(expected.items(), replies, strict=True)
-            if token is None or _calls_of(now) < calls
-        ]
+    async def has_lost(self, grants: Sequence[Grant], shards: Iterable[int]) -> list[set[int]]:
+        """Return for each of ``grants``, all of one group, which of ``shards`` have lost writes that they acknowledged
+        under it.
+        """
+        asked = list(shards)
+        expected = [[grant.calls.get(shard, 0) for grant in grants] for shard in asked]
+        fields = [field for grant in grants for field in (grant.publisher, f"calls:{grant.publisher}")]
+        replies = await self._client.each(("HMGET", keys.fence(grants[0].group_id, shard), *fields) for shard in asked)
+        lost_shards: list[set[int]] = [set() for _ in grants]
+        for shard, calls, reply in zip(asked, expected, replies, strict=True):
+            for i, (token, now) in enumerate(zip(reply[::2], reply[1::2], strict=True)):
+                # A shard without a token came back empty, or the publisher is gone. In the second case its record is
+                # gone, too.
+                if token is None or _calls_of(now) < calls[i]:
+                    lost_shards[i].add(shard)
+        return lost_shards
 
 
 def _calls_of(raw: bytes | None) -> int:

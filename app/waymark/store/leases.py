@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from waymark.base.errors import RecordDamaged, StoreUnavailable
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.holder_tables import holders_of
 from waymark.store.parsing import lenient_text
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Outcome, Scripts, Verdict
+
+#: Leases of one call, which takes Redis less than a millisecond.
+_RENEWED_AT_ONCE = 256
 
 
 def random_nonce() -> str:
@@ -33,6 +37,18 @@ class HolderChange:
     nonce: str = ""
     wants_repair: bool = False
     """Somebody has asked for a repair of the stream, and no snapshot has come since."""
+
+
+@dataclass(slots=True)
+class Renewal:
+    """What the last renewal of a lease has found."""
+
+    is_fenced: bool = False
+    """Another worker has the stream, or the publisher is gone."""
+    lost_shards: set[int] = field(default_factory=set)
+    """The shards that have lost writes which they acknowledged under the grant."""
+    error: StoreUnavailable | None = None
+    """Why this lease could not be renewed, if the reason is its own record."""
 
 
 class PublisherIds(Protocol):
@@ -73,8 +89,7 @@ class Grant:
     moved_shards: set[int] = field(default_factory=set, compare=False, repr=False)
     """The shards other than 0 whose number of calls is not in the record yet. It is written with the next watermark."""
     change: HolderChange = field(default_factory=HolderChange, compare=False, repr=False)
-    seconds: float = 0.0
-    """How long the lease lasts unless it is renewed."""
+    renewal: Renewal = field(default_factory=Renewal, compare=False, repr=False)
     is_forgotten: bool = False
     """A shard had no token of the publisher: the publisher is new, or the shard has come back empty."""
 
@@ -93,6 +108,12 @@ class Grant:
         says.
         """
         return self.is_forgotten or any(self.calls.get(shard, 0) < calls for shard, calls in shard_calls.items())
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a renewal has found anything but a lease that goes on."""
+        renewal = self.renewal
+        return renewal.is_fenced or bool(renewal.lost_shards or renewal.error) or self.change.wants_repair
 
     @property
     def counter(self) -> int:
@@ -144,7 +165,7 @@ class Leases:
         lease = await self.take_for(claim, worker, seconds, force=force)
         if lease is None:
             return None
-        return Grant(claim, lease.token, lease.above, lease.calls, seconds=seconds, is_forgotten=is_forgotten)
+        return Grant(claim, lease.token, lease.above, lease.calls, is_forgotten=is_forgotten)
 
     async def take_for(
         self, ids: PublisherIds, worker: str, seconds: float, *, force: bool = False
@@ -212,16 +233,49 @@ class Leases:
         return holder if counter is None else None
 
     async def renew(self, grant: Grant, seconds: float) -> bool:
-        """Renew the lease for ``seconds``; False if another worker has the stream.
+        """Renew one lease for ``seconds``; False if another worker has the stream."""
+        await self._renew([grant], seconds)
+        return not grant.renewal.is_fenced
 
-        ``grant.change`` says afterwards whether a repair is asked for.
+    async def renew_all(self, grants: Iterable[Grant], seconds: float) -> None:
+        """Renew leases for ``seconds``, those of a group in few calls.
+
+        ``grant.renewal`` and ``grant.change`` say afterwards what was found for each. Raises StoreUnavailable.
         """
-        outcome = await self._scripts.renew_lease(
-            lease=grant.lease, record=grant.record, token=grant.token, milliseconds=max(1, int(seconds * 1000))
+        by_group: dict[int, list[Grant]] = {}
+        for grant in grants:
+            by_group.setdefault(grant.group_id, []).append(grant)
+        await asyncio.gather(
+            *(
+                self._renew_some(of_group[start : start + _RENEWED_AT_ONCE], seconds)
+                for of_group in by_group.values()
+                for start in range(0, len(of_group), _RENEWED_AT_ONCE)
+            )
         )
-        if outcome.is_applied:
-            grant.change.wants_repair = outcome.numbers[0] == 1
-        return outcome.is_applied
+
+    async def _renew_some(self, grants: Sequence[Grant], seconds: float) -> None:
+        try:
+            await self._renew(grants, seconds)
+        except StoreUnavailable as exc:
+            if len(grants) > 1:
+                # A damaged record, or a slot that is being moved, must not cost the other streams their leases.
+                await asyncio.gather(*(self._renew_some([grant], seconds) for grant in grants))
+            elif isinstance(exc, RecordDamaged):
+                grants[0].renewal.error = exc
+            else:
+                raise
+
+    async def _renew(self, grants: Sequence[Grant], seconds: float) -> None:
+        outcome = await self._scripts.renew_leases(
+            lease=[grant.lease for grant in grants],
+            record=[grant.record for grant in grants],
+            milliseconds=max(1, int(seconds * 1000)),
+            token=[grant.token for grant in grants],
+        )
+        for grant, state in zip(grants, outcome.numbers, strict=True):
+            grant.renewal.is_fenced = not state
+            if state:
+                grant.change.wants_repair = state == 2
 
     async def drop(self, grant: Grant) -> None:
         """Release the lease, so that another worker can take it at once."""

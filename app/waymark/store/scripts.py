@@ -184,8 +184,10 @@ class Scripts:
     ) -> Outcome:
         return await self._run("take_lease", locals())
 
-    async def renew_lease(self, *, lease: str, record: str, token: str, milliseconds: int) -> Outcome:
-        return await self._run("renew_lease", locals())
+    async def renew_leases(
+        self, *, lease: Sequence[str], record: Sequence[str], milliseconds: int, token: Sequence[str]
+    ) -> Outcome:
+        return await self._run("renew_leases", locals())
 
     async def drop_lease(self, *, lease: str, record: str, token: str) -> Outcome:
         return await self._run("drop_lease", locals())
@@ -423,9 +425,7 @@ class Scripts:
     async def note_activity(self, *, activity: str, length: int, entry: Sequence[bytes]) -> Outcome:
         return await self._run("note_activity", locals())
 
-    async def keep_decisions(
-        self, *, decisions: str, length: int, keep_ms: int, entry: Sequence[str | bytes]
-    ) -> Outcome:
+    async def keep_decisions(self, *, decisions: str, length: int, keep_ms: int, entry: Sequence[Arg]) -> Outcome:
         return await self._run("keep_decisions", locals())
 
     async def find_answer(self, *, answers: str, kept: str, due: str, name: str) -> tuple[Verdict, bytes, bytes]:

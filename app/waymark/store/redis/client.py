@@ -403,7 +403,7 @@ def _parameters(text: str) -> tuple[Parameter, ...]:
 REPEATABLE = frozenset({"apply_rows", "release", "end_overdue", "reserve", "match_placements"})
 """Scripts that may run twice for one call. Each skips the steps that are done already, or only reads."""
 TOGETHER = frozenset(
-    {"begin_publisher", "claim_publisher", "new_ids", "raise_fence", "renew_lease", "take_lease", "write_record"}
+    {"begin_publisher", "claim_publisher", "new_ids", "raise_fence", "renew_leases", "take_lease", "write_record"}
 )
 """Scripts that a worker calls for thousands of streams at once: their calls share round trips."""
 SCRIPTS: dict[str, Script] = {

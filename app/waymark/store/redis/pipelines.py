@@ -1,7 +1,7 @@
 """Sends the commands of many callers in few round trips: commands that arrive during a round trip go with the next.
 
-A worker has thousands of streams, and each renews its lease every few seconds. A connection for each call would be
-more than a pool has, so that callers fail that Redis would have answered.
+A worker has thousands of streams, which begin and report at the same time. A connection for each call would be more
+than a pool has, so that callers fail that Redis would have answered.
 """
 
 from __future__ import annotations

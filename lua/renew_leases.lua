@@ -1,0 +1,25 @@
+-- renew_leases(lease*, record*; milliseconds, token*) -> {verdict, state*}
+--
+-- Extend the leases of publishers of one group. A lease that ran out is taken again, if no other worker has taken it
+-- meanwhile.
+--
+-- KEYS  lease*        string, PX  the tokens of the workers that have the leases
+--       record*       hash        the records of the same publishers; `repair`: somebody asks for a repair
+-- ARGV  milliseconds  how long the leases last from now
+--       token*        the caller's token for each publisher
+--
+-- {'applied', state*}  for each publisher: 0 if another worker has the stream, or the publisher is gone, and nothing was
+--                      written; 1 if the caller has the lease; 2 if a repair is asked for, too
+-- {'fenced', state*}   the same, and each is 0
+
+local reply, count = {'fenced'}, #KEYS / 2
+for i = 1, count do
+  local held = redis.call('HMGET', KEYS[count + i], 'token', 'repair')
+  if held[1] ~= ARGV[1 + i] then
+    reply[1 + i] = 0
+  else
+    redis.call('SET', KEYS[i], held[1], 'PX', ARGV[1])
+    reply[1], reply[1 + i] = 'applied', held[2] and 2 or 1
+  end
+end
+return reply
