@@ -44,6 +44,12 @@ class ApiServer(Attacker):
         await self.stack.enter_async_context(listening(engine.handler, self.target["engine_port"]))
         self._true = 0
 
+    def _true_pod(self) -> dict[str, Any]:
+        """The latest pod of an address that all of them have in turn: of two, the one that started later counts."""
+        return pod(
+            f"true-{self._true}", "127.0.0.1", started=f"2026-01-01T{self._true // 60:02}:{self._true % 60:02}:02Z"
+        )
+
     @staticmethod
     def _is_watch(path: str) -> bool:
         return "watch" in parse_qs(urlsplit(path).query)
@@ -53,8 +59,8 @@ class ApiServer(Attacker):
             await asyncio.sleep(0.2)
             # Whoever has listed lies, and watches now, is told by the watch.
             mark = event("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": "2"}})
-            return watched(event("ADDED", pod(f"true-{self._true}", "127.0.0.1")) + mark)
-        return [http(pods(pod(f"true-{self._true}", "127.0.0.1")))]
+            return watched(event("ADDED", self._true_pod()) + mark)
+        return [http(pods(self._true_pod()))]
 
     async def _lie(self, lists: Answer, watches: Answer | None = None, *, most: int = REQUESTS_MAX) -> None:
         """Say this for a while, then the truth, which has to be known soon."""
