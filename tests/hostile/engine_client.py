@@ -20,6 +20,9 @@ from tests.patience import within
 END = b"\xff" * 8
 #: Numbers at and beyond the bounds of every type that a field could have.
 NUMBERS = [0, 1, -1, 2**31, 2**32, 2**53, 2**63 - 1, -(2**63), 2**64 - 1, 1.5, float("nan"), float("inf"), True, None]
+#: What a publisher says before its first frame: ZMTP 3.0 without security, and its command READY.
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
+READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
 TEXTS = ["", "x" * 5000, "a\x00b", "a|b", "a\nb", "é" * 100, "\U0001f600", "../..", "%s", "{}"]
 
 
@@ -202,8 +205,6 @@ class EngineClient(Attacker):
     async def a_peer_that_speaks_another_protocol(self) -> None:
         """Sockets that answer a subscriber with anything but ZMTP, or with frames of 2^62 bytes."""
         pick = self.random
-        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
-        ready = b"\x04\x29\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB\x08Identity\x00\x00\x00\x00"
         accepted = 0
 
         async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -214,11 +215,11 @@ class EngineClient(Attacker):
                     b"",
                     b"HTTP/1.1 200 OK\r\n\r\n",
                     os.urandom(1000),
-                    greeting + os.urandom(100),
-                    greeting + ready + b"\x02" + (2**62).to_bytes(8, "big") + bytes(10_000),
-                    greeting + ready + b"\x01\x00" * 50_000,
-                    greeting + ready + b"\x03" + (2**26).to_bytes(8, "big") + bytes(1000),
-                    greeting + b"\x06" + b"\xff" * 8 + bytes(100),
+                    GREETING + os.urandom(100),
+                    GREETING + READY + b"\x02" + (2**62).to_bytes(8, "big") + bytes(10_000),
+                    GREETING + READY + b"\x01\x00" * 50_000,
+                    GREETING + READY + b"\x03" + (2**26).to_bytes(8, "big") + bytes(1000),
+                    GREETING + b"\x06" + b"\xff" * 8 + bytes(100),
                 ]
             )
             writer.write(said)
