@@ -183,7 +183,7 @@ async def test_an_engine_that_fails_is_asked_after_pauses_that_double_until_it_a
     store: Store, make_client: MakeClient, register: Any, engines: list[Engine]
 ) -> None:
     await make_client(store)
-    engine, seconds, pauses = engines[0], 0.02, 7
+    engine, seconds, pauses = engines[0], 0.02, 5
     engine.status = 503
     await register("a", address=engine.url)
     claims = await store.directory.claims()

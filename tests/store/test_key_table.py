@@ -390,9 +390,10 @@ async def _is_gone(redis: Redis, key: str) -> bool:
     return not await redis.exists(key)
 
 
-async def test_a_life_of_two_groups_and_the_table_agree_in_both_directions(redis: Redis, key_table: KeyTable) -> None:
-    watched = Watched(redis, key_table)
-    await live(watched, redis)
+async def test_a_life_of_two_groups_and_the_table_agree_in_both_directions(redis_url: str, key_table: KeyTable) -> None:
+    async with Redis.from_url(redis_url, protocol=2) as redis:
+        watched = Watched(redis, key_table)
+        await live(watched, redis)
     assert watched.scripts == SCRIPTS.keys()
     assert watched.strangers == set()
     assert [str(row) for row in key_table.rows if row not in watched.written] == []
