@@ -341,3 +341,20 @@ async def test_a_text_and_messages_are_made_into_tokens(
     for wrong in ("{", "1", "{}"):
         with pytest.raises(InvalidValue, match="--messages"):
             await waymark("inspect", "prompt", "--model", "m", "--messages", wrong, tokenizers_dir=tmp_path)
+
+
+async def test_of_many_who_have_the_next_block_five_are_named(store: Store, redis: Redis, waymark: Run) -> None:
+    for i in range(9):
+        stream = await stream_of(store, redis, registration(f"pod-{i}"))
+        (own,) = await stream.begin("0 GPU")
+        await stream.apply(stored(own, blocks(PROMPT)[: i + 1]))
+    lost = await stream_of(store, redis, registration("pod-9"))
+    (own,) = await lost.begin("0 GPU")
+    await lost.apply(stored(own, blocks(PROMPT)))
+    await store.records.set_lost(lost.grant, is_lost=True)
+    text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))
+    five = '"pod-8", "pod-7", "pod-6", "pod-5", "pod-4"'
+    assert f"1 of 10 blocks; block 1 is next, and {five} and 3 more have it" in text
+    assert f"4 of 10 blocks; block 4 is next, and {five} have it" in text
+    assert '8 of 10 blocks; block 8 is next, and "pod-8" has it' in text
+    assert '9 of 10 blocks; block 9 is next, and no instance has it except "pod-9" (not counted)' in text

@@ -6,6 +6,7 @@ tenants.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +50,10 @@ async def explain(
     table = await inspector.table(group) or nobody(group)
     holding = await hold(inspector, group, table, prompt, block_size)
     states = await inspector.states(claims)
-    of_instances = why.of_instances(holding, states) | why.ends(holding)
+    reasons_of_streams = why.of_instances(holding, states)
+    await asyncio.sleep(0)
+    of_instances = reasons_of_streams | why.ends(holding)
+    await asyncio.sleep(0)
     reasons = [] if holding.best else await why.of_prompt(inspector, prompt, holding, table, groups, states)
     return PromptExplanation(group.name, prompt.count, holding, of_instances, reasons)
 

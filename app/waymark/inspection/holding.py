@@ -19,6 +19,8 @@ from waymark.inspection.prompt import InspectedPrompt
 
 #: Blocks of one lookup; other requests are served between two lookups. A multiple of a piece.
 _STEP_BLOCKS = 512
+#: Blocks, each with all its holders, between two turns of the loop.
+_BLOCKS_A_TURN = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,11 @@ class InstanceLines:
     def runs(self) -> list[tuple[int, int]]:
         """The runs of consecutive blocks that any of its holders has, as (first, how many)."""
         return list(runs(_union(self.holders)))
+
+    @property
+    def counted_runs(self) -> list[tuple[int, int]]:
+        """``runs`` of the holders that count."""
+        return list(runs(_union(line for line in self.holders if not line.not_counted)))
 
     def counts(self, block: int) -> bool:
         """Return whether a holder that counts has the block."""
@@ -101,6 +108,8 @@ async def hold(
     for i, ids in enumerate(holders):
         for holder_id in ids:
             positions.setdefault(holder_id, []).append(i)
+        if not i % _BLOCKS_A_TURN:
+            await asyncio.sleep(0)
     # Every registered instance gets a place, even one without any block.
     lines: dict[tuple[bool, str], list[HolderLine]] = {
         (row.scope == "shared", row.instance_id): [] for row in table.publishers.values()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 
 from waymark.base.shown import shown
 from waymark.domain.hashing import DEFAULT_SEED
@@ -77,21 +77,34 @@ def ends(holding: PromptHoldings) -> dict[str, str]:
     """Return the next block, and its holders, for each instance whose match ends before the prompt does."""
     sentences: dict[str, str] = {}
     sentence_of: dict[int, str] = {}  # by block: many instances may end at the same
+    counts = _counts(holding)
     for lines in holding.instances:
         block = lines.match
         if lines.is_pool or not 0 < block < len(holding.keys):
             continue
         if block not in sentence_of:
-            sentence_of[block] = _who_has(holding, block)
+            sentence_of[block] = _who_has(holding, block, counts[block])
         blocks_behind = sum(first + n - max(first, block) for first, n in lines.runs if first + n > block)
         more = f"; {blocks_behind} of its blocks are behind the missing one and do not count" if blocks_behind else ""
         sentences[lines.instance_id] = f"block {block} is next, and {sentence_of[block]}{more}"
     return sentences
 
 
-def _who_has(holding: PromptHoldings, block: int) -> str:
-    if instance_ids := [candidate.instance_id for candidate in holding.instances if candidate.counts(block)]:
-        return f"{_names(instance_ids)} {'has' if len(instance_ids) == 1 else 'have'} it"
+def _counts(holding: PromptHoldings) -> list[int]:
+    """Return for each block how many instances count for it."""
+    changes = [0] * (len(holding.keys) + 1)
+    for instance in holding.instances:
+        for first, n in instance.counted_runs:
+            changes[first] += 1
+            changes[first + n] -= 1
+    return list(accumulate(changes))
+
+
+def _who_has(holding: PromptHoldings, block: int, count: int) -> str:
+    if count:
+        # Those with the longest match come first, so few are asked.
+        candidates = (instance.instance_id for instance in holding.instances if instance.counts(block))
+        return f"{_names(list(islice(candidates, _NAMES_MAX)), count)} {'has' if count == 1 else 'have'} it"
     uncounted = [
         instance.instance_id for instance in holding.instances if any(block in line.has for line in instance.holders)
     ]
@@ -241,6 +254,8 @@ def last_resort(prompt: InspectedPrompt, states: Sequence[PublisherState]) -> st
     )
 
 
-def _names(names: Sequence[str]) -> str:
+def _names(names: Sequence[str], count: int | None = None) -> str:
+    """Return the first names, of ``count`` in all, or of so many as there are."""
+    count = len(names) if count is None else count
     text = ", ".join(map(shown, names[:_NAMES_MAX]))
-    return text if len(names) <= _NAMES_MAX else f"{text} and {len(names) - _NAMES_MAX} more"
+    return text if count <= _NAMES_MAX else f"{text} and {count - _NAMES_MAX} more"
