@@ -18,6 +18,7 @@ from tests.decide.conftest import MakeSelector
 from tests.decide.test_fleet import fleet_of
 from tests.decide.test_shortlist import state_of
 from tests.store.factories import registration
+from waymark.base import watched_file
 from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
@@ -335,13 +336,36 @@ def test_shadows_are_presets_and_files(tmp_path: Path) -> None:
     assert SelectionOptions.of(Settings()).shadows == ()
 
 
+def test_the_file_of_a_shadow_that_changes_counts_without_a_restart_and_a_wrong_one_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watched_file, "_POLL_SECONDS", 0.0)
+    file = tmp_path / "by-load.yaml"
+    file.write_text(BY_LOAD, encoding="utf-8")
+    (shadow,) = SelectionOptions.of(Settings(shadow=str(file))).shadows
+
+    def scorers() -> int:
+        config = shadow.policy.file
+        assert config is not None
+        return len(config.profiles["default"].scorers)
+
+    assert scorers() == 1
+    before = shadow.policy
+    file.write_text(BY_LOAD.replace("[{pluginRef: active-request-scorer}]", "[]"), encoding="utf-8")
+    assert scorers() == 0
+    after = shadow.policy
+    file.write_text("plugins: [", encoding="utf-8")
+    assert before is not after is shadow.policy
+    assert "shadow file cannot be used" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("lmetrics", r'WAYMARK_SHADOW is "lmetrics".*did you mean lmetric'),
         ("lmetric,lmetric", "name at most 4 different policies"),
         ("sticky,dynamo,lmetric,llm-d,longest", "name at most 4 different policies"),
-        ("./none.yaml", r"WAYMARK_SHADOW ./none.yaml cannot be used"),
+        ("./none.yaml", r"WAYMARK_SHADOW none.yaml cannot be used"),
     ],
 )
 def test_an_unknown_shadow_is_named_at_the_start(text: str, sentence: str) -> None:

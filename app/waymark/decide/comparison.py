@@ -124,7 +124,7 @@ async def compare(decisions: Sequence[KeptDecision]) -> dict[str, Any]:
 
 async def replay(decisions: Sequence[KeptDecision], policies: Sequence[Shadow]) -> dict[str, Any]:
     """Return the outcomes of the decisions, and a row for each of the policies."""
-    by_name = dict(policies)
+    by_name = {each.name: each.policy for each in policies}
     return await _compared(decisions, list(by_name), lambda decision, name: decide_again(decision, by_name[name]))
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 from waymark.base.errors import InvalidValue, SettingsError
 from waymark.base.logs import fields
@@ -26,12 +26,18 @@ log = logging.getLogger(__name__)
 _SHADOWS_MAX = 4
 
 
-class Shadow(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Shadow:
     """A policy that orders the targets of each decision, and decides nothing."""
 
     name: str
     """The name of a preset, or the path of a picker file."""
-    policy: PolicyChoice
+    source: PolicyChoice | WatchedFile[PolicyChoice]
+
+    @property
+    def policy(self) -> PolicyChoice:
+        """The policy; a file is read again when it has changed."""
+        return self.source.entries[0] if isinstance(self.source, WatchedFile) else self.source
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +98,26 @@ def _read_picker(path: Path) -> Sequence[PickerConfig]:
     return [read_file(str(path), "WAYMARK_PICKER_CONFIG")]
 
 
+def _read_shadow(path: Path) -> Sequence[PolicyChoice]:
+    return [PolicyChoice.of(read_file(str(path), "WAYMARK_SHADOW"))]
+
+
 def _shadows(text: str) -> tuple[Shadow, ...]:
     """Read the shadows: names of presets and paths of picker files. Raise ``SettingsError`` for an unknown name."""
     names = [name for each in text.split(",") if (name := each.strip())]
     if len(names) > _SHADOWS_MAX or len(set(names)) < len(names):
         raise SettingsError(f"WAYMARK_SHADOW is {shown(text)}; name at most {_SHADOWS_MAX} different policies")
-    shadows = []
+    shadows = list[Shadow]()
     for name in names:
+        source: PolicyChoice | WatchedFile[PolicyChoice]
         if name in PRESETS or not (set(name) & {"/", "."}):
             try:
-                policy = PolicyChoice.of(preset(name, "WAYMARK_SHADOW"))
+                source = PolicyChoice.of(preset(name, "WAYMARK_SHADOW"))
             except InvalidValue as exc:
                 raise SettingsError(f"{exc.sentence}, or write the path of a picker file") from None
         else:
-            policy = PolicyChoice.of(read_file(name, "WAYMARK_SHADOW"))
-        shadows.append(Shadow(name, policy))
+            source = WatchedFile(Path(name), _read_shadow, "shadow")
+        shadows.append(Shadow(name, source))
     return tuple(shadows)
 
 
