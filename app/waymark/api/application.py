@@ -198,7 +198,11 @@ def _operations(
         DynamoSelect(store, decisions.selector, inputs, gate),
         DynamoLoadHandlers(store, decisions.selector, inputs),
     )
-    admin, placement, policies = Admin(store, settings), PlacementView(store), PoliciesView(store)
+    admin, placement, policies = (
+        Admin(store, settings),
+        PlacementView(store),
+        PoliciesView(store, decisions.selector.shadow_policies),
+    )
     page = Page(is_shown=settings.ui)
     queue = InspectionQueue(settings)
     explanations, inspected = Explanations(store, settings, tokenizer, queue), Inspections(store, settings, queue)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -63,6 +63,10 @@ class ComparedPolicy(Model):
     """The choices of another policy, beside those that were made."""
 
     policy: str
+    is_simulated: bool = Field(
+        description="whether tokens and times are those of a fleet with the caches and queues that its own choices "
+        "leave behind, else of each decision by itself"
+    )
     decisions: int = Field(description="decisions in which it prefers a target")
     differs: int = Field(description="decisions in which it prefers another one")
     none: int = Field(description="further decisions: it preferred no target, failed, or was not asked")
@@ -83,17 +87,20 @@ class PoliciesAnswer(Model):
 class PoliciesView:
     """The handlers."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, shadows: Sequence[Shadow]) -> None:
         self._store = store
+        self._shadows = shadows
         self._one_at_a_time = asyncio.Semaphore(1)
 
     async def compare(self, body: Body) -> Answer:
         seconds = since_seconds(body.path.get("since") or _DEFAULT)
         async with self._one_at_a_time:
-            decisions, unreadable = await self._read(
+            decisions, unreadable, is_one_group = await self._read(
                 body.caller.has, body.path.get("model") or None, body.path.get("tenant") or None, seconds
             )
-            return Answer(await compare(decisions) | {"unreadable": unreadable})
+            return Answer(
+                await compare(decisions, self._shadows, is_one_group=is_one_group) | {"unreadable": unreadable}
+            )
 
     async def replay(self, body: Body) -> Answer:
         request = TryPolicyRequest.of(body.fields)
@@ -108,16 +115,21 @@ class PoliciesView:
             chosen = preset(request.policy or "")
             policy = Shadow(chosen.name, PolicyChoice.of(chosen))
         async with self._one_at_a_time:
-            decisions, unreadable = await self._read(body.caller.has, request.model, request.tenant_id, seconds)
-            return Answer(await replay(decisions, [policy]) | {"unreadable": unreadable})
+            decisions, unreadable, is_one_group = await self._read(
+                body.caller.has, request.model, request.tenant_id, seconds
+            )
+            return Answer(await replay(decisions, [policy], is_one_group=is_one_group) | {"unreadable": unreadable})
 
     async def _read(
         self, has: Callable[[str], bool], model: str | None, tenant_id: str | None, seconds: int
-    ) -> tuple[list[KeptDecision], int]:
-        """Read the newest decisions of the groups that the caller sees, in the order of time."""
+    ) -> tuple[list[KeptDecision], int, bool]:
+        """Read the newest decisions of the groups that the caller sees, in the order of time.
+
+        Also return how many records cannot be read, and whether all decisions are of one group.
+        """
         since_ms = int(1000 * (time.time() - seconds))
         decisions: list[KeptDecision] = []
-        unreadable = 0
+        unreadable = groups = 0
         for group, entry in (await self._store.directory.groups()).items():
             is_meant = model in (None, group.model_name) and tenant_id in (None, group.tenant_id)
             if is_meant and has(group.tenant_id):
@@ -126,9 +138,10 @@ class PoliciesView:
                 )
                 decisions += reading.decisions
                 unreadable += reading.unreadable
+                groups += bool(reading.decisions)
                 # Of many groups no more are held at a time than those of two.
                 decisions = sorted(decisions, key=_time)[-_DECISIONS_MAX:]
-        return decisions, unreadable
+        return decisions, unreadable, groups == 1
 
 
 def _time(decision: KeptDecision) -> Any:

@@ -66,6 +66,8 @@ def parts(answer: dict[str, Any]) -> list[ScreenPart]:
         )
         for row in answer["policies"]
     ]
+    if not answer["policies"][0]["is_simulated"]:
+        drawn.append(text("each decision by itself: the estimates flatter the policy that decided", "yellow"))
     return [*drawn, Grid(("POLICY", *numbers), rows, frozenset(numbers))]
 
 

@@ -1,17 +1,19 @@
 """Other policies over kept decisions: how often they differ, and an estimate of the consequences.
 
-A policy decides again by the kept targets of a decision, with the function that ranks them in every decision.
-The estimate has the tokens that its target should have reused, and the time to the first token
-by the line that the kept decisions with a known time lie on. It does not see that other decisions would have changed
-the caches and the loads of later ones.
+A policy decides again by the kept targets of a decision, with the function that ranks them in every decision. Its
+choices change the caches and the queues that later decisions see, so that it decides in a simulated fleet. If no
+simulated fleet explains the tokens that were found, the estimate takes each decision by itself: the tokens that its
+target should have reused, and the time to the first token by the line that the kept decisions with a known time lie on.
+Such an estimate flatters the policy that decided, because the caches and loads are those that it has made.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -21,6 +23,7 @@ from waymark.decide.policies.policy import Candidate, RoutingRequest
 from waymark.decide.policies.ring import POINTS, Ring
 from waymark.decide.question import HashedPrompt, PolicyChoice, ProfileName, Question, SelectParameters
 from waymark.decide.shadows import preferred, reused, work
+from waymark.decide.simulated_fleet import SimulatedFleet, SimulatedRequest
 from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.names import GroupName
 from waymark.domain.targets import Role
@@ -72,6 +75,7 @@ class PolicySums:
     expected_of_chosen: int = 0
     times: list[float] = field(default_factory=list)
     times_of_chosen: list[float] = field(default_factory=list)
+    is_simulated: bool = False
 
     def add(self, decision: KeptDecision, choice: ShadowChoice | None, lines: FirstTokenLines) -> None:
         if choice is None:
@@ -87,9 +91,26 @@ class PolicySums:
             self.times.append(time)
             self.times_of_chosen.append(time_of_chosen)
 
+    def simulate(
+        self, simulation: Sequence[SimulatedRequest | None], actual: Sequence[SimulatedRequest | None]
+    ) -> None:
+        """Take the figures of a simulated fleet in place of those of single decisions."""
+        pairs = [
+            (own, chosen)
+            for own, chosen in zip(simulation, actual, strict=True)
+            if own is not None and chosen is not None
+        ]
+        self.is_simulated = True
+        self.expected = sum(own.expected for own, _ in pairs)
+        self.expected_of_chosen = sum(chosen.expected for _, chosen in pairs)
+        if self.times:
+            self.times = [own.ttft_ms for own, _ in pairs]
+            self.times_of_chosen = [chosen.ttft_ms for _, chosen in pairs]
+
     def row(self) -> dict[str, Any]:
         return {
             "policy": self.name,
+            "is_simulated": self.is_simulated,
             "decisions": self.decisions,
             "differs": self.differs,
             "none": self.none,
@@ -116,31 +137,62 @@ def outcomes(decisions: Sequence[KeptDecision]) -> dict[str, Any]:
     }
 
 
-async def compare(decisions: Sequence[KeptDecision]) -> dict[str, Any]:
-    """Return the outcomes of the decisions, and a row for each of their shadows."""
+async def compare(
+    decisions: Sequence[KeptDecision], policies: Sequence[Shadow] = (), *, is_one_group: bool = True
+) -> dict[str, Any]:
+    """Return the outcomes of the decisions, and a row for each of their shadows.
+
+    ``policies`` are the shadows whose policies are known; ``is_one_group``: all decisions are of one group.
+    """
     names = {name: None for decision in decisions for name in decision.shadows}
-    return await _compared(decisions, list(names), lambda decision, name: decision.shadows.get(name))
+    policies_by_name = {shadow.name: shadow.policy for shadow in policies if shadow.name in names}
+    return await _compared(
+        decisions,
+        list(names),
+        lambda decision, name: decision.shadows.get(name),
+        policies_by_name if is_one_group else {},
+    )
 
 
-async def replay(decisions: Sequence[KeptDecision], policies: Sequence[Shadow]) -> dict[str, Any]:
+async def replay(
+    decisions: Sequence[KeptDecision], policies: Sequence[Shadow], *, is_one_group: bool = True
+) -> dict[str, Any]:
     """Return the outcomes of the decisions, and a row for each of the policies."""
     by_name = {each.name: each.policy for each in policies}
-    return await _compared(decisions, list(by_name), lambda decision, name: decide_again(decision, by_name[name]))
+    return await _compared(
+        decisions,
+        list(by_name),
+        lambda decision, name: decide_again(decision, by_name[name]),
+        by_name if is_one_group else {},
+    )
 
 
 async def _compared(
     decisions: Sequence[KeptDecision],
     names: Sequence[str],
     choose: Callable[[KeptDecision, str], ShadowChoice | None],
+    policies: Mapping[str, PolicyChoice],
 ) -> dict[str, Any]:
     lines = FirstTokenLines(decisions)
-    sums = [PolicySums(name) for name in names]
+    sums = {name: PolicySums(name) for name in names}
     for at, decision in enumerate(decisions):
         if at % _AT_ONCE == 0:
             await asyncio.sleep(0)
-        for each in sums:
+        for each in sums.values():
             each.add(decision, choose(decision, each.name), lines)
-    return {"chosen": outcomes(decisions), "policies": sorted((each.row() for each in sums), key=_gain)}
+    fleet = SimulatedFleet(decisions)
+    if set(names) == set(policies) and names and fleet.is_possible and await fleet.fit():
+        # Either all rows or no row: the figures of a simulation are not comparable with those of single decisions.
+        actual = await fleet.actual()
+        for name, policy in policies.items():
+            if sums[name].decisions:
+                sums[name].simulate(await fleet.play(partial(_publisher, policy)), actual)
+    return {"chosen": outcomes(decisions), "policies": sorted((each.row() for each in sums.values()), key=_gain)}
+
+
+def _publisher(policy: PolicyChoice, decision: KeptDecision) -> int | None:
+    choice = decide_again(decision, policy)
+    return None if choice is None else choice.publisher
 
 
 def _gain(row: dict[str, Any]) -> tuple[float, float]:

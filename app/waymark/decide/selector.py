@@ -69,6 +69,7 @@ class Selector:
         """``pools`` asks pools without events; None: they count for nothing."""
         self._store = store
         self._options = options
+        self.shadow_policies = options.shadows
         self._metrics = metrics
         self._random = random or Random()
         self.snapshots = SnapshotKeeper(store, options.loads_seconds, options.deadline_seconds, metrics)
