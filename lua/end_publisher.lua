@@ -1,4 +1,4 @@
--- end_publisher(holders, record, lease, dead, load, changes, entries; publisher, token, version, only, holder*) -> {verdict, ended}
+-- end_publisher(holders, record, lease, dead, load, changes, entries, history; publisher, token, version, only, holder*) -> {verdict, ended}
 --
 -- End a publisher: delete its row and all its holders from the table in one step. The fence was raised before.
 --
@@ -10,6 +10,7 @@
 --       changes    zset        the targets whose loads have changed, each by the number of its last change; `ended`: the
 --                              last of those that ended
 --       entries    hash        how many blocks each publisher has, and their sum; deleted with the last publisher
+--       history       zset        blocks of prompts that went to the target
 -- ARGV  publisher  its integer id
 --       token      the token under which the fence was raised
 --       version    a random nonce
@@ -54,6 +55,7 @@ else
   redis.call('DEL', KEYS[6])
 end
 redis.call('DEL', KEYS[2], KEYS[3])
+redis.call('UNLINK', KEYS[8])
 local noted = redis.call('HGET', KEYS[7], ARGV[1])
 if noted then
   redis.call('HDEL', KEYS[7], ARGV[1])

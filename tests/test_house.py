@@ -25,6 +25,7 @@ PACKAGE = ROOT / "app" / "waymark"
 LINES_MAX = 500
 LONG = {
     "base/settings.py": "a table: a field and a sentence for each setting",
+    "store/scripts.py": "a table: a method for each script",
 }
 #: Names of the standard library: nobody else defines them.
 STANDARD_NAMES = {"Sequence", "Path", "Mapping", "Iterable"}

@@ -25,7 +25,7 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import namespace, token_bytes
 from waymark.domain.names import GroupName
 from waymark.domain.pool_keys import PromptIds
-from waymark.domain.targets import Target
+from waymark.domain.targets import Role, Target
 from waymark.store.reservations import Load, ReservationPart
 from waymark.store.store import Store
 
@@ -196,6 +196,48 @@ async def test_a_file_holds_without_tokens_and_without_redis(
     without = [await selector.select(each, TAKING) for each in asked]
     assert {taken(each) for each in without} == {"pod-1", "pod-3"}
     assert all(each.selected.is_degraded for each in without)
+
+
+_HISTORY = """
+kind: EndpointPickerConfig
+plugins:
+- type: prefix-cache-scorer
+  parameters: {lruCapacityPerServer: 12, maxPrefixBlocksToMatch: 8}
+- type: disagg-headers-handler
+- type: always-disagg-pd-decider
+- type: prefill-filter
+- type: decode-filter
+- {type: disagg-profile-handler, parameters: {deciders: {prefill: always-disagg-pd-decider}}}
+schedulingProfiles:
+- {name: prefill, plugins: [{pluginRef: prefill-filter}, {pluginRef: prefix-cache-scorer}]}
+- {name: decode, plugins: [{pluginRef: decode-filter}, {pluginRef: prefix-cache-scorer}]}
+"""
+
+
+async def test_a_prompt_goes_where_its_beginning_went_at_both_stages_and_through_every_replica(
+    store: Store, make_selector: MakeSelector, tmp_path: Path
+) -> None:
+    (tmp_path / "picker.yaml").write_text(_HISTORY)
+    for stage in (Role.PREFILL, Role.DECODE):
+        for number in range(3):
+            target = Target(address=f"http://{stage}-{number}:8000", role=stage)
+            await store.registry.register(registration(f"{stage}-{number}", model_name="llama", target=target))
+    first, second = (make_selector(store, picker_config=str(tmp_path / "picker.yaml"), loads_ms=0) for _ in range(2))
+
+    async def ask(selector: RequestSelector, blocks: int) -> tuple[str, str, float | None]:
+        tokens = list(range(1, 16 * blocks + 1))
+        request = read_request("/v1/completions", {"model": "llama", "prompt": tokens})
+        selected = (await served(selector, request)).selected
+        assert selected.prefill is not None
+        target = selected.target
+        return selected.prefill.candidate.instance_id, target.candidate.instance_id, target.parts["prefix-cache-scorer"]
+
+    prefill, decode, share = await ask(first, 4)
+    assert share == 0
+    for _ in range(4):
+        assert await ask(second, 4) == (prefill, decode, 1.0)
+    assert await ask(first, 8) == (prefill, decode, 0.5)
+    assert await ask(second, 20) == (prefill, decode, 1.0), "eight blocks are looked at"
 
 
 _APART = """

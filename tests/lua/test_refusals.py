@@ -17,6 +17,7 @@ from waymark.store.scripts import Outcome, Scripts, Verdict
 HOLDERS, DEAD, FENCE, WORD = keys.holders(1), keys.dead(1), keys.fence(1, 0), "f" * 16
 BEFORE, CHANGES = "e" * 16, keys.load_changes(1)
 RECORD, LEASE, LOAD, ENTRIES = keys.record(1, 1), keys.lease(1, 1), keys.load(1), keys.entries(1)
+HISTORY = keys.history(1, 1)
 
 BLOCK = [b"h" * 8, b"%016x3%016x" % (4, 1)]
 PREFIXES = {"prefixes": keys.opaque_prefixes(1), "hot": keys.opaque_prefixes(1, 1), "warm": keys.opaque_prefixes(1, 2)}
@@ -60,6 +61,7 @@ CALLS: dict[str, Call] = {
         load=LOAD,
         changes=CHANGES,
         entries=ENTRIES,
+        history=HISTORY,
         publisher=1,
         token=token,
         version=WORD,

@@ -290,6 +290,10 @@ async def decide(store: Store, redis: Redis, grant: Grant) -> None:
         (member,) = await redis.zrange(keys.reservations(group_id), 0, -1)
         await redis.zadd(keys.reservations(group_id), {member: 1})
 
+    for block in (2, 1):
+        await store.histories.note(group_id, grant.publisher, [block], capacity=1)
+    until = asyncio.get_running_loop().time() + HOUR_SECONDS
+    assert await store.histories.match(group_id, [grant.publisher], [1, 2], until=until) == {grant.publisher: 1}
     await forgotten(terms, is_timed=False)
     await forgotten(ReservationTerms(context=9), is_timed=True)
     found = await store.reservations.reserve(group_id, offers, ReservationTerms(context=9))

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
+from tests.store.factories import Stream
 from waymark.store import keys
 from waymark.store.speculative import depths
 from waymark.store.store import Store
@@ -33,3 +34,28 @@ async def test_an_entry_names_a_publisher_and_junk_names_nobody(store: Store, re
     until = asyncio.get_running_loop().time() + 5
     assert await store.speculative.read(1, [7, 8, 9], until=until) == [17, None, None]
     await redis.delete(keys.spec(1, 8))
+
+
+async def test_a_target_has_the_last_blocks_that_went_there_until_it_ends(
+    store: Store, redis: Redis, stream: Stream
+) -> None:
+    publisher, until = stream.grant.publisher, asyncio.get_running_loop().time() + 60
+    old, new, long = [1, 2, 3], [1, 2, 7, 8], list(range(100, 1300))
+
+    async def has(*blocks: int) -> dict[int, int]:
+        return await store.histories.match(1, [publisher, 9], blocks, until=until)
+
+    assert await has(*old) == {}
+    await store.histories.note(1, publisher, old, capacity=5)
+    await store.histories.note(1, publisher, new, capacity=5)
+    assert await has(*old, 4) == {publisher: 3}
+    await store.histories.note(1, publisher, [20], capacity=5)
+    assert await has(*old) == {publisher: 2}, "the block that went there longest ago is dropped"
+    assert await has(*new) == {publisher: 4}
+    await store.histories.note(1, publisher, long, capacity=1000)
+    assert await has(*long) == {publisher: 1000}, "the beginning is left of a prompt"
+    assert await redis.zcard(keys.history(1, publisher)) == 1000
+    assert await redis.pttl(keys.history(1, publisher)) == -1
+    assert await store.leases.end(stream.grant)
+    await store.histories.note(1, publisher, old, capacity=5)
+    assert not await redis.exists(keys.history(1, publisher))

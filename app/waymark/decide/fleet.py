@@ -86,11 +86,13 @@ class PromptState(NamedTuple):
     """The opaque prefix of the prompt, by the instance and rank that have it."""
     first_tokens: Mapping[int, FirstTokens] = MappingProxyType({})
     """The time that requests waited for their first token, by publisher, if the policy needs it."""
+    history: Mapping[int, int] | None = None
+    """Blocks from the beginning of the prompt that went to a publisher before; None: not asked."""
 
     @property
     def is_cold(self) -> bool:
         """Whether no target has any part of the prompt."""
-        return not (self.rows or self.expected or self.prefixes)
+        return not (self.rows or self.expected or self.prefixes or self.history)
 
 
 StagePart = Literal["any", "whole", "decode", "prefill"]
@@ -412,7 +414,7 @@ class Fleet:
         """Return a candidate for each of the members, or for those of ``given``; given values win over stored ones."""
         if members is None:
             members = self.members
-        if given is None and not (seen.prefixes or seen.gauges or seen.first_tokens):
+        if given is None and seen.history is None and not (seen.prefixes or seen.gauges or seen.first_tokens):
             rows, loads, expected = seen.rows, seen.loads, seen.expected
             return [
                 candidate_of(
@@ -452,6 +454,7 @@ class Fleet:
                     load.cold,
                     seen.first_tokens.get(publisher),
                     gauges.get(publisher) if said.gauges is None else said.gauges,
+                    None if seen.history is None else seen.history.get(publisher, 0) * block_size,
                 )
             )
         return found
@@ -481,6 +484,7 @@ def candidate_of(
             load.context,
             load.health if load.failed else 1.0,
             load.cold,
+            None,
             None,
             None,
         )

@@ -16,11 +16,11 @@ from waymark.decide.books import believed
 from waymark.decide.fleet import Fleet, OpaquePrefix, PromptState
 from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.policy import RoutingRequest
-from waymark.decide.policies.profile import Speculation
+from waymark.decide.policies.profile import HistoryTerms, Speculation
 from waymark.decide.policies.ring import POINTS
 from waymark.decide.question import HashedPrompt, Question
 from waymark.decide.snapshot import GroupSnapshot, ReadingKind, SnapshotKeeper
-from waymark.domain.keys import KEY_BYTES, key_at
+from waymark.domain.keys import KEY_BYTES, key_at, unpack
 from waymark.domain.match import Walk, pool_bitmap, target_rows
 from waymark.domain.pool_keys import AskedPrompt
 from waymark.domain.prefixes import prefix_key
@@ -58,6 +58,7 @@ class _Aside(NamedTuple):
     snapshot: GroupSnapshot
     expected: Mapping[int, int]
     prefixes: Mapping[tuple[str, int], OpaquePrefix]
+    history: Mapping[int, int] | None = None
 
 
 class MatchReader:
@@ -145,6 +146,7 @@ class MatchReader:
             snapshot.gauges,
             aside.prefixes,
             snapshot.first_tokens,
+            aside.history,
         )
         if walk is None and seen.is_cold:
             # As a prompt whose tokens nobody knows: equal beginnings go to one target.
@@ -172,6 +174,8 @@ class MatchReader:
         """Return the values beside the blocks, if the snapshot alone is needed and it is young enough."""
         if (question.prefix_key is not None and fleet.has_sources) or self._expects(question, fleet):
             return None
+        if history_of(question) is not None:
+            return None
         snapshot = self._snapshots.at_hand(entry, fleet, needs_of(question, fleet))
         return None if snapshot is None else _Aside(snapshot, {}, {})
 
@@ -180,25 +184,34 @@ class MatchReader:
         return fleet.has_silent or speculation_of(question, self._options).is_on
 
     async def _aside(self, question: Question, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt) -> _Aside:
-        """Read the values beside the blocks: the snapshot, opaque prefixes and speculative entries."""
+        """Read the values beside the blocks: the snapshot, opaque prefixes, histories and speculative entries."""
         snapshot = await self._snapshots.of(entry, fleet, needs_of(question, fleet))
         until = asyncio.get_running_loop().time() + self._options.deadline_seconds
         prefixes = await self._prefixes(question, entry, fleet, prompt, until)
         at = depths(len(prompt.keys) // KEY_BYTES) if self._expects(question, fleet) else []
+        history = None
+        if (terms := history_of(question)) is not None and prompt.keys:
+            blocks = unpack(prompt.keys[: terms.prompt_blocks * KEY_BYTES])
+            try:
+                history = await self._store.histories.match(
+                    entry.group_id, list(fleet.by_publisher), blocks, until=until
+                )
+            except TimeoutError:
+                return _Aside(snapshot, {}, prefixes)
         if not at:
-            return _Aside(snapshot, {}, prefixes)
+            return _Aside(snapshot, {}, prefixes, history)
         numbers = [key_at(prompt.keys, depth) for depth in at]
         try:
             publishers = await self._store.speculative.read(
                 entry.group_id, numbers, until=until, has_stages=fleet.has_stages
             )
         except TimeoutError:
-            return _Aside(snapshot, {}, prefixes)
+            return _Aside(snapshot, {}, prefixes, history)
         expected: dict[int, int] = {}
         for publisher, depth in zip(publishers, (*at, *at), strict=False):
             if publisher is not None:
                 expected[publisher] = max(depth, expected.get(publisher, 0))
-        return _Aside(snapshot, expected, prefixes)
+        return _Aside(snapshot, expected, prefixes, history)
 
     async def _prefixes(
         self, question: Question, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt, until: float
@@ -233,6 +246,12 @@ def needs_of(question: Question, fleet: Fleet) -> Collection[ReadingKind]:
     if has_first_tokens:
         needs.append(ReadingKind.FIRST_TOKENS)
     return needs
+
+
+def history_of(question: Question) -> HistoryTerms | None:
+    """Return the terms of the history of prompts, if the policy has a scorer of it."""
+    file = question.policy.file
+    return None if file is None else file.history
 
 
 def speculation_of(question: Question, options: SelectionOptions) -> Speculation:

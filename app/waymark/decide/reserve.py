@@ -24,15 +24,15 @@ from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
 from waymark.decide.books import Choices, promises_of
 from waymark.decide.fleet import Fleet
-from waymark.decide.matches import PromptMatches, speculation_of
+from waymark.decide.matches import PromptMatches, history_of, speculation_of
 from waymark.decide.options import SelectionOptions
 from waymark.decide.order import Offers, StageOffers
-from waymark.decide.policies.policy import Decision, Scored
+from waymark.decide.policies.policy import Candidate, Decision, Scored
 from waymark.decide.question import Question, SelectedTarget
 from waymark.decide.snapshot import GroupSnapshot, SnapshotKeeper
 from waymark.decide.sources import Peers
 from waymark.domain.hashing import text_hash
-from waymark.domain.keys import KEY_BYTES, key_at
+from waymark.domain.keys import KEY_BYTES, key_at, unpack
 from waymark.domain.names import GroupName
 from waymark.domain.row_runs import last_piece
 from waymark.domain.table import HolderTable
@@ -52,7 +52,7 @@ from waymark.store.reservations import (
     Reserved,
 )
 from waymark.store.scripts import Verdict
-from waymark.store.speculative import depths
+from waymark.store.speculative import PromptHistories, depths
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +106,10 @@ class TargetReserver:
         options: SelectionOptions,
         metrics: Metrics,
         hashes: HeldHashes,
+        histories: PromptHistories,
     ) -> None:
         self._hashes = hashes
+        self._histories = histories
         self._reservations = reservations
         self._snapshots = snapshots
         self._progress = progress
@@ -125,13 +127,12 @@ class TargetReserver:
         parameters, request, before = question.parameters, matches.request, offers.prefill
         at, before_at = 0, 0
         made: list[Reservation] = []
-        peers = None
+        peers, of = None, _Decided(snapshot, matches, question)
         began = perf_counter()
         if parameters.is_reserved:
             if snapshot.fleet.kv_sources:
                 peers = Peers(snapshot, matches, self._options)
             choices = offers.choices if before is None and request.has_tokens and question.has_index else None
-            of = _Decided(snapshot, matches, question)
             own = peers if before is None else None
             first = await self._one(_OfferedStage(offers.decode, of, choices, before is not None, peers=own))
             if first is None:
@@ -149,8 +150,10 @@ class TargetReserver:
         if decision is Decision.PREFIX and taken.candidate.publisher != offers.home:
             decision = Decision.LOAD
         if decision is Decision.KV_AWARE and not question.has_index:
-            decision = Decision.PREFIX if taken.candidate.expected else Decision.LOAD
+            decision = Decision.PREFIX if taken.candidate.expected or taken.candidate.history else Decision.LOAD
         prefill = None if before is None else before.scored(before_at)
+        if made:
+            await self._note_history([each.candidate for each in (taken, prefill) if each is not None], of)
         source, kv_hints = None, None
         headers = headers_of(taken, prefill, offers.encode)
         computes = (prefill or taken).candidate
@@ -180,6 +183,19 @@ class TargetReserver:
         )
         self._count(selected, seconds, snapshot.fleet, matches)
         return selected
+
+    async def _note_history(self, targets: Sequence[Candidate], of: _Decided) -> None:
+        """Note that the prompt goes to these targets, if the policy has a scorer that asks for it later."""
+        terms, blocks = history_of(of.question), of.matches.keys
+        if terms is None or not blocks:
+            return
+        block_keys = unpack(blocks[: terms.prompt_blocks * KEY_BYTES])
+        group_id = of.snapshot.entry.group_id
+        try:
+            for target in targets:
+                await self._histories.note(group_id, target.publisher, block_keys, capacity=terms.capacity)
+        except StoreUnavailable as exc:  # the decision stands
+            log.warning("Redis does not remember where a prompt has gone", extra=fields(error=str(exc)))
 
     def _count(self, selected: SelectedTarget, seconds: float, fleet: Fleet, matches: PromptMatches) -> None:
         """Count the decision, the target's match, the longer matches of others, and the match of a pool."""

@@ -77,7 +77,7 @@ class Selector:
             PrefillProgress(store.reader, store.reservations, store.begin, metrics)
         )
         self._reserver = TargetReserver(
-            store.reservations, self.snapshots, self._progress, options, metrics, store.held_hashes
+            store.reservations, self.snapshots, self._progress, options, metrics, store.held_hashes, store.histories
         )
         self._bookkeeper = Bookkeeper(store, metrics)
         self._shadows = Shadows(store.kept_decisions, self.snapshots, options, metrics, store.begin)

@@ -245,17 +245,17 @@ class ProcessCall:
 
     async def _response(self) -> None:
         held_answer, idle_seconds = HeldAnswer(self._picker.bodies, self._write), self._picker.idle_seconds
-        now = asyncio.get_running_loop().time
+        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(idle_seconds) as idle:
+            async with asyncio.timeout(idle_seconds) as timeout:
                 while (message := await self._read()) is not None:
                     await self._answer(message, held_answer)
                     # Without bodies, no message comes between the headers of an answer and its end. The connection
                     # notices a proxy that disappears silently.
                     is_silent = self._has_answer and self._response_mode == messages.NONE
-                    idle.reschedule(None if is_silent else now() + idle_seconds)
+                    timeout.reschedule(None if is_silent else loop.time() + idle_seconds)
         except TimeoutError:
-            if not idle.expired():
+            if not timeout.expired():
                 raise
             raise StreamCut("idle", f"no message within {idle_seconds:g} s") from None
         finally:

@@ -206,6 +206,11 @@ def pulls(group_id: int, publisher: int) -> str:
     return f"{_root}{_tag(group_id)}:pulls:{publisher}"
 
 
+def history(group_id: int, publisher: int) -> str:
+    """Return the key of the blocks of prompts that went to a target."""
+    return f"{_root}{_tag(group_id)}:history:{publisher}"
+
+
 def spec(group_id: int, block_key: int, *, of_prefill: bool = False) -> str:
     """A speculative entry: the target that will soon have the prompt up to this block.
 

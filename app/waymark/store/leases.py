@@ -336,6 +336,7 @@ class Leases:
             load=keys.load(group_id),
             changes=keys.load_changes(group_id),
             entries=keys.entries(group_id),
+            history=keys.history(group_id, publisher),
             publisher=publisher,
             token=token,
             version=random_nonce(),

@@ -247,6 +247,7 @@ class Scripts:
         load: str,
         changes: str,
         entries: str,
+        history: str,
         publisher: int,
         token: str,
         version: str,
@@ -418,6 +419,16 @@ class Scripts:
 
     async def drop_placements(self, *, placements: str, placement: Sequence[str], before: Arg) -> Outcome:
         return await self._run("drop_placements", locals())
+
+    async def note_history(
+        self, *, history: str, holders: str, publisher: int, capacity: int, block: Sequence[str]
+    ) -> Outcome:
+        return await self._run("note_history", locals())
+
+    async def match_history(self, *, history: Sequence[str], block: Sequence[str]) -> list[int]:
+        """Return the number of blocks of each target."""
+        _, blocks = await self._call("match_history", locals())
+        return list(blocks)
 
     async def add_counts(self, *, counts: str, seen: str, count: Sequence[Arg], prefix: Sequence[str]) -> Outcome:
         return await self._run("add_counts", locals())

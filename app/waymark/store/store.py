@@ -46,7 +46,7 @@ from waymark.store.responses import StoredResponses
 from waymark.store.scripts import Scripts
 from waymark.store.selections import Selections
 from waymark.store.snapshots import SnapshotPlaces
-from waymark.store.speculative import Speculative
+from waymark.store.speculative import PromptHistories, Speculative
 from waymark.store.sweep import Sweeper
 from waymark.store.takeover import Takeover
 from waymark.store.unclaimed import UnclaimedPublishers
@@ -115,6 +115,7 @@ class Store:
         self.held_hashes = HeldHashes(client)
         self.selections = Selections(client, self.scripts)
         self.speculative = Speculative(client)
+        self.histories = PromptHistories(self.scripts)
         self.snapshots = SnapshotPlaces(self.scripts)
         self.prefixes = Prefixes(client, self.scripts)
         self.placements = Placements(client, self.scripts)

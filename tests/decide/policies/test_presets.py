@@ -404,6 +404,7 @@ candidates = st.lists(
         disk=amounts,
         shared=amounts,
         expected=amounts,
+        history=st.none() | amounts,
         wait=amounts,
         active=st.integers(0, 1000),
         context=amounts,

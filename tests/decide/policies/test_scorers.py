@@ -40,6 +40,7 @@ def test_only_the_first_blocks_of_an_expected_prefix_count() -> None:
 
     assert scores("prefix-cache-scorer", request, target("a", expected=16 * 128)) == [0.5]
     assert scores("prefix-cache-scorer", request, target("a", expected=16 * 400)) == [1.0]
+    assert scores("prefix-cache-scorer", request, target("a", expected=16 * 400, history=16 * 64)) == [0.25]
     assert scores("prefix-cache-scorer", request, target("a", expected=16 * 128), maxPrefixBlocksToMatch=512) == [0.25]
 
 

@@ -19,10 +19,11 @@ from waymark.decide.policies import filters
 from waymark.decide.policies import profile as deciders
 from waymark.decide.policies.filters import OPERATORS, Filter
 from waymark.decide.policies.plugins import PLUGINS, Plugin, PluginKind
-from waymark.decide.policies.policy import nearest, read_constants
+from waymark.decide.policies.policy import Values, nearest, read_constants
 from waymark.decide.policies.profile import (
     PICKERS,
     Decider,
+    HistoryTerms,
     Picker,
     PickerConfig,
     Profile,
@@ -108,7 +109,7 @@ def read_picker_config(text: str) -> PickerConfig:
     ]
     notes += [f"{name}: {_ELSEWHERE[name]}" for name in _ELSEWHERE if name in top]
     config = _handled(declared, profiles, tuple(dict.fromkeys(notes)))
-    return replace(config, speculation=_speculation(declared))
+    return replace(config, speculation=_speculation(declared), history=_history(declared))
 
 
 # ---- profiles --------------------------------------------------------------------------------------
@@ -171,9 +172,7 @@ def _scorer(plugin: DeclaredPlugin, weight: float) -> WeightedScorer:
     if "blockSize" in plugin.parameters and "blockSizeTokens" not in plugin.parameters:
         where = f"{plugin.where}.blockSize"
         raise InvalidValue(f"{where} is a number of characters; give blockSizeTokens, a number of tokens", field=where)
-    own = {parameter.name for parameter in row.parameters}
-    parameters = {name: value for name, value in plugin.parameters.items() if name in own}
-    values = read_constants(row.parameters, parameters, plugin.where)
+    values = _constants(plugin)
     return WeightedScorer(
         plugin.name,
         weight,
@@ -182,6 +181,14 @@ def _scorer(plugin: DeclaredPlugin, weight: float) -> WeightedScorer:
         needs_first_tokens=row.needs_first_tokens,
         is_prefix=row.is_prefix,
     )
+
+
+def _constants(plugin: DeclaredPlugin) -> Values:
+    """Return the numbers of a scorer's own table."""
+    row = SCORERS[plugin.type]
+    own = {parameter.name for parameter in row.parameters}
+    parameters = {name: value for name, value in plugin.parameters.items() if name in own}
+    return read_constants(row.parameters, parameters, plugin.where)
 
 
 def _picker(plugin: DeclaredPlugin) -> tuple[Picker, int]:
@@ -212,6 +219,15 @@ def _speculation(declared: Mapping[str, DeclaredPlugin]) -> Speculation | None:
             )
         return Speculation(is_on=True, milliseconds=math.ceil(1000 * seconds))
     return Speculation(is_on=False) if speculative else None
+
+
+def _history(declared: Mapping[str, DeclaredPlugin]) -> HistoryTerms | None:
+    """Return what is remembered for the scorers of histories: enough for each of them."""
+    values = [_constants(plugin) for plugin in declared.values() if plugin.type == "prefix-cache-scorer"]
+    if not values:
+        return None
+    capacity = int(max(each.number("lruCapacityPerServer") for each in values))
+    return HistoryTerms(capacity, min(capacity, int(max(each.number("maxPrefixBlocksToMatch") for each in values))))
 
 
 # ---- handlers and deciders -------------------------------------------------------------------------

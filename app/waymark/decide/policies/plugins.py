@@ -132,8 +132,8 @@ _SCORER_EXTRAS: Mapping[str, tuple[Parameters, str]] = {
         "speculative entries follow speculativeIndexing and speculativeTTL",
     ),
     "prefix-cache-scorer": (
-        {"autoTune": "bool", "blockSizeTokens": "number", "blockSize": "number", "lruCapacityPerServer": "number"},
-        "what a target is expected to hold comes from its speculative entries, of the engines' block size",
+        {"autoTune": "bool", "blockSizeTokens": "number", "blockSize": "number"},
+        "Redis has the blocks that went to each target, of the engines' block size, and nothing is tuned",
     ),
     "no-hit-lru-scorer": (_PREFIX_NAMES | {"lruSize": "number"}, "every target's last cold request is kept"),
     "active-request-scorer": (

@@ -190,6 +190,8 @@ class Candidate(NamedTuple):
     """The time that its requests waited for their first token; None if it is unknown."""
     gauges: Gauges | None = None
     """The gauges of the engine; None without fresh ones."""
+    history: int | None = None
+    """Tokens from the beginning of the prompt that went to it before, for ``prefix-cache-scorer``; None: not asked."""
 
     @property
     def matched(self) -> int:

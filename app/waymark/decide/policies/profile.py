@@ -150,6 +150,15 @@ class Speculation(NamedTuple):
     milliseconds: int = SPECULATIVE_MILLISECONDS
 
 
+class HistoryTerms(NamedTuple):
+    """The memory of ``prefix-cache-scorer``: the blocks of prompts that went to each target."""
+
+    capacity: int
+    """The most blocks of a target."""
+    prompt_blocks: int
+    """The most blocks of one prompt."""
+
+
 @dataclass(frozen=True, slots=True)
 class PickerConfig:
     """The part of an ``EndpointPickerConfig`` about picking."""
@@ -167,6 +176,8 @@ class PickerConfig:
     """Sentences for the log at start about fields that belong elsewhere."""
     speculation: Speculation | None = None
     """None: as the settings say."""
+    history: HistoryTerms | None = None
+    """None without a ``prefix-cache-scorer``."""
 
     @property
     def needs_gauges(self) -> bool:

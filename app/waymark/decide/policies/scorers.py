@@ -48,11 +48,15 @@ def _expected_prefix(request: RoutingRequest, candidates: Sequence[Candidate], v
     whole = min(request.blocks, int(values.number("maxPrefixBlocksToMatch"))) * request.block_size
     if whole == 0:
         return [0.0 for _ in candidates]
-    return [min(candidate.expected, whole) / whole for candidate in candidates]
+    return [min(_history(candidate), whole) / whole for candidate in candidates]
+
+
+def _history(candidate: Candidate) -> int:
+    return candidate.expected if candidate.history is None else candidate.history
 
 
 def _no_hit_lru(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
-    if any(candidate.matched or candidate.expected for candidate in candidates):
+    if any(candidate.matched or candidate.expected or candidate.history for candidate in candidates):
         return [0.5 for _ in candidates]
     if len(candidates) == 1:
         return [1.0]
@@ -207,7 +211,10 @@ _SCORERS = (
         "prefix-cache-scorer",
         "share of the prompt that the target will probably have, because it was sent there before",
         _expected_prefix,
-        (Constant("maxPrefixBlocksToMatch", 256.0, "Blocks that are looked at.", least=1, most=1e6),),
+        (
+            Constant("maxPrefixBlocksToMatch", 256.0, "Blocks that are looked at.", least=1, most=1e6),
+            Constant("lruCapacityPerServer", 31_250.0, "Blocks that are remembered of a target.", least=1, most=1e6),
+        ),
         is_prefix=True,
     ),
     Scorer(
