@@ -123,15 +123,17 @@ class PolicySums:
 
 def outcomes(decisions: Sequence[KeptDecision]) -> dict[str, Any]:
     """Return the outcomes of the decisions that were made."""
-    reports = [each for each in decisions if each.delivered is not None]
-    times = [each.ttft_ms for each in decisions if each.ttft_ms is not None]
+    reports = [decision for decision in decisions if decision.delivered is not None]
+    times = [decision.ttft_ms for decision in decisions if decision.ttft_ms is not None]
     return {
         "decisions": len(decisions),
-        "moved": sum(bool(each.targets) and each.chosen != each.targets[0].publisher for each in decisions),
-        "expected": sum(each.expected for each in decisions),
+        "moved": sum(
+            bool(decision.targets) and decision.chosen != decision.targets[0].publisher for decision in decisions
+        ),
+        "expected": sum(decision.expected for decision in decisions),
         "reported": len(reports),
-        "expected_of_reported": sum(each.expected for each in reports),
-        "delivered": sum(each.delivered or 0 for each in reports),
+        "expected_of_reported": sum(decision.expected for decision in reports),
+        "delivered": sum(decision.delivered or 0 for decision in reports),
         "timed": len(times),
         "ttft_ms": _mean(times),
     }
@@ -178,8 +180,8 @@ async def _compared(
     for at, decision in enumerate(decisions):
         if at % _AT_ONCE == 0:
             await asyncio.sleep(0)
-        for each in sums.values():
-            each.add(decision, choose(decision, each.name), lines)
+        for policy_sums in sums.values():
+            policy_sums.add(decision, choose(decision, policy_sums.name), lines)
     fleet = SimulatedFleet(decisions)
     if set(names) == set(policies) and names and fleet.is_possible and await fleet.fit():
         # Either all rows or no row: the figures of a simulation are not comparable with those of single decisions.
@@ -187,7 +189,10 @@ async def _compared(
         for name, policy in policies.items():
             if sums[name].decisions:
                 sums[name].simulate(await fleet.play(partial(_publisher, policy)), actual)
-    return {"chosen": outcomes(decisions), "policies": sorted((each.row() for each in sums.values()), key=_gain)}
+    return {
+        "chosen": outcomes(decisions),
+        "policies": sorted((policy_sums.row() for policy_sums in sums.values()), key=_gain),
+    }
 
 
 def _publisher(policy: PolicyChoice, decision: KeptDecision) -> int | None:

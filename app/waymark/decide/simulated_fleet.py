@@ -102,7 +102,10 @@ class SimulatedFleet:
         return (
             0 < len(self._targets) <= TARGETS_MAX
             and self._expected > 0
-            and all(each.blocks and each.has_tokens and each.chosen in self._targets for each in self._decisions)
+            and all(
+                decision.blocks and decision.has_tokens and decision.chosen in self._targets
+                for decision in self._decisions
+            )
         )
 
     async def fit(self) -> bool:
