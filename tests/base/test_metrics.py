@@ -162,6 +162,7 @@ EXPORTED = [
     "waymark_tokens_delivered_total",
     "waymark_tokens_expected_total",
     "waymark_ttft_seconds",
+    "waymark_unreachable_targets",
     "waymark_unresolved_total",
     "waymark_waiting_blocks",
     "waymark_waiting_dropped_total",

@@ -95,7 +95,8 @@ async def test_the_loads_follow_what_this_process_decides_and_ends(store: Store)
 
 
 async def test_who_cannot_be_reached_is_said_by_the_snapshot(store: Store) -> None:
-    keeper = keeper_of(store)
+    metrics = Metrics()
+    keeper = SnapshotKeeper(store, HOUR, HOUR, metrics)
     group, entry = await group_of(store)
     fleet = await fleet_of(keeper, group)
     publisher = fleet.members[0].publisher
@@ -103,7 +104,9 @@ async def test_who_cannot_be_reached_is_said_by_the_snapshot(store: Store) -> No
         found = await store.reservations.reserve(entry.group_id, [Offer(publisher, 10)], TERMS)
         assert found.reservation is not None
         await store.reservations.release([found.reservation], ReservationPart.FAILED)
+    assert metrics.unreachable_targets.value == 0
     assert (await keeper.of(entry, fleet, LOADS)).left_out == {publisher}
+    assert metrics.unreachable_targets.value == 1
     keeper.used(group, entry)
     last = keeper.last(group)
     assert last is not None

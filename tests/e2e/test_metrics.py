@@ -38,6 +38,10 @@ ELSEWHERE = {
         ("waymark_shadow_decisions_total", "waymark_shadow_tokens_total"),
         ("tests/decide/test_shadows.py", "test_decisions_are_the_same_with_shadows_and_without"),
     ),
+    "waymark_unreachable_targets": (
+        "tests/decide/test_snapshot.py",
+        "test_who_cannot_be_reached_is_said_by_the_snapshot",
+    ),
     "waymark_decision_records_total": (
         "tests/store/test_kept_decisions.py",
         "test_outcomes_are_joined_with_their_decision",

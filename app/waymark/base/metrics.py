@@ -89,6 +89,10 @@ class Metrics:
         "part",
     )
     reservations = gauge("How many reservations exist now, as this replica sees it.", over="max")
+    unreachable_targets = gauge(
+        "How many targets decisions leave out now, as this replica sees it: requests fail, or the stream is gone.",
+        over="max",
+    )
     reservations_expired = counter("How many reservations expired without a release.")
     prefill_released = counter(
         "How many prefills of reservations ended, by what ended them: `index`, `estimate`, `caller` or `end`.",

@@ -230,19 +230,19 @@ class TargetSet:
         else:
             active = sum(loads[each.publisher].requests for each in some if each.publisher in loads)
         limit, below = bound(active, len(some), epsilon), 0
-        met: list[int] = []
+        publishers_met: list[int] = []
         own = {each for each in self._of_instance.get(session, ()) if allowed.has(each)}
         for name in clockwise:
             publisher = self._by_name.get(name)
             if publisher is None or not allowed.has(publisher):
                 continue
-            met.append(publisher)
+            publishers_met.append(publisher)
             own.discard(publisher)
             load = loads.get(publisher)
             below += load is None or load.requests < limit
             if below >= most and not own:
                 break
-        return Shortlist([self._by_publisher[each] for each in met], limit)
+        return Shortlist([self._by_publisher[each] for each in publishers_met], limit)
 
     def _some(self, allowed: Allowed) -> Iterable[FleetMember]:
         """The members that are named; all, if none are."""
@@ -270,11 +270,11 @@ class TargetSet:
                     if len(least) == most:
                         break
             return least
-        met, cost_of, worst = set(having), cost.of, math.inf
+        publishers_met, cost_of, worst = set(having), cost.of, math.inf
         for entries in zip(*[order.least(seen.loads) for order in orders], strict=True):
             for _, draw, publisher in entries:
-                if publisher not in met:
-                    met.add(publisher)
+                if publisher not in publishers_met:
+                    publishers_met.add(publisher)
                     total = cost_of([order.entry_of[publisher][0] for order in orders])
                     if total < worst and allowed.has(publisher):
                         insort(least, (total, draw, publisher))
@@ -425,11 +425,11 @@ class Fleet:
         found = []
         rows, prefixes, loads, expected, gauges = seen.rows, seen.prefixes, seen.loads, seen.expected, seen.gauges
         for publisher, name, target, _, _, _ in members:
-            said = _UNKNOWN
+            given_values = _UNKNOWN
             if given is not None:
                 if name not in given:
                     continue
-                said = given[name]
+                given_values = given[name]
             row = rows.get(name, _NOTHING)
             opaque = prefixes.get(name, _NO_PREFIX) if prefixes else _NO_PREFIX
             load = loads.get(publisher, _IDLE)
@@ -447,13 +447,13 @@ class Fleet:
                     max(row.disk * block_size, opaque.warm - opaque.hot),
                     row.shared * block_size,
                     expected.get(publisher, 0) * block_size,
-                    load.tokens if said.tokens is None else said.tokens,
-                    load.requests if said.requests is None else said.requests,
+                    load.tokens if given_values.tokens is None else given_values.tokens,
+                    load.requests if given_values.requests is None else given_values.requests,
                     load.context,
-                    load.health if said.health is None else said.health,
+                    load.health if given_values.health is None else given_values.health,
                     load.cold,
                     seen.first_tokens.get(publisher),
-                    gauges.get(publisher) if said.gauges is None else said.gauges,
+                    gauges.get(publisher) if given_values.gauges is None else given_values.gauges,
                     None if seen.history is None else seen.history.get(publisher, 0) * block_size,
                 )
             )

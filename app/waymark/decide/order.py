@@ -366,12 +366,12 @@ class ScoredOffers:
         for place, (candidate, value, _) in enumerate(self._first):
             new, weight = new_of(candidate), candidate.weight
             # The cost besides load and new tokens.
-            beside = value - candidate.queue - linear.active * candidate.requests - linear.new * new
+            rest_cost = value - candidate.queue - linear.active * candidate.requests - linear.new * new
             if linear is BY_PLACE:
-                beside, weight = place * _PLACE, 1.0
+                rest_cost, weight = place * _PLACE, 1.0
             is_whole = not candidate.shared and candidate.matched == self._whole and new <= self._request.block_size
             is_reserved = not (is_whole or self._is_prefill_elsewhere)
-            offers.append(_offer(candidate.publisher, new, beside, weight, linear, is_reserved=is_reserved))
+            offers.append(_offer(candidate.publisher, new, rest_cost, weight, linear, is_reserved=is_reserved))
         return offers
 
     def matched_blocks(self) -> list[int]:
@@ -473,14 +473,14 @@ class SumOffers:
 _CREDIT_NAMES = tuple(constant.name for constant in CREDITS)
 
 
-def _offer(publisher: int, new: float, beside: float, weight: float, linear: Linear, *, is_reserved: bool) -> Offer:
-    """Return an offer. ``beside`` is the cost besides load and new tokens.
+def _offer(publisher: int, new: float, rest_cost: float, weight: float, linear: Linear, *, is_reserved: bool) -> Offer:
+    """Return an offer. ``rest_cost`` is the cost besides load and new tokens.
 
     Without ``is_reserved`` the new tokens count in the cost alone. This is the case if a target has every complete
     block: giving the rest of a block back would take a call of its own.
     """
     tokens = math.ceil(new) if is_reserved else 0
-    return Offer(publisher, tokens, beside + linear.new * (new - tokens), weight, 0, 0)
+    return Offer(publisher, tokens, rest_cost + linear.new * (new - tokens), weight, 0, 0)
 
 
 def _linear(policy: PolicyChoice) -> Linear:

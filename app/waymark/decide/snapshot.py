@@ -150,6 +150,9 @@ class SnapshotKeeper:
         metrics.reservations.set_function(
             lambda: sum(load.requests for each in self._readings.values() for load in each.loads.values())
         )
+        metrics.unreachable_targets.set_function(
+            lambda: sum(len(each.loads.left_out(store.reservations.now_ms())) for each in self._readings.values())
+        )
 
     def clear(self) -> None:
         """Forget all readings, because Redis came back empty and uses ids for other objects.
