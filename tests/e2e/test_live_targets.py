@@ -8,17 +8,24 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
 from tests.conftest import wait_until
 from tests.e2e.conftest import Service, Start
 from tests.e2e.redis_server import RedisServer, redis_server
+from tests.e2e.test_envoy import Picker
+from tests.epp.proxy import Stream, destinations
+from tests.grpc_loops import events_of_this_loop
 from tests.patience import patient
 from tests.ports import unused_port
 from waymark.client import AsyncClient
+
+__all__ = ["events_of_this_loop"]
 
 ENGINES, CLIENTS = 4, 12
 #: Decisions after which the share of an engine is known.
@@ -292,3 +299,31 @@ async def test_a_killed_engine_draws_hardly_an_attempt_of_a_gateway(server: Redi
             await wait_until(is_avoided, "hardly an attempt is made at the engine that is away", seconds=4)
             await found.start(0)
             await load.names("e0", 15)
+
+
+async def test_a_killed_engine_is_left_out_by_a_picker(server: RedisServer, start: Start, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        found = await stack.enter_async_context(engines())
+        await found.register(await start("query", server.url), has_events=False)
+        picker = Picker(tmp_path, server.url, 0, epp_tls="false")
+        stack.callback(picker.end)
+        await picker.start()
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{picker.port}"))
+        http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=patient(10)))
+        names = {f"127.0.0.1:{port}": f"e{number}" for number, port in enumerate(found.http)}
+
+        async def ask(number: int) -> str:
+            stream = Stream(channel)
+            place, *_ = destinations(await stream.ask({"model": "demo", "prompt": prompt(number)}, "/v1/completions"))
+            await stream.request_back()
+            try:
+                await chat(http, f"http://{place}")
+            except httpx.TransportError:
+                await stream.answered(503, is_end=True)  # as Envoy answers when no connection is made
+            else:
+                await stream.answered(is_end=True)
+            await stream.close()
+            return names[place]
+
+        async with Load(ask) as load:
+            await killed_and_back(load, found, back_seconds=15)
