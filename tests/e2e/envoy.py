@@ -83,6 +83,18 @@ def _cluster(name: str, ports: Sequence[int], **more: Any) -> dict[str, Any]:
     } | more
 
 
+def _pool_filter(subset: Sequence[str]) -> dict[str, Any]:
+    """Tells the picker the endpoints of the pool, as a gateway does that knows ``InferencePool``."""
+    hint = {"x-gateway-destination-endpoint-subset": list(subset)}
+    return {
+        "name": "set_metadata",
+        "typed_config": {
+            "@type": f"{_EXTENSIONS}.filters.http.set_metadata.v3.Config",
+            "metadata": [{"metadata_namespace": "envoy.lb.subset_hint", "value": hint}],
+        },
+    }
+
+
 def _picker_filter(response_body: str) -> dict[str, Any]:
     return {
         "name": "ext_proc",
@@ -91,6 +103,7 @@ def _picker_filter(response_body: str) -> dict[str, Any]:
             "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "600s"},
             "failure_mode_allow": False,
             "message_timeout": "60s",
+            "metadata_options": {"forwarding_namespaces": {"untyped": ["envoy.lb.subset_hint"]}},
             "processing_mode": {
                 "request_header_mode": "SEND",
                 "request_body_mode": "FULL_DUPLEX_STREAMED",
@@ -144,11 +157,17 @@ def _engines(ports: Sequence[int], *, has_picker: bool) -> dict[str, Any]:
 
 
 def configuration(
-    outer: int, inner: int, admin: int, pickers: Sequence[int], engines: Sequence[int], response_body: str
+    outer: int,
+    inner: int,
+    admin: int,
+    pickers: Sequence[int],
+    engines: Sequence[int],
+    response_body: str,
+    subset: Sequence[str] = (),
 ) -> dict[str, Any]:
     """``pickers`` are the ports of endpoint pickers; without one, engines take turns.
 
-    ``response_body`` is the mode in which answers pass through a picker.
+    ``response_body`` is the mode in which answers pass through a picker, and ``subset`` are the addresses of the pool.
     """
     again = {
         "retry_on": "5xx,reset,connect-failure",
@@ -166,13 +185,15 @@ def configuration(
     served = {"header": {"key": "x-gateway-destination-endpoint-served", "value": "%UPSTREAM_REMOTE_ADDRESS%"}}
     inner_route = _route("engines", other) | {"response_headers_to_add": [served]}
     has_picker = bool(pickers)
+    filters = [_pool_filter(subset)] if subset else []
+    filters += [_picker_filter(response_body)] if has_picker else []
     clusters = [_cluster("inner", [inner]), _engines(engines, has_picker=has_picker)]
     return {
         "admin": {"address": _address(admin)},
         "static_resources": {
             "listeners": [
                 _listener("outer", outer, _route("inner", again)),
-                _listener("inner", inner, inner_route, [_picker_filter(response_body)] if has_picker else []),
+                _listener("inner", inner, inner_route, filters),
             ],
             "clusters": [*clusters, _pickers(pickers)] if has_picker else clusters,
         },
@@ -202,13 +223,17 @@ def _spawned(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 
 @asynccontextmanager
 async def envoy(
-    directory: Path, pickers: Sequence[int], engines: Sequence[int], response_body: str = "NONE"
+    directory: Path,
+    pickers: Sequence[int],
+    engines: Sequence[int],
+    response_body: str = "NONE",
+    subset: Sequence[str] = (),
 ) -> AsyncIterator[Envoy]:
     """Envoy on free ports, ready, with every picker healthy."""
     program = binary()
     outer, inner, admin = unused_port(), unused_port(), unused_port()
     file, log = directory / "envoy.json", directory / "envoy.log"
-    file.write_text(json.dumps(configuration(outer, inner, admin, pickers, engines, response_body)))
+    file.write_text(json.dumps(configuration(outer, inner, admin, pickers, engines, response_body, subset)))
     command = [program, "-c", str(file), "--concurrency", "1", "--use-dynamic-base-id", "-l", "warning"]
     with _spawned(command, log) as process:
         found = Envoy(

@@ -201,6 +201,24 @@ async def test_chats_go_where_their_beginning_is_through_both_pickers(fleet: Fle
     assert min([await picker.picked() for picker in fleet.pickers]) > 0, "both replicas are active"
 
 
+async def test_one_picker_serves_several_pools(fleet: Fleet, tmp_path: Path) -> None:
+    """Each pool has an Envoy, which names the engines of the pool."""
+    ports = [int(engine.url.rpartition(":")[2]) for engine in fleet.engines]
+    picker = fleet.pickers[0]
+    before = await picker.picked()
+    for number in (2, 0):
+        directory = tmp_path / f"pool-{number}"
+        directory.mkdir()
+        async with (
+            envoy(directory, [picker.port], ports, subset=[f"127.0.0.1:{ports[number]}"]) as proxy,
+            httpx.AsyncClient(base_url=proxy.url, timeout=patient(60.0), trust_env=False) as client,
+        ):
+            answers = [await client.post("/v1/chat/completions", json=body_of("hello")) for _ in range(3)]
+        assert {answer.status_code for answer in answers} == {200}
+    assert fleet.served() == [3, 0, 3], "all have the same beginning, and every pool its own engine"
+    assert await picker.picked() - before == 6
+
+
 async def test_load_is_spread_over_engines(fleet: Fleet) -> None:
     texts = [f"{number} " * 200 for number in range(12)]
     bodies = [{"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 8} for text in texts]
