@@ -42,6 +42,7 @@ ELSEWHERE = {
         "tests/decide/test_snapshot.py",
         "test_who_cannot_be_reached_is_said_by_the_snapshot",
     ),
+    "waymark_waiting_dropped_total": ("tests/ingest/test_pools.py", "test_what_waits_is_bounded_and_counted"),
     "waymark_decision_records_total": (
         "tests/store/test_kept_decisions.py",
         "test_outcomes_are_joined_with_their_decision",
@@ -320,7 +321,6 @@ async def test_every_metric_moves(start: Start, redis_url: str, evicting: Redis,
         redis_url,
         port=port,
         lease_seconds=min(60.0, patient(4)),
-        waiting_blocks=4,
         stream_buffer_frames=40,
         sweep_blocks_per_second=20,
         replay_idle_seconds=0.2,
@@ -349,7 +349,7 @@ async def test_every_metric_moves(start: Start, redis_url: str, evicting: Redis,
     )
     await watched.sees(
         *("decode_errors_total", "frames_malformed_total", "events_ignored_total", "gaps_total", "replays_total"),
-        *("batches_lost_total", "waiting_blocks", "missing_blocks", "waiting_dropped_total", "unresolved_total"),
+        *("batches_lost_total", "waiting_blocks", "missing_blocks", "unresolved_total"),
     )
     await honest.restart()
     await honest.prefill(next(prompts))

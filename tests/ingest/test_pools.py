@@ -219,6 +219,7 @@ async def test_what_waits_is_bounded_and_counted(bench: Bench) -> None:
     fleet = await Fleet.on(bench, waiting_blocks=10)
     fleet.master.say("stored", *objects(1, blocks=25))
     await fleet.master.pod.counted(waiting=10, waiting_dropped=15)
+    assert fleet.hand.metric("waiting_dropped_total") == 15
     prompt = await compute(fleet.engine, 1, blocks=25)
     fleet.master.say("stored", *objects(1, blocks=15))
     await comes_to(fleet.empty, prompt, 25)
