@@ -557,6 +557,27 @@ async def test_pods_that_need_no_question_leave_turns_to_others(store: Store) ->
     assert max(made.values()) <= 64
 
 
+async def test_new_pods_come_before_those_that_are_asked_again(store: Store) -> None:
+    """Engines out of reach are asked again in each round, and may take all its time."""
+    order: list[str] = []
+
+    def of(given: dict[str, Any]) -> Registration:
+        order.append(given["instance_id"])
+        return registration_of(given, allowed=AllowedEndpoints())
+
+    engines = EngineRegistrations(Describer(Asker(), AllowedEndpoints()), of)  # nobody is asked
+    reconciler = Reconciler("discovery", store, engines, of, Metrics(), again_seconds=300)
+    pods = [pod_of(pod(f"p{i:02}", f"127.1.0.{i + 1}", annotations=SAID)) for i in range(40)]
+    wanted = [wanted_of(each, PodPorts(8000, 5557, 0)) for each in pods if each is not None]
+    await reconciler.reconcile(wanted[:35], reading=1)
+    earlier = order.copy()
+    order.clear()
+    reconciler.ask_again(each.origin for each in wanted[:35])
+    await reconciler.reconcile(wanted, reading=2)
+    assert sorted(order) == sorted(each.fields["instance_id"] for each in wanted)
+    assert not set(order[:5]) & set(earlier)
+
+
 async def test_more_pods_than_are_kept_are_a_failure(server: ApiServerStub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kubernetes, "PODS_MAX", 5)
     server.put(*(pod(f"p{i}") for i in range(6)))

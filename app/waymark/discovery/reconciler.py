@@ -96,11 +96,11 @@ class Reconciler:
         return sum(bool(known_engine.registrations) for known_engine in self._known.values())
 
     def ask_again(self, origins: Iterable[Origin]) -> None:
-        """Ask these engines at the next chance: they have restarted."""
-        restarted = set(origins)
+        """Ask these engines at the next chance, behind those that were never asked: they have restarted."""
+        restarted, now = set(origins), monotonic()
         for known_engine in self._known.values():
             if known_engine.wanted.origin in restarted and not known_engine.failures:
-                known_engine.again_at = 0.0
+                known_engine.again_at = min(known_engine.again_at, now)
 
     @property
     def wants_another_reading(self) -> bool:
