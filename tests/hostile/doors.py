@@ -229,8 +229,7 @@ async def picker_stream(redis_url: str, directory: Path) -> AsyncIterator[Opened
 
 #: What is attacked, by the name of the attacker's file.
 DOORS: dict[str, Open] = {
-    # With these bounds a few streams of large frames reach that of their worker.
-    "engine_client": partial(service, stream_buffer_bytes=32 * _MIB, frame_bytes_max=8 * _MIB),
+    "engine_client": service,
     "engine_server": partial(service, tokenizers='{"hostile": "engine:"}', gauges_seconds=0.5),
     "template": template,
     "gateway_client": gateway,

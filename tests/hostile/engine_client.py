@@ -237,6 +237,26 @@ class EngineClient(Attacker):
                 await self._unregister(f"mute-{number}")
         expect(accepted < 2000, f"{accepted} connections were made to four sockets that close them")
 
+    async def frames_faster_than_they_are_read(self) -> None:
+        """Small frames, each of which libzmq keeps in three messages, as fast as its connection takes them."""
+        frames = (b"\x01\x00" + b"\x01\x08" + bytes(8) + b"\x00\x14" + bytes(20)) * 30_000
+        sent = 0
+
+        async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal sent
+            writer.write(GREETING + READY)
+            while True:
+                writer.write(frames)
+                await writer.drain()
+                sent += len(frames)
+
+        async with listening(speak) as server:
+            await self._register("fast", f"tcp://127.0.0.1:{port_of(server)}")
+            await wait_until(lambda: sent > 0, "somebody listens to it")
+            await asyncio.sleep(2.0)
+            await self._unregister("fast")
+        await self._is_followed()
+
     async def registrations_that_come_and_go(self) -> None:
         """A few of them stay, so that the next attacks have several streams."""
         pick = self.random

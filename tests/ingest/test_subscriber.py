@@ -19,7 +19,7 @@ from waymark.base.errors import InvalidValue
 from waymark.ingest import sockets
 from waymark.ingest import subscriber as module
 from waymark.ingest.frames import Frame
-from waymark.ingest.sockets import MessageReader, ZmqContext, open_socket
+from waymark.ingest.sockets import MessageReader, ZmqContext, connect, open_socket
 from waymark.ingest.subscriber import Subscriber
 
 
@@ -450,7 +450,7 @@ async def test_closing_between_two_attempts_ends_them(context: ZmqContext, tmp_p
 
 def test_sockets_have_the_options_of_the_contract(context: ZmqContext) -> None:
     expected = {
-        zmq.RCVHWM: 0,
+        zmq.RCVHWM: sockets.LIVE_MESSAGES_MAX,
         zmq.LINGER: 0,
         zmq.HEARTBEAT_IVL: 5000,
         zmq.HEARTBEAT_TIMEOUT: 15000,
@@ -460,3 +460,26 @@ def test_sockets_have_the_options_of_the_contract(context: ZmqContext) -> None:
         with open_socket(context, zmq.SUB, endpoint) as socket:
             assert {option: socket.get(option) for option in expected} == expected
             assert socket.get(zmq.IPV6) == ipv6
+
+
+async def test_frames_that_nobody_reads_stay_with_their_publisher(context: ZmqContext) -> None:
+    with context.socket(zmq.XPUB) as publisher, open_socket(context, zmq.SUB, "tcp://127.0.0.1:1") as socket:
+        publisher.set(zmq.SNDHWM, 1)
+        publisher.set(zmq.XPUB_NODROP, 1)
+        publisher.set(zmq.SNDTIMEO, 500)
+        publisher.bind("tcp://127.0.0.1:*")
+        socket.subscribe(b"")
+        connect(socket, publisher.get_string(zmq.LAST_ENDPOINT).rstrip("\0"), "endpoint")
+        assert publisher.poll(10_000), "it has subscribed"
+        publisher.recv()
+        sent, most = 0, 10 * sockets.LIVE_MESSAGES_MAX
+        with contextlib.suppress(zmq.Again):
+            while sent < most:
+                publisher.send(bytes(16_384))
+                sent += 1
+        assert sockets.LIVE_MESSAGES_MAX <= sent < most, "libzmq has queued all frames"
+
+
+def test_replies_have_no_high_water_mark(context: ZmqContext) -> None:
+    with open_socket(context, zmq.DEALER, "tcp://host:5557") as socket:
+        assert socket.get(zmq.RCVHWM) == 0

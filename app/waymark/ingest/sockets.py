@@ -23,6 +23,9 @@ HEARTBEAT_INTERVAL_MILLISECONDS = 5_000
 HEARTBEAT_TIMEOUT_MILLISECONDS = 15_000
 MESSAGE_BYTES_MAX = 64 * 2**20
 """If a publisher sends more in one part, its connection is closed before the part is in memory."""
+LIVE_MESSAGES_MAX = 1000
+"""The most live messages that libzmq queues before we read them. Further ones stay with the publisher, which drops them
+at its own bound. Replies of a replay have no such bound, because a ROUTER drops those that it cannot send at once."""
 PARTS_MAX = 4
 """No live frame, and no reply of a replay, has more parts."""
 
@@ -53,7 +56,7 @@ def open_socket(
     except zmq.ZMQError as error:
         raise OSError(error.errno, f"no socket for {endpoint}: {error.strerror}") from error
     socket.set(zmq.LINGER, 0)
-    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.RCVHWM, LIVE_MESSAGES_MAX if kind == zmq.SUB else 0)
     socket.set(zmq.MAXMSGSIZE, message_bytes_max)
     socket.set(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
     socket.set(zmq.HANDSHAKE_IVL, CONNECT_MILLISECONDS)
