@@ -12,14 +12,15 @@
 --                      written; 1 if the caller has the lease; 2 if a repair is asked for, too
 -- {'fenced', state*}   the same, and each is 0
 
-local reply, count = {'fenced'}, #KEYS / 2
+local states, count, is_any_held = {}, #KEYS / 2, false
 for i = 1, count do
   local held = redis.call('HMGET', KEYS[count + i], 'token', 'repair')
   if held[1] ~= ARGV[1 + i] then
-    reply[1 + i] = 0
+    states[i] = 0
   else
     redis.call('SET', KEYS[i], held[1], 'PX', ARGV[1])
-    reply[1], reply[1 + i] = 'applied', held[2] and 2 or 1
+    states[i], is_any_held = held[2] and 2 or 1, true
   end
 end
-return reply
+if is_any_held then return {'applied', unpack(states)} end
+return {'fenced', unpack(states)}

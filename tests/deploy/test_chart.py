@@ -306,7 +306,11 @@ def test_an_upgrade_that_keeps_the_values_renders_what_an_installation_does() ->
 def test_the_page_shows_the_pool_that_the_chart_makes(version: str) -> None:
     page = (CHART.parent / "docs" / "integrations.md").read_text(encoding="utf-8")
     shown = [each for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) for each in yaml.safe_load_all(text)]
-    (pool,) = [each for each in shown if each.get("kind") == "InferencePool" and each["apiVersion"] == version]
+    (pool,) = [
+        each
+        for each in shown
+        if isinstance(each, dict) and each.get("kind") == "InferencePool" and each["apiVersion"] == version
+    ]
     values = at("epp", {"enabled": True, "inferencePool": {"enabled": True, "apiVersion": version}})
     made = one(merged(REDIS, values, {"fullnameOverride": "waymark"}), "epp-inferencepool.yaml")
     for reference in ("endpointPickerRef", "extensionRef"):
