@@ -81,7 +81,11 @@ async def test_a_gateway_books_the_usage_of_its_engines(is_stream: bool) -> None
             usages.append(json.loads(lines[-1] if is_stream else answer.text)["usage"])
             return _cached(usages[-1]) > 0
 
+        async def is_indexed() -> bool:
+            return any(publisher["blocks"].get("GPU") for publisher in (await service.get("/workers"))["publishers"])
+
         await wait_until(is_found, "the prompt is found in a cache", 30)
+        await wait_until(is_indexed, "the events of the engine are applied", 20)
         assert await is_found()
         delivered = sum(map(_cached, usages))
         total: dict[str, Any] = {}
