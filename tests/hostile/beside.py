@@ -27,7 +27,8 @@ HELD_SECONDS = 0.25
 #: An answer is late only if it also took so many times as much as the slowest of the quiet run.
 RATIO = 8.0
 #: By so much a process may grow while it is attacked, with all of its children: the frames that a worker may wait with
-#: at its defaults, 256 MiB, and as much again for what is received or decoded at the moment, and what the allocator keeps.
+#: at its defaults, 256 MiB, and as much again for what is received or decoded at the moment, and what is
+#: freed but kept.
 GROWTH_MIB = 512.0
 _PAUSE_SECONDS = 0.05
 _QUIET_ROUNDS = 10
