@@ -108,6 +108,21 @@ async def moved(source: Store, target: Store, path: Path) -> None:
     await import_index(target, IndexFile.read(path), hash_seed=DEFAULT_SEED)
 
 
+async def test_the_worth_of_caches_is_that_of_the_blocks_on_every_primary(cluster: Cluster, store: Store) -> None:
+    await held(store)
+    await store.registry.register(registration("pod-2"))
+    second = await granted(store, "pod-2")
+    (others,) = await begun(store, second, "0 GPU")
+    await applied(store, second, stored(others, BLOCKS[:400]))
+    (entry,) = (await store.directory.groups()).values()
+
+    assert sum([blocks async for blocks in store.valuations.walk(entry)]) == len(BLOCKS)
+
+    valuation = (await store.valuations.read([entry.group_id]))[entry.group_id]
+    tokens = {name: (worth.tokens, worth.only) for name, worth in valuation.worths.items()}
+    assert (tokens, valuation.share) == ({"pod-1": (600 * 16, 200 * 16), "pod-2": (400 * 16, 0)}, 1.0)
+
+
 async def test_blocks_of_one_model_are_on_every_primary(cluster: Cluster, store: Store) -> None:
     await held(store)
     counts = [node.ask("DBSIZE") for node in cluster.primaries]
