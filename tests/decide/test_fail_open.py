@@ -28,9 +28,9 @@ from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.chat.requests import InferenceRequest, read_request
 from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed, IngestWatch, StartupGate, cause_of
+from waymark.decide.matches import MatchReader
 from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector
-from waymark.decide.selector import Selector
 from waymark.domain.names import GroupName
 from waymark.epp.answers import rejection_of
 from waymark.gateway.shapes import rejected_by
@@ -57,6 +57,16 @@ MET = [
     *((cause, "select") for cause in Cause if cause is not Cause.NO_INDEX),
     *((cause, "dynamo") for cause in Cause if cause not in (Cause.NO_INDEX, Cause.NO_TOKENS)),
 ]
+#: The answers of ``/score``, which takes no target: how many have a score, or the status of a refusal.
+SCORES = {
+    Cause.NO_TOKENS: 2,
+    Cause.NO_REDIS: 503,
+    Cause.FORGOTTEN: 0,
+    Cause.UNREACHABLE: 2,
+    Cause.STARTING: 2,
+    Cause.SATURATED: 2,
+    Cause.UNKNOWN: 0,
+}
 
 
 class Answered(NamedTuple):
@@ -90,6 +100,14 @@ class Doors:
             return Answered(found.status_code, answer["reason"])
         return Answered(200, "degraded" if answer["degraded"] else answer["decision"])
 
+    async def score(self, cause: Cause) -> int:
+        """Return the number of targets with a score, or the status of a refusal."""
+        body: dict[str, Any] = {"model": _model(cause), "token_ids": [1, 2, 3, 4]}
+        if cause is Cause.NO_TOKENS:
+            body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+        found = await self._http.post("/score", json=body)
+        return len(found.json()["scores"]) if found.status_code == 200 else found.status_code
+
     async def dynamo(self, cause: Cause) -> Answered:
         body: dict[str, Any] = {"model_name": _model(cause), "token_ids": [1, 2, 3, 4]}
         if cause is Cause.NOBODY:
@@ -121,6 +139,10 @@ class Doors:
         exclude = frozenset(WORKERS) if cause is Cause.NOBODY else frozenset()
         routed = await self._requests.select(request, SelectParameters(exclude=exclude, needs_address=True))
         return Answered(200, "degraded" if routed.selected.is_degraded else routed.selected.decision.value)
+
+
+async def _away(*_: object) -> None:
+    raise StoreUnavailable("Redis is away")
 
 
 def _model(cause: Cause) -> str:
@@ -187,11 +209,7 @@ async def test_each_door_does_as_the_table_says(
 ) -> None:
     async with doors_of(make_selector, cause) as doors:
         if cause is Cause.NO_REDIS:
-
-            async def away(*_: object, **__: object) -> object:
-                raise StoreUnavailable("Redis is away")
-
-            monkeypatch.setattr(Selector, "_select", away)
+            monkeypatch.setattr(MatchReader, "read", _away)
         found = await getattr(doors, door)(cause)
     deed = FAIL_OPEN[cause]
     if deed is Deed.REFUSE:
@@ -205,6 +223,16 @@ async def test_each_door_does_as_the_table_says(
     if door != "dynamo":  # its answers do not tell the way, either
         expected = {"degraded"} if deed in (Deed.LAST_SNAPSHOT, Deed.ALL_THE_SAME) else {"prefix", "load"}
         assert found.word in expected
+
+
+@pytest.mark.parametrize(("cause", "expected"), SCORES.items())
+async def test_scores_are_given_to_all_while_there_is_redis(
+    cause: Cause, expected: int, make_selector: MakeSelector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with doors_of(make_selector, cause) as doors:
+        if cause is Cause.NO_REDIS:
+            monkeypatch.setattr(MatchReader, "read", _away)
+        assert await doors.score(cause) == expected
 
 
 def test_every_cause_has_a_deed_and_every_error_of_a_decision_a_cause() -> None:
