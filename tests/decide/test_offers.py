@@ -116,3 +116,29 @@ def test_what_is_computed_elsewhere_counts_in_the_cost_alone(policy: str) -> Non
     assert {offer.new for offer in elsewhere.offers()} == {0}
     assert costs(elsewhere) == pytest.approx(costs(here))
     assert (here.linear is BY_PLACE) == (policy == "lmetric")
+
+
+@pytest.mark.parametrize(
+    ("row", "tokens", "reserved"),
+    [
+        (TargetRow(device=BLOCKS), SIZE * BLOCKS + 1, 0),
+        (TargetRow(device=BLOCKS), SIZE * BLOCKS, 0),
+        (TargetRow(device=BLOCKS - 1), SIZE * BLOCKS, SIZE),
+        # A block of a pool has to be fetched first.
+        (TargetRow(shared=BLOCKS), SIZE * BLOCKS, SIZE),
+        # 13 blocks at 0.7 of their tokens: a part of a token is reserved as one.
+        (TargetRow(host=13), SIZE * BLOCKS, SIZE * BLOCKS - 145),
+    ],
+)
+def test_tokens_are_reserved_unless_the_target_has_every_block(row: TargetRow, tokens: int, reserved: int) -> None:
+    preset, request = PRESETS["least-work"], RoutingRequest(tokens, SIZE)
+    policy = PolicyChoice(preset, preset.values({"shared_cache_multiplier": 1.0, "host_credit": 0.7}))
+    assert policy.values is not None
+    fleet = fleet_of(Random(3), 5)
+    members = fleet.members[:1]
+    seen = PromptState({members[0].name: row}, {}, {}, {})
+    candidates = fleet.candidates(seen, SIZE, members=members)
+    ranked = preset.rank(Inputs(request, candidates, policy.values, Random(1))).scored
+    sums = SumOffers(members, seen, policy, request, BLOCKS, Random(1))
+    scored = ScoredOffers(ranked, policy, request, BLOCKS, is_cold=False)
+    assert [offer.new for offer in (*sums.offers(), *scored.offers())] == [reserved, reserved]

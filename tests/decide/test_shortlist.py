@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -13,15 +13,16 @@ from tests.unit import seeds
 from waymark.decide.fleet import Fleet, FleetMember, PromptState
 from waymark.decide.group_loads import GroupLoads
 from waymark.decide.matches import PromptMatches
-from waymark.decide.order import Offers, RankedStages, StageOffers, order, shortlist, stages
+from waymark.decide.order import BY_PLACE, Offers, RankedStages, StageOffers, order, shortlist, stages
 from waymark.decide.policies.filters import is_for_decode, is_for_prefill
-from waymark.decide.policies.policy import RoutingRequest, Scored
+from waymark.decide.policies.policy import Decision, RoutingRequest, Scored
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.policies.ring import POINTS
 from waymark.decide.question import HashedPrompt, PolicyChoice, Question, SelectParameters
 from waymark.decide.snapshot import GroupSnapshot
 from waymark.domain.match import TargetRow
 from waymark.domain.names import GroupName
+from waymark.domain.table import HolderTable, PublisherRow
 from waymark.store.directory import GroupEntry
 from waymark.store.reservations import CANDIDATES_MAX, Load
 
@@ -153,3 +154,38 @@ def test_the_list_stays_short_however_many_targets_there_are(name: str) -> None:
         matches = PromptMatches(request, PromptState({}, loads, {}, {}), b"")
         lengths.append(len(shortlist(fleet, matches, question, frozenset(), "whole", random).members))
     assert max(lengths) <= 5 * CANDIDATES_MAX
+
+
+def equal_targets(count: int) -> Fleet:
+    rows = {n: PublisherRow(f"pod-{n}", 0, SIZE, "instance") for n in range(1, count + 1)}
+    return Fleet(HolderTable(b"v", GROUP, rows, {}))
+
+
+def ordered(fleet: Fleet, question: Question, request: RoutingRequest, loads: Mapping[int, Load]) -> Offers:
+    matches = PromptMatches(request, PromptState({}, loads, {}, {}), b"")
+    found = order(GroupSnapshot(GroupEntry(1, 1), fleet), matches, question, Random(1))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", ["least-work", "dynamo", "lmetric", "sticky"])
+def test_the_list_is_as_long_as_the_caller_asks(name: str) -> None:
+    policy, key = PolicyChoice.of(PRESETS[name]), bytes(32)
+    asked = Question(GROUP, lambda size: HashedPrompt(1000, b""), policy, prefix_key=key)
+    question = asked._replace(parameters=SelectParameters(count=20))
+    request = RoutingRequest(SIZE * BLOCKS, SIZE, prefix_key=key)
+    found = ordered(equal_targets(40), question, request, GroupLoads())
+    assert len({each.publisher for each in found.decode.others(0, 19)}) == 19
+
+
+def test_redis_keeps_the_target_of_a_session() -> None:
+    policy = PolicyChoice.of(PRESETS["least-work"])
+    question = Question(GROUP, lambda size: HashedPrompt(1000, b""), policy, session="pod-3")
+    request, loads = RoutingRequest(SIZE * BLOCKS, SIZE, session="pod-3"), GroupLoads({3: Load(5_000, 2, 5_000)})
+    found = ordered(equal_targets(4), question, request, loads)
+    assert (found.decision, found.decode.linear) == (Decision.SESSION, BY_PLACE)
+    first, *others = found.decode.offers()
+    assert first.publisher == 3
+    assert all(offer.handicap - first.handicap > 2**40 for offer in others)
+    elsewhere = ordered(equal_targets(2), question, request, {})
+    assert elsewhere.decision is Decision.KV_AWARE, "a session whose target is gone starts anew"
