@@ -367,6 +367,17 @@ def test_it_is_said_how_many_requests_went_alike_with_all_numbers_of_replicas() 
     assert "(Waymark, 1 replica, Waymark, 2 replicas): 9 of 10 requests." in report.sentences([one, two])[0]
 
 
+def test_it_is_said_how_many_tokens_routing_by_the_index_saves() -> None:
+    chance, one = course(report.CHANCE, 2), course(report.waymark_name(1), 2)
+    one.steps[3] = one.steps[3]._replace(computed_tokens=100)
+
+    assert report.sentences([chance, one])[1] == (
+        "Waymark, 1 replica: 60 tokens not computed again that routing by chance computes for the same requests, "
+        "3.75 % of its 1,600."
+    )
+    assert report.sentences([chance]) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

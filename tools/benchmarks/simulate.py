@@ -93,7 +93,7 @@ class Simulation:
 async def simulate(options: Simulation, requests: Sequence[Request], kill: Kill) -> list[Course]:
     """Every run; those that are killed, at that time."""
     courses = [
-        await plain(options, requests, "chance", lambda _: Chance(options.engines, options.seed)),
+        await plain(options, requests, report.CHANCE, lambda _: Chance(options.engines, options.seed)),
         await plain(options, requests, "stickiness", lambda _: _sticky(options)),
     ]
     for replicas in options.replicas:

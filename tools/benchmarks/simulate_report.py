@@ -12,6 +12,7 @@ from tools.benchmarks.report import aligned
 from tools.benchmarks.simulate_index import Kill
 from tools.benchmarks.simulate_run import Course
 
+CHANCE = "chance"
 CACHES = "the caches themselves"
 KILLED = "Waymark, killed"
 MODEL = "model: no replay, killed"
@@ -77,6 +78,13 @@ def sentences(courses: Sequence[Course]) -> list[str]:
         said.append(
             f"Same engine with every number of replicas ({names}): {same:,} of {len(whole[0].steps):,} requests."
         )
+    for chance in courses:
+        if chance.name == CHANCE and whole:
+            saved = chance.computed_tokens - whole[0].computed_tokens
+            said.append(
+                f"{whole[0].name}: {saved:,} tokens not computed again that routing by chance computes "
+                f"for the same requests, {_percent(saved / chance.computed_tokens)} of its {chance.computed_tokens:,}."
+            )
     for course in courses:
         if course.idle_answers:
             said.append(
