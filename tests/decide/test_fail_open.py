@@ -12,6 +12,7 @@ import pytest
 
 from tests.decide.conftest import MakeSelector
 from tests.patience import patient_settings
+from tests.store.factories import registration
 from waymark.api.application import create_app
 from waymark.base.asker import Asker
 from waymark.base.errors import (
@@ -31,6 +32,7 @@ from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed, IngestWatch, Startu
 from waymark.decide.matches import MatchReader
 from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector
+from waymark.domain.engines import EngineKind
 from waymark.domain.names import GroupName
 from waymark.epp.answers import rejection_of
 from waymark.gateway.shapes import rejected_by
@@ -250,6 +252,16 @@ def test_every_cause_has_a_deed_and_every_error_of_a_decision_a_cause() -> None:
     assert {str(type(each)): cause_of(each) for each in errors} == {str(type(each)): of for each, of in errors.items()}
     assert cause_of(UnknownModel("m", "t"), is_forgotten=True) is Cause.FORGOTTEN
     assert cause_of(NoTarget("."), is_forgotten=True) is Cause.FORGOTTEN
+
+
+async def test_the_gate_counts_the_instances_of_every_tenant_and_no_pools() -> None:
+    store = Store.open("memory://")
+    for tenant, name, scope in (("a", "pod", "instance"), ("b", "pod", "instance"), ("a", "pool", "shared")):
+        kind = EngineKind.STANDARD if scope == "shared" else EngineKind.VLLM
+        await store.registry.register(registration(name, tenant_id=tenant, scope=scope, kind=kind))
+    assert await StartupGate(store.directory, 3).waiting() == "waiting for workers: 2 of 3"
+    assert await StartupGate(store.directory, 2).waiting() is None
+    await store.close()
 
 
 async def test_a_gate_that_was_never_open_is_closed_without_redis(make_selector: MakeSelector) -> None:
