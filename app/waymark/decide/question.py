@@ -94,10 +94,6 @@ class SelectParameters:
     needs_address: bool = False
     """Whether only targets with an address are candidates."""
 
-    @property
-    def allows_all(self) -> bool:
-        return self.only is None and not self.exclude
-
     def allows(self, instance_id: str, address: str | None) -> bool:
         names = {instance_id}
         if address is not None:

@@ -16,7 +16,7 @@ from waymark.base.errors import InvalidValue
 from waymark.decide.policies import policy as policies
 from waymark.decide.policies.policy import Candidate, Decision, Inputs, Ranking, RoutingRequest, Scored, new_tokens
 from waymark.decide.policies.presets import DEFAULT, PRESETS, preset
-from waymark.decide.policies.ring import Ring
+from waymark.decide.policies.ring import Ring, bound
 from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.gauges import Gauges
 from waymark.domain.targets import Role
@@ -464,3 +464,12 @@ def test_equal_candidates_are_taken_by_chance() -> None:
     taken = {order(rank("least-work", request, *map(target, "abcd"), seed=seed))[0] for seed in range(100)}
 
     assert taken == set("abcd")
+
+
+@pytest.mark.parametrize(
+    ("active", "targets", "epsilon", "expected"), [(0, 4, 0.25, 1), (3, 4, 0.0, 1), (4, 4, 0.0, 2), (7, 4, 0.25, 3)]
+)
+def test_the_bound_counts_the_new_request_and_is_rounded_up(
+    active: int, targets: int, epsilon: float, expected: int
+) -> None:
+    assert bound(active, targets, epsilon) == expected

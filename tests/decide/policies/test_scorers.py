@@ -70,6 +70,7 @@ def test_a_cold_prompt_goes_to_the_one_that_took_such_a_one_longest_ago() -> Non
     assert scores("no-hit-lru-scorer", prompt(64), *some) == pytest.approx([0.0, 1.0, 1 / 3, 2 / 3])
     assert scores("no-hit-lru-scorer", prompt(64), some[0]) == [1.0]
     assert scores("no-hit-lru-scorer", prompt(64), *some, target("warm", device=16)) == [0.5] * 5
+    assert scores("no-hit-lru-scorer", prompt(64), *some, target("sent", history=16)) == [0.5] * 5
 
 
 def test_a_session_is_one_target() -> None:
@@ -274,3 +275,11 @@ def test_prefill_is_apart_from_a_number_of_uncached_tokens_on() -> None:
     assert profile.always(prompt(64), target("a"))
     assert profile.multimodal(prompt(64, is_multimodal=True), target("a"))
     assert not profile.multimodal(prompt(64), target("a"))
+
+
+def test_a_range_of_lengths_includes_its_ends_and_a_registered_role_wins() -> None:
+    keep = filters.by_context_length(LABEL)
+    some = [target("a", labels={LABEL: "16-64"})]
+    assert [len(keep(prompt(tokens), some)) for tokens in (15, 16, 64, 65)] == [0, 1, 1, 0]
+    registered = target("b", role=Role.DECODE, labels={filters.ROLE_LABELS[0]: Role.PREFILL.value})
+    assert filters.role_of(registered) == Role.DECODE
