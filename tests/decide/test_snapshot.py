@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
@@ -14,7 +14,7 @@ from waymark.decide.fleet import Fleet
 from waymark.decide.snapshot import ReadingKind, SnapshotKeeper
 from waymark.domain.names import GroupName
 from waymark.store.directory import GroupEntry
-from waymark.store.reservations import Load, Offer, ReservationPart, ReservationTerms
+from waymark.store.reservations import Load, LoadChanges, Offer, ReservationPart, ReservationTerms
 from waymark.store.store import Store
 
 HOUR = 3600.0
@@ -178,3 +178,41 @@ async def test_groups_are_bounded_and_the_one_not_used_for_longest_goes(
         groups.append((group, entry, fleet))
     assert [keeper.last(group) is not None for group, _, _ in groups] == [False, True, True]
     assert [keeper.at_hand(entry, fleet, LOADS) is not None for _, entry, fleet in groups] == [False, True, True]
+
+
+async def test_a_group_is_forgotten_after_a_while(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = keeper_of(store)
+    group, entry = await group_of(store)
+    await fleet_of(keeper, group)
+    keeper.used(group, entry)
+    assert keeper.was_there(group)
+    monkeypatch.setattr(module, "_FORGOTTEN_SECONDS", 0.0)
+    assert not keeper.was_there(group)
+
+
+@pytest.mark.parametrize(("whole_seconds", "expected"), [(HOUR, [True, False, True]), (0.0, [True, True, True])])
+async def test_all_loads_are_read_after_a_while_and_after_a_failure(
+    store: Store, monkeypatch: pytest.MonkeyPatch, whole_seconds: float, expected: list[bool]
+) -> None:
+    monkeypatch.setattr(module, "_WHOLE_SECONDS", whole_seconds)
+    monkeypatch.setattr(module, "_OVERDUE_SECONDS", HOUR)  # no reading of its own meanwhile
+    keeper, read, asked = keeper_of(store, 0), store.reservations.changes, list[bool]()
+    group, entry = await group_of(store)
+    fleet = await fleet_of(keeper, group)
+
+    async def changes(group_id: int, since: int, put: Sequence[int]) -> LoadChanges:
+        asked.append(since < 0)
+        return await read(group_id, since, put)
+
+    async def away(*_: object) -> None:
+        raise StoreUnavailable("Redis is away")
+
+    for _ in range(2):
+        monkeypatch.setattr(store.reservations, "changes", changes)
+        await keeper.of(entry, fleet, LOADS)
+    monkeypatch.setattr(store.reservations, "changes", away)
+    with pytest.raises(StoreUnavailable):
+        await keeper.of(entry, fleet, LOADS)
+    monkeypatch.setattr(store.reservations, "changes", changes)
+    await keeper.of(entry, fleet, LOADS)
+    assert asked == expected
