@@ -77,8 +77,11 @@ class Quiet:
     # ---- until all is applied --------------------------------------------------------------------------
 
     async def _settled(self) -> dict[Publisher, dict[str, Any]]:
-        """Wait until every stream is where its engine is; the state of each, as ``/workers`` has it."""
-        waiting = [each for each in self._publishers if each.sender is None]
+        """Wait until every stream is where its engine is, all in one answer; the state of each, as ``/workers`` has it.
+
+        A stream that was there may have another worker a moment later, and then says nothing of what it has lost.
+        """
+        streams = waiting = [each for each in self._publishers if each.sender is None]
         states: dict[Publisher, dict[str, Any]] = {}
         used = {worker.pid: cpu_seconds(worker) for worker in self._crew.workers}
         deadline, beaten = Deadline(SETTLE_SECONDS), 0.0
@@ -90,7 +93,7 @@ class Quiet:
                     if states.get(publisher, {}).get("watermark") != publisher.last_seq:
                         publisher.send_empty_batch()
             states = await self.states()
-            waiting = [each for each in waiting if not self._is_settled(each, states.get(each, {}))]
+            waiting = [each for each in streams if not self._is_settled(each, states.get(each, {}))]
             if not waiting:
                 return states
             self._crew.check()
