@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_type_hints
 
 import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand, Mortal, Pod
+from tests.patience import patient
 from waymark.domain.engines import EngineKind
+from waymark.ingest.life import Life
+from waymark.ingest.status_reporter import StatusReporter
+from waymark.ingest.stream import Stream
 from waymark.simulator.wire import BlockStored
 from waymark.simulator.workload import SimulatedPrompt
 from waymark.store.records import Facts
@@ -214,13 +219,8 @@ async def test_a_restart_counts_when_its_holders_have_ended(bench: Bench, monkey
     await pod.counted(restarts=1)
 
 
-@pytest.mark.parametrize("fault", ["gap", "late"])
-async def test_whoever_sees_a_watermark_sees_that_something_before_it_is_missing(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    """A worker may die right after an apply: its record says degraded by then."""
-    pod = await bench.pod(has_replay=False)
-    await pod.work(2 if fault == "late" else 0)
+def statuses(bench: Bench, pod: Pod, monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
+    """What the record says whenever the watermark has moved, from now on."""
     seen: dict[int, str] = {}
     run = Mortal.run
 
@@ -233,6 +233,17 @@ async def test_whoever_sees_a_watermark_sees_that_something_before_it_is_missing
         return reply
 
     monkeypatch.setattr(Mortal, "run", noting)
+    return seen
+
+
+@pytest.mark.parametrize("fault", ["gap", "late"])
+async def test_whoever_sees_a_watermark_sees_that_something_before_it_is_missing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """A worker may die right after an apply: its record says degraded by then."""
+    pod = await bench.pod(has_replay=False)
+    await pod.work(2 if fault == "late" else 0)
+    seen = statuses(bench, pod, monkeypatch)
     await bench.worker()
     await pod.subscribed()
     await pod.work(2)
@@ -255,3 +266,90 @@ async def test_whoever_sees_a_watermark_sees_that_something_before_it_is_missing
         await pod.engine.restart()
         await pod.work(1)
         await pod.has_status("active")
+
+
+async def test_a_loss_that_one_worker_notes_and_the_next_one_meets_is_seen_with_the_watermark(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one ends before the batch that begins the life late is applied: nothing is known of that life."""
+    options = replace(WITHOUT_PROBES, on_gap="reset")
+    worker = await bench.worker("worker-1", options)
+    pod = await bench.pod(has_replay=False)
+    await pod.at_work(2)
+    join_late = Life.join_late
+
+    async def last_words(life: Life) -> None:
+        await join_late(life)
+        worker.client.is_dead = True
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Life, "join_late", last_words)
+        with pod.dropping():
+            await pod.work(1)
+        await pod.work(1)
+        await wait_until(lambda: worker.client.is_dead, "the worker has ended", PATIENCE_SECONDS)
+        await worker.die()
+    record = await bench.record(pod.name)
+    assert (record["flags"], record.get("watermark")) == ("joined_late", None)
+    await pod.is_left()
+    seen = statuses(bench, pod, monkeypatch)
+    await bench.worker("worker-2", options)
+    await pod.caught_up()
+    assert (await pod.state()).status == "active", "nobody has heard of the engine that anything is missing"
+    await pod.work(1)
+    await pod.at_watermark(pod.last_seq)
+    assert seen == {pod.last_seq: "degraded"}
+    await pod.says("joined_late")
+
+
+async def test_the_last_report_of_a_worker_does_not_hide_a_loss(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker ends after the frame that shows the loss is applied, and before it reports again."""
+    is_stuck = asyncio.Event()
+    tick = Stream._tick
+
+    async def stuck(stream: Stream) -> None:
+        if "batches_lost" in stream._life.reasons:
+            is_stuck.set()
+            await asyncio.Event().wait()
+        await tick(stream)
+
+    monkeypatch.setattr(Stream, "_tick", stuck)
+    worker = await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod(has_replay=False)
+    await pod.at_work(2)
+    await pod.has_status("active")
+    with pod.dropping():
+        await pod.work(1)
+    await pod.work(1)
+    await asyncio.wait_for(is_stuck.wait(), patient(PATIENCE_SECONDS))
+    await worker.stop()
+    record = await bench.record(pod.name)
+    assert (record["watermark"], record["status"]) == (str(pod.last_seq), "degraded")
+    assert record["last_error"].startswith("batches_lost")
+
+
+async def test_the_last_report_of_a_worker_does_not_hide_that_the_publisher_is_lost(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else no worker would let its blocks count again."""
+    is_lost = asyncio.Event()
+    lost = Life.lost
+
+    async def stuck(life: Life) -> None:
+        await lost(life)
+        is_lost.set()
+        await asyncio.Event().wait()
+
+    worker = await bench.worker("worker-1")
+    pod = await bench.pod()
+    await pod.at_work(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(Life, "lost", stuck)
+        await pod.publisher.down()
+        await asyncio.wait_for(is_lost.wait(), patient(PATIENCE_SECONDS))
+        patched.setattr(StatusReporter, "_problem", "its connection fails otherwise than before")
+        await worker.stop()
+    assert (await bench.record(pod.name))["status"] == "lost"
+    await pod.publisher.up()
+    await bench.worker("worker-2")
+    await pod.agrees()

@@ -222,3 +222,18 @@ async def test_a_takeover_of_a_proxy_proves_nothing_of_its_ranks(bench: Bench) -
     # Lower numbers than the old life's, over a connection that never saw those.
     await proxy.work(0, 2)
     await pod.agrees()
+
+
+async def test_the_next_worker_of_a_proxy_knows_that_a_rank_joined_late(bench: Bench) -> None:
+    worker = await bench.worker("worker-1", options=WITHOUT_PROBES)
+    pod = await bench.pod(ranks=2, gpu_blocks=1000, cpu_blocks=0, fields=PROXY)
+    proxy = Proxy(pod)
+    await pod.caught_up()
+    with pod.dropping():
+        await proxy.work(0, 2)
+    await proxy.work(0, 1)
+    await pod.says("joined_late")
+    await worker.stop()
+    second = await bench.worker("worker-2", options=WITHOUT_PROBES)
+    await wait_until(lambda: second.metric("streams", status="degraded") == 1, "it is degraded", PATIENCE_SECONDS)
+    await pod.says("joined_late")

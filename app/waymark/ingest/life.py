@@ -75,7 +75,7 @@ class Life:
         """Sentences that replace those in ``REASONS``, by reason."""
         if COPIES_DOUBTED in state.flags:
             self.reasons.add(COPIES_DOUBTED)
-        if JOINED_LATE in state.flags and state.watermark is not None:
+        if JOINED_LATE in state.flags:
             self.reasons.add(JOINED_LATE)
         self.acknowledged = state.watermark
         """The watermark that Redis has acknowledged."""

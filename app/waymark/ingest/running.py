@@ -27,7 +27,7 @@ from waymark.ingest.lease_keeper import LeaseKeeper
 from waymark.ingest.life import Life
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.prefix_stream import PrefixStream
-from waymark.ingest.reasons import OPENED_AT, seq_in
+from waymark.ingest.reasons import JOINED_LATE
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.snapshots import SnapshotSource
 from waymark.ingest.sockets import ZmqContext
@@ -184,7 +184,8 @@ class StreamRunner:
             )
             await applier.new_life()
             applier, state = await self._resumed(grant, running.registered_ranks)
-        if state.watermark is None and seq_in(state.flags, OPENED_AT) is not None:
+        is_beginning = state.watermark is None and claim.registration.sequence == "publisher"
+        if is_beginning and JOINED_LATE in state.flags:
             # The previous worker stopped before it applied the first frame, so the flags are true of no life.
             await applier.new_life()
             applier, state = await self._resumed(grant, running.registered_ranks)

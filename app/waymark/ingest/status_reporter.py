@@ -71,7 +71,14 @@ class StatusReporter:
         await self._write()
 
     async def report_last(self) -> None:
-        """Write the counts since the last report, if Redis answers at once."""
+        """Write what has changed since the last report, if Redis answers at once.
+
+        The status is the one of that report. The life may know better: it writes some changes of the status itself.
+        """
+        if self._life.is_lost:
+            self.status = StreamStatus.LOST
+        elif self._life.reasons and self.status is StreamStatus.ACTIVE:
+            self.status = StreamStatus.DEGRADED
         try:
             async with asyncio.timeout(_REPORT_SECONDS):
                 await self._write()
