@@ -9,11 +9,11 @@ import httpx
 import pytest
 
 from tests.api.conftest import Hold
+from waymark.contract.publishers import Discovery
 from waymark.domain.held import HeldBlocks
 from waymark.domain.moves import Moves
 from waymark.domain.parts import Commit
 from waymark.store.claims import Claim
-from waymark.store.discovery import DiscoveryState
 from waymark.store.records import Facts
 from waymark.store.store import Store
 
@@ -243,7 +243,9 @@ async def test_an_address_to_bind_to_is_warned_of(
 
 async def test_workers_say_what_discovery_has_found(client: httpx.AsyncClient, store: Store) -> None:
     assert (await client.get("/workers")).json()["discovery"] is None
-    await store.discovery.hold(DiscoveryState("worker-1", 2, 1, ("pod serving/a: it has no block_size",)), 60)
+    await store.discovery.hold(
+        Discovery(worker="worker-1", registered=2, waiting=1, problems=("pod serving/a: it has no block_size",)), 60
+    )
     assert (await client.get("/workers")).json()["discovery"] == {
         "worker": "worker-1",
         "registered": 2,

@@ -116,7 +116,7 @@ async def until(is_so: Callable[[], bool], what: str) -> None:
 
 async def problems(store: Store) -> tuple[str, ...]:
     state = await store.discovery.state()
-    return () if state is None else state.problems
+    return () if state is None else tuple(state.problems)
 
 
 async def until_said(store: Store, text: str) -> None:

@@ -16,6 +16,7 @@ from tests.conftest import wait_until
 from tests.store.factories import Stream, begins, registration, removed, snapshot, stored, stream_of
 from tests.store.flow import swept
 from tests.store.key_table import README, Held, KeyTable, Row, facts
+from waymark.contract.publishers import Discovery
 from waymark.domain.books import Usage
 from waymark.domain.gauges import Gauges
 from waymark.domain.hashing import namespace
@@ -27,7 +28,6 @@ from waymark.domain.rows import Place
 from waymark.domain.targets import Role, Target
 from waymark.store import keys
 from waymark.store.directory import GroupEntry
-from waymark.store.discovery import DiscoveryState
 from waymark.store.hashes import ReportedBlock
 from waymark.store.leases import Grant
 from waymark.store.records import Facts
@@ -99,7 +99,7 @@ async def live(client: RedisClient, redis: Redis) -> None:
     one, three = Store(client), Store(client, shards=3)
     await one.read_incarnation()
     await one.heartbeats.alive("worker-1", keep_seconds=HOUR_SECONDS)
-    state = DiscoveryState("worker-1", 2, 1, ("pod a: it has no block_size",))
+    state = Discovery(worker="worker-1", registered=2, waiting=1, problems=("pod a: it has no block_size",))
     assert await one.discovery.hold(state, HOUR_SECONDS)
     assert await one.discovery.state() == state
     assert not await one.discovery.hold(replace(state, worker="worker-10"), HOUR_SECONDS)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import orjson
-from pydantic import BaseModel, RootModel
-from pydantic.json_schema import models_json_schema
+from pydantic import BaseModel, RootModel, TypeAdapter
 
 from waymark import __version__
 from waymark.api.dynamo.schemas import DynamoErrorBody
@@ -24,6 +23,7 @@ from waymark.api.http.doc import Doc
 from waymark.api.http.errors import ErrorBody
 from waymark.api.http.fields import RequestBody
 from waymark.api.operations import Operation
+from waymark.contract.shape import AnswerShape
 
 _REF = "#/components/schemas/{model}"
 _EXAMPLES = Path(__file__).parent / "examples.json"
@@ -94,7 +94,7 @@ def statuses(operation: Operation) -> list[int]:
 
 def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of these operations."""
-    models: dict[type[BaseModel], None] = dict.fromkeys((ErrorBody, DynamoErrorBody))
+    models: dict[type[BaseModel | AnswerShape], None] = dict.fromkeys((ErrorBody, DynamoErrorBody))
     for operation in operations:
         models |= dict.fromkeys(model for model in (operation.doc.request, operation.doc.answer) if model is not None)
     for model in list(models):
@@ -102,8 +102,12 @@ def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
             models |= dict.fromkeys(
                 part for part in get_args(model.model_fields["root"].annotation) if _is_request(part)
             )
-    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
+    _, definitions = TypeAdapter.json_schemas(
+        [(model.__name__, "validation", TypeAdapter(model)) for model in models], ref_template=_REF
+    )
     schemas = definitions["$defs"]
+    for schema in schemas.values():
+        _join_lines(schema)
     for model in models:
         if issubclass(model, RequestBody):
             _add_spellings(schemas[model.__name__], model)
@@ -128,6 +132,13 @@ def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _join_lines(schema: dict[str, Any]) -> None:
+    """Make one line of each sentence that takes several in the source."""
+    for described in (schema, *schema.get("properties", {}).values()):
+        if "description" in described:
+            described["description"] = " ".join(described["description"].split())
 
 
 def _is_request(part: Any) -> bool:
@@ -211,6 +222,6 @@ def _plain_content(doc: Doc, formats: Sequence[Format]) -> dict[str, Any]:
     return {body_format.value.decode(): {} for body_format in formats}
 
 
-def _content(model: type[BaseModel], formats: Sequence[Format]) -> dict[str, Any]:
+def _content(model: type[BaseModel | AnswerShape], formats: Sequence[Format]) -> dict[str, Any]:
     schema = {"$ref": _REF.format(model=model.__name__)}
     return {body_format.value.decode(): {"schema": schema} for body_format in formats}

@@ -26,6 +26,7 @@ from waymark.base.errors import Conflict, InvalidValue, NotFound, StoreUnavailab
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.base.shown import shown
+from waymark.contract.publishers import EventsAnswer
 from waymark.domain.engines import OVER_HTTP
 from waymark.domain.events import Batch, Envelope, Event
 from waymark.domain.names import PublisherName
@@ -99,7 +100,7 @@ class Events:
                     "expected": progress.expected,
                 }
                 return Answer(error, 409)
-        return Answer({"applied": progress.applied, "stale": progress.stale})
+        return Answer(EventsAnswer(applied=progress.applied, stale=progress.stale))
 
     async def _apply(self, claim: Claim, events: Sequence[Event], progress: _AppliedEvents) -> None:
         grant = await self._granted(claim)

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from waymark.api.answer_schemas import CopiesOfStream, Discovery, UnreadableRecord
 from waymark.api.http.fields import OPTIONAL_NAME, OptionalName, RequestBody
 from waymark.api.http.models import Model
+from waymark.contract.publishers import CopiesOfStream, Discovery, UnreadableRecord
 from waymark.domain.engines import EngineKind, Scope
 from waymark.domain.status import StreamStatus
 

@@ -13,6 +13,7 @@ from waymark.api.dynamo import select_schemas as select_bodies
 from waymark.api.dynamo.select import USAGE
 from waymark.api.http.doc import Doc
 from waymark.api.inspections import PARAMETERS
+from waymark.contract import publishers
 
 _TEXT, _HTML = "text/plain", "text/html"
 
@@ -24,8 +25,8 @@ _OF_QUERY = _PARTIAL | {
 }
 _NOTE = {"X-Waymark-Note": "explains why Waymark needs no dump and no peers: the index is in Redis"}
 
-HEALTH = Doc("Answers 200 while the process is alive.", answer=answers.HealthAnswer, needs_redis=False, reach="none")
-READY = Doc("Answers 200 when the process can answer queries.", answer=answers.ReadyAnswer, reach="none")
+HEALTH = Doc("Answers 200 while the process is alive.", answer=publishers.HealthAnswer, needs_redis=False, reach="none")
+READY = Doc("Answers 200 when the process can answer queries.", answer=publishers.ReadyAnswer, reach="none")
 DYNAMO_HEALTH = Doc(
     "Answers 200 without a body while the process is alive.",
     media_type=_TEXT,
@@ -39,8 +40,10 @@ DYNAMO_METRICS = Doc(
     needs_redis=False,
 )
 OPENAPI = Doc("Returns this contract.", needs_redis=False, reach="none")
-SERVICES = Doc("Lists every registration.", answer=answers.ServicesAnswer, reach="filtered")
-WORKERS = Doc("Lists publishers and ingest workers with their state.", answer=answers.WorkersAnswer, reach="filtered")
+SERVICES = Doc("Lists every registration.", answer=publishers.ServicesAnswer, reach="filtered")
+WORKERS = Doc(
+    "Lists publishers and ingest workers with their state.", answer=publishers.WorkersAnswer, reach="filtered"
+)
 BOOKS = Doc(
     "Returns what decisions promised and what engines delivered, in tokens, since a time such as 30m or 2h ago (1h).",
     answer=answers.BooksAnswer,
@@ -103,7 +106,7 @@ ACTIVITY = Doc(
 )
 GLOBAL_VIEW = Doc(
     "Lists each combination of model, tenant, block size, adapter and salt, with its instances and block counts.",
-    answer=answers.GlobalViewAnswer,
+    answer=publishers.GlobalViewAnswer,
     reach="filtered",
 )
 QUERY = Doc(
@@ -182,35 +185,35 @@ CACHE_CLEAR = Doc(
 REGISTER = Doc(
     "Registers a publisher, or all ranks of an engine by its URL, and subscribes to its events.",
     registration_schemas.AnyRegisterRequest,
-    answers.RegisterAnswer,
+    publishers.RegisterAnswer,
     errors=(409,),
     reach="body",
 )
 UNREGISTER = Doc(
     "Removes a publisher and its blocks.",
     registration_schemas.UnregisterRequest,
-    answers.UnregisterAnswer,
+    publishers.UnregisterAnswer,
     errors=(404,),
     reach="body",
 )
 WEIGHT = Doc(
     "Changes the weight of an engine; with weight 0 it gets no new requests.",
     registration_schemas.WeightRequest,
-    answers.WeightAnswer,
+    publishers.WeightAnswer,
     errors=(404, 409),
     reach="body",
 )
 REPAIR = Doc(
     "Asks the worker of an engine for a snapshot of the engine's cache, which takes the place of what is known of it.",
     registration_schemas.RepairRequest,
-    answers.RepairAnswer,
+    publishers.RepairAnswer,
     errors=(404, 409),
     reach="body",
 )
 EVENTS = Doc(
     "Applies events in the KV Events format (type standard). A publisher without a ZMQ socket sends its events here.",
     event_schemas.EventsRequest,
-    answers.EventsAnswer,
+    publishers.EventsAnswer,
     errors=(404, 409),
     may_be_list=True,
     reach="body",

@@ -12,6 +12,7 @@ from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.texts import PromptTokenizer
 from waymark.base.metrics import Metrics
+from waymark.contract.publishers import HealthAnswer, ReadyAnswer
 from waymark.decide.fail_open import StartupGate
 from waymark.store.health import HealthReason, RedisHealth
 from waymark.store.store import Store
@@ -40,7 +41,7 @@ class Probes:
         self._metrics = metrics
 
     async def health(self, _: Body) -> Answer:
-        return Answer({"status": "ok"})
+        return Answer(HealthAnswer(status="ok"))
 
     async def ready(self, _: Body) -> Answer:
         try:
@@ -62,9 +63,7 @@ class Probes:
         of_workers = self._gate.watch.warnings() if self._gate is not None and self._gate.watch is not None else ()
         of_answers = () if no_answers is None else (no_answers,)
         warnings = [*self._lasting, *of_answers, *(await self._health()).warnings.values(), *of_tokenizer, *of_workers]
-        url = self._store.answers_url
-        of_gateway = {} if url is None else {"answers_redis": url}
-        return Answer({"status": "ready"} | of_gateway | ({"warnings": warnings} if warnings else {}))
+        return Answer(ReadyAnswer(status="ready", answers_redis=self._store.answers_url, warnings=warnings))
 
     async def metrics(self, _: Body) -> Answer:
         await self._health()

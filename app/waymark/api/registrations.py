@@ -22,6 +22,13 @@ from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import Conflict, NotFound
 from waymark.base.settings import Settings
 from waymark.base.shown import shown
+from waymark.contract.publishers import (
+    RegisterAnswer,
+    RegisteredRank,
+    RepairAnswer,
+    UnregisterAnswer,
+    WeightAnswer,
+)
 from waymark.discovery.describe import Describer, base_of
 from waymark.discovery.engines import EngineRegistrations
 from waymark.domain.names import DEFAULT_TENANT, Origin, PublisherName, Registration
@@ -39,8 +46,8 @@ _NO_EVENTS = (
 )
 
 
-def _warnings(registrations: Sequence[Registration], *, is_by_url: bool = False) -> dict[str, list[str]]:
-    """Return the answer's field for abilities that a registration lacks; absent if there is no warning."""
+def _warnings(registrations: Sequence[Registration], *, is_by_url: bool = False) -> list[str]:
+    """Return a sentence for each ability that a registration lacks."""
     sentences = [
         _NO_REPAIR.format(shown(str(registration.name))) for registration in registrations if registration.cannot_repair
     ]
@@ -48,7 +55,7 @@ def _warnings(registrations: Sequence[Registration], *, is_by_url: bool = False)
         sentences.append(
             _NO_EVENTS.format(" and ".join(shown(registration.instance_id) for registration in registrations))
         )
-    return {"warnings": sentences} if sentences else {}
+    return sentences
 
 
 def registrations_of(fields: dict[str, Any], allowed: AllowedEndpoints) -> list[Registration]:
@@ -95,8 +102,13 @@ class Registrations:
         sockets = registrations_of(body.fields, self._allowed)
         await self._register_sockets(sockets)
         self._store.reader.forget_rows()
-        answer = {"status": "registered successfully", "instance_id": sockets[0].instance_id}
-        return Answer(answer | _warnings(sockets[:1]))
+        return Answer(
+            RegisterAnswer(
+                status="registered successfully",
+                instance_id=sockets[0].instance_id,
+                warnings=_warnings(sockets[:1]),
+            )
+        )
 
     async def _register_sockets(self, sockets: list[Registration]) -> None:
         """Register all sockets of a rank, and unregister its former ones.
@@ -140,25 +152,25 @@ class Registrations:
         self._store.reader.forget_rows()
         first = registrations[0]
         return Answer(
-            {
-                "status": "registered successfully",
-                "instance_id": first.instance_id,
-                "model": first.model_name,
-                "type": first.kind,
-                "block_size": first.block_size,
-                "adapters": list(first.target.adapters),
-                "ranks": [
-                    {
-                        "dp_rank": item.dp_rank,
-                        "endpoint": item.endpoint,
-                        "replay_endpoint": item.replay_endpoint,
-                        "snapshot_endpoint": item.snapshot_endpoint,
-                    }
+            RegisterAnswer(
+                status="registered successfully",
+                instance_id=first.instance_id,
+                model=first.model_name,
+                type=first.kind,
+                block_size=first.block_size,
+                adapters=first.target.adapters,
+                ranks=[
+                    RegisteredRank(
+                        dp_rank=item.dp_rank,
+                        endpoint=item.endpoint,
+                        replay_endpoint=item.replay_endpoint,
+                        snapshot_endpoint=item.snapshot_endpoint,
+                    )
                     for item in registrations
                     if item.instance_id == first.instance_id
                 ],
-                **_warnings(registrations, is_by_url=True),
-            }
+                warnings=_warnings(registrations, is_by_url=True),
+            )
         )
 
     async def weight(self, body: Body) -> Answer:
@@ -170,7 +182,7 @@ class Registrations:
         if not changed:
             raise _not_found(request)
         return Answer(
-            {"status": "weight changed", "weight": request.weight, "changed_instances": [str(name) for name in changed]}
+            WeightAnswer(status="weight changed", weight=request.weight, changed_instances=[*map(str, changed)])
         )
 
     async def repair(self, body: Body) -> Answer:
@@ -192,7 +204,7 @@ class Registrations:
         ]
         if not asked:
             raise _not_found(request)
-        return Answer({"status": "repair requested", "asked_instances": asked})
+        return Answer(RepairAnswer(status="repair requested", asked_instances=asked))
 
     async def unregister(self, body: Body) -> Answer:
         request = UnregisterRequest.of(body.fields)
@@ -203,7 +215,7 @@ class Registrations:
         self._store.reader.forget_rows()
         if not removed:
             raise _not_found(request)
-        return Answer({"status": "unregistered successfully", "removed_instances": [str(name) for name in removed]})
+        return Answer(UnregisterAnswer(status="unregistered successfully", removed_instances=[*map(str, removed)]))
 
     async def _named(self, request: UnregisterRequest) -> list[Registration]:
         """Return the registrations under the names of a request."""

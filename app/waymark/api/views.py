@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import Any
 
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
+from waymark.contract.publishers import (
+    Context,
+    CopiesOfStream,
+    GlobalViewAnswer,
+    IngestWorker,
+    Publisher,
+    PublisherLoad,
+    Service,
+    ServicesAnswer,
+    WorkersAnswer,
+)
 from waymark.decide.group_loads import GroupLoads
 from waymark.domain.names import Registration
 from waymark.domain.status import StreamStatus
@@ -29,11 +39,10 @@ _UNDER_WAY = frozenset(
         StreamStatus.DEGRADED,
     }
 )
-_FAILING = {
-    "status": StreamStatus.UNREACHABLE,
-    "complaint": "its last requests have failed, so decisions leave it out and try it with single requests; "
-    "look whether the engine runs and answers at its address",
-}
+_FAILING = (
+    "its last requests have failed, so decisions leave it out and try it with single requests; "
+    "look whether the engine runs and answers at its address"
+)
 
 
 class Views:
@@ -45,33 +54,37 @@ class Views:
     async def services(self, body: Body) -> Answer:
         registrations = await self._store.directory.registrations()
         services = [_service(each) for each in registrations if body.caller.has(each.tenant_id)]
-        return Answer({"count": len(services), "services": services})
+        return Answer(ServicesAnswer(count=len(services), services=services))
 
     async def workers(self, body: Body) -> Answer:
         states = await self._store.states(body.caller.has)
         streams = Counter(state.worker for state in states)
         alive = await self._store.heartbeats.report("", keep_seconds=WORKER_SECONDS)
-        workers = [{"id": worker, "streams": streams[worker], "streams_max": alive[worker]} for worker in alive]
+        workers = [
+            IngestWorker(id=worker, streams=streams[worker], streams_max=limit) for worker, limit in alive.items()
+        ]
         complaints = Complaints(states, alive)
         await self._store.directory.groups()  # for those that cannot be read
         # The name of a record that cannot be read may be any tenant's.
         records = self._store.parser.unreadable if body.caller.tenants is None else ()
-        unreadable = [asdict(record) for record in records]
         loads, left_out = await self._loads(states)
         # Its problems name pods and files of any tenant.
         found = await self._store.discovery.state() if body.caller.tenants is None else None
         return Answer(
-            {
-                "publishers": [
-                    _publisher(state, loads)
-                    | {"complaint": complaints.of(state) or None}
-                    | (_FAILING if (state.group_id, state.id) in left_out and state.status in _UNDER_WAY else {})
+            WorkersAnswer(
+                publishers=[
+                    _publisher(
+                        state,
+                        loads.get((state.group_id, state.id), NO_LOAD),
+                        complaints.of(state),
+                        is_left_out=(state.group_id, state.id) in left_out,
+                    )
                     for state in states
                 ],
-                "workers": workers,
-                "unreadable": unreadable,
-                "discovery": None if found is None else asdict(found),
-            }
+                workers=workers,
+                unreadable=records,
+                discovery=found,
+            )
         )
 
     async def _loads(
@@ -92,87 +105,94 @@ class Views:
 
     async def global_view(self, body: Body) -> Answer:
         """List contexts: publishers that agree on model, tenant, block size, adapter and salt."""
-        contexts: dict[tuple[Any, ...], dict[str, Any]] = {}
+        contexts: dict[tuple[Any, ...], list[PublisherState]] = {}
         for state in await self._store.states(body.caller.has):
             of = state.registration
             identity = (of.model_name, of.tenant_id, of.block_size, of.lora_name, of.additional_salt)
-            context = contexts.setdefault(
-                identity,
-                {
-                    "model_name": of.model_name,
-                    "tenant_id": of.tenant_id,
-                    "block_size": of.block_size,
-                    "lora_name": of.lora_name or "",
-                    "additional_salt": of.additional_salt or "",
-                    "blocks": Counter(),
-                    "instances": {},
-                    "pools": {},
-                },
-            )
-            context["blocks"].update(state.blocks)
-            held = context["pools" if of.scope == "shared" else "instances"].setdefault(of.instance_id, Counter())
-            held.update(state.blocks)
-        return Answer({"count": len(contexts), "contexts": list(contexts.values())})
+            contexts.setdefault(identity, []).append(state)
+        return Answer(GlobalViewAnswer(count=len(contexts), contexts=[*map(_context, contexts.values())]))
 
 
-def _service(registration: Registration) -> dict[str, Any]:
-    return {
-        "Endpoint": registration.endpoint or "",
-        "ReplayEndpoint": registration.replay_endpoint or "",
-        "SnapshotEndpoint": registration.snapshot_endpoint or "",
-        "Type": registration.kind,
-        "ModelName": registration.model_name,
-        "LoraName": registration.lora_name or "",
-        "TenantID": registration.tenant_id,
-        "InstanceID": registration.instance_id,
-        "BlockSize": registration.block_size,
-        "DPRank": registration.dp_rank,
-        "AdditionalSalt": registration.additional_salt or "",
-        "Address": registration.target.address or "",
-        "Role": registration.target.role,
-        "Weight": registration.target.weight,
-        "Labels": dict(registration.target.labels),
-        "MetricsURL": registration.target.metrics_url or "",
-        "Adapters": list(registration.target.adapters),
-        "Aliases": list(registration.target.aliases),
-        "Source": registration.origin.kind,
-    }
+def _context(states: Sequence[PublisherState]) -> Context:
+    first = states[0].registration
+    blocks: Counter[str] = Counter()
+    held: dict[bool, dict[str, Counter[str]]] = {False: {}, True: {}}
+    for state in states:
+        blocks.update(state.blocks)
+        holders = held[state.registration.scope == "shared"]
+        holders.setdefault(state.registration.instance_id, Counter()).update(state.blocks)
+    return Context(
+        model_name=first.model_name,
+        tenant_id=first.tenant_id,
+        block_size=first.block_size,
+        lora_name=first.lora_name or "",
+        additional_salt=first.additional_salt or "",
+        blocks=blocks,
+        instances=held[False],
+        pools=held[True],
+    )
 
 
-def _publisher(state: PublisherState, loads: Mapping[tuple[int, int], Load]) -> dict[str, Any]:
-    of = state.registration
-    load = loads.get((state.group_id, state.id), NO_LOAD)
-    return {
-        "instance_id": of.instance_id,
-        "tenant_id": of.tenant_id,
-        "dp_rank": of.dp_rank,
-        "model_name": of.model_name,
-        "type": of.kind,
-        "block_size": of.block_size,
-        "scope": of.scope,
-        "endpoint": of.endpoint,
-        "address": of.target.address,
-        "role": of.target.role,
-        "weight": of.target.weight,
-        "is_further": of.is_further,
-        "labels": dict(of.target.labels),
-        "metrics_url": of.target.metrics_url,
-        "adapters": list(of.target.adapters),
-        "aliases": list(of.target.aliases),
-        "source": of.origin.kind,
-        "status": state.status,
-        "watermark": state.watermark,
-        "lag_seconds": state.lag_seconds,
-        "gaps": state.counters.get("gaps", 0),
-        "restarts": state.counters.get("restarts", 0),
-        "unsalted_events": state.counters.get("unsalted_events", 0),
-        "blocks": state.blocks,
-        "load": {"requests": load.requests, "tokens": load.tokens},
-        "known": state.known,
-        "copies": state.copies._asdict(),
-        "prefixes": state.prefixes,
-        "last_error": state.last_error,
-        "replay": state.registration.can_replay,
-        "worker": state.worker,
-        "counters": state.counters,
-    }
+def _service(registration: Registration) -> Service:
+    target = registration.target
+    return Service(
+        Endpoint=registration.endpoint or "",
+        ReplayEndpoint=registration.replay_endpoint or "",
+        SnapshotEndpoint=registration.snapshot_endpoint or "",
+        Type=registration.kind,
+        ModelName=registration.model_name,
+        LoraName=registration.lora_name or "",
+        TenantID=registration.tenant_id,
+        InstanceID=registration.instance_id,
+        BlockSize=registration.block_size,
+        DPRank=registration.dp_rank,
+        AdditionalSalt=registration.additional_salt or "",
+        Address=target.address or "",
+        Role=target.role,
+        Weight=target.weight,
+        Labels=dict(target.labels),
+        MetricsURL=target.metrics_url or "",
+        Adapters=target.adapters,
+        Aliases=target.aliases,
+        Source=registration.origin.kind,
+    )
+
+
+def _publisher(state: PublisherState, load: Load, complaint: str, *, is_left_out: bool) -> Publisher:
+    of, counters = state.registration, state.counters
+    is_failing = is_left_out and state.status in _UNDER_WAY
+    return Publisher(
+        instance_id=of.instance_id,
+        tenant_id=of.tenant_id,
+        dp_rank=of.dp_rank,
+        model_name=of.model_name,
+        type=of.kind,
+        block_size=of.block_size,
+        scope=of.scope,
+        endpoint=of.endpoint,
+        address=of.target.address,
+        role=of.target.role,
+        weight=of.target.weight,
+        is_further=of.is_further,
+        labels=dict(of.target.labels),
+        metrics_url=of.target.metrics_url,
+        adapters=of.target.adapters,
+        aliases=of.target.aliases,
+        source=of.origin.kind,
+        status=StreamStatus.UNREACHABLE if is_failing else state.status,
+        watermark=state.watermark,
+        lag_seconds=state.lag_seconds,
+        gaps=counters.get("gaps", 0),
+        restarts=counters.get("restarts", 0),
+        unsalted_events=counters.get("unsalted_events", 0),
+        blocks=state.blocks,
+        load=PublisherLoad(requests=load.requests, tokens=load.tokens),
+        known=state.known,
+        copies=CopiesOfStream(rule=state.copies.rule, why=state.copies.why),
+        prefixes=state.prefixes,
+        last_error=state.last_error,
+        replay=of.can_replay,
+        worker=state.worker,
+        counters=counters,
+        complaint=_FAILING if is_failing else complaint or None,
+    )

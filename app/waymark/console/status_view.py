@@ -9,10 +9,9 @@ from rich.text import Text
 
 from waymark.console.screen import STATUS_STYLES, Grid, ScreenPart, joined, text
 from waymark.console.units import bytes_text, held_text, seconds_text
+from waymark.contract.publishers import Discovery, UnreadableRecord
 from waymark.inspection.inspector import group_text
 from waymark.inspection.status import RedisServer, Status, count, replays
-from waymark.store.discovery import DiscoveryState
-from waymark.store.parsing import UnreadableKey
 from waymark.store.publisher_states import PublisherState
 
 _HEAD = (
@@ -84,7 +83,7 @@ def _server(server: RedisServer | None) -> Text:
     return joined(f"{server.version}{primaries}", memory, policy, evicted, f"{server.keys} keys", by=", ")
 
 
-def _unreadable(records: Sequence[UnreadableKey]) -> Iterator[str]:
+def _unreadable(records: Sequence[UnreadableRecord]) -> Iterator[str]:
     for record in records[:_UNREADABLE_MAX]:
         where = f"{record.key} {record.field}".rstrip()
         yield f"unreadable {record.kind} in {where}: {record.reason}"
@@ -92,7 +91,7 @@ def _unreadable(records: Sequence[UnreadableKey]) -> Iterator[str]:
         yield f"and {len(records) - _UNREADABLE_MAX} more that cannot be read; --json lists them"
 
 
-def _discovery(state: DiscoveryState | None) -> Iterator[str]:
+def _discovery(state: Discovery | None) -> Iterator[str]:
     if state is None:
         return
     for problem in state.problems[:_UNREADABLE_MAX]:

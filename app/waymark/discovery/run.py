@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from waymark.base.errors import InvalidValue, SettingsError, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
+from waymark.contract.publishers import Discovery
 from waymark.discovery.describe import Describer
 from waymark.discovery.engines import EngineRegistrations, RegistrationOf
 from waymark.discovery.kubernetes import ApiServer, PodWatch
@@ -22,7 +23,6 @@ from waymark.discovery.reconciler import CONFIRM_SECONDS, Reconciler
 from waymark.discovery.wanted import WantedEngine, WantedKey, in_turns
 from waymark.domain.names import Origin, OriginKind
 from waymark.domain.status import StreamStatus
-from waymark.store.discovery import DiscoveryState
 from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class EngineDiscovery:
         except StoreUnavailable as error:
             log.debug("lease of discovery not released", extra=fields(error=error.sentence))
 
-    def _state(self) -> DiscoveryState:
+    def _state(self) -> Discovery:
         registered = sum(source_reconciler.registered for source_reconciler in self._reconcilers)
         problems = [problem for several in self._problems.values() for problem in several]
         waiting = 0
@@ -118,7 +118,12 @@ class EngineDiscovery:
             waiting += len(reconciler.problems)
         self._metrics.discovery_engines.labels(state="registered").set(registered)
         self._metrics.discovery_engines.labels(state="waiting").set(waiting)
-        return DiscoveryState(self._options.worker_id, registered, waiting, tuple(problems[:_PROBLEMS_MAX]))
+        return Discovery(
+            worker=self._options.worker_id,
+            registered=registered,
+            waiting=waiting,
+            problems=tuple(problems[:_PROBLEMS_MAX]),
+        )
 
     async def _work(self) -> None:
         """Run all sources; one that fails is begun again with the next lease."""

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from waymark.base.errors import StoreUnavailable
+from waymark.contract.publishers import Discovery, UnreadableRecord
 from waymark.domain.status import StreamStatus
 from waymark.inspection.complaint import Complaints
 from waymark.inspection.inspector import Inspector
 from waymark.store import keys
-from waymark.store.discovery import DiscoveryState
 from waymark.store.heartbeats import WORKER_SECONDS, Heartbeat
-from waymark.store.parsing import UnreadableKey, lenient_text
+from waymark.store.parsing import lenient_text
 from waymark.store.publisher_states import PublisherState
 
 
@@ -90,10 +90,10 @@ class Status:
     """The wanted ones, by group, instance and rank."""
     registered: int
     """The number of publishers that can be read, shown or not."""
-    unreadable: tuple[UnreadableKey, ...]
+    unreadable: tuple[UnreadableRecord, ...]
     """Records that this release cannot read, of all publishers and groups."""
     complaints: Complaints | StreamComplaints
-    discovery: DiscoveryState | None
+    discovery: Discovery | None
     """The state of discovery; None if no worker looks for engines."""
     is_whole: bool
     """Nothing was left out for its tenant or model, so workers' streams are all of theirs."""

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from waymark.contract.publishers import Discovery, UnreadableRecord
+from waymark.contract.shape import parse
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import Registration
 from waymark.domain.status import StreamStatus
 from waymark.domain.targets import Target
 from waymark.inspection.status import RedisServer, Status, StreamComplaints, WorkerState, count, replays
-from waymark.store.discovery import DiscoveryState
-from waymark.store.parsing import UnreadableKey
 from waymark.store.publisher_states import PublisherState
 
 
@@ -74,12 +74,12 @@ def of_json(answer: Mapping[str, Any]) -> Status:
         ),
         publishers=tuple(map(_state, rows)),
         registered=answer["registered"],
-        unreadable=tuple(UnreadableKey(**place) for place in answer["unreadable"]),
+        unreadable=tuple(parse(UnreadableRecord, place) for place in answer["unreadable"]),
         complaints=StreamComplaints(
             {(row["group"], row["publisher"]): row["complaint"] or "" for row in rows},
             frozenset((row["group"], row["publisher"]) for row in rows if not row["has_live_worker"]),
         ),
-        discovery=None if answer["discovery"] is None else DiscoveryState(**answer["discovery"]),
+        discovery=None if answer["discovery"] is None else parse(Discovery, answer["discovery"]),
         is_whole=answer["is_whole"],
     )
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from waymark.base.errors import Conflict
 from waymark.base.shown import shown
+from waymark.contract.publishers import RecordKind
 from waymark.domain.names import GroupName, PublisherName, Registration
 from waymark.store import keys
 from waymark.store.claims import SHARDS_MAX, Claim
 from waymark.store.holder_tables import decode_group
-from waymark.store.parsing import Malformed, RecordKind, RecordParser, integer_of, names_of
+from waymark.store.parsing import Malformed, RecordParser, integer_of, names_of
 from waymark.store.redis.client import RedisClient
 
 #: Claims that are decoded in one turn of the loop: ten thousand take a third of a second.

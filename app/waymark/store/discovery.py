@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
+from waymark.contract.publishers import Discovery
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.parsing import lenient_text
@@ -15,25 +15,12 @@ from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts
 
 
-@dataclass(frozen=True, slots=True)
-class DiscoveryState:
-    """The last report of the worker that discovers engines."""
-
-    worker: str
-    registered: int = 0
-    """The number of engines registered by discovery or by the file."""
-    waiting: int = 0
-    """Engines that were found and cannot be registered now."""
-    problems: tuple[str, ...] = ()
-    """The first reasons why engines cannot be registered, as sentences."""
-
-
 class DiscoveryLease:
     def __init__(self, client: RedisClient, scripts: Scripts) -> None:
         self._client = client
         self._scripts = scripts
 
-    async def hold(self, state: DiscoveryState, seconds: float) -> bool:
+    async def hold(self, state: Discovery, seconds: float) -> bool:
         """Take or renew the lease of discovery; False if another worker has it. With ``seconds`` 0 it is released."""
         report = {"registered": state.registered, "waiting": state.waiting, "problems": list(state.problems)}
         outcome = await self._scripts.hold_discovery(
@@ -44,7 +31,7 @@ class DiscoveryLease:
         )
         return outcome.is_applied
 
-    async def state(self) -> DiscoveryState | None:
+    async def state(self) -> Discovery | None:
         """Return the last report of the worker that discovers engines, or None if no worker does."""
         (raw,) = await self._client.several([("GET", keys.DISCOVERY)])
         if raw is None:
@@ -53,9 +40,15 @@ class DiscoveryLease:
         try:
             fields = orjson.loads(report)
             problems = tuple(str(problem) for problem in fields["problems"])
-            return DiscoveryState(worker, int(fields["registered"]), int(fields["waiting"]), problems)
+            return Discovery(
+                worker=worker,
+                registered=int(fields["registered"]),
+                waiting=int(fields["waiting"]),
+                problems=problems,
+            )
         except (ValueError, KeyError, TypeError):
-            return DiscoveryState(worker)  # another release wrote the report, and it cannot be read
+            # Another release wrote the report, and it cannot be read.
+            return Discovery(worker=worker, registered=0, waiting=0, problems=())
 
     async def lives(self, claims: Sequence[Claim]) -> list[tuple[str, str]]:
         """Return the life and the status of each stream, in order; an empty text if a stream has none yet."""

@@ -9,12 +9,13 @@ from typing import get_args
 
 import orjson
 
+from waymark.contract.publishers import RecordKind
 from waymark.domain.engines import Scope
 from waymark.domain.names import U32_MAX, GroupName, Holder
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import Target
 from waymark.domain.windows import Window
-from waymark.store.parsing import FORMAT, Document, Malformed, RecordKind, RecordParser, integer_of, names_of
+from waymark.store.parsing import FORMAT, Document, Malformed, RecordParser, integer_of, names_of
 from waymark.store.target_fields import target_of
 
 #: The most parsed rows in the cache, about 10 MB. The keys of the cache are the bytes of the rows: a table is read

@@ -11,14 +11,13 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, TypeVar
 
 import orjson
 
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
+from waymark.contract.publishers import RecordKind, UnreadableRecord
 
 log = logging.getLogger(__name__)
 
@@ -43,49 +42,21 @@ def pairs_of(reply: list[bytes] | dict[bytes, bytes] | None) -> Mapping[bytes, b
     return dict(zip(reply[::2], reply[1::2], strict=True))
 
 
-class RecordKind(StrEnum):
-    """The kinds of records."""
-
-    REGISTRATION = "registration"
-    GROUP = "group"
-    HASH_SEED = "hash_seed"
-    TABLE = "table"
-    PUBLISHER = "publisher"
-    TARGET = "target"
-    HOLDER = "holder"
-    STREAM = "stream"
-    BLOCK = "block"
-    ENTRY = "entry"
-    DEAD_HOLDER = "dead_holder"
-    WORKER = "worker"
-
-
 class Malformed(ValueError):
     """A record cannot be read. The sentence of the error names a field and never a value, which may be a secret."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnreadableKey:
-    """A place in Redis that this release cannot read."""
-
-    kind: RecordKind
-    key: str
-    field: str
-    """The field of a hash or the member of a set; empty for a whole key."""
-    reason: str
 
 
 class RecordParser:
     """Parses records, and remembers the places of those that could not be read the last time."""
 
     def __init__(self, metrics: Metrics | None = None) -> None:
-        self._places: dict[tuple[str, str], UnreadableKey] = {}
+        self._places: dict[tuple[str, str], UnreadableRecord] = {}
         gauge = (metrics or Metrics()).records_unreadable
         for kind in RecordKind:
             gauge.labels(record=kind).set_function(lambda kind=kind: self.counts[kind])  # type: ignore[misc]
 
     @property
-    def unreadable(self) -> list[UnreadableKey]:
+    def unreadable(self) -> list[UnreadableRecord]:
         return list(self._places.values())
 
     @property
@@ -114,7 +85,7 @@ class RecordParser:
                 "unreadable record skipped",
                 extra=fields(kind=str(kind), key=key, field=name, reason=reason),
             )
-        self._places[key, name] = UnreadableKey(kind, key, name, reason)
+        self._places[key, name] = UnreadableRecord(kind=kind, key=key, field=name, reason=reason)
 
     def clear(self) -> None:
         """Forget every place, because Redis has come back empty."""

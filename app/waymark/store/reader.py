@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
+from waymark.contract.publishers import RecordKind
 from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
 from waymark.domain.row_runs import Runs
@@ -25,7 +26,7 @@ from waymark.store.fetch import Fetched, Fetcher
 from waymark.store.holder_tables import decode_table
 from waymark.store.hot import HotRows
 from waymark.store.incarnation import Incarnation
-from waymark.store.parsing import RecordKind, RecordParser
+from waymark.store.parsing import RecordParser
 from waymark.store.places import holders_of
 from waymark.store.redis.client import RedisClient
 from waymark.store.steps import Steps, Waiting, finished

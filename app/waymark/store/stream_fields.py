@@ -10,8 +10,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from waymark.contract.publishers import RecordKind
 from waymark.domain.status import StreamStatus
-from waymark.store.parsing import Malformed, RecordKind, RecordParser, check_format, integer_of, lenient_text, number_of
+from waymark.store.parsing import Malformed, RecordParser, check_format, integer_of, lenient_text, number_of
 
 T = TypeVar("T")
 

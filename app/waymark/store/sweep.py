@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 from waymark.base.metrics import Metrics
+from waymark.contract.publishers import RecordKind
 from waymark.domain.rows import Place, parse_field
 from waymark.store import keys
 from waymark.store.directory import GroupEntry
-from waymark.store.parsing import Malformed, RecordKind, RecordParser, integer_of
+from waymark.store.parsing import Malformed, RecordParser, integer_of
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Outcome, Scripts, Verdict
 

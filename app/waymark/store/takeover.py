@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 
+from waymark.contract.publishers import RecordKind
 from waymark.domain.held import HeldBlocks
 from waymark.domain.known import Spot
 from waymark.domain.rows import SAME_HASH, HolderEntry, Place, Row, parse, parse_entry, parse_field
 from waymark.store import keys
 from waymark.store.hashes import ReportedBlock
 from waymark.store.leases import Grant
-from waymark.store.parsing import Malformed, RecordKind, RecordParser
+from waymark.store.parsing import Malformed, RecordParser
 from waymark.store.redis.client import RedisClient
 
 #: The number of fields in one HSCAN, and of their rows in the MGET after it.

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import orjson
 
+from waymark.contract.publishers import RecordKind
 from waymark.domain.keys import unpack
 from waymark.domain.rows import ROW_SLOTS
 from waymark.domain.worth import CacheWorth, PrefixUse, Prompts, Tally
@@ -28,7 +29,7 @@ from waymark.store.hashes import AskedGroups
 from waymark.store.holder_tables import decode_table
 from waymark.store.kept_decisions import KeptDecisions
 from waymark.store.leases import random_nonce
-from waymark.store.parsing import FORMAT, RecordKind, RecordParser
+from waymark.store.parsing import FORMAT, RecordParser
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts
 from waymark.store.sweep import place_in

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 from pydantic import BaseModel
 
 from waymark.api.http.access import Reach
+from waymark.contract.shape import AnswerShape
 
 Queue: TypeAlias = Literal["read", "write", "decide"]
 
@@ -19,8 +20,8 @@ class Doc:
 
     summary: str
     request: type[BaseModel] | None = None
-    answer: type[BaseModel] | None = None
-    """The model of the answer; None if the answer is not JSON, or has no fixed shape."""
+    answer: type[BaseModel | AnswerShape] | None = None
+    """The type of the answer; None if the answer is not JSON, or has no fixed shape."""
     status: int = 200
     media_type: str = "application/json"
     errors: tuple[int, ...] = ()

@@ -1,0 +1,301 @@
+"""The answers about publishers: registrations, workers, contexts, and the state of a process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar, Literal
+
+from waymark.contract.shape import AnswerShape
+from waymark.domain.engines import EngineKind, Scope
+from waymark.domain.names import OriginKind
+from waymark.domain.status import StreamStatus
+from waymark.domain.targets import Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisterAnswer(AnswerShape):
+    """The publisher is registered. Waymark connects as soon as the publisher runs."""
+
+    OPTIONAL: ClassVar = ("model", "type", "block_size", "adapters", "ranks", "warnings")
+
+    status: Literal["registered successfully"]
+    instance_id: str
+    model: str | None = None
+    """The model that the engine serves; only if the request has url."""
+    type: EngineKind | None = None
+    """The type of the engine; only if the request has url."""
+    block_size: int | None = None
+    """The tokens per block; only if the request has url."""
+    adapters: Sequence[str] | None = None
+    """The adapters that the engine has loaded; only if the request has url."""
+    ranks: Sequence[RegisteredRank] | None = None
+    """The ranks that were registered; only if the request has url."""
+    warnings: Sequence[str] = ()
+    """Sentences about events that Waymark cannot recover after a loss; absent if it can recover all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredRank(AnswerShape):
+    """A rank of an engine, and its sockets."""
+
+    dp_rank: int
+    endpoint: str | None
+    replay_endpoint: str | None
+    snapshot_endpoint: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnregisterAnswer(AnswerShape):
+    """The publishers that were removed, as ``instance|tenant|rank``."""
+
+    status: Literal["unregistered successfully"]
+    removed_instances: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairAnswer(AnswerShape):
+    """The publishers whose engine will be asked for a snapshot, as ``instance|tenant|rank``."""
+
+    status: Literal["repair requested"]
+    asked_instances: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightAnswer(AnswerShape):
+    """The publishers whose weight was changed, as ``instance|tenant|rank``."""
+
+    status: Literal["weight changed"]
+    weight: float
+    changed_instances: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventsAnswer(AnswerShape):
+    """The number of events that were applied, and of those that had been applied before."""
+
+    applied: int
+    stale: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service(AnswerShape):
+    """One registration. A field that was not registered is empty."""
+
+    Endpoint: str
+    ReplayEndpoint: str
+    SnapshotEndpoint: str
+    Type: EngineKind
+    ModelName: str
+    LoraName: str
+    TenantID: str
+    InstanceID: str
+    BlockSize: int
+    DPRank: int
+    AdditionalSalt: str
+    Address: str
+    Role: Role
+    Weight: float
+    Labels: Mapping[str, str]
+    MetricsURL: str
+    Adapters: Sequence[str]
+    Aliases: Sequence[str]
+    Source: OriginKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServicesAnswer(AnswerShape):
+    """Every registration, in order of registration."""
+
+    count: int
+    services: Sequence[Service]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublisherLoad(AnswerShape):
+    """The work of a target: the sum of its reservations that are not released."""
+
+    requests: int
+    """The number of running requests."""
+    tokens: int
+    """The prompt tokens that the engine still has to compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiesOfStream(AnswerShape):
+    """How copies of one block count in a stream now."""
+
+    rule: Literal["count", "set"]
+    """``count``: a removal takes one copy; ``set``: a removal takes the block, or leaves as many copies as it says
+    (without a number it takes one copy if the type of the publisher counts).
+    """
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publisher(AnswerShape):
+    """One registered publisher and the state of its stream."""
+
+    instance_id: str
+    tenant_id: str
+    dp_rank: int
+    model_name: str
+    type: EngineKind
+    block_size: int
+    scope: Scope
+    endpoint: str | None
+    """Null if the publisher has no socket."""
+    address: str | None
+    """The address that requests are sent to."""
+    role: Role
+    weight: float
+    """An engine with weight 0 gets no new requests."""
+    is_further: bool
+    """True if this is an additional socket of a rank, which gets no requests: its weight is 0."""
+    labels: Mapping[str, str]
+    metrics_url: str | None
+    adapters: Sequence[str]
+    """The adapters that the engine has loaded."""
+    aliases: Sequence[str]
+    """Other names under which the engine serves the model."""
+    source: OriginKind
+    """The source of the registration: client, url, file or discovery."""
+    status: StreamStatus
+    watermark: int | None
+    """The number of the last frame that was applied."""
+    lag_seconds: float | None
+    """The age of the newest applied batch, by the clock of its publisher."""
+    gaps: int
+    restarts: int
+    unsalted_events: int
+    blocks: Mapping[str, int]
+    """The number of blocks, by medium."""
+    load: PublisherLoad
+    """The sum of the reservations of this target."""
+    known: float | None
+    """The estimated share of the publisher's blocks that are in the index, 0 to 1; null before the first block."""
+    copies: CopiesOfStream
+    """How copies of one block count."""
+    prefixes: Mapping[str, int]
+    """The number of opaque prefixes, by medium."""
+    last_error: str | None
+    replay: bool
+    """True if missing batches can be requested again."""
+    worker: str | None
+    """The id of the ingest worker that applies this stream."""
+    counters: Mapping[str, int]
+    """Counters of this stream, by name."""
+    complaint: str | None
+    """The problem of the stream and its remedy, such as the reason for a missing connection; null without a problem."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IngestWorker(AnswerShape):
+    """One ingest worker that is alive."""
+
+    id: str
+    streams: int
+    """The number of streams that this worker applies."""
+    streams_max: int | None
+    """The limit of streams of this worker; null if it has none."""
+
+
+class RecordKind(StrEnum):
+    """The kinds of records in Redis."""
+
+    REGISTRATION = "registration"
+    GROUP = "group"
+    HASH_SEED = "hash_seed"
+    TABLE = "table"
+    PUBLISHER = "publisher"
+    TARGET = "target"
+    HOLDER = "holder"
+    STREAM = "stream"
+    BLOCK = "block"
+    ENTRY = "entry"
+    DEAD_HOLDER = "dead_holder"
+    WORKER = "worker"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnreadableRecord(AnswerShape):
+    """A record in Redis that cannot be read."""
+
+    kind: RecordKind
+    """The kind of the record."""
+    key: str
+    """The name of its key in Redis."""
+    field: str
+    """The field of a hash or the member of a set; empty if the whole key is unreadable."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Discovery(AnswerShape):
+    """The findings of the worker that looks for engines."""
+
+    worker: str
+    registered: int
+    """The number of engines that discovery or the publishers file registered."""
+    waiting: int
+    """The number of engines that were found and cannot be registered now."""
+    problems: Sequence[str]
+    """The first few reasons why engines cannot be registered, as sentences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersAnswer(AnswerShape):
+    """Publishers in order of registration, ingest workers, and unreadable records."""
+
+    publishers: Sequence[Publisher]
+    workers: Sequence[IngestWorker]
+    unreadable: Sequence[UnreadableRecord]
+    """Records that this release skips, because a newer release wrote them or they are damaged."""
+    discovery: Discovery | None
+    """The findings of discovery; null if no worker looks for engines, or if the token is limited to some tenants."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context(AnswerShape):
+    """Publishers that agree on model, tenant, block size, adapter and salt."""
+
+    model_name: str
+    tenant_id: str
+    block_size: int
+    lora_name: str
+    additional_salt: str
+    blocks: Mapping[str, int]
+    """The number of blocks, by medium; a block that two engines have counts twice."""
+    instances: Mapping[str, Mapping[str, int]]
+    """The number of blocks, by instance and medium."""
+    pools: Mapping[str, Mapping[str, int]]
+    """The number of blocks in shared pools, by pool and medium."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalViewAnswer(AnswerShape):
+    """Every context, with its instances."""
+
+    count: int
+    contexts: Sequence[Context]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthAnswer(AnswerShape):
+    """The process is alive."""
+
+    status: Literal["ok"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyAnswer(AnswerShape):
+    """The process can answer queries."""
+
+    OPTIONAL: ClassVar = ("answers_redis", "warnings")
+
+    status: Literal["ready"]
+    answers_redis: str | None = None
+    """Of a gateway: the Redis of its answers, if it is not the one of the index."""
+    warnings: Sequence[str] = ()
+    """Problems of Redis that do not stop it from answering; absent if there are none."""

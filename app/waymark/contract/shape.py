@@ -1,0 +1,134 @@
+"""The base of every published answer: as plain values for an encoder, and from plain values for a reader."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from enum import Enum
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+
+S = TypeVar("S", bound="AnswerShape")
+_PartReader = Callable[[Any, str], Any]
+
+#: The results of ``is_sparse`` and ``_readers``, which need the types of all fields.
+_SPARSE: dict[type[AnswerShape], bool] = {}
+_READERS: dict[type[AnswerShape], list[tuple[str, _PartReader | None, bool]]] = {}
+
+
+class AnswerShape:
+    """An answer, or a part of one: a frozen dataclass, whose field order is that of the JSON text.
+
+    The string below a field is its sentence in OpenAPI.
+    """
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"use_attribute_docstrings": True}
+
+    OPTIONAL: ClassVar[Sequence[str]] = ()
+    """The fields that an answer leaves out while they are None or empty."""
+    ADDED: ClassVar[Mapping[str, Any]] = {}
+    """The values of fields that a former release does not send."""
+
+    def absent(self) -> Sequence[str]:
+        """Return the names of the fields that this answer leaves out."""
+        return [name for name in self.OPTIONAL if getattr(self, name) in (None, (), [])]
+
+
+def plain(value: Any) -> Any:
+    """Return a value with an object in place of each shape, without the fields that it leaves out."""
+    if isinstance(value, AnswerShape):
+        absent = value.absent()
+        return {name: plain(part) for name, part in vars(value).items() if name not in absent}
+    if isinstance(value, Mapping):
+        return {name: plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return value
+
+
+def is_sparse(shape: type[AnswerShape]) -> bool:
+    """Return whether an answer of this shape may leave out a field, at any depth."""
+    known = _SPARSE.get(shape)
+    if known is None:
+        parts = [part for hint in _hints(shape).values() for part in _parts(hint)]
+        known = _SPARSE[shape] = (
+            bool(shape.OPTIONAL) or shape.absent is not AnswerShape.absent or any(map(is_sparse, parts))
+        )
+    return known
+
+
+def _hints(shape: type[AnswerShape]) -> dict[str, Any]:
+    hints = get_type_hints(shape)
+    return {field.name: hints[field.name] for field in fields(shape)}  # type: ignore[arg-type]
+
+
+def _parts(hint: Any) -> list[type[AnswerShape]]:
+    if isinstance(hint, type) and issubclass(hint, AnswerShape):
+        return [hint]
+    return [part for argument in get_args(hint) for part in _parts(argument)]
+
+
+def parse(shape: type[S], value: Any, path: str = "the answer") -> S:
+    """Return the shape that an answer contains. Unknown fields are ignored, since a later release may send them.
+
+    Raise ``ValueError`` with the path of a part that does not fit.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not an object")
+    found: dict[str, Any] = {}
+    if shape not in _READERS:
+        _READERS[shape] = _readers(shape)
+    for name, read, is_required in _READERS[shape]:
+        if name in value:
+            part = value[name]
+            found[name] = part if read is None or part is None else read(part, f"{path}.{name}")
+        elif name in shape.ADDED:
+            found[name] = shape.ADDED[name]
+        elif is_required:
+            raise ValueError(f"{path} has no {name}")
+    return shape(**found)
+
+
+def _readers(shape: type[AnswerShape]) -> list[tuple[str, _PartReader | None, bool]]:
+    """Return for each field its name, the function that reads it, and whether it has no default."""
+    hints = _hints(shape)
+    # A default is an attribute of the class.
+    return [(name, _reader(hint), not hasattr(shape, name)) for name, hint in hints.items()]
+
+
+def _reader(hint: Any) -> _PartReader | None:
+    """Return the function that reads a value of this type; None if JSON has such values itself."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (types.UnionType, Union):
+        return next(filter(None, map(_reader, arguments)), None)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        of_value = _reader(arguments[1])
+        return of_value and (lambda value, path: _mapping(value, path, of_value))
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        of_item = _reader(arguments[0])
+        return of_item and (lambda value, path: _sequence(value, path, of_item))
+    if isinstance(hint, type) and issubclass(hint, AnswerShape):
+        return lambda value, path: parse(hint, value, path)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return lambda value, path: _member(hint, value)
+    return None
+
+
+def _mapping(value: Any, path: str, read: _PartReader) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not an object")
+    return {name: read(part, f"{path}.{name}") for name, part in value.items()}
+
+
+def _sequence(value: Any, path: str, read: _PartReader) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"{path} is not a list")
+    return tuple([read(part, f"{path}[{index}]") for index, part in enumerate(value)])
+
+
+def _member(kind: type[Enum], value: Any) -> Any:
+    """Return the member with this value; the value itself if only a later release knows it."""
+    try:
+        return kind(value)
+    except ValueError:
+        return value
