@@ -1,7 +1,8 @@
-/* The loops that a query, or an event, runs once for each token or block, in C.
+/* The loops that a query, or an event, runs once for each byte, token or block, in C.
  *
  *     cut          JSON text  ->  where the token ids stand, and the ids as little-endian u32     lists.c
  *     cut_hashes   JSON text  ->  where the hashes stand, and the hashes as little-endian u64     lists.c
+ *     plain_post   bytes of a connection  ->  the parts of a plain request                        heads.c
  *     digest       bytes  ->  their XXH3-64                                                       hashing.c
  *     hash_blocks  token ids  ->  block keys, as big-endian u64                                   hashing.c
  *     chain        hashes of blocks by themselves  ->  block keys                                 hashing.c
@@ -38,6 +39,7 @@
 static PyMethodDef methods[] = {
     ENTRY(cut, "body, name, count_max", "The token ids in a JSON text; None where the text is unusual."),
     ENTRY(cut_hashes, "body, name, count_max", "The hashes in a JSON text; None where the text is unusual."),
+    ENTRY(plain_post, "data", "Path, fields and body of a plain POST; None where the data are anything else."),
     ENTRY(digest, "payload, seed", "XXH3-64 of a payload."),
     ENTRY(hash_blocks, "tokens, block_size, seed, parent, namespace", "The keys of a prompt's blocks."),
     ENTRY(chain, "local_hashes, seed, parent", "The keys of blocks whose tokens are hashed already."),

@@ -100,6 +100,11 @@ def test_a_type_has_the_methods_and_attributes_that_are_declared(
 CALLS: dict[str, tuple[tuple[Any, ...], ...]] = {
     "cut": ((b'{"t":[1,2]}', b'"t"', 9), (b'{"t":[1,x]}', b'"t"', 9), (b"", "t", 9), ("", b"", 1), (b"", b"", "1")),
     "cut_hashes": ((b'{"t":["1",-2]}', b'"t"', 9), (b'{"t":[1,x]}', b'"t"', 9), (b"", "t", 9)),
+    "plain_post": (
+        (b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nA: b\r\n\r\nc",),
+        (b"POST /a HTTP/1.1\r\nHost: x\r\nA: b\r\n\r\nc",),
+        ("",),
+    ),
     "digest": ((b"x" * 300, 7), (b"", -1), ("", 1), (memoryview(b"xyz")[::2], 1)),
     "hash_blocks": ((b"x" * 640, 16, 7, 2**64 - 1, 1), (b"", 0, 1, None, 1), ("", 1, 1, None, 1), (b"", 1, 1, -1, 1)),
     "chain": ((b"x" * 64, 7, None), (b"x" * 64, 7, 5), (b"", "", None), ("", 1, None), (b"", 1, 2**64)),

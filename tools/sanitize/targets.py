@@ -52,6 +52,61 @@ class Target:
         return found if self.use is None else partial(self.use, found)
 
 
+# ---- a request of HTTP ------------------------------------------------------------------------------
+
+POST = re.compile(rb"POST ((?:/[A-Za-z0-9_.-]+)+) HTTP/1\.1\r\n((?:[^\r\n]+\r\n)*)\r\n")
+FIELD = re.compile(rb"([A-Za-z0-9_-]+):[ \t]*((?:[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?)?)[ \t]*")
+HOST = re.compile(rb"[A-Za-z0-9.-]+(?::[0-9]*)?")
+#: Fields of a connection, of which a plain request has none.
+OF_CONNECTION = {b"transfer-encoding", b"expect", b"upgrade", b"proxy-connection"}
+HEAD_BYTES_MAX = 32768
+
+
+def plain_post(data: bytes) -> object:
+    head = POST.match(data)
+    if head is None or head.end() > HEAD_BYTES_MAX:
+        return None
+    found = [FIELD.fullmatch(line) for line in head[2].split(b"\r\n")[:-1]]
+    fields = [(each[1].lower(), each[2]) for each in found if each is not None]
+    if len(fields) < len(found) or len(fields) > 100:
+        return None
+    named = dict(fields)
+    hosts, lengths = ([value for name, value in fields if name == wanted] for wanted in (b"host", b"content-length"))
+    is_plain = (
+        len(hosts) == len(lengths) == 1
+        and HOST.fullmatch(hosts[0]) is not None
+        and re.fullmatch(rb"[0-9]{1,9}", lengths[0]) is not None
+        and all(value.lower() == b"keep-alive" for name, value in fields if name == b"connection")
+        and not OF_CONNECTION & named.keys()
+    )
+    body = data[head.end() :]
+    return (head[1], fields, body) if is_plain and body and int(lengths[0]) == len(body) else None
+
+
+_HEAD = b"POST /query HTTP/1.1\r\nHost: x:80\r\nContent-Length: 3\r\n"
+POSTS: list[Arguments] = [
+    (_HEAD + b"\r\nabc",),
+    (_HEAD + b"Content-Type: application/json\r\nConnection: Keep-Alive\r\nA:\r\n\r\nabc",),
+    (_HEAD + b"Connection: close\r\n\r\nabc",),
+    (_HEAD + b"A: b\r\n" * 98 + b"\r\nabc",),
+    (_HEAD + b"A: b\r\n" * 99 + b"\r\nabc",),
+    (_HEAD + b"A: " + b"b" * 32800 + b"\r\n\r\nabc",),
+    (b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 000000000\r\n\r\n",),
+]
+POST_WORDS = [
+    *(b"\r\n", b"\r", b"\n", b": ", b":", b" ", b"\t", b"/", b"/a", b"POST ", b" HTTP/1.1", b"\0", b"\x7f", b"\xff"),
+    *(b"Host: y\r\n", b"Content-Length: 3\r\n", b"Expect: 100-continue\r\n", b"Transfer-Encoding: chunked\r\n"),
+    *(
+        b"Upgrade: h2c\r\n",
+        b"Proxy-Connection: close\r\n",
+        b"Connection: ",
+        b"keep-alive",
+        b"123456789",
+        b"a_b-c: d\r\n",
+    ),
+]
+
+
 # ---- lists in JSON ---------------------------------------------------------------------------------
 
 BLANKS = rb"[ \n\r\t]*"
@@ -359,6 +414,7 @@ def known(script: bytes) -> object:
 TARGETS: dict[str, Target] = {
     "cut": Target(cut, LISTS, JSON, {2: [*COUNTS]}, NAME),
     "cut_hashes": Target(cut_hashes, LISTS, JSON, {2: [*COUNTS]}, NAME),
+    "plain_post": Target(plain_post, POSTS, POST_WORDS),
     "digest": Target(digest, [(CONTENT[:length], 1337) for length in LENGTHS], [], {1: [*EDGES]}),
     "hash_blocks": Target(
         hash_blocks,

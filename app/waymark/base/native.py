@@ -2,8 +2,9 @@
 
 The C module is built from ``native/`` if there is a compiler; a build without one continues in Python. Each loop has
 both implementations behind one function: block keys in ``domain.hashing``, rows in ``domain.row_runs``, the knowledge
-of a stream in ``domain.pure_known``, parts in ``domain.part_list`` and ``store.calls``, lists in ``api.lists``, events
-in ``engines.plain``. Both give the same for every input, and the same tests run over both.
+of a stream in ``domain.pure_known``, parts in ``domain.part_list`` and ``store.calls``, lists in ``api.http.bodies``,
+events in ``engines.plain``, requests in ``serving.request_reader``. Both give the same for every input, and the same
+tests run over both.
 
 In a checkout, ``native/`` may change without a new build; a module built from other sources is refused.
 """
@@ -35,6 +36,8 @@ class NativeFunctions(Protocol):
     def cut(self, body: bytes, name: bytes, count_max: int, /) -> tuple[int, int, bytes] | None: ...
 
     def cut_hashes(self, body: bytes, name: bytes, count_max: int, /) -> tuple[int, int, bytes] | None: ...
+
+    def plain_post(self, data: bytes, /) -> tuple[bytes, list[tuple[bytes, bytes]], bytes] | None: ...
 
     def digest(self, payload: bytes | memoryview, seed: int, /) -> int: ...
 
