@@ -29,6 +29,7 @@ from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.domain.hashing import extend, token_bytes
 from waymark.serving.connection import protocol
+from waymark.store.redis.read_connection import ReadConnection
 from waymark.store.store import Store
 
 PATHS = ("/query", "/query_by_hash", "/dynamo/query", "/dynamo/query_by_hash")
@@ -317,6 +318,41 @@ async def test_a_usual_request_needs_no_task(ways: tuple[Way, Way]) -> None:
         loop.set_task_factory(None)
         writer.close()
     assert made == []
+
+
+async def test_requests_of_one_turn_share_a_write_and_a_read_of_redis(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients write before the server's turn, so that all eight requests arrive in it."""
+    written: list[int] = []
+    read: list[int] = []
+    write, receive = ReadConnection._write, ReadConnection.data_received
+
+    def counted_write(connection: ReadConnection) -> None:
+        written.append(len(connection._unsent))
+        write(connection)
+
+    def counted_receive(connection: ReadConnection, data: bytes) -> None:
+        before = len(connection._questions)
+        receive(connection, data)
+        read.append(before - len(connection._questions))
+
+    monkeypatch.setattr(ReadConnection, "_write", counted_write)
+    monkeypatch.setattr(ReadConnection, "data_received", counted_receive)
+    body = json.dumps({"model": "m", "block_size": 2, "token_ids": TOKENS[:100]}).encode()
+    async with way(store, is_straight=True) as straight:
+        assert (await straight.post("/query", body)).startswith(b"HTTP/1.1 200 ")
+        clients = [await asyncio.open_connection("127.0.0.1", straight.port) for _ in range(8)]
+        await wait_until(lambda: straight.value("http_connections") == 8, "all clients are connected")
+        written.clear()
+        read.clear()
+        for _, writer in clients:
+            writer.write(request("/query", body, b"connection: close"))
+        for reader, writer in clients:
+            assert b'"longest_matched":100' in await reader.read()
+            writer.close()
+        assert written == [8]
+        assert read == [8]
 
 
 async def test_requests_sent_ahead_are_answered_in_order(ways: tuple[Way, Way]) -> None:

@@ -78,7 +78,7 @@ async def test_a_chain_is_walked_in_a_small_portion_then_in_large_ones(store: St
     source = Source(CHAIN)
     reading = await read(store.reader, source)
     # A walk that goes on beyond the first portion mostly goes on for long: a third size in between costs a round trip.
-    assert source.asked == [128, 2048, 2048]
+    assert source.asked == [129, 2048, 2048], "one beyond the portion says whether the chain goes on"
     assert longest(reading) == {"pod-1": 3000}
     assert rows(reading)["pod-1"].media == {"GPU": 3000, "CPU": 10}
     assert (reading.blocks, reading.is_partial) == (3000, False)
@@ -105,7 +105,7 @@ async def test_a_walk_ends_where_no_instance_goes_on(store: Store, redis: Redis,
     source = Source([*CHAIN[:64], *range(5000, 6000)])
     reading = await read(store.reader, source)
     assert longest(reading) == {"pod-1": 64, "pod-2": 40}
-    assert source.asked == [128]
+    assert source.asked == [129]
 
 
 @SHARDS

@@ -128,7 +128,7 @@ class AskedPools:
         ``table`` returns the table at hand, which may be known only after the read.
         """
         before = table()
-        asking = self._ask_for(before, size_of, keys_of, salt)
+        asking = None if before is None or not self.of(before) else self._ask_for(before, size_of, keys_of, salt)
         try:
             result = yield from reading
             if (now := table()) is not before:  # other pools, perhaps

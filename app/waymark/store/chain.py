@@ -91,8 +91,8 @@ class Chain:
         """
         self._clearings = self._hot.clearings
         """The clearings of the cache of hot rows when the last values were asked for."""
-        self._may_be_hot = False
-        """Some of the last values are marked or have many holders."""
+        self.may_be_hot = False
+        """Some of the last values are marked or have many holders, as ``settle`` has seen."""
         self._open: list[tuple[int, int]] = []
         """(piece, bitmap of its open blocks), in order."""
         self._is_at_end = False
@@ -118,7 +118,8 @@ class Chain:
         has_hot = self._hot.expire(now)
         if has_hot or self.has_singles:
             self._rows_asked = [piece for piece in following if self._ask_piece(piece)]
-        return WantedValues(self._heads(self._rows_asked), [name for _, _, name in self._beside_asked])
+        beside = [name for _, _, name in self._beside_asked] if self._beside_asked else []
+        return WantedValues(self._heads(self._rows_asked), beside)
 
     def take(self, values: Sequence[bytes | None]) -> None:
         """Store the values that ``ask`` named: first the rows, then the others."""
@@ -135,8 +136,8 @@ class Chain:
                 self._beside[piece].values.append((name, value))
 
     def keep_hot(self, now: float) -> None:
-        """Keep the hot rows among the last values. To be called after ``settle``."""
-        if self._may_be_hot and self._clearings == self._hot.clearings:
+        """Keep the hot rows among the last values, if ``may_be_hot``."""
+        if self._clearings == self._hot.clearings:
             for piece in self._rows_asked:
                 value = self._rows[piece]
                 if value is not None:
@@ -147,7 +148,7 @@ class Chain:
         certain: Runs = []
         self._open = []
         self._is_at_end = False
-        self._may_be_hot = self.has_singles
+        self.may_be_hot = self.has_singles
         piece = self.found // PIECE_BLOCKS
         while piece < len(self._rows) and not self._is_at_end:
             if self.has_singles:
@@ -156,7 +157,7 @@ class Chain:
                 continue
             runs, count, self._is_at_end = row_runs(self._keys[_PIECE_BYTES * piece :], self._rows[piece:])
             self._add(certain, piece, runs)
-            self._may_be_hot |= any(map(is_crowd, runs))
+            self.may_be_hot |= any(map(is_crowd, runs))
             piece += count
             if piece < len(self._rows) and not self._is_at_end:
                 self._settle(certain, piece)
@@ -169,13 +170,15 @@ class Chain:
         first = len(self._rows)
         missing = PIECE_BLOCKS * (first + count) - len(self._keys) // KEY_BYTES
         if missing > 0 and not self._is_whole:
-            more = self._source(missing)
-            self._is_whole = len(more) < KEY_BYTES * missing
+            more = self._source(missing + 1)  # the one beyond says whether the chain goes on
+            self._is_whole = len(more) <= KEY_BYTES * missing
             self._keys = self._keys + more if self._keys else more
         return range(first, min(first + count, -(-len(self._keys) // _PIECE_BYTES)))
 
     def _heads(self, pieces: Sequence[int]) -> bytes:
-        if isinstance(pieces, range) and pieces:
+        if not pieces:
+            return b""
+        if isinstance(pieces, range):
             all_keys = array("Q", self._keys[_PIECE_BYTES * pieces[0] : _PIECE_BYTES * pieces[-1] + KEY_BYTES])
             return all_keys[::PIECE_BLOCKS].tobytes()
         return b"".join([self._head(piece) for piece in pieces])
@@ -225,7 +228,7 @@ class Chain:
 
     def _settle(self, certain: Runs, piece: int) -> None:
         """Find the runs of a piece whose blocks may be in its row, in branch rows or in singles."""
-        self._may_be_hot = True
+        self.may_be_hot = True
         keys = self._keys_of(piece)
         piece_values = self._beside.get(piece) or _PieceValues()
         runs, missing, unreadable = piece_runs(keys, [self._rows[piece], *(value for _, value in piece_values.values)])

@@ -65,7 +65,7 @@ class _CheckedReplies(Replies):
 class _Fetch:
     """One request for values: a step, and the receiver of the replies."""
 
-    __slots__ = ("_began", "_fetcher", "_is_sent", "_receiver", "asked", "entry", "until", "with_version")
+    __slots__ = ("_began", "_fetcher", "_is_sent", "_receiver", "asked", "done", "entry", "until", "with_version")
 
     def __init__(
         self, fetcher: Fetcher, entry: GroupEntry, asked: WantedValues, with_version: bool, until: float
@@ -78,16 +78,14 @@ class _Fetch:
 
     def begin(self, receiver: ReplyReceiver[Any]) -> None:
         self._receiver = receiver
+        self.done = receiver.done
         self._began = time.monotonic()
         self._is_sent = True
         if not self._fetcher.send(self):
             self._fetch_slowly()
 
-    def done(self) -> bool:
-        return self._receiver.done()
-
     def set_result(self, fetched: Fetched) -> None:
-        self._fetcher.observe(self._began)
+        self._fetcher.observe(time.monotonic() - self._began)
         self._receiver.set_result(fetched)
 
     def set_exception(self, error: BaseException) -> None:
@@ -122,6 +120,9 @@ class _RowsReader:
         return Fetched(version, _values(replies[0], self._rows) if self._rows else [])
 
 
+_rows_reader = lru_cache(256)(_RowsReader)
+
+
 class _ValuesReader:
     """Reads the replies to any commands of one server."""
 
@@ -142,7 +143,7 @@ class _ValuesReader:
 class Fetcher:
     def __init__(self, client: RedisClient, metrics: Metrics) -> None:
         self._client = client
-        self._duration = metrics.fetch_duration_seconds
+        self.observe = metrics.fetch_duration_seconds.observe
 
     def fetch(self, entry: GroupEntry, asked: WantedValues, *, with_version: bool, until: float) -> Step:
         """Return the step that reads the values that ``asked`` names, with one request to each server.
@@ -160,7 +161,7 @@ class Fetcher:
             connection = self._client.connection(prefix)
             packed = _mget(prefix, asked.heads) if asked.heads else b""
             packed = packed + version if with_version else packed
-            reader: ReplyReader[Fetched] = _RowsReader(len(asked.heads) // KEY_BYTES, with_version)
+            reader: ReplyReader[Fetched] = _rows_reader(len(asked.heads) // KEY_BYTES, with_version)
         else:
             commands = _commands(entry, asked, with_version=with_version)
             connections = {self._client.connection(command.prefix) for command in commands}
@@ -171,9 +172,6 @@ class Fetcher:
             return False
         connection.send(packed, reader, fetch, fetch.until)
         return True
-
-    def observe(self, began: float) -> None:
-        self._duration.observe(time.monotonic() - began)
 
     async def fetch_slowly(self, fetch: _Fetch) -> Fetched:
         """Fetch like ``fetch``, from any servers, over connections that may have to be opened, and past every error

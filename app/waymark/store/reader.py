@@ -70,11 +70,6 @@ class _Query:
         self.round_trips = 0
         self.runs: Runs = []
 
-    def begin(self, entry: GroupEntry) -> None:
-        self.walk = None
-        self.runs = []
-        self.chain.begin(entry)
-
     def walk_with(self, table: HolderTable) -> Walk:
         self.chain.has_singles = table.has_singles
         self.walk = Walk(table.view(self.block_size))
@@ -129,7 +124,8 @@ class Reader:
                 entry = cached or (yield Waiting(self._find(group, deadline)))
                 if entry is None:
                     return None
-                query.begin(entry)
+                query.walk, query.runs = None, []
+                query.chain.begin(entry)
                 if (yield from self._walk(group, entry, query, deadline, changes)):
                     self._remember(entry, query.chain)
                     for shard, name in query.chain.unreadable:
@@ -252,7 +248,7 @@ class Reader:
                         return False
                     walk = query.walk_with(table)
             runs, is_over = chain.settle()
-            if changes == self._incarnation.changes:
+            if chain.may_be_hot and changes == self._incarnation.changes:
                 chain.keep_hot(time.monotonic())
             query.runs += runs
             if not walk.feed(runs) or is_over:

@@ -56,7 +56,7 @@ class Waiting:
 
 def run(steps: Steps[T], receiver: ReplyReceiver[T]) -> None:
     """Run ``steps`` as far as they can go now, and on with each result; ``receiver`` gets their result or error."""
-    _StepsRun(steps, receiver).set_result(None)
+    _StepsRun(steps, receiver).go_on(steps.send, None)
 
 
 async def finished(steps: Steps[T]) -> T:
@@ -69,22 +69,20 @@ async def finished(steps: Steps[T]) -> T:
 class _StepsRun(Generic[T]):
     """The receiver of every step of some steps."""
 
-    __slots__ = ("_receiver", "_steps")
+    __slots__ = ("_receiver", "_steps", "done")
 
     def __init__(self, steps: Steps[T], receiver: ReplyReceiver[T]) -> None:
         self._steps = steps
         self._receiver = receiver
-
-    def done(self) -> bool:
-        return self._receiver.done()
+        self.done = receiver.done
 
     def set_result(self, result: Any) -> None:
-        self._go_on(self._steps.send, result)
+        self.go_on(self._steps.send, result)
 
     def set_exception(self, exception: BaseException) -> None:
-        self._go_on(self._steps.throw, exception)
+        self.go_on(self._steps.throw, exception)
 
-    def _go_on(self, resume: Callable[[Any], Step], outcome: Any) -> None:
+    def go_on(self, resume: Callable[[Any], Step], outcome: Any) -> None:
         try:
             step = resume(outcome)
         except StopIteration as ended:

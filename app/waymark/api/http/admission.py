@@ -66,7 +66,10 @@ class AdmissionQueue:
         """Give the place back. ``is_unavailable``: Redis did not answer; None if the request did not ask it."""
         if is_unavailable is not None:
             self._is_unavailable = is_unavailable
-        self._admit_next()
+        if self._waiting:
+            self._admit_next()
+        else:
+            self._places += 1
 
     def _admit_next(self) -> None:
         while self._waiting:

@@ -84,7 +84,8 @@ def encoded(answer: Answer, body_format: Format) -> tuple[bytes, bytes]:
 
 def more_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
     """Return the header fields of an answer besides its type and length."""
-    return [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
+    headers = answer.headers
+    return [(name.lower().encode(), value.encode()) for name, value in headers.items()] if headers else []
 
 
 async def send_answer(answer: Answer, body_format: Format, scope: Scope, send: Send) -> None:

@@ -132,7 +132,9 @@ class ReadConnection(asyncio.Protocol):
                 self._heard = now
             question = _PendingRead(reader, answer, math.inf if deadline is None else deadline)
             self._questions.append(question)
-            self._check_by(min(question.until, self._heard + self._silent_seconds))
+            due = min(question.until, self._heard + self._silent_seconds)
+            if due < self._due:
+                self._check_by(due)
             self._unsent.append(packed)
             if len(self._unsent) == 1:
                 self._loop.call_soon(self._write)
@@ -194,24 +196,20 @@ class ReadConnection(asyncio.Protocol):
             question.replies.append(reply)
             if len(question.replies) == question.reader.count:
                 self._questions.popleft()
-                self._answer_parsed(question)
+                answer, error = _parsed(question.reader, question.replies)
+                question.end(answer, error)
+                if isinstance(error, InvalidResponse):
+                    raise InvalidResponse(*error.args)
         if self._parser.has_data():
             raise InvalidResponse("more replies than commands")
-
-    def _answer_parsed(self, question: _PendingRead[Any]) -> None:
-        answer, error = _parsed(question.reader, question.replies)
-        question.end(answer, error)
-        if isinstance(error, InvalidResponse):
-            raise InvalidResponse(*error.args)
 
     # ---- ends --------------------------------------------------------------------------------------------
 
     def _check_by(self, due: float) -> None:
-        """Check the deadlines at ``due`` at the latest."""
-        if due < self._due:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer, self._due = self._loop.call_at(due, self._check_deadlines), due
+        """Check the deadlines at ``due``, which is earlier than they would be checked."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._due = self._loop.call_at(due, self._check_deadlines), due
 
     def _check_deadlines(self) -> None:
         """Fail the late questions; lose the connection if a reply has been due for too long."""
