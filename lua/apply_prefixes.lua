@@ -1,10 +1,11 @@
 -- apply_prefixes(record, fence, prefixes, hot, warm, prefix*; publisher, token, calls, milliseconds, hot_holder, warm_holder, change*) -> {verdict, hot_entries, warm_entries, calls}
 --
 -- Apply what a source of opaque prefixes has reported, in order. An entry is a prefix at one of the source's two
--- holders, hot (on the device) or warm (in storage), with a count of tokens and the time at which it ends. If the same
--- changes are applied again, the entries stay the same.
+-- holders, hot (on the device) or warm (in storage), with a count of tokens and the time at which it ends. The same call
+-- may arrive twice, and late: if its changes are applied again, the entries stay the same, and after a later call it
+-- writes nothing.
 --
--- KEYS  record    hash  the publisher's record
+-- KEYS  record    hash  the publisher's record; `late`: a call that was sent with fewer `calls` arrives late
 --       fence     hash  the fence of shard 0; `calls:<publisher>`: how many calls of its stream were made here
 --       prefixes  zset  the group's prefixes, by the Redis ms at which each ends
 --       hot       zset  prefixes of the hot holder, by the Redis ms at which each ends
@@ -22,15 +23,19 @@
 --                     that of the source's entry, or 1 if there was none
 --
 -- {'applied', hot_entries, warm_entries, calls}  how many entries each holder has now; `calls` counts this call
--- {'fenced', 0, 0, 0}  another worker has the stream, the publisher is gone, or writes are lost; nothing written
+-- {'fenced', 0, 0, 0}  another worker has the stream, the publisher is gone, writes are lost, or this call is late;
+--                      nothing written
 
 local TRIMMED_MAX = 256
 
-if redis.call('HGET', KEYS[1], 'token') ~= ARGV[2] then return {'fenced', 0, 0, 0} end
+local state = redis.call('HMGET', KEYS[1], 'token', 'late')
+if state[1] ~= ARGV[2] then return {'fenced', 0, 0, 0} end
 local count = 'calls:' .. ARGV[1]
 local calls = tonumber(redis.call('HGET', KEYS[2], count) or 0) or 0
-if calls < tonumber(ARGV[3]) then return {'fenced', 0, 0, 0} end
+local sent, late = tonumber(ARGV[3]), tonumber(state[2] or 0) or 0
+if calls < sent or sent < late then return {'fenced', 0, 0, 0} end
 redis.call('HSET', KEYS[2], count, string.format('%.0f', calls + 1))
+redis.call('HSET', KEYS[1], 'late', ARGV[3])
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)

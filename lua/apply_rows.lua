@@ -10,7 +10,8 @@
 --       row*       string  rows, branch rows and singles, in the order in which the parts need them; then the rows that
 --                          are needed only because a branch row belongs to them
 --       branches   hash    head to number of branch rows
---       record     hash    the publisher's record; only on the shard that has it (shard 0), else absent
+--       record     hash    the publisher's record; only on the shard that has it (shard 0), else absent. `late`: a call
+--                          that was sent with fewer `calls` arrives late
 -- ARGV  publisher  its integer id
 --       token      the lease token the caller believes is the highest
 --       watermark  the seq to move the watermark to when all parts are done; '' if another call does that
@@ -46,8 +47,8 @@
 -- {'row', parts, 0, calls}          these parts are done. The branch row of the next part does not exist, and the row of
 --                                   its piece has its first block, or has room: send the part with the row
 -- {'stale', watermark, calls}       the watermark is as high already; nothing written
--- {'fenced', 0}                     another worker has the stream, the publisher is gone, or writes are lost; nothing
---                                   written
+-- {'fenced', 0}                     another worker has the stream, the publisher is gone, writes are lost, or this call is
+--                                   late, because the life of its batches has ended; nothing written
 -- {'lost', 0}                       this shard, which has no record, has lost writes, or its `applied` of a holder
 --                                   cannot be read; nothing written
 --
@@ -83,8 +84,8 @@ local prefix = #branches - 7 -- where the name in a key begins
 
 local watermark = nil
 if record then
-  local state = redis.call('HMGET', record, 'token', 'watermark')
-  if state[1] ~= token then return {'fenced', 0} end
+  local state = redis.call('HMGET', record, 'token', 'watermark', 'late')
+  if state[1] ~= token or tonumber(ARGV[7]) < (tonumber(state[3] or 0) or 0) then return {'fenced', 0} end
   watermark = tonumber(state[2] or '')
 end
 if calls < tonumber(ARGV[7]) then return {record and 'fenced' or 'lost', 0} end

@@ -3,7 +3,7 @@
 -- Move the watermark of a stream, and the event_ids of its batches. The caller applied the blocks on several shards
 -- before, and every shard has acknowledged them.
 --
--- KEYS  record     hash  the publisher's record
+-- KEYS  record     hash  the publisher's record; `late`: a call that was sent with fewer `calls` arrives late
 --       fence      hash  the fence of shard 0; `calls:<publisher>`: how many calls of its stream were made here
 -- ARGV  publisher  its integer id
 --       token      the lease token the caller believes is the highest
@@ -16,13 +16,15 @@
 --
 -- {'applied', watermark, calls}  the new watermark; 0 if none was given. `calls` counts this call
 -- {'stale', watermark, calls}    the watermark is as high already; nothing written
--- {'fenced', 0}                  another worker has the stream, the publisher is gone, or writes are lost; nothing written
+-- {'fenced', 0}                  another worker has the stream, the publisher is gone, writes are lost, or this call is late,
+--                                because the life of its batch has ended; nothing written
 
-local state = redis.call('HMGET', KEYS[1], 'token', 'watermark')
+local state = redis.call('HMGET', KEYS[1], 'token', 'watermark', 'late')
 if state[1] ~= ARGV[2] then return {'fenced', 0} end
 local name = 'calls:' .. ARGV[1]
 local calls = tonumber(redis.call('HGET', KEYS[2], name) or 0) or 0
-if calls < tonumber(ARGV[3]) then return {'fenced', 0} end
+local sent, late = tonumber(ARGV[3]), tonumber(state[3] or 0) or 0
+if calls < sent or sent < late then return {'fenced', 0} end
 local watermark = tonumber(state[2] or '')
 local commit = tonumber(ARGV[4])
 if watermark and commit and watermark >= commit then return {'stale', watermark, calls} end

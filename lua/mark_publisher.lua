@@ -1,9 +1,10 @@
 -- mark_publisher(holders, record, fence; publisher, token, calls, row, version) -> {verdict, calls}
 --
--- Replace the row of a publisher in the table, because the publisher is lost or found.
+-- Replace the row of a publisher in the table, because the publisher is lost or found. The same call may arrive twice,
+-- and late: after a later call it writes nothing.
 --
 -- KEYS  holders    hash  the group's holder table
---       record     hash  the publisher's record
+--       record     hash  the publisher's record; `late`: a call that was sent with fewer `calls` arrives late
 --       fence      hash  the fence of shard 0; `calls:<publisher>`: how many calls of its stream were made here
 -- ARGV  publisher  its integer id
 --       token      the lease token the caller believes is the highest
@@ -12,12 +13,16 @@
 --       version    a random nonce
 --
 -- {'applied', calls}  written; `calls` counts this call
--- {'fenced', 0}       another worker has the stream, the publisher is gone, or writes are lost; nothing written
+-- {'fenced', 0}       another worker has the stream, the publisher is gone, writes are lost, or this call is late; nothing
+--                     written
 
-if redis.call('HGET', KEYS[2], 'token') ~= ARGV[2] then return {'fenced', 0} end
+local state = redis.call('HMGET', KEYS[2], 'token', 'late')
+if state[1] ~= ARGV[2] then return {'fenced', 0} end
 local name = 'calls:' .. ARGV[1]
 local calls = tonumber(redis.call('HGET', KEYS[3], name) or 0) or 0
-if calls < tonumber(ARGV[3]) then return {'fenced', 0} end
+local sent, late = tonumber(ARGV[3]), tonumber(state[2] or 0) or 0
+if calls < sent or sent < late then return {'fenced', 0} end
 redis.call('HSET', KEYS[3], name, string.format('%.0f', calls + 1))
+redis.call('HSET', KEYS[2], 'late', ARGV[3])
 redis.call('HSET', KEYS[1], 'publisher:' .. ARGV[1], ARGV[4], 'version', ARGV[5])
 return {'applied', calls + 1}

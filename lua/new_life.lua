@@ -7,7 +7,8 @@
 -- KEYS  holders  hash  the group's holder table; `version` is a new nonce after every change
 --       record   hash  the publisher's record; `holder:<name>` is the id of its live holder of that name,
 --                      `event:<id>` the last event_id of a holder, `shard:<number>` the calls on a shard, `turn` the
---                      token and version of the last call
+--                      token and version of the last call, `late`: a call of another script that was sent with fewer
+--                      `calls` than this one arrives late
 --       fence    hash  the fence of shard 0; `holder`: the highest holder id that was assigned or seen. Without it this
 --                      Redis has come back empty, and ids begin at the microseconds since 2026-01-01 UTC by its TIME.
 --                      `calls:<publisher>`: how many calls of its stream were made here
@@ -94,5 +95,5 @@ for i = 9, #ARGV, 2 do
 end
 redis.call('HSET', fence, 'holder', string.format('%.0f', highest), 'calls:' .. ARGV[1], string.format('%.0f', calls + 1))
 redis.call('HSET', holders, 'version', ARGV[5])
-redis.call('HSET', record, 'turn', token .. ' ' .. ARGV[5])
+redis.call('HSET', record, 'turn', token .. ' ' .. ARGV[5], 'late', ARGV[3])
 return {'applied', calls + 1, unpack(ids)}

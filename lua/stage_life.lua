@@ -5,7 +5,8 @@
 -- twice, and late: the script makes the change once, and never after a later change.
 --
 -- KEYS  holders  hash  the group's holder table; `version` is a new nonce after every change
---       record   hash  the publisher's record; `staged:<name>` is the id of a holder of the new life
+--       record   hash  the publisher's record; `staged:<name>` is the id of a holder of the new life, `late` is as in
+--                      new_life
 --       fence    hash  the fence of shard 0; `holder`: the highest holder id that was assigned or seen;
 --                      `calls:<publisher>`: how many calls of its stream were made here
 --       dead     set   holder ids whose blocks are still to be swept
@@ -108,5 +109,5 @@ else
   end
 end
 redis.call('HSET', fence, 'calls:' .. ARGV[1], string.format('%.0f', calls + 1))
-redis.call('HSET', record, 'turn', token .. ' ' .. ARGV[5])
+redis.call('HSET', record, 'turn', token .. ' ' .. ARGV[5], 'late', ARGV[3])
 return {'applied', calls + 1, unpack(ids_of(step == 'take' and live or staged))}

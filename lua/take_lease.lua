@@ -26,4 +26,5 @@ local counter = math.max(last, tonumber(ARGV[5])) + 1
 local token = string.format('%.0f.%s', counter, ARGV[2])
 redis.call('SET', KEYS[1], token, 'PX', ARGV[4])
 redis.call('HSET', KEYS[2], 'token', token, 'worker', ARGV[3])
+redis.call('HDEL', KEYS[2], 'late') -- a late call has an older token from now on
 return {'applied', counter}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.conftest import wait_until
-from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
+from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Mortal, Pod
 from waymark.apply.options import ApplyOptions
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.held import HeldBlocks
@@ -133,6 +133,35 @@ async def test_nothing_is_applied_twice_after_a_takeover(bench: Bench, on_gap: A
     await pod.agrees()
     assert (await bench.record(pod.name))["life"] == before["life"]
     await pod.counted(restarts=0, gaps=0, stale_batches=0)
+
+
+async def test_an_apply_that_arrives_in_the_next_life_of_the_engine_hides_nothing_of_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was given up and sent again, and its first copy was long on its way. The new life begins again at 0."""
+    sent: list[tuple[Sequence[Any], Sequence[Any]]] = []
+    run = Mortal.run
+
+    async def noting(self: Mortal, name: str, keys: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        if name == "apply_rows":
+            sent.append((keys, args))
+        return await run(self, name, keys, args)
+
+    monkeypatch.setattr(Mortal, "run", noting)
+    worker = await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod()
+    await pod.at_work(5)
+    late = sent[-1]
+    await pod.engine.restart()
+
+    async def has_no_watermark() -> bool:
+        return (await pod.state()).watermark is None
+
+    await wait_until(has_no_watermark, "the new life has no watermark", PATIENCE_SECONDS)
+    assert await run(worker.client, "apply_rows", *late) == [b"fenced", 0]
+    await pod.work(3)
+    await pod.agrees()
+    assert (await pod.state()).watermark == pod.last_seq
 
 
 async def test_what_waited_for_its_parent_is_counted_as_lost_by_a_takeover(bench: Bench) -> None:

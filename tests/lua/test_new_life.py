@@ -104,7 +104,8 @@ async def test_beginning_what_is_there_changes_only_the_version_and_is_counted(r
     before = await snapshot(redis)
     await stream.begin("0 GPU")
     after = await snapshot(redis)
-    for key, field in ((keys.holders(1), b"version"), (stream.grant.record, b"turn"), (keys.fence(1, 0), b"calls:1")):
+    record, fence = stream.grant.record, keys.fence(1, 0)
+    for key, field in ((keys.holders(1), b"version"), (record, b"turn"), (record, b"late"), (fence, b"calls:1")):
         assert before[key.encode()][2].pop(field) != after[key.encode()][2].pop(field)
     assert after == before
 

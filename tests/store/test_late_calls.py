@@ -1,0 +1,154 @@
+"""A call whose reply did not come is sent again, and its first copy may arrive when much else has been written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from tests.store.factories import Stream, hgetall, snapshot, stored, stream_of
+from waymark.domain.status import StreamStatus
+from waymark.store import keys
+from waymark.store.redis.client import RedisClient, Reply
+from waymark.store.scripts import Scripts
+from waymark.store.store import Store
+
+
+class Remembering(RedisClient):
+    """Remembers every call."""
+
+    def __init__(self, client: RedisClient) -> None:
+        super().__init__(client._redis, client.url, reads=client.reads)
+        self.calls: list[tuple[str, Sequence[Any], Sequence[Any]]] = []
+
+    async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
+        self.calls.append((name, keys, args))
+        return await super().run(name, keys, args)
+
+    async def again(self, name: str) -> bytes:
+        """The first copy of the last call of this script arrives."""
+        keys, args = next((keys, args) for each, keys, args in reversed(self.calls) if each == name)
+        verdict: bytes = (await super().run(name, keys, args))[0]
+        return verdict
+
+
+@dataclass
+class Late:
+    redis: Redis
+    client: Remembering
+    stream: Stream
+
+    async def changes_nothing(self, name: str) -> None:
+        before = await snapshot(self.redis)
+        assert await self.client.again(name) == b"fenced"
+        assert await snapshot(self.redis) == before
+
+
+@pytest.fixture(params=[1, 3], ids=["one shard", "three shards"])
+async def late(request: pytest.FixtureRequest, redis: Redis, client: RedisClient) -> Late:
+    remembering = Remembering(client)
+    stream = await stream_of(Store(remembering, shards=request.param), redis)
+    await stream.begin("0 GPU")
+    return Late(redis, remembering, stream)
+
+
+async def test_a_status_is_not_written_over_a_later_one(late: Late) -> None:
+    records, grant = late.stream.store.records, late.stream.grant
+    assert await records.write(grant, {"status": StreamStatus.ACTIVE, "flags": "one"}, {"gaps": 1})
+    status = late.client.calls[-1]
+    assert await records.write(grant, {"status": StreamStatus.DEGRADED, "flags": "one untrusted"}, {"gaps": 2})
+    late.client.calls.append(status)
+    await late.changes_nothing("write_record")
+
+
+async def test_a_call_that_comes_twice_before_the_next_is_written_twice(late: Late) -> None:
+    """Its reply may have been lost, and who sent it waits for another."""
+    records, grant = late.stream.store.records, late.stream.grant
+    await records.write(grant, {"status": StreamStatus.ACTIVE}, {})
+    assert await late.client.again("write_record") == b"applied"
+    assert await records.write(grant, {"status": StreamStatus.DEGRADED}, {})
+    assert (await hgetall(late.redis, grant.record))[b"status"] == b"degraded"
+
+
+async def test_flags_of_a_life_do_not_come_into_the_next(late: Late) -> None:
+    assert await late.stream.store.records.write(late.stream.grant, {"flags": "untrusted"}, {})
+    await late.stream.end(is_restart=True)
+    await late.changes_nothing("write_record")
+
+
+async def test_a_publisher_that_was_found_is_not_lost_again(late: Late) -> None:
+    records, grant = late.stream.store.records, late.stream.grant
+    assert await records.set_lost(grant, is_lost=True)
+    lost = late.client.calls[-1]
+    assert await records.set_lost(grant, is_lost=False)
+    late.client.calls.append(lost)
+    await late.changes_nothing("mark_publisher")
+
+
+@pytest.mark.parametrize("step", ["a new life", "a snapshot", "a lost publisher"])
+async def test_a_watermark_does_not_come_into_the_next_life(late: Late, step: str) -> None:
+    """The new life begins again at 0: all that it brings would count as seen."""
+    stream = late.stream
+    await stream.apply(stored(1, [1, 2, 3], seq=9))
+    if step == "a new life":
+        await stream.end(is_restart=True)
+    elif step == "a snapshot":
+        assert await stream.store.records.take_staged(stream.grant, None, {}, [], "f" * 16)
+    else:
+        await stream.end(is_restart=True)
+        assert await stream.store.records.set_lost(stream.grant, is_lost=True)
+    await late.changes_nothing("apply_rows" if stream.grant.shards == 1 else "commit_batch")
+
+
+async def test_what_was_removed_is_not_stored_again(late: Late) -> None:
+    """The holder of these blocks is gone, and the sweep is over: nobody would remove them."""
+    stream = late.stream
+    await stream.apply(stored(1, [1, 2, 3], seq=9))
+    call = next(each for each in late.client.calls if each[0] == "apply_rows" and each[1][-1] == stream.grant.record)
+    await stream.end(is_restart=True)
+    async for _ in stream.store.sweeper.steps(stream.entry, 1):
+        continue
+    late.client.calls.append(call)
+    await late.changes_nothing("apply_rows")
+
+
+@pytest.mark.parametrize("late", [1], indirect=True)
+async def test_an_opaque_prefix_that_was_removed_does_not_come_back(late: Late) -> None:
+    stream = late.stream
+
+    async def change(kind: str) -> None:
+        outcome = await Scripts(late.client).apply_prefixes(
+            record=stream.grant.record,
+            fence=stream.grant.fence,
+            prefixes=keys.opaque_prefixes(1),
+            hot=keys.opaque_prefixes(1, 1),
+            warm=keys.opaque_prefixes(1, 2),
+            prefix=[keys.opaque_prefix(1, "a" * 32)],
+            publisher=1,
+            token=stream.grant.token,
+            calls=stream.grant.first_calls,
+            milliseconds=60_000,
+            hot_holder=1,
+            warm_holder=2,
+            change=[kind, 5],
+        )
+        assert stream.grant.counted(outcome)
+
+    await change("hot")
+    stored_then = late.client.calls[-1]
+    await change("remove")
+    late.client.calls.append(stored_then)
+    await late.changes_nothing("apply_prefixes")
+
+
+async def test_the_next_worker_is_not_late_though_the_fence_is_gone(late: Late) -> None:
+    """As in a Redis that evicts keys: the calls are counted from 0 again."""
+    stream = late.stream
+    assert await stream.store.records.write(stream.grant, {"status": StreamStatus.ACTIVE}, {})
+    await late.redis.delete(keys.fence(1, 0))
+    after = await stream.again()
+    assert after.grant.first_calls == 0
+    assert await after.store.records.write(after.grant, {"status": StreamStatus.DEGRADED}, {})
