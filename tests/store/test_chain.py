@@ -348,31 +348,26 @@ def test_the_holders_of_each_block_are_those_that_have_it(
 @pytest.mark.parametrize(("seconds", "size"), [(0.0, 1000), (1.0, 0)])
 def test_nothing_is_kept_where_it_is_off(seconds: float, size: int) -> None:
     hot = HotRows(seconds, size)
-    hot.keep(1, b"head", value([1], 0, {each: [1] for each in range(1, 20)}), now=0.0)
+    hot.keep(1, b"the head", [value([1], 0, {each: [1] for each in range(1, 20)})], now=0.0)
     assert len(hot) == 0
 
 
 def test_what_is_kept_is_bounded_in_time_and_in_bytes() -> None:
     hot = HotRows(10.0, 4000)
     crowd = value([1], 0, {each: [1] for each in range(1, 20)})
-    hot.keep(1, b"a", crowd, now=0.0)
-    hot.keep(1, b"b", value([1], 0, {1: [1]}), now=0.0)
-    hot.keep(1, b"c", value([1], 0, {1: [1]}, is_marked=True), now=0.0)
+    marked = value([1], 0, {1: [1]}, is_marked=True)
+    heads = b"".join(b"%08d" % number for number in range(4))
+    hot.keep(1, heads, [crowd, value([1], 0, {1: [1]}), marked, None], now=0.0)
     assert hot.expire(9.9)
-    row, hint = hot.find(1, b"a"), hot.find(1, b"c")
-    assert row is not None
-    assert hint is not None
-    assert (row, hint.is_enough) == ((crowd, True), False)
-    assert hot.find(1, b"b") is None
-    assert hot.find(2, b"a") is None
+    assert hot.find(1, heads) == {0: (crowd, True), 2: (marked, False)}
+    assert hot.find(2, heads) == {}
     assert not hot.expire(10.0)
     assert (len(hot), hot.bytes) == (0, 0)
     for number in range(100):
-        hot.keep(1, b"%d" % number, crowd, now=20.0)
+        hot.keep(1, b"%08d" % number, [crowd], now=20.0)
         assert hot.bytes <= 4000
-    assert hot.find(1, b"99") is not None
-    assert hot.find(1, b"1") is None
-    hot.keep(1, b"long", crowd * 100, now=20.0)
+    assert hot.find(1, b"%08d" % 99 + b"%08d" % 1) == {0: (crowd, True)}
+    hot.keep(1, b"too long", [crowd * 100], now=20.0)
     assert (len(hot), hot.bytes) == (0, 0), "what is larger than everything is not kept"
     hot.clear()
     assert len(hot) == 0

@@ -58,7 +58,7 @@ async def test_a_chain_is_walked_in_a_small_portion_then_in_large_ones(
     await put(stream, values)
     reader, source = reader_of(client), Source(chain)
     reading = await read(reader, source)
-    assert source.asked == [128, 2048, 2048]
+    assert source.asked == [129, 2048, 2048], "one beyond the portion says whether the chain goes on"
     assert longest(reading) == {"pod-1": 3000}
     assert rows(reading)["pod-1"].media == {"GPU": 3000, "CPU": 10}
     assert (reading.blocks, reading.is_partial) == (3000, False)
@@ -81,7 +81,7 @@ async def test_the_first_portion_is_as_large_as_what_prompts_lately_had(client: 
         source = Source(prompt)
         await read(reader, source)
         sizes.append(source.asked[0])
-    assert sizes == [128] * 4 + [512] * 4 + [512] * 5 + [512] * 6 + [128] * 2
+    assert sizes == [129] * 4 + [513] * 4 + [513] * 5 + [513] * 6 + [129] * 2
 
 
 @SHARDS

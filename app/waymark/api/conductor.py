@@ -24,7 +24,6 @@ from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import GroupName
 from waymark.domain.table import HolderTable, block_size_of
 from waymark.store.query_reader import KeysOf, QueryReader
-from waymark.store.reader import Reading
 from waymark.store.steps import Steps, Waiting, finished
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
@@ -69,7 +68,7 @@ class Conductor:
         if block_size is None:
             reads = self._lookup.read_in_size(group, block_size_of, keys_of)
         else:
-            reads = _in_size(block_size, self._lookup.read(group, block_size, keys_of(block_size)))
+            reads = self._lookup.read(group, block_size, keys_of(block_size))
         table_at_hand = partial(self._store.reader.table_at_hand, group)
         (block_size, reading), in_pools = yield from self._pools.beside(
             reads, table_at_hand, lambda table: asked.block_size or block_size_of(table), keys_of, asked.salt
@@ -78,7 +77,8 @@ class Conductor:
         if asked.is_by_address and walk is not None:
             table = self._store.reader.table_at_hand(group)
             walk = walk if table is None else self._addresses.walk(table, walk)
-        walk = None if walk is None else walk_with_pool(walk, in_pools)
+        if walk is not None and in_pools:
+            walk = walk_with_pool(walk, in_pools)
         counted = NOTHING if walk is None else match_rows(walk) if in_pools else self._rows.of(walk)
         # A group without instances may belong to a former tenant: groups outlive their registrations.
         if not counted.rows:
@@ -124,10 +124,6 @@ class Conductor:
         return (
             "" if block_size in sizes else f"no engine of this model has block_size {block_size}; they have {choices}"
         )
-
-
-def _in_size(block_size: int, reads: Steps[Reading | None]) -> Steps[tuple[int, Reading | None]]:
-    return block_size, (yield from reads)
 
 
 class _QueryFields(NamedTuple):

@@ -15,7 +15,7 @@ from waymark.domain.keys import KEY_BYTES
 from waymark.domain.row_runs import Runs, piece_runs, row_runs
 from waymark.domain.rows import DEPTHS, PIECE_BLOCKS
 from waymark.store.directory import GroupEntry
-from waymark.store.hot import HotRows, is_crowd
+from waymark.store.hot import HotRow, HotRows, is_crowd
 
 KeySource: TypeAlias = Callable[[int], bytes]
 """Returns the next n block keys of a prompt (seq_hash XOR namespace), packed; fewer at the end of the prompt."""
@@ -115,9 +115,14 @@ class Chain:
         self._rows += [None] * len(following)
         self._rows_asked = following
         self._clearings = self._hot.clearings
-        has_hot = self._hot.expire(now)
-        if has_hot or self.has_singles:
-            self._rows_asked = [piece for piece in following if self._ask_piece(piece)]
+        hot = self._hot.find(self._entry.group_id, self._heads(following)) if self._hot.expire(now) else {}
+        if hot or self.has_singles:
+            usual = not self.has_singles
+            self._rows_asked = [
+                piece
+                for index, piece in enumerate(following)
+                if (usual and index not in hot) or self._ask_piece(piece, hot.get(index))
+            ]
         beside = [name for _, _, name in self._beside_asked] if self._beside_asked else []
         return WantedValues(self._heads(self._rows_asked), beside)
 
@@ -138,10 +143,8 @@ class Chain:
     def keep_hot(self, now: float) -> None:
         """Keep the hot rows among the last values, if ``may_be_hot``."""
         if self._clearings == self._hot.clearings:
-            for piece in self._rows_asked:
-                value = self._rows[piece]
-                if value is not None:
-                    self._hot.keep(self._entry.group_id, self._head(piece), value, now)
+            pieces, rows = self._rows_asked, self._rows
+            self._hot.keep(self._entry.group_id, self._heads(pieces), [rows[piece] for piece in pieces], now)
 
     def settle(self) -> tuple[Runs, bool]:
         """Return the runs that have become certain since the last call, and whether the whole chain is looked up."""
@@ -181,7 +184,8 @@ class Chain:
         if isinstance(pieces, range):
             all_keys = array("Q", self._keys[_PIECE_BYTES * pieces[0] : _PIECE_BYTES * pieces[-1] + KEY_BYTES])
             return all_keys[::PIECE_BLOCKS].tobytes()
-        return b"".join([self._head(piece) for piece in pieces])
+        keys = self._keys
+        return b"".join([keys[_PIECE_BYTES * piece : _PIECE_BYTES * piece + KEY_BYTES] for piece in pieces])
 
     def _head(self, piece: int) -> bytes:
         return self._keys[_PIECE_BYTES * piece : _PIECE_BYTES * piece + KEY_BYTES]
@@ -196,9 +200,11 @@ class Chain:
         head = self._head(piece)
         return self._shard(head), head.hex().encode()
 
-    def _ask_piece(self, piece: int) -> bool:
-        """Ask for the values that a piece needs besides its row. Return whether the row itself must be read."""
-        row = self._hot.find(self._entry.group_id, self._head(piece))
+    def _ask_piece(self, piece: int, row: HotRow | None) -> bool:
+        """Ask for the values that a piece needs besides its row. Return whether the row itself must be read.
+
+        ``row`` is its hot row.
+        """
         missing = 0
         if row is not None:
             if b"+" in row.value:

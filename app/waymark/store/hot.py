@@ -9,9 +9,11 @@ branch rows of the blocks that the copy did not list.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from waymark.base.metrics import Metrics
+from waymark.domain.keys import KEY_BYTES
 
 #: A row with at least this many holders is hot. A row with fewer is read from Redis each time.
 _HOLDERS_MIN = 8
@@ -58,23 +60,34 @@ class HotRows:
             self._drop_oldest()
         return bool(self._rows)
 
-    def find(self, group_id: int, head: bytes) -> HotRow | None:
-        row = self._rows.get((group_id, head))
-        if row is not None:
-            self._metrics.hot_block_hits.inc()
-        return row
+    def find(self, group_id: int, heads: bytes) -> dict[int, HotRow]:
+        """Return the rows of packed ``heads``, by the index of the head."""
+        rows, found = self._rows, {}
+        for index in range(len(heads) // KEY_BYTES):
+            row = rows.get((group_id, heads[KEY_BYTES * index : KEY_BYTES * (index + 1)]))
+            if row is not None:
+                found[index] = row
+        self._metrics.hot_block_hits.inc(len(found))
+        return found
 
-    def keep(self, group_id: int, head: bytes, value: bytes, now: float) -> None:
-        """Keep the row if it is hot or marked."""
-        is_enough = value.count(b":") >= _HOLDERS_MIN
-        key = group_id, head
-        if self._bytes_max == 0 or key in self._rows or not (is_enough or b"+" in value):
+    def keep(self, group_id: int, heads: bytes, values: Sequence[bytes | None], now: float) -> None:
+        """Keep those of the rows of packed ``heads`` that are hot or marked."""
+        for index, value in enumerate(values):
+            if value is None:
+                continue
+            is_enough = value.count(b":") >= _HOLDERS_MIN
+            if is_enough or b"+" in value:
+                head = heads[KEY_BYTES * index : KEY_BYTES * (index + 1)]
+                self._keep((group_id, head), HotRow(value, is_enough), now)
+
+    def _keep(self, key: tuple[int, bytes], row: HotRow, now: float) -> None:
+        if self._bytes_max == 0 or key in self._rows:
             return
-        size = _ROW_BYTES + len(value)
+        size = _ROW_BYTES + len(row.value)
         while self._queue and self.bytes + size > self._bytes_max:
             self._drop_oldest()
         if size <= self._bytes_max:
-            self._rows[key] = HotRow(value, is_enough)
+            self._rows[key] = row
             self._queue.append((now + self._seconds, key))
             self.bytes += size
 

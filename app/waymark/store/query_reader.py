@@ -42,13 +42,13 @@ class QueryReader:
         self._deadline_seconds = deadline_seconds
         self._counts = QueryCounts(metrics)
 
-    def read(self, group: GroupName, block_size: int, prompt: PromptKeys) -> Steps[Reading | None]:
-        """Read like ``Reader.read``."""
+    def read(self, group: GroupName, block_size: int, prompt: PromptKeys) -> Steps[tuple[int, Reading | None]]:
+        """Read like ``Reader.read``; the block size is a part of the result."""
         reading = yield from self._reader.reading(
             group, block_size, prompt.keys, deadline_seconds=self._deadline_seconds
         )
         self._counts.count(group, prompt.blocks, reading)
-        return reading
+        return block_size, reading
 
     def read_in_size(self, group: GroupName, size_of: SizeOf, keys_of: KeysOf) -> Steps[tuple[int, Reading | None]]:
         """Read like ``read``, in the block size that ``size_of`` reads from the group's table; 0 and None if it has
@@ -66,7 +66,7 @@ class QueryReader:
             if size is None:
                 return 0, None
             block_size = size
-            reading = yield from self.read(group, block_size, keys_of(block_size))
+            _, reading = yield from self.read(group, block_size, keys_of(block_size))
             now = self._reader.table_at_hand(group)
             if now is table or (now is not None and now.publishers and size_of(now) == block_size):
                 break
