@@ -22,6 +22,15 @@ pytestmark = pytest.mark.outside
 ROOT = Path(__file__).parents[1]
 
 
+#: Questions that our own server answers on its straight way: a prompt, and a key of the answer.
+STRAIGHT: dict[str, tuple[dict[str, list[int]], str]] = {
+    "/query": ({"token_ids": [1, 2, 3, 4]}, "default"),
+    "/query_by_hash": ({"seq_hashes": [1, 2]}, "default"),
+    "/dynamo/query": ({"token_ids": [1, 2, 3, 4]}, "scores"),
+    "/dynamo/query_by_hash": ({"block_hashes": [1, 2]}, "scores"),
+}
+
+
 @asynccontextmanager
 async def serve(redis_url: str, port: int) -> AsyncIterator[asyncio.subprocess.Process]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
@@ -58,8 +67,10 @@ async def test_uvicorn_serves_it_and_closes_it(redis_url: str) -> None:
         body = {"type": "standard", "modelname": "m", "instance_id": "i", "block_size": 4}
         assert (await client.post("/register", json=body)).status_code == 200
         assert (await client.get("/workers")).json()["publishers"][0]["instance_id"] == "i"
-        answer = await client.post("/query", json={"model": "m", "block_size": 4, "token_ids": [1, 2, 3, 4]})
-        assert answer.json()["default"]["i"]["longest_matched"] == 0
+        for path, (prompt, key) in STRAIGHT.items():
+            answer = await client.post(path, json={"model": "m", "model_name": "m"} | prompt)
+            assert answer.status_code == 200, (path, answer.text)
+            assert key in answer.json(), path
         await client.aclose()
         process.send_signal(signal.SIGTERM)
         async with within(30):

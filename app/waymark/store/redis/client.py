@@ -361,17 +361,6 @@ class Parameter(NamedTuple):
     name: str
     sign: str
 
-    def add(self, value: Any, words: list[Any]) -> None:
-        if not self.sign:
-            words.append(value)
-        elif self.sign == "*":
-            words += value
-        elif self.sign == "?":
-            if value is not None:
-                words.append(value)
-        else:
-            words += (len(value) // int(self.sign[1:] or 1), *value)
-
 
 class Script(NamedTuple):
     text: str
@@ -387,13 +376,23 @@ class Script(NamedTuple):
 
     def words(self, values: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
         """Return the KEYS and the ARGV of a call, from a value for each name of the signature."""
-        keys: list[Any] = []
-        for parameter in self.keys:
-            parameter.add(values[parameter.name], keys)
-        args: list[Any] = []
-        for parameter in self.args:
-            parameter.add(values[parameter.name], args)
-        return keys, args
+        return _words(self.keys, values), _words(self.args, values)
+
+
+def _words(parameters: Sequence[Parameter], values: Mapping[str, Any]) -> list[Any]:
+    words: list[Any] = []
+    for name, sign in parameters:
+        value = values[name]
+        if not sign:
+            words.append(value)
+        elif sign == "*":
+            words += value
+        elif sign == "?":
+            if value is not None:
+                words.append(value)
+        else:
+            words += (len(value) // int(sign[1:] or 1), *value)
+    return words
 
 
 def _parameters(text: str) -> tuple[Parameter, ...]:
