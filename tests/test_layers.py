@@ -55,7 +55,8 @@ PARTS: dict[str, set[str]] = {
         *("api", "gateway", "epp", "ingest", "console", "simulator", "client"),
     },
     "cli": {
-        *("base", "domain", "store", "store.redis", "inspection", "console", "simulator", "client", "runtime"),
+        *("base", "domain", "contract", "store", "store.redis", "inspection", "console", "simulator", "client"),
+        "runtime",
     },
     "__main__": {"cli"},
     "asgi": {"base", "store", "tokenization", "api", "runtime"},

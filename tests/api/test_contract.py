@@ -21,13 +21,13 @@ from waymark.api import admin_schemas, answer_schemas
 from waymark.api.application import create_app
 from waymark.api.dynamo import schemas as dynamo_schemas
 from waymark.api.dynamo import select_schemas
-from waymark.api.inspection_schemas import StatusAnswer
 from waymark.api.policies import PoliciesAnswer
 from waymark.api.query_schemas import QueryRequest
 from waymark.api.registration_schemas import RegisterRequest
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.contract import publishers
+from waymark.contract.inspections import StatusAnswer
 from waymark.contract.shape import AnswerShape, parse, plain
 from waymark.domain.held import HeldBlocks
 from waymark.domain.moves import Moves

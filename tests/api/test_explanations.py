@@ -14,9 +14,10 @@ import pytest
 from tests.api.conftest import Hold, MakeClient
 from tests.patience import within
 from waymark.api import explanations, inspection_queue
+from waymark.contract.inspections import InspectAnswer
+from waymark.contract.shape import parse, plain
 from waymark.domain.hashing import extend, token_bytes
 from waymark.inspection import holding
-from waymark.inspection.explanation import as_json, of_json
 from waymark.inspection.inspector import Inspector
 from waymark.store.store import Store
 
@@ -87,7 +88,7 @@ async def test_each_instance_tells_its_runs_and_where_its_match_ends(client: htt
 
 async def test_an_answer_is_read_back_as_it_was(client: httpx.AsyncClient, held: None) -> None:
     answer = await inspect(client)
-    assert as_json(of_json(answer), top=20) == {name: answer[name] for name in answer if name not in ("keys", "rows")}
+    assert plain(parse(InspectAnswer, answer)) == answer
 
 
 async def test_hashes_tokens_and_msgpack_ask_the_same(client: httpx.AsyncClient, held: None) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 from pydantic import ConfigDict, Field
 
 from waymark.api.http.models import Model
+from waymark.contract.inspections import Explanation
 from waymark.domain.media import IN_EVERY_ANSWER, MEDIA
-from waymark.domain.rows import PIECE_BLOCKS
 
 
 def _media(schema: dict[str, Any]) -> None:
@@ -28,51 +28,6 @@ class InstanceRow(Model):
 
     longest_matched: int = Field(description="the unbroken prefix that the instance has, over all media and ranks")
     DP: dict[str, int] = Field(description="the matched tokens that each rank has, over all media")
-
-
-class HolderRuns(Model):
-    """What one rank holds of a prompt on one medium."""
-
-    dp_rank: int
-    medium: str
-    not_counted: str | None = Field(description="why no query counts these blocks; null if queries count them")
-    runs: list[tuple[int, int]] = Field(description="runs of blocks, each as its first block and its length in blocks")
-
-
-class InspectedInstance(Model):
-    """What one instance, or a pool, has of a prompt."""
-
-    instance_id: str
-    is_pool: bool = Field(description="true if these blocks count for every instance")
-    longest_matched: int = Field(description="the longest match in tokens, the same number as in /query; 0 for a pool")
-    note: str | None = Field(
-        description="why the instance has no match, or where its match ends and which instance has the next block"
-    )
-    holders: list[HolderRuns]
-
-
-class Explanation(Model):
-    """What the instances have of a prompt, and why they have no more. ``block_size`` is null if nothing was read."""
-
-    tenant_id: str | None = None
-    model: str | None = None
-    block_size: int | None = None
-    total_tokens: int = Field(0, description="the tokens of the prompt; 0 if the request has only hashes")
-    total_blocks: int = Field(0, description="the complete blocks of the prompt")
-    longest_matched: int = Field(0, description="tokens of the longest match of any instance")
-    blocks_held: int = Field(
-        0, description="how many of total_blocks an instance or a pool has, without holders that queries do not count"
-    )
-    reasons: list[str] = Field(description="sentences that say why no instance has a match; empty if one has")
-    instances: list[InspectedInstance] = Field(description="the longest match first; pools last")
-    instances_left_out: int = Field(0, description="how many instances and pools are not shown")
-
-
-class InspectAnswer(Explanation):
-    """The explanation of a prompt, with the keys of its blocks and of their rows in Redis."""
-
-    keys: list[str] = Field(description="the key of each block, as 16 hex digits: its seq_hash XOR the namespace")
-    rows: list[str] = Field(description=f"the Redis key of the row of each {PIECE_BLOCKS} blocks of the prompt")
 
 
 class TierMatches(Model):

@@ -106,6 +106,10 @@ def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
         [(model.__name__, "validation", TypeAdapter(model)) for model in models], ref_template=_REF
     )
     schemas = definitions["$defs"]
+    for shape in AnswerShape.__subclasses__():
+        for heir in shape.__subclasses__():
+            if heir.__name__ in schemas:
+                _inherit_descriptions(schemas[heir.__name__], heir)
     for schema in schemas.values():
         _join_lines(schema)
     for model in models:
@@ -132,6 +136,14 @@ def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _inherit_descriptions(schema: dict[str, Any], heir: type[AnswerShape]) -> None:
+    """Add the sentences of inherited fields, since pydantic reads only the source of the class itself."""
+    for base in heir.__bases__:
+        for name, field in TypeAdapter(base).json_schema()["properties"].items():
+            if "description" in field:
+                schema["properties"][name].setdefault("description", field["description"])
 
 
 def _join_lines(schema: dict[str, Any]) -> None:

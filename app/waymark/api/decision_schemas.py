@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from waymark.api.answer_schemas import Explanation
 from waymark.api.http.fields import (
     NAME,
     OPTIONAL_NAME,
@@ -20,6 +19,7 @@ from waymark.api.http.fields import (
 )
 from waymark.api.http.models import Model
 from waymark.api.query_schemas import OPTIONAL_BLOCK_SIZE, Named, PromptFields
+from waymark.contract.inspections import Explanation
 from waymark.decide.policies.policy import Decision
 from waymark.decide.policies.presets import PRESETS
 

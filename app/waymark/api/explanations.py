@@ -6,8 +6,6 @@ the tenant that was asked for, and of no other: whether another one exists is no
 
 from __future__ import annotations
 
-from typing import Any
-
 import orjson
 
 from waymark.api.given_prompts import text_of
@@ -20,10 +18,12 @@ from waymark.api.straight import Straight
 from waymark.api.texts import PromptTokenizer
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.settings import Settings
+from waymark.contract.inspections import Explanation, InspectAnswer, NoExplanation
+from waymark.contract.shape import plain
 from waymark.domain.multimodal import check_blocks
 from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.domain.table import only_block_size
-from waymark.inspection.explanation import PromptExplanation, as_json, explain
+from waymark.inspection.explanation import PromptExplanation, described, explain
 from waymark.inspection.inspector import Inspector
 from waymark.inspection.prompt import InspectedPrompt
 from waymark.inspection.why import unknown_group
@@ -60,16 +60,16 @@ class Explanations:
         request = InspectRequest.of(body.fields)
         text_of(request.group, request)
 
-        async def inspected() -> dict[str, Any]:
+        async def inspected() -> InspectAnswer:
             explanation = await self._explain(request, body)
-            answer = as_json(explanation, top=request.top, instance_id=request.instance_id, has_ids=self._is_own_redis)
+            found = described(explanation, top=request.top, instance_id=request.instance_id, has_ids=self._is_own_redis)
             if explanation.holding is None:
-                return answer | {"keys": [], "rows": []}
+                return InspectAnswer(**vars(found), keys=(), rows=())
             block_keys, group = explanation.holding.keys, explanation.holding.group
             rows = [group.key_of(Place(key)) for key in block_keys[::PIECE_BLOCKS]]
-            return answer | {"keys": [f"{key:016x}" for key in block_keys], "rows": rows}
+            return InspectAnswer(**vars(found), keys=[f"{key:016x}" for key in block_keys], rows=rows)
 
-        async def answer(content: dict[str, Any]) -> Answer:
+        async def answer(content: InspectAnswer) -> Answer:
             return Answer(content)
 
         return Paused(inspected, answer)
@@ -85,33 +85,33 @@ class Explanations:
             return beside(body) if body.fields.get("explain") is True else handler.steps(body)
 
         def beside(body: Body) -> Paused:
-            async def work() -> dict[str, Any]:
+            async def work() -> Explanation | NoExplanation:
                 return await self._beside(body)
 
-            async def resume(explanation: dict[str, Any]) -> Answer:
+            async def resume(explanation: Explanation | NoExplanation) -> Answer:
                 answer = await handler(body)
                 if isinstance(answer, Paused):  # its text has been tokenized for the explanation
                     answer = await answer.resume(await answer.work())
                 content = answer.content
-                answer_fields = orjson.loads(content) if isinstance(content, bytes) else dict(content)
-                return Answer(answer_fields | {"explanation": explanation}, answer.status, answer.headers)
+                answer_fields = orjson.loads(content) if isinstance(content, bytes) else plain(content)
+                return Answer(answer_fields | {"explanation": plain(explanation)}, answer.status, answer.headers)
 
             return Paused(work, resume)
 
         return Straight(steps) if isinstance(handler, Straight) else handle
 
-    async def _beside(self, body: Body) -> dict[str, Any]:
+    async def _beside(self, body: Body) -> Explanation | NoExplanation:
         """Return an explanation, or an error in its place: it never fails the answer; of a wrong body, that answer is
         the error.
         """
         if body.fields.get("prefix_hash") is not None:
-            return {"reasons": ["prefix_hash names no blocks, so there is nothing to look up"], "instances": []}
+            return NoExplanation(reasons=["prefix_hash names no blocks, so there is nothing to look up"])
         try:
             request = InspectRequest.of({name: value for name, value in body.fields.items() if name != "top"})
             text_of(request.group, request)
-            return as_json(await self._explain(request, body), top=_TOP, instance_id=request.instance_id)
+            return described(await self._explain(request, body), top=_TOP, instance_id=request.instance_id)
         except (InvalidValue, StoreUnavailable) as exc:
-            return {"reasons": [exc.sentence], "instances": []}
+            return NoExplanation(reasons=[exc.sentence])
 
     async def _explain(self, request: InspectRequest, body: Body) -> PromptExplanation:
         """Explain a prompt. Raise ``StoreUnavailable`` after its deadline, and ``InvalidValue`` if the prompt does not

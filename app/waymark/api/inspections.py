@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict
-from typing import Any
 
 from waymark.api.http.answers import Answer, Paused
 from waymark.api.http.bodies import Body
@@ -18,13 +16,14 @@ from waymark.api.inspection_schemas import (
 from waymark.base.errors import InvalidValue
 from waymark.base.settings import Settings
 from waymark.base.shown import shown
+from waymark.contract.inspections import BlockAnswer, HolderAnswer, KeysAnswer
+from waymark.contract.shape import AnswerShape
 from waymark.domain.status import StreamStatus
 from waymark.inspection.blocks import find_block
 from waymark.inspection.holders import find_holder
 from waymark.inspection.inspector import InspectedGroup, Inspector, pick
 from waymark.inspection.redis_cli import RedisCli, every_key, keys_of_block, keys_of_chain, keys_of_holder
 from waymark.inspection.status import PublisherFilter, gather
-from waymark.inspection.status_json import as_json
 from waymark.store.store import Store
 
 PARAMETERS = ("tenant_id", "model", "status")
@@ -43,15 +42,15 @@ class Inspections:
 
     async def status(self, body: Body) -> Answer:
         """Answer with the output of ``waymark status --json``."""
-        return Answer(as_json(await gather(self._inspector, _wanted(body.path))))
+        return Answer(await gather(self._inspector, _wanted(body.path)))
 
     async def block(self, body: Body) -> Paused:
         """Answer with the block of ``waymark inspect block``."""
         request = InspectBlockRequest.of(body.fields)
 
-        async def work() -> dict[str, Any]:
+        async def work() -> BlockAnswer:
             rows = await find_block(self._inspector, await self._groups(request), int(request.key, 16))
-            return {"rows": [asdict(row) for row in rows]}
+            return BlockAnswer(rows=rows)
 
         return self._paused(work)
 
@@ -59,9 +58,9 @@ class Inspections:
         """Answer with the holder of ``waymark inspect holder``."""
         request = InspectHolderRequest.of(body.fields)
 
-        async def work() -> dict[str, Any]:
+        async def work() -> HolderAnswer:
             holders = await find_holder(self._inspector, await self._groups(request), request.holder)
-            return {"holders": [asdict(holder) for holder in holders]}
+            return HolderAnswer(holders=holders)
 
         return self._paused(work)
 
@@ -69,15 +68,15 @@ class Inspections:
         """Answer with the output of ``waymark inspect keys``."""
         request = InspectKeysRequest.of(body.fields)
 
-        async def work() -> dict[str, Any]:
+        async def work() -> KeysAnswer:
             groups = await self._groups(request)
             if request.block is not None:
-                return asdict(keys_of_block(groups, int(request.block, 16), self._commands))
+                return keys_of_block(groups, int(request.block, 16), self._commands)
             if request.holder is not None:
-                return asdict(await keys_of_holder(self._inspector, groups, request.holder, self._commands))
+                return await keys_of_holder(self._inspector, groups, request.holder, self._commands)
             if request.chain is not None:
-                return asdict(keys_of_chain(groups, [int(key, 16) for key in request.chain], self._commands))
-            return asdict(await every_key(self._inspector, groups, self._commands))
+                return keys_of_chain(groups, [int(key, 16) for key in request.chain], self._commands)
+            return await every_key(self._inspector, groups, self._commands)
 
         return self._paused(work)
 
@@ -85,11 +84,11 @@ class Inspections:
         groups = await self._inspector.groups()
         return pick(groups, group_id=request.group, model=request.model, tenant=request.tenant_id)
 
-    def _paused(self, work: Callable[[], Awaitable[dict[str, Any]]]) -> Paused:
-        async def inspected() -> dict[str, Any]:
+    def _paused(self, work: Callable[[], Awaitable[AnswerShape]]) -> Paused:
+        async def inspected() -> AnswerShape:
             return await self._queue.take(work, name="inspection", remedy=_REMEDY)
 
-        async def answer(content: dict[str, Any]) -> Answer:
+        async def answer(content: AnswerShape) -> Answer:
             return Answer(content)
 
         return Paused(inspected, answer)

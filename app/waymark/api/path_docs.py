@@ -13,6 +13,7 @@ from waymark.api.dynamo import select_schemas as select_bodies
 from waymark.api.dynamo.select import USAGE
 from waymark.api.http.doc import Doc
 from waymark.api.inspections import PARAMETERS
+from waymark.contract import inspections as inspection_answers
 from waymark.contract import publishers
 
 _TEXT, _HTML = "text/plain", "text/html"
@@ -126,12 +127,12 @@ QUERY_BY_HASH = Doc(
 INSPECT_PROMPT = Doc(
     "Returns which blocks of a prompt each instance has and where, and why no instance has a match.",
     query_schemas.InspectRequest,
-    answers.InspectAnswer,
+    inspection_answers.InspectAnswer,
     reach="body",
 )
 INSPECT_STATUS = Doc(
     "Returns the state of Redis, of each ingest worker and of each stream. 'waymark status' prints the same.",
-    answer=inspections.StatusAnswer,
+    answer=inspection_answers.StatusAnswer,
     parameters=PARAMETERS,
     errors=(400,),
     queue="read",
@@ -139,19 +140,19 @@ INSPECT_STATUS = Doc(
 INSPECT_BLOCK = Doc(
     "Returns where a block is in the index and which engines have it. 'waymark inspect block' prints the same.",
     inspections.InspectBlockRequest,
-    inspections.BlockAnswer,
+    inspection_answers.BlockAnswer,
     errors=(404,),
 )
 INSPECT_HOLDER = Doc(
     "Returns the engine that a holder id stands for, and its blocks. 'waymark inspect holder' prints the same.",
     inspections.InspectHolderRequest,
-    inspections.HolderAnswer,
+    inspection_answers.HolderAnswer,
     errors=(404,),
 )
 INSPECT_KEYS = Doc(
     "Returns redis-cli commands that show everything except the blocks. 'waymark inspect keys' prints the same.",
     inspections.InspectKeysRequest,
-    inspections.KeysAnswer,
+    inspection_answers.KeysAnswer,
     errors=(404,),
 )
 PREFIX_STATS = Doc(

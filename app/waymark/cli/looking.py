@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from waymark.cli.exits import EXIT_OK
 from waymark.cli.remote import print_answer
@@ -16,6 +16,7 @@ from waymark.console.arguments import add_inspect, add_status
 if TYPE_CHECKING:
     from waymark.console.screen import Screen, ScreenPart
     from waymark.console.service import RemoteService
+    from waymark.contract.inspections import StatusAnswer
 
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
@@ -44,10 +45,9 @@ def show(service: RemoteService | None, arguments: argparse.Namespace, screen: S
         return EXIT_OK
     from waymark.console import status_view
     from waymark.console.inspections import status_of
-    from waymark.inspection import status_json
 
-    def parts(answer: dict[str, Any]) -> Sequence[ScreenPart]:
-        return status_view.parts(status_json.of_json(answer), is_plain=screen.is_plain)
+    def parts(answer: StatusAnswer) -> Sequence[ScreenPart]:
+        return status_view.parts(answer, is_plain=screen.is_plain)
 
     try:
         return print_answer(service, arguments, screen, status_of, parts)
@@ -81,15 +81,12 @@ def _service(arguments: argparse.Namespace) -> Iterator[RemoteService]:
 
 def _inspect(service: RemoteService, arguments: argparse.Namespace, screen: Screen) -> None:
     from waymark.console import inspections, lookups
-    from waymark.inspection import blocks, explanation, holders
-    from waymark.inspection.redis_cli import ShellCommands
 
     if arguments.what == "keys" or arguments.keys:
-        screen.write(str(ShellCommands(**inspections.keys_of(service, arguments))))
+        screen.write(str(inspections.keys_of(service, arguments)))
     elif arguments.what == "prompt":
-        result = explanation.of_json(inspections.inspected(service, arguments))
-        screen.show(inspections.drawn(result, screen, top=arguments.top))
+        screen.show(inspections.drawn(inspections.inspected(service, arguments), screen, top=arguments.top))
     elif arguments.what == "block":
-        screen.show(lookups.block(blocks.of_json(inspections.block_of(service, arguments))))
+        screen.show(lookups.block(inspections.block_of(service, arguments).rows))
     else:
-        screen.show(lookups.holder(holders.of_json(inspections.holder_of(service, arguments))))
+        screen.show(lookups.holder(inspections.holder_of(service, arguments).holders))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from waymark.cli.exits import EXIT_FAILED, EXIT_OK
 from waymark.cli.service import add_prompt, add_service, settle
 from waymark.console.arguments import add_watch
+from waymark.contract.shape import plain
 from waymark.domain.status import StreamStatus
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from waymark.console.screen import Screen, ScreenPart
     from waymark.console.service import RemoteService
 
-    Command = Callable[[RemoteService, argparse.Namespace], dict[str, Any]]
-    Drawing = Callable[[dict[str, Any]], Sequence[ScreenPart]]
+    Command = Callable[[RemoteService, argparse.Namespace], Any]
+    Drawing = Callable[[Any], Sequence[ScreenPart]]
 
 _STATUSES = (*map(str, StreamStatus), "draining", "drained")
 
@@ -215,7 +216,7 @@ def print_answer(
         return _watch(service, arguments, screen, command, parts)
     answer = command(service, arguments)
     if arguments.json:
-        screen.write(json.dumps(answer, indent=2))
+        screen.write(json.dumps(plain(answer), indent=2))
     else:
         screen.show(parts(answer))
     return EXIT_OK
@@ -243,7 +244,7 @@ def _watch(
 
     async def lines() -> None:
         while True:
-            screen.write(json.dumps(await asyncio.to_thread(command, service, arguments)))
+            screen.write(json.dumps(plain(await asyncio.to_thread(command, service, arguments))))
             await asyncio.sleep(arguments.watch)
 
     command(service, arguments)  # without a service, or with a refusal, it ends at once

@@ -6,15 +6,15 @@ cell has the same information as its colour, so the view can be read without col
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import IntEnum
 from itertools import groupby
 
 from rich.text import Text
 
 from waymark.console.screen import ScreenPart, joined, text
+from waymark.contract.inspections import HolderRuns, InspectAnswer, InspectedInstance
 from waymark.domain.media import MEDIA, order_of
-from waymark.inspection.holding import HolderLine, InstanceLines, PromptHoldings
+from waymark.domain.names import GroupName
 from waymark.inspection.inspector import group_text
 
 #: Of the media in their order; then of all others.
@@ -46,30 +46,28 @@ _WORDS = {
 }
 
 
-def parts(
-    holding: PromptHoldings, reasons: Mapping[str, str], *, width: int, is_ascii: bool, top: int
-) -> list[ScreenPart]:
-    """Return the drawing, with at most ``top`` instances. ``reasons`` says why an instance has no match, or why its
-    match ends.
-    """
-    screen_parts: list[ScreenPart] = [_head(holding)]
-    if not holding.keys:
+def parts(answer: InspectAnswer, block_size: int, *, width: int, is_ascii: bool, top: int) -> list[ScreenPart]:
+    """Return the drawing, with at most ``top`` instances."""
+    screen_parts: list[ScreenPart] = [_head(answer, block_size)]
+    if not answer.total_blocks:
         return screen_parts
-    label_width = 2 + max((len(_label(line)) for lines in holding.instances[:top] for line in lines.holders), default=0)
-    scale = max(1, -(-len(holding.keys) // max(_CELLS_MIN, width - label_width)))
-    screen_parts.append(_legend(holding, scale, is_ascii=is_ascii))
-    for lines in holding.instances[:top]:
-        if lines.holders or lines is holding.instances[0]:
+    shown = answer.instances[:top]
+    label_width = 2 + max((len(_label(holder)) for instance in shown for holder in instance.holders), default=0)
+    scale = max(1, -(-answer.total_blocks // max(_CELLS_MIN, width - label_width)))
+    screen_parts.append(_legend(answer, block_size, scale, is_ascii=is_ascii))
+    for instance in shown:
+        if instance.holders or instance is shown[0]:
             screen_parts.append(text(""))
-        screen_parts.append(_title(holding, lines, reasons.get(lines.instance_id, "")))
-        for line in lines.holders:
-            cells = _line(holding, lines, line, scale, is_ascii=is_ascii)
-            screen_parts.append(joined(_label(line).ljust(label_width), cells))
-    hidden = len(holding.instances) - top
+        screen_parts.append(_title(answer, block_size, instance))
+        match = (answer.longest_matched if instance.is_pool else instance.longest_matched) // block_size
+        for holder in instance.holders:
+            cells = _line(answer, holder, match, scale, is_ascii=is_ascii)
+            screen_parts.append(joined(_label(holder).ljust(label_width), cells))
+    hidden = len(answer.instances) - top
     if hidden > 0:
         screen_parts += [
             text(""),
-            text(f"and {hidden} more with no longer match (--top {len(holding.instances)} shows all)"),
+            text(f"and {hidden} more with no longer match (--top {len(answer.instances)} shows all)"),
         ]
     return screen_parts
 
@@ -89,53 +87,58 @@ def scaled(has: frozenset[int], blocks: int, match: int, scale: int) -> list[Cel
     return cells
 
 
-def _head(holding: PromptHoldings) -> Text:
-    blocks, size = len(holding.keys), holding.block_size
-    group = f", group {holding.group.id}" if holding.group.id else ""  # over HTTP it has no id
+def _head(answer: InspectAnswer, block_size: int) -> Text:
+    blocks = answer.total_blocks
+    name = group_text(GroupName(answer.tenant_id or "", answer.model or ""))
+    group = f", group {answer.group}" if answer.group else ""  # a token of one tenant does not see it
     return joined(
-        text(group_text(holding.group.name), "bold"),
-        f"{group}: {blocks} {'block' if blocks == 1 else 'blocks'} of {size} tokens,"
-        f" {holding.blocks_held} of them held, longest match {holding.best * size} tokens",
+        text(name, "bold"),
+        f"{group}: {blocks} {'block' if blocks == 1 else 'blocks'} of {block_size} tokens,"
+        f" {answer.blocks_held} of them held, longest match {answer.longest_matched} tokens",
     )
 
 
-def _legend(holding: PromptHoldings, scale: int, *, is_ascii: bool) -> Text:
-    tokens = scale * holding.block_size
-    unit = f"a cell is {scale} {'block' if scale == 1 else 'blocks'} ({tokens} tokens)"
+def _legend(answer: InspectAnswer, block_size: int, scale: int, *, is_ascii: bool) -> Text:
+    unit = f"a cell is {scale} {'block' if scale == 1 else 'blocks'} ({scale * block_size} tokens)"
     used = [cell for cell in _WORDS if cell is not Cell.SOME or scale > 1]
     signs = ", ".join(f"{_character(cell, is_ascii=is_ascii)} {_WORDS[cell]}" for cell in used)
-    media = sorted({line.holder.medium for lines in holding.instances for line in lines.holders})
+    media = sorted({holder.medium for instance in answer.instances for holder in instance.holders})
     colours = [text(medium, _medium_style(medium)) for medium in media]
     if is_ascii or not colours:
         return text(f"{unit}: {signs}")
     return joined(f"{unit}: {signs}; colours: ", joined(*colours, by=" "))
 
 
-def _title(holding: PromptHoldings, lines: InstanceLines, reason: str) -> Text:
-    name = text(lines.instance_id, "bold")
-    if lines.is_pool:
-        return joined(name, f": a pool, its {lines.blocks} blocks count for every instance")
-    if not lines.match:
+def _title(answer: InspectAnswer, block_size: int, instance: InspectedInstance) -> Text:
+    name, reason = text(instance.instance_id, "bold"), instance.note or ""
+    if instance.is_pool:
+        blocks = len(frozenset[int]().union(*map(_blocks, instance.holders)))
+        return joined(name, f": a pool, its {blocks} blocks count for every instance")
+    if not instance.longest_matched:
         return joined(name, ": ", text("no match", "yellow"), f", {reason}" if reason else "")
-    tokens, total = lines.match * holding.block_size, len(holding.keys) * holding.block_size
+    tokens, total = instance.longest_matched, answer.total_blocks * block_size
     ends = f"; {reason}" if reason else ""
-    return joined(name, f": {tokens} of {total} tokens, {lines.match} of {len(holding.keys)} blocks{ends}")
+    return joined(name, f": {tokens} of {total} tokens, {tokens // block_size} of {answer.total_blocks} blocks{ends}")
 
 
-def _line(holding: PromptHoldings, lines: InstanceLines, line: HolderLine, scale: int, *, is_ascii: bool) -> Text:
-    style = "dim" if line.not_counted else _medium_style(line.holder.medium)
-    match = holding.best if lines.is_pool else lines.match
-    cells = scaled(line.has, len(holding.keys), 0 if line.not_counted else match, scale)
+def _blocks(holder: HolderRuns) -> frozenset[int]:
+    """Return the positions of the blocks that a holder has."""
+    return frozenset(block for first, count in holder.runs for block in range(first, first + count))
+
+
+def _line(answer: InspectAnswer, holder: HolderRuns, match: int, scale: int, *, is_ascii: bool) -> Text:
+    style = "dim" if holder.not_counted else _medium_style(holder.medium)
+    cells = scaled(_blocks(holder), answer.total_blocks, 0 if holder.not_counted else match, scale)
     pieces = [
         text(_character(cell, is_ascii=is_ascii) * sum(1 for _ in run), style if cell else "dim")
         for cell, run in groupby(cells)
     ]
-    return joined(joined(*pieces), text(f"  {line.not_counted}" if line.not_counted else "", "bold red"))
+    return joined(joined(*pieces), text(f"  {holder.not_counted}" if holder.not_counted else "", "bold red"))
 
 
-def _label(line: HolderLine) -> str:
-    number = f" #{line.holder.id}" if line.holder.id else ""  # unknown over HTTP
-    return f"  rank {line.holder.dp_rank} {line.holder.medium}{number}"
+def _label(holder: HolderRuns) -> str:
+    number = f" #{holder.id}" if holder.id else ""  # a token of one tenant does not see it
+    return f"  rank {holder.dp_rank} {holder.medium}{number}"
 
 
 def _character(cell: Cell, *, is_ascii: bool) -> str:

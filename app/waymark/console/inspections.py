@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlencode
 
@@ -12,7 +13,7 @@ from waymark.console.prompts import read_file, read_hash, read_hashes, read_prom
 from waymark.console.publishers import warnings
 from waymark.console.screen import Screen, ScreenPart, joined, text
 from waymark.console.service import RemoteService
-from waymark.inspection.explanation import PromptExplanation
+from waymark.contract.inspections import BlockAnswer, HolderAnswer, InspectAnswer, KeysAnswer, StatusAnswer
 from waymark.tokenization.prompt import TextPrompt
 
 #: A request has an additional salt and a cache salt.
@@ -21,7 +22,7 @@ _SALTS_MAX = 2
 _TOP = 1000
 
 
-def inspected(service: RemoteService, arguments: argparse.Namespace) -> Any:
+def inspected(service: RemoteService, arguments: argparse.Namespace) -> InspectAnswer:
     """Return the answer of ``/inspect/prompt`` for the prompt of the flags. Raise ``InvalidValue`` without a prompt."""
     if len(arguments.salt) > _SALTS_MAX:
         raise InvalidValue(f"--salt is given {len(arguments.salt)} times; give at most {_SALTS_MAX}", field="--salt")
@@ -34,21 +35,21 @@ def inspected(service: RemoteService, arguments: argparse.Namespace) -> Any:
         "lora_id": arguments.lora_id,
         "top": _TOP,
     }
-    return service.post("/inspect/prompt", body | salts | _prompt(arguments))
+    return service.post_for(InspectAnswer, "/inspect/prompt", body | salts | _prompt(arguments))
 
 
-def block_of(service: RemoteService, arguments: argparse.Namespace) -> Any:
-    """Return the rows of ``/inspect/block`` for the key of the arguments."""
+def block_of(service: RemoteService, arguments: argparse.Namespace) -> BlockAnswer:
+    """Return the answer of ``/inspect/block`` for the key of the arguments."""
     key = f"{read_hash(arguments.key, option='block'):016x}"
-    return service.post("/inspect/block", {"key": key} | _groups(arguments))["rows"]
+    return service.post_for(BlockAnswer, "/inspect/block", {"key": key} | _groups(arguments))
 
 
-def holder_of(service: RemoteService, arguments: argparse.Namespace) -> Any:
-    """Return the holders of ``/inspect/holder`` with the id of the arguments."""
-    return service.post("/inspect/holder", {"holder": arguments.id} | _groups(arguments))["holders"]
+def holder_of(service: RemoteService, arguments: argparse.Namespace) -> HolderAnswer:
+    """Return the answer of ``/inspect/holder`` for the id of the arguments."""
+    return service.post_for(HolderAnswer, "/inspect/holder", {"holder": arguments.id} | _groups(arguments))
 
 
-def keys_of(service: RemoteService, arguments: argparse.Namespace) -> Any:
+def keys_of(service: RemoteService, arguments: argparse.Namespace) -> KeysAnswer:
     """Return the commands of ``/inspect/keys``: for a block, a holder, the rows of a prompt, or whole groups."""
     match arguments.what:
         case "block":
@@ -57,23 +58,24 @@ def keys_of(service: RemoteService, arguments: argparse.Namespace) -> Any:
             wanted = {"holder": arguments.id} | _groups(arguments)
         case "prompt":
             answer = inspected(service, arguments)
-            if not answer["keys"] and answer["reasons"]:
-                raise NotFound(" ".join(answer["reasons"]))
-            wanted = {"model": arguments.model, "tenant_id": arguments.tenant, "chain": answer["keys"]}
+            if not answer.keys and answer.reasons:
+                raise NotFound(" ".join(answer.reasons))
+            wanted = {"model": arguments.model, "tenant_id": arguments.tenant, "chain": answer.keys}
         case _:
             wanted = _groups(arguments)
-    return service.post("/inspect/keys", wanted)
+    return service.post_for(KeysAnswer, "/inspect/keys", wanted)
 
 
 def _groups(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"group": arguments.group, "model": arguments.model, "tenant_id": arguments.tenant}
 
 
-def status_of(service: RemoteService, arguments: argparse.Namespace) -> Any:
+def status_of(service: RemoteService, arguments: argparse.Namespace) -> StatusAnswer:
     """Return the answer of ``/inspect/status`` for the wanted publishers, with the warnings of the replica."""
     wanted = {"tenant_id": arguments.tenant, "model": arguments.model, "status": ",".join(arguments.status)}
-    answer = service.get(f"/inspect/status?{urlencode({name: value for name, value in wanted.items() if value})}")
-    return answer | {"warnings": list(dict.fromkeys([*answer["warnings"], *warnings(service)]))}
+    query = urlencode({name: value for name, value in wanted.items() if value})
+    answer = service.get_for(StatusAnswer, f"/inspect/status?{query}")
+    return replace(answer, warnings=list(dict.fromkeys([*answer.warnings, *warnings(service)])))
 
 
 def _prompt(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -95,13 +97,11 @@ def _prompt(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def drawn(explanation: PromptExplanation, screen: Screen, *, top: int) -> list[ScreenPart]:
+def drawn(answer: InspectAnswer, screen: Screen, *, top: int) -> list[ScreenPart]:
     """Return the drawing of an explanation. Raise ``NotFound`` if no group was looked up."""
-    if explanation.holding is None:
-        raise NotFound(" ".join(explanation.reasons))
-    parts = cells.parts(
-        explanation.holding, explanation.of_instances, width=screen.width, is_ascii=screen.is_ascii, top=max(1, top)
-    )
-    for i, reason in enumerate(explanation.reasons):
+    if answer.block_size is None:
+        raise NotFound(" ".join(answer.reasons))
+    parts = cells.parts(answer, answer.block_size, width=screen.width, is_ascii=screen.is_ascii, top=max(1, top))
+    for i, reason in enumerate(answer.reasons):
         parts += [text("")] * (not i) + [joined(text("Why nothing? ", "bold yellow"), text(reason))]
     return parts

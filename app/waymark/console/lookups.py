@@ -10,18 +10,17 @@ from rich.text import Text
 from waymark.console.prompts import read_hash
 from waymark.console.screen import STATUS_STYLES, Grid, ScreenPart, joined, text
 from waymark.console.units import seconds_text
+from waymark.contract.inspections import BlockHolderRow, BlockRow, HolderRow, HoldingsAnswer, PublisherOfHolder
 from waymark.domain.hashing import namespace
 from waymark.domain.names import GroupName
-from waymark.inspection.blocks import BlockHolder, ListedBlock
-from waymark.inspection.holders import HolderPublisher, KnownHolder
-from waymark.inspection.holdings import FIELDS_MAX, HolderContents
+from waymark.inspection.holdings import FIELDS_MAX
 from waymark.inspection.inspector import group_text
 
 _BLOCK_HEAD = ("HOLDER", "INSTANCE", "RANK", "MEDIUM", "BLOCK SIZE", "ENGINE HASH", "STATE")
 _SHARD_HEAD = ("KEY", "ROWS", "BRANCH ROWS", "SINGLES", "COPIES", "APPLIED SEQ", "OPS OF IT")
 
 
-def block(listed: Sequence[ListedBlock]) -> list[ScreenPart]:
+def block(listed: Sequence[BlockRow]) -> list[ScreenPart]:
     """Return the rows that list a block, with its holders."""
     screen_parts: list[ScreenPart] = []
     for row in listed:
@@ -33,7 +32,7 @@ def block(listed: Sequence[ListedBlock]) -> list[ScreenPart]:
     return screen_parts
 
 
-def _block_holder(holder: BlockHolder) -> tuple[Text, ...]:
+def _block_holder(holder: BlockHolderRow) -> tuple[Text, ...]:
     engine_hash, live = text(holder.engine_hash or ""), holder.live
     if live is None:
         empty = [text("")] * 4
@@ -53,7 +52,7 @@ def _state(not_counted: str | None) -> Text:
     return text(not_counted or "live", "bold red" if not_counted else "green")
 
 
-def holder(holders: Sequence[KnownHolder]) -> list[ScreenPart]:
+def holder(holders: Sequence[HolderRow]) -> list[ScreenPart]:
     """Return a holder's record, its publisher and its contents, in each group that knows the id."""
     screen_parts: list[ScreenPart] = []
     for known_holder in holders:
@@ -76,7 +75,7 @@ def holder(holders: Sequence[KnownHolder]) -> list[ScreenPart]:
     return screen_parts
 
 
-def _publisher(publisher: HolderPublisher) -> Text:
+def _publisher(publisher: PublisherOfHolder) -> Text:
     return joined(
         f"publisher {publisher.id}: {publisher.type} at {publisher.endpoint or 'HTTP'}, ",
         text(publisher.status, STATUS_STYLES.get(publisher.status, "")),
@@ -87,7 +86,7 @@ def _publisher(publisher: HolderPublisher) -> Text:
     )
 
 
-def _holdings(contents: HolderContents) -> Iterator[ScreenPart]:
+def _holdings(contents: HoldingsAnswer) -> Iterator[ScreenPart]:
     lines = [
         (
             text(shard.key),

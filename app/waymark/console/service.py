@@ -23,6 +23,7 @@ from waymark.base.errors import (
 )
 from waymark.base.shown import shown
 from waymark.client.tries import reason_of
+from waymark.contract.shape import S, parse
 
 DEFAULT_URL = "http://127.0.0.1:13333"
 #: For how long a command waits for an answer.
@@ -56,6 +57,22 @@ class RemoteService:
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """Post a body, without fields that are None, and return the JSON of the answer. Raise the errors of ``get``."""
         return self._json(self.answer("POST", path, {name: value for name, value in body.items() if value is not None}))
+
+    def get_for(self, shape: type[S], path: str) -> S:
+        """Return the answer of a path as a shape of the contract. Raise the errors of ``get``."""
+        return self._parsed(shape, self.get(path), path)
+
+    def post_for(self, shape: type[S], path: str, body: dict[str, Any]) -> S:
+        """Post a body like ``post``, and return the answer as a shape of the contract."""
+        return self._parsed(shape, self.post(path, body), path)
+
+    def _parsed(self, shape: type[S], content: Any, path: str) -> S:
+        try:
+            return parse(shape, content)
+        except ValueError as error:
+            raise ServiceUnreachable(
+                f"what answers at {self.url} is no Waymark of this release: of {path}, {error}; update one of the two"
+            ) from None
 
     @contextmanager
     def lines(self, path: str, headers: dict[str, str]) -> Iterator[Iterator[str]]:

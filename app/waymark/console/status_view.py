@@ -9,10 +9,11 @@ from rich.text import Text
 
 from waymark.console.screen import STATUS_STYLES, Grid, ScreenPart, joined, text
 from waymark.console.units import bytes_text, held_text, seconds_text
+from waymark.contract.inspections import RedisState, StatusAnswer, StreamState, WorkerStatus
 from waymark.contract.publishers import Discovery, UnreadableRecord
+from waymark.domain.engines import EngineKind
+from waymark.domain.names import GroupName
 from waymark.inspection.inspector import group_text
-from waymark.inspection.status import RedisServer, Status, count, replays
-from waymark.store.publisher_states import PublisherState
 
 _HEAD = (
     *("TENANT", "MODEL", "INSTANCE", "RANK", "TYPE", "STATUS", "WORKER", "WATERMARK", "LAG", "BLOCKS", "KNOWN"),
@@ -29,10 +30,10 @@ _NAMES_MAX = 5
 _UNREADABLE_MAX = 10
 
 
-def parts(status: Status, *, is_plain: bool) -> list[ScreenPart]:
+def parts(status: StatusAnswer, *, is_plain: bool) -> list[ScreenPart]:
     """Everything, in the order of drawing; a plain table is one, so that its columns can be cut."""
     screen_parts: list[ScreenPart] = [
-        _server(status.server),
+        _server(status.redis),
         *(text(f"warning: {line}", "bold red") for line in status.warnings),
     ]
     screen_parts += [text(line, "bold red") for line in _unreadable(status.unreadable)]
@@ -43,36 +44,35 @@ def parts(status: Status, *, is_plain: bool) -> list[ScreenPart]:
         return screen_parts
     screen_parts.append(text(""))
     if is_plain:
-        return [*screen_parts, Grid(_HEAD, [_row(status, state) for state in status.publishers], _NUMBERS)]
-    for (group_id, name), states in groupby(
-        status.publishers, key=lambda state: (state.group_id, state.registration.group)
-    ):
+        return [*screen_parts, Grid(_HEAD, [*map(_row, status.publishers)], _NUMBERS)]
+    for group_id, group in groupby(status.publishers, key=lambda stream: stream.group):
+        streams = tuple(group)
+        name = GroupName(streams[0].tenant_id, streams[0].model_name)
         screen_parts += [
             joined(text(group_text(name), "bold"), f", group {group_id}"),
-            *_group(status, tuple(states)),
+            *_group(streams),
             text(""),
         ]
     return screen_parts[:-1]
 
 
-def _group(status: Status, states: Sequence[PublisherState]) -> list[ScreenPart]:
+def _group(streams: Sequence[StreamState]) -> list[ScreenPart]:
     """Return a group's table, and below it each error once, with the streams that have it."""
     columns = [i for i, name in enumerate(_HEAD) if name not in _PLAIN_ONLY]
-    rows = [_row(status, state) for state in states]
+    rows = [*map(_row, streams)]
     head = tuple(_HEAD[i] for i in columns)
     screen_parts: list[ScreenPart] = [Grid(head, [tuple(row[i] for i in columns) for row in rows], _NUMBERS, _SPARE)]
     errors: dict[str, list[str]] = {}
-    for state in states:
-        if error := status.complaints.of(state):
-            registration = state.registration
-            errors.setdefault(error, []).append(f"{registration.instance_id} rank {registration.dp_rank}")
+    for stream in streams:
+        if stream.complaint:
+            errors.setdefault(stream.complaint, []).append(f"{stream.instance_id} rank {stream.dp_rank}")
     for error, names in errors.items():
         more = f" and {len(names) - _NAMES_MAX} more" if len(names) > _NAMES_MAX else ""
         screen_parts.append(joined(f"  {', '.join(names[:_NAMES_MAX])}{more}: ", text(error, "yellow")))
     return screen_parts
 
 
-def _server(server: RedisServer | None) -> Text:
+def _server(server: RedisState | None) -> Text:
     if server is None:
         return text("an embedded Redis")
     limit = bytes_text(server.memory_max_bytes) if server.memory_max_bytes else "no limit"
@@ -100,7 +100,7 @@ def _discovery(state: Discovery | None) -> Iterator[str]:
         yield f"and {len(state.problems) - _UNREADABLE_MAX} more problems of discovery; --json lists them"
 
 
-def _streams(status: Status) -> Text:
+def _streams(status: StatusAnswer) -> Text:
     total = len(status.publishers)
     hidden = status.registered - total
     if not status.registered:
@@ -110,18 +110,15 @@ def _streams(status: Status) -> Text:
     return joined(head, ": " if counts else "", joined(*counts, by=", "))
 
 
-def _workers(status: Status) -> ScreenPart:
+def _workers(status: StatusAnswer) -> ScreenPart:
     if not status.workers:
         return text("no ingest worker is alive: no event is applied until one runs", "bold red")
     rows = [
         (
             text(worker.id),
-            text(
-                f"{worker.streams} of {worker.streams_max}" if worker.is_full else str(worker.streams),
-                "bold red" if worker.is_full else "",
-            ),
+            _streams_of(worker),
             text(seconds_text(worker.silent_seconds)),
-            text("alive", "green") if worker.is_alive else text("silent", "bold red"),
+            text("alive", "green") if worker.alive else text("silent", "bold red"),
         )
         for worker in status.workers
     ]
@@ -129,41 +126,43 @@ def _workers(status: Status) -> ScreenPart:
     return Grid(("WORKER", streams, "SEEN", "STATE"), rows, frozenset({streams, "SEEN"}))
 
 
-def _row(status: Status, state: PublisherState) -> tuple[Text, ...]:
-    registration = state.registration
-    worker = text(state.worker or "none", "bold red" if status.complaints.is_orphan(state) else "")
-    if registration.endpoint is None:
-        worker = text("by HTTP")
-    lost_batches = count(state, "batches_lost")
-    return (
-        text(registration.tenant_id),
-        text(registration.model_name),
-        text(registration.instance_id + (" (pool)" if registration.scope == "shared" else "")),
-        text(registration.dp_rank),
-        text(registration.kind),
-        text(
-            state.status + ("" if registration.target.weight or registration.is_further else ", weight 0"),
-            STATUS_STYLES.get(state.status, ""),
-        ),
-        worker,
-        text("none" if state.watermark is None else state.watermark),
-        text("" if state.lag_seconds is None else seconds_text(state.lag_seconds)),
-        text(_held(state)),
-        text("" if state.known is None else f"{100 * state.known:.0f}%", "bold red" if _is_little(state) else ""),
-        text(count(state, "gaps")),
-        text(replays(state)),
-        text(count(state, "restarts")),
-        text(lost_batches, "bold red" if lost_batches else ""),
-        text(status.complaints.of(state), "yellow"),
+def _streams_of(worker: WorkerStatus) -> Text:
+    is_full = worker.streams_max is not None and worker.streams >= worker.streams_max
+    return text(
+        f"{worker.streams} of {worker.streams_max}" if is_full else str(worker.streams), "bold red" if is_full else ""
     )
 
 
-def _is_little(state: PublisherState) -> bool:
-    return state.known is not None and state.known < _KNOWN_MIN
+def _row(stream: StreamState) -> tuple[Text, ...]:
+    worker = text(stream.worker or "none", "" if stream.has_live_worker else "bold red")
+    if stream.endpoint is None:
+        worker = text("by HTTP")
+    is_little = stream.known is not None and stream.known < _KNOWN_MIN
+    return (
+        text(stream.tenant_id),
+        text(stream.model_name),
+        text(stream.instance_id + (" (pool)" if stream.scope == "shared" else "")),
+        text(stream.dp_rank),
+        text(stream.type),
+        text(
+            stream.status + ("" if stream.weight or stream.is_further else ", weight 0"),
+            STATUS_STYLES.get(stream.status, ""),
+        ),
+        worker,
+        text("none" if stream.watermark is None else stream.watermark),
+        text("" if stream.lag_seconds is None else seconds_text(stream.lag_seconds)),
+        text(_held(stream)),
+        text("" if stream.known is None else f"{100 * stream.known:.0f}%", "bold red" if is_little else ""),
+        text(stream.gaps),
+        text(stream.replays),
+        text(stream.restarts),
+        text(stream.batches_lost, "bold red" if stream.batches_lost else ""),
+        text(stream.complaint or "", "yellow"),
+    )
 
 
-def _held(state: PublisherState) -> str:
+def _held(stream: StreamState) -> str:
     """Return the number of blocks by medium; for a source of opaque prefixes, that of its prefixes."""
-    if state.registration.kind.traits.is_opaque:
-        return ", ".join(f"{medium} {n} prefixes" for medium, n in sorted(state.prefixes.items())) or "none"
-    return held_text(state.blocks)
+    if isinstance(stream.type, EngineKind) and stream.type.traits.is_opaque:
+        return ", ".join(f"{medium} {n} prefixes" for medium, n in sorted(stream.prefixes.items())) or "none"
+    return held_text(stream.blocks)

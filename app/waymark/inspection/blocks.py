@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from waymark.base.errors import NotFound
-from waymark.domain.engines import Scope
+from waymark.contract.inspections import BlockHolderRow, BlockRow, LiveBlockHolder
 from waymark.domain.rows import Place, Row, parse_field
 from waymark.domain.table import HolderTable
 from waymark.inspection.holding import not_counted
@@ -16,48 +15,10 @@ from waymark.store import keys
 from waymark.store.places import read_row
 
 
-@dataclass(frozen=True, slots=True)
-class LiveHolder:
-    """The meaning of a holder id whose life goes on."""
-
-    instance_id: str
-    dp_rank: int
-    medium: str
-    block_size: int
-    scope: Scope
-    not_counted: str | None
-    """The reason why queries do not count it; None if they do."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockHolder:
-    """A holder that the block's row names."""
-
-    id: int
-    engine_hash: str | None
-    """The engine's own hash of the block, in 16 hex digits."""
-    live: LiveHolder | None
-    """The live holder; None if its life has ended and it is not swept yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class ListedBlock:
-    """A row that lists the block."""
-
-    tenant_id: str
-    model_name: str
-    row: str
-    """The name of its key in Redis."""
-    slot: int
-    depth: int
-    """The block's position within the piece of the prompt that the row is for."""
-    holders: tuple[BlockHolder, ...]
-
-
-async def find_block(inspector: Inspector, groups: Sequence[InspectedGroup], key: int) -> list[ListedBlock]:
+async def find_block(inspector: Inspector, groups: Sequence[InspectedGroup], key: int) -> list[BlockRow]:
     """Return the rows of ``groups`` that list the block with this key. Raise ``NotFound`` if there is no such row."""
     search = Search(inspector, key)
-    listed: list[ListedBlock] = []
+    listed: list[BlockRow] = []
     for group in groups:
         table = await inspector.table(group)
         if table is not None:
@@ -71,28 +32,32 @@ async def find_block(inspector: Inspector, groups: Sequence[InspectedGroup], key
 
 async def _listed(
     inspector: Inspector, group: InspectedGroup, table: HolderTable, key: int, value: FoundValue
-) -> ListedBlock:
+) -> BlockRow:
     slot = value.row.keys.index(key)
     ids = [holder for holder, bitmap in sorted(value.row.holders.items()) if bitmap >> slot & 1]
     entries = await inspector.entries(group, value.place, ids)
-    return ListedBlock(
+    return BlockRow(
         tenant_id=group.name.tenant_id,
         model_name=group.name.model_name,
         row=group.key_of(value.place),
         slot=slot,
         depth=value.row.depths[slot],
         holders=tuple(
-            BlockHolder(id_, None if entry is None else f"{entry.hash_of(slot, key):016x}", _live(table, id_))
+            BlockHolderRow(
+                id=id_,
+                engine_hash=None if entry is None else f"{entry.hash_of(slot, key):016x}",
+                live=_live(table, id_),
+            )
             for id_, entry in zip(ids, entries, strict=True)
         ),
     )
 
 
-def _live(table: HolderTable, id_: int) -> LiveHolder | None:
+def _live(table: HolderTable, id_: int) -> LiveBlockHolder | None:
     holder = table.holders.get(id_)
     if holder is None:
         return None
-    return LiveHolder(
+    return LiveBlockHolder(
         instance_id=holder.instance_id,
         dp_rank=holder.dp_rank,
         medium=holder.medium,
@@ -100,15 +65,6 @@ def _live(table: HolderTable, id_: int) -> LiveHolder | None:
         scope=holder.scope,
         not_counted=not_counted(table, holder) or None,
     )
-
-
-def of_json(rows: Sequence[Mapping[str, Any]]) -> list[ListedBlock]:
-    """Read rows that ``asdict`` has written."""
-    return [ListedBlock(**{**row, "holders": tuple(map(_holder, row["holders"]))}) for row in rows]
-
-
-def _holder(fields: Mapping[str, Any]) -> BlockHolder:
-    return BlockHolder(**{**fields, "live": None if fields["live"] is None else LiveHolder(**fields["live"])})
 
 
 # Finds a block by its key alone: a row is found by its first block, and any other block only by looking.

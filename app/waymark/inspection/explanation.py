@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from waymark.domain.names import GroupName, Holder
+from waymark.contract.inspections import Explanation, HolderRuns, InspectedInstance
+from waymark.domain.names import GroupName
 from waymark.domain.table import HolderTable
 from waymark.inspection import why
-from waymark.inspection.holding import HolderLine, InstanceLines, PromptHoldings, hold, runs
+from waymark.inspection.holding import InstanceLines, PromptHoldings, hold, runs
 from waymark.inspection.inspector import InspectedGroup, Inspector
 from waymark.inspection.prompt import InspectedPrompt
 from waymark.store.claims import Claim
-from waymark.store.directory import GroupEntry
 
 #: Runs of blocks in the JSON form, of all instances.
 RUNS_MAX = 10_000
@@ -63,10 +62,10 @@ def nobody(group: InspectedGroup) -> HolderTable:
     return HolderTable(b"", group.name, {}, {})
 
 
-def as_json(
+def described(
     explanation: PromptExplanation, *, top: int, instance_id: str | None = None, has_ids: bool = False
-) -> dict[str, Any]:
-    """Write at most ``top`` instances, or one, and ``RUNS_MAX`` runs; the ids of groups and holders if ``has_ids``."""
+) -> Explanation:
+    """Describe at most ``top`` instances, or one, and ``RUNS_MAX`` runs; ``has_ids`` adds ids of groups and holders."""
     holding = explanation.holding
     lines = (
         []
@@ -74,76 +73,43 @@ def as_json(
         else [instance for instance in holding.instances if instance_id in (None, instance.instance_id)]
     )
     size = 0 if holding is None else holding.block_size
-    instances: list[dict[str, Any]] = []
+    instances: list[InspectedInstance] = []
     runs_left = RUNS_MAX
     for line in lines[:top]:
-        row = _instance(line, explanation.of_instances.get(line.instance_id, ""), size, has_ids=has_ids)
-        runs_left -= sum(len(holder["runs"]) for holder in row["holders"])
+        instance = _instance(line, explanation.of_instances.get(line.instance_id, ""), size, has_ids=has_ids)
+        runs_left -= sum(len(holder.runs) for holder in instance.holders)
         if runs_left < 0:
             break
-        instances.append(row)
-    group = {"group": holding.group.id} if has_ids and holding is not None else {}
-    return group | {
-        "tenant_id": explanation.name.tenant_id,
-        "model": explanation.name.model_name,
-        "block_size": size or None,
-        "total_tokens": explanation.tokens,
-        "total_blocks": 0 if holding is None else len(holding.keys),
-        "longest_matched": 0 if holding is None else holding.best * size,
-        "blocks_held": 0 if holding is None else holding.blocks_held,
-        "reasons": list(explanation.reasons),
-        "instances": instances,
-        "instances_left_out": len(lines) - len(instances),
-    }
+        instances.append(instance)
+    return Explanation(
+        group=holding.group.id if has_ids and holding is not None else None,
+        tenant_id=explanation.name.tenant_id,
+        model=explanation.name.model_name,
+        block_size=size or None,
+        total_tokens=explanation.tokens,
+        total_blocks=0 if holding is None else len(holding.keys),
+        longest_matched=0 if holding is None else holding.best * size,
+        blocks_held=0 if holding is None else holding.blocks_held,
+        reasons=explanation.reasons,
+        instances=instances,
+        instances_left_out=len(lines) - len(instances),
+    )
 
 
-def _instance(lines: InstanceLines, note: str, block_size: int, *, has_ids: bool) -> dict[str, Any]:
-    return {
-        "instance_id": lines.instance_id,
-        "is_pool": lines.is_pool,
-        "longest_matched": lines.match * block_size,
-        "note": note or None,
-        "holders": [
-            ({"id": line.holder.id} if has_ids else {})
-            | {
-                "dp_rank": line.holder.dp_rank,
-                "medium": line.holder.medium,
-                "not_counted": line.not_counted or None,
-                "runs": [list(run) for run in runs(line.has)],
-            }
+def _instance(lines: InstanceLines, note: str, block_size: int, *, has_ids: bool) -> InspectedInstance:
+    return InspectedInstance(
+        instance_id=lines.instance_id,
+        is_pool=lines.is_pool,
+        longest_matched=lines.match * block_size,
+        note=note or None,
+        holders=[
+            HolderRuns(
+                id=line.holder.id if has_ids else None,
+                dp_rank=line.holder.dp_rank,
+                medium=line.holder.medium,
+                not_counted=line.not_counted or None,
+                runs=list(runs(line.has)),
+            )
             for line in lines.holders
         ],
-    }
-
-
-def of_json(answer: Mapping[str, Any]) -> PromptExplanation:
-    """Read an explanation that ``as_json`` has written, and add the keys of the blocks."""
-    name, size = GroupName(answer["tenant_id"], answer["model"]), answer["block_size"]
-    if size is None:
-        return PromptExplanation(name, answer["total_tokens"], reasons=answer["reasons"])
-    holding = PromptHoldings(
-        InspectedGroup(name, GroupEntry(answer.get("group", 0), 1)),
-        size,
-        [int(key, 16) for key in answer["keys"]],
-        tuple(_lines(row, size) for row in answer["instances"]),
-        0,
-    )
-    notes = {row["instance_id"]: row["note"] or "" for row in answer["instances"]}
-    return PromptExplanation(name, answer["total_tokens"], holding, notes, answer["reasons"])
-
-
-def _lines(row: Mapping[str, Any], block_size: int) -> InstanceLines:
-    name, scope = row["instance_id"], "shared" if row["is_pool"] else "instance"
-    return InstanceLines(
-        name,
-        row["is_pool"],
-        row["longest_matched"] // block_size,
-        tuple(
-            HolderLine(
-                Holder(holder.get("id", 0), 0, name, holder["dp_rank"], holder["medium"], block_size, name, scope),  # type: ignore[arg-type]
-                frozenset(block for first, n in holder["runs"] for block in range(first, first + n)),
-                holder["not_counted"] or "",
-            )
-            for holder in row["holders"]
-        ),
     )

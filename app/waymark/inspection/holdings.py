@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from waymark.contract.inspections import HoldingsAnswer, HoldingsOfShard, RowOfHolder
 from waymark.domain.rows import Place, parse_field
 from waymark.inspection.inspector import InspectedGroup, Inspector
 from waymark.store import keys
@@ -21,50 +21,7 @@ SHOWN_MAX = 20
 _KINDS = ("rows", "branch rows", "singles", "copies")
 
 
-@dataclass(frozen=True, slots=True)
-class ShardHoldings:
-    """The entries of a holder in one shard."""
-
-    key: str
-    """The name of its engine hash in Redis."""
-    rows: int
-    branch_rows: int
-    singles: int
-    copies: int
-    applied_seq: str | None
-    """The number of the last applied frame; None before the first."""
-    ops: str
-    """The number of applied operations of that frame."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeldRow:
-    """One of the first rows of a holder, by name."""
-
-    row: str
-    """The name of its key in Redis."""
-    blocks: int | None
-    """The number of its blocks that the holder has; None if the value cannot be read."""
-    slots: str
-    """The slots of its blocks, such as ``0-3 7``."""
-    note: str
-    is_bad: bool
-    """The value is gone, or cannot be read."""
-
-
-@dataclass(frozen=True, slots=True)
-class HolderContents:
-    """The rows and counts of a holder, over all shards."""
-
-    shards: tuple[ShardHoldings, ...]
-    is_whole: bool
-    """Every field of every shard is counted."""
-    rows: tuple[HeldRow, ...]
-    more_rows: int
-    """The number of further rows."""
-
-
-async def holdings(inspector: Inspector, group: InspectedGroup, holder_id: int) -> HolderContents:
+async def holdings(inspector: Inspector, group: InspectedGroup, holder_id: int) -> HoldingsAnswer:
     """Count a holder's contents, and look at its first rows."""
     engines = [keys.engine(group.id, shard, holder_id) for shard in range(group.entry.shards)]
     marks = await inspector.several(("HGET", engine, "applied") for engine in engines)
@@ -77,11 +34,21 @@ async def holdings(inspector: Inspector, group: InspectedGroup, holder_id: int) 
         counts = Counter(map(kind_of, fields))
         seq, _, ops = ("" if applied is None else lenient_text(applied)).partition(" ")
         rows, branch_rows, singles, copies = (counts[kind] for kind in _KINDS)
-        shards.append(ShardHoldings(engine, rows, branch_rows, singles, copies, seq or None, ops))
+        shards.append(
+            HoldingsOfShard(
+                key=engine,
+                rows=rows,
+                branch_rows=branch_rows,
+                singles=singles,
+                copies=copies,
+                applied_seq=seq or None,
+                ops=ops,
+            )
+        )
         places += [parse_field(field) for field in fields if kind_of(field) in _KINDS[:3]]
     first_places = sorted(places, key=lambda place: place.field)[:SHOWN_MAX]
     held_rows = await _rows(inspector, group, holder_id, first_places)
-    return HolderContents(tuple(shards), is_whole, tuple(held_rows), len(places) - len(first_places))
+    return HoldingsAnswer(shards=shards, is_whole=is_whole, rows=held_rows, more_rows=len(places) - len(first_places))
 
 
 def kind_of(field: bytes) -> str:
@@ -105,19 +72,21 @@ async def _fields(inspector: Inspector, engine: str) -> list[bytes]:
     return list(fields)
 
 
-async def _rows(inspector: Inspector, group: InspectedGroup, holder_id: int, places: Sequence[Place]) -> list[HeldRow]:
+async def _rows(
+    inspector: Inspector, group: InspectedGroup, holder_id: int, places: Sequence[Place]
+) -> list[RowOfHolder]:
     rows = []
     for place, value in zip(places, await inspector.values(group, places), strict=True):
         name, row = group.key_of(place), read_row(value)
         if row is None:
             note = "there is no such value" if value is None else "the value cannot be read"
-            rows.append(HeldRow(name, None, "", note, is_bad=True))
+            rows.append(RowOfHolder(row=name, blocks=None, slots="", note=note, is_bad=True))
             continue
         bitmap = row.holders.get(holder_id, 0)
         note = "marked: further blocks are in branch rows" if row.is_marked else ""
         if not bitmap:
             note = "the value does not name the holder"
-        rows.append(HeldRow(name, bitmap.bit_count(), slots_of(bitmap), note, is_bad=False))
+        rows.append(RowOfHolder(row=name, blocks=bitmap.bit_count(), slots=slots_of(bitmap), note=note, is_bad=False))
     return rows
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from waymark.base.settings import Settings
+from waymark.contract.inspections import KeysAnswer
 from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.domain.table import HolderTable
 from waymark.inspection.inspector import InspectedGroup, Inspector, group_text, places_that_begin_with
@@ -15,19 +15,6 @@ from waymark.store.redis.address import Address, parse
 
 #: The bound on printed lines.
 LINES_MAX = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class ShellCommands:
-    """Lines for a shell, at most ``LINES_MAX``."""
-
-    notes: list[str]
-    """Comments about all commands."""
-    lines: list[str]
-    """A command each, or the comment that names the group of those below it."""
-
-    def __str__(self) -> str:
-        return "\n".join([*self.notes, *self.lines])
 
 
 class RedisCli:
@@ -121,7 +108,7 @@ class RedisCli:
         return lines
 
 
-async def every_key(inspector: Inspector, groups: Sequence[InspectedGroup], cli: RedisCli) -> ShellCommands:
+async def every_key(inspector: Inspector, groups: Sequence[InspectedGroup], cli: RedisCli) -> KeysAnswer:
     """Return the commands for everything of ``groups`` but their blocks."""
     lines = cli.base()
     for group in groups:
@@ -132,19 +119,19 @@ async def every_key(inspector: Inspector, groups: Sequence[InspectedGroup], cli:
     return _bounded(cli, lines)
 
 
-def keys_of_block(groups: Sequence[InspectedGroup], key: int, cli: RedisCli) -> ShellCommands:
+def keys_of_block(groups: Sequence[InspectedGroup], key: int, cli: RedisCli) -> KeysAnswer:
     """Return the commands for the row that begins with a block, in each of ``groups``."""
     return _bounded(cli, [line for group in groups for line in cli.block(group, key) + cli.table(group)])
 
 
-def keys_of_chain(groups: Sequence[InspectedGroup], block_keys: Sequence[int], cli: RedisCli) -> ShellCommands:
+def keys_of_chain(groups: Sequence[InspectedGroup], block_keys: Sequence[int], cli: RedisCli) -> KeysAnswer:
     """Return the commands for the rows of a prompt, in each of ``groups``."""
     return _bounded(cli, [line for group in groups for line in cli.rows(group, block_keys) + cli.table(group)])
 
 
 async def keys_of_holder(
     inspector: Inspector, groups: Sequence[InspectedGroup], holder: int, cli: RedisCli
-) -> ShellCommands:
+) -> KeysAnswer:
     """Return the commands for the record, the entries and the publisher of a holder."""
     lines: list[str] = []
     for group in groups:
@@ -155,10 +142,10 @@ async def keys_of_holder(
     return _bounded(cli, lines)
 
 
-def _bounded(cli: RedisCli, lines: list[str]) -> ShellCommands:
+def _bounded(cli: RedisCli, lines: list[str]) -> KeysAnswer:
     if len(lines) > LINES_MAX:
         lines = [*lines[:LINES_MAX], f"# these are the first {LINES_MAX:,} lines; --group or --model asks for less"]
-    return ShellCommands(cli.notes, lines)
+    return KeysAnswer(notes=cli.notes, lines=lines)
 
 
 def _quoted(word: str | bytes | int) -> str:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from waymark.base.errors import StoreUnavailable
-from waymark.contract.publishers import Discovery, UnreadableRecord
+from waymark.contract.inspections import RedisState, StatusAnswer, StreamState, WorkerStatus
+from waymark.contract.publishers import CopiesOfStream
 from waymark.domain.status import StreamStatus
 from waymark.inspection.complaint import Complaints
 from waymark.inspection.inspector import Inspector
@@ -31,82 +32,8 @@ class PublisherFilter:
     statuses: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RedisServer:
-    """The fields of INFO, over all primaries."""
-
-    version: str
-    primaries: int
-    memory_bytes: int
-    memory_max_bytes: int
-    """The memory limit; 0 if there is no limit."""
-    policy: str
-    evicted_keys: int
-    keys: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerState:
-    """An ingest worker that has sent a heartbeat, or has applied a stream."""
-
-    id: str
-    streams: int
-    silent_seconds: float
-    streams_max: int | None = None
-    """The most streams that it takes; None: no limit."""
-
-    @property
-    def is_full(self) -> bool:
-        return self.streams_max is not None and self.streams >= self.streams_max
-
-    @property
-    def is_alive(self) -> bool:
-        return self.silent_seconds <= WORKER_SECONDS
-
-
-@dataclass(frozen=True, slots=True)
-class StreamComplaints:
-    """The complaint about each stream, by the ids of its group and its publisher."""
-
-    sentences: Mapping[tuple[int, int], str]
-    orphans: frozenset[tuple[int, int]]
-
-    def is_orphan(self, state: PublisherState) -> bool:
-        return (state.group_id, state.id) in self.orphans
-
-    def of(self, state: PublisherState) -> str:
-        return self.sentences[state.group_id, state.id]
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """The state of Redis, workers and streams at one moment."""
-
-    server: RedisServer | None
-    """The report of Redis; None if it has no INFO."""
-    warnings: tuple[str, ...]
-    workers: tuple[WorkerState, ...]
-    publishers: tuple[PublisherState, ...]
-    """The wanted ones, by group, instance and rank."""
-    registered: int
-    """The number of publishers that can be read, shown or not."""
-    unreadable: tuple[UnreadableRecord, ...]
-    """Records that this release cannot read, of all publishers and groups."""
-    complaints: Complaints | StreamComplaints
-    discovery: Discovery | None
-    """The state of discovery; None if no worker looks for engines."""
-    is_whole: bool
-    """Nothing was left out for its tenant or model, so workers' streams are all of theirs."""
-
-    @property
-    def by_status(self) -> dict[StreamStatus, int]:
-        """Shown publishers by status, the best first."""
-        count = Counter(state.status for state in self.publishers)
-        return {status: count[status] for status in StreamStatus if status in count}
-
-
-async def gather(inspector: Inspector, wanted: PublisherFilter) -> Status:
-    """Read it. Raises ``StoreUnavailable``."""
+async def gather(inspector: Inspector, wanted: PublisherFilter) -> StatusAnswer:
+    """Read the state of Redis, workers and streams. Raise ``StoreUnavailable``."""
     infos, warnings = await _about_redis(inspector)
     await inspector.groups()  # for those that cannot be read
     claims = await inspector.claims()
@@ -121,21 +48,56 @@ async def gather(inspector: Inspector, wanted: PublisherFilter) -> Status:
     (members,) = await inspector.several([("ZRANGE", keys.WORKERS, 0, -1, "WITHSCORES")])
     streams = Counter(state.worker for state in states if state.worker is not None)
     workers = _workers(members, streams, _now(infos))
-    return Status(
-        server=server_of(infos),
+    complaints = Complaints(states, {worker.id: worker.streams_max for worker in workers if worker.alive})
+    shown = sorted(
+        (state for state in states if not wanted.statuses or state.status in wanted.statuses),
+        key=lambda state: (state.group_id, state.registration.instance_id, state.registration.dp_rank),
+    )
+    by_status = Counter(state.status for state in shown)
+    return StatusAnswer(
+        redis=redis_state(infos),
         warnings=warnings,
         workers=workers,
-        publishers=tuple(
-            sorted(
-                (state for state in states if not wanted.statuses or state.status in wanted.statuses),
-                key=lambda state: (state.group_id, state.registration.instance_id, state.registration.dp_rank),
-            )
-        ),
         registered=len(claims),
-        unreadable=tuple(inspector.store.parser.unreadable),
+        unreadable=inspector.store.parser.unreadable,
         discovery=await inspector.store.discovery.state(),
-        complaints=Complaints(states, {worker.id: worker.streams_max for worker in workers if worker.is_alive}),
+        by_status={status.value: by_status[status] for status in StreamStatus if status in by_status},
         is_whole=wanted.tenant is None and wanted.model is None,
+        publishers=[_stream(state, complaints) for state in shown],
+    )
+
+
+def _stream(state: PublisherState, complaints: Complaints) -> StreamState:
+    of, counters = state.registration, state.counters
+    return StreamState(
+        tenant_id=of.tenant_id,
+        model_name=of.model_name,
+        group=state.group_id,
+        publisher=state.id,
+        instance_id=of.instance_id,
+        dp_rank=of.dp_rank,
+        type=of.kind,
+        block_size=of.block_size,
+        scope=of.scope,
+        endpoint=of.endpoint,
+        weight=of.target.weight,
+        is_further=of.is_further,
+        status=state.status,
+        worker=state.worker,
+        has_live_worker=not complaints.is_orphan(state),
+        watermark=state.watermark,
+        lag_seconds=state.lag_seconds,
+        blocks=dict(state.blocks),
+        known=state.known,
+        copies=CopiesOfStream(rule=state.copies.rule, why=state.copies.why),
+        prefixes=dict(state.prefixes),
+        gaps=counters.get("gaps", 0),
+        replays=sum(n for name, n in counters.items() if name.startswith("replays.")),
+        restarts=counters.get("restarts", 0),
+        batches_lost=counters.get("batches_lost", 0),
+        counters=dict(counters),
+        last_error=state.last_error or None,
+        complaint=complaints.of(state) or None,
     )
 
 
@@ -151,11 +113,11 @@ async def _about_redis(inspector: Inspector) -> tuple[Sequence[Mapping[str, Any]
     return infos, tuple((await inspector.store.health.poll()).warnings.values())
 
 
-def server_of(infos: Sequence[Mapping[str, Any]]) -> RedisServer | None:
-    """Several primaries as one: sums, and the tightest of the rest."""
+def redis_state(infos: Sequence[Mapping[str, Any]]) -> RedisState | None:
+    """Return the sums over several primaries; None if there is no report."""
     if not infos:
         return None
-    return RedisServer(
+    return RedisState(
         version=", ".join(sorted({_version(info) for info in infos})),
         primaries=len(infos),
         memory_bytes=sum(int(info.get("used_memory", 0)) for info in infos),
@@ -183,21 +145,18 @@ def _now(infos: Sequence[Mapping[str, Any]]) -> float:
     return time.time() if microseconds is None else int(microseconds) / 1e6
 
 
-def _workers(members: Sequence[bytes], streams: Counter[str], now: float) -> tuple[WorkerState, ...]:
+def _workers(members: Sequence[bytes], streams: Counter[str], now: float) -> list[WorkerStatus]:
     """``ZRANGE WITHSCORES``: id, score, id, score."""
     silent = {
         Heartbeat.of(lenient_text(members[i])): max(0.0, now - float(members[i + 1])) for i in range(0, len(members), 2)
     }
-    return tuple(
-        WorkerState(heartbeat.worker, streams[heartbeat.worker], seconds, heartbeat.streams_max)
+    return [
+        WorkerStatus(
+            id=heartbeat.worker,
+            streams=streams[heartbeat.worker],
+            silent_seconds=seconds,
+            streams_max=heartbeat.streams_max,
+            alive=seconds <= WORKER_SECONDS,
+        )
         for heartbeat, seconds in sorted(silent.items(), key=lambda item: item[0].member)
-    )
-
-
-def count(state: PublisherState, name: str) -> int:
-    return state.counters.get(name, 0)
-
-
-def replays(state: PublisherState) -> int:
-    """Return the number of replays, whatever their outcome."""
-    return sum(n for name, n in state.counters.items() if name.startswith("replays."))
+    ]
