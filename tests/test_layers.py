@@ -26,7 +26,7 @@ PARTS: dict[str, set[str]] = {
     # What handlers return and the client reads: the client may import it, since it needs only the words of ``domain``.
     "contract": {"domain"},
     "chat": LOW | {"domain"},
-    "decide.policies": LOW | {"domain"},
+    "decide.policies": LOW | {"domain", "contract"},
     "client": LOW | {"domain", "contract"},
     "simulator": LOW | {"domain", "client"},
     "store.redis": {"base"},
@@ -37,7 +37,7 @@ PARTS: dict[str, set[str]] = {
     "tokenization": {"base", "domain", "chat"},
     "discovery": {"base", "domain", "contract", "store", "engines"},
     "inspection": {"base", "domain", "contract", "store", "store.redis"},
-    "decide": {"base", "domain", "store", "chat", "tokenization", "decide.policies"},
+    "decide": {"base", "domain", "contract", "store", "chat", "tokenization", "decide.policies"},
     "console": {"base", "domain", "contract", "store", "tokenization", "inspection", "client"},
     "ingest": {"base", "domain", "store", "store.redis", "engines", "chat", "apply"},
     "gateway": {
@@ -61,6 +61,9 @@ PARTS: dict[str, set[str]] = {
     "__main__": {"cli"},
     "asgi": {"base", "store", "tokenization", "api", "runtime"},
 }
+
+# The rooms whose ``__init__`` names the modules that other rooms may import.
+FACES = ("domain", "store")
 
 # The rooms that make a process from its settings.
 ABOVE = {"runtime", "cli", "asgi"}
@@ -253,6 +256,40 @@ def may(module: str, name: str) -> bool:
     if package in sys.stdlib_module_names:
         return part not in PURE or package in COMPUTING or package in NOT_COMPUTING.get(module, ())
     return bool({part, part.partition(".")[0], module} & LIBRARIES.get(package, set()))
+
+
+def exported(source: str) -> set[str]:
+    """Return the names in ``__all__``."""
+    for node in ast.parse(source).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                return set(ast.literal_eval(value))
+            case _:
+                pass
+    return set()
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_other_rooms_import_what_a_room_exports(
+    face: str, sources: dict[str, str], imports: dict[str, set[str]]
+) -> None:
+    modules = {name.removeprefix(f"{face}.") for name in sources if room_of(name) == face} - {"__init__"}
+    used = {
+        parts[2]
+        for module, names in imports.items()
+        if room_of(module) != face
+        for name in names
+        if (parts := name.split("."))[:2] == ["waymark", face] and len(parts) > 2 and parts[2] in modules
+    }
+    assert used, f"{face} is imported"
+    face_names = exported(sources[f"{face}.__init__"])
+    assert used - face_names == set(), f"import what {face}/__init__.py exports, or export it"
+    assert face_names - modules == set(), "these modules are gone"
+
+
+def test_exports_are_read() -> None:
+    assert exported('"""A room."""\n\n__all__ = ["a", "b"]\n') == {"a", "b"}
+    assert exported("x = 1") == set()
 
 
 @pytest.mark.parametrize("part", sorted(PURE))

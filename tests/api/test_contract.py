@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 from base64 import b64encode
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from hashlib import sha256
 from typing import Any
 
@@ -17,16 +17,14 @@ from pydantic import BaseModel
 
 from tests.api import examples
 from tests.api.conftest import Hold
-from waymark.api import admin_schemas, answer_schemas
 from waymark.api.application import create_app
 from waymark.api.dynamo import schemas as dynamo_schemas
 from waymark.api.dynamo import select_schemas
-from waymark.api.policies import PoliciesAnswer
 from waymark.api.query_schemas import QueryRequest
 from waymark.api.registration_schemas import RegisterRequest
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.contract import publishers
+from waymark.contract import admin, publishers, results
 from waymark.contract.inspections import StatusAnswer
 from waymark.contract.shape import AnswerShape, parse, plain
 from waymark.domain.held import HeldBlocks
@@ -83,19 +81,19 @@ VIEWS: dict[str, type[BaseModel | AnswerShape]] = {
     "/inspect/status": StatusAnswer,
     "/services": publishers.ServicesAnswer,
     "/workers": publishers.WorkersAnswer,
-    "/books": answer_schemas.BooksAnswer,
-    "/policies/compare": PoliciesAnswer,
-    "/placement": answer_schemas.PlacementAnswer,
-    "/placement/warm": answer_schemas.WarmAnswer,
+    "/books": results.BooksAnswer,
+    "/policies/compare": results.PoliciesAnswer,
+    "/placement": results.PlacementAnswer,
+    "/placement/warm": results.WarmAnswer,
     "/global_view": publishers.GlobalViewAnswer,
     "/health": publishers.HealthAnswer,
     "/ready": publishers.ReadyAnswer,
     "/dynamo/workers": dynamo_schemas.DynamoWorkers,
     "/dynamo/dump": dynamo_schemas.DynamoDump,
     "/dynamo/peers": dynamo_schemas.DynamoPeers,
-    "/admin/prefix-routing/stats": admin_schemas.PrefixRoutingStats,
-    "/admin/kv-index/stats": admin_schemas.IndexStats,
-    "/admin/kv-index/backends": admin_schemas.IndexBackends,
+    "/admin/prefix-routing/stats": admin.PrefixRoutingStats,
+    "/admin/kv-index/stats": admin.IndexStats,
+    "/admin/kv-index/backends": admin.IndexBackends,
     "/dynamo/loads": select_schemas.DynamoAllLoads,
 }
 
@@ -223,6 +221,23 @@ async def test_views_are_what_the_contract_says(
     await check(2)
     for path in ("/services", "/workers", "/global_view", "/dynamo/workers", "/dynamo/dump", "/dynamo/peers"):
         assert len((await client.get(path)).content) > 20, path
+
+
+def shapes(shape: type[AnswerShape]) -> Iterator[type[AnswerShape]]:
+    """The shapes below one, however deep."""
+    for heir in shape.__subclasses__():
+        yield heir
+        yield from shapes(heir)
+
+
+async def test_every_field_of_an_answer_has_a_sentence(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    described = {shape.__name__: schemas[shape.__name__] for shape in shapes(AnswerShape) if shape.__name__ in schemas}
+    assert len(described) > 50
+    for name, schema in described.items():
+        assert schema["description"].endswith("."), name
+        for field, part in schema["properties"].items():
+            assert re.fullmatch(r"[A-Z`].*[.]", part.get("description", "")), f"{name}.{field} needs a sentence"
 
 
 async def test_headers_are_told(api: httpx.AsyncClient, document: dict[str, Any]) -> None:

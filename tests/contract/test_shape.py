@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from waymark.api.http.bodies import Format, encode
-from waymark.contract.shape import AnswerShape, is_sparse, parse, plain
+from waymark.contract.shape import AnswerShape, parse, plain
 from waymark.domain.status import StreamStatus
 
 
@@ -65,12 +65,15 @@ def test_fields_that_are_left_out_are_in_no_format() -> None:
     assert msgpack.unpackb(encode(TREE, Format.MSGPACK)) == WRITTEN
 
 
-def test_a_shape_is_sparse_if_one_of_its_parts_is() -> None:
-    assert is_sparse(Tree)
-    assert is_sparse(Leaf)
-    assert not is_sparse(Full)
+def test_a_shape_without_such_fields_is_written_whole() -> None:
     assert encode(Full(sizes={"a": 1}), Format.JSON) == b'{"sizes":{"a":1}}'
     assert msgpack.unpackb(encode(Full(sizes={"a": 1}), Format.MSGPACK)) == {"sizes": {"a": 1}}
+
+
+@pytest.mark.parametrize("body_format", Format)
+def test_an_object_that_is_no_shape_is_refused(body_format: Format) -> None:
+    with pytest.raises(TypeError):
+        encode({"value": object()}, body_format)
 
 
 def test_an_answer_is_read_back() -> None:

@@ -17,10 +17,10 @@ from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.chat.requests import InferenceRequest, read_request
+from waymark.contract.decisions import Decision
 from waymark.decide import fail_open
 from waymark.decide.fail_open import IngestWatch, StartupGate
 from waymark.decide.options import SelectionOptions
-from waymark.decide.policies.policy import Decision
 from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector

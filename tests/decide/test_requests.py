@@ -15,8 +15,8 @@ from tests.tokenization import small
 from waymark.base.errors import NoTarget, Saturated, Starting, StoreUnavailable, UnknownModel
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import InferenceRequest, read_request
+from waymark.contract.decisions import Decision
 from waymark.decide.fleet import Fleet
-from waymark.decide.policies.policy import Decision
 from waymark.decide.policies.ring import Ring
 from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector, RoutedRequest

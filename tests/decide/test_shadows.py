@@ -22,13 +22,15 @@ from waymark.base import watched_file
 from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.contract.decisions import Decision
+from waymark.contract.shape import plain
 from waymark.decide.comparison import compare, decide_again, replay
 from waymark.decide.fleet import Fleet, PromptState
 from waymark.decide.matches import PromptMatches
 from waymark.decide.options import SelectionOptions, Shadow
 from waymark.decide.order import order
 from waymark.decide.policies.picker_config import read_picker_config
-from waymark.decide.policies.policy import Decision, RoutingRequest
+from waymark.decide.policies.policy import RoutingRequest
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.policies.ring import POINTS
 from waymark.decide.question import HashedPrompt, PolicyChoice, Question, SelectedTarget, SelectParameters
@@ -135,7 +137,7 @@ async def test_the_policy_that_decided_chooses_the_same_again(name: str) -> None
         many += await decided(shadows, snapshot, matches, question, random) is not None
     assert many > 40
     assert len(kept.decisions) == many
-    found = await replay(kept.decisions, [Shadow("again", policy)])
+    found = plain(await replay(kept.decisions, [Shadow("again", policy)]))
     assert [(each["decisions"], each["differs"], each["none"]) for each in found["policies"]] == [(many, 0, 0)]
     for decision in kept.decisions:
         again = decide_again(decision, policy)
@@ -148,9 +150,9 @@ async def test_the_policy_that_decided_chooses_the_same_again(name: str) -> None
 async def test_a_decision_without_targets_or_of_another_policy_is_decided_again_without_an_error() -> None:
     record = KeptDecision(1, "", "t", "least-work", "kv_aware", 100, SIZE, 7, 0, 100)
     assert decide_again(record, PolicyChoice.of(PRESETS["sticky"])) is None
-    nowhere = await replay([record], [Shadow("sticky", PolicyChoice.of(PRESETS["sticky"]))])
+    nowhere = plain(await replay([record], [Shadow("sticky", PolicyChoice.of(PRESETS["sticky"]))]))
     assert [(each["decisions"], each["none"]) for each in nowhere["policies"]] == [(0, 1)]
-    assert (await compare([]))["policies"] == []
+    assert plain(await compare([]))["policies"] == []
 
 
 # ---- the simulated fleet --------------------------------------------------------------------------
@@ -231,7 +233,7 @@ async def test_compare_ranks_policies_as_a_simulation_of_each_does() -> None:
         decider = await play(shadow.policy, prompts, shadows)
         assert decider[:2] == runs[shadow.name][:2], "the shadows have changed nothing"
 
-        found = await compare(decider.decisions, shadows)
+        found = plain(await compare(decider.decisions, shadows))
         rows = {row["policy"]: row for row in found["policies"]}
         assert list(rows) == ranking, f"decided by {shadow.name}"
         assert {row["is_simulated"] for row in found["policies"]} == {True}
@@ -242,7 +244,7 @@ async def test_compare_ranks_policies_as_a_simulation_of_each_does() -> None:
         assert found["chosen"]["ttft_ms"] == pytest.approx(decider.ttft_ms, abs=0.01)
         assert rows[shadow.name]["differs"] == 0
         assert [name for name, row in rows.items() if not row["differs"]] == [shadow.name]
-        again = await replay(decider.decisions, shadows)
+        again = plain(await replay(decider.decisions, shadows))
         assert again["policies"] == found["policies"], "a policy over the records is what it was as a shadow"
 
 
@@ -252,13 +254,13 @@ async def test_a_sample_that_no_cache_explains_is_compared_decision_by_decision(
     prompts = [next(made_up) for _ in range(300)]
     policies = [Shadow(name, PolicyChoice.of(PRESETS[name])) for name in ("lmetric", "least-work")]
     decisions = (await play(policies[0].policy, prompts, policies)).decisions
-    whole = await compare(decisions, policies)
+    whole = plain(await compare(decisions, policies))
     assert [row["is_simulated"] for row in whole["policies"]] == [True, True]
     for found in (
-        await compare(decisions[::20], policies),
-        await compare(decisions, policies, is_one_group=False),
-        await compare(decisions, policies[:1]),
-        await compare([each._replace(blocks=b"") for each in decisions], policies),
+        plain(await compare(decisions[::20], policies)),
+        plain(await compare(decisions, policies, is_one_group=False)),
+        plain(await compare(decisions, policies[:1])),
+        plain(await compare([each._replace(blocks=b"") for each in decisions], policies)),
     ):
         assert [row["is_simulated"] for row in found["policies"]] == [False, False]
 

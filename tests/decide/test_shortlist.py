@@ -10,12 +10,13 @@ import pytest
 
 from tests.decide.test_fleet import fleet_of
 from tests.unit import seeds
+from waymark.contract.decisions import Decision
 from waymark.decide.fleet import Fleet, FleetMember, PromptState
 from waymark.decide.group_loads import GroupLoads
 from waymark.decide.matches import PromptMatches
 from waymark.decide.order import BY_PLACE, Offers, RankedStages, StageOffers, order, shortlist, stages
 from waymark.decide.policies.filters import is_for_decode, is_for_prefill
-from waymark.decide.policies.policy import Decision, RoutingRequest, Scored
+from waymark.decide.policies.policy import RoutingRequest, Scored
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.policies.ring import POINTS
 from waymark.decide.question import HashedPrompt, PolicyChoice, Question, SelectParameters

@@ -15,12 +15,13 @@ from time import process_time
 from typing import Any, cast
 
 from waymark.base.metrics import Metrics
+from waymark.contract.decisions import Decision
 from waymark.decide.fleet import Fleet, PromptState
 from waymark.decide.group_loads import GroupLoads
 from waymark.decide.matches import PromptMatches
 from waymark.decide.options import SelectionOptions, Shadow
 from waymark.decide.order import order
-from waymark.decide.policies.policy import Decision, RoutingRequest
+from waymark.decide.policies.policy import RoutingRequest
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.question import HashedPrompt, PolicyChoice, Question, SelectedTarget
 from waymark.decide.shadows import ShadowedDecision, Shadows

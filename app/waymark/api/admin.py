@@ -16,6 +16,24 @@ from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody
 from waymark.base.settings import Settings
+from waymark.contract.admin import (
+    BackendConnection,
+    BackendEvents,
+    BackendLoad,
+    BackendState,
+    ClearAnswer,
+    EventSourceState,
+    IndexBackends,
+    IndexConfig,
+    IndexContents,
+    IndexDecisions,
+    IndexScoring,
+    IndexStats,
+    InvalidateAnswer,
+    PrefixRoutingConfig,
+    PrefixRoutingDecisions,
+    PrefixRoutingStats,
+)
 from waymark.decide.policies.presets import PRESETS
 from waymark.domain.prefixes import DEFAULT
 from waymark.domain.status import StreamStatus
@@ -52,7 +70,7 @@ class ResponseCacheAdmin:
         key = None if request.key is None else bytes.fromhex(request.key)
         cleared = 0 if self._clear is None else await self._clear(key)
         action = "clear_all" if key is None else "clear_key"
-        return Answer({"success": True, "action": action, "cleared_entries": cleared})
+        return Answer(InvalidateAnswer(success=True, action=action, cleared_entries=cleared))
 
 
 class Admin:
@@ -69,25 +87,25 @@ class Admin:
         total = sum(decided.values())
         constants = PRESETS["sticky"].values({})
         return Answer(
-            {
-                "enabled": True,
-                "config": {
-                    "max_prefix_length": self._prefix_bytes,
-                    "load_factor_epsilon": constants.number("load_factor_epsilon"),
-                    "virtual_nodes": int(constants.number("virtual_nodes")),
-                    "anthropic_cache_control_injection": self._injects_cache_control,
-                },
-                "routing_decisions": {
-                    "total": total,
+            PrefixRoutingStats(
+                enabled=True,
+                config=PrefixRoutingConfig(
+                    max_prefix_length=self._prefix_bytes,
+                    load_factor_epsilon=constants.number("load_factor_epsilon"),
+                    virtual_nodes=int(constants.number("virtual_nodes")),
+                    anthropic_cache_control_injection=self._injects_cache_control,
+                ),
+                routing_decisions=PrefixRoutingDecisions(
+                    total=total,
                     **decided,
-                    "overflow_rate": f"{decided['overflow'] / total if total else 0:.4f}",
-                },
-                "backend_distribution": await self._distribution(body),
-                "unique_prefixes": distinct,
-            }
+                    overflow_rate=f"{decided['overflow'] / total if total else 0:.4f}",
+                ),
+                backend_distribution=await self._distribution(body),
+                unique_prefixes=distinct,
+            )
         )
 
-    async def _distribution(self, body: Body) -> list[dict[str, Any]]:
+    async def _distribution(self, body: Body) -> list[BackendLoad]:
         """Return the requests under way by instance, over its ranks and models."""
         requests: dict[str, int] = {}
         claims = [
@@ -106,7 +124,7 @@ class Admin:
                 requests[registration.instance_id] = requests.get(registration.instance_id, 0) + (
                     0 if load is None else load.requests
                 )
-        return [{"backend": name, "in_flight_requests": n} for name, n in requests.items()]
+        return [BackendLoad(backend=name, in_flight_requests=n) for name, n in requests.items()]
 
     async def kv_index_stats(self, body: Body) -> Answer:
         states = await self._store.states(body.caller.has)
@@ -116,33 +134,33 @@ class Admin:
         sources = [state.registration.prefixes for state in states if state.registration.kind.traits.is_opaque]
         constants = PRESETS["composite"].values({})
         return Answer(
-            {
-                "enabled": True,
-                "config": {
-                    "backend": "redis",
-                    "max_entries": max((source.max_entries for source in sources), default=DEFAULT.max_entries),
-                    "entry_ttl_seconds": max(
+            IndexStats(
+                enabled=True,
+                config=IndexConfig(
+                    backend="redis",
+                    max_entries=max((source.max_entries for source in sources), default=DEFAULT.max_entries),
+                    entry_ttl_seconds=max(
                         (source.entry_ttl_seconds for source in sources), default=DEFAULT.entry_ttl_seconds
                     ),
-                    "event_sources_count": len(states),
-                    "scoring": {name: constants.number(name) for name in _SCORING},
-                },
-                "index": {
-                    "prefix_count": await self._store.prefixes.count(sorted({state.group_id for state in states})),
-                    "entry_count": sum(map(_entries, states)),
-                    "total_hits": total,
-                    "total_evictions": sum(state.counters.get("evictions", 0) for state in states),
-                },
-                "event_sources": [_source(state) for state in states],
-                "routing_decisions": {**decided, "total": total},
-                "query_latency_count": total,
-                "overlap_score_count": decided["kv_aware"],
-            }
+                    event_sources_count=len(states),
+                    scoring=IndexScoring(**{name: constants.number(name) for name in _SCORING}),
+                ),
+                index=IndexContents(
+                    prefix_count=await self._store.prefixes.count(sorted({state.group_id for state in states})),
+                    entry_count=sum(map(_entries, states)),
+                    total_hits=total,
+                    total_evictions=sum(state.counters.get("evictions", 0) for state in states),
+                ),
+                event_sources=[_source(state) for state in states],
+                routing_decisions=IndexDecisions(**decided, total=total),
+                query_latency_count=total,
+                overlap_score_count=decided["kv_aware"],
+            )
         )
 
     async def kv_index_backends(self, body: Body) -> Answer:
         states = await self._store.states(body.caller.has)
-        return Answer({"enabled": True, "backends": [_backend(state) for state in states]})
+        return Answer(IndexBackends(enabled=True, backends=[_backend(state) for state in states]))
 
     async def kv_index_clear(self, body: Body) -> Answer:
         """End the holdings of sources of opaque prefixes, or of every publisher."""
@@ -156,7 +174,7 @@ class Admin:
                 cleared += _entries(state)
         self._store.reader.forget_rows()
         entries = sum(map(_entries, states))
-        return Answer({"success": True, "entries_before_clear": entries, "cleared_entries": cleared})
+        return Answer(ClearAnswer(success=True, entries_before_clear=entries, cleared_entries=cleared))
 
 
 def _entries(state: PublisherState) -> int:
@@ -175,42 +193,42 @@ def _received(state: PublisherState) -> int:
     return state.counters.get("events_received", events)
 
 
-def _connection(state: PublisherState) -> dict[str, Any]:
+def _connection(state: PublisherState) -> BackendConnection:
     last = state.counters.get("last_event_at")
     if last is None and state.lag_seconds is not None:
         last = int(time() - state.lag_seconds)
-    return {
-        "connected": state.status in _CONNECTED,
-        "reconnect_count": state.counters.get("reconnects", 0),
-        "last_event_at": None if last is None else datetime.fromtimestamp(last, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-    }
+    return BackendConnection(
+        connected=state.status in _CONNECTED,
+        reconnect_count=state.counters.get("reconnects", 0),
+        last_event_at=None if last is None else datetime.fromtimestamp(last, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    )
 
 
 def _dropped(state: PublisherState) -> int:
     return state.counters.get("events_dropped", 0) + state.counters.get("buffer_dropped", 0)
 
 
-def _source(state: PublisherState) -> dict[str, Any]:
+def _source(state: PublisherState) -> EventSourceState:
     connection = _connection(state)
-    return {
-        "backend_name": _name(state),
-        "connected": connection["connected"],
-        "events_received": _received(state),
-        "events_dropped": _dropped(state),
-        "last_event_at": connection["last_event_at"],
-        "reconnect_count": connection["reconnect_count"],
-    }
+    return EventSourceState(
+        backend_name=_name(state),
+        connected=connection.connected,
+        events_received=_received(state),
+        events_dropped=_dropped(state),
+        last_event_at=connection.last_event_at,
+        reconnect_count=connection.reconnect_count,
+    )
 
 
-def _backend(state: PublisherState) -> dict[str, Any]:
+def _backend(state: PublisherState) -> BackendState:
     counters = state.counters
-    return {
-        "backend_name": _name(state),
-        "connection": _connection(state),
-        "events": {
-            "received": _received(state),
-            "dropped": _dropped(state),
-            "index_created": counters.get("created", counters.get("events.stored", 0)),
-            "index_evicted": counters.get("evicted", counters.get("events.removed", 0)),
-        },
-    }
+    return BackendState(
+        backend_name=_name(state),
+        connection=_connection(state),
+        events=BackendEvents(
+            received=_received(state),
+            dropped=_dropped(state),
+            index_created=counters.get("created", counters.get("events.stored", 0)),
+            index_evicted=counters.get("evicted", counters.get("events.removed", 0)),
+        ),
+    )

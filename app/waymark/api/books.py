@@ -12,6 +12,7 @@ from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
+from waymark.contract.results import BookOfMinute, BookOfTarget, BookRow, BooksAnswer
 from waymark.domain.books import Drift, Sums
 from waymark.domain.names import GroupName
 from waymark.store.books import HOURS_KEPT
@@ -53,15 +54,17 @@ class BooksView:
         for sums in targets.values():
             total = total.plus(sums)
         return Answer(
-            {
-                "minutes": minutes,
-                "total": _row(total),
-                "targets": [
-                    _named(groups[target[0]], claims.get(target), drifts) | _row(sums)
+            BooksAnswer(
+                minutes=minutes,
+                total=BookRow(**_amounts(total)),
+                targets=[
+                    _target(groups[target[0]], claims.get(target), drifts, sums)
                     for target, sums in sorted(targets.items())
                 ],
-                "by_minute": [{"time": 60 * minute} | _row(sums) for minute, sums in sorted(by_minute.items())],
-            }
+                by_minute=[
+                    BookOfMinute(time=60 * minute, **_amounts(sums)) for minute, sums in sorted(by_minute.items())
+                ],
+            )
         )
 
 
@@ -77,18 +80,20 @@ def since_seconds(text: str) -> int:
     return seconds
 
 
-def _named(group: GroupName, claim: Claim | None, drifts: Mapping[int, Drift | None]) -> dict[str, Any]:
+def _target(group: GroupName, claim: Claim | None, drifts: Mapping[int, Drift | None], sums: Sums) -> BookOfTarget:
     drift = None if claim is None else drifts[id(claim)]
-    return {
-        "tenant_id": group.tenant_id,
-        "model_name": group.model_name,
-        "instance_id": None if claim is None else claim.registration.instance_id,
-        "dp_rank": None if claim is None else claim.registration.dp_rank,
-        "credit": 1.0 if drift is None else round(1.0 - drift.share, 3),
-    }
+    return BookOfTarget(
+        tenant_id=group.tenant_id,
+        model_name=group.model_name,
+        instance_id=None if claim is None else claim.registration.instance_id,
+        dp_rank=None if claim is None else claim.registration.dp_rank,
+        credit=1.0 if drift is None else round(1.0 - drift.share, 3),
+        **_amounts(sums),
+    )
 
 
-def _row(sums: Sums) -> dict[str, Any]:
+def _amounts(sums: Sums) -> dict[str, Any]:
+    """Return the fields of ``BookRow``."""
     return {
         "requests": sums.requests,
         "unreported": sums.unreported,

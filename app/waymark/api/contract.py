@@ -23,6 +23,7 @@ from waymark.api.http.doc import Doc
 from waymark.api.http.errors import ErrorBody
 from waymark.api.http.fields import RequestBody
 from waymark.api.operations import Operation
+from waymark.contract.queries import InstanceRow
 from waymark.contract.shape import AnswerShape
 
 _REF = "#/components/schemas/{model}"
@@ -94,7 +95,7 @@ def statuses(operation: Operation) -> list[int]:
 
 def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of these operations."""
-    models: dict[type[BaseModel | AnswerShape], None] = dict.fromkeys((ErrorBody, DynamoErrorBody))
+    models: dict[type[BaseModel | AnswerShape], None] = dict.fromkeys((ErrorBody, DynamoErrorBody, InstanceRow))
     for operation in operations:
         models |= dict.fromkeys(model for model in (operation.doc.request, operation.doc.answer) if model is not None)
     for model in list(models):

@@ -1,4 +1,4 @@
-"""Request and answer bodies of ``/score``, ``/select`` and ``/release``."""
+"""Request bodies of ``/score``, ``/select`` and ``/release``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from waymark.api.http.fields import (
     RankNumber,
     RequestBody,
 )
-from waymark.api.http.models import Model
 from waymark.api.query_schemas import OPTIONAL_BLOCK_SIZE, Named, PromptFields
-from waymark.contract.inspections import Explanation
-from waymark.decide.policies.policy import Decision
 from waymark.decide.policies.presets import PRESETS
 
 #: Candidates, and instances in ``only`` or ``exclude``, that one request may name.
@@ -190,97 +187,3 @@ class ReleaseRequest(RequestBody):
     completion_tokens: Tokens | None = Field(
         default=None, description="an integer, or null: the tokens of the answer, as the usage of the engine says"
     )
-
-
-class GaugesRow(Model):
-    """What an engine reports about itself."""
-
-    waiting: int
-    running: int
-    kv_usage: float
-
-
-class ScoreRow(Model):
-    """One target, in tokens."""
-
-    instance_id: str
-    dp_rank: int
-    address: str | None
-    score: float | None = Field(description="greater is better; null where the policy has costs")
-    cost: float | None = Field(description="less is better; null where the policy has scores")
-    device_tokens: int
-    host_tokens: int
-    disk_tokens: int
-    shared_tokens: int
-    expected_tokens: int = Field(
-        description="the tokens that the target will probably have soon, because this prompt was sent to it before"
-    )
-    new_tokens: int = Field(
-        description="the prompt tokens that the target still has to compute if it uses all blocks that it has"
-    )
-    wait_tokens: int = Field(description="the prompt tokens of earlier requests that the target has not computed yet")
-    active_requests: int
-    health: float = Field(description="the share of requests that succeeded")
-    parts: dict[str, float | None] | None = Field(
-        default=None, description="the parts of the score; only if the request has explain"
-    )
-    gauges: GaugesRow | None = Field(
-        default=None,
-        description="the engine's own numbers that the score uses; null if the engine reports none, or only old ones; "
-        "with explain",
-    )
-
-
-class ScoreAnswer(Model):
-    """The scores of all targets, best first. The list is empty if the model is unknown."""
-
-    policy: str
-    decision: Decision
-    total_tokens: int
-    total_blocks: int
-    block_size: int
-    degraded: Literal[False]
-    scores: list[ScoreRow]
-    explanation: Explanation | None = Field(
-        None, description="why no instance has more of the prompt; only if the request has explain"
-    )
-
-
-class SourceAnswer(Model):
-    """The engine to copy blocks from, and the blocks that it has beyond those of the target."""
-
-    instance_id: str
-    dp_rank: int
-    kv_source: str
-    tokens: dict[str, int] = Field(description="its tokens beyond those of the target, by medium")
-    engine_hashes: list[int] = Field(description="the engine's hashes of exactly these blocks, in order")
-
-
-class SelectAnswer(Model):
-    """The target that gets the request."""
-
-    target: ScoreRow
-    others: list[str] = Field(description="the next best targets, as instance ids or addresses")
-    prefill: ScoreRow | None
-    encode: list[ScoreRow]
-    policy: str
-    decision: Decision
-    degraded: bool = Field(
-        description="true if Redis was unavailable and the prefix key alone decided, or if all targets are left out"
-    )
-    prefix_key: str | None
-    reservation: str | None = Field(description="the text to send to /release; null if nothing was reserved")
-    headers: dict[str, str] = Field(description="the headers to add to the request, for proxies and engines")
-    source: SourceAnswer | None = Field(
-        None, description="the engine that the target should copy blocks from; only if one is worth it"
-    )
-    explanation: Explanation | None = Field(
-        None, description="why no instance has more of the prompt; only if the request has explain"
-    )
-
-
-class ReleaseAnswer(Model):
-    """How many reservations existed (``released``), and how many did not (``gone``), which is not an error."""
-
-    released: int
-    gone: int

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 from waymark.api.decision_bodies import (
     DecisionBody,
@@ -28,16 +27,26 @@ from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.base.shown import shown
 from waymark.chat.prefix_key import prefix_key
+from waymark.contract.decisions import (
+    Decision,
+    GaugesRow,
+    ReleaseAnswer,
+    ScoreAnswer,
+    ScoreRow,
+    SelectAnswer,
+    SourceAnswer,
+)
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed, StartupGate, cause_of
 from waymark.decide.options import SelectionOptions
-from waymark.decide.policies.policy import Candidate, Decision, Scored
+from waymark.decide.policies.policy import Candidate, Scored
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.question import Question, SelectedTarget
 from waymark.decide.request_prompts import estimate_tokens, no_prompt, unread_prompt
 from waymark.decide.selector import Selector
 from waymark.decide.served import ServedNames
 from waymark.domain.books import NO_USAGE, Usage
+from waymark.domain.gauges import Gauges
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
@@ -89,18 +98,18 @@ class Decisions:
             candidates = best_by_address(candidates)
         is_cost = question.policy.preset is not None and question.policy.preset.is_cost
         return Answer(
-            {
-                "policy": question.policy.name,
-                "decision": decision.value,
-                "total_tokens": tokens,
-                "total_blocks": tokens // block_size if block_size else 0,
-                "block_size": block_size,
-                "degraded": False,
-                "scores": [
+            ScoreAnswer(
+                policy=question.policy.name,
+                decision=decision,
+                total_tokens=tokens,
+                total_blocks=tokens // block_size if block_size else 0,
+                block_size=block_size,
+                degraded=False,
+                scores=[
                     score_row(candidate, tokens, block_size, is_cost=is_cost, explain=decision_body.request.explain)
                     for candidate in candidates
                 ],
-            },
+            ),
             headers={"X-Waymark-Partial": "true"} if ranked is not None and ranked.is_partial else {},
         )
 
@@ -174,7 +183,7 @@ class Decisions:
         released, missing = await self._selector.release(
             own, part, milliseconds=milliseconds, ttft_ms=request.ttft_ms, usage=usage
         )
-        return Answer({"released": released, "gone": missing + len(parsed) - len(own)})
+        return Answer(ReleaseAnswer(released=released, gone=missing + len(parsed) - len(own)))
 
     async def _own(self, reservations: Sequence[Reservation], caller: Caller) -> list[Reservation]:
         """The reservations in groups of a caller's tenants; to the caller, the others are gone."""
@@ -279,61 +288,61 @@ def best_by_address(scored: list[Scored]) -> list[Scored]:
     return list(best.values())
 
 
-def score_row(scored: Scored, tokens: int, block_size: int, *, is_cost: bool, explain: bool) -> dict[str, Any]:
+def score_row(scored: Scored, tokens: int, block_size: int, *, is_cost: bool, explain: bool) -> ScoreRow:
     candidate = scored.candidate
     matched = candidate.device + candidate.host + candidate.disk + candidate.shared
-    row = {
-        "instance_id": candidate.instance_id,
-        "dp_rank": candidate.dp_rank,
-        "address": candidate.address,
-        "score": None if is_cost else scored.value,
-        "cost": scored.value if is_cost else None,
-        "device_tokens": candidate.device,
-        "host_tokens": candidate.host,
-        "disk_tokens": candidate.disk,
-        "shared_tokens": candidate.shared,
-        "expected_tokens": candidate.expected,
-        "new_tokens": max(0, tokens - max(matched, candidate.expected)),
-        "wait_tokens": candidate.wait,
-        "active_requests": candidate.active,
-        "health": candidate.health,
-    }
-    if explain:
-        row["parts"] = dict(scored.parts)
-        gauges = candidate.gauges
-        row["gauges"] = gauges and {
-            "waiting": gauges.waiting,
-            "running": gauges.running,
-            "kv_usage": gauges.kv_usage,
-        }
-    return row
+    gauges = candidate.gauges if explain else None
+    return ScoreRow(
+        instance_id=candidate.instance_id,
+        dp_rank=candidate.dp_rank,
+        address=candidate.address,
+        score=None if is_cost else scored.value,
+        cost=scored.value if is_cost else None,
+        device_tokens=candidate.device,
+        host_tokens=candidate.host,
+        disk_tokens=candidate.disk,
+        shared_tokens=candidate.shared,
+        expected_tokens=candidate.expected,
+        new_tokens=max(0, tokens - max(matched, candidate.expected)),
+        wait_tokens=candidate.wait,
+        active_requests=candidate.active,
+        health=candidate.health,
+        parts=dict(scored.parts) if explain else None,
+        gauges=None
+        if gauges is None
+        else GaugesRow(waiting=gauges.waiting, running=gauges.running, kv_usage=gauges.kv_usage),
+    )
+
+
+def _gauges(gauges: Gauges) -> GaugesRow:
+    return GaugesRow(waiting=gauges.waiting, running=gauges.running, kv_usage=gauges.kv_usage)
 
 
 def select_answer(selected: SelectedTarget, request: SelectRequest) -> Answer:
     prompt_tokens = selected.tokens
     is_cost = selected.policy.preset is not None and selected.policy.preset.is_cost
 
-    def row(scored: Scored) -> dict[str, Any]:
+    def row(scored: Scored) -> ScoreRow:
         return score_row(scored, prompt_tokens, 0, is_cost=is_cost, explain=request.explain)
 
     by_address = request.by == "address"
     source = selected.source
     return Answer(
-        {
-            "target": row(selected.target),
-            "others": [
+        SelectAnswer(
+            target=row(selected.target),
+            others=[
                 name for candidate in selected.others if (name := _name(candidate, by_address=by_address)) is not None
             ],
-            "prefill": None if selected.prefill is None else row(selected.prefill),
-            "encode": [row(candidate) for candidate in selected.encode],
-            "policy": selected.policy.name,
-            "decision": selected.decision.value,
-            "degraded": selected.is_degraded,
-            "prefix_key": None if selected.prefix_key is None else selected.prefix_key.hex(),
-            "reservation": ",".join(map(str, selected.reservations)) or None,
-            "headers": dict(selected.headers),
-        }
-        | ({} if source is None else {"source": source._asdict()})
+            prefill=None if selected.prefill is None else row(selected.prefill),
+            encode=[row(candidate) for candidate in selected.encode],
+            policy=selected.policy.name,
+            decision=selected.decision,
+            degraded=selected.is_degraded,
+            prefix_key=None if selected.prefix_key is None else selected.prefix_key.hex(),
+            reservation=",".join(map(str, selected.reservations)) or None,
+            headers=dict(selected.headers),
+            source=None if source is None else SourceAnswer(**source._asdict()),
+        )
     )
 
 

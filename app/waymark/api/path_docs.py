@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from waymark.api import activity, books, event_schemas, placement, policies, query_schemas, registration_schemas
 from waymark.api import admin_schemas as admin_bodies
-from waymark.api import answer_schemas as answers
 from waymark.api import decision_schemas as decision_bodies
 from waymark.api import inspection_schemas as inspections
 from waymark.api import text_schemas as text_bodies
@@ -13,8 +12,9 @@ from waymark.api.dynamo import select_schemas as select_bodies
 from waymark.api.dynamo.select import USAGE
 from waymark.api.http.doc import Doc
 from waymark.api.inspections import PARAMETERS
+from waymark.contract import admin as admin_answers
+from waymark.contract import decisions, publishers, queries, results
 from waymark.contract import inspections as inspection_answers
-from waymark.contract import publishers
 
 _TEXT, _HTML = "text/plain", "text/html"
 
@@ -47,7 +47,7 @@ WORKERS = Doc(
 )
 BOOKS = Doc(
     "Returns what decisions promised and what engines delivered, in tokens, since a time such as 30m or 2h ago (1h).",
-    answer=answers.BooksAnswer,
+    answer=results.BooksAnswer,
     parameters=books.PARAMETERS,
     errors=(400,),
     queue="read",
@@ -55,7 +55,7 @@ BOOKS = Doc(
 )
 COMPARE = Doc(
     "Returns how often shadows prefer other targets than those that were chosen, and an estimate of the consequences.",
-    answer=policies.PoliciesAnswer,
+    answer=results.PoliciesAnswer,
     parameters=policies.PARAMETERS,
     errors=(400,),
     queue="read",
@@ -64,20 +64,20 @@ COMPARE = Doc(
 REPLAY = Doc(
     "Returns the same for a policy or a picker file that decides again over the kept decisions.",
     policies.TryPolicyRequest,
-    policies.PoliciesAnswer,
+    results.PoliciesAnswer,
     queue="read",
     reach="filtered",
 )
 PLACEMENT = Doc(
     "Returns the tokens that would be lost with the cache of each engine, the cheapest of a model first.",
-    answer=answers.PlacementAnswer,
+    answer=results.PlacementAnswer,
     parameters=placement.PARAMETERS,
     queue="read",
     reach="filtered",
 )
 PLACEMENT_WARM = Doc(
     "Returns the prefixes that an engine should pull first, up to a number of tokens (100,000), and where they are.",
-    answer=answers.WarmAnswer,
+    answer=results.WarmAnswer,
     parameters=placement.WARM_PARAMETERS,
     errors=(400, 404),
     queue="read",
@@ -113,14 +113,14 @@ GLOBAL_VIEW = Doc(
 QUERY = Doc(
     "Returns how much of a prompt each instance has; the prompt is given as tokens, text or messages.",
     query_schemas.QueryRequest,
-    answers.QueryAnswer,
+    queries.QueryAnswer,
     headers=_OF_QUERY,
     reach="body",
 )
 QUERY_BY_HASH = Doc(
     "Returns how much of a prompt each instance has; the prompt is given as the rolling hashes of its blocks.",
     query_schemas.QueryByHashRequest,
-    answers.QueryAnswer,
+    queries.QueryAnswer,
     headers=_OF_QUERY,
     reach="body",
 )
@@ -157,21 +157,21 @@ INSPECT_KEYS = Doc(
 )
 PREFIX_STATS = Doc(
     "Returns how many decisions the policy sticky made, in all replicas together.",
-    answer=admin_bodies.PrefixRoutingStats,
+    answer=admin_answers.PrefixRoutingStats,
     queue="read",
 )
 INDEX_STATS = Doc(
     "Returns what the index contains, and how many decisions used it, in all replicas together.",
-    answer=admin_bodies.IndexStats,
+    answer=admin_answers.IndexStats,
     queue="read",
 )
 INDEX_BACKENDS = Doc(
-    "Returns the event counts of each publisher.", answer=admin_bodies.IndexBackends, reach="filtered", queue="read"
+    "Returns the event counts of each publisher.", answer=admin_answers.IndexBackends, reach="filtered", queue="read"
 )
 INDEX_CLEAR = Doc(
     "Removes all opaque prefixes from the index, or the entries of all publishers.",
     admin_bodies.ClearRequest,
-    admin_bodies.ClearAnswer,
+    admin_answers.ClearAnswer,
     reach="filtered",
 )
 CACHE_STATS = Doc(
@@ -180,7 +180,7 @@ CACHE_STATS = Doc(
 CACHE_CLEAR = Doc(
     "Clears the response cache of this gateway, or of all gateways if they share it in Redis.",
     admin_bodies.InvalidateRequest,
-    admin_bodies.InvalidateAnswer,
+    admin_answers.InvalidateAnswer,
     needs_redis=False,
 )
 REGISTER = Doc(
@@ -222,14 +222,14 @@ EVENTS = Doc(
 SCORE = Doc(
     "Returns the score of each target for a prompt, under one policy.",
     decision_bodies.ScoreRequest,
-    decision_bodies.ScoreAnswer,
+    decisions.ScoreAnswer,
     headers=_PARTIAL,
     reach="body",
 )
 SELECT = Doc(
     "Picks the target for a prompt, and by default makes a reservation.",
     decision_bodies.SelectRequest,
-    decision_bodies.SelectAnswer,
+    decisions.SelectAnswer,
     errors=(404, 429),
     queue="decide",
     reach="body",
@@ -237,14 +237,14 @@ SELECT = Doc(
 RELEASE = Doc(
     "Ends reservations, renews them, or reports that their prefill is done.",
     decision_bodies.ReleaseRequest,
-    decision_bodies.ReleaseAnswer,
+    decisions.ReleaseAnswer,
     queue="decide",
     reach="filtered",
 )
 TOKENIZE = Doc(
     "Returns the token ids of a text or of messages.",
     text_bodies.TokenizeRequest,
-    text_bodies.TokenizeAnswer,
+    queries.TokenizeAnswer,
     errors=(503,),
     needs_redis=False,
     reach="none",
@@ -252,7 +252,7 @@ TOKENIZE = Doc(
 DETOKENIZE = Doc(
     "Returns the text of token ids.",
     text_bodies.DetokenizeRequest,
-    text_bodies.DetokenizeAnswer,
+    queries.DetokenizeAnswer,
     errors=(503,),
     needs_redis=False,
     reach="none",

@@ -12,6 +12,7 @@ from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.base.errors import InvalidValue, NotFound
 from waymark.base.shown import shown
+from waymark.contract.results import PlacementAnswer, ValuedModel, ValuedTarget, WarmAnswer, WarmPrefix, WarmSource
 from waymark.decide.policies.policy import nearest
 from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.media import order_of
@@ -62,10 +63,10 @@ class PlacementView:
         found = await self._valuations(groups)
         parts = await asyncio.gather(*(self._targets(group, found.get(group.entry.group_id)) for group in groups))
         return Answer(
-            {
-                "models": [model for model, _ in parts],
-                "targets": [target for _, targets in parts for target in targets],
-            }
+            PlacementAnswer(
+                models=[model for model, _ in parts],
+                targets=[target for _, targets in parts for target in targets],
+            )
         )
 
     async def warm(self, body: Body) -> Answer:
@@ -74,19 +75,19 @@ class PlacementView:
         valuation = (await self._valuations([group])).get(group.entry.group_id)
         reason = _NO_WALK if valuation is None else None if valuation.decisions else _NO_DECISIONS
         table = await self._store.reader.table(group.name)
-        prefixes: list[dict[str, Any]] = []
+        prefixes: list[WarmPrefix] = []
         if valuation is not None and table is not None:
             prefixes = await _Warming(self._store, group, table, instance_id).prefixes(valuation.prefixes, tokens)
         return Answer(
-            {
-                "tenant_id": group.name.tenant_id,
-                "model_name": group.name.model_name,
-                "instance_id": instance_id,
-                "age_seconds": None if valuation is None else _age(valuation),
-                "tokens": sum(each["tokens"] for each in prefixes),
-                "prefixes": prefixes,
-                "reason": reason,
-            }
+            WarmAnswer(
+                tenant_id=group.name.tenant_id,
+                model_name=group.name.model_name,
+                instance_id=instance_id,
+                age_seconds=None if valuation is None else _age(valuation),
+                tokens=sum(prefix.tokens for prefix in prefixes),
+                prefixes=prefixes,
+                reason=reason,
+            )
         )
 
     async def _groups(self, body: Body) -> list[_ValuedGroup]:
@@ -115,7 +116,7 @@ class PlacementView:
 
     async def _targets(
         self, group: _ValuedGroup, valuation: Valuation | None
-    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    ) -> tuple[ValuedModel, list[ValuedTarget]]:
         """Return the facts about the model, and its targets, the cheapest ones first."""
         group_id = group.entry.group_id
         publishers = [claim.publisher for claims in group.engines.values() for claim in claims]
@@ -128,16 +129,16 @@ class PlacementView:
             _target(group.name, instance_id, claims, loads, valuation, slope)
             for instance_id, claims in group.engines.items()
         ]
-        model = {
-            "tenant_id": group.name.tenant_id,
-            "model_name": group.name.model_name,
-            "age_seconds": None if valuation is None else _age(valuation),
-            "walk_seconds": None if valuation is None else round(valuation.seconds, 3),
-            "share": None if valuation is None else valuation.share,
-            "decisions": None if valuation is None else valuation.decisions,
-            "ms_per_token": slope,
-            "reason": _NO_WALK if valuation is None else None,
-        }
+        model = ValuedModel(
+            tenant_id=group.name.tenant_id,
+            model_name=group.name.model_name,
+            age_seconds=None if valuation is None else _age(valuation),
+            walk_seconds=None if valuation is None else round(valuation.seconds, 3),
+            share=None if valuation is None else valuation.share,
+            decisions=None if valuation is None else valuation.decisions,
+            ms_per_token=slope,
+            reason=_NO_WALK if valuation is None else None,
+        )
         return model, sorted(targets, key=_cost)
 
 
@@ -148,7 +149,7 @@ def _target(
     loads: Mapping[int, Load],
     valuation: Valuation | None,
     slope: float | None,
-) -> dict[str, Any]:
+) -> ValuedTarget:
     of = claims[0].registration
     tells_blocks = of.kind.traits.tells_blocks
     worth = None if valuation is None or not tells_blocks else valuation.worths.get(instance_id)
@@ -157,29 +158,29 @@ def _target(
         reason = "its events do not say which blocks it has"
     elif valuation is not None and worth is None:
         reason = "it had no block that counts when the caches were valued"
-    return {
-        "tenant_id": group.tenant_id,
-        "model_name": group.model_name,
-        "instance_id": instance_id,
-        "address": of.target.address,
-        "role": of.target.role,
-        "weight": max(claim.registration.target.weight for claim in claims),
-        "requests": sum(loads.get(claim.publisher, NO_LOAD).requests for claim in claims),
-        "tokens": None if worth is None else worth.tokens,
-        "only_tokens": None if worth is None else worth.only,
-        "few_tokens": None if worth is None else worth.few,
-        "only_used_tokens": None if worth is None else worth.only_used,
-        "few_used_tokens": None if worth is None else worth.few_used,
-        "cost_seconds": None if worth is None or slope is None else round(worth.only * slope / 1000, 3),
-        "reason": reason,
-    }
+    return ValuedTarget(
+        tenant_id=group.tenant_id,
+        model_name=group.model_name,
+        instance_id=instance_id,
+        address=of.target.address,
+        role=of.target.role,
+        weight=max(claim.registration.target.weight for claim in claims),
+        requests=sum(loads.get(claim.publisher, NO_LOAD).requests for claim in claims),
+        tokens=None if worth is None else worth.tokens,
+        only_tokens=None if worth is None else worth.only,
+        few_tokens=None if worth is None else worth.few,
+        only_used_tokens=None if worth is None else worth.only_used,
+        few_used_tokens=None if worth is None else worth.few_used,
+        cost_seconds=None if worth is None or slope is None else round(worth.only * slope / 1000, 3),
+        reason=reason,
+    )
 
 
-def _cost(target: Mapping[str, Any]) -> tuple[Any, ...]:
+def _cost(target: ValuedTarget) -> tuple[Any, ...]:
     """Return the key by which targets are ordered, the cheapest first, and those of unknown worth last."""
-    is_unknown = target["only_used_tokens"] is None
-    costs = (0, 0, 0) if is_unknown else tuple(target[name] for name in ("only_used_tokens", "requests", "tokens"))
-    return is_unknown, *costs, target["instance_id"]
+    is_unknown = target.only_used_tokens is None
+    costs = (0, 0, 0) if is_unknown else (target.only_used_tokens, target.requests, target.tokens)
+    return is_unknown, *costs, target.instance_id
 
 
 def _age(valuation: Valuation) -> float:
@@ -196,7 +197,7 @@ def _tokens(text: str | None) -> int:
 
 
 def _named(groups: Sequence[_ValuedGroup], instance_id: str) -> tuple[_ValuedGroup, str]:
-    """Return the one group with an engine of this name. Raise NotFound or InvalidValue if there is none, or several."""
+    """Return the one group with an engine of this name. Raise NotFound, or InvalidValue if there are several."""
     if not instance_id:
         raise InvalidValue("instance is missing; send the instance_id of the engine to be warmed", field="instance")
     named = [group for group in groups if instance_id in group.engines]
@@ -229,7 +230,7 @@ class _Warming:
             and not publisher.is_lost
         }
 
-    async def prefixes(self, entries: Sequence[PrefixUse], tokens: int) -> list[dict[str, Any]]:
+    async def prefixes(self, entries: Sequence[PrefixUse], tokens: int) -> list[WarmPrefix]:
         """Return the most used prefixes that the engine lacks and another one has, until they are so many tokens."""
         chains: list[tuple[int, ...]] = []
         for each in entries[:_PREFIXES_MAX]:
@@ -239,7 +240,7 @@ class _Warming:
         rows = {head: row for head, value in zip(heads, values, strict=True) if (row := read_row(value)) is not None}
         reached: list[int] = []
         """How many blocks of each chain the engine has, or will have pulled."""
-        found: list[dict[str, Any]] = []
+        found: list[WarmPrefix] = []
         for each, chain in zip(entries, chains, strict=False):
             first = len(chain) - len(each.keys)
             held = _leading(chain, rows, self._owners)
@@ -250,14 +251,14 @@ class _Warming:
                 continue
             pull = await self._pull(each, chain[: reached[-1] + -(-tokens // each.block_size)], reached[-1], held)
             if pull is not None:
-                reached[-1] += len(pull["engine_hashes"])
-                tokens -= pull["tokens"]
+                reached[-1] += len(pull.engine_hashes)
+                tokens -= pull.tokens
                 found.append(pull)
         return found
 
     async def _pull(
         self, prefix: PrefixUse, chain: Sequence[int], first: int, held: Mapping[Rank, int]
-    ) -> dict[str, Any] | None:
+    ) -> WarmPrefix | None:
         """Return where the blocks from ``first`` on are; None if no other engine has any of them."""
         sources = {name: claims[0].registration.target for name, claims in self._group.engines.items()}
         ranks = [rank for rank, blocks in held.items() if blocks > first and rank[0] != self._instance_id]
@@ -279,18 +280,18 @@ class _Warming:
         if not blocks:
             return None
         target = sources.get(source[0])
-        return {
-            "before_tokens": first * prefix.block_size,
-            "tokens": len(blocks) * prefix.block_size,
-            "uses": prefix.uses,
-            "engine_hashes": [block.engine_hash for block in blocks],
-            "source": {
-                "instance_id": source[0],
-                "dp_rank": source[1],
-                "address": None if target is None else target.address,
-                "kv_source": None if target is None else target.kv_source,
-            },
-        }
+        return WarmPrefix(
+            before_tokens=first * prefix.block_size,
+            tokens=len(blocks) * prefix.block_size,
+            uses=prefix.uses,
+            engine_hashes=[block.engine_hash for block in blocks],
+            source=WarmSource(
+                instance_id=source[0],
+                dp_rank=source[1],
+                address=None if target is None else target.address,
+                kv_source=None if target is None else target.kv_source,
+            ),
+        )
 
 
 def _leading(chain: Sequence[int], rows: Mapping[int, Row], owners: Mapping[int, Rank]) -> dict[Rank, int]:

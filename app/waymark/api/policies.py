@@ -14,7 +14,6 @@ from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody
 from waymark.api.http.fields import OPTIONAL_NAME, OptionalName, RequestBody
-from waymark.api.http.models import Model
 from waymark.decide.comparison import compare, replay
 from waymark.decide.options import Shadow
 from waymark.decide.policies.picker_config import read_picker_config
@@ -46,44 +45,6 @@ class TryPolicyRequest(RequestBody):
     )
 
 
-class DecisionsMade(Model):
-    """The outcomes of the kept decisions."""
-
-    decisions: int
-    moved: int = Field(description="how many went to another target than the first, because of loads of that instant")
-    expected: int = Field(description="tokens that the targets should have reused")
-    reported: int = Field(description="how many have a report of their engine")
-    expected_of_reported: int
-    delivered: int = Field(description="tokens that the engines have reused, by these reports")
-    timed: int = Field(description="how many have a time to the first token")
-    ttft_ms: float | None = Field(description="the mean time")
-
-
-class ComparedPolicy(Model):
-    """The choices of another policy, beside those that were made."""
-
-    policy: str
-    is_simulated: bool = Field(
-        description="whether tokens and times are those of a fleet with the caches and queues that its own choices "
-        "leave behind, else of each decision by itself"
-    )
-    decisions: int = Field(description="decisions in which it prefers a target")
-    differs: int = Field(description="decisions in which it prefers another one")
-    none: int = Field(description="further decisions: it preferred no target, failed, or was not asked")
-    expected: int = Field(description="tokens that its targets should have reused")
-    expected_of_chosen: int = Field(description="the same of the targets that were chosen")
-    predicted_ttft_ms: float | None = Field(description="the estimated mean time to the first token, or null")
-    predicted_ttft_ms_of_chosen: float | None
-
-
-class PoliciesAnswer(Model):
-    """Policies over the kept decisions, the best one first by these estimates."""
-
-    chosen: DecisionsMade
-    policies: list[ComparedPolicy]
-    unreadable: int = Field(description="records that another release has written, and that were left out")
-
-
 class PoliciesView:
     """The handlers."""
 
@@ -98,9 +59,7 @@ class PoliciesView:
             decisions, unreadable, is_one_group = await self._read(
                 body.caller.has, body.path.get("model") or None, body.path.get("tenant") or None, seconds
             )
-            return Answer(
-                await compare(decisions, self._shadows, is_one_group=is_one_group) | {"unreadable": unreadable}
-            )
+            return Answer(await compare(decisions, self._shadows, is_one_group=is_one_group, unreadable=unreadable))
 
     async def replay(self, body: Body) -> Answer:
         request = TryPolicyRequest.of(body.fields)
@@ -118,7 +77,7 @@ class PoliciesView:
             decisions, unreadable, is_one_group = await self._read(
                 body.caller.has, request.model, request.tenant_id, seconds
             )
-            return Answer(await replay(decisions, [policy], is_one_group=is_one_group) | {"unreadable": unreadable})
+            return Answer(await replay(decisions, [policy], is_one_group=is_one_group, unreadable=unreadable))
 
     async def _read(
         self, has: Callable[[str], bool], model: str | None, tenant_id: str | None, seconds: int

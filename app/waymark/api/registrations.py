@@ -144,7 +144,7 @@ class Registrations:
             await self._store.registry.unregister(sorted(former_names))
 
     async def _register_ranks(self, registrations: list[Registration]) -> Answer:
-        """Register all ranks of an engine, or none if one contradicts an earlier registration."""
+        """Register all ranks of an engine, or no rank if one contradicts an earlier registration."""
         for registration in registrations:
             await self._store.registry.check(registration)
         for registration in registrations:

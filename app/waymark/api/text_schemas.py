@@ -1,4 +1,4 @@
-"""Request and answer bodies of prompts in the form of text."""
+"""Request bodies of prompts in the form of text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pydantic import AliasChoices, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from waymark.api.http.fields import NAME, OPTIONAL_NAME, NonEmptyName, OptionalName, RequestBody, TokenIds
-from waymark.api.http.models import Model
 from waymark.chat.requests import Truncation
 from waymark.domain.names import DEFAULT_TENANT, GroupName
 
@@ -85,17 +84,6 @@ class TokenizeRequest(OfModel, TextFields):
     """A text or messages, as vLLM accepts them."""
 
 
-class TokenizeAnswer(Model):
-    """The token ids, in the form of vLLM's answer."""
-
-    count: int
-    max_model_len: int | None = Field(description="null, because the engine alone knows it")
-    tokens: list[int]
-    source: Literal["local", "remote"] = Field(
-        description="local if this process made the token ids, remote if an engine did"
-    )
-
-
 class DetokenizeRequest(OfModel):
     """The token ids to turn into text."""
 
@@ -103,9 +91,3 @@ class DetokenizeRequest(OfModel):
         validation_alias=AliasChoices("tokens", "token_ids"),
         description="a list of token ids, or in msgpack a bin of little-endian u32",
     )
-
-
-class DetokenizeAnswer(Model):
-    """The text of the token ids."""
-
-    prompt: str

@@ -11,6 +11,7 @@ from waymark.api.http.errors import InvalidBody
 from waymark.api.http.prompts import check_count, token_bytes
 from waymark.api.text_schemas import DetokenizeRequest, TextFields, TokenizeRequest
 from waymark.base.settings import Settings
+from waymark.contract.queries import DetokenizeAnswer, TokenizeAnswer
 from waymark.domain.hashing import unpack_tokens
 from waymark.domain.names import GroupName
 from waymark.tokenization.prompt import ChatPrompt, Prompt, SourcedTokens, TextPrompt
@@ -84,7 +85,14 @@ class PromptTokenizer:
         assert asked is not None  # a prompt of another kind has no field here
         tokens = await self.tokens(asked)
         ids = unpack_tokens(tokens.ids)
-        return Answer({"count": len(ids), "max_model_len": None, "tokens": ids, "source": tokens.source})
+        return Answer(
+            TokenizeAnswer(
+                count=len(ids),
+                max_model_len=None,
+                tokens=ids,
+                source="remote" if tokens.source == "remote" else "local",
+            )
+        )
 
     async def detokenize(self, body: Body) -> Answer:
         request = DetokenizeRequest.of(body.fields)
@@ -92,6 +100,5 @@ class PromptTokenizer:
         if ids is None:
             field = DetokenizeRequest.spelling("tokens", body.fields)
             ids = token_bytes(body.fields[field], field=field, max_tokens=self._max_tokens)
-        return Answer(
-            {"prompt": await self._tokenizers.text(request.model, unpack_tokens(ids), request.group.tenant_id)}
-        )
+        text = await self._tokenizers.text(request.model, unpack_tokens(ids), request.group.tenant_id)
+        return Answer(DetokenizeAnswer(prompt=text))

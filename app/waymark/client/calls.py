@@ -91,7 +91,7 @@ def register(
     type: str = UNNAMED,
     **options: Unpack[PublisherKeywords],
 ) -> ClientCall[list[str]]:
-    """Have a publisher's events indexed; the same registration again changes nothing.
+    """Have a publisher's events indexed; a repeated registration has no effect.
 
     Return the warnings, one for each ability that this registration lacks. ``options`` are further fields of ``POST
     /register``.

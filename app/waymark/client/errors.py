@@ -2,8 +2,8 @@
 
 ClientError
   Refused           Waymark answered with 4xx
-    ModelNotFound   nobody has registered the model
-  Unavailable       there was no answer, or none that helps
+    ModelNotFound   the model is not registered
+  Unavailable       there was no usable answer
 """
 
 from __future__ import annotations

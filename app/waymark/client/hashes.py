@@ -14,7 +14,7 @@ from waymark.domain.multimodal import items_of, seq_hashes_with
 def block_hashes(
     token_ids: Sequence[int], block_size: int, *, features: Mapping[str, Any] | None = None, seed: int = DEFAULT_SEED
 ) -> list[int]:
-    """Return the seq_hash of each complete block of ``block_size`` tokens; an incomplete last block has none.
+    """Return the seq_hash of each complete block of ``block_size`` tokens; an incomplete last block has no hash.
 
     ``features`` names the images among the tokens, as vLLM's render endpoints answer it: ``mm_hashes`` and
     ``mm_placeholders``. A router that asks several times about one prompt, or must not send the prompt itself, hashes

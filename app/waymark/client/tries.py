@@ -26,7 +26,7 @@ T = TypeVar("T")
 _CONNECTIONS = 100
 #: Between two tries, whatever the service says: so a bound on time is a bound on tries too.
 _PAUSE_SECONDS_MIN = 0.25
-#: The pause between two tries if the answer names none.
+#: The pause between two tries if the answer names no pause.
 _PAUSE_SECONDS = 1.0
 #: The least remaining time of a deadline: httpx takes 0 for an error.
 _LEFT_SECONDS_MIN = 0.001

@@ -77,9 +77,9 @@ def drain(service: RemoteService, arguments: argparse.Namespace) -> Iterator[str
 def drain_all(
     service: RemoteService, arguments: argparse.Namespace, targets: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Drain these targets of ``/placement``: first none of them gets new requests, and then each is waited for.
+    """Drain these targets of ``/placement``: first all new requests to them end, and then each is waited for.
 
-    Yield the name of an engine and a line to print. If one of them cannot be drained, none is: it raises
+    Yield the name of an engine and a line to print. If one cannot be drained, all get requests again: it raises
     ``ServiceRefused``. It raises ``NotDrained`` at the end if requests are still under way.
     """
     weighed: list[dict[str, Any]] = []

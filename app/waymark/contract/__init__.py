@@ -1,1 +1,1 @@
-"""The published answers: what handlers return, what OpenAPI describes, and what the client and the commands read."""
+"""The published answers: handlers return them, OpenAPI describes them, and the client and the commands read them."""

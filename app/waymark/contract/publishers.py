@@ -21,7 +21,9 @@ class RegisterAnswer(AnswerShape):
     OPTIONAL: ClassVar = ("model", "type", "block_size", "adapters", "ranks", "warnings")
 
     status: Literal["registered successfully"]
+    """Always this text."""
     instance_id: str
+    """The name of the engine."""
     model: str | None = None
     """The model that the engine serves; only if the request has url."""
     type: EngineKind | None = None
@@ -41,9 +43,13 @@ class RegisteredRank(AnswerShape):
     """A rank of an engine, and its sockets."""
 
     dp_rank: int
+    """The data-parallel rank."""
     endpoint: str | None
+    """The socket of its events; null without one."""
     replay_endpoint: str | None
+    """The socket that answers with missed batches; null without one."""
     snapshot_endpoint: str | None
+    """The socket that answers with the contents of the engine's cache; null without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +57,9 @@ class UnregisterAnswer(AnswerShape):
     """The publishers that were removed, as ``instance|tenant|rank``."""
 
     status: Literal["unregistered successfully"]
+    """Always this text."""
     removed_instances: Sequence[str]
+    """The removed publishers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +67,9 @@ class RepairAnswer(AnswerShape):
     """The publishers whose engine will be asked for a snapshot, as ``instance|tenant|rank``."""
 
     status: Literal["repair requested"]
+    """Always this text."""
     asked_instances: Sequence[str]
+    """The publishers whose engine will be asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +77,11 @@ class WeightAnswer(AnswerShape):
     """The publishers whose weight was changed, as ``instance|tenant|rank``."""
 
     status: Literal["weight changed"]
+    """Always this text."""
     weight: float
+    """The new weight."""
     changed_instances: Sequence[str]
+    """The changed publishers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +89,9 @@ class EventsAnswer(AnswerShape):
     """The number of events that were applied, and of those that had been applied before."""
 
     applied: int
+    """The number of events that were applied."""
     stale: int
+    """The number of events that had been applied before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,24 +99,43 @@ class Service(AnswerShape):
     """One registration. A field that was not registered is empty."""
 
     Endpoint: str
+    """The socket of its events."""
     ReplayEndpoint: str
+    """The socket that answers with missed batches."""
     SnapshotEndpoint: str
+    """The socket that answers with the contents of the engine's cache."""
     Type: EngineKind
+    """The kind of the engine."""
     ModelName: str
+    """The name of the model."""
     LoraName: str
+    """The name of the adapter."""
     TenantID: str
+    """The tenant."""
     InstanceID: str
+    """The name of the engine."""
     BlockSize: int
+    """The tokens per block."""
     DPRank: int
+    """The data-parallel rank."""
     AdditionalSalt: str
+    """The salt of all its blocks."""
     Address: str
+    """The address of its requests."""
     Role: Role
+    """The part that the engine has in a request."""
     Weight: float
+    """Its share of requests; with 0 it gets no request."""
     Labels: Mapping[str, str]
+    """Its labels, by name."""
     MetricsURL: str
+    """The URL of its metrics."""
     Adapters: Sequence[str]
+    """The adapters that the engine has loaded."""
     Aliases: Sequence[str]
+    """Other names under which the engine serves the model."""
     Source: OriginKind
+    """The source of the registration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +143,9 @@ class ServicesAnswer(AnswerShape):
     """Every registration, in order of registration."""
 
     count: int
+    """The number of entries in the list."""
     services: Sequence[Service]
+    """The registrations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +167,7 @@ class CopiesOfStream(AnswerShape):
     (without a number it takes one copy if the type of the publisher counts).
     """
     why: str
+    """The reason for the rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,23 +175,33 @@ class Publisher(AnswerShape):
     """One registered publisher and the state of its stream."""
 
     instance_id: str
+    """The name of the engine."""
     tenant_id: str
+    """The tenant."""
     dp_rank: int
+    """The data-parallel rank."""
     model_name: str
+    """The name of the model."""
     type: EngineKind
+    """The kind of the engine."""
     block_size: int
+    """The tokens per block."""
     scope: Scope
+    """``shared`` for a pool that all instances read."""
     endpoint: str | None
     """Null if the publisher has no socket."""
     address: str | None
     """The address that requests are sent to."""
     role: Role
+    """The part that the engine has in a request."""
     weight: float
     """An engine with weight 0 gets no new requests."""
     is_further: bool
     """True if this is an additional socket of a rank, which gets no requests: its weight is 0."""
     labels: Mapping[str, str]
+    """Its labels, by name."""
     metrics_url: str | None
+    """The URL of its metrics; null for the default."""
     adapters: Sequence[str]
     """The adapters that the engine has loaded."""
     aliases: Sequence[str]
@@ -162,13 +209,17 @@ class Publisher(AnswerShape):
     source: OriginKind
     """The source of the registration: client, url, file or discovery."""
     status: StreamStatus
+    """The state of its stream."""
     watermark: int | None
     """The number of the last frame that was applied."""
     lag_seconds: float | None
     """The age of the newest applied batch, by the clock of its publisher."""
     gaps: int
+    """The number of gaps in its stream."""
     restarts: int
+    """The number of restarts of the engine."""
     unsalted_events: int
+    """The number of events without the salts that later ones have."""
     blocks: Mapping[str, int]
     """The number of blocks, by medium."""
     load: PublisherLoad
@@ -180,6 +231,7 @@ class Publisher(AnswerShape):
     prefixes: Mapping[str, int]
     """The number of opaque prefixes, by medium."""
     last_error: str | None
+    """The last error of the stream; null without one."""
     replay: bool
     """True if missing batches can be requested again."""
     worker: str | None
@@ -195,10 +247,11 @@ class IngestWorker(AnswerShape):
     """One ingest worker that is alive."""
 
     id: str
+    """The id of the worker."""
     streams: int
     """The number of streams that this worker applies."""
     streams_max: int | None
-    """The limit of streams of this worker; null if it has none."""
+    """The limit of streams of this worker; null without a limit."""
 
 
 class RecordKind(StrEnum):
@@ -229,6 +282,7 @@ class UnreadableRecord(AnswerShape):
     field: str
     """The field of a hash or the member of a set; empty if the whole key is unreadable."""
     reason: str
+    """The reason why it cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +290,7 @@ class Discovery(AnswerShape):
     """The findings of the worker that looks for engines."""
 
     worker: str
+    """The id of this worker."""
     registered: int
     """The number of engines that discovery or the publishers file registered."""
     waiting: int
@@ -249,7 +304,9 @@ class WorkersAnswer(AnswerShape):
     """Publishers in order of registration, ingest workers, and unreadable records."""
 
     publishers: Sequence[Publisher]
+    """The registered publishers."""
     workers: Sequence[IngestWorker]
+    """The live ingest workers."""
     unreadable: Sequence[UnreadableRecord]
     """Records that this release skips, because a newer release wrote them or they are damaged."""
     discovery: Discovery | None
@@ -261,10 +318,15 @@ class Context(AnswerShape):
     """Publishers that agree on model, tenant, block size, adapter and salt."""
 
     model_name: str
+    """The name of the model."""
     tenant_id: str
+    """The tenant."""
     block_size: int
+    """The tokens per block."""
     lora_name: str
+    """The name of the adapter; empty for the base model."""
     additional_salt: str
+    """The salt of all blocks; empty without one."""
     blocks: Mapping[str, int]
     """The number of blocks, by medium; a block that two engines have counts twice."""
     instances: Mapping[str, Mapping[str, int]]
@@ -278,7 +340,9 @@ class GlobalViewAnswer(AnswerShape):
     """Every context, with its instances."""
 
     count: int
+    """The number of entries in the list."""
     contexts: Sequence[Context]
+    """The contexts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +350,7 @@ class HealthAnswer(AnswerShape):
     """The process is alive."""
 
     status: Literal["ok"]
+    """Always this text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +360,8 @@ class ReadyAnswer(AnswerShape):
     OPTIONAL: ClassVar = ("answers_redis", "warnings")
 
     status: Literal["ready"]
+    """Always this text."""
     answers_redis: str | None = None
     """Of a gateway: the Redis of its answers, if it is not the one of the index."""
     warnings: Sequence[str] = ()
-    """Problems of Redis that do not stop it from answering; absent if there are none."""
+    """Problems of Redis that do not stop it from answering; absent without problems."""

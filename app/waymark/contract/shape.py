@@ -11,8 +11,7 @@ from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type
 S = TypeVar("S", bound="AnswerShape")
 _PartReader = Callable[[Any, str], Any]
 
-#: The results of ``is_sparse`` and ``_readers``, which need the types of all fields.
-_SPARSE: dict[type[AnswerShape], bool] = {}
+#: The results of ``_readers``, which need the types of all fields.
 _READERS: dict[type[AnswerShape], list[tuple[str, _PartReader | None, bool]]] = {}
 
 
@@ -31,14 +30,13 @@ class AnswerShape:
 
     def absent(self) -> Sequence[str]:
         """Return the names of the fields that this answer leaves out."""
-        return [name for name in self.OPTIONAL if getattr(self, name) in (None, (), [])]
+        return [name for name in self.OPTIONAL if getattr(self, name) in (None, (), [])] if self.OPTIONAL else ()
 
 
 def plain(value: Any) -> Any:
     """Return a value with an object in place of each shape, without the fields that it leaves out."""
     if isinstance(value, AnswerShape):
-        absent = value.absent()
-        return {name: plain(part) for name, part in vars(value).items() if name not in absent}
+        return {name: plain(part) for name, part in present(value).items()}
     if isinstance(value, Mapping):
         return {name: plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -46,26 +44,22 @@ def plain(value: Any) -> Any:
     return value
 
 
-def is_sparse(shape: type[AnswerShape]) -> bool:
-    """Return whether an answer of this shape may leave out a field, at any depth."""
-    known = _SPARSE.get(shape)
-    if known is None:
-        parts = [part for hint in _hints(shape).values() for part in _parts(hint)]
-        known = _SPARSE[shape] = (
-            bool(shape.OPTIONAL) or shape.absent is not AnswerShape.absent or any(map(is_sparse, parts))
-        )
-    return known
+def present(shape: AnswerShape) -> dict[str, Any]:
+    """Return the fields of an answer that it does not leave out, for an encoder that meets a shape."""
+    if not isinstance(shape, AnswerShape):
+        raise TypeError(f"an answer has no {type(shape).__name__}")
+    present_fields = vars(shape)
+    absent = shape.absent()
+    if absent:
+        present_fields = present_fields.copy()
+        for name in absent:
+            del present_fields[name]
+    return present_fields
 
 
 def _hints(shape: type[AnswerShape]) -> dict[str, Any]:
     hints = get_type_hints(shape)
     return {field.name: hints[field.name] for field in fields(shape)}  # type: ignore[arg-type]
-
-
-def _parts(hint: Any) -> list[type[AnswerShape]]:
-    if isinstance(hint, type) and issubclass(hint, AnswerShape):
-        return [hint]
-    return [part for argument in get_args(hint) for part in _parts(argument)]
 
 
 def parse(shape: type[S], value: Any, path: str = "the answer") -> S:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from typing import Any
 
+from waymark.contract.results import ComparedPolicy, DecisionsMade, PoliciesAnswer
 from waymark.decide.options import Shadow
 from waymark.decide.order import stages
 from waymark.decide.policies.policy import Candidate, RoutingRequest
@@ -107,44 +107,49 @@ class PolicySums:
             self.times = [own.ttft_ms for own, _ in pairs]
             self.times_of_chosen = [chosen.ttft_ms for _, chosen in pairs]
 
-    def row(self) -> dict[str, Any]:
-        return {
-            "policy": self.name,
-            "is_simulated": self.is_simulated,
-            "decisions": self.decisions,
-            "differs": self.differs,
-            "none": self.none,
-            "expected": self.expected,
-            "expected_of_chosen": self.expected_of_chosen,
-            "predicted_ttft_ms": _mean(self.times),
-            "predicted_ttft_ms_of_chosen": _mean(self.times_of_chosen),
-        }
+    def row(self) -> ComparedPolicy:
+        return ComparedPolicy(
+            policy=self.name,
+            is_simulated=self.is_simulated,
+            decisions=self.decisions,
+            differs=self.differs,
+            none=self.none,
+            expected=self.expected,
+            expected_of_chosen=self.expected_of_chosen,
+            predicted_ttft_ms=_mean(self.times),
+            predicted_ttft_ms_of_chosen=_mean(self.times_of_chosen),
+        )
 
 
-def outcomes(decisions: Sequence[KeptDecision]) -> dict[str, Any]:
+def outcomes(decisions: Sequence[KeptDecision]) -> DecisionsMade:
     """Return the outcomes of the decisions that were made."""
     reports = [decision for decision in decisions if decision.delivered is not None]
     times = [decision.ttft_ms for decision in decisions if decision.ttft_ms is not None]
-    return {
-        "decisions": len(decisions),
-        "moved": sum(
+    return DecisionsMade(
+        decisions=len(decisions),
+        moved=sum(
             bool(decision.targets) and decision.chosen != decision.targets[0].publisher for decision in decisions
         ),
-        "expected": sum(decision.expected for decision in decisions),
-        "reported": len(reports),
-        "expected_of_reported": sum(decision.expected for decision in reports),
-        "delivered": sum(decision.delivered or 0 for decision in reports),
-        "timed": len(times),
-        "ttft_ms": _mean(times),
-    }
+        expected=sum(decision.expected for decision in decisions),
+        reported=len(reports),
+        expected_of_reported=sum(decision.expected for decision in reports),
+        delivered=sum(decision.delivered or 0 for decision in reports),
+        timed=len(times),
+        ttft_ms=_mean(times),
+    )
 
 
 async def compare(
-    decisions: Sequence[KeptDecision], policies: Sequence[Shadow] = (), *, is_one_group: bool = True
-) -> dict[str, Any]:
+    decisions: Sequence[KeptDecision],
+    policies: Sequence[Shadow] = (),
+    *,
+    is_one_group: bool = True,
+    unreadable: int = 0,
+) -> PoliciesAnswer:
     """Return the outcomes of the decisions, and a row for each of their shadows.
 
-    ``policies`` are the shadows whose policies are known; ``is_one_group``: all decisions are of one group.
+    ``policies`` are the shadows whose policies are known; ``is_one_group``: all decisions are of one group;
+    ``unreadable`` is the number of records that were left out.
     """
     names = {name: None for decision in decisions for name in decision.shadows}
     policies_by_name = {shadow.name: shadow.policy for shadow in policies if shadow.name in names}
@@ -153,12 +158,13 @@ async def compare(
         list(names),
         lambda decision, name: decision.shadows.get(name),
         policies_by_name if is_one_group else {},
+        unreadable,
     )
 
 
 async def replay(
-    decisions: Sequence[KeptDecision], policies: Sequence[Shadow], *, is_one_group: bool = True
-) -> dict[str, Any]:
+    decisions: Sequence[KeptDecision], policies: Sequence[Shadow], *, is_one_group: bool = True, unreadable: int = 0
+) -> PoliciesAnswer:
     """Return the outcomes of the decisions, and a row for each of the policies."""
     by_name = {each.name: each.policy for each in policies}
     return await _compared(
@@ -166,6 +172,7 @@ async def replay(
         list(by_name),
         lambda decision, name: decide_again(decision, by_name[name]),
         by_name if is_one_group else {},
+        unreadable,
     )
 
 
@@ -174,7 +181,8 @@ async def _compared(
     names: Sequence[str],
     choose: Callable[[KeptDecision, str], ShadowChoice | None],
     policies: Mapping[str, PolicyChoice],
-) -> dict[str, Any]:
+    unreadable: int,
+) -> PoliciesAnswer:
     lines = FirstTokenLines(decisions)
     sums = {name: PolicySums(name) for name in names}
     for at, decision in enumerate(decisions):
@@ -189,10 +197,11 @@ async def _compared(
         for name, policy in policies.items():
             if sums[name].decisions:
                 sums[name].simulate(await fleet.play(partial(_publisher, policy)), actual)
-    return {
-        "chosen": outcomes(decisions),
-        "policies": sorted((policy_sums.row() for policy_sums in sums.values()), key=_gain),
-    }
+    return PoliciesAnswer(
+        chosen=outcomes(decisions),
+        policies=sorted((policy_sums.row() for policy_sums in sums.values()), key=_gain),
+        unreadable=unreadable,
+    )
 
 
 def _publisher(policy: PolicyChoice, decision: KeptDecision) -> int | None:
@@ -200,14 +209,14 @@ def _publisher(policy: PolicyChoice, decision: KeptDecision) -> int | None:
     return None if choice is None else choice.publisher
 
 
-def _gain(row: dict[str, Any]) -> tuple[float, float]:
+def _gain(row: ComparedPolicy) -> tuple[float, float]:
     """Return the order of policies, best first: by the time to the first token, if it is known, and by tokens.
 
     Each is compared with the choices that were made, since two shadows may not have seen the same decisions.
     """
-    time, chosen = row["predicted_ttft_ms"], row["predicted_ttft_ms_of_chosen"]
-    count = row["decisions"] or 1
-    return (time - chosen if time is not None else 0.0, (row["expected_of_chosen"] - row["expected"]) / count)
+    time, chosen = row.predicted_ttft_ms, row.predicted_ttft_ms_of_chosen
+    gain = 0.0 if time is None or chosen is None else time - chosen
+    return gain, (row.expected_of_chosen - row.expected) / (row.decisions or 1)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence, Set
 from random import Random
 from typing import NamedTuple, Protocol
 
+from waymark.contract.decisions import Decision
 from waymark.decide.books import Choices
 from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed
 from waymark.decide.fleet import (
@@ -28,7 +29,6 @@ from waymark.decide.matches import PromptMatches
 from waymark.decide.policies.policy import (
     CREDITS,
     Candidate,
-    Decision,
     Inputs,
     Linear,
     Ranking,

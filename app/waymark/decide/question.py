@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self
 from uuid import uuid4
 
-from waymark.decide.policies.policy import Candidate, Decision, Preset, Scored, Values
+from waymark.contract.decisions import Decision
+from waymark.decide.policies.policy import Candidate, Preset, Scored, Values
 from waymark.decide.policies.profile import PickerConfig
 from waymark.domain.gauges import Gauges
 from waymark.domain.match import Walk

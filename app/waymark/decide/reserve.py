@@ -22,12 +22,13 @@ from waymark.base.errors import Saturated, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
+from waymark.contract.decisions import Decision
 from waymark.decide.books import Choices, promises_of
 from waymark.decide.fleet import Fleet
 from waymark.decide.matches import PromptMatches, history_of, speculation_of
 from waymark.decide.options import SelectionOptions
 from waymark.decide.order import Offers, StageOffers
-from waymark.decide.policies.policy import Candidate, Decision, Scored
+from waymark.decide.policies.policy import Candidate, Scored
 from waymark.decide.question import Question, SelectedTarget
 from waymark.decide.snapshot import GroupSnapshot, SnapshotKeeper
 from waymark.decide.sources import Peers

@@ -25,6 +25,7 @@ from waymark.base.errors import (
 )
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
+from waymark.contract.decisions import Decision
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.books import Bookkeeper
 from waymark.decide.degraded import OwnReservations
@@ -33,7 +34,7 @@ from waymark.decide.fleet import Fleet, PromptState
 from waymark.decide.matches import MatchReader, PromptMatches, request_of
 from waymark.decide.options import SelectionOptions
 from waymark.decide.order import order, order_all
-from waymark.decide.policies.policy import Candidate, Decision
+from waymark.decide.policies.policy import Candidate
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.question import PolicyChoice, Question, RankedTargets, SelectedTarget
 from waymark.decide.request_prompts import SequenceLoad

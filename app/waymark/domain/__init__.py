@@ -1,1 +1,41 @@
-"""Pure code: no clock, no network, no Redis, no environment."""
+"""Pure code: no clock, no network, no Redis, no environment.
+
+Other rooms import the modules in ``__all__``.
+"""
+
+__all__ = [
+    "books",
+    "chunks",
+    "engines",
+    "events",
+    "first_tokens",
+    "gauges",
+    "generations",
+    "hashing",
+    "held",
+    "keys",
+    "known",
+    "life_facts",
+    "match",
+    "media",
+    "moves",
+    "multimodal",
+    "names",
+    "part_list",
+    "parts",
+    "plan",
+    "pool_keys",
+    "prefixes",
+    "resolver",
+    "row_runs",
+    "rows",
+    "slices",
+    "status",
+    "table",
+    "targets",
+    "usage",
+    "waiting",
+    "waves",
+    "windows",
+    "worth",
+]

@@ -46,7 +46,7 @@ async def explain(
     claims: Sequence[Claim],
 ) -> PromptExplanation:
     """Look up a prompt. ``claims`` are the group's claims; a reason may name any group of ``groups``."""
-    table = await inspector.table(group) or nobody(group)
+    table = await inspector.table(group) or _empty_table(group)
     holding = await hold(inspector, group, table, prompt, block_size)
     states = await inspector.states(claims)
     reasons_of_streams = why.of_instances(holding, states)
@@ -57,7 +57,7 @@ async def explain(
     return PromptExplanation(group.name, prompt.count, holding, of_instances, reasons)
 
 
-def nobody(group: InspectedGroup) -> HolderTable:
+def _empty_table(group: InspectedGroup) -> HolderTable:
     """Return a table for a group whose own has gone."""
     return HolderTable(b"", group.name, {}, {})
 

@@ -1,4 +1,4 @@
-"""Reads the index for queries: within the deadline, counted, and in the group's block size if the body has none."""
+"""Reads the index for queries: within the deadline, counted, and in the group's block size if the body has no size."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KeysOf = Callable[[int], PromptKeys]
 """Makes the keys of a prompt for a block size."""
 
 SizeOf = Callable[[HolderTable | None], int | None]
-"""Reads the block size of a group from its table; None if it has none."""
+"""Reads the block size of a group from its table; None without a size."""
 
 
 class QueryReader:

@@ -24,7 +24,7 @@ from waymark.base.asgi import RawHeaders
 from waymark.base.errors import InvalidValue
 from waymark.base.metrics import Metrics
 from waymark.base.shown import kind, shown
-from waymark.contract.shape import AnswerShape, is_sparse, plain
+from waymark.contract.shape import present
 from waymark.domain.hashing import pack_tokens
 
 T = TypeVar("T")
@@ -335,11 +335,9 @@ def _may_hold(text: bytes, word: bytes, letter: bytes) -> bool:
 
 def encode(content: Any, body_format: Format) -> bytes:
     """Encode an answer in the format of its request."""
-    if isinstance(content, AnswerShape) and (body_format is Format.MSGPACK or is_sparse(type(content))):
-        content = plain(content)
     if body_format is Format.JSON:
-        return orjson.dumps(content)
-    packed: bytes = msgpack.packb(content, use_bin_type=True)
+        return orjson.dumps(content, present, orjson.OPT_PASSTHROUGH_DATACLASS)
+    packed: bytes = msgpack.packb(content, use_bin_type=True, default=present)
     return packed
 
 

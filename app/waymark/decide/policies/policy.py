@@ -13,13 +13,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from enum import StrEnum
 from random import Random
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import SHOWN_MAX, shown
+from waymark.contract.decisions import Decision
 from waymark.decide.policies.ring import Ring
 from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.gauges import Gauges
@@ -207,20 +207,6 @@ class Candidate(NamedTuple):
     def requests(self) -> float:
         """``active`` of a target of weight 1."""
         return self.active / self.weight
-
-
-class Decision(StrEnum):
-    """How the target was chosen."""
-
-    KV_AWARE = "kv_aware"
-    FALLBACK = "fallback"
-    PREFIX_HASH = "prefix_hash"
-    OVERFLOW = "overflow"
-    SESSION = "session"
-    PREFIX = "prefix"
-    """Without tokens: the target that the prefix key names, in the order of a policy."""
-    LOAD = "load"
-    """Without tokens: another target than that one."""
 
 
 class Scored(NamedTuple):

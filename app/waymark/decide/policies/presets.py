@@ -13,11 +13,11 @@ from random import Random
 
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
+from waymark.contract.decisions import Decision
 from waymark.decide.policies.policy import (
     CREDITS,
     Candidate,
     Constant,
-    Decision,
     Inputs,
     Linear,
     LoadCost,

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from waymark.decide.policies.policy import Candidate, Decision, Ranking, RoutingRequest, Scored
+from waymark.contract.decisions import Decision
+from waymark.decide.policies.policy import Candidate, Ranking, RoutingRequest, Scored
 
 
 def by_prefix_key(

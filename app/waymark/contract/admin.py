@@ -1,0 +1,230 @@
+"""The answers of the admin paths, with the names of Continuum Router."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from waymark.contract.shape import AnswerShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class InvalidateAnswer(AnswerShape):
+    """The result of a clear."""
+
+    success: bool
+    """Always true."""
+    action: str
+    """``clear_all`` or ``clear_key``."""
+    cleared_entries: int
+    """The number of cleared entries."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClearAnswer(AnswerShape):
+    """The result of a clear."""
+
+    success: bool
+    """Always true."""
+    entries_before_clear: int
+    """The number of entries that all publishers had before the clear."""
+    cleared_entries: int
+    """The number of these entries that were removed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixRoutingConfig(AnswerShape):
+    """The constants of the policy sticky."""
+
+    max_prefix_length: int
+    """The bytes of a prompt that its prefix key is made of."""
+    load_factor_epsilon: float
+    """The share of requests above the average that a target may have."""
+    virtual_nodes: int
+    """The points of a target on the hash ring."""
+    anthropic_cache_control_injection: bool
+    """True if a gateway adds ``cache_control`` to requests."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixRoutingDecisions(AnswerShape):
+    """The decisions of the policy sticky, by their way."""
+
+    total: int
+    """The number of decisions."""
+    prefix_hash: int
+    """The decisions for the target of the prefix key."""
+    overflow: int
+    """The decisions for another target, because that one had too much load."""
+    fallback: int
+    """The decisions without a prefix key."""
+    overflow_rate: str
+    """A text: a number from 0 to 1 with four decimals."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendLoad(AnswerShape):
+    """The requests of one engine."""
+
+    backend: str
+    """The instance_id."""
+    in_flight_requests: int
+    """The requests under way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixRoutingStats(AnswerShape):
+    """The decisions of the policy sticky."""
+
+    enabled: bool
+    """Always true."""
+    config: PrefixRoutingConfig
+    """The constants of the policy."""
+    routing_decisions: PrefixRoutingDecisions
+    """The numbers of decisions."""
+    backend_distribution: Sequence[BackendLoad]
+    """The requests of each engine."""
+    unique_prefixes: int
+    """The approximate number of different prefix keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexScoring(AnswerShape):
+    """The constants of the policy composite."""
+
+    overlap_weight: float
+    """The weight of the matched share of a prompt."""
+    load_weight: float
+    """The weight of the load."""
+    health_weight: float
+    """The weight of the health."""
+    min_overlap_threshold: float
+    """The matched share below which a match does not count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexConfig(AnswerShape):
+    """The configuration of the index."""
+
+    backend: str
+    """Always redis."""
+    max_entries: int
+    """The most entries of a source of opaque prefixes."""
+    entry_ttl_seconds: int
+    """How long the index keeps such an entry."""
+    event_sources_count: int
+    """The number of publishers."""
+    scoring: IndexScoring
+    """The constants of the policy composite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexContents(AnswerShape):
+    """The contents of the index."""
+
+    prefix_count: int
+    """The number of opaque prefixes."""
+    entry_count: int
+    """The number of blocks and opaque prefixes; one that two holders have counts twice."""
+    total_hits: int
+    """The number of decisions."""
+    total_evictions: int
+    """The number of entries that engines have evicted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventSourceState(AnswerShape):
+    """The state of one publisher."""
+
+    backend_name: str
+    """The name of the engine, with its rank unless that is 0."""
+    connected: bool
+    """True if the stream is connected."""
+    events_received: int
+    """The number of received events."""
+    events_dropped: int
+    """The number of dropped events."""
+    last_event_at: str | None
+    """The time of the last event; null before the first."""
+    reconnect_count: int
+    """The number of new connections."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexDecisions(AnswerShape):
+    """The decisions, by whether the index decided."""
+
+    kv_aware: int
+    """The decisions by the index."""
+    fallback: int
+    """The decisions without a prefix key."""
+    total: int
+    """The number of decisions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexStats(AnswerShape):
+    """The contents of the index, and the number of decisions that used it."""
+
+    enabled: bool
+    """Always true."""
+    config: IndexConfig
+    """The configuration."""
+    index: IndexContents
+    """The contents of the index."""
+    event_sources: Sequence[EventSourceState]
+    """The state of each publisher."""
+    routing_decisions: IndexDecisions
+    """The numbers of decisions."""
+    query_latency_count: int
+    """The number of decisions."""
+    overlap_score_count: int
+    """The number of decisions by the index."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendConnection(AnswerShape):
+    """The connection to one publisher."""
+
+    connected: bool
+    """True if the stream is connected."""
+    reconnect_count: int
+    """The number of new connections."""
+    last_event_at: str | None
+    """The time of the last event; null before the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendEvents(AnswerShape):
+    """The counts of the events of one publisher."""
+
+    received: int
+    """The number of received events."""
+    dropped: int
+    """The number of dropped events."""
+    index_created: int
+    """The number of entries that were added to the index."""
+    index_evicted: int
+    """The number of entries that were removed from the index."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendState(AnswerShape):
+    """One publisher."""
+
+    backend_name: str
+    """The name of the engine, with its rank unless that is 0."""
+    connection: BackendConnection
+    """The state of its connection."""
+    events: BackendEvents
+    """The counts of its events."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexBackends(AnswerShape):
+    """The event counts of each publisher."""
+
+    enabled: bool
+    """Always true."""
+    backends: Sequence[BackendState]
+    """The publishers."""
