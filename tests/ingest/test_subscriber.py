@@ -14,7 +14,7 @@ import zmq
 
 from tests.conftest import wait_until
 from tests.listening import listening, port_of
-from tests.patience import within
+from tests.patience import patient, within
 from waymark.base.errors import InvalidValue
 from waymark.ingest import sockets
 from waymark.ingest import subscriber as module
@@ -221,14 +221,15 @@ async def test_take_gives_the_oldest_and_leaves_the_rest(
 
 async def test_wait_tells_a_change_of_connection_once(context: ZmqContext, publish: Callable[[str], Publisher]) -> None:
     publisher = publish("tcp://127.0.0.1:*")
-    async with subscriber_of(context, publisher.endpoint) as subscriber:
-        assert state_of(subscriber) == (False, 0, 0)
-        assert await subscriber.wait(10)
+    subscriber = subscriber_of(context, publisher.endpoint)
+    assert state_of(subscriber) == (False, 0, 0)
+    async with subscriber:  # the handshake may be over before this has returned
+        assert await subscriber.wait(patient(10))
         assert state_of(subscriber) == (True, 1, 1)
         assert not await subscriber.wait(0.02)
 
         publisher.close()
-        assert await subscriber.wait(10)
+        assert await subscriber.wait(patient(10))
         assert state_of(subscriber) == (False, 1, 2)
         assert not await subscriber.wait(0)
 

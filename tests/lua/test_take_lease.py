@@ -118,6 +118,16 @@ async def test_one_that_somebody_else_took_and_gave_back_is_lost(redis: Redis, s
     assert await is_free(redis)
 
 
+async def test_one_that_was_dropped_is_not_taken_up_again(redis: Redis, scripts: Scripts) -> None:
+    """A renewal of all leases of a worker may be on its way when one of the streams ends."""
+    await take(scripts, A)
+    await scripts.drop_lease(lease=LEASE, record=RECORD, token=f"1.{A}")
+    before = await snapshot(redis)
+    assert await renew(scripts, f"1.{A}") == 0
+    assert await snapshot(redis) == before
+    assert await take(scripts, B) == (Verdict.APPLIED, (2,))
+
+
 async def test_of_many_those_of_the_caller_are_renewed(redis: Redis, scripts: Scripts) -> None:
     await take(scripts, A, milliseconds=5_000)
     others = [keys.lease(1, number) for number in (2, 3)], [keys.record(1, number) for number in (2, 3)]

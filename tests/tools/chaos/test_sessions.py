@@ -9,8 +9,10 @@ import itertools
 import random
 from collections import Counter
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from tests.conftest import wait_until
@@ -20,7 +22,7 @@ from tools.chaos.__main__ import run
 from tools.chaos.backend import backend
 from tools.chaos.fleet import Crew, Mismatch
 from tools.chaos.model import BLOCK_SIZE, Bounds, Held
-from tools.chaos.publishers import Publisher, Spec, draw
+from tools.chaos.publishers import ADAPTER_ID, Publisher, Spec, draw
 from tools.chaos.session import Options, Outcome
 from tools.chaos.trace import Trace
 
@@ -88,6 +90,37 @@ def test_sessions_on_a_cluster_mostly_have_groups_of_several_shards() -> None:
         return sum(script.settings(random.Random(seed), **options)["shards"] > 1 for seed in range(100))
 
     assert 30 < several() < 65 < several(is_cluster=True) < 100
+
+
+async def test_a_rank_that_only_batches_name_stores_under_an_adapter_that_has_a_number() -> None:
+    """It is one of several of an engine that is registered as rank 0; such a rank lost blocks once."""
+    for seed in range(20):
+        prefills = [
+            prefill
+            for round_ in itertools.islice(script.rounds(seed, 1), 4)
+            for step in round_.steps
+            for prefill in step.burst
+        ]
+        spec = next(spec for spec in draw(random.Random(seed)) if not spec.names_adapters)
+        engine = Publisher(replace(spec, gpu_blocks=4000), seed)
+        async with AsyncExitStack() as stack:
+            await engine.open(stack)
+            for first, prefill in enumerate(prefills):
+                engine.prefill((first,) * BLOCK_SIZE, prefill.rank, prefill.space)
+            batches = [msgpack.unpackb(payload) for _, payload, _ in engine.socket.batches]
+        told = {(rank, event[5]) for _, events, rank in batches for event in events}
+        assert spec.rank == 0
+        assert told == {(rank, number) for rank in range(3) for number in (None, ADAPTER_ID)}
+
+
+def test_sessions_have_blocks_of_one_token_and_engines_of_four_blocks() -> None:
+    sizes = Counter(script.block_size(seed) for seed in range(200))
+    assert 30 < sizes[1] < 70
+    assert sizes.keys() == {1, BLOCK_SIZE}
+    for seed in range(20):
+        specs = draw(random.Random(seed), 1)
+        assert {spec.block_size for spec in specs} == {1}
+        assert 4 in {spec.gpu_blocks for spec in specs}
 
 
 def test_every_fault_comes_in_some_session() -> None:
