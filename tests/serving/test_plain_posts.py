@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.serving.readings import Readings, ours
+from tests.serving.wire import answers, connections, echo, served, wire
 from waymark.base import native
+from waymark.serving.connection import protocol
 
 USUAL = [
     b"Content-Type: application/json",
@@ -160,3 +162,15 @@ def test_both_readers_read_the_same_requests(sent: list[bytes]) -> None:
     if native.selected is None:
         pytest.skip("the C module was not built")
     assert read(sent, is_native=True) == read(sent, is_native=False)
+
+
+async def test_a_plain_body_above_the_ceiling_of_all_bodies_is_rejected(
+    implementation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = b"x" * 2000
+    sent = request(STARTS[0], [], length=b"2000", body=body)
+    async with served(echo, protocol(connections(bodies_max_bytes=1000))) as port:
+        (given,) = answers(await wire(port, sent), ["POST"])
+    assert (given.status, given.reason) == (503, "unavailable")
+    assert "WAYMARK_BODIES_MAX_BYTES" in given.body.decode()
+    assert caplog.records == []

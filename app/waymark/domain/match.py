@@ -35,8 +35,10 @@ class Walk:
 
     def feed(self, runs: Iterable[tuple[bytes, int]]) -> bool:
         """Walk on over runs of equal values, (value, how many); False when no instance goes on."""
-        self.__dict__.pop("coverage", None)
-        previous = self._runs[-1][0] if self._runs else None
+        previous = None
+        if self._runs:
+            self.__dict__.pop("coverage", None)
+            previous = self._runs[-1][0]
         for value, length in runs:
             presence = self.view.presence(value, previous)
             if presence.newest > self.newest_seen:
