@@ -46,6 +46,7 @@ async def server() -> AsyncIterator[RedisServer]:
 class Engines:
     """Simulated engines, each a process that can be killed and started again at its ports."""
 
+    count: int = ENGINES
     http: list[int] = field(default_factory=lambda: [unused_port() for _ in range(ENGINES)])
     events: list[int] = field(default_factory=lambda: [unused_port() for _ in range(ENGINES)])
     running: dict[int, asyncio.subprocess.Process] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class Engines:
         return f"http://127.0.0.1:{self.http[number]}"
 
     async def register(self, service: Service, *, has_events: bool) -> None:
-        for number in range(ENGINES):
+        for number in range(self.count):
             fields: dict[str, Any] = {"type": "none"}
             if has_events:
                 fields = {"type": "vLLM", "endpoint": f"tcp://127.0.0.1:{self.events[number]}"}
@@ -94,10 +95,10 @@ class Engines:
 
 
 @asynccontextmanager
-async def engines() -> AsyncIterator[Engines]:
-    found = Engines()
+async def engines(count: int = ENGINES) -> AsyncIterator[Engines]:
+    found = Engines(count)
     try:
-        await asyncio.gather(*map(found.start, range(ENGINES)))
+        await asyncio.gather(*map(found.start, range(count)))
         yield found
     finally:
         for number in list(found.running):
@@ -231,6 +232,38 @@ async def test_a_killed_engine_is_left_out_by_its_event_stream(server: RedisServ
 
         async with Load(ask) as load:
             await killed_and_back(load, found, back_seconds=5)
+
+
+async def test_an_engine_that_was_never_there_gets_no_request_while_another_is_there(
+    server: RedisServer, start: Start
+) -> None:
+    async with AsyncExitStack() as stack:
+        found = await stack.enter_async_context(engines(1))
+        service = await start("serve", server.url)
+        await found.register(service, has_events=True)
+        away = {"model": "demo", "instance_id": "away", "block_size": 16, "address": "http://127.0.0.1:1"}
+        await service.post("/register", type="vLLM", endpoint=f"tcp://127.0.0.1:{unused_port()}", **away)
+
+        async def are_known() -> bool:
+            statuses = [(await service.publisher(name))["status"] for name in ("e0", "away")]
+            return statuses == ["active", "unreachable"]
+
+        await wait_until(are_known, "one is there, and the other one was refused", 30)
+
+        async def selection() -> tuple[str, bool]:
+            answer = await service.post("/select", model="demo", token_ids=prompt(0), reserve=False)
+            return answer["target"]["instance_id"], answer["degraded"]
+
+        async def is_left_out() -> bool:
+            return {await selection() for _ in range(8)} == {("e0", False)}
+
+        await wait_until(is_left_out, "decisions leave it out", 30)
+        await service.post("/unregister", instance_id="e0")
+
+        async def is_the_last() -> bool:
+            return await selection() == ("away", True)
+
+        await wait_until(is_the_last, "nobody else is left", 30)
 
 
 async def test_a_gateway_without_an_ingest_worker_says_so(server: RedisServer, start: Start) -> None:

@@ -131,7 +131,7 @@ async def test_a_stream_reports_why_it_has_no_connection(bench: Bench, free_port
 
     async def is_reported() -> bool:
         state = await pod.state()
-        return (state.status, state.last_error) == (StreamStatus.STARTING, ConnectionFailure.REFUSED.value)
+        return (state.status, state.last_error) == (StreamStatus.UNREACHABLE, ConnectionFailure.REFUSED.value)
 
     await wait_until(is_reported, "the stream reports no refusal", PATIENCE_SECONDS)
     await bench.store.registry.register(pod.registration)

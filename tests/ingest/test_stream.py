@@ -13,6 +13,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import GROUP, PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
 from tests.patience import within
+from waymark.decide.group_loads import GroupLoads
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch
 from waymark.ingest.batch_decoder import BatchDecoder
@@ -263,6 +264,32 @@ async def test_a_listener_that_never_answers_is_no_publisher(bench: Bench) -> No
         with pytest.raises(TimeoutError):
             async with within(1.5):
                 await pod.has_status("active", "degraded", "replaying", "lost", "failed")
+
+
+async def test_a_publisher_that_was_never_there_is_unreachable_and_left_out_until_it_is_there(bench: Bench) -> None:
+    pod = await bench.pod()
+    await pod.publisher.down()
+    await bench.worker()
+    await pod.has_status("unreachable")
+    (claim,) = await bench.store.directory.claims()
+
+    async def is_left_out() -> bool:
+        loads = GroupLoads()
+        loads.read(await bench.store.reservations.values(claim.group_id))
+        return bool(loads.left_out(bench.store.reservations.now_ms()))
+
+    async def is_a_candidate() -> bool:
+        return not await is_left_out()
+
+    await wait_until(is_left_out, "decisions leave it out", PATIENCE_SECONDS)
+    # For longer than a publisher may be away: it has no blocks that could be lost.
+    with pytest.raises(TimeoutError):
+        async with within(1.5):
+            await pod.has_status("active", "degraded", "replaying", "lost", "failed")
+    assert await is_left_out()
+    await pod.publisher.up()
+    await pod.has_status("active")
+    await wait_until(is_a_candidate, "decisions name it", PATIENCE_SECONDS)
 
 
 async def test_a_publisher_is_replaying_while_it_replays(bench: Bench) -> None:

@@ -17,7 +17,9 @@ class StreamStatus(StrEnum):
     DEGRADED = "degraded"
     """Batches are lost or unknown; ``last_error`` explains which."""
     UNREACHABLE = "unreachable"
-    """The stream had a connection to its publisher, and has lost it; or the last requests to a target have failed."""
+    """The stream has lost its connection to the publisher, or has none because it is refused; or the last requests to
+    a target have failed.
+    """
     LOST = "lost"
     """The publisher has been unreachable for so long that its holders are not counted."""
     FAILED = "failed"

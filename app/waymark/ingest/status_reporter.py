@@ -91,9 +91,8 @@ class StatusReporter:
         if self._life.is_lost:
             return StreamStatus.LOST
         if not self._subscriber.is_connected:
-            # A worker that has taken the stream over knows of an earlier connection by the holders.
-            was_there = self._life.applier.resolver.holders and self._subscriber.is_unreachable
-            return StreamStatus.UNREACHABLE if self._subscriber.connection or was_there else StreamStatus.STARTING
+            is_away = self._subscriber.connection or self._subscriber.is_unreachable
+            return StreamStatus.UNREACHABLE if is_away else StreamStatus.STARTING
         if self._replaying.is_running:
             return StreamStatus.REPLAYING
         return StreamStatus.DEGRADED if self._life.reasons else StreamStatus.ACTIVE

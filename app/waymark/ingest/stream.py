@@ -246,13 +246,13 @@ class Stream:
         was_there = self._received.connection > 0 or bool(life.applier.resolver.holders)
         if is_away and options.publisher_timeout and not life.is_lost and was_there:
             await life.lost()
-        await self._note_health(now, was_there=was_there)
+        await self._note_health(now)
         await self._reporter.report(now)
 
-    async def _note_health(self, now: float, *, was_there: bool) -> None:
-        """Note for all decisions whether the engine can be reached."""
+    async def _note_health(self, now: float) -> None:
+        """Note for all decisions whether the engine can be reached, also if it was never connected."""
         subscriber, life = self._subscriber, self._life
-        is_away = subscriber.is_unreachable and was_there and not life.is_lost
+        is_away = subscriber.is_unreachable and not life.is_lost
         if subscriber.is_connected and subscriber.connection != self._reached:
             self._reached, self._noted = subscriber.connection, float("-inf")
             await life.applier.note_health(0)
