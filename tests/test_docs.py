@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tests.deploy.chart import PAGE_TABLE, WRITE, between
 from tests.live import start
 from tests.settings_table import markdown_table
 from tools.conformance import differences
@@ -15,10 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_the_page_of_settings_holds_their_table() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    start, end = "<!-- settings -->", "<!-- /settings -->"
-    assert page.count(start) == page.count(end) == 1
-    table = page.partition(start)[2].partition(end)[0].strip()
-    assert table == markdown_table(), f"put this between the markers in docs/configuration.md:\n\n{markdown_table()}\n"
+    assert between(page, PAGE_TABLE).strip() == markdown_table(), WRITE
 
 
 #: Words that a way through the pages may have.

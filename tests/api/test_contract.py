@@ -318,7 +318,10 @@ async def test_every_operation_has_a_link_an_example_and_its_place_in_the_conten
     for section in sections.split("<section>")[1:]:
         assert "curl " in section
         assert '<div class="send" data-method="' in section
-        assert 'aria-label="example of answer"' in section, section[:80]
+        assert 'aria-label="example of answer"' in section, (
+            f"{section[8:80]} has no example: add a request to tests/api/examples.py, and run "
+            "'python -m tests.api.examples'"
+        )
         for example in re.findall(r"-d (.*?)</code></pre>", section, re.DOTALL):
             (body,) = shlex.split(html.unescape(example))
             assert json.loads(body) is not None

@@ -1,7 +1,8 @@
 """The Helm chart as tests see it: its values, what they render to, and the parts of it that are written by a program.
 
-``python -m tests.deploy.chart`` writes those parts: the settings in ``values.yaml`` and ``values.schema.json``, and
-the table of values in ``README.md``. A setting that is added to ``app/waymark/base/settings.py`` needs nothing else.
+``python -m tests.deploy.chart`` writes those parts: the settings in ``values.yaml`` and ``values.schema.json``, the
+table of values in ``README.md``, and the table of settings in ``docs/configuration.md``. A setting that is added to
+``app/waymark/base/settings.py`` needs nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import helm_python
 import yaml
 
-from tests.settings_table import Described, describe
+from tests.settings_table import Described, describe, markdown_table
 from waymark.decide.policies.presets import PRESETS
 from waymark.domain.engines import TRAITS, EngineKind
 
@@ -60,6 +61,7 @@ ELSEWHERE: dict[str, str | None] = {
 }
 
 WRITE = "run `python -m tests.deploy.chart`"
+PAGE_TABLE = ("<!-- settings -->", "<!-- /settings -->")
 SETTINGS = ("# <settings>\n", "# </settings>\n")
 TABLE = ("<!-- values -->\n", "<!-- /values -->\n")
 #: Where JSON's numbers, and YAML's in Helm, lose their last digits.
@@ -269,6 +271,7 @@ def write() -> None:
     closed["properties"]["publishers"]["items"]["properties"]["type"] = kinds_schema()
     (CHART / "values.schema.json").write_text(json.dumps(closed, indent=2) + "\n", encoding="utf-8")
     _put(CHART / "README.md", TABLE, values_table())
+    _put(CHART.parent / "docs" / "configuration.md", PAGE_TABLE, f"\n{markdown_table()}\n")
 
 
 if __name__ == "__main__":

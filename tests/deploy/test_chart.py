@@ -105,10 +105,27 @@ def test_the_notes_are_short_and_name_the_service() -> None:
     assert "http://localhost:13333/ui" in notes
     assert "exec deployment/wm-waymark-query -- waymark register http://ENGINE:8000" in notes
     assert "base_url" not in notes
+    assert "WARNING" not in notes
     minimal = texts(given("minimal"))["NOTES.txt"]
     assert len(minimal.splitlines()) <= 12
     assert "http://wm-waymark-gateway.serving:80/v1 as their base_url" in minimal
     assert f"by their label {Settings().discovery_selector};" in minimal
+
+
+@pytest.mark.parametrize(
+    "way", [{"ingress": {"enabled": True}}, {"httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]}}]
+)
+def test_the_notes_warn_of_a_way_in_without_keys(way: dict[str, Any]) -> None:
+    gateway, query = {"gateway": {"enabled": True} | way}, {"query": way}
+    open_gateway = texts(merged(REDIS, gateway))["NOTES.txt"]
+    assert open_gateway.count("WARNING") == 1
+    assert "set gateway.keysSecret.name" in open_gateway
+    open_query = texts(merged(REDIS, query))["NOTES.txt"]
+    assert open_query.count("WARNING") == 1
+    assert "set apiToken" in open_query
+    keys = {"gateway": {"keysSecret": {"name": "keys"}}, "apiToken": {"existingSecret": "token"}}
+    closed = merged(merged(merged(REDIS, gateway), query), keys)
+    assert "WARNING" not in texts(closed)["NOTES.txt"]
 
 
 # ---- values ----------------------------------------------------------------------------------------
@@ -130,8 +147,16 @@ def test_every_value_is_given_in_the_tests() -> None:
             assert _get(values, path) != default or path == "serviceAccount.create", path
 
 
-#: Without these nothing is rendered, or their own test has them.
-NEEDED = ("redis.url", "publishers", "query.httpRoute.parentRefs", "gateway.httpRoute.parentRefs", *REDIS_PLACES)
+#: Without these nothing is rendered, or their own test has them; what leads to a part that is off is refused.
+NEEDED = (
+    "gateway.enabled",
+    "epp.enabled",
+    "redis.url",
+    "publishers",
+    "query.httpRoute.parentRefs",
+    "gateway.httpRoute.parentRefs",
+    *REDIS_PLACES,
+)
 
 
 @pytest.mark.parametrize("path", [path for path, _, _ in documented() if not path.startswith(NEEDED)])

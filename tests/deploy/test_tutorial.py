@@ -29,7 +29,8 @@ from waymark.base.settings import Settings
 PAGE = (CHART.parent / "docs" / "tutorial-kubernetes.md").read_text(encoding="utf-8")
 YAML = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
 DEPLOYMENTS = {each["metadata"]["name"]: each for each in YAML if "kind" in each}
-OUTSIDE = [each for each in YAML if "kind" not in each]
+OUTSIDE = [each for each in YAML if "gateway" in each]
+(REGISTRY,) = (each for each in YAML if "image" in each)
 COMMANDS = "\n".join(re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL))
 
 
@@ -89,11 +90,38 @@ def test_what_the_commands_name_is_there() -> None:
     }
     forwarded = dict(re.findall(r"port-forward service/([\w-]+) \d+:(\d+)", PAGE))
     assert {name: ports[name] for name in forwarded} == {name: int(port) for name, port in forwarded.items()}
-    for path in re.findall(r"--values (\S+)", COMMANDS):
-        assert path == "outside.yaml" or (CHART.parent / path).is_file(), path
+    (copied,) = re.findall(r"^\$ cp (\S+) my-values.yaml$", COMMANDS, re.MULTILINE)
+    assert CHART.parent / copied == CHART / "values-minimal.yaml"
+    commands = re.findall(r"^\$ helm (?:install|upgrade) .*", COMMANDS, re.MULTILINE)
+    assert [re.findall(r"--values (\S+)", each) for each in commands] == [
+        ["my-values.yaml"], ["my-values.yaml", "outside.yaml"],
+    ]  # fmt: skip
     image = container(minimal(), "query")["image"]
     assert engine("simulated")["image"] == image
     assert f"docker build -t {image} ." in COMMANDS
+
+
+@pytest.mark.parametrize("outside", [{}, *OUTSIDE])
+def test_with_a_registry_every_step_pulls_from_it(outside: dict[str, Any]) -> None:
+    values = merged(merged(minimal(), REGISTRY), outside)
+    image = f"{REGISTRY['image']['registry']}/{engine('simulated')['image']}"
+    assert f"such as `{image}`" in PAGE
+    assert {container(values, role)["image"] for role in ("query", "ingest", "gateway")} == {image}
+
+
+def test_the_page_says_how_much_room_the_pods_need() -> None:
+    pods, cpu, memory = 0, 0.0, 0.0
+    for document in documents(minimal()):
+        if document["kind"] in ("Deployment", "StatefulSet"):
+            count = document["spec"].get("replicas", 1)
+            pods += count
+            for each in document["spec"]["template"]["spec"]["containers"]:
+                requests = each["resources"]["requests"]
+                cpu += count * float(requests["cpu"].removesuffix("m")) / 1000
+                memory += count * float(requests["memory"].removesuffix("Mi")) / 1024
+    words = {6: "six", 7: "seven", 8: "eight"}
+    said = f"These are {words[pods]} pods, which request {cpu:g} processors and {memory:g} GiB of memory together."
+    assert said in PAGE.replace("\n", " ")
 
 
 @pytest.mark.outside

@@ -15,7 +15,7 @@ from waymark.base.shown import shown
 from waymark.base.watched_file import WatchedFile
 from waymark.decide.policies.picker_config import read_picker_config
 from waymark.decide.policies.policy import Preset
-from waymark.decide.policies.presets import PRESETS, preset
+from waymark.decide.policies.presets import DEFAULT, PRESETS, preset
 from waymark.decide.policies.profile import PickerConfig
 from waymark.decide.question import PolicyChoice
 
@@ -44,7 +44,7 @@ class Shadow:
 class SelectionOptions:
     """Times in seconds unless the name says otherwise."""
 
-    policy: Preset = PRESETS["least-work"]
+    policy: Preset = PRESETS[DEFAULT]
     picker_file: WatchedFile[PickerConfig] | None = None
     """An ``EndpointPickerConfig``, which decides if a request names no policy. It has one entry."""
     deadline_seconds: float = 1.0

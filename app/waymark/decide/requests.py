@@ -22,7 +22,7 @@ from waymark.chat.media import has_media
 from waymark.chat.prefix_key import prefix_key
 from waymark.chat.requests import InferenceRequest
 from waymark.decide.fail_open import StartupGate
-from waymark.decide.policies.presets import PRESETS
+from waymark.decide.policies.presets import DEFAULT, PRESETS
 from waymark.decide.question import (
     PolicyChoice,
     ProfileName,
@@ -51,7 +51,7 @@ from waymark.tokenization.tokenizers import Tokenizers
 
 log = logging.getLogger(__name__)
 
-_LEAST_WORK = PolicyChoice(PRESETS["least-work"], PRESETS["least-work"].values({}))
+_DEFAULT_POLICY = PolicyChoice.of(PRESETS[DEFAULT])
 
 
 class PreparedRequest(NamedTuple):
@@ -206,7 +206,7 @@ class RequestSelector:
             return None
         several = await self._prompts.tokens(request, served)
         prompt = self._prompts.keyed(several[0], request, served) if several else no_prompt
-        return await self.selector.score(Question(served.group, prompt, _LEAST_WORK))
+        return await self.selector.score(Question(served.group, prompt, _DEFAULT_POLICY))
 
     async def select_any(self, parameters: SelectParameters, *, tenant_id: str = DEFAULT_TENANT) -> RoutedRequest:
         """Take a target of any model, for a request without a model. Raise the errors of ``select``."""

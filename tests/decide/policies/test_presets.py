@@ -13,6 +13,7 @@ from xxhash import xxh3_64_intdigest
 
 from tests.decide.policies.conftest import busy, prompt, target
 from waymark.base.errors import InvalidValue
+from waymark.base.settings import Settings
 from waymark.contract.decisions import Decision
 from waymark.decide.policies import policy as policies
 from waymark.decide.policies.policy import Candidate, Inputs, Ranking, RoutingRequest, Scored, new_tokens
@@ -68,7 +69,7 @@ def test_every_policy_has_its_published_constants() -> None:
         "sticky": {"load_factor_epsilon": 0.25, "virtual_nodes": 150.0},
         "longest": TIERS | {"wait_max": 16_384.0},
     }
-    assert DEFAULT == "least-work"
+    assert DEFAULT == Settings().policy == "least-work"
 
 
 # ---- worked examples -------------------------------------------------------------------------------
