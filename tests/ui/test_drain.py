@@ -75,8 +75,8 @@ async def test_an_engine_is_drained_after_a_question_and_gets_requests_again(liv
         assert await weights(client) == [1.0, 1.0]
         await page.keyboard.press("Enter")
         await page.click("#drain-yes")
-        await expect(page.locator("#groups")).to_contain_text("no events, draining")
-        await expect(page.locator("#groups")).to_contain_text("no events, drained")
+        await expect(page.locator("#groups")).to_contain_text("draining")
+        await expect(page.locator("#groups")).to_contain_text("drained")
         await expect(page.locator("#groups .status.drained")).to_have_count(2)
         await expect(page.locator("#figures")).to_contain_text("1 drained")
         assert await weights(client) == [0.0, 0.0]

@@ -38,9 +38,12 @@ async def test_an_empty_waymark_says_how_to_begin_and_a_new_tab_has_the_last_day
             await expect(page.locator("#groups")).to_be_hidden()
             await expect(page.locator("#figures")).to_contain_text("no request in 24 h")
             await expect(page.locator("#figures")).to_contain_text("none is registered")
-            await expect(page.locator("#figures")).to_contain_text("1 h ago")
+            await expect(page.locator("#figures")).to_contain_text("10 min ago")
+            await expect(page.locator("#figures .value")).to_have_text(["none"] * 4)
             assert (await client.post("/register", json=ENGINE)).status_code == 200
             await expect(page.locator("#groups")).to_contain_text("starting")
+            # It has never been there, so it is not well.
+            await expect(page.locator("#figures")).to_contain_text("0 well1 starting")
             await expect(page.locator("#empty")).to_be_hidden()
         hour = Sums(requests=100, delivered=6000, random=1500, prompt=10000)
         with Redis.from_url(redis_url) as redis:
@@ -88,6 +91,57 @@ def answer_of_five() -> tuple[dict[str, Any], dict[str, Any]]:
     return found, {"policy": "least-work", "scores": scores}
 
 
+async def test_the_unwell_are_first_and_a_cause_that_several_have_is_said_once(tmp_path: Path) -> None:
+    state = workers()
+    state["publishers"] = state["publishers"][:8]
+    for number, each in enumerate(state["publishers"]):
+        each["endpoint"] = f"tcp://10.0.0.{number}:5557"
+    for number in (3, 5, 6, 7):
+        endpoint = state["publishers"][number]["endpoint"]
+        state["publishers"][number] |= {"status": "unreachable", "complaint": f"no connection to {endpoint}: refused"}
+    state["publishers"][4] |= {"status": "lost", "complaint": "gone", "model_name": "other", "weight": 0}
+    state["publishers"][1] |= {"status": "starting", "tenant_id": "t"}
+    state["publishers"][2] |= {"weight": 0, "load": {"requests": 0, "tokens": 0}}
+    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url) as looking:
+        page = looking.page
+        await give(page, "workers", state)
+        await expect(page.locator("#figures")).to_contain_text("1 well5 unwell, 1 starting, 1 drained")
+        await expect(page.locator("#sort")).to_have_value("unwell")
+        names = page.locator("#groups tbody th")
+        await expect(names).to_have_text(
+            ["other", "vllm-4", "m", "vllm-3", "vllm-5", "vllm-6", "vllm-7", "vllm-0", "vllm-2", "m of t", "vllm-1"]
+        )
+        await expect(page.locator("#groups td.said:visible")).to_have_text(
+            ["gone", f"These 4: no connection to {', '.join(f'tcp://10.0.0.{n}:5557' for n in (3, 5, 6, 7))}: refused"]
+        )
+        await expect(page.locator("#groups .status").last).to_have_text("starting")
+        await expect(page.locator("#groups .drained")).to_have_text("drained")
+        await expect(page.locator("#groups .status").first).to_have_text("lost, draining")
+
+
+_COLUMNS = """() => [...document.querySelectorAll("#groups thead th")].map((each) => each.getBoundingClientRect().x)"""
+
+
+async def test_no_column_moves_when_a_status_or_a_number_grows(tmp_path: Path) -> None:
+    state = workers()
+    state["publishers"] = state["publishers"][:2]
+    size = {"width": 1280, "height": 800}
+    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url, viewport=size) as looking:
+        page = looking.page
+        await give(page, "workers", state)
+        await expect(page.locator("#groups .active")).to_have_count(2)
+        before = await page.evaluate(_COLUMNS)
+        assert len(before) == 8
+        grown = {"requests": 123, "tokens": 1234567}
+        state["publishers"][0] |= {"status": "unreachable", "weight": 0, "load": grown, "lag_seconds": 98765.0}
+        state["publishers"][0]["blocks"] = {"GPU": 123456, "CPU": 1234567, "DISK": 12345678}
+        await page.unroute_all()
+        await give(page, "workers", state)
+        await expect(page.locator("#groups")).to_contain_text("unreachable, draining")
+        await expect(page.locator("#groups")).to_contain_text("123 (1.2M tokens)")
+        assert await page.evaluate(_COLUMNS) == before
+
+
 async def give(page: Page, path: str, content: object) -> None:
     """Answer a path with this."""
 
@@ -123,6 +177,41 @@ async def test_five_engines_are_on_one_screen_in_the_order_of_the_decision(tmp_p
         last = await lines.last.bounding_box()
         assert last is not None
         assert last["y"] + last["height"] <= size["height"]
+
+
+async def test_text_that_no_tokenizer_reads_leads_to_token_ids(tmp_path: Path) -> None:
+    async with start_live("serve", "memory://", tmp_path / "log") as live, live.client() as client:
+        bare = {name: value for name, value in ENGINE.items() if name != "address"}
+        assert (await client.post("/register", json=bare)).status_code == 200
+        async with tab(live.url, "#prompt") as looking:
+            page = looking.page
+            await expect(page.locator("#model")).to_have_value("m")
+            await expect(page.locator("#text")).to_have_value("Once upon a time")
+            await expect(page.locator("#ask-ids")).to_be_hidden()
+            await page.click("#ask .main")
+            await expect(page.locator("#ask-error")).to_contain_text("there is no tokenizer for the model")
+            await expect(page.locator("#state")).to_have_text("live")
+            await page.click("#ask-ids button")
+            await expect(page.locator("#text")).to_have_value("1000-1159")
+            await expect(page.locator("#summary")).to_contain_text("40 blocks of 4 tokens")
+            await expect(page.locator("#ask-ids")).to_be_hidden()
+            await expect(page.locator("#ask-error")).to_be_empty()
+
+
+async def test_an_example_that_reads_asks_for_a_model_that_is_here(tmp_path: Path) -> None:
+    async with start_live("serve", "memory://", tmp_path / "log") as live, live.client() as client:
+        assert (await client.post("/register", json=ENGINE | {"block_size": 16})).status_code == 200
+        async with tab(live.url) as looking:
+            page = looking.page
+            await page.goto(f"{live.url}/docs")
+            await page.get_by_role("button", name="Send POST /query", exact=True).click()
+            await expect(page.get_by_label("answer to POST /query", exact=True)).to_contain_text('{"default":{"a":')
+            body = json.loads(await page.get_by_label("body of POST /query", exact=True).input_value())
+            assert (body["model"], body["block_size"]) == ("m", 16)
+            await page.get_by_role("button", name="Send POST /unregister", exact=True).click()
+            await expect(page.get_by_label("body of POST /unregister", exact=True)).not_to_have_value("")
+            await page.get_by_role("link", name="The page of this Waymark").click()
+            await expect(page.locator("#groups")).to_contain_text("starting")
 
 
 async def test_an_example_is_sent_and_one_that_changes_something_only_after_a_look(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def create_app(
     """
     gate = Gate.of(settings) if gateway is None else _gate_of_gateway(settings)
     asker = asker or Asker.of(settings)
-    contract = Contract()
+    contract = Contract(has_ui=settings.ui)
     dependencies = _dependencies(settings, metrics, gate)
     operations = _operations(
         store,

@@ -58,7 +58,8 @@ class Contract:
     The document takes a tenth of a second. So the first request for it makes it, in a thread, and not each start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_ui: bool = False) -> None:
+        self._has_ui = has_ui
         self._operations: Sequence[Operation] = ()
         self._document: dict[str, Any] | None = None
 
@@ -70,7 +71,7 @@ class Contract:
 
     async def docs(self, _: Body) -> Answer:
         writes = {(each.method, each.path) for each in self._operations if each.access == "write"}
-        text = docs_page.page(await self._made(), writes)
+        text = docs_page.page(await self._made(), writes, has_ui=self._has_ui)
         return Answer(text.encode(), media_type=b"text/html; charset=utf-8", headers=dict(docs_page.HEADERS))
 
     async def _made(self) -> dict[str, Any]:

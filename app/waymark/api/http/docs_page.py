@@ -39,7 +39,8 @@ pre{background:var(--panel);padding:.6rem .8rem;margin:.25rem 0 .75rem;max-heigh
 border:1px solid var(--line);border-radius:4px}pre code{padding:0;background:none}
 table{border-collapse:collapse;margin:.25rem 0 .75rem}.scroll{overflow-x:auto}
 th,td{text-align:left;vertical-align:top;padding:.1rem 1rem .1rem 0;border-bottom:1px solid var(--line)}
-summary{cursor:pointer;color:var(--soft)}.send{margin:.25rem 0 .75rem}.send p{display:inline;margin-left:.75rem}
+summary{cursor:pointer}summary,.recorded{color:var(--soft)}.recorded{margin:0;font-size:.9rem}
+.send{margin:.25rem 0 .75rem}.send p{display:inline;margin-left:.75rem}
 .send input,.send textarea,button{font:inherit;color:inherit;background:var(--back);border:1px solid var(--soft);
 border-radius:4px;padding:.25rem .5rem}.send input,.send textarea{display:block;box-sizing:border-box;width:100%;
 margin-bottom:.4rem;font:13px ui-monospace,monospace}.send pre{white-space:pre-wrap;overflow-wrap:anywhere}
@@ -64,15 +65,19 @@ HEADERS: Final = {
 }
 
 
-def page(document: dict[str, Any], writes: Collection[tuple[str, str]] = ()) -> str:
-    """Return the page of an OpenAPI document; ``writes`` are the methods and paths of changes."""
+def page(document: dict[str, Any], writes: Collection[tuple[str, str]] = (), *, has_ui: bool = False) -> str:
+    """Return the page of an OpenAPI document; ``writes`` are the methods and paths of changes. ``has_ui``: whether
+    ``/ui`` is shown.
+    """
     groups = _grouped(document["paths"])
+    back = ' <a href="ui">The page of this Waymark</a> shows its engines.' if has_ui else ""
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Waymark: its HTTP API</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<style>{_STYLE}</style></head><body>",
         f"<h1>Waymark {escape(document['info']['version'])}</h1>",
-        '<p>This page shows what <a href="openapi.json">openapi.json</a> contains. Fields marked * are required.</p>',
+        '<p>This page shows what <a href="openapi.json">openapi.json</a> contains. Fields marked * are required.'
+        f"{back}</p>",
         "<p>Waymark reports which inference engine has how much of a prompt in its KV cache. "
         "<code>POST /register</code> names an engine, <code>POST /query</code> says what "
         "each engine has, and <code>POST /select</code> decides which one a prompt goes to.</p>",
@@ -146,6 +151,7 @@ def _example(method: str, path: str, operation: dict[str, Any], *, changes: bool
     for kind, example in answer["content"].items():
         if "example" in example:
             text = example["example"] if isinstance(example["example"], str) else pretty(example["example"])
+            yield '<p class="recorded">An answer that was recorded with other engines:</p>'
             yield _code("answer", f"{status} {kind}\n{text}".rstrip())
 
 

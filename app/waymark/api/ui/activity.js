@@ -32,7 +32,9 @@ async function read(reader) {
 
 // The day is said where it is not today.
 function when(date) {
-  return date.toDateString() === new Date().toDateString() ? date.toLocaleTimeString() : date.toLocaleString();
+  const day = { day: "numeric", month: "short" };
+  const time = date.toLocaleTimeString("en-GB");
+  return date.toDateString() === new Date().toDateString() ? time : `${date.toLocaleDateString("en-GB", day)}, ${time}`;
 }
 
 function take(event) {
@@ -44,11 +46,11 @@ function take(event) {
   byId("no-events").hidden = true;
   rows.prepend(element(
     "tr", {},
-    element("td", { title: new Date(at * 1000).toISOString() }, when(new Date(at * 1000))),
+    element("td", { class: "when", title: new Date(at * 1000).toISOString() }, when(new Date(at * 1000))),
     element("td", { class: kind === "lost" ? "lost" : "" }, kind),
     element("td", { class: "name" }, rank ? `${name} rank ${rank}` : name),
     element("td", { class: "name" }, model),
-    element("td", {}, detail),
+    element("td", { class: "detail" }, detail),
   ));
   while (rows.childElementCount > ROWS_MAX) rows.lastElementChild.remove();
 }

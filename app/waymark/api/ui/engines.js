@@ -1,16 +1,19 @@
 // The engines in one table: status, complaint, blocks by medium, load, and a small curve of what was stored and removed.
 
 import { askToDrain, isDrained } from "./drain.js";
-import { arrange, byId, canvas, element, onTheme, painted, plain, seconds, setAttribute, setText, several } from "./shown.js";
+import { arrange, byId, canvas, element, onTheme, painted, plain, seconds, setAttribute, setText, several, short } from "./shown.js";
 
 const POINTS_MAX = 60;
 const WORST_FIRST = ["failed", "lost", "unreachable", "degraded", "starting", "replaying", "active", "no events"];
 const UNWELL = ["failed", "lost", "unreachable", "degraded"];
+const WELL = ["active", "replaying", "no events"];
+// How many endpoints a complaint names that several engines have.
+const ENDPOINTS_MAX = 4;
 const NOT_COUNTED = ["lost", "failed"];
 // What rows are sorted by; the greatest first.
 const SORTS = {
+  unwell: (each) => (WELL.includes(each.status) ? 0 : WORST_FIRST.length - WORST_FIRST.indexOf(each.status)),
   name: () => 0,
-  status: (each) => -WORST_FIRST.indexOf(each.status),
   stored: (each) => rateOf(each, "stored"),
   load: (each) => each.load.requests,
   blocks: (each) => total(each.blocks),
@@ -50,17 +53,18 @@ export function showEngines(found) {
   draw();
 }
 
-// How many engines are well, unwell or drained; an engine is as its worst rank.
+// How many engines are well, unwell, starting or drained; an engine is as its worst rank.
 export function health() {
   const ranks = new Map();
   for (const each of answer.publishers.filter((one) => one.scope !== "shared")) {
     const name = JSON.stringify([each.tenant_id, each.instance_id]);
     ranks.set(name, [...(ranks.get(name) || []), each]);
   }
-  const counts = { well: 0, unwell: 0, drained: 0 };
+  const counts = { well: 0, unwell: 0, starting: 0, drained: 0 };
   for (const each of ranks.values()) {
     const own = each.filter((rank) => targets.has(rank));
-    counts[each.some(isUnwell) ? "unwell" : own.length && isDrained(own) ? "drained" : "well"]++;
+    const isStarting = each.some((rank) => !WELL.includes(rank.status));
+    counts[each.some(isUnwell) ? "unwell" : own.length && isDrained(own) ? "drained" : isStarting ? "starting" : "well"]++;
   }
   return counts;
 }
@@ -113,6 +117,8 @@ function draw() {
   setAttribute(byId("workers"), "class", answer.workers.length ? "soft" : "bad");
   byId("empty").hidden = answer.publishers.length > 0;
   byId("groups").hidden = !answer.publishers.length;
+  const by = SORTS[byId("sort").value];
+  shown.sort((a, b) => by(b) - by(a) || a.instance_id.localeCompare(b.instance_id) || a.dp_rank - b.dp_rank);
   const groups = new Map();
   for (const each of shown) {
     const title = each.tenant_id === "default" ? each.model_name : `${each.model_name} of ${each.tenant_id}`;
@@ -126,7 +132,7 @@ function draw() {
 }
 
 function newTable() {
-  const head = element("thead", {}, element("tr", {}, ...Object.entries(COLUMNS).map(([name, title]) => element("th", { scope: "col", title, class: classOf(name) }, name))));
+  const head = element("thead", {}, element("tr", {}, ...Object.entries(COLUMNS).map(([name, title]) => element("th", { scope: "col", title, class: classOf(name), "data-name": name }, name))));
   const table = element("table", { "aria-label": "Engines by model" }, head);
   const box = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Engines by model, which may be wider than the window" }, table);
   return { head, table, box };
@@ -139,14 +145,34 @@ function body(title, publishers, top) {
     bodies.set(title, { made: element("tbody"), head });
   }
   const { made, head } = bodies.get(title);
-  const by = SORTS[byId("sort").value];
-  publishers.sort((a, b) => by(b) - by(a) || a.instance_id.localeCompare(b.instance_id) || a.dp_rank - b.dp_rank);
   const fullest = Math.max(...publishers.map((each) => total(each.blocks)), 1);
-  arrange(made, [head, ...publishers.flatMap((each) => row(each, top, fullest))]);
+  const complaints = grouped(publishers);
+  arrange(made, [head, ...publishers.flatMap((each) => row(each, top, fullest, complaints.get(each) || ""))]);
   return made;
 }
 
-function row(each, top, fullest) {
+// The complaints, of which those of neighbours that differ in the endpoint only are one: the last of them has it.
+function grouped(publishers) {
+  const cause = ({ complaint, endpoint }) => (endpoint ? complaint?.replaceAll(endpoint, "\0") : complaint);
+  const complaints = new Map();
+  let same = [];
+  publishers.forEach((each, i) => {
+    same.push(each);
+    if (i + 1 < publishers.length && cause(publishers[i + 1]) === cause(each)) return;
+    if (each.complaint) complaints.set(each, same.length > 1 ? complaintOf(same, cause(each)) : each.complaint);
+    same = [];
+  });
+  return complaints;
+}
+
+function complaintOf(same, cause) {
+  const endpoints = [...new Set(same.map((each) => each.endpoint))];
+  const more = endpoints.length - ENDPOINTS_MAX;
+  const named = endpoints.slice(0, ENDPOINTS_MAX).join(", ") + (more > 0 ? ` and ${more} more` : "");
+  return `These ${same.length}: ${cause.replaceAll("\0", named)}`;
+}
+
+function row(each, top, fullest, complaint) {
   const name = nameOf(each);
   if (!rows.has(name)) rows.set(name, newRow(each));
   const { made, said, cells, status, blocks, drawn, button } = rows.get(name);
@@ -159,10 +185,10 @@ function row(each, top, fullest) {
   setAttribute(blocks.text, "class", isCounted && media ? "" : "soft");
   fill(blocks, each.blocks, fullest, isCounted);
   setText(cells["Last event"], each.lag_seconds === null ? "none" : `${seconds(each.lag_seconds)} ago`);
-  setText(cells.Requests, tokens ? `${requests} (${tokens} tokens)` : requests);
+  setText(cells.Requests, tokens ? `${requests} (${short.format(tokens)} tokens)` : requests);
   setText(cells.Weight, targets.has(each) ? each.weight : "");
-  setText(said.firstChild.firstChild, each.complaint || "");
-  if (said.hidden === Boolean(each.complaint)) said.hidden = !each.complaint;
+  setText(said.firstChild.firstChild, complaint);
+  if (said.hidden === Boolean(complaint)) said.hidden = !complaint;
   curve(drawn, each, top);
   if (button) {
     const verb = isDrained(ranksOf(each)) ? "Resume" : "Drain";
@@ -196,10 +222,11 @@ function classOf(name) {
   return NUMBERS.includes(name) ? "number" : "";
 }
 
-// The status of its stream, and whether it is drained.
+// Whether it is drained, or the status of its stream, or both if something is wrong.
 function statusOf(each) {
   if (!targets.has(each) || each.weight) return each.status;
-  return `${each.status}, ${each.load.requests ? "draining" : "drained"}`;
+  const drain = each.load.requests ? "draining" : "drained";
+  return WELL.includes(each.status) ? drain : `${each.status}, ${drain}`;
 }
 
 // The colour of a status: an engine that gets no requests is not as good as one that does.

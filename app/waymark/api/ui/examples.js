@@ -3,6 +3,10 @@
 // An answer may be long, or never end.
 const SHOWN_MAX = 65536;
 
+// What the examples were recorded with.
+const MODEL = "llama";
+const BLOCK_SIZE = 4;
+
 // ``send`` is a fetch that knows the token, if there is one.
 export function offerToSend(page, send) {
   for (const place of page.querySelectorAll("div.send")) {
@@ -20,7 +24,7 @@ function make(tag, attributes, text = "") {
 }
 
 // Show what would be sent, so that it can be changed. What changes nothing in Waymark is sent at once.
-function open(place, button, send) {
+async function open(place, button, send) {
   const { method, path, body, changes } = place.dataset;
   const named = `${method} ${path}`;
   const target = make("input", { "aria-label": `path of ${named}`, autocomplete: "off", spellcheck: "false" });
@@ -54,7 +58,29 @@ function open(place, button, send) {
     button.textContent = "Send";
   };
   button.addEventListener("click", go);
-  if (changes === undefined) go();
+  if (changes !== undefined) return;
+  for (const field of [target, content]) field.value = await withModel(field.value, send);
+  go();
+}
+
+// An example that only reads asks for a model that is registered here: the one with the most engines.
+async function withModel(text, send) {
+  const named = new RegExp(`("?\\bmodel(?:_?name)?"?[:=] ?"?)${MODEL}\\b`, "g");
+  if (!named.test(text)) return text;
+  try {
+    const answer = await send("workers", {});
+    const { publishers } = await answer.json();
+    const counts = new Map();
+    for (const { model_name: model } of publishers) counts.set(model, (counts.get(model) || 0) + 1);
+    if (!counts.size || counts.has(MODEL)) return text;
+    const [model] = [...counts].reduce((most, each) => (each[1] > most[1] ? each : most));
+    const { block_size: size } = publishers.find((each) => each.model_name === model);
+    const isPath = text.startsWith("/");
+    const written = isPath ? encodeURIComponent(model) : JSON.stringify(model).slice(1, -1);
+    return text.replace(named, (_, before) => before + written).replaceAll(`"block_size": ${BLOCK_SIZE}`, `"block_size": ${size}`);
+  } catch {
+    return text; // without a token there is no list, and the example stays as it was recorded
+  }
 }
 
 async function read(found, answer) {

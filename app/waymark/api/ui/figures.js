@@ -1,15 +1,14 @@
 // The first line: requests, tokens saved, hits and engines. Their last day comes from the books, so a new tab has it too.
 
 import { get, now } from "./service.js";
-import { byId, element, onTheme, painted, setText, several } from "./shown.js";
+import { byId, element, onTheme, painted, setText, several, short } from "./shown.js";
 import { health } from "./engines.js";
 
 const EVERY_MS = 5000;
 const DAY_MINUTES = 1440;
 // How far the curves go back, in minutes, which is as far as anything is known; and how many minutes a point of them has.
-const SPANS = { 60: 1, 360: 2, [DAY_MINUTES]: 5 };
+const SPANS = { 10: 1, 60: 1, 360: 2, [DAY_MINUTES]: 5 };
 const CURVE_HEIGHT = 48;
-const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
 const whole = new Intl.NumberFormat("en");
 const percent = (part, all) => (all ? `${Math.round((100 * part) / all)} %` : "");
 
@@ -32,7 +31,7 @@ const SAID = {
 };
 const TITLES = {
   requests: ["Requests", "requests that have ended, of POST /select, gateways and pickers"],
-  saved: ["Tokens saved", "prompt tokens that were not computed again because the engine was not chosen at random"],
+  saved: ["Tokens saved by routing", "prompt tokens that were not computed again because the engine was not chosen at random"],
   hits: ["Share of hits", "the share of prompt tokens that engines had and did not compute, as they say themselves"],
 };
 const COLOURS = { requests: "disk", saved: "gpu", hits: "other" };
@@ -113,12 +112,13 @@ function draw() {
   const told = day.requests - day.unreported;
   const rate = VALUES.requests(present);
   const unknown = !day.requests ? "no request in 24 h" : told ? "" : "the engines do not say what they reuse";
-  show("requests", rate >= 10 ? rate.toFixed(0) : rate.toFixed(1), " a second", `${short.format(day.requests)} in 24 h`);
-  show("saved", told ? short.format(day.earned) : "0", "", unknown || `in 24 h, of ${short.format(day.prompt_tokens)} prompt tokens`);
-  show("hits", percent(day.delivered, day.prompt_tokens) || "none", "", unknown || `in 24 h; ${percent(present.delivered, present.prompt_tokens) || "none"} in the last minute`);
+  if (day.requests) show("requests", rate && rate < 10 ? rate.toFixed(1) : rate.toFixed(0), " a second", `${short.format(day.requests)} in 24 h`);
+  else show("requests", "none", "", unknown);
+  show("saved", told ? short.format(day.earned) : "none", "", unknown || "in 24 h, more than by chance");
+  show("hits", percent(day.delivered, day.prompt_tokens) || "none", "", unknown || `of ${short.format(day.prompt_tokens)} prompt tokens in 24 h`);
   const known = minutes.size ? thisMinute() - Math.min(...minutes.keys()) : 0;
   span = Object.keys(SPANS).map(Number).find((each) => known < each) || DAY_MINUTES;
-  for (const each of document.querySelectorAll(".since")) setText(each, `${span / 60} h ago`);
+  for (const each of document.querySelectorAll(".since")) setText(each, span < 60 ? `${span} min ago` : `${span / 60} h ago`);
   const all = points();
   for (const name of tiles.keys()) curve(name, all);
 }
@@ -136,7 +136,7 @@ function point(name, at) {
   const tile = tiles.get(name);
   tile.at = at;
   const found = at < 0 ? null : points()[Math.min(at, count() - 1)];
-  const time = (minute) => new Date(60000 * minute).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+  const time = (minute) => new Date(60000 * minute).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
   setText(tile.note, found ? `${time(found.first)} to ${time(found.first + SPANS[span])}: ${SAID[name](found)}` : tile.said || "");
 }
 
@@ -164,8 +164,9 @@ function curve(name, all) {
     const from = i;
     while (i + 1 < values.length && values[i + 1] !== null) i++;
     const line = new Path2D();
-    // A point alone has a width, too.
-    const [left, right] = from === i ? [x(i) - 1, x(i) + 1] : [x(from), x(i)];
+    // A point alone is as wide as half of the way to its neighbours.
+    const half = Math.max(1, x(1) / 2);
+    const [left, right] = from === i ? [Math.max(0, x(i) - half), Math.min(width, x(i) + half)] : [x(from), x(i)];
     line.moveTo(left, y(values[from]));
     for (let j = from; j <= i; j++) line.lineTo(x(j), y(values[j]));
     line.lineTo(right, y(values[i]));
@@ -180,12 +181,12 @@ function curve(name, all) {
 
 // How many engines are well, and how many are not.
 export function showHealth() {
-  const { well, unwell, drained } = health();
-  setText(engines.big, `${well} well`);
-  const others = [unwell ? `${unwell} unwell` : "", drained ? `${drained} drained` : ""].filter(Boolean);
-  setText(engines.note, others.join(", ") || (well ? "all of them" : "none is registered"));
-  engines.note.className = unwell ? "bad" : "soft";
-  const parts = Object.entries({ well, unwell, drained }).filter(([, count]) => count);
+  const { well, ...others } = health();
+  const parts = Object.entries({ well, ...others }).filter(([, count]) => count);
+  const named = Object.entries(others).filter(([, count]) => count).map(([name, count]) => `${count} ${name}`);
+  setText(engines.big, parts.length ? `${well} well` : "none");
+  setText(engines.note, named.join(", ") || (well ? "all of them" : "none is registered"));
+  engines.note.className = others.unwell ? "bad" : "soft";
   const what = JSON.stringify(parts);
   if (engines.bar.dataset.parts === what) return;
   engines.bar.dataset.parts = what;

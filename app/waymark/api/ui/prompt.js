@@ -7,9 +7,9 @@ import { leftOut } from "./engines.js";
 
 const ID_MAX = 2 ** 32 - 1;
 const RANGE_MAX = 2 ** 21;
-const PLACEHOLDERS = {
-  prompt: "Once upon a time, …", messages: '[{"role": "user", "content": "Once upon a time, …"}]',
-  token_ids: "1, 2, 3 or 1000-1159", seq_hashes: "hashes of blocks, decimal or as 16 hex digits",
+// What the field has until something is written into it.
+const EXAMPLES = {
+  prompt: "Once upon a time", messages: '[{"role": "user", "content": "Once upon a time"}]', token_ids: "1000-1159", seq_hashes: "",
 };
 let shared = "";
 let asked = 0;
@@ -20,8 +20,15 @@ export function startPrompt() {
     event.preventDefault();
     ask(given());
   });
-  for (const each of document.getElementsByName("form")) each.addEventListener("change", hint);
-  hint();
+  for (const each of document.getElementsByName("form")) each.addEventListener("change", showExample);
+  byId("text").placeholder = "hashes of blocks, decimal or as 16 hex digits";
+  byId("ask-ids").addEventListener("click", () => {
+    document.querySelector('input[name="form"][value="token_ids"]').checked = true;
+    byId("text").value = "";
+    showExample();
+    ask(given());
+  });
+  showExample();
   listen(byId("answer"));
 }
 
@@ -29,8 +36,8 @@ function chosen() {
   return document.querySelector('input[name="form"]:checked').value;
 }
 
-function hint() {
-  byId("text").placeholder = PLACEHOLDERS[chosen()];
+function showExample() {
+  if (["", ...Object.values(EXAMPLES)].includes(byId("text").value)) byId("text").value = EXAMPLES[chosen()];
 }
 
 // The prompt that the fragment names by its hashes: a link never has the prompt itself.
@@ -44,7 +51,6 @@ export function showShared() {
   // The hashes of a link already include adapter and salt.
   byId("lora").value = byId("salt").value = "";
   document.querySelector('input[name="form"][value="seq_hashes"]').checked = true;
-  hint();
   byId("text").value = (fields.get("hashes") || "").replaceAll(".", " ");
   ask(given());
 }
@@ -97,11 +103,13 @@ async function ask(body) {
     drawLines();
   } catch (error) {
     if (own === asked) clear(error.message, "");
+    byId("ask-ids").hidden = own !== asked || !(error.reason === "no_tokenizer" || /could tokenize/.test(error.message));
   }
 }
 
 function clear(problem, summary) {
   byId("ask-error").textContent = problem;
+  byId("ask-ids").hidden = true;
   setText(byId("summary"), summary);
   byId("answer").replaceChildren();
   forget();
@@ -172,7 +180,8 @@ function instance(each, found, at, away) {
   const isBest = at === 1;
   const name = element("h3", { class: "name" }, isBest ? element("strong", {}, each.instance_id) : each.instance_id);
   const has = each.is_pool ? element("span", { class: "soft" }, "pool") : element("span", {}, String(each.longest_matched), element("span", { class: "soft" }, " tokens"));
-  const note = plain(each.note || (each.is_pool ? "its blocks count for every engine" : each.longest_matched ? "it has the whole prompt" : ""));
+  const said = each.note?.replace(`, status ${away?.status}`, ""); // which stands before it
+  const note = plain(said || (each.is_pool ? "its blocks count for every engine" : each.longest_matched ? "it has the whole prompt" : ""));
   // What is longer than two lines is cut off in a wide window: the view of the engines has it whole.
   const why = element("div", { class: "why", title: note }, away ? element("span", { class: `status ${away.kind}` }, away.status) : "", away && note ? " · " : "", note);
   const held = element("div", { class: "held" }, place(each, each.holders, found));
@@ -201,6 +210,7 @@ function targets(scores, found) {
   const isCost = scores.scores[0].cost !== null;
   const head = ["", "Engine", "Rank", isCost ? "Cost" : "Score", "Tokens it has", "Tokens to compute", "Tokens waiting", "Requests", "Parts"];
   const kind = (i) => (i > 1 && i < 8 ? "number" : "");
+  const numbers = head.slice(2, 8);
   const rows = scores.scores.map((row, i) => element(
     "tr", {},
     element("td", { class: "soft" }, `${i + 1}.`),
@@ -208,7 +218,7 @@ function targets(scores, found) {
     ...[
       row.dp_rank, number(isCost ? row.cost : row.score), row.device_tokens + row.host_tokens + row.disk_tokens,
       row.new_tokens, row.wait_tokens, row.active_requests,
-    ].map((value) => element("td", { class: "number" }, value)),
+    ].map((value, j) => element("td", { class: "number", "data-name": numbers[j] }, value)),
     element("td", { class: "parts" }, Object.entries(row.parts).map(([name, value]) => `${name} ${number(value)}`).join(", ")),
   ));
   rows.push(...leftOut(found, scores.scores).map((each) => element(

@@ -39,7 +39,7 @@ async function request(path, options) {
   const answer = await send(path, options);
   const content = await answer.json();
   if (answer.ok) return content;
-  throw new Error(content.error || `/${path} was answered with ${answer.status}`);
+  throw Object.assign(new Error(content.error || `/${path} was answered with ${answer.status}`), { reason: content.reason });
 }
 
 // The answer, once there is a token that it accepts. Throws where none comes, or where Redis is unavailable.
@@ -62,7 +62,8 @@ export async function send(path, { isAct = false, ...options }) {
       if ((await login(sent, why || "", isAct)) || !isAct) continue;
       throw new Error("No token was given, and nothing has changed.");
     }
-    if (answer.status === 503) report("Redis is unavailable; trying again", true);
+    // A question shows its own error, which may be that of a tokenizer.
+    if (answer.status === 503 && !options.method) report("Redis is unavailable; trying again", true);
     else if (answer.ok) report("live", false);
     return answer;
   }

@@ -62,6 +62,8 @@ export function seconds(value) {
   return `${Math.round(value / 3600)} h`;
 }
 
+export const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+
 export function several(count, name) {
   return `${count} ${name}${count === 1 ? "" : "s"}`;
 }
