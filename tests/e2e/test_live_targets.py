@@ -241,7 +241,12 @@ async def test_an_engine_that_was_never_there_gets_no_request_while_another_is_t
         found = await stack.enter_async_context(engines(1))
         service = await start("serve", server.url)
         await found.register(service, has_events=True)
-        away = {"model": "demo", "instance_id": "away", "block_size": 16, "address": "http://127.0.0.1:1"}
+        away: dict[str, Any] = {
+            "model": "demo",
+            "instance_id": "away",
+            "block_size": 16,
+            "address": "http://127.0.0.1:1",
+        }
         await service.post("/register", type="vLLM", endpoint=f"tcp://127.0.0.1:{unused_port()}", **away)
 
         async def are_known() -> bool:
