@@ -47,7 +47,7 @@ class BooksView:
             target = line.group_id, line.publisher
             targets[target] = targets[target].plus(line.sums)
             by_minute[line.minute] = by_minute[line.minute].plus(line.sums)
-        claims = {(each.group_id, each.publisher): each for each in await self._store.directory.claims()}
+        claims = {(claim.group_id, claim.publisher): claim for claim in await self._store.directory.claims()}
         named = [claims[target] for target in targets if target in claims]
         drifts = dict(zip(map(id, named), await self._store.publisher_states.drifts(named), strict=True))
         total = Sums()

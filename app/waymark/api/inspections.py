@@ -100,9 +100,10 @@ def _wanted(parameters: Mapping[str, str]) -> PublisherFilter:
     """
     statuses = tuple(filter(None, parameters.get("status", "").split(",")))
     known = [status.value for status in StreamStatus]
-    for each in statuses:
-        if each not in known:
+    for word in statuses:
+        if word not in known:
             raise InvalidValue(
-                f"status is {shown(each)}; send one or more of {', '.join(known)}, separated by commas", field="status"
+                f"status is {shown(word)}; send one or more of {', '.join(known)}, separated by commas",
+                field="status",
             )
     return PublisherFilter(parameters.get("tenant_id") or None, parameters.get("model") or None, statuses)

@@ -53,7 +53,7 @@ class Views:
 
     async def services(self, body: Body) -> Answer:
         registrations = await self._store.directory.registrations()
-        services = [_service(each) for each in registrations if body.caller.has(each.tenant_id)]
+        services = [_service(registration) for registration in registrations if body.caller.has(registration.tenant_id)]
         return Answer(ServicesAnswer(count=len(services), services=services))
 
     async def workers(self, body: Body) -> Answer:

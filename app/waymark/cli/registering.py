@@ -70,10 +70,10 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
         while True:
             answer = await _workers(waymark)
             found = [
-                each
-                for each in answer.publishers
-                if (each.instance_id, each.tenant_id) == (engine.instance_id, tenant_id)
-                and each.dp_rank in engine.endpoints
+                publisher
+                for publisher in answer.publishers
+                if (publisher.instance_id, publisher.tenant_id) == (engine.instance_id, tenant_id)
+                and publisher.dp_rank in engine.endpoints
             ]
             if all(
                 each.status not in (StreamStatus.STARTING, StreamStatus.REPLAYING, StreamStatus.UNREACHABLE)

@@ -72,11 +72,11 @@ def draw(found: dict[str, Any], path: str) -> None:
     from matplotlib.figure import Figure
 
     minutes = found["by_minute"]
-    times = [datetime.fromtimestamp(each["time"], UTC) for each in minutes]
+    times = [datetime.fromtimestamp(minute["time"], UTC) for minute in minutes]
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
     for name in ("available", "chosen", "expected", "delivered", "random"):
-        axes.plot(times, [each[name] for each in minutes], label=name)
+        axes.plot(times, [minute[name] for minute in minutes], label=name)
     axes.set_ylabel("prompt tokens a minute")
     axes.legend()
     figure.autofmt_xdate()

@@ -345,8 +345,8 @@ class HeldBlocks:
     def removes_once(self) -> bool:
         """Whether the events show that the engine removes a block once, after its last copy."""
         copies = [held.copies for held in self._held.values()]
-        return sum(each.restored for each in copies) >= RESTORED_MAX and not any(
-            each.are_removed_each for each in copies
+        return sum(copy.restored for copy in copies) >= RESTORED_MAX and not any(
+            copy.are_removed_each for copy in copies
         )
 
     def mark_gone(self, holder: int, engine_hash: int, spot: Spot) -> None:

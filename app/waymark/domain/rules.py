@@ -371,7 +371,7 @@ class ChunkRule:
         state = self._state
         for position, holders, hashes in progress.rests:
             for at, chunk in enumerate(hashes, position):
-                is_there = any(state.mode(each) != "count" and state.memory.held(each, chunk) for each in holders)
+                is_there = any(state.mode(holder) != "count" and state.memory.held(holder, chunk) for holder in holders)
                 if at < _LATE_CHUNKS and not is_there:  # otherwise the batch has stored it again
                     self._remove_rest(progress.parts, _LATE_POSITION + at * CHUNK_BLOCKS_MAX, holders, chunk)
                 if work.is_full(EVENT_WORK):

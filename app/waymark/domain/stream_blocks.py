@@ -151,7 +151,7 @@ class StreamBlocks:
 
     def holder_with(self, holders: Sequence[int], engine_hash: int) -> int | None:
         """Return which of these holders has a block under this hash."""
-        return next((each for each in holders if self.memory.held(each, engine_hash) is not None), None)
+        return next((holder for holder in holders if self.memory.held(holder, engine_hash) is not None), None)
 
     def spots_of(self, dp_rank: int, hashes: Collection[int]) -> dict[int, Spot]:
         """Return the blocks that these hashes stand for on a rank, or stood for."""

@@ -125,7 +125,7 @@ class _Export:
         if attempt is not None:
             moment = attempt.moment
             self._writer.publisher(self._claim, _state_of(moment.state), [saved for _, saved in moment.holders])
-            blocks = sum([await self._write(each) for each in attempt.rows])
+            blocks = sum([await self._write(row) for row in attempt.rows])
             self._writer.end_publisher(blocks, is_exact=attempt.is_exact)
             self._report.changed += not attempt.is_exact
 

@@ -167,8 +167,8 @@ class _PublisherImport:
         store, grant, saved = self._store, self._grant, self._saved
         publisher, state = grant.claim.publisher, saved.state
         begin = [
-            NewHolder(each.name, replace(decode_holder(b"1", each.holder), publisher=publisher))
-            for each in saved.holders
+            NewHolder(holder.name, replace(decode_holder(b"1", holder.holder), publisher=publisher))
+            for holder in saved.holders
         ]
         self._must(await store.records.drop_staged(grant, random_nonce()))
         highest = await store.leases.highest_holder(grant)

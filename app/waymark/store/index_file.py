@@ -124,7 +124,7 @@ class IndexFileWriter:
         self._write([NAME, VERSION, seconds, hash_seed, FORMAT])
 
     def publisher(self, claim: Claim, state: Mapping[str, Any], holders: list[SavedHolder]) -> None:
-        named = [[str(each.name), each.holder, each.event_id, each.seq] for each in holders]
+        named = [[str(holder.name), holder.holder, holder.event_id, holder.seq] for holder in holders]
         self._write(["publisher", claim.encode(), dict(state), named])
 
     def rows(self, holder: int, rows: list[SavedRow]) -> None:

@@ -200,7 +200,7 @@ class Pulls(NamedTuple):
     def words(self) -> str:
         """Return it in the form that ``reserve`` reads."""
         return " ".join(
-            [str(len(self.sources)), *("".join(f"{at + 1}," for at in each) or "-" for each in self.choices)]
+            [str(len(self.sources)), *("".join(f"{at + 1}," for at in choice) or "-" for choice in self.choices)]
         )
 
     def at(self, index: int | str) -> int | None:
@@ -413,7 +413,7 @@ class Reservations:
 
         A group whose key has a wrong type is included, so that a later call reports it.
         """
-        counts = await self._client.several([("ZCARD", keys.reservations(each)) for each in groups], is_lenient=True)
+        counts = await self._client.several([("ZCARD", keys.reservations(group)) for group in groups], is_lenient=True)
         return [group_id for group_id, count in zip(groups, counts, strict=True) if count != 0]
 
     async def end_overdue(self, group_id: int) -> int:

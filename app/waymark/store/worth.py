@@ -228,8 +228,8 @@ def _encoded(found: Valuation) -> bytes:
             "decisions": found.decisions,
             "worths": {name: list(worth) for name, worth in found.worths.items()},
             "prefixes": [
-                [each.before, each.block_size, each.uses, "".join(f"{key:016x}" for key in each.keys)]
-                for each in found.prefixes
+                [prefix.before, prefix.block_size, prefix.uses, "".join(f"{key:016x}" for key in prefix.keys)]
+                for prefix in found.prefixes
             ],
         }
     )
