@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from time import time
-from typing import Any
+from typing import Any, Literal
 
-from waymark.api.admin_schemas import ClearRequest, InvalidateRequest
+from pydantic import Field
+
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody
+from waymark.api.http.fields import RequestBody
 from waymark.base.settings import Settings
 from waymark.contract.admin import (
     BackendConnection,
@@ -42,6 +44,26 @@ from waymark.store.store import Store
 
 _CONNECTED = frozenset({StreamStatus.ACTIVE, StreamStatus.REPLAYING, StreamStatus.DEGRADED})
 _SCORING = ("overlap_weight", "load_weight", "health_weight", "min_overlap_threshold")
+
+
+class ClearRequest(RequestBody):
+    """The part of the index to clear."""
+
+    scope: Literal["prefixes", "all"] = Field(
+        default="prefixes",
+        description="prefixes or all: prefixes removes opaque prefixes only; all removes the entries of all publishers",
+    )
+
+
+class InvalidateRequest(RequestBody):
+    """The answers to clear from the response cache."""
+
+    clear_all: Literal[True] | None = Field(default=None, description="true: all answers are cleared")
+    key: str | None = Field(
+        default=None,
+        pattern="^[0-9a-f]{64}$",
+        description="the X-Cache-Key of one answer, 64 hex digits: only this answer is cleared",
+    )
 
 
 class ResponseCacheAdmin:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from waymark.api import activity, books, event_schemas, placement, policies, query_schemas, registration_schemas
-from waymark.api import admin_schemas as admin_bodies
+from waymark.api import (
+    activity,
+    admin,
+    books,
+    event_schemas,
+    inspections,
+    placement,
+    policies,
+    query_schemas,
+    registration_schemas,
+)
 from waymark.api import decision_schemas as decision_bodies
-from waymark.api import inspection_schemas as inspections
 from waymark.api import text_schemas as text_bodies
 from waymark.api.dynamo import schemas as dynamo_bodies
 from waymark.api.dynamo import select_schemas as select_bodies
 from waymark.api.dynamo.select import USAGE
 from waymark.api.http.doc import Doc
-from waymark.api.inspections import PARAMETERS
 from waymark.contract import admin as admin_answers
 from waymark.contract import decisions, publishers, queries, results
 from waymark.contract import inspections as inspection_answers
@@ -133,7 +140,7 @@ INSPECT_PROMPT = Doc(
 INSPECT_STATUS = Doc(
     "Returns the state of Redis, of each ingest worker and of each stream. 'waymark status' prints the same.",
     answer=inspection_answers.StatusAnswer,
-    parameters=PARAMETERS,
+    parameters=inspections.PARAMETERS,
     errors=(400,),
     queue="read",
 )
@@ -170,7 +177,7 @@ INDEX_BACKENDS = Doc(
 )
 INDEX_CLEAR = Doc(
     "Removes all opaque prefixes from the index, or the entries of all publishers.",
-    admin_bodies.ClearRequest,
+    admin.ClearRequest,
     admin_answers.ClearAnswer,
     reach="filtered",
 )
@@ -179,7 +186,7 @@ CACHE_STATS = Doc(
 )
 CACHE_CLEAR = Doc(
     "Clears the response cache of this gateway, or of all gateways if they share it in Redis.",
-    admin_bodies.InvalidateRequest,
+    admin.InvalidateRequest,
     admin_answers.InvalidateAnswer,
     needs_redis=False,
 )
