@@ -123,7 +123,6 @@ def test_a_word_with_several_meanings_is_the_whole_name_of_one_class_at_most() -
 
 #: Classes that share a name, because they are the same thing: a schema of the API, and what the client reads of it.
 SHARED_NAMES = {
-    "Publisher": {"contract/publishers.py", "client/answers.py"},
     "Service": {"contract/publishers.py", "client/answers.py"},
 }
 

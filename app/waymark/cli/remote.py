@@ -189,6 +189,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print_answer(service: RemoteService, arguments: argparse.Namespace, screen: Screen) -> int:
     """Run a command that prints one answer."""
+    command: Command
+    parts: Drawing
     match arguments.command:
         case "ask":
             from waymark.console.ask import ask as command
@@ -270,11 +272,13 @@ def _events(service: RemoteService, arguments: argparse.Namespace, screen: Scree
 
 
 def _repair(service: RemoteService, arguments: argparse.Namespace) -> int:
+    from waymark.contract.publishers import RepairAnswer
+
     fields = {"instance_id": arguments.engine, "tenant_id": arguments.tenant_id, "dp_rank": arguments.dp_rank}
-    answer = service.post("/repair", {name: value for name, value in fields.items() if value is not None})
+    answer = service.post_for(RepairAnswer, "/repair", fields)
     if arguments.json:
-        print(json.dumps(answer))
-    for name in () if arguments.json else answer["asked_instances"]:
+        print(json.dumps(plain(answer)))
+    for name in () if arguments.json else answer.asked_instances:
         print(f"{name}: its worker asks for a snapshot; 'waymark publishers' shows the stream")
     return EXIT_OK
 
@@ -293,8 +297,8 @@ def _drain(service: RemoteService, arguments: argparse.Namespace) -> int:
     if arguments.cheapest < 1 or arguments.resume:
         raise InvalidValue(f"--cheapest is {arguments.cheapest}; it takes an integer of 1 or more, and no --resume")
     targets = cheapest(service, arguments)
-    arguments.tenant_id = targets[0]["tenant_id"]
-    reasons = {target["instance_id"]: why(target) for target in targets}
+    arguments.tenant_id = targets[0].tenant_id
+    reasons = {target.instance_id: why(target) for target in targets}
     return _drained(service, arguments, list(reasons), reasons, drain_all(service, arguments, targets))
 
 

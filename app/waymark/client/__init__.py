@@ -30,11 +30,12 @@ The package does not need the server's dependencies.
 
 from __future__ import annotations
 
-from waymark.client.answers import Applied, Match, Matches, Publisher, Registered, Score, Selection, Service, Workers
+from waymark.client.answers import Applied, Match, Matches, Registered, Score, Selection, Service, Workers
 from waymark.client.asynchronous import AsyncClient
 from waymark.client.blocking import Client
 from waymark.client.errors import ClientError, ModelNotFound, Refused, Unavailable
 from waymark.client.hashes import block_hashes, seq_hashes
+from waymark.contract.publishers import Publisher
 
 __all__ = [
     "Applied",

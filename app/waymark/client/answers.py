@@ -9,6 +9,15 @@ from typing import Any, NamedTuple
 import httpx
 import msgpack
 
+from waymark.contract.decisions import ScoreAnswer
+from waymark.contract.publishers import (
+    EventsAnswer,
+    Publisher,
+    RegisterAnswer,
+    ServicesAnswer,
+    WorkersAnswer,
+)
+from waymark.contract.shape import parse
 from waymark.domain.media import BEST, IN_EVERY_ANSWER
 
 
@@ -131,29 +140,6 @@ class Registered:
     """The abilities that the registration lacks, a sentence each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Publisher:
-    """One registered event socket, and how its stream does."""
-
-    instance_id: str
-    tenant_id: str
-    dp_rank: int
-    model: str
-    status: str
-    """``starting``, ``no events``, ``active``, ``replaying``, ``degraded``, ``unreachable``, ``lost`` or ``failed``."""
-    watermark: int | None
-    lag_seconds: float | None
-    gaps: int
-    restarts: int
-    blocks: Mapping[str, int]
-    """The number of blocks on each medium."""
-    last_error: str | None
-    worker: str | None
-    """The ingest worker that applies it."""
-    replay: bool
-    """Whether missing batches can be requested again."""
-
-
 class Applied(NamedTuple):
     """How many events were applied, and how many had been applied before."""
 
@@ -205,8 +191,8 @@ def _of_tiers(row: dict[str, Any]) -> Match:
 
 
 def read_applied(answer: httpx.Response) -> Applied:
-    content = answer.json()
-    return Applied(content["applied"], content["stale"])
+    events = parse(EventsAnswer, answer.json())
+    return Applied(events.applied, events.stale)
 
 
 def read_selection(answer: httpx.Response) -> Selection:
@@ -229,38 +215,39 @@ def read_selection(answer: httpx.Response) -> Selection:
 
 
 def read_scores(answer: httpx.Response) -> list[Score]:
-    return [Score(**{name: row[name] for name in Score.__slots__}) for row in answer.json()["scores"]]
+    rows = parse(ScoreAnswer, answer.json()).scores
+    return [Score(**{name: getattr(row, name) for name in Score.__slots__}) for row in rows]
 
 
 def read_services(answer: httpx.Response) -> list[Service]:
     return [
         Service(
-            endpoint=service["Endpoint"],
-            replay_endpoint=service["ReplayEndpoint"],
-            snapshot_endpoint=service.get("SnapshotEndpoint", ""),
-            type=service["Type"],
-            model=service["ModelName"],
-            lora_name=service["LoraName"],
-            tenant_id=service["TenantID"],
-            instance_id=service["InstanceID"],
-            block_size=service["BlockSize"],
-            dp_rank=service["DPRank"],
-            additional_salt=service["AdditionalSalt"],
+            endpoint=service.Endpoint,
+            replay_endpoint=service.ReplayEndpoint,
+            snapshot_endpoint=service.SnapshotEndpoint,
+            type=service.Type,
+            model=service.ModelName,
+            lora_name=service.LoraName,
+            tenant_id=service.TenantID,
+            instance_id=service.InstanceID,
+            block_size=service.BlockSize,
+            dp_rank=service.DPRank,
+            additional_salt=service.AdditionalSalt,
         )
-        for service in answer.json()["services"]
+        for service in parse(ServicesAnswer, answer.json()).services
     ]
 
 
 def read_registered(answer: httpx.Response) -> Registered:
-    content = answer.json()
+    engine = parse(RegisterAnswer, answer.json())
     return Registered(
-        instance_id=content["instance_id"],
-        type=content["type"],
-        model=content["model"],
-        block_size=content["block_size"],
-        adapters=content["adapters"],
-        endpoints={rank["dp_rank"]: rank["endpoint"] for rank in content["ranks"]},
-        warnings=read_warnings(answer),
+        instance_id=engine.instance_id,
+        type=engine.type or "",
+        model=engine.model or "",
+        block_size=engine.block_size or 0,
+        adapters=engine.adapters or (),
+        endpoints={rank.dp_rank: rank.endpoint for rank in engine.ranks or ()},
+        warnings=engine.warnings,
     )
 
 
@@ -269,10 +256,5 @@ def read_warnings(answer: httpx.Response) -> list[str]:
 
 
 def read_workers(answer: httpx.Response) -> Workers:
-    content = answer.json()
-    names = [name for name in Publisher.__slots__ if name != "model"]
-    publishers = [
-        Publisher(model=publisher["model_name"], **{name: publisher[name] for name in names})
-        for publisher in content["publishers"]
-    ]
-    return Workers(publishers, {worker["id"]: worker["streams"] for worker in content["workers"]})
+    content = parse(WorkersAnswer, answer.json())
+    return Workers(content.publishers, {worker.id: worker.streams for worker in content.workers})

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from waymark.base.errors import InvalidValue, NotFound, WaymarkError
 from waymark.base.shown import several, shown
 from waymark.console.publishers import drains
 from waymark.console.service import RemoteService
+from waymark.contract.publishers import UnregisterAnswer, WeightAnswer
+from waymark.contract.results import ValuedTarget
 
 _PAUSE_SECONDS = 0.5
 
@@ -51,8 +53,8 @@ def drain(service: RemoteService, arguments: argparse.Namespace) -> Iterator[str
         )
     engine = {"instance_id": name, "tenant_id": tenant}
     if arguments.resume:
-        changed = service.post("/weight", engine | {"weight": arguments.weight})
-        yield f"{name} gets requests again, with weight {changed['weight']:g}"
+        changed = service.post_for(WeightAnswer, "/weight", engine | {"weight": arguments.weight})
+        yield f"{name} gets requests again, with weight {changed.weight:g}"
         return
     service.post("/weight", engine | {"weight": 0})
     yield f"{name} gets no new requests"
@@ -70,12 +72,12 @@ def drain(service: RemoteService, arguments: argparse.Namespace) -> Iterator[str
         time.sleep(_PAUSE_SECONDS)
     yield f"{name} is drained: it has no request under way"
     if arguments.unregister:
-        removed = service.post("/unregister", engine)["removed_instances"]
+        removed = service.post_for(UnregisterAnswer, "/unregister", engine).removed_instances
         yield from (f"unregistered {removed_id}" for removed_id in removed)
 
 
 def drain_all(
-    service: RemoteService, arguments: argparse.Namespace, targets: Sequence[Mapping[str, Any]]
+    service: RemoteService, arguments: argparse.Namespace, targets: Sequence[ValuedTarget]
 ) -> Iterator[tuple[str, str]]:
     """Drain these targets of ``/placement``: first all new requests to them end, and then each is waited for.
 
@@ -85,17 +87,17 @@ def drain_all(
     weighed: list[dict[str, Any]] = []
     try:
         for target in targets:
-            engine = {"instance_id": target["instance_id"], "tenant_id": target["tenant_id"]}
+            engine = {"instance_id": target.instance_id, "tenant_id": target.tenant_id}
             service.post("/weight", engine | {"weight": 0})
-            weighed.append(engine | {"weight": target["weight"]})
+            weighed.append(engine | {"weight": target.weight})
     except WaymarkError:
         for engine in weighed:
             service.post("/weight", engine)
         raise
     problems: list[str] = []
     for target in targets:
-        name = target["instance_id"]
-        own = argparse.Namespace(**vars(arguments) | {"engine": name, "tenant_id": target["tenant_id"]})
+        name = target.instance_id
+        own = argparse.Namespace(**vars(arguments) | {"engine": name, "tenant_id": target.tenant_id})
         try:
             for line in drain(service, own):
                 yield name, line

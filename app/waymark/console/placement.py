@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 from urllib.parse import urlencode
 
 from waymark.base.errors import InvalidValue, NotFound, WaymarkError
 from waymark.base.shown import several, shown
 from waymark.console.screen import Grid, ScreenPart, text
 from waymark.console.service import RemoteService
+from waymark.contract.results import PlacementAnswer, ValuedTarget
 
 #: For how long a command waits for the first walk over the rows of a model, and the pause between two looks.
 _WALK_SECONDS, _PAUSE_SECONDS = 60.0, 0.5
@@ -23,37 +23,37 @@ class NotValued(WaymarkError):
     """Nobody has valued the caches in time."""
 
 
-def placement(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:
+def placement(service: RemoteService, arguments: argparse.Namespace) -> PlacementAnswer:
     """Return the answer of ``/placement``."""
     wanted = {"model": arguments.model, "tenant": arguments.tenant_id}
     query = urlencode({name: each for name, each in wanted.items() if each is not None})
-    return dict(service.get(f"/placement?{query}"))
+    return service.get_for(PlacementAnswer, f"/placement?{query}")
 
 
-def parts(answer: dict[str, Any]) -> list[ScreenPart]:
+def parts(answer: PlacementAnswer) -> list[ScreenPart]:
     """Return the lines and the table."""
-    if not answer["targets"]:
+    if not answer.targets:
         return [text("no engine is registered")]
     drawn: list[ScreenPart] = []
-    for model in answer["models"]:
-        name = f"{model['model_name']} of tenant {model['tenant_id']}"
-        if model["reason"] is not None:
-            drawn.append(text(f"{name}: {model['reason']}", "yellow"))
+    for model in answer.models:
+        name = f"{model.model_name} of tenant {model.tenant_id}"
+        if model.reason is not None:
+            drawn.append(text(f"{name}: {model.reason}", "yellow"))
             continue
-        of = "" if model["share"] == 1 else f", estimated from {model['share']:.1%} of the rows"
-        use = several(model["decisions"], "kept decision")
-        drawn.append(text(f"{name}: valued {model['age_seconds']:.0f} s ago{of}, with the use in {use}", "bold"))
+        of = "" if model.share in (None, 1) else f", estimated from {model.share:.1%} of the rows"
+        use = several(model.decisions or 0, "kept decision")
+        drawn.append(text(f"{name}: valued {model.age_seconds or 0:.0f} s ago{of}, with the use in {use}", "bold"))
     names, numbers = ("TENANT", "MODEL", "ENGINE", "ROLE"), ("WEIGHT", "REQUESTS", "TOKENS", *_AMOUNTS, "SECONDS")
     rows = [
         (
-            *(text(str(target[name])) for name in ("tenant_id", "model_name", "instance_id", "role")),
-            text(f"{target['weight']:g}", "" if target["weight"] else "yellow"),
-            text(f"{target['requests']:,}"),
-            *(text("" if target[name] is None else f"{target[name]:,}") for name in ("tokens", *_AMOUNTS.values())),
-            text("" if target["cost_seconds"] is None else f"{target['cost_seconds']:,.1f}"),
-            text(target["reason"] or ""),
+            *(text(str(getattr(target, name))) for name in ("tenant_id", "model_name", "instance_id", "role")),
+            text(f"{target.weight:g}", "" if target.weight else "yellow"),
+            text(f"{target.requests:,}"),
+            *(text(_amount(getattr(target, name))) for name in ("tokens", *_AMOUNTS.values())),
+            text("" if target.cost_seconds is None else f"{target.cost_seconds:,.1f}"),
+            text(target.reason or ""),
         )
-        for target in answer["targets"]
+        for target in answer.targets
     ]
     return [
         *drawn,
@@ -61,37 +61,42 @@ def parts(answer: dict[str, Any]) -> list[ScreenPart]:
     ]
 
 
-def cheapest(service: RemoteService, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def _amount(tokens: int | None) -> str:
+    return "" if tokens is None else f"{tokens:,}"
+
+
+def cheapest(service: RemoteService, arguments: argparse.Namespace) -> list[ValuedTarget]:
     """Return the targets that ``--cheapest`` chooses. Raise ``InvalidValue``, ``NotFound`` or ``NotValued``."""
     if arguments.model is None:
         raise InvalidValue("--cheapest needs --model: engines of different models do not replace each other")
     tenant = arguments.tenant_id or "default"
     deadline = time.monotonic() + _WALK_SECONDS
     while True:
-        found = service.get(f"/placement?{urlencode({'model': arguments.model, 'tenant': tenant})}")
-        models = found["models"]
-        if not models:
+        query = urlencode({"model": arguments.model, "tenant": tenant})
+        answer = service.get_for(PlacementAnswer, f"/placement?{query}")
+        if not answer.models:
             raise NotFound(
                 f"tenant {shown(tenant)} has no engine of model {shown(arguments.model)}; see 'waymark publishers'"
             )
-        if models[0]["reason"] is None:
-            return choose(found["targets"], arguments.cheapest)
+        reason = answer.models[0].reason
+        if reason is None:
+            return choose(answer.targets, arguments.cheapest)
         if time.monotonic() > deadline:
-            raise NotValued(f"{models[0]['reason']}. 'waymark publishers' shows whether an ingest worker runs")
+            raise NotValued(f"{reason}. 'waymark publishers' shows whether an ingest worker runs")
         time.sleep(_PAUSE_SECONDS)
 
 
-def choose(targets: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+def choose(targets: Sequence[ValuedTarget], count: int) -> list[ValuedTarget]:
     """Return the first ``count`` targets that may be stopped. Raise ``InvalidValue`` if there are fewer.
 
     Engines that get no new requests and those of unknown worth are left out. One engine of each role stays.
     """
-    serving = [target for target in targets if target["weight"]]
-    left = Counter(target["role"] for target in serving)
-    chosen: list[dict[str, Any]] = []
+    serving = [target for target in targets if target.weight]
+    left = Counter(target.role for target in serving)
+    chosen: list[ValuedTarget] = []
     for target in serving:
-        if len(chosen) < count and target["only_used_tokens"] is not None and left[target["role"]] > 1:
-            left[target["role"]] -= 1
+        if len(chosen) < count and target.only_used_tokens is not None and left[target.role] > 1:
+            left[target.role] -= 1
             chosen.append(target)
     if len(chosen) < count:
         raise InvalidValue(
@@ -101,10 +106,10 @@ def choose(targets: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]
     return chosen
 
 
-def why(target: Mapping[str, Any]) -> str:
+def why(target: ValuedTarget) -> str:
     """Return a sentence that says why a target was chosen."""
-    seconds = "" if target["cost_seconds"] is None else f", {target['cost_seconds']:,.1f} s of prefill"
+    seconds = "" if target.cost_seconds is None else f", {target.cost_seconds:,.1f} s of prefill"
     return (
-        f"{target['instance_id']} is among the cheapest: {target['only_tokens']:,} of its {target['tokens']:,} tokens "
-        f"are nowhere else ({target['only_used_tokens']:,} with their use{seconds})"
+        f"{target.instance_id} is among the cheapest: {target.only_tokens:,} of its {target.tokens:,} tokens "
+        f"are nowhere else ({target.only_used_tokens:,} with their use{seconds})"
     )

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlencode
 
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import several, shown
 from waymark.console.screen import Grid, ScreenPart, text
 from waymark.console.service import RemoteService
+from waymark.contract.results import PoliciesAnswer
 
 
-def policies(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:
+def policies(service: RemoteService, arguments: argparse.Namespace) -> PoliciesAnswer:
     """Return the answer of ``/policies/compare``, or of ``/policies/replay`` for a file or a policy."""
     if arguments.deed == "compare":
         if arguments.policy is not None:
             raise InvalidValue("waymark policies compare takes no policy; did you mean waymark policies replay?")
         wanted = {"model": arguments.model, "tenant": arguments.tenant_id, "since": arguments.since}
         query = urlencode({name: each for name, each in wanted.items() if each is not None})
-        return dict(service.get(f"/policies/compare?{query}"))
+        return service.get_for(PoliciesAnswer, f"/policies/compare?{query}")
     if arguments.policy is None:
         raise InvalidValue("waymark policies replay needs the FILE of a picker, or the name of a policy")
     body = {"model": arguments.model, "tenant_id": arguments.tenant_id, "since": arguments.since}
@@ -32,41 +32,41 @@ def policies(service: RemoteService, arguments: argparse.Namespace) -> dict[str,
             raise InvalidValue(f"{shown(arguments.policy)} cannot be read: {exc}") from None
     else:
         body["policy"] = arguments.policy
-    return dict(service.post("/policies/replay", body))
+    return service.post_for(PoliciesAnswer, "/policies/replay", body)
 
 
-def parts(answer: dict[str, Any]) -> list[ScreenPart]:
+def parts(answer: PoliciesAnswer) -> list[ScreenPart]:
     """Return the lines and the table."""
-    chosen = answer["chosen"]
-    if not chosen["decisions"]:
+    chosen = answer.chosen
+    if not chosen.decisions:
         return [text("no decision is kept; see WAYMARK_DECISIONS_KEPT")]
-    head = f"{several(chosen['decisions'], 'kept decision')}: {chosen['expected']:,} tokens should have been reused"
-    if chosen["reported"]:
+    head = f"{several(chosen.decisions, 'kept decision')}: {chosen.expected:,} tokens should have been reused"
+    if chosen.reported:
         head += (
-            f"; of {several(chosen['reported'], 'report')} {chosen['delivered']:,} were, "
-            f"and {chosen['expected_of_reported']:,} should have been"
+            f"; of {several(chosen.reported, 'report')} {chosen.delivered:,} were, "
+            f"and {chosen.expected_of_reported:,} should have been"
         )
-    if chosen["ttft_ms"] is not None:
-        head += f"; first token after {chosen['ttft_ms']:,.1f} ms on average"
+    if chosen.ttft_ms is not None:
+        head += f"; first token after {chosen.ttft_ms:,.1f} ms on average"
     drawn: list[ScreenPart] = [text(head, "bold")]
-    if answer["unreadable"]:
-        drawn.append(text(f"{several(answer['unreadable'], 'record')} of another release left out", "yellow"))
-    if not answer["policies"]:
+    if answer.unreadable:
+        drawn.append(text(f"{several(answer.unreadable, 'record')} of another release left out", "yellow"))
+    if not answer.policies:
         return [*drawn, text("no shadow has ordered them; see WAYMARK_SHADOW")]
     numbers = ("DECISIONS", "DIFFERS", "TOKENS", "CHOSEN", "TTFT", "CHOSEN TTFT")
     rows = [
         (
-            text(row["policy"]),
-            text(f"{row['decisions']:,}"),
-            text(f"{row['differs'] / row['decisions']:.1%}" if row["decisions"] else ""),
-            text(f"{row['expected']:,}"),
-            text(f"{row['expected_of_chosen']:,}"),
-            text(_ms(row["predicted_ttft_ms"])),
-            text(_ms(row["predicted_ttft_ms_of_chosen"])),
+            text(row.policy),
+            text(f"{row.decisions:,}"),
+            text(f"{row.differs / row.decisions:.1%}" if row.decisions else ""),
+            text(f"{row.expected:,}"),
+            text(f"{row.expected_of_chosen:,}"),
+            text(_ms(row.predicted_ttft_ms)),
+            text(_ms(row.predicted_ttft_ms_of_chosen)),
         )
-        for row in answer["policies"]
+        for row in answer.policies
     ]
-    if not answer["policies"][0]["is_simulated"]:
+    if not answer.policies[0].is_simulated:
         drawn.append(text("each decision by itself: the estimates flatter the policy that decided", "yellow"))
     return [*drawn, Grid(("POLICY", *numbers), rows, frozenset(numbers))]
 

@@ -98,6 +98,8 @@ class EventsAnswer(AnswerShape):
 class Service(AnswerShape):
     """One registration. A field that was not registered is empty."""
 
+    ADDED: ClassVar = {"SnapshotEndpoint": ""}
+
     Endpoint: str
     """The socket of its events."""
     ReplayEndpoint: str
@@ -174,6 +176,8 @@ class CopiesOfStream(AnswerShape):
 class Publisher(AnswerShape):
     """One registered publisher and the state of its stream."""
 
+    ADDED: ClassVar = {"is_further": False, "complaint": None}
+
     instance_id: str
     """The name of the engine."""
     tenant_id: str
@@ -240,6 +244,11 @@ class Publisher(AnswerShape):
     """Counters of this stream, by name."""
     complaint: str | None
     """The problem of the stream and its remedy, such as the reason for a missing connection; null without a problem."""
+
+    @property
+    def model(self) -> str:
+        """Return the name of the model, which the client calls so."""
+        return self.model_name
 
 
 @dataclass(frozen=True, kw_only=True)
