@@ -9,6 +9,8 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand, Pod
+from waymark.ingest.frames import Frame, FrameBuffer
+from waymark.ingest.subscriber import Subscriber
 
 #: A replay waits for its place as long as the test wants.
 PATIENT = replace(WITHOUT_PROBES, replay_idle_seconds=PATIENCE_SECONDS)
@@ -134,3 +136,31 @@ async def test_a_frame_with_other_bytes_than_the_reply_of_its_seq_shows_another_
     await pod.at_watermark(3)
     await pod.says("joined_late")
     await pod.counted(batches=3, stale_batches=4)
+
+
+async def test_frames_that_the_loop_has_not_read_when_the_reply_comes_are_applied_too(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sockets are ready, and the loop has come to the one of the replay first."""
+    unread: list[tuple[FrameBuffer, Frame]] = []
+    put, read = FrameBuffer.put, Subscriber.read
+
+    def read_all(subscriber: Subscriber) -> None:
+        if len(unread) == 6:
+            for buffer, frame in unread:
+                put(buffer, frame)
+            unread.clear()
+        read(subscriber)
+
+    worker = await bench.worker(options=PATIENT)
+    with monkeypatch.context() as patched:
+        patched.setattr(FrameBuffer, "put", lambda buffer, frame: unread.append((buffer, frame)))
+        patched.setattr(Subscriber, "read", read_all)
+        with worker.without_places():
+            pod = await short_pod(bench)
+            await connected(pod)
+            await pod.work(6)
+            await wait_until(lambda: len(unread) == 6, "six frames are here", PATIENCE_SECONDS)
+            patched.setattr(FrameBuffer, "put", put)
+        await pod.agrees()
+    await pod.counted(batches=6, batches_lost=0, stale_batches=3, restarts=0, gaps=0)
