@@ -121,6 +121,8 @@ async def test_frames_of_a_process_that_has_ended_are_not_mixed_with_the_replay_
     await pod.agrees()
     await pod.at_watermark(5)
     await pod.has_status("active")
+    # Three that the replay has, the six frames of the new process; two of the old one are left out.
+    await pod.counted(batches=9, stale_batches=5, restarts=1)
 
 
 async def test_a_frame_with_other_bytes_than_the_reply_of_its_seq_shows_another_process(bench: Bench) -> None:
