@@ -9,9 +9,12 @@ import httpx
 import pytest
 
 from tests.api.conftest import MakeClient
+from tests.discovery.conftest import Engine, engine, start_engine
 from waymark.domain.hashing import extend, token_bytes
 from waymark.store.hot import HotRows
 from waymark.store.store import Store
+
+__all__ = ["engine", "start_engine"]
 
 TOKENS = list(range(1, 65))
 HASHES = extend(None, token_bytes(TOKENS), 2)
@@ -74,3 +77,35 @@ async def test_registrations_are_in_the_next_answer(replica: httpx.AsyncClient, 
     (await replica.post("/admin/kv-index/clear", json={"scope": "all"})).raise_for_status()
     assert len(hot) == 0
     assert await holders(replica) == set()
+
+
+@pytest.mark.outside
+async def test_a_registration_by_url_is_in_the_next_answer(
+    replica: httpx.AsyncClient, hot: HotRows, engine: Engine
+) -> None:
+    engine.is_vllm()
+    (await replica.post("/register", json={"url": engine.url})).raise_for_status()
+    assert len(hot) == 0
+    assert await holders(replica) == set(range(HOLDERS))
+
+
+RANK = {"model_name": "m", "block_size": 2, "endpoint": "tcp://10.0.0.8:5557"}
+WORKER = {"worker_id": 100, "model_name": "m", "block_size": 2, "endpoint": "http://10.0.0.8:8000"}
+WORKER |= {"kv_events_endpoints": {"0": "tcp://10.0.0.8:5557"}}
+DOORS: list[tuple[str, str, dict[str, Any]]] = [
+    ("POST", "/dynamo/register", RANK | {"instance_id": 100}),
+    ("POST", "/dynamo/unregister", {"model_name": "m", "instance_id": 100}),
+    ("POST", "/dynamo/workers", WORKER),
+    ("PATCH", "/dynamo/workers/100", {"endpoint": "http://10.0.0.9:8001"}),
+    ("DELETE", "/dynamo/workers/100", {}),
+]
+
+
+async def test_what_the_doors_of_dynamo_have_acknowledged_is_in_the_next_answer(
+    replica: httpx.AsyncClient, hot: HotRows
+) -> None:
+    for method, path, body in DOORS:
+        assert await holders(replica) == set(range(HOLDERS))
+        assert len(hot) > 0
+        (await replica.request(method, path, json=body)).raise_for_status()
+        assert len(hot) == 0, path

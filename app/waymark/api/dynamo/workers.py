@@ -69,6 +69,7 @@ class DynamoWorkerHandlers:
                 raise NotFound(f"worker {worker} not found")
             if await self._store.selections.describe(worker, old_value, b"") is Verdict.APPLIED:
                 await self._unregister(worker, old_description, frozenset())
+                self._store.reader.forget_rows()
                 return Answer(_shown(worker, old_description, "unschedulable", []))
         raise _contended(worker)
 
@@ -100,6 +101,7 @@ class DynamoWorkerHandlers:
             old_description or description,
             frozenset(wanted_registration.name for wanted_registration in wanted),
         )
+        self._store.reader.forget_rows()
         return _shown(worker, description, "incomplete" if reasons else "schedulable", reasons)
 
     @staticmethod
