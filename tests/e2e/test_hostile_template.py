@@ -16,7 +16,9 @@ from tests.tokenization import small
 from tests.tokenization.test_renderers import HOSTILE
 
 OTHERS_SECONDS = 0.25
-NAMES = ["a text is doubled", "lists of lists", "a trim"]
+#: Until a message of the hostile model is refused, and what its process may take meanwhile.
+REFUSED_SECONDS, MEMORY_KIB = 2.0, 256 * 1024
+NAMES = ["a text is doubled", "lists of lists", "an indent", "a trim"]
 
 
 def chat(model: str, text: str) -> dict[str, Any]:
@@ -34,16 +36,40 @@ async def test_a_hostile_template_holds_up_nobody(redis_url: str, tmp_path: Path
         live.client() as stranger,
     ):
         await ask(client, chat("honest", "Hi"), 200)
-        attack = asyncio.gather(*(ask(stranger, chat("hostile", f"Hi {n}"), 400, 503) for n in range(4)))
-        turn = 0
+        attack = asyncio.gather(*(refused(loop, stranger, chat("hostile", f"Hi {n}")) for n in range(4)))
+        turn = memory = 0
         async with within(60):
             while not attack.done():
                 turn += 1
                 for answer in (client.get("/health"), ask(client, chat("honest", f"turn {turn}"), 200)):
                     slowest = max(slowest, await duration(loop, answer))
+                memory = max(memory, *map(peak_kib, (live.pid, *children(live.pid))))
                 await asyncio.sleep(0.01)
-        assert all("template" in each.json()["error"] for each in await attack)
+        assert max(await attack) <= patient(REFUSED_SECONDS)
+        assert 0 < memory <= MEMORY_KIB
         assert slowest <= patient(OTHERS_SECONDS)
+
+
+async def refused(loop: asyncio.AbstractEventLoop, client: httpx.AsyncClient, body: dict[str, Any]) -> float:
+    """Return the seconds until a message is refused with a sentence."""
+    began = loop.time()
+    answer = await ask(client, body, 400, 503)
+    assert "template" in answer.json()["error"]
+    return loop.time() - began
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(each) for task in tasks for each in (task / "children").read_text().split()]
+
+
+def peak_kib(pid: int) -> int:
+    """Return the most that a process has ever had resident; 0 if it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")), 0)
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any], *statuses: int) -> httpx.Response:

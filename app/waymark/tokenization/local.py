@@ -40,7 +40,7 @@ _SHORT = 2**16
 #: turn of a conversation.
 _FEW = 2**11
 #: How long messages wait until their model's template may be rendered.
-_TURN_SECONDS = 1.0
+_TURN_SECONDS = 0.5
 _SAMPLES = 20
 #: Pieces of the samples: texts that a tokenizer may treat otherwise at a border.
 _PIECES = (
