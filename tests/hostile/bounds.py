@@ -20,6 +20,7 @@ from waymark.domain.multimodal import ITEMS_MAX
 from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX
 from waymark.engines.samples import LINE_BYTES_MAX, LINES_MAX
 from waymark.engines.wire import BLOCK_SIZE_MAX
+from waymark.ingest.subscribers import MEMORY_BYTES_MAX
 from waymark.serving.limits import AHEAD_MAX, HEAD_BYTES_MAX, HEAD_FIELDS_MAX
 
 
@@ -47,6 +48,7 @@ class Bound:
 _BYTES, _SECONDS = "bytes", "s"
 _NO_ENTRY = "400 that names the field"
 _NO_GAUGES = "none of them is read"
+_ENDED = "the connection with most bytes is closed for 30 s"
 _LOST = "the batch is lost, counted, and the others are applied"
 
 BOUNDS: dict[str, tuple[Bound, ...]] = {
@@ -78,6 +80,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
         Bound("hashes of an event", "event_hashes_max", _LOST),
         Bound("tokens of a block", BLOCK_SIZE_MAX, "the event is ignored and counted"),
         Bound("blocks of a stream", "stream_blocks_max", "further blocks are ignored and counted"),
+        Bound("growth of a worker by messages without an end", MEMORY_BYTES_MAX, _ENDED, _BYTES),
         Bound("ranks that an engine names", RANKS_MAX, "400 that names what to give"),
         Bound("a line of an engine's metrics that is read", LINE_BYTES_MAX, _NO_GAUGES, _BYTES),
         Bound("such lines", LINES_MAX, _NO_GAUGES),

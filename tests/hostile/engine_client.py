@@ -257,6 +257,32 @@ class EngineClient(Attacker):
             await self._unregister("fast")
         await self._is_followed()
 
+    async def messages_without_end(self) -> None:
+        """Parts that libzmq holds until the last one comes, which never does: empty ones, short ones, long ones."""
+        longest = b"\x03" + (2**20).to_bytes(8, "big") + bytes(2**20)
+        part = self.random.choice([b"\x01\x00" * 30_000, (b"\x01\x21" + bytes(33)) * 2000, longest])
+        sent, is_over = 0, False
+
+        async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal sent
+            writer.write(GREETING + READY)
+            while not is_over:
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(0)
+                sent += len(part)
+
+        async with listening(speak) as server:
+            endpoint = f"tcp://127.0.0.1:{port_of(server)}"
+            for number in range(3):
+                await self._register(f"endless-{number}", endpoint)
+            await wait_until(lambda: sent > 0, "somebody listens to it")
+            await asyncio.sleep(4.0)
+            is_over = True
+            for number in range(3):
+                await self._unregister(f"endless-{number}")
+        await self._is_followed()
+
     async def registrations_that_come_and_go(self) -> None:
         """A few of them stay, so that the next attacks have several streams."""
         pick = self.random

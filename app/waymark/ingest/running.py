@@ -32,6 +32,7 @@ from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.snapshots import SnapshotSource
 from waymark.ingest.sockets import ZmqContext
 from waymark.ingest.stream import Stream
+from waymark.ingest.subscribers import Subscribers
 from waymark.store.activity import ActivityKind, about
 from waymark.store.claims import Claim
 from waymark.store.leases import Grant
@@ -117,6 +118,7 @@ class StreamRunner:
         self._options = options
         self.places = places
         self._room = FrameRoom(_ROOM_BUFFERS * options.stream.stream_buffer_bytes)
+        self.subscribers = Subscribers(message_bytes_max=options.stream.message_bytes_max)
         self.leases = LeaseKeeper(store, options.stream.lease_seconds)
         self._starts = asyncio.Semaphore(_STARTS_MAX)
         self._errors: dict[PublisherName, str] = {}
@@ -211,7 +213,9 @@ class StreamRunner:
         decode = decoder(claim.registration.kind, seed=apply_options.hash_seed, ceilings=ceilings)
         life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap)
         snapshots = self._snapshots_of(grant)
-        running.stream = Stream(life, self.context, self.places, self._metrics, options.stream, self._room, snapshots)
+        running.stream = Stream(
+            life, self.context, self.places, self._metrics, options.stream, self._room, self.subscribers, snapshots
+        )
 
     def _snapshots_of(self, grant: Grant) -> SnapshotSource | None:
         endpoint = grant.claim.registration.snapshot_endpoint

@@ -106,9 +106,11 @@ class MessageReader:
     frame has, a call returns the first, which no parser takes; the calls after it throw the others away.
     """
 
-    __slots__ = ("_has_rest", "_socket")
+    __slots__ = ("_has_rest", "_socket", "count")
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.count = 0
+        """The calls that have received anything."""
         self._socket = socket
         self._has_rest = False
 
@@ -130,6 +132,7 @@ class MessageReader:
         return [part.bytes for part in parts] if has_room(max(map(len, parts))) else None
 
     def _drop_rest(self) -> None:
+        self.count += 1
         for _ in range(_REST_PER_CALL):
             # Not copied, because it is dropped.
             if not self._socket.recv(zmq.NOBLOCK, copy=False).more:
@@ -139,6 +142,7 @@ class MessageReader:
     def _parts(self, *, is_copied: bool) -> list[Any]:
         socket = self._socket
         parts = [socket.recv(zmq.NOBLOCK, copy=is_copied)]
+        self.count += 1
         while socket.getsockopt(zmq.RCVMORE):
             if len(parts) > PARTS_MAX:
                 self._has_rest = True
@@ -150,12 +154,14 @@ class MessageReader:
 class LiveConnection:
     """A SUB socket for one connection, or one attempt at it, with its monitor."""
 
-    __slots__ = ("attempt", "descriptors", "is_over", "is_retried", "is_up", "messages", "monitor", "socket")
+    __slots__ = ("attempt", "descriptors", "file", "is_over", "is_retried", "is_up", "messages", "monitor", "socket")
 
     def __init__(self, context: ZmqContext, endpoint: str, message_bytes_max: int) -> None:
         self.is_up = False
         """The handshake succeeded. It stays true when the connection is over: there may be frames to read."""
         self.is_over = False
+        self.file: int | None = None
+        """The descriptor of the connection, which is libzmq's."""
         self.attempt = Attempt(time.monotonic(), CONNECT_MILLISECONDS / 1000)
         self.is_retried = False
         """libzmq is about to reconnect. It does so after a lost connection, but not after one that it closed itself."""
@@ -196,6 +202,7 @@ class LiveConnection:
             if number == zmq.EVENT_CONNECT_RETRIED:
                 self.is_retried = True
             if number == zmq.EVENT_CONNECTED:
+                self.file = int.from_bytes(event[2:6], sys.byteorder)
                 continue
             if number & _UP:
                 self.is_up = True

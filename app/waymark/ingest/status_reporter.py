@@ -29,7 +29,7 @@ _MIXED = (
 )
 _REFUSED = (
     "the connection to the publisher was closed, because of a message of more than {} bytes, four times "
-    "WAYMARK_FRAME_BYTES_MAX, or of bytes that are not ZMTP; the worker connects again later"
+    "WAYMARK_FRAME_BYTES_MAX, of one without an end, or of bytes that are not ZMTP; the worker connects again later"
 )
 
 

@@ -33,6 +33,7 @@ from waymark.ingest.snapshots import Snapshots, SnapshotSource
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ZmqContext
 from waymark.ingest.status_reporter import StatusReporter
 from waymark.ingest.subscriber import UNREACHABLE_MILLISECONDS, Subscriber
+from waymark.ingest.subscribers import Subscribers
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +82,11 @@ class Stream:
         metrics: Metrics,
         options: StreamOptions,
         room: FrameRoom,
+        others: Subscribers | None = None,
         snapshots: SnapshotSource | None = None,
     ) -> None:
-        """Create a stream. ``room``: for the frames of all streams of the worker. ``snapshots``: where to ask for a
-        snapshot of the engine's cache, if that is possible.
+        """Create a stream. ``room`` and ``others`` are those of all streams of the worker. ``snapshots``: where to ask
+        for a snapshot of the engine's cache, if that is possible.
         """
         registration = life.applier.grant.claim.registration
         assert registration.endpoint is not None
@@ -97,6 +99,7 @@ class Stream:
             buffer_bytes=options.stream_buffer_bytes,
             buffer_frames=options.stream_buffer_frames,
             room=room,
+            others=others,
             message_bytes_max=options.message_bytes_max,
         )
         self._over = 0
@@ -195,13 +198,13 @@ class Stream:
         return self._subscriber.buffered_bytes, self._subscriber.buffered_frames
 
     def _wait_seconds(self) -> float:
-        """Return how long to wait for news. A stream whose engine is silent, and that waits for nothing else, costs a
-        worker next to nothing.
+        """Return how long to wait for news. A stream whose engine is silent, or was never there, and that waits for
+        nothing else, costs a worker next to nothing.
         """
         now, life, applier = time.monotonic(), self._life, self._life.applier
         is_busy = (
             now - self._news < _BUSY_SECONDS
-            or not (self._subscriber.is_connected or life.is_lost)
+            or (self._was_there and not (self._subscriber.is_connected or life.is_lost))
             or self._replaying.is_waiting
             or life.is_open
             or (self._snapshots is not None and life.wants_snapshot)
@@ -210,7 +213,8 @@ class Stream:
         )
         if is_busy:
             return _TICK_SECONDS
-        probe_at = self._heard + self._options.probe_seconds if self._registration.can_replay else math.inf
+        can_probe = self._subscriber.is_connected and self._registration.can_replay
+        probe_at = self._heard + self._options.probe_seconds if can_probe else math.inf
         return min(max(_TICK_SECONDS, probe_at - now), _SILENT_SECONDS)
 
     def _is_probe_due(self) -> bool:
@@ -243,11 +247,15 @@ class Stream:
         elif self._down_since is None:
             self._down_since = now
         is_away = self._down_since is not None and now - self._down_since > options.publisher_timeout
-        was_there = self._received.connection > 0 or bool(life.applier.resolver.holders)
-        if is_away and options.publisher_timeout and not life.is_lost and was_there:
+        if is_away and options.publisher_timeout and not life.is_lost and self._was_there:
             await life.lost()
         await self._note_health(now)
         await self._reporter.report(now)
+
+    @property
+    def _was_there(self) -> bool:
+        """Whether anything is known of the engine, which may be lost."""
+        return self._received.connection > 0 or bool(self._life.applier.resolver.holders)
 
     async def _note_health(self, now: float) -> None:
         """Note for all decisions whether the engine can be reached, also if it was never connected."""

@@ -30,6 +30,7 @@ from waymark.apply.slices import LoopTurns
 from waymark.ingest.connection_failure import ConnectionFailure
 from waymark.ingest.frames import Frame, FrameBuffer, FrameRoom, parse_live
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, LiveConnection, ZmqContext
+from waymark.ingest.subscribers import Subscribers
 
 FRAMES_PER_READ = 500
 """Frames read in one callback of the event loop: some 2 ms."""
@@ -54,8 +55,8 @@ class Subscriber:
     """The frames of one endpoint, oldest first, for one reader on one event loop.
 
     ``buffer_bytes`` (of topics and payloads) and ``buffer_frames`` bound the frames that wait to be taken, and so does
-    the ``room``, which subscribers share. ``start`` opens the subscriber and ``close`` closes it, or ``async with``
-    does both, before the context is terminated.
+    the ``room``; the subscribers of a worker share it, and ``others``. ``start`` opens the subscriber and ``close``
+    closes it, or ``async with`` does both, before the context is terminated.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Subscriber:
         buffer_bytes: int,
         buffer_frames: int,
         room: FrameRoom | None = None,
+        others: Subscribers | None = None,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -78,13 +80,17 @@ class Subscriber:
         self.malformed = 0
         """Frames that could not be parsed."""
         self.is_refused = False
-        """libzmq has ended the last connection, for a message above ``message_bytes_max`` or bytes other than ZMTP."""
+        """The last connection was ended because of a message above ``message_bytes_max``, one without an end, or bytes
+        other than ZMTP."""
         self.failure: ConnectionFailure | None = None
         """Why the last attempt to connect failed; None if it succeeded."""
         self.is_unreachable = False
         """The connection was reset or refused twice at once, and was not accepted since."""
         self._failed = float("-inf")
         """When it was reset or refused the last time."""
+        self._others = others or Subscribers(message_bytes_max=message_bytes_max)
+        self._is_absent = False
+        """The publisher was never reached."""
         self._message_bytes_max = message_bytes_max
         self._context = context
         self._clock = clock
@@ -113,6 +119,7 @@ class Subscriber:
         Raises InvalidValue if libzmq cannot read the endpoint, and OSError if no socket is available.
         """
         self._loop = asyncio.get_running_loop()
+        self._set_absent(True)
         self._open_link()
 
     def close(self) -> None:
@@ -121,6 +128,7 @@ class Subscriber:
             self._dialling.cancel()
             self._dialling = None
         self._close_link()
+        self._set_absent(False)
         self._buffer.leave()
         self._set_connected(False)
         self.wake()
@@ -177,6 +185,7 @@ class Subscriber:
     def _open_link(self) -> None:
         link = LiveConnection(self._context, self.endpoint, self._message_bytes_max)
         self._link = link
+        self._others.enter(link, self._refuse)
         for descriptor in link.descriptors:
             self._loop.add_reader(descriptor, self.read)
         self.read()
@@ -184,6 +193,7 @@ class Subscriber:
     def _close_link(self) -> None:
         if self._link is None:
             return
+        self._others.leave(self._link)
         for descriptor in self._link.descriptors:
             self._loop.remove_reader(descriptor)
         self._link.close()
@@ -197,12 +207,7 @@ class Subscriber:
         if self._link is not None:
             self._read_monitor(self._link)
             if self._link.is_up and not self._link.is_retried:
-                # The publisher would send the same bytes again at once.
-                self.is_refused = True
-                self._close_link()
-                self._pause = REFUSED_SECONDS
-                self._dial_later()
-                self.wake()
+                self._refuse()
                 return
         self._close_link()
         try:
@@ -211,8 +216,18 @@ class Subscriber:
             # Without a free socket ``is_connected`` stays false, as with an absent peer.
             self._dial_later()
 
+    def _refuse(self) -> None:
+        """Close the connection, and connect again later: the publisher would send the same bytes again at once."""
+        self.is_refused = True
+        self._close_link()
+        self._set_connected(False)
+        self._pause = REFUSED_SECONDS
+        self._dial_later()
+        self.wake()
+
     def _dial_later(self) -> None:
-        self._dialling = self._loop.call_later(self._pause, self._dial_again)
+        seconds = max(self._pause, self._others.pause_seconds if self._is_absent else 0.0)
+        self._dialling = self._loop.call_later(seconds, self._dial_again)
         self._pause = min(2 * self._pause, RECONNECT_SECONDS_MAX)
 
     def read(self) -> None:
@@ -232,6 +247,7 @@ class Subscriber:
     def _read_monitor(self, link: LiveConnection) -> None:
         for is_up in link.changes():
             if is_up:
+                self._set_absent(False)
                 self._pause = RECONNECT_SECONDS
                 self.connection += 1
                 self.is_unreachable, self._failed = False, float("-inf")
@@ -244,8 +260,13 @@ class Subscriber:
     def _note_failure(self, link: LiveConnection) -> None:
         if link.is_up or link.attempt.failure in _ENDED_BY_THE_PEER:
             now = self._clock()
-            self.is_unreachable = self.is_unreachable or now - self._failed <= UNREACHABLE_SECONDS
+            within = max(UNREACHABLE_SECONDS, 2 * self._others.pause_seconds if self._is_absent else 0.0)
+            self.is_unreachable = self.is_unreachable or now - self._failed <= within
             self._failed = now
+
+    def _set_absent(self, is_absent: bool) -> None:
+        self._others.absent += is_absent - self._is_absent
+        self._is_absent = is_absent
 
     def _set_connected(self, is_connected: bool) -> None:
         if self.is_connected != is_connected:

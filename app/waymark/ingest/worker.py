@@ -70,6 +70,7 @@ class Worker:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._listen())
                 tasks.create_task(self._runner.leases.keep_renewing())
+                tasks.create_task(self._runner.subscribers.keep_watching())
                 tasks.create_task(
                     keep_sweeping(
                         self._store,

@@ -1,0 +1,148 @@
+"""What the subscribers of a worker share: the end of messages without an end, and rarer attempts at many engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import chain, repeat
+
+import pytest
+
+from tests.conftest import wait_until
+from tests.hostile.engine_client import GREETING, READY
+from tests.ingest.conftest import WITHOUT_PROBES, Bench
+from tests.listening import listening, port_of
+from waymark.ingest import subscribers as module
+from waymark.ingest.sockets import ZmqContext
+from waymark.ingest.subscriber import Subscriber
+from waymark.ingest.subscribers import Subscribers
+
+pytestmark = pytest.mark.outside
+
+PART_MAX = 2**20
+#: An empty part, and one that is as long as a part may be; more parts of the message follow.
+EMPTY, LONGEST = b"\x01\x00" * 30_000, b"\x03" + PART_MAX.to_bytes(8, "big") + bytes(PART_MAX)
+#: Topic, seq and payload.
+FRAME = b"\x01\x00" + b"\x01\x08" + bytes(8) + b"\x02" + PART_MAX.to_bytes(8, "big") + bytes(PART_MAX)
+
+
+@asynccontextmanager
+async def publishing(*pieces: bytes, then: bytes = b"") -> AsyncIterator[str]:
+    """A publisher that sends these, and the last for ever, unless it is empty."""
+
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for piece in chain((GREETING, READY, *pieces), repeat(then) if then else ()):
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)  # to drain waits for nothing while libzmq keeps up
+        await reader.read(-1)
+
+    async with listening(speak) as server:
+        yield f"tcp://127.0.0.1:{port_of(server)}"
+
+
+@asynccontextmanager
+async def following(context: ZmqContext, endpoint: str, others: Subscribers) -> AsyncIterator[Subscriber]:
+    subscriber = Subscriber(
+        context, endpoint, buffer_bytes=2**24, buffer_frames=1000, others=others, message_bytes_max=PART_MAX
+    )
+    async with subscriber:
+        yield subscriber
+
+
+async def test_a_message_without_an_end_ends_its_connection_and_no_other(context: ZmqContext) -> None:
+    others, now = Subscribers(message_bytes_max=PART_MAX), 0.0
+    async with (
+        publishing(FRAME, FRAME) as honest_endpoint,
+        publishing(then=LONGEST) as endpoint,
+        following(context, honest_endpoint, others) as honest,
+        following(context, endpoint, others) as hostile,
+    ):
+        await wait_until(lambda: honest.buffered_frames == 2, "the honest frames are here")
+
+        def is_refused() -> bool:
+            others.check(0, now)
+            return hostile.is_refused
+
+        await wait_until(is_refused, "the connection is ended")
+        assert not hostile.is_connected
+        assert honest.is_connected
+        assert not honest.is_refused
+
+
+async def test_the_connection_with_most_bytes_ends_if_the_process_has_grown(context: ZmqContext) -> None:
+    others = Subscribers(message_bytes_max=2**40)
+    beginning = FRAME[: len(FRAME) // 2]
+    async with (
+        publishing(FRAME, beginning) as honest_endpoint,
+        publishing(then=EMPTY) as endpoint,
+        following(context, honest_endpoint, others) as honest,
+        following(context, endpoint, others) as hostile,
+    ):
+        await wait_until(lambda: honest.buffered_frames == 1 and hostile.is_connected, "both are connected")
+
+        def is_refused(memory: int) -> Callable[[], bool]:
+            def check() -> bool:
+                others.check(memory, 0.0)
+                return hostile.is_refused
+
+            return check
+
+        for _ in range(20):
+            assert not is_refused(module.MEMORY_BYTES_MAX)(), "it has not grown beyond the bound"
+            await asyncio.sleep(0.01)
+        await wait_until(is_refused(2 * module.MEMORY_BYTES_MAX + 1), "the connection is ended")
+        others.check(4 * module.MEMORY_BYTES_MAX, 0.0)
+        assert honest.is_connected
+        assert not honest.is_refused
+
+
+async def test_a_worker_ends_it_and_says_why(bench: Bench) -> None:
+    await bench.worker(options=WITHOUT_PROBES, message_bytes_max=PART_MAX)
+    async with publishing(then=EMPTY) as endpoint:
+        pod = await bench.pod(fields={"endpoint": endpoint, "replay_endpoint": None})
+        await pod.has_status("failed")
+        await pod.says("without an end")
+
+
+async def test_a_frame_that_takes_long_and_a_silent_publisher_stay(context: ZmqContext) -> None:
+    others = Subscribers(message_bytes_max=PART_MAX)
+    async with (
+        publishing(FRAME, FRAME[:-1]) as endpoint,
+        following(context, endpoint, others) as subscriber,
+    ):
+        await wait_until(lambda: subscriber.buffered_frames == 1, "one is here")
+        for hour in range(100):
+            others.check(0, 3600.0 * hour)
+        assert subscriber.is_connected
+        assert not subscriber.is_refused
+
+
+async def test_of_many_that_were_never_reached_each_is_tried_rarely(
+    context: ZmqContext, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that was reached at once, however many there are."""
+    monkeypatch.setattr(module, "ATTEMPT_SECONDS", 3600.0)
+    others = Subscribers(message_bytes_max=PART_MAX)
+    connections = 0
+
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        writer.write(GREETING + READY)
+        await reader.read(64 + 1)  # the greeting, and more
+
+    absent = f"tcp://127.0.0.1:{free_port}"
+    async with (
+        listening(speak) as server,
+        following(context, absent, others) as never,
+        following(context, f"tcp://127.0.0.1:{port_of(server)}", others) as reached,
+    ):
+        await wait_until(lambda: reached.connection >= 3, "it is connected to again and again")
+        assert others.absent == 1
+        assert never.failure is not None
+        async with listening(speak, free_port):
+            await wait_until(lambda: reached.connection >= 6, "again")
+            assert never.connection == 0
+    assert others.absent == 0
