@@ -176,6 +176,11 @@ def test_the_demo_stays_on_a_terminal_until_ctrl_c() -> None:
         seen.append(url)
         with httpx.Client(base_url=url, trust_env=False, timeout=patient(10)) as client:
             assert client.get("/ui").status_code == 200
+            said = re.search(r"waymark ask --model demo-model --text '([^']+)'", read.decode())
+            assert said is not None
+            body = {"model": "demo-model", "prompt": said[1], "block_size": 16}
+            answer = client.post("/query", json=body).json()["default"]
+            assert answer["engine-1"]["longest_matched"] == 32
             while not sum(each["load"]["requests"] for each in client.get("/workers").json()["publishers"]):
                 assert time.monotonic() < deadline, "no request is under way"
             wait_for(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
+import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -31,13 +35,14 @@ def test_the_demo_ends_well_and_shows_what_each_engine_has() -> None:
     assert done.returncode == cli.EXIT_OK, done.stderr
     rows = [line.split("  ") for line in done.stdout.splitlines() if re.search(r"engine-\d", line)]
     shown = [tuple(cell.strip() for cell in row if cell.strip())[:6] for row in rows]
-    assert len(shown) == 10
+    assert len(shown) == 12
     # 160 tokens of system prompt and 96 of the chat; the second engine has worked on the system prompt only.
     assert shown[0] == ("chat A", "engine-0", "256", "256", "256", "0")
     assert shown[1] == ("chat A", "engine-1", "160", "256", "160", "0")
     # The first engine's GPU has room for 24 blocks; what did not fit is on its CPU.
     assert shown[2] == ("chat A, next turn", "engine-0", "320", "320", "256", "64")
     assert {row[2] for row in shown if row[0] == "another topic"} == {"0"}
+    assert [row[2] for row in shown if row[0] == "a text"] == ["0", "32"]
     assert "Traceback" not in done.stderr
 
 
@@ -45,7 +50,7 @@ def test_the_same_numbers_are_there_for_a_program_and_the_steps_are_said(capsys:
     assert cli.main(["demo", "--json"]) == cli.EXIT_OK
     printed = capsys.readouterr()
     first, *others = json.loads(printed.out)
-    assert len(others) == 9
+    assert len(others) == 11
     assert first == {"label": "chat A", "tokens": 256, "instance": "engine-0", "matched": 256, "gpu": 256, "cpu": 0}
     steps = [line for line in printed.err.splitlines() if line.startswith("waymark demo: ")]
     assert steps[0] == "waymark demo: starting Waymark on an embedded Redis"
@@ -80,6 +85,51 @@ def test_a_service_that_does_not_start_fails_it(
     assert reason in capsys.readouterr().err
 
 
+def test_the_demo_takes_the_port_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    urls: list[str] = []
+
+    class Started(Exception):
+        pass
+
+    @asynccontextmanager
+    async def started(port: int) -> AsyncIterator[None]:
+        urls.append(str(port))
+        raise Started
+        yield
+
+    monkeypatch.setattr(demo, "_started_service", started)
+    port = unused_port()
+    monkeypatch.setenv("WAYMARK_PORT", str(port))
+    with pytest.raises(Started):
+        asyncio.run(run_demo())
+    assert urls == [str(port)]
+
+
+def test_a_port_that_is_asked_for_and_taken_fails_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        monkeypatch.setenv("WAYMARK_PORT", port)
+        assert cli.main(["demo"]) == cli.EXIT_FAILED
+    assert f"WAYMARK_PORT is {port}, and another process listens there" in capsys.readouterr().err
+    monkeypatch.setenv("WAYMARK_PORT", "http")
+    assert cli.main(["demo"]) == cli.EXIT_FAILED
+    assert 'WAYMARK_PORT is "http"; it must be a port' in capsys.readouterr().err
+
+
+async def test_another_waymark_at_the_port_of_the_demo_is_not_taken_for_its_own(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look for a free port and its own service another process may take the port."""
+    async with start("serve", redis_url, tmp_path / "log") as live:
+        monkeypatch.setattr(demo, "_wanted_port", lambda is_usual: int(live.url.rpartition(":")[2]))
+        with pytest.raises(DemoFailed, match=r"the service ended with code 3 while the demo waited for"):
+            await run_demo()
+        async with live.client() as client:
+            assert (await client.get("/services")).json()["count"] == 0
+
+
 @pytest.mark.parametrize("url", ["", "127.0.0.1:13333", "ftp://127.0.0.1", "http://:13333", "http://host:port"])
 def test_what_is_no_url_fails_it(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "--url", url]) == cli.EXIT_FAILED
@@ -98,7 +148,7 @@ async def test_a_service_that_goes_on_is_asked_with_its_token_and_forgets_the_en
     async with start("serve", redis_url, tmp_path / "log", api_token="secret") as live:
         with pytest.raises(DemoFailed, match=r"the service answered 401: "):
             await run_demo(live.url)
-        assert len(await run_demo(f"{live.url}/", "secret")) == 10
+        assert len(await run_demo(f"{live.url}/", "secret")) == 12
         async with live.client() as client:
             assert (await client.get("/services")).json()["count"] == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict
 
@@ -13,6 +14,7 @@ _EXAMPLES = """\
 examples:
   $ waymark demo                                 start a Waymark on an embedded Redis; a terminal keeps it until Ctrl-C
   $ waymark demo --once                          the same, and stop it at the end
+  $ WAYMARK_PORT=13334 waymark demo              the same, at this port
   $ waymark demo --url http://127.0.0.1:13333    use one that runs
   $ waymark demo --json | jq .[0]                the same numbers for a program
 """
@@ -32,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     from waymark.console.progress import Progress
     from waymark.console.screen import Screen
     from waymark.console.service import DEFAULT_URL
-    from waymark.runtime.demo import MODEL, DemoFailed, PromptMatch, run_demo
+    from waymark.runtime.demo import MODEL, TEXT, DemoFailed, PromptMatch, run_demo
 
     is_shown = False
 
@@ -41,9 +43,12 @@ def run(arguments: argparse.Namespace) -> int:
         progress.clear()
         Screen().show(parts(lines))
         of_url = "" if url == DEFAULT_URL else f" --url {url}"
+        if of_url and not os.environ.get("WAYMARK_PORT"):
+            print(f"\nAnother process listens on the usual port, so this Waymark is at {url}.")
         print(
             f"\nIt goes on with requests until you press Ctrl-C. The page: {url}/ui\nIn another terminal:\n"
-            f"  waymark top{of_url}\n  waymark ask --model {MODEL} --tokens 1000-1159{of_url}",
+            f"  waymark top{of_url}\n  waymark ask --model {MODEL} --text '{TEXT}'{of_url}\n"
+            f"  waymark ask --model {MODEL} --tokens 1000-1159{of_url}",
             flush=True,
         )
         is_shown = True

@@ -1,7 +1,8 @@
 """``waymark demo``: the whole service on one machine, shown in a table, and checked.
 
 It starts ``waymark serve`` as a process of its own on the embedded Redis, or takes a service that runs already; starts
-two simulated vLLM engines that publish real frames, lets them work on prompts that share a prefix, and asks ``/query``.
+two simulated vLLM engines that publish real frames and tokenize texts, lets them work on prompts that share a prefix,
+and asks ``/query``.
 Every answer is compared with the real contents of the engines' caches; the first wrong one ends the demo with a
 sentence. In a service that runs already, the engines have a tenant of their own, and are unregistered at the end. On a
 terminal a service of its own stays, with requests that go on, so that there is something to look at.
@@ -18,25 +19,36 @@ import sys
 import time
 import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from uuid import uuid4
 
 from waymark.base.shown import shown
 from waymark.client import AsyncClient, Refused, Unavailable
 from waymark.console.service import RemoteService
 from waymark.domain.names import DEFAULT_TENANT
 from waymark.simulator.engine import SimulatedEngine, build_engine
+from waymark.simulator.http import EngineHttp
+from waymark.simulator.texts import tokens_of_text
 from waymark.simulator.wire import CPU, GPU
 from waymark.simulator.workload import SimulatedPrompt
 
 TENANT = "demo"
 MODEL = "demo-model"
 BLOCK_SIZE = 16
+#: A prompt of two blocks, for whoever has no token ids at hand.
+TEXT = (
+    "A router asks which engine has the beginning of a prompt. The engine with most of it need not compute that part "
+    "again, so the first token comes sooner."
+)
+_GPU_BLOCKS, _CPU_BLOCKS = 24, 64
 _DEADLINE_SECONDS = 40.0
 #: The port of a demo that stays, if it is free: the commands ask there.
 _USUAL_PORT = 13333
+_PORT = "WAYMARK_PORT"
 #: The users of a demo that stays, and the tokens after which one begins another chat.
 _USERS, _CHAT_TOKENS_MAX = 4, 320
+_SYSTEM = tuple(range(1000, 1160))
 
 Shown = Callable[[list["PromptMatch"], str], None]
 """Gets the lines of the table, and the URL of the service that stays."""
@@ -74,11 +86,19 @@ class _DemoService:
     base: str
     client: AsyncClient
     process: asyncio.subprocess.Process | None = None
+    worker_id: str | None = None
+    """The name of the ingest worker in ``process``."""
 
     @property
     def tenant_id(self) -> str:
         """The tenant of the engines: in a service of its own it is the one that the page and the commands ask about."""
         return TENANT if self.process is None else DEFAULT_TENANT
+
+    async def is_ready(self) -> bool:
+        """Whether the service answers, and is not another one that has taken the port meanwhile."""
+        if not await self.client.ready():
+            return False
+        return self.worker_id is None or self.worker_id in (await self.client.workers()).workers
 
 
 async def run_demo(
@@ -93,28 +113,32 @@ async def run_demo(
     ``say`` gets a line for each step. With ``stay`` the service goes on with requests until this is cancelled.
     """
     say("starting Waymark on an embedded Redis" if url is None else f"asking {url}")
-    started = _started_service(_USUAL_PORT if stay else 0)
-    async with started if url is None else _running_service(url, api_token) as service:
+    running = _started_service(_wanted_port(stay is not None)) if url is None else _running_service(url, api_token)
+    async with running as service:
         with _sentences():
             return await _show(service, say, stay)
 
 
 async def _show(service: _DemoService, say: Callable[[str], None], stay: Shown | None) -> list[PromptMatch]:
     say("waiting until it is ready")
-    await _until(service.client.ready, "the service to become ready", service)
+    await _until(service.is_ready, "the service to become ready", service)
     host = await asyncio.to_thread(_own_address, service.base)
     engines = [
         build_engine(
             f"tcp://{host}:0",
             f"tcp://{host}:0",
             block_size=BLOCK_SIZE,
-            gpu_blocks=24,
-            cpu_blocks=64,
+            gpu_blocks=_GPU_BLOCKS,
+            cpu_blocks=_CPU_BLOCKS,
             seed=seed,
         )
         for seed in range(2)
     ]
-    async with engines[0].publisher, engines[1].publisher, _registered(service, engines):
+    async with AsyncExitStack() as stack:
+        for engine in engines:
+            await stack.enter_async_context(engine.publisher)
+        urls = [(await stack.enter_async_context(_http(engine, host))).url for engine in engines]
+        await stack.enter_async_context(_registered(service, engines, urls))
         questions = list(_questions())
         say(f"two simulated engines work on {len(questions)} prompts")
         for question in questions:
@@ -130,13 +154,19 @@ async def _show(service: _DemoService, say: Callable[[str], None], stay: Shown |
         return lines
 
 
+def _http(engine: SimulatedEngine, host: str) -> EngineHttp:
+    return EngineHttp(engine, host=host, port=0, model_name=MODEL, block_size=BLOCK_SIZE, gpu_blocks=_GPU_BLOCKS)
+
+
 async def _chat(service: _DemoService, engines: list[SimulatedEngine], chance: random.Random) -> None:
     """Send the requests of one user, turn by turn and chat by chat, each to the engine that Waymark picks."""
-    system = tuple(range(1000, 1160))
-    tokens = system
+    systems = (_SYSTEM, tokens_of_text(TEXT))
+    tokens = chance.choice(systems)
     while True:
-        begin = chance.randrange(10_000, 1_000_000)
-        tokens = (tokens if len(tokens) < _CHAT_TOKENS_MAX else system) + tuple(range(begin, begin + 32))
+        begin = chance.randrange(100_000, 1_000_000)
+        if len(tokens) >= _CHAT_TOKENS_MAX:
+            tokens = chance.choice(systems)
+        tokens += tuple(range(begin, begin + 32))
         async with service.client.select(MODEL, tokens, tenant_id=service.tenant_id) as target:
             engine = engines[int(target.selection.instance_id.removeprefix("engine-"))]
             cached, _, _ = _held(engine, tokens)
@@ -149,13 +179,14 @@ async def _chat(service: _DemoService, engines: list[SimulatedEngine], chance: r
 
 def _questions() -> Iterator[DemoPrompt]:
     """Yield prompts that share a system prompt, as chats do."""
-    system = tuple(range(1000, 1160))
+    system = _SYSTEM
     first = tuple(range(2000, 2096))
     yield DemoPrompt("chat A", SimulatedPrompt(system + first), (0,))
     yield DemoPrompt("chat A, next turn", SimulatedPrompt(system + first + tuple(range(3000, 3064))), (0,))
     yield DemoPrompt("chat B, same system prompt", SimulatedPrompt(system + tuple(range(4000, 4128))), (0, 1))
     yield DemoPrompt("chat C, nobody has seen it", SimulatedPrompt(system + tuple(range(5000, 5064))), ())
     yield DemoPrompt("another topic", SimulatedPrompt(tuple(range(6000, 6064))), ())
+    yield DemoPrompt("a text", SimulatedPrompt(tokens_of_text(TEXT)), (1,))
 
 
 async def _ask(service: _DemoService, question: DemoPrompt, engines: list[SimulatedEngine]) -> list[PromptMatch]:
@@ -190,7 +221,7 @@ def _held(engine: SimulatedEngine, tokens: tuple[int, ...]) -> tuple[int, int, i
 
 
 @asynccontextmanager
-async def _registered(service: _DemoService, engines: list[SimulatedEngine]) -> AsyncIterator[None]:
+async def _registered(service: _DemoService, engines: list[SimulatedEngine], urls: list[str]) -> AsyncIterator[None]:
     """Register the engines for the time inside; a service that ran before forgets them afterwards."""
     for i, engine in enumerate(engines):
         await service.client.register(
@@ -200,6 +231,7 @@ async def _registered(service: _DemoService, engines: list[SimulatedEngine]) -> 
             model=MODEL,
             tenant_id=service.tenant_id,
             block_size=BLOCK_SIZE,
+            address=urls[i],
         )
     try:
         yield
@@ -236,15 +268,16 @@ async def _running_service(url: str, api_token: str | None) -> AsyncIterator[_De
 
 
 @asynccontextmanager
-async def _started_service(wanted_port: int) -> AsyncIterator[_DemoService]:
-    port = _free_port(wanted_port)
+async def _started_service(port: int) -> AsyncIterator[_DemoService]:
+    worker_id = f"demo-{uuid4().hex}"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
-    environ |= {"WAYMARK_HOST": "127.0.0.1", "WAYMARK_PORT": str(port), "WAYMARK_LOG_LEVEL": "warning"}
+    environ |= {"WAYMARK_HOST": "127.0.0.1", _PORT: str(port), "WAYMARK_LOG_LEVEL": "warning"}
+    environ |= {"WAYMARK_WORKER_ID": worker_id}
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "waymark", "serve", env=environ)
     base = f"http://127.0.0.1:{port}"
     try:
         async with AsyncClient(base, trust_env=False) as client:  # a proxy of the environment is not asked
-            yield _DemoService(base, client, process)
+            yield _DemoService(base, client, process, worker_id)
     finally:
         if process.returncode is None:
             process.terminate()
@@ -279,12 +312,25 @@ def _own_address(base: str) -> str:
         raise DemoFailed(f"no IPv4 address leads to {base}: {exc}") from None
 
 
-def _free_port(wanted: int) -> int:
-    """The wanted port if it is free, otherwise another one."""
+def _wanted_port(is_usual: bool) -> int:
+    """Return the port of ``WAYMARK_PORT``, or else the usual one if it is free, or any. Raise DemoFailed if the port
+    that was asked for is taken.
+    """
+    given = os.environ.get(_PORT, "")
+    if given and not (given.isascii() and given.isdigit() and int(given) < 2**16):
+        raise DemoFailed(f"{_PORT} is {shown(given)}; it must be a port, of 1 to 65535, or 0 for any that is free")
+    port = _free_port(int(given) if given else _USUAL_PORT if is_usual else 0)
+    if port is None and given:
+        raise DemoFailed(f"{_PORT} is {given}, and another process listens there; give another port, or none")
+    return port or _free_port(0) or 0
+
+
+def _free_port(wanted: int) -> int | None:
+    """Return a port that nobody has, for 0 any; None if somebody has the wanted one."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", wanted))
         except OSError:
-            probe.bind(("127.0.0.1", 0))
+            return None
         return int(probe.getsockname()[1])
