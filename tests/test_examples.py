@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import wait_until
-from tests.live import start
+from tests.live import Live, start
 from tests.patience import patient
 from tests.ports import unused_port
 from waymark.client import AsyncClient, Refused
@@ -45,6 +45,13 @@ class Fleet:
 
     waymark: AsyncClient
     engines: list[EngineHttp]
+    live: Live
+
+    async def books(self) -> dict[str, int]:
+        """What the engines said of the requests."""
+        async with self.live.client() as client:
+            total: dict[str, int] = (await client.get("/books")).json()["total"]
+        return total
 
     @property
     def urls(self) -> list[str]:
@@ -84,7 +91,7 @@ async def running(redis_url: str, log: Path) -> AsyncIterator[Fleet]:
 
             await wait_until(is_followed, "the engine's stream is followed", 30)
             await engine.prefill(SimulatedPrompt(tokens_of_messages(chat(text))))
-        fleet = Fleet(waymark, engines)
+        fleet = Fleet(waymark, engines, live)
 
         async def are_known() -> bool:
             try:
@@ -130,12 +137,13 @@ async def plain_router(fleet: Fleet, nobody: AsyncClient) -> None:
     for n in ORDER:
         before = [engine.generator.requests for engine in fleet.engines]
         pieces = [piece async for piece in router.chat(TEXTS[n])]
-        assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
+        assert "".join(pieces).endswith("data: [DONE]\n\n")
         more = [engine.generator.requests > number for engine, number in zip(fleet.engines, before, strict=True)]
         chosen.append(more.index(True))
     assert chosen == ORDER
     await fleet.until_under_way(0)
     await router.close()
+    assert (await fleet.books())["requests"] == len(ORDER)
     alone = module.Router(nobody, MODEL, fleet.urls)
     assert [bool([piece async for piece in alone.chat(text)]) for text in TEXTS] == [True, True]
     await alone.close()

@@ -213,7 +213,20 @@ async def test_who_may_be_picked(client: httpx.AsyncClient, pods: list[str], reg
     await wait_until(is_drained, "a target of weight 0 is passed over")
     refused = await post(client, "/select", 503, only=["pod-2", "pod-1"], exclude=["pod-1"])
     assert refused["reason"] == "no_target"
-    assert refused["error"].endswith(": of 3 registered ones 1 of weight 0, 1 in exclude, 1 not in only")
+    assert refused["error"].endswith(
+        ": of 3 registered ones 1 drained, 1 in exclude, 1 not in only; 'waymark drain NAME --resume' sends a drained "
+        "one requests again"
+    )
+    nobody = await post(client, "/select", 503, only=["foo", "pod-2", "10.0.0.3:8000"], exclude=["pod-3"])
+    assert nobody["error"].endswith('; nobody has registered "foo" of only')
+    for name in ("pod-1", "pod-2", "pod-3"):
+        assert (await client.post("/unregister", json={"instance_id": name})).status_code == 200
+
+    async def is_said() -> bool:
+        answer = await client.post("/select", json={"model": "m", "token_ids": [1]})
+        return answer.json().get("error") == 'no target is left for model "m": no engine of it is registered'
+
+    await wait_until(is_said, "the sentence of a model without engines")
 
 
 async def test_a_model_that_nobody_serves_is_not_found(client: httpx.AsyncClient, pods: list[str]) -> None:

@@ -185,6 +185,16 @@ async def test_a_selection_is_released_with_its_outcome(redis_url: str, tmp_path
             async with waymark.select_by_hash("m", [1], expect=False):
                 raise RuntimeError("the engine is gone")
         await are({"i": (0, 0, 2 / 3)})
+        failed = await waymark.select("m", [1, 2, 3, 4], expect=False).begin()  # a router that works by callbacks
+        await are({"i": (4, 1, 2 / 3)})
+        await failed.end("failed")
+        await are({"i": (0, 0, 2 / 4)})
+        begun = await waymark.select("m", [1, 2, 3, 4], expect=False).begin()
+        reservation = begun.selection.reservation
+        assert reservation is not None
+        await waymark.release(reservation, cached_tokens=3, prompt_tokens=4)  # elsewhere, by its name
+        await are({"i": (0, 0, 3 / 5)})
+        assert (await http.get("/books")).json()["total"]["delivered"] == 3
         with pytest.raises(Refused):
             async with waymark.select("m", [1], policy="none"):
                 pass
@@ -196,10 +206,12 @@ async def test_a_selection_is_released_with_its_outcome(redis_url: str, tmp_path
         def select_blocking() -> str:
             with Client(live.url) as blocking, blocking.select("m", [1, 2, 3, 4], expect=False) as target:
                 target.first_token()
+                target.used(2, prompt_tokens=4, completion_tokens=1)
                 return target.selection.instance_id
 
         assert await asyncio.to_thread(select_blocking) == "i"
-        await are({"i": (0, 0, 3 / 4)})
+        await are({"i": (0, 0, 4 / 6)})
+        assert (await http.get("/books")).json()["total"]["delivered"] == 5
 
 
 async def test_the_router_example_picks_who_has_the_prompt(redis_url: str, tmp_path: Path) -> None:
@@ -340,6 +352,8 @@ async def test_waiting_is_bounded(
         (httpx.Response(500, text="oops"), Unavailable, "/services was answered with 500"),
         (httpx.Response(502, html="<h1>bad gateway</h1>"), Unavailable, "502"),
         (httpx.Response(404, text="default backend"), Refused, "/services was answered with 404"),
+        (httpx.Response(404, json={"detail": "Not Found"}), Refused, 'by "http://waymark/services", which is no Waymark'),
+        (httpx.Response(404, json={"error": {"message": "no path /v1/services"}}), Refused, "no path /v1/services"),
         (httpx.Response(403, json=["no"]), Refused, "403"),
         (httpx.Response(401, json={"error": "a token is needed", "reason": "unauthorized"}), Refused, "a token"),
         (httpx.Response(302, headers={"location": "/"}), Unavailable, "302"),
@@ -576,11 +590,30 @@ def test_a_misspelt_keyword_is_refused_with_the_nearest_one() -> None:
         Client("http://127.0.0.1:1").query("m", [1], tennant_id="t")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r'select\(\) has no keyword "zzz"; it has add_generation_prompt'):
         AsyncClient("http://127.0.0.1:1").select("m", [1], zzz=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r'no keyword "lora"; did you mean lora_id or lora_name\?'):
+        Client("http://127.0.0.1:1").query("m", [1], lora="sql")  # type: ignore[call-arg]
+
+
+def test_a_text_in_place_of_token_ids_is_refused_with_the_keyword_for_it() -> None:
+    client = Client("http://127.0.0.1:1")
+    for call in (client.query, client.score, client.select):
+        with pytest.raises(TypeError, match="token_ids is a text, not token ids; give a text by the keyword prompt"):
+            call("m", "hello")  # type: ignore[arg-type]
+
+
+def test_what_an_engine_used_cannot_be_noted_by_a_wrong_name() -> None:
+    for selecting in (Client("http://127.0.0.1:1").select("m", [1]), AsyncClient("http://127.0.0.1:1").select("m")):
+        with pytest.raises(AttributeError):
+            selecting.cached_tokens = 3  # type: ignore[union-attr]
 
 
 def test_a_client_needs_a_url() -> None:
     with pytest.raises(ValueError, match="at least one URL"):
         Client([])
+    for wrong in ("127.0.0.1:13333", "ftp://host", "http://", ""):
+        for kind in (Client, AsyncClient):
+            with pytest.raises(ValueError, match=r'url is ".*"; it must be a URL such as http://127\.0\.0\.1:13333'):
+                kind(["http://127.0.0.1:1", wrong])
 
 
 # ---- a router's calls ------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import re
 import socket
 import subprocess
@@ -86,23 +87,21 @@ def test_a_service_that_does_not_start_fails_it(
 
 
 def test_the_demo_takes_the_port_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    urls: list[str] = []
-
-    class Started(Exception):
-        pass
+    ports: list[int] = []
 
     @asynccontextmanager
     async def started(port: int) -> AsyncIterator[None]:
-        urls.append(str(port))
-        raise Started
+        ports.append(port)
         yield
 
+    async def show(*_: object) -> list[PromptMatch]:
+        return []
+
     monkeypatch.setattr(demo, "_started_service", started)
-    port = unused_port()
-    monkeypatch.setenv("WAYMARK_PORT", str(port))
-    with pytest.raises(Started):
-        asyncio.run(run_demo())
-    assert urls == [str(port)]
+    monkeypatch.setattr(demo, "_show", show)
+    monkeypatch.setenv("WAYMARK_PORT", str(unused_port()))
+    asyncio.run(run_demo())
+    assert ports == [int(os.environ["WAYMARK_PORT"])]
 
 
 def test_a_port_that_is_asked_for_and_taken_fails_it(

@@ -12,6 +12,12 @@ Or Waymark decides, by cache and load, and learns how the request ended:
         async with waymark.select("llama", token_ids) as target:
             ...  # send the request to target.selection.address
             await target.first_token()
+            target.used(cached_tokens=480, prompt_tokens=512)  # the usage of the engine's answer, for the books
+
+A router that works by callbacks, and has no block for ``with``, calls ``begin`` and ``end``:
+
+    target = await waymark.select("llama", token_ids).begin()
+    await target.end()  # or target.end("failed"); or elsewhere waymark.release(target.selection.reservation)
 
 A client may have several URLs, of any replicas: if one fails, the next is asked at once. A router gives its queries a
 budget, and sends the prompt anywhere if the budget is over:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import wraps
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack
 
 import httpx
 
@@ -66,6 +66,7 @@ class AsyncClient:
     query_by_hash = _sent(calls.query_by_hash)
     stored = _sent(calls.stored)
     removed = _sent(calls.removed)
+    release = _sent(calls.release)
     score = _sent(calls.score)
     services = _sent(calls.services)
     workers = _sent(calls.workers)
@@ -137,10 +138,16 @@ class AsyncClient:
 
 
 class AsyncSelecting:
-    """A target while its request is under way; the result of ``select`` for ``async with``."""
+    """A target while its request is under way; the result of ``select``.
+
+    ``async with`` reserves it for as long as its block takes. A router that works by callbacks calls ``begin`` and
+    ``end``.
+    """
+
+    __slots__ = ("_began", "_call", "_client", "_fallback", "_usage", "selection")
 
     selection: Selection
-    """The decision; it is there from the beginning of the block on."""
+    """The decision; it is there from the beginning of the block, or from ``begin``, on."""
 
     def __init__(
         self, client: AsyncClient, call: calls.ClientCall[Selection], fallback: Callable[[], str] | None = None
@@ -148,9 +155,18 @@ class AsyncSelecting:
         self._client = client
         self._call = call
         self._fallback = fallback
-        self._usage: dict[str, int] = {}
+        self._usage: calls.Usage = {}
 
     async def __aenter__(self) -> Self:
+        return await self.begin()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.end(calls.outcome_of(error))
+
+    async def begin(self) -> Self:
+        """Decide, and reserve the target; ``with`` calls it. Raise Refused, and Unavailable without a fallback."""
         try:
             self.selection = await self._client._send(self._call)
         except Unavailable:
@@ -160,14 +176,17 @@ class AsyncSelecting:
         self._began = perf_counter()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._release("all", calls.outcome_of(error))
+    async def end(self, outcome: Literal["ok", "failed"] = "ok") -> None:
+        """End the reservation, with what ``used`` has noted; ``with`` calls it. ``failed``: the target has failed."""
+        if self.selection.reservation is not None:
+            usage: calls.Usage = self._usage if outcome == "ok" else {}
+            await self._client.release(self.selection.reservation, outcome=outcome, **usage)
 
     async def first_token(self) -> None:
         """Report that the prompt is computed: other requests need not wait for it any more, and its time is known."""
-        await self._release("prefill", ttft_ms=1e3 * (perf_counter() - self._began))
+        if self.selection.reservation is not None:
+            ttft_ms = 1e3 * (perf_counter() - self._began)
+            await self._client.release(self.selection.reservation, part="prefill", ttft_ms=ttft_ms)
 
     def used(
         self,
@@ -178,15 +197,15 @@ class AsyncSelecting:
     ) -> None:
         """Note what the engine says of the request: its tokens, and how many of the prompt it did not compute.
 
-        It is sent with the end of the block, for the books.
+        It is sent with the end, for the books.
         """
-        self._usage = calls.usage_of(cached_tokens, prompt_tokens, completion_tokens)
+        self._usage = {
+            "cached_tokens": cached_tokens,
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+        }
 
     async def renew(self) -> None:
         """Renew the reservation of a request that takes longer."""
-        await self._release("renew")
-
-    async def _release(self, part: str, outcome: str = "ok", ttft_ms: float | None = None) -> None:
         if self.selection.reservation is not None:
-            usage = self._usage if part == "all" and outcome == "ok" else None
-            await self._client._send(calls.release(self.selection.reservation, part, outcome, ttft_ms, usage))
+            await self._client.release(self.selection.reservation, part="renew")

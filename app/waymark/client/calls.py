@@ -7,9 +7,9 @@ request and the parser of the answer.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar, Unpack, cast
+from typing import Any, Final, Generic, Literal, TypedDict, TypeVar, Unpack, cast
 
 import httpx
 import msgpack
@@ -201,32 +201,43 @@ def select_by_hash(
     return _selected(model, {"seq_hashes": list(seq_hashes)}, deadline, fields)
 
 
-def outcome_of(error: BaseException | None) -> str:
+def outcome_of(error: BaseException | None) -> Literal["ok", "failed"]:
     """Return the outcome of a block that ended with this error. To cancel a request is no failure of its target."""
     return "failed" if isinstance(error, Exception) else "ok"
 
 
+class Usage(TypedDict, total=False):
+    """What an engine says of a request."""
+
+    cached_tokens: int | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+
+
 def release(
     reservation: str,
-    part: str,
-    outcome: str = "ok",
+    *,
+    part: Literal["all", "prefill", "renew"] = "all",
+    outcome: Literal["ok", "failed"] = "ok",
     ttft_ms: float | None = None,
-    usage: Mapping[str, int] | None = None,
+    cached_tokens: int | None = None,
+    prompt_tokens: int | None = None,
+    completion_tokens: int | None = None,
 ) -> ClientCall[None]:
-    """``part`` is ``all``, ``prefill`` or ``renew``. ``ttft_ms`` is the time to the first token, where it is known.
+    """End a reservation by its name, also that of another process; with ``part`` only its prefill, or renew it.
 
-    ``usage`` is what ``usage_of`` returns. A reservation that cannot be released runs out.
+    ``ttft_ms`` is the time to the first token, and the numbers of tokens are what the engine says in its usage, as far
+    as they are known. A reservation that cannot be released runs out.
     """
-    body = {"reservation": reservation, "part": part, "outcome": outcome, **(usage or {})} | (
-        {} if ttft_ms is None else {"ttft_ms": ttft_ms}
-    )
+    said = {
+        "ttft_ms": ttft_ms,
+        "cached_tokens": cached_tokens,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+    }
+    body: dict[str, Any] = {"reservation": reservation, "part": part, "outcome": outcome}
+    body |= {name: value for name, value in said.items() if value is not None}
     return ClientCall("POST", "/release", lambda _: None, body, is_retried=False, otherwise=None)
-
-
-def usage_of(cached_tokens: int | None, prompt_tokens: int | None, completion_tokens: int | None) -> dict[str, int]:
-    """What the engine says of a request, as ``/release`` takes it; what it does not say is left out."""
-    usage = {"cached_tokens": cached_tokens, "prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-    return {name: tokens for name, tokens in usage.items() if tokens is not None}
 
 
 def services() -> ClientCall[list[Service]]:
@@ -245,7 +256,11 @@ def ready() -> ClientCall[bool]:
 
 
 def _prompt(token_ids: Iterable[int] | None) -> dict[str, Any]:
-    """Return the field of token ids; empty if the prompt is a text or messages among the options."""
+    """Return the field of token ids; empty if the prompt is a text or messages among the options. Raise TypeError for a
+    text in their place.
+    """
+    if isinstance(token_ids, str):
+        raise TypeError("token_ids is a text, not token ids; give a text by the keyword prompt")
     return {} if token_ids is None else {"token_ids": list(token_ids)}
 
 

@@ -149,14 +149,27 @@ def _result(call: ClientCall[T], answer: httpx.Response) -> T:
         content = content_of(answer)
     except ValueError:
         content = None
+    sentence = sentence_of(content)
+    if sentence is None:
+        sentence = (
+            f"{call.path} was answered with {answer.status_code} by {shown_url(str(answer.url))}, which is no Waymark, "
+            "or is behind a proxy; give the URL of a Waymark"
+        )
     if not isinstance(content, dict):
-        content = {}  # a proxy between this client and Waymark answered
-    sentence = content.get("error") or f"{call.path} was answered with {answer.status_code}"
+        content = {}
     if answer.is_client_error:
         field = content.get("field")
         is_model = answer.status_code == 404 and field == "model"
         raise (ModelNotFound if is_model else Refused)(answer.status_code, sentence, content.get("reason"), field)
     raise Unavailable(sentence)
+
+
+def sentence_of(content: Any) -> str | None:
+    """Return what an error says, in the shape of Waymark or of the gateway's APIs; None if it has another shape."""
+    error = content.get("error") if isinstance(content, dict) else None
+    if isinstance(error, dict):
+        error = error.get("message")
+    return error if isinstance(error, str) and error else None
 
 
 def with_token(api_token: str | None, options: dict[str, Any]) -> dict[str, Any]:

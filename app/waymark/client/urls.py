@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Iterator
 
 import httpx
 
+from waymark.base.shown import shown
+
 #: For how long a replica that failed comes last.
 _AWAY_SECONDS = 5.0
 #: Answers after which another replica may do better: a proxy's, or those of a process that ends.
 _ELSEWHERE = frozenset({500, 502, 503, 504})
+_URL = re.compile(r"https?://[^/?#\s]", re.IGNORECASE)
 
 
 class UrlOrder:
@@ -20,6 +24,9 @@ class UrlOrder:
         self._urls = [urls] if isinstance(urls, str) else list(urls)
         if not self._urls:
             raise ValueError("a client needs at least one URL")
+        for url in self._urls:
+            if not (isinstance(url, str) and _URL.match(url)):
+                raise ValueError(f"url is {shown(url)}; it must be a URL such as http://127.0.0.1:13333")
         self._away: dict[str, float] = {}
 
     @property

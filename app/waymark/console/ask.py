@@ -11,6 +11,7 @@ from waymark.base.shown import shown
 from waymark.console.prompt_flags import fields_of, prompt_of
 from waymark.console.screen import Grid, ScreenPart, Text, joined, text
 from waymark.console.service import RemoteService
+from waymark.console.units import counted
 from waymark.domain.media import IN_EVERY_ANSWER, order_of
 from waymark.domain.names import DEFAULT_TENANT
 
@@ -29,8 +30,8 @@ def ask(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]
 
     ``blocks`` of an instance has a character for each block: the letter of its fastest medium, P for a pool, or a dot.
     """
-    group, tokens = prompt_of(service, arguments)
-    body = group | fields_of(arguments) | {"token_ids": tokens}
+    group, prompt = prompt_of(service, arguments)
+    body = group | fields_of(arguments) | prompt
     answer = service.post("/query", body)
     inspected = service.post("/inspect/prompt", body | {"top": _ENGINES_MAX})
     rows = _rows(answer, group["tenant_id"] or DEFAULT_TENANT)
@@ -44,7 +45,7 @@ def ask(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]
     best_first = sorted(rows.items(), key=lambda item: (-item[1]["longest_matched"], item[0]))
     return {
         "model": group["model"],
-        "tokens": len(tokens),
+        "tokens": inspected["total_tokens"],
         "block_size": inspected["block_size"],
         "instances": dict(best_first),
         "reasons": inspected["reasons"],
@@ -80,7 +81,7 @@ def _put(signs: list[str], holder: dict[str, Any], sign: str) -> None:
 def parts(answer: dict[str, Any]) -> list[ScreenPart]:
     """Return the drawing of an answer."""
     total, rows = answer["tokens"], answer["instances"]
-    screen_parts: list[ScreenPart] = [joined(text(answer["model"], "bold"), f": a prompt of {total} tokens")]
+    screen_parts: list[ScreenPart] = [joined(text(answer["model"], "bold"), f": a prompt of {counted(total, 'token')}")]
     screen_parts += [text(reason, "yellow") for reason in answer["reasons"]]
     media = [name for row in rows.values() for name in row if name not in ("longest_matched", "DP", "blocks", "note")]
     media = list(dict.fromkeys(media))

@@ -1,4 +1,4 @@
-"""A prompt as it was typed, and the token ids that it has."""
+"""A prompt as it was typed, as the fields of a request."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from waymark.console.service import RemoteService
 _FROM_INPUT = "-"
 
 
-def prompt_of(service: RemoteService, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[int]]:
-    """Return the model and the tenant, and the token ids of the prompt."""
-    messages = None
-    if arguments.messages is not None:
-        messages = _messages(_read(arguments.messages, "--messages"))
-    group = _group_of(service, arguments, (messages or {}).pop("model", None))
-    return group, _token_ids(service, arguments, group["model"], messages)
+def prompt_of(service: RemoteService, arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the model and the tenant, and the prompt, of which the service tokenizes a text and messages."""
+    prompt = _prompt(arguments)
+    return _group_of(service, arguments, prompt.pop("model", None)), prompt
 
 
 def _group_of(service: RemoteService, arguments: argparse.Namespace, named: str | None) -> dict[str, Any]:
@@ -44,20 +41,17 @@ def _group_of(service: RemoteService, arguments: argparse.Namespace, named: str 
     return {"model": models[0], "tenant_id": tenant}
 
 
-def _token_ids(
-    service: RemoteService, arguments: argparse.Namespace, model: str, messages: dict[str, Any] | None
-) -> list[int]:
-    """Return the token ids of a prompt. The service tokenizes a text and messages."""
+def _prompt(arguments: argparse.Namespace) -> dict[str, Any]:
+    if arguments.messages is not None:
+        return _messages(_read(arguments.messages, "--messages"))
     if arguments.tokens is not None:
-        return read_tokens(arguments.tokens, option="--tokens")
+        return {"token_ids": read_tokens(arguments.tokens, option="--tokens")}
     if arguments.tokens_file is not None:
-        return read_tokens(read_file(arguments.tokens_file, option="--tokens-file"), option="--tokens-file")
-    prompt = messages
-    if prompt is None:
-        text = arguments.text if arguments.file is None else _read(arguments.file, "--file")
-        prompt = {"prompt": sys.stdin.read() if text == _FROM_INPUT and arguments.file is None else text}
-    answer = service.post("/tokenize", {"model": model} | prompt)
-    return [int(token) for token in answer["tokens"]]
+        tokens = read_file(arguments.tokens_file, option="--tokens-file")
+        return {"token_ids": read_tokens(tokens, option="--tokens-file")}
+    if arguments.file is not None:
+        return {"prompt": _read(arguments.file, "--file")}
+    return {"prompt": sys.stdin.read() if arguments.text == _FROM_INPUT else arguments.text}
 
 
 def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from waymark.console.service import RemoteService
 
 def select(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the answers of ``/select`` and ``/score``; only ``--reserve`` makes a reservation."""
-    group, tokens = prompt_of(service, arguments)
-    prompt = {"token_ids": tokens, "policy": arguments.policy}
-    body = group | fields_of(arguments) | prompt
+    group, prompt = prompt_of(service, arguments)
+    body = group | fields_of(arguments) | prompt | {"policy": arguments.policy}
     scores = service.post("/score", body | {"explain": True})
     other_engines = _others(service, group, scores["scores"])
     selected = service.post("/select", body | {"reserve": arguments.reserve})  # last: a reservation must be shown

@@ -22,7 +22,7 @@ from waymark.base.errors import (
     WaymarkError,
 )
 from waymark.base.shown import shown
-from waymark.client.tries import reason_of
+from waymark.client.tries import reason_of, sentence_of
 from waymark.contract.shape import S, parse
 
 DEFAULT_URL = "http://127.0.0.1:13333"
@@ -109,7 +109,7 @@ class RemoteService:
             ) from None
         if answer.is_success:
             return content
-        sentence = content.get("error") if isinstance(content, dict) else None
+        sentence = sentence_of(content)
         if answer.status_code == 401:
             sentence = f"{sentence or 'a token is needed'}; give it by --api-token or WAYMARK_API_TOKEN"
         raise self._refusal(sentence or "the request was refused", answer.status_code)

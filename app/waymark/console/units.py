@@ -1,4 +1,4 @@
-"""How numbers look on the command line: spans of time, sizes, and blocks by medium."""
+"""How numbers look on the command line: spans of time, sizes, counts, and blocks by medium."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def seconds_text(seconds: float) -> str:
         if seconds < limit:
             return f"{seconds / size:.0f}{unit}"
     return f"{seconds / 86_400:.0f}d"
+
+
+def counted(number: int, unit: str) -> str:
+    """Format a number of things: 1 token, 2 tokens."""
+    return f"{number} {unit}" if number == 1 else f"{number} {unit}s"
 
 
 def bytes_text(number: int) -> str:

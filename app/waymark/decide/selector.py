@@ -36,13 +36,14 @@ from waymark.decide.options import SelectionOptions
 from waymark.decide.order import order, order_all
 from waymark.decide.policies.policy import Candidate
 from waymark.decide.policies.presets import PRESETS
-from waymark.decide.question import PolicyChoice, Question, RankedTargets, SelectedTarget
+from waymark.decide.question import PolicyChoice, Question, RankedTargets, SelectedTarget, SelectParameters
 from waymark.decide.request_prompts import SequenceLoad
 from waymark.decide.reserve import PrefillProgress, TargetReserver, headers_of
 from waymark.decide.shadows import Shadows
 from waymark.decide.snapshot import SnapshotKeeper
 from waymark.domain.books import NO_USAGE, Usage
 from waymark.domain.names import GroupName
+from waymark.domain.table import PublisherRow
 from waymark.store.reservations import Offer, Reservation, ReservationPart, ReservationTerms
 from waymark.store.store import Store
 
@@ -50,6 +51,9 @@ from waymark.store.store import Store
 _LOOKUPS_MAX = 3
 #: After Redis did not answer, decisions are made without it for so long before it is asked again.
 _AWAY_SECONDS = 1.0
+_DRAINED = "drained"
+#: Names of ``only`` that are looked up for the sentence of a refusal.
+_SAID_MAX = 8
 _STICKY = PolicyChoice.of(PRESETS["sticky"])
 #: Decisions by the prefix key, as Continuum Router's counters name them.
 _BY_KEY = {Decision.PREFIX: Decision.PREFIX_HASH, Decision.LOAD: Decision.OVERFLOW}
@@ -328,7 +332,7 @@ def _none_allowed(fleet: Fleet, question: Question) -> str:
     parameters = question.parameters
     rows = [row for row in fleet.table.publishers.values() if row.scope == "instance"]
     lost = sum(row.is_lost for row in rows)
-    removed = Counter({"lost": lost, "of weight 0": len(rows) - lost - len(fleet.members)})
+    removed = Counter({"lost": lost, _DRAINED: len(rows) - lost - len(fleet.members)})
     serving = {each.publisher for each in fleet.serving(question.served_as)}
     not_excluded = replace(parameters, only=None)
     for member in fleet.members:
@@ -343,5 +347,18 @@ def _none_allowed(fleet: Fleet, question: Question) -> str:
             removed["without an address"] += 1
         else:
             removed["left out by roles or by the filters of the policy"] += 1
+    model = shown(question.group.model_name)
+    if not rows:
+        return f"no target is left for model {model}: no engine of it is registered"
     counts = ", ".join(f"{count} {why}" for why, count in removed.items() if count)
-    return f"no target is left for model {shown(question.group.model_name)}: of {len(rows)} registered ones {counts}"
+    unknown = [name for name in sorted(parameters.only or ())[:_SAID_MAX] if not _is_known(fleet, rows, name)]
+    remedy = "; 'waymark drain NAME --resume' sends a drained one requests again" if removed[_DRAINED] else ""
+    remedy += f"; nobody has registered {', '.join(map(shown, unknown))} of only" if unknown else ""
+    return f"no target is left for model {model}: of {len(rows)} registered ones {counts}{remedy}"
+
+
+def _is_known(fleet: Fleet, rows: Sequence[PublisherRow], name: str) -> bool:
+    named = SelectParameters(only=frozenset({name}))
+    return any(row.instance_id == name for row in rows) or any(
+        named.allows(member.name[0], member.target.address) for member in fleet.members
+    )

@@ -115,7 +115,8 @@ class EngineTokenizer:
                     raise
                 last = error.sentence  # its address is not allowed
         raise TokenizerUnavailable(
-            f"no engine of the model {shown(model)} could tokenize the text; the last error: {last}"
+            f"no engine of the model {shown(model)} could tokenize the text: {last}; send token_ids, or name a "
+            "tokenizer in WAYMARK_TOKENIZERS"
         )
 
     def _remember(self, address: str) -> None:

@@ -64,8 +64,8 @@ class Unauthorized(WaymarkError):
     def __init__(self, *, is_set: bool = True) -> None:
         """``is_set=False``: this process has no token that could be given."""
         super().__init__(
-            "this request needs the header 'Authorization: Bearer <token>' with the token of WAYMARK_API_TOKEN"
-            + ("" if is_set else ", which is not set here; set it first")
+            ("" if is_set else "this Waymark has no token for such requests: start it again with WAYMARK_API_TOKEN; ")
+            + "this request needs the header 'Authorization: Bearer <token>' with the token of WAYMARK_API_TOKEN"
         )
 
 
