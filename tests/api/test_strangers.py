@@ -23,10 +23,11 @@ OPEN = "this port is open: every client may read and change everything"
         ("query", {"host": "0.0.0.0"}, True),
         ("serve", {"host": "0.0.0.0", "api_token": "secret"}, False),
         ("serve", {}, False),
-        ("gateway", {}, True),
-        ("gateway", {"api_token": "secret"}, False),
+        ("gateway", {}, False),
+        ("gateway", {"host": "0.0.0.0"}, True),
+        ("gateway", {"host": "0.0.0.0", "api_token": "secret"}, False),
     ],
-    ids=["serve", "query", "with-a-token", "loopback", "gateway", "gateway-with-a-token"],
+    ids=["serve", "query", "with-a-token", "loopback", "gateway-on-loopback", "gateway", "gateway-with-a-token"],
 )
 async def test_an_open_port_is_said_once_in_the_log_and_in_ready(
     redis_url: str, tmp_path: Path, role: str, settings: dict[str, str], is_open: bool

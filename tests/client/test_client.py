@@ -352,7 +352,11 @@ async def test_waiting_is_bounded(
         (httpx.Response(500, text="oops"), Unavailable, "/services was answered with 500"),
         (httpx.Response(502, html="<h1>bad gateway</h1>"), Unavailable, "502"),
         (httpx.Response(404, text="default backend"), Refused, "/services was answered with 404"),
-        (httpx.Response(404, json={"detail": "Not Found"}), Refused, 'by "http://waymark/services", which is no Waymark'),
+        (
+            httpx.Response(404, json={"detail": "Not Found"}),
+            Refused,
+            'by "http://waymark/services", which is no Waymark',
+        ),
         (httpx.Response(404, json={"error": {"message": "no path /v1/services"}}), Refused, "no path /v1/services"),
         (httpx.Response(403, json=["no"]), Refused, "403"),
         (httpx.Response(401, json={"error": "a token is needed", "reason": "unauthorized"}), Refused, "a token"),

@@ -13,6 +13,7 @@ import pytest
 
 from tests.ports import unused_port
 from waymark import __version__
+from waymark.base.errors import ServiceRefused
 from waymark.console.doctor import Finding, examine
 from waymark.console.service import RemoteService
 
@@ -100,6 +101,28 @@ def test_clocks_that_differ(service: Answers, seconds: int, words: str) -> None:
     assert (only.verdict, only.what) == ("warning", "clocks")
     assert words in only.sentence
     assert "run NTP" in only.sentence
+
+
+def test_what_is_registered_is_not_known_without_redis_and_the_other_checks_are_made(
+    service: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ordinary = service.get
+
+    def get(path: str) -> Any:
+        if path == "/workers":
+            raise ServiceRefused("Redis does not answer (503)", 503)
+        return ordinary(path)
+
+    monkeypatch.setattr(service, "get", get)
+    service.ready = httpx.Response(503, json={"error": "Redis does not answer"})
+    found_now = found(service, no_ports=False)
+    assert [(each.verdict, each.what) for each in found_now if each.verdict != "ok"] == [
+        ("failed", "Redis and readiness"),
+        ("failed", "ingest workers and engines"),
+    ]
+    assert [each.what for each in found_now if each.verdict == "ok"] == [
+        *("settings of this shell", "Waymark", "clocks", "versions"),
+    ]
 
 
 def test_redis_that_is_unavailable_and_what_it_warns_of(service: Answers) -> None:

@@ -52,6 +52,17 @@ async def test_each_holder_is_a_line_of_cells(streams: list[Stream], waymark: Ru
     ]
 
 
+async def test_the_only_model_need_not_be_named(
+    streams: list[Stream], store: Store, redis: Redis, waymark: Run
+) -> None:
+    asked = ("inspect", "prompt", "--tokens", words(PROMPT))
+    assert await waymark(*asked) == await waymark(*asked, "--model", "m")
+    assert await waymark(*asked, "--keys") == await waymark(*asked, "--model", "m", "--keys")
+    await stream_of(store, redis, registration("pod-4", model_name="other"))
+    with pytest.raises(InvalidValue, match='several models are registered; give one with --model: "m", "other"'):
+        await waymark(*asked)
+
+
 async def test_a_publisher_that_tells_by_http_is_not_said_to_be_silent(
     store: Store, redis: Redis, waymark: Run
 ) -> None:

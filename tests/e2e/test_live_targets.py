@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -232,6 +233,16 @@ async def test_a_killed_engine_is_left_out_by_its_event_stream(server: RedisServ
 
         async with Load(ask) as load:
             await killed_and_back(load, found, back_seconds=5)
+
+        async with httpx.AsyncClient(base_url=replicas[0].url, trust_env=False, timeout=patient(10)) as http:
+            text = (await http.get("/activity", params={"follow": "false"})).text
+        events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+        of_stream = [each for each in events if each["kind"] in ("unreachable", "reachable")]
+        assert [(each["kind"], each["instance_id"]) for each in of_stream] == [
+            ("unreachable", "e0"),
+            ("reachable", "e0"),
+        ]
+        assert "refused" in of_stream[0]["detail"]
 
 
 async def test_an_engine_that_was_never_there_gets_no_request_while_another_is_there(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -9,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from tests.gateway.conftest import Running, Start, chat
+from waymark.chat.requests import Form
 from waymark.gateway.shapes import FURTHER, body_of_request, engine_error, with_model
 
 pytestmark = pytest.mark.outside
@@ -22,7 +26,14 @@ async def test_the_engine_of_an_answer_is_named(start: Start) -> None:
     assert answer.headers["x-waymark-engine"] == "engine-0"
 
 
-@pytest.mark.parametrize("path", sorted(FURTHER))
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/rerank", "/v2/rerank", "/v1/score", "/tokenize", "/detokenize", "/pooling", "/classify"),
+        *("/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations"),
+        *("/v1/images/generations", "/v1/images/edits", "/v1/images/variations"),
+    ],
+)
 async def test_the_further_paths_of_engines_are_passed_on(start: Start, path: str) -> None:
     running = await start(1)
     answer = await running.post({"model": "demo", "input": "x"}, path)
@@ -32,6 +43,14 @@ async def test_the_further_paths_of_engines_are_passed_on(start: Start, path: st
     unknown = await running.post({"model": "other"}, path)
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
     assert await running.requests() == 0
+
+
+def test_the_further_paths_are_those_that_the_page_names() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| `POST (/v1/rerank`.*?) \| what engines", page, re.MULTILINE)
+    named = re.findall(r"[/\w*]+", row)
+    for path in FURTHER:
+        assert path in named or f"{path.rpartition('/')[0]}/*" in named, path
 
 
 async def test_a_form_with_a_file_goes_to_an_engine_of_its_model(start: Start) -> None:
@@ -81,6 +100,8 @@ async def test_an_alias_stays_when_the_model_changes(start: Start) -> None:
         ("/chat/completions", "the base_url of this client must end in /v1"),
         ("/embeddings", "the base_url of this client must end in /v1"),
         ("/v1/v1/chat/completions", "the base_url of this client must end in /v1, once"),
+        ("/v1/chat/completions/chat/completions", "must end in /v1, without a further path"),
+        ("/v1/messages/v1/messages", "the base_url of this client ends before /v1/messages"),
         ("/v1/v1/messages", "this client adds /v1 itself, so leave it out of its base_url"),
         ("/v1/v1/messages/count_tokens", "this client adds /v1 itself, so leave it out of its base_url"),
         ("/v1/elsewhere", "there is no such path; this gateway has "),
@@ -131,9 +152,61 @@ async def test_an_error_of_an_engine_has_anthropics_shape(start: Start, body: di
     assert await running.requests() == 0
 
 
-def test_an_error_that_is_no_json_stays() -> None:
-    assert engine_error(500, b"<html>") == b"<html>"
-    assert engine_error(500, b"[]") == b"[]"
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v1/audio/speech"])
+@pytest.mark.parametrize("body", ["<!DOCTYPE HTML>", '{"detail": "Not Found"}', ""])
+async def test_a_path_that_an_engine_does_not_have_is_named(start: Start, path: str, body: str) -> None:
+    running = await start(1)
+
+    async def without(_: web.Request) -> web.StreamResponse:
+        return web.Response(status=404, text=body, content_type="text/html" if "<" in body else "application/json")
+
+    running.engines[0].handler = without
+    answer = await running.post(MESSAGE, path)
+    assert (answer.status_code, answer.headers["content-type"]) == (404, "application/json")
+    assert answer.json()["error"]["message"] == f'the engine "engine-0" does not serve {path}'
+    assert (answer.json().get("type") == "error") == ("messages" in path)
+    assert await running.requests() == 0
+
+
+async def test_an_error_of_a_proxy_before_an_engine_has_the_shape_of_its_path(start: Start) -> None:
+    running = await start(1)
+
+    async def broken(_: web.Request) -> web.StreamResponse:
+        return web.Response(status=500, text="<h1>oops</h1>", content_type="text/html")
+
+    running.engines[0].handler = broken
+    said = 'the engine "engine-0" answered /v1/chat/completions with 500: "<h1>oops</h1>"'
+    answer = await running.post()
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, said)
+    anthropic = (await running.post(MESSAGE, "/v1/messages")).json()
+    assert anthropic["error"] == {"type": "api_error", "message": said.replace("chat/completions", "messages")}
+
+
+@pytest.mark.parametrize("body", [b"[]", b"<html>", b"", b"\xff"])
+def test_an_error_without_an_object_is_quoted(body: bytes) -> None:
+    for form in (None, Form.CHAT, Form.MESSAGES):
+        error = orjson.loads(engine_error(500, body, form, engine="e", path="/v1/x"))["error"]
+        assert error["message"].startswith('the engine "e" answered /v1/x with 500')
+
+
+async def test_a_wrong_key_names_the_headers_of_both_apis(start: Start) -> None:
+    running = await start(0, gateway_keys=f"ann:{sha256(b'k').hexdigest()}")
+    for headers in ({"x-api-key": "wrong"}, {"Authorization": "Bearer wrong"}, {}):
+        answer = await running.post(MESSAGE, "/v1/messages", headers=headers)
+        assert answer.status_code == 401
+        assert "'Authorization: Bearer <key>' or as 'x-api-key: <key>'" in answer.json()["error"]["message"]
+
+
+async def test_an_alias_of_no_model_is_named_as_the_client_has_it(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = await start(1, model_aliases="none=nosuch,fine=demo")
+    error = (await running.post(chat("a") | {"model": "none"})).json()["error"]
+    assert error["code"] == "model_not_found"
+    assert error["message"].startswith('the model "none" is an alias of "nosuch" here, and no engine serves that')
+    await running.gateway.warn()
+    records = [record for record in caplog.records if "names a model that no engine serves" in record.message]
+    assert [record.__dict__["fields"] for record in records] == [{"alias": "none", "model": "nosuch"}]
 
 
 ORIGIN = "https://chat.example.com"

@@ -325,7 +325,7 @@ async def test_a_gateway_with_keys_and_no_token_tells_strangers_nothing(start: S
         clear = {"clear_all": True}
         asked.append(await running.client.post("/admin/response-cache/invalidate", json=clear, headers=headers))
         assert [answer.status_code for answer in asked] == [401] * 5
-        assert all("WAYMARK_API_TOKEN, which is not set here" in answer.json()["error"] for answer in asked)
+        assert all("this Waymark has no token for such requests" in answer.json()["error"] for answer in asked)
     assert "warnings" not in (await running.client.get("/ready")).json()
 
 

@@ -18,6 +18,7 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import QUICK
 from tests.store.factories import registration
 from waymark.base.asker import Asker, HttpReply
+from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.domain.targets import Target
 from waymark.ingest.options import WorkerOptions
@@ -237,3 +238,24 @@ async def test_many_engines_are_asked_one_after_the_other_and_their_readings_las
     assert min(later - earlier for earlier, later in pairwise(asked_at)) > SPACE_SECONDS / 2
     # A reading counts until the engine has had its turn again, with two that fail in between.
     assert min(lasting) >= 3 * 1000 * count * SPACE_SECONDS * 0.9
+
+
+async def test_redis_that_is_away_is_no_fault_of_an_engine(
+    store: Store, engines: list[Engine], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log would name the engine, which has answered."""
+    writes = 0
+
+    async def away(*_: object, **__: object) -> None:
+        nonlocal writes
+        writes += 1
+        raise StoreUnavailable("Redis does not answer")
+
+    monkeypatch.setattr(type(store.gauges), "note", away)
+    settings = WorkerOptions("worker-0", QUICK, gauges_seconds=0.2)
+    worker = asyncio.create_task(Worker(store, Metrics(), settings).run())
+    await store.registry.register(registration("pod-1", target=Target(address=engines[0].url)))
+    await wait_until(lambda: writes >= 2, "gauges are written")
+    worker.cancel()
+    await asyncio.gather(worker, return_exceptions=True)
+    assert [each.message for each in caplog.records if "metrics of an engine" in each.message] == []

@@ -330,6 +330,7 @@ def create_inspections(store: Store, settings: Settings, metrics: Metrics, token
 
     table: list[_OperationRow] = [
         ("GET", "/ready", "open", ready, docs.READY),
+        ("GET", "/services", "open", Views(store).services, docs.SERVICES),
         ("GET", "/inspect/status", "open", inspected.status, docs.INSPECT_STATUS),
         ("POST", "/inspect/block", "open", inspected.block, docs.INSPECT_BLOCK),
         ("POST", "/inspect/holder", "open", inspected.holder, docs.INSPECT_HOLDER),

@@ -76,6 +76,10 @@ examples:
   $ waymark books                          the last hour, by engine
   $ waymark books --by model --since 24h
   $ waymark books --since 6h --plot books.svg
+
+The columns are prompt tokens that engines need not compute: AVAILABLE on the best engine, CHOSEN on the one that was
+chosen, EXPECTED by the index, DELIVERED as the engine says, RANDOM if chance had chosen, EARNED is DELIVERED - RANDOM.
+CAME is DELIVERED of EXPECTED; CREDIT multiplies what an engine has in decisions; NO USAGE: requests without it.
 """,
     "policies": """\
 examples:

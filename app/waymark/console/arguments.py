@@ -83,7 +83,7 @@ def _add_inspections(kinds: Subcommands) -> None:
     prompt = _inspection(
         kinds, "prompt", "show which instance has which block of a prompt, in a line per rank and medium"
     )
-    prompt.add_argument("--model", required=True, help="the name of the model, as it is registered")
+    prompt.add_argument("--model", help="the name of the model; it may be left out if only one is registered")
     prompt.add_argument("--tenant", default=DEFAULT_TENANT, help=f"the tenant (default: {DEFAULT_TENANT})")
     prompt.add_argument("--block-size", type=int, help="tokens per block (default: the registered number)")
     exclusive = prompt.add_mutually_exclusive_group(required=True)

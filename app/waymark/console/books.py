@@ -11,6 +11,11 @@ from urllib.parse import urlencode
 from waymark.console.screen import Grid, ScreenPart, text
 from waymark.console.service import RemoteService
 
+LEGEND = (
+    "prompt tokens that engines need not compute: AVAILABLE on the best engine, CHOSEN on the one that was chosen,",
+    "EXPECTED by the index, DELIVERED as the engine says, RANDOM if chance had chosen, EARNED is DELIVERED - RANDOM;",
+    "CAME is DELIVERED of EXPECTED; CREDIT multiplies what an engine has in decisions; NO USAGE: requests without it",
+)
 _AMOUNTS = ("available", "chosen", "expected", "delivered", "random", "earned")
 SUMMED = ("requests", "unreported", *_AMOUNTS)
 
@@ -52,11 +57,12 @@ def parts(found: dict[str, Any]) -> list[ScreenPart]:
         )
     names = {"tenant_id": "TENANT", "model_name": "MODEL", "instance_id": "ENGINE"}
     shown = [field for field in names if field in found["lines"][0]]
-    columns = (*(names[field] for field in shown), "REQUESTS", *map(str.upper, _AMOUNTS), "CAME", "CREDIT")
+    columns = (*(names[field] for field in shown), "REQUESTS", "NO USAGE", *map(str.upper, _AMOUNTS), "CAME", "CREDIT")
     rows = [
         (
             *(text(line[field] if line[field] is not None else "(unregistered)") for field in shown),
-            text(f"{line['requests']:,}"),
+            text(f"{line['requests'] - line['unreported']:,}"),
+            text(f"{line['unreported']:,}"),
             *(text(f"{line[field]:,}") for field in _AMOUNTS),
             text(f"{line['delivered'] / line['expected']:.0%}" if line["expected"] else ""),
             text(f"{line['credit']:g}", "" if line["credit"] == 1 else "red"),
@@ -64,7 +70,8 @@ def parts(found: dict[str, Any]) -> list[ScreenPart]:
         for line in found["lines"]
     ]
     right = frozenset(columns) - set(names.values())
-    return [*drawn, Grid(columns, rows, right, ("TENANT", "RANDOM", "AVAILABLE"))]
+    grid = Grid(columns, rows, right, ("TENANT", "NO USAGE", "RANDOM", "AVAILABLE"))
+    return [*drawn, grid, *(text(line, "dim") for line in LEGEND)]
 
 
 def draw(found: dict[str, Any], path: str) -> None:

@@ -13,7 +13,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from waymark import __version__
-from waymark.base.errors import SettingsError
+from waymark.base.errors import ServiceRefused, SettingsError
 from waymark.base.settings import Settings
 from waymark.base.shown import shown
 from waymark.console.publishers import UNUSABLE, complaint, drains
@@ -44,7 +44,11 @@ class Finding(NamedTuple):
 def examine(service: RemoteService, arguments: argparse.Namespace) -> list[Finding]:
     """Return every check with its finding. Raise ``ServiceUnreachable`` if Waymark does not answer."""
     found = [_settings(), *_clock_and_health(service), *_readiness(service), _version(service)]
-    view = service.get("/workers")
+    try:
+        view = service.get("/workers")
+    except ServiceRefused as refused:
+        unknown = f"what is registered is not known: {refused}"
+        return [*found, Finding("failed", "ingest workers and engines", unknown)]
     found += _workers(view)
     found += _publishers(view)
     if not arguments.no_ports:

@@ -14,8 +14,8 @@ from waymark.console.service import RemoteService
 #: Between the end of a connection and the next one.
 _PAUSE_SECONDS = 1.0
 _STYLES = {
-    **dict.fromkeys(("registered", "resume", "found"), "green"),
-    **dict.fromkeys(("unregistered", "drain", "takeover", "restart"), "yellow"),
+    **dict.fromkeys(("registered", "resume", "found", "reachable"), "green"),
+    **dict.fromkeys(("unregistered", "drain", "takeover", "restart", "unreachable"), "yellow"),
     "lost": "bold red",
 }
 

@@ -9,6 +9,7 @@ from urllib.parse import urlencode
 
 from waymark.base.errors import InvalidValue, NotFound
 from waymark.console import cells
+from waymark.console.prompt_flags import group_of
 from waymark.console.prompts import read_file, read_hash, read_hashes, read_prompt, read_tokens
 from waymark.console.publishers import warnings
 from waymark.console.screen import Screen, ScreenPart, joined, text
@@ -27,8 +28,9 @@ def inspected(service: RemoteService, arguments: argparse.Namespace) -> InspectA
     if len(arguments.salt) > _SALTS_MAX:
         raise InvalidValue(f"--salt is given {len(arguments.salt)} times; give at most {_SALTS_MAX}", field="--salt")
     salts = dict(zip(("cache_salt", "additional_salt"), reversed(arguments.salt), strict=False))
+    group = group_of(service, arguments.model, arguments.tenant)
     body = {
-        "model": arguments.model,
+        "model": group["model"],
         "tenant_id": arguments.tenant,
         "block_size": arguments.block_size,
         "lora_name": arguments.lora,
@@ -60,7 +62,7 @@ def keys_of(service: RemoteService, arguments: argparse.Namespace) -> KeysAnswer
             answer = inspected(service, arguments)
             if not answer.keys and answer.reasons:
                 raise NotFound(" ".join(answer.reasons))
-            wanted = {"model": arguments.model, "tenant_id": arguments.tenant, "chain": answer.keys}
+            wanted = {"model": answer.model, "tenant_id": arguments.tenant, "chain": answer.keys}
         case _:
             wanted = _groups(arguments)
     return service.post_for(KeysAnswer, "/inspect/keys", wanted)

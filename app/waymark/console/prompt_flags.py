@@ -19,13 +19,12 @@ _FROM_INPUT = "-"
 def prompt_of(service: RemoteService, arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the model and the tenant, and the prompt, of which the service tokenizes a text and messages."""
     prompt = _prompt(arguments)
-    return _group_of(service, arguments, prompt.pop("model", None)), prompt
+    named = prompt.pop("model", None)
+    return group_of(service, arguments.model or named, arguments.tenant_id), prompt
 
 
-def _group_of(service: RemoteService, arguments: argparse.Namespace, named: str | None) -> dict[str, Any]:
-    """Return the model of the flag, else that of the chat request, else the only registered one; and the tenant."""
-    tenant: str | None = arguments.tenant_id
-    model = named if arguments.model is None else arguments.model
+def group_of(service: RemoteService, model: str | None, tenant: str | None) -> dict[str, Any]:
+    """Return the model, or without one the only one that is registered, and the tenant."""
     if model is not None:
         return {"model": model, "tenant_id": tenant}
     services = service.get("/services")["services"]

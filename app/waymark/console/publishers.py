@@ -8,7 +8,7 @@ from typing import Any
 
 from waymark.console.screen import STATUS_STYLES, Grid, ScreenPart, Text, joined, text
 from waymark.console.service import RemoteService
-from waymark.console.units import held_text, seconds_text
+from waymark.console.units import counted, held_text, seconds_text
 from waymark.domain.status import StreamStatus
 
 #: A stream of these has something wrong, even if nothing says what.
@@ -29,7 +29,15 @@ def publishers(service: RemoteService, arguments: argparse.Namespace) -> dict[st
         and (not arguments.bad or publisher["complaint"] or publisher["status"] in _BAD)
         and (not arguments.status or {publisher["status"], drained[id(publisher)]} & {*arguments.status})
     ]
-    return dict(answer) | {"publishers": wanted, "warnings": warnings(service)}
+    # With further flags, publishers that they leave out may be unwell.
+    is_bad = arguments.bad and not (arguments.status or arguments.model)
+    registered = sum(arguments.tenant_id in (None, each["tenant_id"]) for each in answer["publishers"])
+    return dict(answer) | {
+        "publishers": wanted,
+        "registered": registered,
+        "is_bad": is_bad,
+        "warnings": warnings(service),
+    }
 
 
 def warnings(service: RemoteService) -> list[str]:
@@ -68,13 +76,22 @@ def complaint(publisher: Mapping[str, Any]) -> str:
     return publisher["complaint"] or ""
 
 
+def _nobody(registered: int, *, is_bad: bool) -> ScreenPart:
+    if not registered:
+        return text("no engine is registered; run 'waymark register URL' for each")
+    publishers = counted(registered, "publisher")
+    if is_bad:
+        return text(f"nothing is wrong with {publishers}", "green")
+    return text(f"none of {publishers} fits the flags")
+
+
 def parts(answer: dict[str, Any]) -> list[ScreenPart]:
     """Return the drawing of the publishers."""
     screen_parts: list[ScreenPart] = [text(f"warning: {line}", "bold red") for line in answer["warnings"]]
     if not answer["workers"]:
         screen_parts.append(text("no ingest worker is alive: no event is applied until one runs", "bold red"))
     if not answer["publishers"]:
-        return [*screen_parts, text("no such publisher is registered")]
+        return [*screen_parts, _nobody(answer["registered"], is_bad=answer["is_bad"])]
     columns = ("TENANT", "MODEL", "ENGINE", "RANK", "STATUS", "LAG", "BLOCKS", "WEIGHT", "REQUESTS", "COMPLAINT")
     rows = [
         (

@@ -49,6 +49,13 @@ def parts(answer: dict[str, Any]) -> list[ScreenPart]:
             f"{target['new_tokens']}; policy {selected['policy']}, decision {selected['decision']}"
         ),
     ]
+    if selected["degraded"]:
+        screen_parts.append(
+            text(
+                "degraded: none of the engines can be reached now, or Redis is unavailable; this is the best of them",
+                "yellow",
+            )
+        )
     if selected["reservation"] is not None:
         screen_parts.append(text(f"reservation {selected['reservation']}; end it with POST /release"))
     is_cost = any(row["cost"] is not None for row in answer["scores"])

@@ -15,7 +15,8 @@ import orjson
 
 from waymark.base.asgi import AsgiApplication, AsgiMessage, AsgiReceive, AsgiScope, AsgiSend, RawHeaders
 from waymark.base.asker import Asker
-from waymark.base.errors import StoreUnavailable, WaymarkError
+from waymark.base.errors import StoreUnavailable, UnknownModel, WaymarkError
+from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.chat.requests import SESSION, Form, session_of
@@ -25,6 +26,7 @@ from waymark.decide.options import SelectionOptions
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
 from waymark.decide.under_way import RequestsUnderWay
+from waymark.domain.names import DEFAULT_TENANT
 from waymark.gateway.proxy import ProxiedRequest, Proxy
 from waymark.gateway.response_cache import ResponseCache
 from waymark.gateway.responses import Responses
@@ -40,6 +42,7 @@ from waymark.gateway.shapes import (
     form_of_errors,
     is_without_v1,
     rejected_by,
+    unknown_alias,
     unknown_path,
     with_cache_control,
     with_model,
@@ -77,8 +80,12 @@ class Gateway:
         others: AsgiApplication,
         cache: ResponseCache | None = None,
         responses: Responses | None = None,
+        waiting: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """Create a gateway. Raise SettingsError if the keys or the policy cannot be used."""
+        """Create a gateway. ``waiting`` says which of the engines that it was given are not registered yet.
+
+        Raise SettingsError if the keys or the policy cannot be used.
+        """
         self._others = others
         self._metrics = metrics
         self._body_bytes_max = settings.max_body_bytes
@@ -88,6 +95,7 @@ class Gateway:
         self._keys = ApiKeys.of(settings)
         self._origins = Origins(settings.gateway_origins)
         self._aliases = settings.model_aliases
+        self._waiting = waiting
         self._limits = KeyLimits(settings.gateway_key_requests, settings.gateway_key_tokens)
         selector = Selector(store, SelectionOptions.of(settings), metrics, pools=AskedPools(asker, metrics))
         self._selector = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
@@ -119,11 +127,34 @@ class Gateway:
         except ClientGone:
             answer.status = 499
         except WaymarkError as error:
-            await answer.refuse(rejected_by(error), form_of_errors(path))
+            await answer.refuse(self._rejected(error), form_of_errors(path))
         finally:
             status = str(answer.status)
             self._metrics.http_requests.labels(route=route, method=scope["method"], status=status).inc()
             self._metrics.http_request_duration_seconds.labels(route=route).observe(perf_counter() - began)
+
+    def _rejected(self, error: WaymarkError) -> RequestRejected:
+        """Return the answer to an error. A model may be that of an engine which is still to be registered."""
+        rejected = rejected_by(error)
+        waiting = self._waiting() if rejected.code == "model_not_found" else None
+        if waiting is None:
+            return rejected
+        sentence = f"{rejected.sentence}; not every engine of this gateway is registered yet ({waiting})"
+        return RequestRejected(503, sentence, "starting", field=rejected.field, retry_after_seconds=1)
+
+    async def warn(self) -> None:
+        """Log each alias of a model that no engine serves."""
+        try:
+            served = {name for name, _ in await served_models(self._directory, DEFAULT_TENANT)}
+        except StoreUnavailable as error:
+            log.debug("aliases are not checked", extra=fields(error=error.sentence))
+            return
+        for alias, model in self._aliases.items():
+            if model not in served:
+                log.warning(
+                    "an alias of WAYMARK_MODEL_ALIASES names a model that no engine serves now",
+                    extra=fields(alias=alias, model=model),
+                )
 
     async def _answer(
         self,
@@ -201,7 +232,8 @@ class Gateway:
     ) -> None:
         content_type = headers.get(b"content-type", b"")
         body = body_of_request(proxied.path, proxied.body, content_type)
-        model = self._aliases.get(body.request.model)
+        alias = body.request.model
+        model = self._aliases.get(alias)
         if model is not None:
             proxied.body = with_model(body, proxied.body, model, content_type)
             body = body_of_request(proxied.path, proxied.body, content_type)
@@ -227,6 +259,8 @@ class Gateway:
                     await proceed(())
                 else:
                     await self._cache.serve(client, proxied, body, proceed)
+            except UnknownModel as error:
+                raise error if model is None else unknown_alias(alias, model) from None
             finally:
                 self._metrics.gateway_requests.dec()
 
@@ -265,6 +299,10 @@ class Gateway:
             raise RequestRejected(
                 404, "there is no such model; GET /v1/models lists those that exist", "model_not_found"
             )
+        waiting = None if cards else self._waiting()
+        if waiting is not None:
+            sentence = f"no engine of this gateway is registered yet ({waiting})"
+            raise RequestRejected(503, sentence, "starting", retry_after_seconds=1)
         await answer.whole(200, orjson.dumps(cards[0] if name else {"object": "list", "data": cards}))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from waymark.base.errors import Conflict, InvalidValue, RemoteUnavailable, StoreUnavailable
 from waymark.base.logs import fields
+from waymark.base.shown import shown_url
 from waymark.discovery.describe import base_of
 from waymark.discovery.engines import EngineRegistrations
 from waymark.domain.engines import WITHOUT_EVENTS
@@ -17,6 +18,8 @@ from waymark.store.store import Store
 log = logging.getLogger(__name__)
 
 _AGAIN_SECONDS, _AGAIN_SECONDS_MAX = 0.5, 10.0
+#: Engines that a refusal names.
+_SAID_MAX = 3
 
 
 class GivenEngines:
@@ -26,6 +29,13 @@ class GivenEngines:
         self._store = store
         self._engines = engines
         self._urls = tuple(dict.fromkeys(urls))
+        self._waiting = dict.fromkeys(self._urls, "it has not answered yet")
+
+    def waiting(self) -> str | None:
+        """Return which engines are not registered yet, and why; None once all are."""
+        said = [f"{shown_url(url)}: {reason}" for url, reason in self._waiting.items()]
+        further = f"; and {len(said) - _SAID_MAX} more" if len(said) > _SAID_MAX else ""
+        return "; ".join(said[:_SAID_MAX]) + further if said else None
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -41,12 +51,13 @@ class GivenEngines:
             except (Conflict, InvalidValue, RemoteUnavailable, StoreUnavailable) as error:
                 if error.sentence != last:
                     log.warning("an engine is not registered yet", extra=fields(url=url, error=error.sentence))
-                last = error.sentence
+                last = self._waiting[url] = error.sentence
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _AGAIN_SECONDS_MAX)
             else:
                 about = {"url": url, "model": first.model_name, "type": str(first.kind), "block_size": first.block_size}
                 log.info("an engine is registered", extra=fields(**about))
+                del self._waiting[url]
                 return
 
     async def _register(self, url: str) -> Registration:

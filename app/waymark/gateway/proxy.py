@@ -30,7 +30,7 @@ from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
 from waymark.domain.books import NO_USAGE
 from waymark.domain.usage import UsageReader
 from waymark.gateway.security import to_client, to_engine
-from waymark.gateway.shapes import RequestRejected, engine_error, event_of
+from waymark.gateway.shapes import WITHOUT_PATH, RequestRejected, engine_error, event_of
 from waymark.gateway.upstream import Interrupted, Unreachable, Upstream, is_events
 
 log = logging.getLogger(__name__)
@@ -209,17 +209,22 @@ class Proxy:
         waits = is_fine
         has_end = proxied.api is not None and _is_told(response) and response.status == 200
         end = StreamEnd(is_framed=is_framed(response)) if has_end else None
-        is_translated = proxied.api is Form.MESSAGES and not is_fine and not is_events(response)
+        is_translated = not is_fine and _is_translated(proxied, response)
         reader = UsageReader() if response.headers.get("Content-Encoding", "identity") == "identity" else None
         headers = to_client(response.raw_headers)
         if _is_told(response) or is_translated:  # an error may follow it, or have another length
             headers = [header for header in headers if header[0] != b"content-length"]
+        if is_translated:
+            headers = [header for header in headers if header[0] != b"content-type"]
+            headers.append((b"content-type", b"application/json"))
         own = [(name.encode(), value.encode()) for name, value in answered.request.answer_headers.items()]
         own.append((b"x-waymark-engine", quote(_instance(answered), safe=" /:@|,;=+()[]").encode()))
         start = {"type": "http.response.start", "status": response.status, "headers": [*headers, *own, *extra]}
         await proxied.send(start)
         if is_translated:
-            body = engine_error(response.status, await self._short(response))
+            said = await self._short(response)
+            name = _instance(answered)
+            body = engine_error(response.status, said, proxied.api, engine=name, path=proxied.path)
             await answered.request.give_back(is_ok=response.status < 500)
             await proxied.send({"type": "http.response.body", "body": body, "more_body": False})
             return response.status < 500
@@ -266,6 +271,14 @@ class Proxy:
 def _is_told(response: aiohttp.ClientResponse) -> bool:
     """Return whether the gateway reads the events of an answer, and may add one."""
     return is_events(response) and response.headers.get("Content-Encoding", "identity") == "identity"
+
+
+def _is_translated(proxied: ProxiedRequest, response: aiohttp.ClientResponse) -> bool:
+    """Return whether an error may need another shape: each of Anthropic's paths, and one that is no JSON."""
+    if is_events(response) or response.headers.get("Content-Encoding", "identity") != "identity":
+        return False
+    is_json = "json" in response.headers.get("Content-Type", "").lower()
+    return proxied.api is Form.MESSAGES or response.status in WITHOUT_PATH or not is_json
 
 
 def _instance(answered: EngineAnswer) -> str:

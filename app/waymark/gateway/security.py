@@ -91,7 +91,9 @@ class ApiKeys:
                 match = client
         if match is None:
             raise RequestRejected(
-                401, "the API key is missing or unknown; send it as 'Authorization: Bearer <key>'", "invalid_api_key"
+                401,
+                "the API key is missing or unknown; send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'",
+                "invalid_api_key",
             )
         return match
 

@@ -35,6 +35,9 @@ FURTHER: Final = frozenset(
         *("/v1/images/edits", "/v1/images/generations", "/v1/images/variations"),
     }
 )
+#: Statuses of a server without a path, and what such a server says in JSON.
+WITHOUT_PATH: Final = frozenset({404, 405, 501})
+_NO_PATH_SAID = ("Not Found", "Method Not Allowed")
 _WITH_V1 = frozenset({*PATHS, "/v1/models"})
 
 
@@ -56,6 +59,12 @@ def unknown_path(path: str) -> RequestRejected:
         sentence = f"there is no path {path}: the base_url of this client must end in /v1"
     elif path.startswith("/v1/v1/") and path.endswith(("/messages", "/messages/count_tokens")):
         sentence = f"there is no path {shown(path)}: this client adds /v1 itself, so leave it out of its base_url"
+    elif any(path.startswith(f"{known}/v1/") for known in (COUNT_TOKENS, "/v1/messages")):
+        sentence = f"there is no path {shown(path)}: the base_url of this client ends before /v1/messages"
+    elif any(path.startswith(f"{known}/") for known in PATHS):
+        sentence = (
+            f"there is no path {shown(path)}: the base_url of this client must end in /v1, without a further path"
+        )
     elif path.startswith("/v1/v1/"):
         sentence = f"there is no path {shown(path)}: the base_url of this client must end in /v1, once"
     else:
@@ -120,6 +129,16 @@ def rejected_by(error: WaymarkError) -> RequestRejected:
     raise error
 
 
+def unknown_alias(alias: str, model: str) -> RequestRejected:
+    """Return the rejection of an alias whose model has no engine."""
+    return RequestRejected(
+        404,
+        f"the model {shown(alias)} is an alias of {shown(model)} here, and no engine serves that; GET /v1/models lists "
+        "the models that exist",
+        "model_not_found", field="model",
+    )  # fmt: skip
+
+
 def body_of(rejected: RequestRejected, api: Form | None) -> bytes:
     """Return the body of a rejected request in the shape of its API; in that of OpenAI if the path has none."""
     return orjson.dumps(_error(rejected, api))
@@ -134,19 +153,31 @@ def body_of_rejection(path: str, rejection: Rejection) -> bytes | None:
     return body_of(RequestRejected(rejection.status, rejection.sentence, rejection.reason), form_of_errors(path))
 
 
-def engine_error(status: int, body: bytes) -> bytes:
-    """The error of an engine in Anthropic's shape; an error that has it, or that cannot be read, stays as it is."""
+def engine_error(status: int, body: bytes, api: Form | None, *, engine: str, path: str) -> bytes:
+    """The error of an engine in the shape of its path; one that has it stays as it is.
+
+    An engine without the path, and an answer that is no JSON, as of a proxy, get a sentence that names ``engine``.
+    """
     try:
         document = bounded_loads(body)
     except ValueError:
-        return body
-    if not isinstance(document, dict) or document.get("type") == "error":
+        document = None
+    if not isinstance(document, dict) or (status in WITHOUT_PATH and document.get("detail") in _NO_PATH_SAID):
+        return body_of(RequestRejected(status, _untold(status, body, engine, path), "engine_error"), api)
+    if api is not Form.MESSAGES or document.get("type") == "error":
         return body
     error = document.get("error", document)
     if isinstance(error, dict):
         error = error.get("message", error.get("detail"))
     message = error if isinstance(error, str) else body.decode("utf-8", "replace")
     return body_of(RequestRejected(status, message, ""), Form.MESSAGES)
+
+
+def _untold(status: int, body: bytes, engine: str, path: str) -> str:
+    if status in WITHOUT_PATH:
+        return f"the engine {shown(engine)} does not serve {path}"
+    said = f": {shown(body.decode('utf-8', 'replace'))}" if body else " and no body"
+    return f"the engine {shown(engine)} answered {path} with {status}{said}"
 
 
 def event_of(rejected: RequestRejected, api: Form | None) -> bytes:

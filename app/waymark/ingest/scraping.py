@@ -91,7 +91,9 @@ class Scraper:
                 outcome, now = "failed", getattr(exc, "sentence", str(exc))
                 pause = min(2 * pause, max(_PAUSE_SECONDS_MAX, self._seconds))
             except StoreUnavailable as exc:
-                outcome, now = "failed", exc.sentence
+                # The engine has answered: what is known of it stays.
+                outcome, now = "failed", error
+                log.debug("gauges of an engine are not written", extra=fields(url=url, error=exc.sentence))
             self._metrics.gauge_scrapes.labels(outcome=outcome).inc()
             if now and not error:
                 log.warning("metrics of an engine cannot be read", extra=fields(url=url, error=now))

@@ -17,12 +17,15 @@ from waymark.ingest.life import Life
 from waymark.ingest.reasons import EVENTS_MISSING, REASONS
 from waymark.ingest.replaying import Replaying
 from waymark.ingest.subscriber import Subscriber
+from waymark.store.activity import ActivityKind
 from waymark.store.records import Facts
 
 log = logging.getLogger(__name__)
 
 _REPORT_SECONDS = 1.0
 
+#: The statuses of a stream that is asked for what it may have missed.
+_ASKED = {StreamStatus.ACTIVE, StreamStatus.REPLAYING}
 _MIXED = (
     "the socket sends frames of several topics or ranks, and each has its own counter, so that their order is unknown; "
     'register with "sequence": "rank", or register the engines behind this socket instead'
@@ -63,12 +66,23 @@ class StatusReporter:
             return
         self._reported = now
         if status != self.status:
-            log.info(
+            # A silent stream is asked for a replay again and again, which is no news.
+            level = logging.DEBUG if {status, self.status} == _ASKED else logging.INFO
+            log.log(
+                level,
                 "stream status changed",
                 extra=fields(stream=self._life.name, status=status, reasons=sorted(self._life.reasons)),
             )
+            self._tell(self.status, status)
             self.status = status
         await self._write()
+
+    def _tell(self, before: StreamStatus, now: StreamStatus) -> None:
+        """Note in the activity that the connection is gone, or is back before the publisher was lost."""
+        if now is StreamStatus.UNREACHABLE:
+            self._life.applier.happened(ActivityKind.UNREACHABLE, self._problem or "")
+        elif before is StreamStatus.UNREACHABLE and now is not StreamStatus.LOST:
+            self._life.applier.happened(ActivityKind.REACHABLE)
 
     async def report_last(self) -> None:
         """Write what has changed since the last report, if Redis answers at once.

@@ -53,12 +53,18 @@ class GatewayRole:
         else:
             others = create_gateway_admin(store, settings, metrics, admin)
         responses = Responses.of(settings, metrics, store, self._archive)
-        self.app = Gateway(store, settings, metrics, tokenizers, gate, asker, others, cache, responses)
-        self._engines = _given_engines(store, settings, asker) if settings.gateway_engines else None
+        self._engines = _given_engines(store, settings, asker)
+        waiting = self._engines.waiting
+        self.app = Gateway(store, settings, metrics, tokenizers, gate, asker, others, cache, responses, waiting)
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
         """Return the tasks that run until the process ends."""
-        return [part.run() for part in (self._archive, self._engines, self._watch) if part is not None]
+        return [self._begin(), *(part.run() for part in (self._archive, self._watch) if part is not None)]
+
+    async def _begin(self) -> None:
+        """Register the engines that the gateway was given, and then look for what is wrong with its settings."""
+        await self._engines.run()
+        await self.app.warn()
 
     async def close(self) -> None:
         await self.app.close()

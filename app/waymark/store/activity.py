@@ -46,6 +46,8 @@ class ActivityKind(StrEnum):
     WEIGHT = "weight"
     TAKEOVER = "takeover"
     RESTART = "restart"
+    UNREACHABLE = "unreachable"
+    REACHABLE = "reachable"
     LOST = "lost"
     FOUND = "found"
     SWEEP = "sweep"

@@ -92,7 +92,7 @@ class EngineTokenizer:
         if not addresses:
             raise TokenizerUnavailable(
                 f"no engine of the model {shown(model)} could tokenize a text a moment ago; try again in "
-                f"{_FAILED_SECONDS:g} s, or name a tokenizer in WAYMARK_TOKENIZERS",
+                f"{_FAILED_SECONDS:g} s, send token_ids, or name a tokenizer in WAYMARK_TOKENIZERS",
                 retry_after_seconds=int(_FAILED_SECONDS),
             )
         random.shuffle(addresses)

@@ -92,10 +92,12 @@ def openness(settings: Settings, *, is_gateway: bool = False) -> str | None:
     """
     if settings.api_token is not None or settings.api_tokens_file is not None:
         return None
+    if is_loopback(settings.host):
+        return None
     if is_gateway:
         if settings.gateway_keys or settings.gateway_keys_file is not None:
             return None
-    elif is_loopback(settings.host) or settings.redis_url == "memory://":
+    elif settings.redis_url == "memory://":
         return None
     keys = "WAYMARK_API_TOKEN and WAYMARK_GATEWAY_KEYS" if is_gateway else "WAYMARK_API_TOKEN"
     return (
