@@ -129,15 +129,6 @@ def test_the_short_list_has_the_choice_of_all(name: str, seed: int) -> None:
         if key is not None and (name == "sticky" or (ring is not None and session is None)):
             # The key decides between equal ones: the same one in every replica.
             assert decode[0].candidate == whole.decode[0].candidate
-        other = random.choice(whole.decode)
-        compared = order(snapshot, matches, question._replace(rival=other.candidate.publisher), random)
-        assert compared is not None
-        assert (compared.decision, compared.home) == (whole.decision, whole.home)
-        assert values_of(scored_of(compared.decode)[:1]) == pytest.approx(values_of(whole.decode[:1]), rel=1e-12)
-        at = compared.decode.find(other.candidate.publisher)
-        if has_tokens and preset.by_load is not None:
-            assert at is not None
-            assert compared.decode.scored(at).value == pytest.approx(other.value, rel=1e-12)
         if isinstance(seen.loads, GroupLoads) and fleet.members:
             seen.loads.put(random.choice(fleet.members).publisher, Load(random.choice((0, 5_000)), random.randrange(9)))
 

@@ -21,8 +21,9 @@ from waymark.decide.options import Shadow
 from waymark.decide.order import stages
 from waymark.decide.policies.policy import Candidate, RoutingRequest
 from waymark.decide.policies.ring import POINTS, Ring
+from waymark.decide.preferences import preferred
 from waymark.decide.question import HashedPrompt, PolicyChoice, ProfileName, Question, SelectParameters
-from waymark.decide.shadows import preferred, reused, work
+from waymark.decide.shadows import reused, work
 from waymark.decide.simulated_fleet import SimulatedFleet, SimulatedRequest
 from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.names import GroupName

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from random import Random
 from types import MappingProxyType
@@ -182,15 +182,9 @@ class TargetSet:
         """
         if len(self.members) <= most or (allowed.only is not None and len(allowed.only) <= most):
             return list(self.all(allowed))
-        having: dict[int, None] = {}
-        for name in (*seen.rows, *seen.prefixes):
-            publisher = self._by_name.get(name)
-            if publisher is not None and allowed.has(publisher):
-                having[publisher] = None
-        named = (*seen.expected, *self._of_instance.get(session, ()), rival)
-        having |= {each: None for each in named if each in self._weights and allowed.has(each)}
+        having = self._having(seen, allowed, (*self._of_instance.get(session, ()), rival))
         orders = [self._order(part, random) for part in cost.parts]
-        rest = self._least(orders, cost, most, seen, allowed, having, random)
+        rest = self._least(orders, cost, most, seen, allowed, having)
         # If more than these are as good as the best, the key decides between all.
         equal = rest[0][0] if len(rest) == most and rest[0][0] == rest[-1][0] else None
         near = 0
@@ -199,13 +193,56 @@ class TargetSet:
             if publisher is None or not allowed.has(publisher):
                 continue
             near += 1
-            is_equal = equal is not None and cost.of([order.entry_of[publisher].value for order in orders]) == equal
+            is_equal = equal is not None and cost.of([order.value_of[publisher] for order in orders]) == equal
             if near <= most or is_equal:
                 having[publisher] = None
             if near >= most and (equal is None or is_equal):
                 break
         having |= {publisher: None for _, _, publisher in rest}
         return [self._by_publisher[publisher] for publisher in having]
+
+    def having(self, seen: PromptState, allowed: Allowed, rival: int) -> dict[int, FleetMember]:
+        """Return the members that have a part of the prompt, and ``rival``, by publisher."""
+        return {each: self._by_publisher[each] for each in self._having(seen, allowed, (rival,))}
+
+    def cheapest(
+        self, seen: PromptState, cost: LoadCost, random: Random, allowed: Allowed, without: Container[int]
+    ) -> FleetMember | None:
+        """Return the cheapest member by load alone; None if there is no other than ``without``."""
+        orders = [self._order(part, random) for part in cost.parts]
+        if len(orders) != 2:
+            least = self._least(orders, cost, 1, seen, allowed, without)
+            return self._by_publisher[least[0][2]] if least else None
+        # A target costs no less than another one that an order names before it and that the other order does not name
+        # behind it, so most places of the two need no cost.
+        by_first, by_second = (order.least(seen.loads) for order in orders)
+        (first_of, second_of), cost_of = (order.value_of for order in orders), cost.of
+        best, worst, least_first, least_second = None, math.inf, math.inf, math.inf
+        for (first, _, one), (second, _, other) in zip(by_first, by_second, strict=True):
+            if worst <= cost_of((first, second)):
+                break
+            value = second_of[one]
+            if value < least_second and one not in without and allowed.has(one):
+                least_second, total = value, cost_of((first, value))
+                if total < worst:
+                    best, worst = one, total
+            value = first_of[other]
+            if value < least_first and other not in without and allowed.has(other):
+                least_first, total = value, cost_of((value, second))
+                if total < worst:
+                    best, worst = other, total
+        return None if best is None else self._by_publisher[best]
+
+    def _having(self, seen: PromptState, allowed: Allowed, others: Iterable[int | None]) -> dict[int, None]:
+        having: dict[int, None] = {}
+        for name in (*seen.rows, *seen.prefixes):
+            publisher = self._by_name.get(name)
+            if publisher is not None and allowed.has(publisher):
+                having[publisher] = None
+        for each in (*seen.expected, *others):
+            if each is not None and each in self._weights and allowed.has(each):
+                having[each] = None
+        return having
 
     def below_bound(
         self,
@@ -257,33 +294,35 @@ class TargetSet:
         most: int,
         seen: PromptState,
         allowed: Allowed,
-        having: Mapping[int, None],
-        random: Random,
+        without: Container[int],
     ) -> list[tuple[float, float, int]]:
-        """The cheapest members by load alone, of those that are allowed and not in ``having``."""
+        """The cheapest members by load alone, of those that are allowed and not in ``without``."""
         least: list[tuple[float, float, int]] = []
+        are_all = allowed.are_all
         if len(orders) == 1:  # the order of the one part is that of the cost
-            are_all = allowed.are_all
             for entry in orders[0].least(seen.loads):
-                if entry[2] not in having and (are_all or allowed.has(entry[2])):
+                if entry[2] not in without and (are_all or allowed.has(entry[2])):
                     least.append(entry)
                     if len(least) == most:
                         break
             return least
-        publishers_met, cost_of, worst = set(having), cost.of, math.inf
-        for entries in zip(*[order.least(seen.loads) for order in orders], strict=True):
-            for _, draw, publisher in entries:
-                if publisher not in publishers_met:
-                    publishers_met.add(publisher)
-                    total = cost_of([order.entry_of[publisher][0] for order in orders])
-                    if total < worst and allowed.has(publisher):
-                        insort(least, (total, draw, publisher))
-                        if len(least) >= most:
-                            del least[most:]
-                            worst = least[-1][0]
+        cost_of, worst = cost.of, math.inf
+        publishers_met: set[int] = set()
+        sequences, values_of = [order.least(seen.loads) for order in orders], [order.value_of for order in orders]
+        for entries in zip(*sequences, strict=True):
             # Whoever was not met is at or behind this place in each order, and the cost grows with each.
             if worst <= cost_of([entry[0] for entry in entries]):
                 break
+            for _, draw, publisher in entries:
+                if publisher in publishers_met:
+                    continue
+                publishers_met.add(publisher)
+                total = cost_of([values[publisher] for values in values_of])
+                if total < worst and publisher not in without and (are_all or allowed.has(publisher)):
+                    insort(least, (total, draw, publisher))
+                    if len(least) >= most:
+                        del least[most:]
+                        worst = least[-1][0]
         return least
 
     def _order(self, part: LoadWeights, random: Random) -> LoadOrder:

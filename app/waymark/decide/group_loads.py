@@ -200,18 +200,22 @@ class LoadOrder(_LoadFollower):
         self._part = part
         self._random = random
         self._entries: list[OrderEntry] = []
-        self.entry_of: dict[int, OrderEntry] = {}
-        """The places of the targets by the loads of the last call of ``least``, by publisher."""
+        self._entry_of: dict[int, OrderEntry] = {}
+        self.value_of: dict[int, float] = {}
+        """The part of each target's cost by the loads of the last call of ``least``, by publisher."""
 
     def least(self, loads: Mapping[int, Load]) -> Iterator[OrderEntry]:
-        """Yield all targets, least first; of those that are equal to the least, the first is one by chance.
+        """Return all targets, least first; of those that are equal to the least, the first is one by chance.
 
         So many callers do not all take the same one. Nothing may change while it is gone through.
         """
         self._follow(loads)
         entries = self._entries
-        if not entries:
-            return
+        if len(entries) > 1 and entries[0].value == entries[1].value:
+            return self._by_chance(entries)
+        return iter(entries)
+
+    def _by_chance(self, entries: Sequence[OrderEntry]) -> Iterator[OrderEntry]:
         equal = bisect_right(entries, (entries[0].value, 2.0, 0))
         begin = self._random.randrange(equal)
         for index in range(begin, equal):
@@ -222,13 +226,15 @@ class LoadOrder(_LoadFollower):
             yield entries[index]
 
     def _make(self, loads: Mapping[int, Load]) -> None:
-        self.entry_of = {publisher: self._entry(publisher, loads) for publisher in self._weights}
-        self._entries = sorted(self.entry_of.values())
+        self._entry_of = {publisher: self._entry(publisher, loads) for publisher in self._weights}
+        self.value_of = {publisher: entry.value for publisher, entry in self._entry_of.items()}
+        self._entries = sorted(self._entry_of.values())
 
     def _change(self, publishers: Iterable[int], loads: Mapping[int, Load]) -> None:
         for publisher in publishers:
-            del self._entries[bisect_left(self._entries, self.entry_of[publisher])]
-            entry = self.entry_of[publisher] = self._entry(publisher, loads)
+            del self._entries[bisect_left(self._entries, self._entry_of[publisher])]
+            entry = self._entry_of[publisher] = self._entry(publisher, loads)
+            self.value_of[publisher] = entry.value
             insort(self._entries, entry)
 
     def _entry(self, publisher: int, loads: Mapping[int, Load]) -> OrderEntry:

@@ -130,7 +130,7 @@ def _order(
     blocks = len(matches.keys) // KEY_BYTES
     if _is_sum(matches, question):
         sums = SumOffers(short.members, matches.seen, policy, matches.request, blocks, random)
-        return Offers(sums, choices=Choices(*_targets(fleet, question, left_out, "whole")))
+        return Offers(sums, choices=Choices(*targets_of(fleet, question, left_out, "whole")))
     size = matches.request.block_size
     candidates = fleet.candidates(matches.seen, size, members=short.members)
     before: Sequence[Candidate] = ()
@@ -157,7 +157,7 @@ def _order(
     if policy.preset is None:
         choices = Choices.of(found.decode)
     else:
-        choices = Choices(*_targets(fleet, question, left_out, "whole"))
+        choices = Choices(*targets_of(fleet, question, left_out, "whole"))
     return Offers(decode, prefill, found.encode, found.decision, found.home, choices, active_bound=short.active_bound)
 
 
@@ -179,10 +179,10 @@ def shortlist(
 ) -> Shortlist:
     """Return the targets that a decision has to rank for a part of the request."""
     policy, request = question.policy, matches.request
-    targets, allowed = _targets(fleet, question, left_out, part)
+    targets, allowed = targets_of(fleet, question, left_out, part)
     if policy.preset is None or policy.values is None:
         return Shortlist(targets.all(allowed))
-    most = _places(question, request)
+    most = _places(question)
     if policy.preset.name == "sticky" and request.prefix_key is not None:
         ring = fleet.ring(int(policy.values.number("virtual_nodes")))
         return targets.below_bound(
@@ -207,19 +207,12 @@ def shortlist(
     )
 
 
-def _places(question: Question, request: RoutingRequest) -> int:
-    """Return how many of the best targets the caller looks at.
-
-    Without tokens there are more, because the prefix key chooses between targets that are equal.
-    """
-    preset = question.policy.preset
-    has_list = preset is not None and (preset.by_load is not None or preset.name == "sticky")
-    if question.rival is not None and request.has_tokens and has_list:
-        return 1
+def _places(question: Question) -> int:
+    """Return how many of the best targets the caller looks at."""
     return max(CANDIDATES_MAX, question.parameters.count)
 
 
-def _targets(fleet: Fleet, question: Question, left_out: Set[int], part: StagePart) -> tuple[TargetSet, Allowed]:
+def targets_of(fleet: Fleet, question: Question, left_out: Set[int], part: StagePart) -> tuple[TargetSet, Allowed]:
     """Return the targets for a part of the request, and the allowed ones."""
     parameters = question.parameters
     targets = fleet.targets(question.served_as, part, have_addresses=parameters.needs_address)
@@ -266,7 +259,7 @@ def stages(
     if policy.file is not None and parameters.profile != "single":
         found = policy.file.run(request, candidates, random)
         return RankedStages(*found, *_by_key(request, found.decode)) if found.decode else None
-    most = _places(question, request)
+    most = _places(question)
     decode = rank(policy, request, candidates, fleet, random, most, active_bound)
     if not decode.scored:
         return None

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from math import isclose
 from random import Random
 
 from waymark.base.errors import StoreUnavailable
@@ -20,10 +19,9 @@ from waymark.base.metrics import Metrics
 from waymark.decide.fleet import PromptState
 from waymark.decide.matches import PromptMatches, needs_of
 from waymark.decide.options import SelectionOptions, Shadow
-from waymark.decide.order import Offers, order
-from waymark.decide.policies.policy import Candidate, RoutingRequest, Scored, least_new
-from waymark.decide.policies.presets import PRESETS
-from waymark.decide.policies.profile import max_score
+from waymark.decide.order import Offers
+from waymark.decide.policies.policy import Candidate, RoutingRequest, least_new
+from waymark.decide.preferences import Preferences
 from waymark.decide.question import PolicyChoice, Question, SelectedTarget
 from waymark.decide.snapshot import GroupSnapshot, ReadingKind, SnapshotKeeper
 from waymark.domain.books import Usage
@@ -88,17 +86,14 @@ class Shadows:
         offers, snapshot, matches, question = shadowed.facts
         request, first = matches.request, offers.decode.scored(0).candidate
         chosen, reused_by_first = {}, reused(first, request)
+        preferences: Preferences | None = None
         for shadow in self._shadows:
             count = self._metrics.shadow_decisions.labels
             try:
-                asked = question._replace(policy=shadow.policy, rival=first.publisher)
-                shadowed.seen = self._completed(shadowed.seen, snapshot, asked)
-                ranking = order(snapshot, matches._replace(seen=shadowed.seen), asked, self._random)
-                candidate = None
-                if ranking is not None:
-                    at = ranking.decode.find(first.publisher)
-                    score = None if at is None else ranking.decode.scored(at)
-                    candidate = preferred(ranking.decode.scored(0), score, shadow.policy)
+                policy = shadow.policy
+                shadowed.seen = self._completed(shadowed.seen, snapshot, question, policy)
+                preferences = preferences or Preferences(snapshot, matches, question, first.publisher, self._random)
+                candidate = preferences.of(policy, shadowed.seen)
             except Exception as exc:  # a shadow never disturbs a decision, whatever is wrong with it
                 count(shadow=shadow.name, choice="failed").inc()
                 self._warn(shadow, exc)
@@ -110,13 +105,17 @@ class Shadows:
             is_same = candidate.publisher == first.publisher
             count(shadow=shadow.name, choice="same" if is_same else "other").inc()
             tokens = self._metrics.shadow_tokens.labels
-            tokens(shadow=shadow.name, by="shadow").inc(reused(candidate, request))
+            tokens(shadow=shadow.name, by="shadow").inc(reused_by_first if is_same else reused(candidate, request))
             tokens(shadow=shadow.name, by="policy").inc(reused_by_first)
         return chosen
 
-    def _completed(self, seen: PromptState, snapshot: GroupSnapshot, question: Question) -> PromptState:
+    def _completed(
+        self, seen: PromptState, snapshot: GroupSnapshot, question: Question, policy: PolicyChoice
+    ) -> PromptState:
         """Return the state with the readings that the shadow needs in addition, as far as they are at hand."""
-        needs = needs_of(question, snapshot.fleet)
+        if policy.file is None and not policy.needs_gauges and not snapshot.fleet.kv_sources:
+            return seen  # loads, which every decision has
+        needs = needs_of(question._replace(policy=policy), snapshot.fleet)
         missing = ReadingKind.GAUGES in needs and not seen.gauges
         missing |= ReadingKind.FIRST_TOKENS in needs and not seen.first_tokens
         if not missing:
@@ -226,29 +225,6 @@ class ShadowedDecision:
             active_bound=offers.active_bound,
             profile=question.parameters.profile,
         )
-
-
-def preferred(best: Scored, first: Scored | None, policy: PolicyChoice) -> Candidate:
-    """Return the target that a policy prefers: the one that was chosen, which is ``first``, if no other is better.
-
-    Of equal targets one is taken by chance, and it is no difference between two policies which one.
-    """
-    if first is None or draws(policy) or not isclose(first.value, best.value, rel_tol=_SAME):
-        return best.candidate
-    return first.candidate
-
-
-#: Two values of a policy are the same up to the order in which their parts were added.
-_SAME = 1e-12
-
-
-def draws(policy: PolicyChoice) -> bool:
-    """Return whether chance decides between unequal targets, too."""
-    if policy.file is not None:
-        return policy.file.profiles[policy.file.decode].picker is not max_score
-    if policy.preset is not PRESETS["dynamo"] or policy.values is None:
-        return False
-    return policy.values.number("router_temperature") > 0
 
 
 def reused(candidate: Candidate, request: RoutingRequest) -> int:
