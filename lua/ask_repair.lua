@@ -2,7 +2,7 @@
 --
 -- Ask the worker that applies a stream to repair it: it sees the mark when it renews its lease.
 --
--- KEYS  record  hash  the publisher's record; `repair` stays until a snapshot has taken the place of the life
+-- KEYS  record  hash  the publisher's record; `repair` stays until the stream has another life, also that of a snapshot
 -- ARGV  nonce   a random nonce
 --
 -- {'applied', 0}  the record has the mark

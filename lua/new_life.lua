@@ -22,7 +22,7 @@
 --       unit     which holders end: '*' all; '' none; else the holder of this name, and those whose names begin with it
 --                and a space (names are `<rank> <medium> ...`, so '0' ends all holders of rank 0)
 --       life     '' continues the life of the stream; a random nonce begins a new one, and deletes the fields of the old
---                one (watermark, flags, ...) from the record
+--                one (watermark, flags, repair, ...) from the record
 --       begin*   name, holder record (JSON without the id); a name that is still live keeps its id
 --
 -- {'applied', calls, holder*}  the ids of begin*, in order. `calls` counts this call. If the last call was this one,
@@ -74,7 +74,8 @@ for name, id in pairs(live) do
 end
 
 if ARGV[8] ~= '' then
-  redis.call('HDEL', record, 'watermark', 'ts', 'newest_ts', 'digest', 'flags', 'main_groups', 'count:missing')
+  redis.call('HDEL', record, 'watermark', 'ts', 'newest_ts', 'digest', 'flags', 'main_groups', 'count:missing',
+    'repair')
   for i = 1, #fields, 2 do
     local beginning = fields[i]:sub(1, 6)
     if beginning == 'event:' or beginning == 'shard:' then redis.call('HDEL', record, fields[i]) end

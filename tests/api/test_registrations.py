@@ -278,19 +278,20 @@ async def test_each_rank_of_a_url_without_a_replay_is_warned_about(engine: Engin
     assert f"{answer['instance_id']}|default|0" in sentence
 
 
-async def test_a_repair_is_asked_of_the_streams_that_have_snapshots(make_client: MakeClient, store: Store) -> None:
+async def test_a_repair_is_asked_of_the_streams_that_can_have_one(make_client: MakeClient, store: Store) -> None:
     client = await make_client(store)
     fields = {"type": "vLLM", "modelname": "m", "block_size": 4, "instance_id": "i"}
-    for rank, more in enumerate(({}, {"snapshot_endpoint": "tcp://10.0.0.7:5758"})):
+    able = {"snapshot_endpoint": "tcp://10.0.0.7:5758"}, {"replay_endpoint": "tcp://10.0.0.7:5658"}
+    for rank, more in enumerate(({}, *able)):
         refused = await client.post("/repair", json={"instance_id": "i"})
-        assert refused.status_code == (409 if rank else 404)
-        assert not rank or "snapshot_endpoint" in refused.json()["error"]
+        assert refused.status_code == (404, 409, 200)[rank]
+        assert rank != 1 or "no snapshot_endpoint and no replay" in refused.json()["error"]
         sockets = {"endpoint": f"tcp://10.0.0.7:{5557 + rank}", "dp_rank": rank}
         assert (await client.post("/register", json=fields | sockets | more)).status_code == 200
     answer = await client.post("/repair", json={"instance_id": "i"})
-    assert answer.json() == {"status": "repair requested", "asked_instances": ["i|default|1"]}
+    assert answer.json() == {"status": "repair requested", "asked_instances": ["i|default|1", "i|default|2"]}
     records = [keys.record(claim.group_id, claim.publisher) for claim in await store.directory.claims()]
-    assert [b"repair" in await store.client.hgetall(record) for record in records] == [False, True]
+    assert [b"repair" in await store.client.hgetall(record) for record in records] == [False, True, True]
 
 
 async def test_the_master_of_a_pool_is_registered_in_place_of_its_events(make_client: MakeClient, store: Store) -> None:

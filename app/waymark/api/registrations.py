@@ -191,11 +191,11 @@ class Registrations:
         registrations = await self._named(request)
         if not registrations:
             raise _not_found(request)
-        able = [registration.name for registration in registrations if registration.snapshot_endpoint is not None]
+        able = [registration.name for registration in registrations if registration.repair is not None]
         if not able:
             raise Conflict(
-                f"instance_id {shown(request.instance_id)} has no snapshot_endpoint, so nobody can ask what it has; "
-                "register it with one, or restart the engine",
+                f"instance_id {shown(request.instance_id)} has no snapshot_endpoint and no replay, so nobody can ask "
+                "what it has; register it with one, or restart the engine",
                 field="instance_id",
             )
         claims = [(name, await self._store.directory.claim(name)) for name in able]

@@ -18,6 +18,7 @@ from waymark.decide.fleet import Allowed, Fleet, FleetMember, PromptState, Targe
 from waymark.decide.policies.policy import RoutingRequest, Scored, least_new
 from waymark.domain.books import PROMISE_TEXT, Promise, Usage
 from waymark.domain.match import TargetRow
+from waymark.domain.names import Repair
 from waymark.store.activity import ActivityKind, about
 from waymark.store.reservations import Reservation
 from waymark.store.store import Store
@@ -116,6 +117,12 @@ def believed(seen: PromptState, drifts: Mapping[int, float], members: Mapping[in
     return seen._replace(rows=rows, prefixes=prefixes, expected=expected)
 
 
+_WAYS: Mapping[Repair, str] = {
+    "snapshot": "a snapshot of its cache is asked for",
+    "replay": "all its batches are asked for again; if it drops blocks without an event, only a restart helps",
+}
+
+
 class Bookkeeper:
     """Hears of each request that has ended with a usage."""
 
@@ -138,7 +145,7 @@ class Bookkeeper:
             self._store.begin(self._tell(reservation, drift))
 
     async def _tell(self, reservation: Reservation, drift: float) -> None:
-        """Tell people, and the worker of the stream if its engine can send a snapshot of its cache.
+        """Tell people, and the worker of the stream if its engine can send something that repairs it.
 
         If this replica stops before, the next 50 requests show the drift again.
         """
@@ -152,8 +159,9 @@ class Bookkeeper:
             if not drift:
                 log.info("the engine reuses what is expected again", extra=shown_as)
                 return
-            is_asked = of.snapshot_endpoint is not None and await self._store.records.ask_repair(claim)
-            way = "a snapshot of its cache is asked for" if is_asked else "restart it, or register snapshot_endpoint"
+            way = "restart it, or register snapshot_endpoint"
+            if of.repair is not None and await self._store.records.ask_repair(claim):
+                way = _WAYS[of.repair]
             log.warning("the engine reuses fewer tokens than expected; its blocks count for less", extra=shown_as)
             detail = f"{100 * drift:.0f} % of what was expected did not come; {way}"
             self._store.activity.note(ActivityKind.DRIFT, **about(of), detail=detail)

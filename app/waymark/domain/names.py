@@ -25,6 +25,7 @@ Adapter: TypeAlias = str | int | None
 
 
 SeqCounter = Literal["publisher", "rank"]
+Repair = Literal["snapshot", "replay"]
 
 
 class PublisherName(NamedTuple):
@@ -108,6 +109,16 @@ class Registration:
     def can_replay(self) -> bool:
         """Whether missing batches can be requested. A counter per rank has no replay, wherever the endpoint is."""
         return self.replay_endpoint is not None and self.sequence == "publisher"
+
+    @property
+    def repair(self) -> Repair | None:
+        """What the worker of its stream can ask for, if its blocks are not those of the engine.
+
+        A snapshot says what the engine has. A replay only tells again what its events have told.
+        """
+        if self.snapshot_endpoint is not None:
+            return "snapshot"
+        return "replay" if self.endpoint is not None and self.can_replay else None
 
     @property
     def cannot_repair(self) -> bool:

@@ -29,11 +29,12 @@ from waymark.ingest.received import ReceivedFrames
 from waymark.ingest.replay import AttemptResult
 from waymark.ingest.replay_places import ReplayPauses, ReplayPlaces
 from waymark.ingest.replaying import Replaying
-from waymark.ingest.snapshots import Snapshots, SnapshotSource
+from waymark.ingest.snapshots import PAUSE_SECONDS_MAX, Snapshots, SnapshotSource
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ZmqContext
 from waymark.ingest.status_reporter import StatusReporter
 from waymark.ingest.subscriber import UNREACHABLE_MILLISECONDS, Subscriber
 from waymark.ingest.subscribers import Subscribers
+from waymark.store.activity import ActivityKind
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +133,10 @@ class Stream:
             tick=self._tick,
         )
         self._pauses = ReplayPauses(options.probe_seconds)
+        self._repaired: int | None = None
+        """The number of the last life that was to be replayed from its first batch, because of a repair."""
+        self._repair_at = 0.0
+        self._repair_pause = options.snapshot_pause_seconds
         self._answered: int | None = None
         """The number of the life whose replay the publisher has answered to the end; None after any other outcome."""
         now = time.monotonic()
@@ -168,6 +173,8 @@ class Stream:
                     await self._tick()
                     if self._snapshots and self._snapshots.is_due and not self._is_replay_open:
                         await self._take_snapshot(self._snapshots)
+                    elif self._is_repair_due:
+                        await self._repair()
         except Fenced:
             log.info(
                 "the stream stops here: another worker took the stream, or its registration changed",
@@ -374,6 +381,41 @@ class Stream:
             self._answered = life.begun
             self._dropped_asked = self._subscriber.dropped
             self._pauses.reset()
+
+    @property
+    def _is_repair_due(self) -> bool:
+        """Whether somebody asks for a repair, and a replay of the whole life is all that can be had.
+
+        In one life this is tried once: a publisher forgets the first batches of a life, and never has them again.
+        """
+        life = self._life
+        return (
+            life.applier.grant.change.wants_repair
+            and self._snapshots is None
+            and self._registration.can_replay
+            and self._repaired != life.begun
+            and time.monotonic() >= self._repair_at
+            and life.order.watermark is not None
+            and self._received.is_unbroken
+            and not (life.is_open or self._is_replay_open)
+        )
+
+    async def _repair(self) -> None:
+        """Request all batches of this life again. If the publisher has the first one, the life begins again with it."""
+        life, self._repaired = self._life, self._life.begun
+        assert life.order.watermark is not None
+        # An engine that drops blocks without an event shows the same drift after each replay.
+        self._repair_at = time.monotonic() + self._repair_pause
+        self._repair_pause = min(2 * self._repair_pause, PAUSE_SECONDS_MAX)
+        await life.open_gap(life.order.watermark + 1)
+        await self._run_replay()
+        if life.begun != self._repaired:
+            life.applier.happened(ActivityKind.RESTART, "a repair was asked for; all its batches are applied again")
+        elif not life.is_open:
+            log.warning(
+                "a repair was asked for, but no replay has the first batch; restart the engine",
+                extra=fields(stream=life.name),
+            )
 
     # ---- connections and replays -------------------------------------------------------------------
 
