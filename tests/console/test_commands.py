@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -23,8 +24,10 @@ from tests.ports import unused_port
 from waymark import cli
 from waymark.base.errors import ServiceUnreachable
 from waymark.base.settings import Settings
-from waymark.console import ask, books, events, select
+from waymark.console import ask, books, events, policies, select
+from waymark.console.screen import Grid
 from waymark.console.service import RemoteService
+from waymark.contract.results import ComparedPolicy, DecisionsMade, PoliciesAnswer
 from waymark.domain.hashing import extend, token_bytes
 
 pytestmark = pytest.mark.outside
@@ -573,3 +576,37 @@ def test_books_are_drawn(tmp_path: Path) -> None:
     books.draw({"by_minute": [target("a", 1) | {"time": 60 * minute} for minute in range(3)]}, str(file))
 
     assert "prompt tokens a minute" in file.read_text()
+
+
+def test_policies_say_which_orders_mean_nothing() -> None:
+    chosen = DecisionsMade(
+        decisions=60,
+        moved=0,
+        expected=9,
+        reported=0,
+        expected_of_reported=0,
+        delivered=0,
+        timed=0,
+        ttft_ms=None,
+    )
+    near = ComparedPolicy(
+        policy="lmetric",
+        is_simulated=True,
+        decisions=60,
+        differs=3,
+        none=0,
+        expected=9,
+        expected_of_chosen=9,
+        predicted_ttft_ms=4.0,
+        predicted_ttft_ms_of_chosen=5.0,
+        is_apart_from_chosen=True,
+        alike=["dynamo", "longest"],
+    )
+    far = replace(near, policy="sticky", is_apart_from_chosen=False, alike=[])
+    _, grid = policies.parts(PoliciesAnswer(chosen=chosen, policies=[near, far], unreadable=0))
+    assert isinstance(grid, Grid)
+    lines = [[cell.plain for cell in line] for line in grid.rows]
+    assert [(line[0], *line[-2:]) for line in lines] == [
+        ("lmetric", "apart", "dynamo, longest"),
+        ("sticky", "not told apart", ""),
+    ]

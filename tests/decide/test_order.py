@@ -45,7 +45,7 @@ def test_an_order_that_follows_is_the_order_of_now(seed: int) -> None:
             assert dict(loads) == {int(name): Load.parse(value) for name, value in stored.items()}
         assert total.of(loads) == sum(loads.get(each, _IDLE).requests for each in weights)
         found = [entry.publisher for entry in order.least(loads)]
-        assert [order.entry_of[each].value for each in found] == [work(each) for each in found]
+        assert [order.value_of[each] for each in found] == [work(each) for each in found]
         assert sorted(found) == sorted(weights)
         assert [work(each) for each in found] == sorted(map(work, weights))
 

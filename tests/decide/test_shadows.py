@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-import secrets
-from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from tests.conftest import wait_until
 from tests.decide.conftest import MakeSelector
+from tests.decide.played import Kept, decided, play, reservation, shadows_of
 from tests.decide.test_fleet import fleet_of
 from tests.decide.test_shortlist import state_of
 from tests.store.factories import registration
@@ -22,10 +21,8 @@ from waymark.base import watched_file
 from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.contract.decisions import Decision
 from waymark.contract.shape import plain
-from waymark.decide.comparison import compare, decide_again, replay
-from waymark.decide.fleet import Fleet, PromptState
+from waymark.decide.comparison import are_apart, compare, decide_again, replay
 from waymark.decide.matches import PromptMatches
 from waymark.decide.options import SelectionOptions, Shadow
 from waymark.decide.order import order
@@ -35,20 +32,14 @@ from waymark.decide.policies.presets import PRESETS
 from waymark.decide.policies.ring import POINTS
 from waymark.decide.question import HashedPrompt, PolicyChoice, Question, SelectedTarget, SelectParameters
 from waymark.decide.selector import Selector
-from waymark.decide.shadows import Shadows
 from waymark.decide.snapshot import GroupSnapshot
 from waymark.domain.books import NO_USAGE, Usage
-from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.keys import pack
-from waymark.domain.match import TargetRow
 from waymark.domain.names import GroupName
-from waymark.domain.table import HolderTable, PublisherRow
-from waymark.domain.targets import Target
-from waymark.simulator.cache import PrefixCache
-from waymark.simulator.workload import SimulatedPrompt, conversations
+from waymark.simulator.workload import conversations
 from waymark.store.directory import GroupEntry
 from waymark.store.kept_decisions import BLOCKS_MAX, TARGETS_MAX, KeptDecision
-from waymark.store.reservations import Load, Reservation, ReservationPart
+from waymark.store.reservations import ReservationPart
 from waymark.store.store import Store
 
 GROUP = GroupName("t", "m")
@@ -57,55 +48,6 @@ BY_LOAD = """
 plugins: [{type: active-request-scorer}]
 schedulingProfiles: [{name: default, plugins: [{pluginRef: active-request-scorer}]}]
 """
-
-
-class Kept:
-    """Takes the records as the store does."""
-
-    def __init__(self) -> None:
-        self.decisions: list[KeptDecision] = []
-        self.outcomes: list[tuple[str, int | None, float | None]] = []
-
-    def note_decision(self, group_id: int, decision: KeptDecision) -> None:
-        # As it would be read again.
-        self.decisions.append(KeptDecision.parse(decision.text()))
-
-    def note_outcome(self, group_id: int, nonce: str, *, delivered: int | None, ttft_ms: float | None) -> None:
-        self.outcomes.append((nonce, delivered, ttft_ms))
-
-
-def shadows_of(
-    kept: Kept, *names: str, share: float = 1.0, metrics: Metrics | None = None, more: Sequence[Shadow] = ()
-) -> Shadows:
-    shadows = tuple(Shadow(name, PolicyChoice.of(PRESETS[name])) for name in names)
-    options = SelectionOptions(shadows=(*shadows, *more), decisions_kept=share)
-    return Shadows(kept, None, options, metrics or Metrics(), asyncio.ensure_future, Random(1))  # type: ignore[arg-type]
-
-
-def reservation(nonce: str = "") -> Reservation:
-    return Reservation(1, 1, 0, 0, nonce or secrets.token_hex(8))
-
-
-async def decided(
-    shadows: Shadows, snapshot: GroupSnapshot, matches: PromptMatches, question: Question, random: Random
-) -> SelectedTarget | None:
-    """Decide as a replica does, without Redis."""
-    offers = order(snapshot, matches, question, random)
-    if offers is None:
-        return None
-    shadowed = shadows.begin(offers, snapshot, matches, question)
-    await asyncio.sleep(0)
-    taken = SelectedTarget(
-        offers.decode.scored(0),
-        (),
-        question.policy,
-        Decision.KV_AWARE,
-        matches.request.tokens,
-        reservations=[reservation(f"{random.getrandbits(64):016x}")],
-    )
-    if shadowed is not None:
-        shadowed.end(taken)
-    return taken
 
 
 def counted(metrics: Metrics, shadow: str) -> dict[str, float]:
@@ -157,69 +99,6 @@ async def test_a_decision_without_targets_or_of_another_policy_is_decided_again_
 
 # ---- the simulated fleet --------------------------------------------------------------------------
 
-BLOCK, TOKENS_PER_SECOND, REQUESTS_PER_SECOND = 128, 8_000.0, 30.0
-
-
-class Engine:
-    """A cache with the truth, and a queue of prefill work."""
-
-    def __init__(self, number: int) -> None:
-        self.name = f"pod-{number}"
-        self.cache = PrefixCache(BLOCK, 50, repeat_rate=0.0)
-        self.free_at = 0.0
-        self.under_way: list[tuple[float, int, int]] = []
-
-    def matched(self, tokens: Sequence[int]) -> int:
-        held = [bool(media) for media in self.cache.held(tokens)]
-        return held.index(False) if False in held else len(held)
-
-
-class Played(NamedTuple):
-    """How a policy did on the trace, as nobody but the simulation knows it."""
-
-    reused: int
-    ttft_ms: float
-    decisions: Sequence[KeptDecision]
-
-
-async def play(policy: PolicyChoice, prompts: Sequence[SimulatedPrompt], shadows: Sequence[Shadow] = ()) -> Played:
-    """Serve a trace with eight engines and one policy."""
-    engines = {number: Engine(number) for number in range(1, 9)}
-    rows = {number: PublisherRow(engine.name, 0, BLOCK, "instance") for number, engine in engines.items()}
-    fleet = Fleet(HolderTable(b"v", GROUP, rows, {}, b"", {number: Target() for number in rows}))
-    kept, random, now = Kept(), Random(7), 0.0
-    recorder = shadows_of(kept, more=shadows)
-    reused, times = 0, []
-    for prompt in prompts:
-        now += random.expovariate(REQUESTS_PER_SECOND)
-        loads, found = {}, {}
-        for number, engine in engines.items():
-            engine.under_way = [each for each in engine.under_way if each[0] > now]
-            waits, context = (sum(int(each[column]) for each in engine.under_way) for column in (1, 2))
-            loads[number] = Load(waits, len(engine.under_way), context)
-            if blocks := engine.matched(prompt.tokens):
-                found[engine.name, 0] = TargetRow(blocks, 0, 0, 0)
-        keys = pack(extend(None, token_bytes(prompt.tokens), BLOCK))
-        matches = PromptMatches(RoutingRequest(len(prompt.tokens), BLOCK), PromptState(found, loads, {}, {}), keys)
-        question = Question(GROUP, lambda size: HashedPrompt(0, b""), policy)
-        snapshot = GroupSnapshot(GroupEntry(1, 1), fleet, loads)
-        taken = await decided(recorder, snapshot, matches, question, random)
-        assert taken is not None
-        engine = engines[taken.target.candidate.publisher]
-        has = min(BLOCK * engine.matched(prompt.tokens), (len(prompt.tokens) - 1) // BLOCK * BLOCK)
-        engine.free_at = max(now, engine.free_at) + (len(prompt.tokens) - has) / TOKENS_PER_SECOND
-        engine.under_way.append((engine.free_at, len(prompt.tokens) - has, len(prompt.tokens)))
-        engine.cache.prefill(prompt.tokens)
-        reused += has
-        times.append(1000 * (engine.free_at - now))
-        recorder.ended(taken.reservations, times[-1], Usage(has))
-        kept.decisions[-1] = kept.decisions[-1]._replace(time_ms=int(1000 * now))
-    outcomes = {nonce: (delivered, ttft_ms) for nonce, delivered, ttft_ms in kept.outcomes}
-    decisions = [
-        each._replace(delivered=outcomes[each.nonce][0], ttft_ms=outcomes[each.nonce][1]) for each in kept.decisions
-    ]
-    return Played(reused, sum(times) / len(times), decisions)
-
 
 async def test_compare_ranks_policies_as_a_simulation_of_each_does() -> None:
     """What the run of one policy says of others that decided nothing is what their own runs show, whoever decides."""
@@ -248,6 +127,44 @@ async def test_compare_ranks_policies_as_a_simulation_of_each_does() -> None:
         assert again["policies"] == found["policies"], "a policy over the records is what it was as a shadow"
 
 
+async def test_every_order_that_compare_claims_is_that_of_the_runs() -> None:
+    """Some of these policies are too near to each other for the decisions of a short time."""
+    made_up = conversations(3, open_at_once=24, system_tokens=1024, turn_tokens=(64, 400))
+    prompts = [next(made_up) for _ in range(300)]
+    by_load = Shadow("by-load.yaml", PolicyChoice.of(read_picker_config(BY_LOAD)))
+    near = [Shadow(name, PolicyChoice.of(PRESETS[name])) for name in ("lmetric", "dynamo", "least-work")]
+    shadows, chosen = [*near, by_load], by_load.name
+    runs = {shadow.name: await play(shadow.policy, prompts) for shadow in near}
+    runs[chosen] = await play(by_load.policy, prompts, shadows)
+    found = plain(await compare(runs[chosen].decisions, shadows))
+    rows = {row["policy"]: row for row in found["policies"]}
+    claimed = [(one, other) for one, other in combinations(rows, 2) if other not in rows[one]["alike"]]
+    assert 0 < len(claimed) < 6, "some orders are claimed, and others are not"
+    for better, worse in claimed:
+        assert runs[better].ttft_ms < runs[worse].ttft_ms
+        assert better not in rows[worse]["alike"]
+    assert not rows[chosen]["is_apart_from_chosen"], "the policy that decided does as it did"
+    for name, row in rows.items():
+        if row["is_apart_from_chosen"]:
+            is_better = row["predicted_ttft_ms"] < row["predicted_ttft_ms_of_chosen"]
+            assert is_better == (runs[name].ttft_ms < runs[chosen].ttft_ms)
+
+
+def test_policies_are_told_apart_only_by_what_holds_all_the_time() -> None:
+    random = Random(3)
+    some = [float(random.randrange(100)) for _ in range(500)]
+    assert are_apart(some, [each - 5 for each in some])
+    assert not are_apart(some, some)
+    assert not are_apart(some[:49], [each - 5 for each in some[:49]]), "too few decisions"
+    assert not are_apart(some, [each + random.gauss(0, 50) for each in some]), "chance"
+    begin = [each - (500 if at < 50 else 0) for at, each in enumerate(some)]
+    assert not are_apart(some, begin), "only in the first tenth of the time"
+    known = [None if at % 2 else each - 5 for at, each in enumerate(some)]
+    assert are_apart(some, known), "by the decisions in which both preferred a target"
+    assert not are_apart(some, [None for _ in some])
+    assert not are_apart(some, [])
+
+
 async def test_a_sample_that_no_cache_explains_is_compared_decision_by_decision() -> None:
     """Every twentieth request has few blocks of the one before."""
     made_up = conversations(3, open_at_once=24, system_tokens=64, turn_tokens=(64, 400))
@@ -263,6 +180,10 @@ async def test_a_sample_that_no_cache_explains_is_compared_decision_by_decision(
         plain(await compare([each._replace(blocks=b"") for each in decisions], policies)),
     ):
         assert [row["is_simulated"] for row in found["policies"]] == [False, False]
+        assert {(*row["alike"], row["is_apart_from_chosen"]) for row in found["policies"]} == {
+            ("lmetric", False),
+            ("least-work", False),
+        }, "no order is claimed"
 
 
 # ---- beside a decision ----------------------------------------------------------------------------

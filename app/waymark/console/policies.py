@@ -54,6 +54,7 @@ def parts(answer: PoliciesAnswer) -> list[ScreenPart]:
     if not answer.policies:
         return [*drawn, text("no shadow has ordered them; see WAYMARK_SHADOW")]
     numbers = ("DECISIONS", "DIFFERS", "TOKENS", "CHOSEN", "TTFT", "CHOSEN TTFT")
+    words = ("FROM CHOSEN", "NOT TOLD APART FROM")
     rows = [
         (
             text(row.policy),
@@ -63,12 +64,14 @@ def parts(answer: PoliciesAnswer) -> list[ScreenPart]:
             text(f"{row.expected_of_chosen:,}"),
             text(_ms(row.predicted_ttft_ms)),
             text(_ms(row.predicted_ttft_ms_of_chosen)),
+            text("apart" if row.is_apart_from_chosen else "not told apart"),
+            text(", ".join(row.alike)),
         )
         for row in answer.policies
     ]
     if not answer.policies[0].is_simulated:
         drawn.append(text("each decision by itself: the estimates flatter the policy that decided", "yellow"))
-    return [*drawn, Grid(("POLICY", *numbers), rows, frozenset(numbers))]
+    return [*drawn, Grid(("POLICY", *numbers, *words), rows, frozenset(numbers), spare=("CHOSEN", "CHOSEN TTFT"))]
 
 
 def _ms(value: float | None) -> str:

@@ -251,6 +251,14 @@ class ComparedPolicy(AnswerShape):
     """The estimated mean time to the first token, or null."""
     predicted_ttft_ms_of_chosen: float | None
     """The same estimate for the targets that were chosen."""
+    is_apart_from_chosen: bool
+    """Whether its simulated fleet differs from that of the choices that were made by more than chance explains; false
+    without a simulation.
+    """
+    alike: list[str]
+    """The policies of other rows that these decisions do not tell it apart from: their order means nothing. All without
+    a simulation.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,10 @@ choices change the caches and the queues that later decisions see, so that it de
 simulated fleet explains the tokens that were found, the estimate takes each decision by itself: the tokens that its
 target should have reused, and the time to the first token by the line that the kept decisions with a known time lie on.
 Such an estimate flatters the policy that decided, because the caches and loads are those that it has made.
+
+An order of two policies is claimed only if chance does not explain it: the simulated differences of ten parts of the
+time have to agree so well that the 95 % interval of their mean leaves out 0. Which of equal targets is taken, and what
+follows from it, is chance, too.
 """
 
 from __future__ import annotations
@@ -14,7 +18,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations
+from math import sqrt
 from random import Random
+from statistics import fmean, stdev
 
 from waymark.contract.results import ComparedPolicy, DecisionsMade, PoliciesAnswer
 from waymark.decide.options import Shadow
@@ -32,6 +39,9 @@ from waymark.store.kept_decisions import KeptDecision, KeptTarget, ShadowChoice
 
 #: Decisions between two looks at other work of the process.
 _AT_ONCE = 50
+#: The parts of the time whose differences are compared, the decisions that a part has at least, and Student's t for an
+#: interval of 95 % from so many parts.
+_PARTS, _PART_MIN, _STUDENT = 10, 5, 2.262
 _NO_SUMS = FirstTokens(0, 0, 0, 0, 0)
 _PROFILES: dict[str | None, ProfileName] = {"single": "single", "disagg": "disagg"}
 _ROLES = frozenset(role.value for role in Role)
@@ -77,6 +87,13 @@ class PolicySums:
     times: list[float] = field(default_factory=list)
     times_of_chosen: list[float] = field(default_factory=list)
     is_simulated: bool = False
+    costs: list[float | None] = field(default_factory=list)
+    """By decision in the simulated fleet: the time to the first token, or without times the tokens that are computed
+    again; None if it preferred no target.
+    """
+    costs_of_chosen: list[float | None] = field(default_factory=list)
+    alike: list[str] = field(default_factory=list)
+    """The policies of the other rows that it is not told apart from."""
 
     def add(self, decision: KeptDecision, choice: ShadowChoice | None, lines: FirstTokenLines) -> None:
         if choice is None:
@@ -104,9 +121,11 @@ class PolicySums:
         self.is_simulated = True
         self.expected = sum(own.expected for own, _ in pairs)
         self.expected_of_chosen = sum(chosen.expected for _, chosen in pairs)
-        if self.times:
+        has_times = bool(self.times)
+        if has_times:
             self.times = [own.ttft_ms for own, _ in pairs]
             self.times_of_chosen = [chosen.ttft_ms for _, chosen in pairs]
+        self.costs, self.costs_of_chosen = _costs(simulation, has_times), _costs(actual, has_times)
 
     def row(self) -> ComparedPolicy:
         return ComparedPolicy(
@@ -119,7 +138,25 @@ class PolicySums:
             expected_of_chosen=self.expected_of_chosen,
             predicted_ttft_ms=_mean(self.times),
             predicted_ttft_ms_of_chosen=_mean(self.times_of_chosen),
+            is_apart_from_chosen=are_apart(self.costs, self.costs_of_chosen),
+            alike=self.alike,
         )
+
+
+def _costs(requests: Sequence[SimulatedRequest | None], has_times: bool) -> list[float | None]:
+    return [None if each is None else each.ttft_ms if has_times else -float(each.expected) for each in requests]
+
+
+def are_apart(one: Sequence[float | None], other: Sequence[float | None]) -> bool:
+    """Return whether two policies differ by more than chance explains, by what each decision cost them, in order."""
+    if len(one) != len(other):
+        return False
+    differences = [own - its for own, its in zip(one, other, strict=True) if own is not None and its is not None]
+    count = len(differences)
+    if count < _PARTS * _PART_MIN:
+        return False
+    parts = [fmean(differences[count * part // _PARTS : count * (part + 1) // _PARTS]) for part in range(_PARTS)]
+    return abs(fmean(parts)) > _STUDENT * stdev(parts) / sqrt(_PARTS)
 
 
 def outcomes(decisions: Sequence[KeptDecision]) -> DecisionsMade:
@@ -198,6 +235,11 @@ async def _compared(
         for name, policy in policies.items():
             if sums[name].decisions:
                 sums[name].simulate(await fleet.play(partial(_publisher, policy)), actual)
+    for one, other in combinations(sums.values(), 2):
+        await asyncio.sleep(0)
+        if not are_apart(one.costs, other.costs):
+            one.alike.append(other.name)
+            other.alike.append(one.name)
     return PoliciesAnswer(
         chosen=outcomes(decisions),
         policies=sorted((policy_sums.row() for policy_sums in sums.values()), key=_gain),

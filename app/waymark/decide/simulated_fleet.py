@@ -1,8 +1,10 @@
 """Kept decisions in a simulated fleet: the caches and queues that other choices would have left behind.
 
 Each target has an LRU cache of the blocks whose hashes are kept, and a queue of prefill work. The size of the caches
-is not known: it is the one with which the choices that were made find as many tokens as they found in truth. If no size
-does, because too few decisions are kept, or the blocks behind the kept ones decide, the fleet is of no use.
+is not known: it is the one with which the targets have as many tokens as they had in truth, if the choices that were
+made fill the caches. If no size explains what was expected, because too few decisions are kept, or the blocks behind
+the kept ones decide, the fleet is of no use. The speed of prefills is the one with which the queues explain the times
+to the first token.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from random import Random
+from statistics import fmean
 from typing import NamedTuple
 
 from waymark.domain.first_tokens import FirstTokens
@@ -19,7 +22,11 @@ from waymark.store.kept_decisions import BLOCKS_MAX, TARGETS_MAX, KeptDecision, 
 
 #: The tokens that a fitted fleet finds may differ by this share from those that were expected.
 _ERROR_MAX = 0.1
-_FIT_STEPS = 12
+_FIT_STEPS = 20
+#: The decisions whose targets are compared, at most about so many.
+_COMPARED_MAX = 1000
+#: Paces are tried within this factor of the slope of the times, each so many times the one before.
+_PACES_WITHIN, _PACE_STEP = 4.0, 1.05
 #: Decisions between two looks at other work of the process.
 _AT_ONCE = 50
 
@@ -92,8 +99,9 @@ class SimulatedFleet:
         self._prompts = [_prompt(decision) for decision in decisions]
         self._limit = [_limit(decision, prompt) for decision, prompt in zip(decisions, self._prompts, strict=True)]
         self._expected = sum(decision.expected for decision in decisions)
-        self._ms_of_token, self._ms_of_request = _pace(decisions)
-        self._answer_ms = _answer_ms(decisions)
+        self._ms_of_token = self._ms_of_request = 0.0
+        self._answer_ms = 0.0
+        """The ms from the first token of an answer to its end."""
         self._capacity = float("inf")
 
     @property
@@ -111,16 +119,73 @@ class SimulatedFleet:
     async def fit(self) -> bool:
         """Find the size of the caches. Return whether there is one that explains the tokens that were found."""
         low, high = 1.0, 1.0 + sum(size for prompt in self._prompts for _, size in prompt)
+        every = 1 + len(self._decisions) // _COMPARED_MAX
+        kept = sum(_matched(target) for decision in self._decisions[::every] for target in decision.targets)
         for _ in range(_FIT_STEPS):
             self._capacity = (low * high) ** 0.5
-            tokens = sum(request.expected for request in await self.actual() if request is not None)
-            if tokens < self._expected:
+            found = await self._found(every)
+            if found < kept:
                 low = self._capacity
             else:
                 high = self._capacity
-            if abs(tokens - self._expected) <= 0.01 * self._expected:
+            if found == kept:
                 break
+        tokens = sum(request.expected for request in await self.actual() if request is not None)
+        await self._fit_pace()
+        times = [request.ttft_ms for request in await self.actual() if request is not None]
+        self._answer_ms = max(0.0, _ms_under_way(self._decisions) - fmean(times))
         return abs(tokens - self._expected) <= _ERROR_MAX * self._expected
+
+    async def _found(self, every: int) -> int:
+        """Return the tokens that all targets of each ``every``-th decision had.
+
+        A policy that sends equal prompts to one target finds the same with any large cache there; the others show how
+        long they keep what they have got.
+        """
+        caches, tokens = {publisher: _Cache() for publisher in self._targets}, 0
+        for at, (decision, prompt) in enumerate(zip(self._decisions, self._prompts, strict=True)):
+            if at % _AT_ONCE == 0:
+                await asyncio.sleep(0)
+            if at % every == 0:
+                found = (caches[target.publisher].matched(prompt, self._limit[at]) for target in decision.targets)
+                tokens += decision.block_size * sum(found)
+            caches[decision.chosen].add(prompt, self._capacity)
+        return tokens
+
+    async def _fit_pace(self) -> None:
+        """Find the ms of a prefill token and of a request with which the queues explain the times best.
+
+        The work at the time of a decision counts prefills whole that are nearly done, so a line through the times
+        would make a token too cheap.
+        """
+        slope = _slope(self._decisions)
+        if slope is None:
+            return
+        news = [
+            None if request is None else decision.tokens - request.expected
+            for decision, request in zip(self._decisions, await self.actual(), strict=True)
+        ]
+        least, tried = None, slope / _PACES_WITHIN
+        while tried <= slope * _PACES_WITHIN:
+            await asyncio.sleep(0)
+            error, ms_of_request = self._pace_error(news, tried)
+            if least is None or error < least:
+                least, self._ms_of_token, self._ms_of_request = error, tried, ms_of_request
+            tried *= _PACE_STEP
+
+    def _pace_error(self, news: Sequence[int | None], ms_of_token: float) -> tuple[float, float]:
+        """Return the variance that a pace leaves unexplained, and the ms of a request besides its prefill."""
+        free_at = dict.fromkeys(self._targets, 0.0)
+        rests = []
+        for decision, new in zip(self._decisions, news, strict=True):
+            if new is None:
+                continue
+            begun = max(decision.time_ms, free_at[decision.chosen])
+            free_at[decision.chosen] = begun + ms_of_token * new
+            if decision.ttft_ms is not None:
+                rests.append(decision.ttft_ms - (free_at[decision.chosen] - decision.time_ms))
+        rest = max(0.0, fmean(rests))
+        return fmean((each - rest) ** 2 for each in rests), rest
 
     async def actual(self) -> list[SimulatedRequest | None]:
         """Serve the decisions by the targets that were chosen."""
@@ -183,7 +248,7 @@ class SimulatedFleet:
         queue.free_at = max(decision.time_ms, queue.free_at) + self._ms_of_token * new
         first_at = queue.free_at + self._ms_of_request
         queue.prefills.append((queue.free_at, new))
-        queue.answers.append((max(first_at, decision.time_ms + self._answer_ms), decision.tokens))
+        queue.answers.append((first_at + self._answer_ms, decision.tokens))
         return first_at - decision.time_ms
 
 
@@ -198,8 +263,12 @@ def _prompt(decision: KeptDecision) -> list[tuple[int, int]]:
 
 def _limit(decision: KeptDecision, prompt: Sequence[tuple[int, int]]) -> int:
     """Return how many blocks of a prompt can be found again: of those that are not kept, as many as a target had."""
-    longest = max((target.device + target.host + target.disk + target.shared for target in decision.targets), default=0)
+    longest = max(map(_matched, decision.targets), default=0)
     return max(len(prompt), longest // decision.block_size)
+
+
+def _matched(target: KeptTarget) -> int:
+    return target.device + target.host + target.disk + target.shared
 
 
 def _reusable_tokens(decision: KeptDecision, blocks: int) -> int:
@@ -208,19 +277,18 @@ def _reusable_tokens(decision: KeptDecision, blocks: int) -> int:
     return min(size * blocks, (decision.tokens - 1) // size * size)
 
 
-def _pace(decisions: Sequence[KeptDecision]) -> tuple[float, float]:
-    """Return the ms of a prefill token and of a request, from the times to the first token."""
+def _slope(decisions: Sequence[KeptDecision]) -> float | None:
+    """Return about how many ms a prefill token takes, from the times to the first token; None if too few are known."""
     sums = FirstTokens(0, 0, 0, 0, 0)
     for decision in decisions:
         if decision.ttft_ms is not None:
             work, ms = decision.work, decision.ttft_ms
             sums = FirstTokens(*map(sum, zip(sums, (1, work, ms, work * work, work * ms), strict=True)))
-    slope = sums.slope
-    return (0.0, 0.0) if slope is None else (slope, max(0.0, sums.predict(0) or 0.0))
+    return sums.slope
 
 
-def _answer_ms(decisions: Sequence[KeptDecision]) -> float:
-    """Return how long an answer takes on average: the requests under way over their rate."""
+def _ms_under_way(decisions: Sequence[KeptDecision]) -> float:
+    """Return how long a request takes on average: the requests under way over their rate."""
     ms = decisions[-1].time_ms - decisions[0].time_ms if decisions else 0
     if ms <= 0:
         return 0.0
