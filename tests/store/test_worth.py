@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -106,6 +107,39 @@ async def test_what_prompts_ask_for_is_worth_more_and_comes_first(store: Store, 
         PrefixUse(None, SIZE, 1, (77,)),
     ]
     assert found.decisions == 3
+
+
+async def test_rows_of_many_engines_give_the_loop_turns(
+    monkeypatch: pytest.MonkeyPatch, store: Store, redis: Redis, stream: Stream
+) -> None:
+    """A row with a thousand holders takes two milliseconds, and a step has 64 rows."""
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(*apart(gpu, range(1, 41)))
+    strangers = b"".join(b" %d:1" % holder for holder in range(gpu + 1, gpu + 300))
+    for block in range(1, 41):
+        await redis.append(stream.key(block), strangers)
+    rows = most = 0
+    count = Tally.count
+
+    def counted(tally: Tally, row: Row) -> int:
+        nonlocal rows, most
+        rows += 1
+        most = max(most, rows)
+        return count(tally, row)
+
+    async def turn() -> None:
+        nonlocal rows
+        while True:
+            rows = 0
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(Tally, "count", counted)
+    turning = asyncio.create_task(turn())
+    found = await walked(store, stream)
+    turning.cancel()
+    assert found is not None
+    assert found.worths == {"pod-1": plain(40, 40, 40)}
+    assert 0 < most <= 1 + worth._BYTES_A_TURN // len(strangers)
 
 
 async def test_there_is_one_walk_at_a_time_and_then_a_pause(store: Store, redis: Redis, stream: Stream) -> None:

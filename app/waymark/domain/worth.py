@@ -8,6 +8,7 @@ engine and in a branch row for another one counts as if each had it alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 from waymark.domain.rows import Row
@@ -133,7 +134,11 @@ class Prompts:
         entries: list[tuple[int | None, int, int, list[int]]] = []
         ends: dict[int, int] = {}
         """The index of the entry of each block."""
-        for key in sorted(self.uses, key=lambda key: -self.uses[key])[:blocks_max]:
+        by_uses: dict[int, list[int]] = {}
+        for key, uses in self.uses.items():
+            by_uses.setdefault(uses, []).append(key)
+        most_first = chain.from_iterable(by_uses[uses] for uses in sorted(by_uses, reverse=True))
+        for key in islice(most_first, blocks_max):
             before, block_size = self._before[key]
             at = None if before is None else ends.get(before)
             if at is not None and entries[at][2] == self.uses[key] and entries[at][3][-1] == before:

@@ -48,7 +48,7 @@ _PAUSE_SECONDS = 1.0
 #: How often old entries are removed from streams that get no new ones.
 _TRIM_SECONDS = 600.0
 #: Entries in one step of a reading.
-_PAGE = 200
+_PAGE, _ENTRIES_A_TURN = 200, 25
 _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -310,7 +310,9 @@ class KeptDecisions:
         unreadable = 0
         while len(decisions) < decisions_max:
             (page,) = await self._client.several([("XREVRANGE", key, end, since_ms, "COUNT", _PAGE)], is_lenient=True)
-            for entry_id, words in page or ():
+            for at, (entry_id, words) in enumerate(page or ()):
+                if at % _ENTRIES_A_TURN == 0:
+                    await asyncio.sleep(0)
                 for kind, raw in pairs(words):
                     try:
                         if kind == b"outcome":

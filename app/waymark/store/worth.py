@@ -57,8 +57,8 @@ PREFIX_BLOCKS_MAX = 8192
 #: Decisions of the last hour say which blocks are used: the newest ones, whose first blocks take 30 MB at most.
 _USED_SECONDS, _DECISIONS_MAX, _SLICE_DECISIONS = 3600.0, 2000, 100
 
-#: A row with more bytes has hundreds of holders, and takes a millisecond.
-_LONG_ROW = 16_384
+#: After so many bytes of rows the loop gets a turn. A row of hundreds of holders has as many, and takes a millisecond.
+_BYTES_A_TURN = 16_384
 _DIGITS = "0123456789abcdef"
 
 
@@ -192,14 +192,16 @@ class Valuations:
             return _SCAN_FIELDS
         prefix = keys.block_prefix(entry.group_id, shard)
         (values,) = await self._client.several([("MGET", *(prefix + name for name in names))])
-        blocks = 0
+        blocks = size = 0
         for name, value in zip(names, values, strict=True):
             if value is None:
                 continue
             row = self._parser.parse(RecordKind.BLOCK, (prefix + name).decode(), "", parse_row, value)
             if row is not None:
                 blocks += tally.count(row)
-            if len(value) > _LONG_ROW:
+            size += len(value)
+            if size >= _BYTES_A_TURN:
+                size = 0
                 await asyncio.sleep(0)
         return max(blocks, 1)
 
