@@ -214,6 +214,41 @@ async def test_a_selection_is_released_with_its_outcome(redis_url: str, tmp_path
         assert (await http.get("/books")).json()["total"]["delivered"] == 5
 
 
+async def test_what_an_engine_says_of_a_request_is_sent_with_its_end(redis_url: str, tmp_path: Path) -> None:
+    async with (
+        start("query", redis_url, tmp_path / "log") as live,
+        live.client() as http,
+        AsyncClient(live.url) as waymark,
+    ):
+        await waymark.register("i", None, model="m", block_size=4, type="none", address="http://10.0.0.7:8000")
+
+        async def are(**expected: int) -> None:
+            found: dict[str, Any] = {}
+
+            async def is_so() -> bool:
+                nonlocal found
+                found = (await http.get("/books?since=24h")).json()["total"]
+                return found | expected == found
+
+            await wait_until(is_so, lambda: f"{expected}, not {found}")
+
+        async with waymark.select("m", range(40), expect=False) as target:
+            target.used(8, prompt_tokens=40, completion_tokens=3)
+            await target.first_token()
+            await are(requests=0)
+        await are(requests=1, unreported=0, delivered=8, prompt_tokens=40, completion_tokens=3)
+
+        def select_blocking() -> None:
+            with Client(live.url) as blocking:
+                with blocking.select("m", range(40), expect=False) as target:
+                    target.used(12, prompt_tokens=40, completion_tokens=5)
+                with blocking.select("m", range(40), expect=False):
+                    pass  # an engine that says nothing
+
+        await asyncio.to_thread(select_blocking)
+        await are(requests=3, unreported=1, delivered=20, prompt_tokens=80, completion_tokens=8)
+
+
 async def test_the_router_example_picks_who_has_the_prompt(redis_url: str, tmp_path: Path) -> None:
     prompts = [tuple(range(n, n + 160)) for n in (1000, 2000)]
     engines = [
