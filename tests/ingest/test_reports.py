@@ -294,11 +294,10 @@ async def test_a_loss_that_one_worker_notes_and_the_next_one_meets_is_seen_with_
     await pod.is_left()
     seen = statuses(bench, pod, monkeypatch)
     await bench.worker("worker-2", options)
-    await pod.has_status(
-        "active"
-    )  # what the first one has said is gone: no frame has shown yet that anything is missing
+    # What the first worker has said is gone: no frame has shown yet that anything is missing.
+    await pod.has_status("active")
     await pod.work(1)
-    await pod.at_watermark(pod.last_seq)
+    await wait_until(lambda: bool(seen), "the apply is noted", PATIENCE_SECONDS)
     assert seen == {pod.last_seq: "degraded"}
     await pod.says("joined_late")
 
