@@ -18,6 +18,7 @@ from tests.epp.conftest import StartEpp
 from tests.epp.proxy import Stream, destinations
 from tests.patience import patient, within
 from waymark.base.errors import SettingsError
+from waymark.epp import radix_index, scores
 from waymark.epp.options import EppOptions
 from waymark.epp.server import HealthService
 from waymark.store.store import Store
@@ -168,3 +169,24 @@ async def test_a_watcher_that_reads_nothing_holds_up_nobody() -> None:
     health.set(is_ready=True)
     assert (await health.Check(request, None)).status == SERVING
     watching.cancel()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"{scores.SERVICE}/GetPodScores",
+        f"{scores.PREFIX_SERVICE}/MatchExternalKvPrefix",
+        f"{radix_index.SERVICE}/Subscribe",
+        f"{radix_index.SERVICE}/Publish",
+    ],
+)
+async def test_bytes_that_are_no_message_are_refused_without_a_traceback(
+    store: Store, start_epp: StartEpp, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    epp = await start_epp(store)
+    call = epp.channel.stream_stream(f"/{path}", request_serializer=None, response_deserializer=None)()
+    await call.write(b"\xff" * 9)
+    await call.done_writing()
+    async with within(10.0):
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "Traceback" not in caplog.text

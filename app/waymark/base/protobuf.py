@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 
 _FIELD = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
@@ -50,3 +51,15 @@ def message_classes(file_name: str, package: str, messages: Mapping[str, str]) -
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{name}")) for name in messages}
+
+
+def reader_of(message_class: Any) -> Callable[[bytes], Any]:
+    """Return a function that reads a message, or returns None for other bytes, for which gRPC would log a traceback."""
+
+    def read(data: bytes) -> Any:
+        try:
+            return message_class.FromString(data)
+        except DecodeError:
+            return None
+
+    return read

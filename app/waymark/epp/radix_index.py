@@ -15,7 +15,7 @@ import grpc
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
-from waymark.base.protobuf import message_classes
+from waymark.base.protobuf import message_classes, reader_of
 from waymark.base.shown import shown
 from waymark.decide.reported import HolderMatch, Keyspace, ReportedPrompts
 
@@ -54,6 +54,8 @@ CLASSES = message_classes(
     },
 )
 
+_UNREADABLE = "a message is none of radix_index.RadixIndex"
+
 
 class RadixIndex:
     """The service, with a bound on its streams, which stay open for as long as a gateway lives."""
@@ -69,9 +71,9 @@ class RadixIndex:
         """The handler for a gRPC server."""
         both, out = grpc.stream_stream_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         methods = {
-            "Subscribe": both(self.subscribe, CLASSES["Query"].FromString, CLASSES["Match"].SerializeToString),
-            "Publish": both(self.publish, CLASSES["Update"].FromString, CLASSES["PublishAck"].SerializeToString),
-            "Pull": out(self.pull, CLASSES["PullRequest"].FromString, CLASSES["Update"].SerializeToString),
+            "Subscribe": both(self.subscribe, reader_of(CLASSES["Query"]), CLASSES["Match"].SerializeToString),
+            "Publish": both(self.publish, reader_of(CLASSES["Update"]), CLASSES["PublishAck"].SerializeToString),
+            "Pull": out(self.pull, reader_of(CLASSES["PullRequest"]), CLASSES["Update"].SerializeToString),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
@@ -91,11 +93,16 @@ class RadixIndex:
                 free.release()
 
         with self._counted():
+            query: Any = grpc.aio.EOF
             async with asyncio.TaskGroup() as tasks:
                 async for query in _messages(context):
+                    if query is None:
+                        break
                     # A peer that does not read its answers is not read from, either.
                     await free.acquire()
                     tasks.create_task(answer(query))
+            if query is None:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _UNREADABLE)
 
     async def publish(self, _: Any, context: Any) -> None:
         """Acknowledge each update once its contents are stored."""
@@ -103,6 +110,8 @@ class RadixIndex:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, self._too_many)
         with self._counted():
             async for update in _messages(context):
+                if update is None:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _UNREADABLE)
                 rejection = self._rejection(update)
                 if rejection is not None:
                     self._metrics.placements.labels(outcome="refused").inc()
@@ -214,6 +223,6 @@ def _keyspace(message: Any) -> Keyspace:
 
 
 async def _messages(context: Any) -> AsyncIterator[Any]:
-    """Yield the messages of the peer, until it has sent all."""
+    """Yield the messages of the peer, until it has sent all; None is one that cannot be read."""
     while (message := await context.read()) is not grpc.aio.EOF:
         yield message

@@ -16,7 +16,7 @@ import grpc
 
 from waymark.base.errors import InvalidValue, RemoteUnavailable, StoreUnavailable
 from waymark.base.metrics import Metrics
-from waymark.base.protobuf import message_classes
+from waymark.base.protobuf import message_classes, reader_of
 from waymark.chat.requests import Form, InferenceRequest
 from waymark.decide.policies.policy import Candidate
 from waymark.decide.reported import ReportedPrompts
@@ -69,7 +69,7 @@ class PodScores:
         """What a gRPC server adds."""
         method = grpc.unary_unary_rpc_method_handler(
             self.get_pod_scores,
-            request_deserializer=CLASSES["GetPodScoresRequest"].FromString,
+            request_deserializer=reader_of(CLASSES["GetPodScoresRequest"]),
             response_serializer=CLASSES["GetPodScoresResponse"].SerializeToString,
         )
         return grpc.method_handlers_generic_handler(SERVICE, {"GetPodScores": method})
@@ -78,6 +78,8 @@ class PodScores:
         """Return the scores of all pods, by instance; or of the pods that the request names, by the names that it
         uses.
         """
+        if request is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no GetPodScoresRequest")
         if not request.model_name:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "model_name is empty; name a registered model")
         said = InferenceRequest(request.model_name, Form.COMPLETIONS, prompts=(request.prompt,))
@@ -117,13 +119,15 @@ class PrefixMatches:
         """What a gRPC server adds."""
         method = grpc.unary_unary_rpc_method_handler(
             self.match_external_kv_prefix,
-            request_deserializer=PREFIX_CLASSES["MatchExternalKvPrefixRequest"].FromString,
+            request_deserializer=reader_of(PREFIX_CLASSES["MatchExternalKvPrefixRequest"]),
             response_serializer=PREFIX_CLASSES["MatchExternalKvPrefixResponse"].SerializeToString,
         )
         return grpc.method_handlers_generic_handler(PREFIX_SERVICE, {"MatchExternalKvPrefix": method})
 
     async def match_external_kv_prefix(self, request: Any, context: Any) -> Any:
         """The addresses of the engines that have the beginning of a prompt, the longest match first."""
+        if request is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no MatchExternalKvPrefixRequest")
         hashes = [
             engine_hash & _U64 for engine_hash in request.hashes[: min(request.max_blocks or _PREFIX_MAX, _PREFIX_MAX)]
         ]
