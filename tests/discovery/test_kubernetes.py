@@ -292,6 +292,16 @@ async def test_no_answer_makes_it_ask_in_a_loop(
         await until(lambda: set(watch.pods) == {"serving/a"}, "it goes on when the server is right again")
 
 
+async def test_pages_with_hardly_a_new_pod_are_asked_for_with_pauses(
+    server: ApiServerStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "_THIN_SECONDS", 0.05)
+    server.is_endless = True
+    async with watching(server):
+        await until(lambda: len(server.asked_at) > 20, "it has asked again and again")
+        assert server.asked_at[20] - server.asked_at[0] >= 20 * 0.04
+
+
 @pytest.mark.parametrize("is_seen", [True, False])
 async def test_an_odd_list_is_read_again(
     store: Store, server: ApiServerStub, engine: Engine, monkeypatch: pytest.MonkeyPatch, is_seen: bool

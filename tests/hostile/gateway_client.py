@@ -54,7 +54,16 @@ FIELDS: dict[str, dict[str, Any]] = {
         "include": [],
         "reasoning": {},
     },
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hello"}], "system": "", "tools": []},
+    "/v1/rerank": {"query": "hello", "documents": ["a", "b"], "top_n": 1, "return_documents": True},
+    "/v2/rerank": {"query": "hello", "documents": ["a", "b"], "top_n": 1},
+    "/v1/score": {"text_1": "hello", "text_2": ["a", "b"]},
+    "/pooling": {"input": ["hello"], "dimensions": 3},
+    "/classify": {"input": ["hello"]},
+    "/tokenize": {"prompt": "hello", "add_special_tokens": True},
+    "/v1/audio/speech": {"input": "hello", "voice": "v", "stream_format": "audio"},
 }
+FORMS = ["/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/edits", "/v1/images/variations"]
 
 
 #: Names by which an engine is told where to copy from, and answers which decision it was: no client may set them.
@@ -133,7 +142,7 @@ class GatewayClient(Attacker):
         """Each field of each path, at the depths at which parsers and writers of JSON give up."""
         pick = self.random
         for path, fields in FIELDS.items():
-            for name in pick.sample(sorted(fields), 3):
+            for name in pick.sample(sorted(fields), min(3, len(fields))):
                 depth = pick.choice([63, 64, 65, 126, 127, 128, 252, 253, 254, 255, 256, 500, 1000, 1025, 100_000])
                 opened, closed = pick.choice([(b"[", b"]"), (b'{"a":', b"}")])
                 inner = opened * depth + b"1" + closed * depth
@@ -155,6 +164,30 @@ class GatewayClient(Attacker):
         ]
         for body in pick.sample(bodies, 4):
             await self._ask(pick.choice(["/v1/chat/completions", "/v1/completions", "/v1/responses"]), body)
+
+    async def forms_of_nonsense(self) -> None:
+        """Bodies of several parts with a file, whose boundary, parts or names are wrong."""
+        pick = self.random
+        model = b'content-disposition: form-data; name="model"\r\n\r\nhostile\r\n'
+        file = b'content-disposition: form-data; name="file"; filename="a"\r\n\r\n' + os.urandom(1000) + b"\r\n"
+        cut = b"--b\r\n"
+        bodies = [
+            cut + model + cut + file + b"--b--\r\n",
+            cut + model,
+            cut * 100_000,
+            cut + b"content-disposition: form-data; name=" + b"x" * 100_000 + b"\r\n\r\n",
+            cut + b"a: b\r\n" * 100_000 + b"\r\n",
+            (cut + model) * 20_000 + b"--b--",
+            b"--b--",
+            b"",
+            os.urandom(100_000),
+            b"-" * 2_000_000,
+            cut + b'content-disposition: form-data; name="model"\r\n\r\n' + b"m" * 1_000_000 + b"\r\n--b--",
+            cut + b'content-disposition: form-data; name="model"; filename="\xff\x00"\r\n\r\n\xff\r\n--b--',
+        ]
+        for body in pick.sample(bodies, 6):
+            boundary = pick.choice(["b", '"b"', "", "x" * 5000, '"', "b; boundary=c"])
+            await self._ask(pick.choice(FORMS), body, content_type=f"multipart/form-data; boundary={boundary}")
 
     async def requests_that_stop_halfway(self) -> None:
         """Clients that go away within the head, within the body, and before or within the answer."""

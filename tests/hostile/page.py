@@ -124,11 +124,21 @@ class Page(Attacker):
             "/release",
             "/inspect/prompt",
             "/dynamo/query",
-            "/explain",
-            "/reserve",
+            "/score",
             "/tokenize",
+            "/detokenize",
+            "/weight",
+            "/repair",
+            "/policies/replay",
+            "/inspect/block",
+            "/inspect/holder",
+            "/inspect/keys",
+            "/dynamo/register",
+            "/dynamo/workers",
+            "/dynamo/select",
+            "/dynamo/overlap_scores",
         ]
-        for path in paths:
+        for path in pick.sample(paths, 12):
             for depth in pick.sample([63, 64, 65, 127, 128, 253, 254, 255, 256, 1000, 1024, 1025, 100_000], 4):
                 opened, closed = pick.choice([(b"[", b"]"), (b'{"a":', b"}")])
                 deep = opened * depth + b"1" + closed * depth
@@ -139,6 +149,52 @@ class Page(Attacker):
                     b"\x81\xa1a" + b"\x91" * depth + b"\x01",
                     content_type="application/msgpack",
                 )
+
+    async def views_of_nonsense(self) -> None:
+        """Views that compute over what is kept, and their parameters."""
+        pick = self.random
+        parameters = ["model", "tenant", "tenant_id", "since", "instance", "tokens", "limit", "x"]
+        values = [
+            "",
+            "-1",
+            "0",
+            "1h",
+            "24h",
+            "9" * 5000,
+            "1e400",
+            "\u00b2h".encode().decode("latin-1"),
+            "%00",
+            "x" * 5000,
+        ]
+        for _ in range(40):
+            path = pick.choice(["/books", "/placement", "/placement/warm", "/policies/compare", "/dynamo/loads"])
+            chosen = "&".join(f"{pick.choice(parameters)}={pick.choice(values)}" for _ in range(pick.randrange(5)))
+            await self._send("GET", f"{path}?{chosen}")
+
+    async def policies_that_cost(self) -> None:
+        """Picker files in YAML that grow, are deep, or are none, to be tried over the kept decisions."""
+        bomb = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+            f"{after}: &{after} [{', '.join([f'*{before}'] * 9)}]\n"
+            for before, after in zip("abcdefgh", "bcdefghi", strict=True)
+        )
+        files = [
+            bomb,
+            "[" * 8000,
+            "{a: " * 4000,
+            "- " * 8000,
+            "&a [*a]",
+            "!!python/object/apply:os.system ['true']",
+            "kind: EndpointPickerConfig\nplugins: " + "[{type: x}, " * 1000,
+            "plugins:\n" + "- type: random-picker\n" * 700,
+            "\x00",
+            "? " * 8000,
+            "a: " + "9" * 16_000,
+            "k" * 16_384,
+            "k" * 16_385,
+        ]
+        for text in self.random.sample(files, 6):
+            status, said = await self._post(self.target["url"] + "/policies/replay", {"file": text, "since": "24h"})
+            expect(status in (200, 400, 413), f"the file {text[:40]!r} is answered with {status} {said[:200]!r}")
 
     async def numbers_at_bounds(self) -> None:
         pick = self.random

@@ -15,6 +15,8 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from tests.epp.proxy import Stream, header_map
 from tests.hostile.attacker import Attacker, expect
 from tests.patience import within
+from waymark.epp import radix_index as radix
+from waymark.epp import scores
 
 _MIB = 2**20
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -191,6 +193,55 @@ class PickerStream(Attacker):
             except grpc.aio.AioRpcError:
                 pass
             call.cancel()
+
+    async def questions_of_other_services(self) -> None:
+        """Those that routers of other projects ask: scores of pods, prefixes by hashes, and placements."""
+        pick = self.random
+        hashes = [pick.getrandbits(64) for _ in range(pick.choice([0, 1, 16_384, 16_385, 400_000]))]
+        keyspace = radix.CLASSES["Keyspace"](
+            model=pick.choice(["honest", "", "x" * 100_000]),
+            symbol_kind=pick.choice([0, 1, 2, 99]),
+            block_size=pick.choice([0, 1, 16, 256, 2**32 - 1]),
+            hash_scheme=pick.choice([0, 1, 2**31]),
+        )
+        blocks = [radix.CLASSES["Block"](content_hash=each) for each in hashes[:100_000]]
+        stored = radix.CLASSES["Event"](stored=radix.CLASSES["Stored"](blocks=blocks))
+        holder = pick.choice(["http://10.0.0.7:8000", "", "x" * 5000, "http://", "\x00"])
+        update = radix.CLASSES["Update"](
+            keyspace=keyspace, holder=holder, epoch=pick.choice([0, 1, 2**64 - 1]), events=[stored]
+        )
+        query = radix.CLASSES["Query"](query_id=2**64 - 1, keyspace=keyspace, content_hashes=hashes)
+        scores_of = scores.CLASSES["GetPodScoresRequest"](
+            prompt=pick.choice(["", "hello", "a" * _MIB]),
+            model_name=pick.choice(["honest", "", "x" * 5000, "\x00"]),
+            pod_identifiers=[pick.choice(["", "honest", "x" * 100])] * pick.choice([0, 1, 30_000]),
+        )
+        prefix = scores.PREFIX_CLASSES["MatchExternalKvPrefixRequest"](
+            hashes=[each - 2**63 for each in hashes], max_blocks=pick.choice([0, 1, 2**32 - 1])
+        )
+        asked: list[tuple[str, bytes]] = [
+            (f"/{scores.SERVICE}/GetPodScores", scores_of.SerializeToString()),
+            (f"/{scores.PREFIX_SERVICE}/MatchExternalKvPrefix", prefix.SerializeToString()),
+            (f"/{radix.SERVICE}/Publish", update.SerializeToString()),
+            (f"/{radix.SERVICE}/Subscribe", query.SerializeToString()),
+            (f"/{radix.SERVICE}/Pull", b""),
+        ]
+        for path, data in asked:
+            for content in (data, os.urandom(200), data[: len(data) // 2]):
+                call = self._channel.stream_stream(path, request_serializer=None, response_deserializer=None)()
+                try:
+                    await call.write(content)
+                    await call.done_writing()
+                    async with within(8):
+                        while await call.read() is not grpc.aio.EOF:
+                            pass
+                    code = await call.code()
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    code = await call.code()  # it has ended before all was sent
+                finally:
+                    call.cancel()
+                # gRPC itself says INTERNAL of bytes that are no message; a defect of the picker is UNKNOWN.
+                expect(code is not grpc.StatusCode.UNKNOWN, f"{path} ends with {code}: {content[:60]!r}")
 
     async def frames_that_are_no_grpc(self) -> None:
         """HTTP/2 by hand: streams that are reset as soon as they begin, windows, settings and pings without end."""
