@@ -1,4 +1,4 @@
--- release(load, changes, reservations, first_tokens, books, drift, pulls?; reservation, part, minute, milliseconds, ttft, work, shows, delivered, prompt, completion, drift_max) -> {verdict, tokens, requests, context, drift}
+-- release(load, changes, reservations, answer_times, books, drift, pulls?; reservation, part, minute, milliseconds, ttft, work, shows, delivered, prompt, completion, drift_max, tpot) -> {verdict, tokens, requests, context, drift}
 --
 -- End a reservation, or its prefill part, and subtract it from the load of its target; or extend it. What was promised
 -- with it, and what came of it, is added to the books.
@@ -6,7 +6,8 @@
 -- KEYS  load          hash        the load of each target; `health:<publisher>`: whether it is left out of decisions
 --       changes       zset        the targets whose loads have changed, each by the number of its last change
 --       reservations  zset        decisions under way, by the Redis ms at which each is over
---       first_tokens  string, PX  sums over the requests of this target whose time to the first token is known
+--       answer_times  string, PX  sums over the requests of this target whose time to the first token is known, and over
+--                                 those whose time of each further token is
 --       books         hash, PX    the sums of the caller's hour, by minute and target
 --       drift         string, PX  requests, and what was expected and delivered, of the target's last requests
 --       pulls         zset        copies under way from the source of the reservation, if it has one. One ends with the
@@ -25,6 +26,7 @@
 --       prompt, completion  the tokens of the prompt and of the answer, as the engine counts them; '' if not known
 --       drift_max     the share of what is expected of a target that may be missing; above it `load` gets the field
 --                     `drift:<publisher>`
+--       tpot          with 'ok', ms of each token after the first one; '' if that is not known
 --
 -- {'applied', tokens, requests, context, drift}  done; the load of the target is this now. Without it: the reservation
 --                                         was extended, or the target was unregistered. `drift` is in thousandths, if
@@ -80,6 +82,7 @@ local publisher, tokens, context, nonce, promise = member:match('^(%d+) (%d+) (%
 local field, drift_field = 'health:' .. publisher, 'drift:' .. publisher
 local value, health, is_marked = unpack(redis.call('HMGET', KEYS[1], publisher, field, drift_field))
 local load = {(value or '0 0 0 0 0 0 0'):match('^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$')}
+local under_way = tonumber(load[2])
 load[1] = math.max(0, load[1] - tokens)
 redis.call('ZREM', KEYS[3], member)
 if part == 'prefill' then
@@ -125,20 +128,26 @@ elseif value and health and (part == 'ok' or ARGV[5] ~= '') then
     redis.call('HSET', KEYS[1], field, '0 0 0 0 - ' .. away)
   end
 end
-if value and ARGV[5] ~= '' and not is_timed then
-  -- Sums of 1, work, ms, work squared, and work times ms. Older values count for less, so the sums follow the engine.
-  local work, ms, sums = tonumber(ARGV[6]), tonumber(ARGV[5]), {}
+local is_first, has_further = ARGV[5] ~= '' and not is_timed, part == 'ok' and ARGV[12] ~= ''
+if value and (is_first or has_further) then
+  local sums = {}
   for number in (redis.call('GET', KEYS[4]) or ''):gmatch('%S+') do sums[#sums + 1] = tonumber(number) end
-  for i, more in ipairs({1, work, ms, work * work, work * ms}) do
-    sums[i] = string.format('%.12g', 0.98 * (sums[i] or 0) + more)
+  -- Sums of 1, work, ms, work squared, and work times ms. Older values count for less, so the sums follow the engine.
+  local function add(before, work, ms)
+    for i, more in ipairs({1, work, ms, work * work, work * ms}) do
+      sums[before + i] = 0.98 * (sums[before + i] or 0) + more
+    end
   end
-  redis.call('SET', KEYS[4], table.concat(sums, ' ', 1, 5), 'PX', 3600000)
+  for i = #sums + 1, 10 do sums[i] = 0 end
+  if is_first then add(0, tonumber(ARGV[6]), tonumber(ARGV[5])) end
+  if has_further then add(5, under_way, tonumber(ARGV[12])) end
+  for i = 1, 10 do sums[i] = string.format('%.12g', sums[i]) end
+  redis.call('SET', KEYS[4], table.concat(sums, ' ', 1, 10), 'PX', 3600000)
 end
 
 local drift = -1
 if promise ~= '' and (part == 'ok' or ARGV[5] ~= '') then
-  local is_over, is_told = part == 'ok', part == 'ok' and ARGV[8] ~= ''
-  local delivered, is_first = tonumber(ARGV[8]) or 0, ARGV[5] ~= '' and not is_timed
+  local is_over, is_told, delivered = part == 'ok', part == 'ok' and ARGV[8] ~= '', tonumber(ARGV[8]) or 0
   local available, device, host, disk, shared, expected, random = 0, 0, 0, 0, 0, 0, 0
   if is_told then
     available, device, host, disk, shared, expected, random =

@@ -336,9 +336,8 @@ async def test_a_file_may_pick_by_the_predicted_time_to_the_first_token(
     for name in ("slow", "fast"):
         await register(name)
     configured = await make_client(store, picker_config=str(file))
-    assert {row["parts"]["predicted-latency-scorer"] for row in (await scores(configured, explain=True)).values()} == {
-        None
-    }
+    parts = [row["parts"]["predicted-latency-scorer"] for row in (await scores(configured, explain=True)).values()]
+    assert parts == [pytest.approx(1 / 3)] * 2, "of three things without a prediction, only the short queues are there"
     for name, ttft_ms in (("slow", 300), ("fast", 100)):
         for _ in range(5):
             taken = await post(configured, "/select", only=[name])
@@ -352,6 +351,35 @@ async def test_a_file_may_pick_by_the_predicted_time_to_the_first_token(
 
     await wait_until(is_known, "what is known of the targets is a moment old at most")
     assert (await post(configured, "/select"))["target"]["instance_id"] == "fast"
+
+
+async def test_a_caller_may_ask_for_times(
+    store: Store, make_client: MakeClient, register: Register, tmp_path: Any
+) -> None:
+    file = tmp_path / "picker.yaml"
+    file.write_text(
+        "kind: EndpointPickerConfig\nplugins: [{type: predicted-latency-scorer}]\n"
+        "schedulingProfiles: [{name: default, plugins: [{pluginRef: predicted-latency-scorer}]}]\n"
+    )
+    before = await make_client(store)
+    for name, ttft_ms, tpot_ms in (("soon", 50, 40), ("fast", 250, 10)):
+        await register(name)
+        for _ in range(5):
+            taken = await post(before, "/select", only=[name])
+            times = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms}
+            assert await post(before, "/release", reservation=taken["reservation"], **times) == _released(1)
+    configured = await make_client(store, picker_config=str(file), loads_ms=0)
+
+    async def named(**asked: float) -> str:
+        return str((await post(configured, "/select", reserve=False, **asked))["target"]["instance_id"])
+
+    assert await named() == "soon"
+    assert await named(slo_tpot_ms=20) == "fast"
+    assert await named(slo_ttft_ms=300, slo_tpot_ms=20) == "fast"
+    assert await named(slo_ttft_ms=100) == "soon"
+    rows = await post(configured, "/score", slo_ttft_ms=100, explain=True)
+    parts = {row["instance_id"]: row["parts"]["predicted-latency-scorer"] for row in rows["scores"]}
+    assert parts == {"soon": 1.0, "fast": 0.0}
 
 
 async def test_a_session_keeps_its_target_whatever_the_policy(

@@ -61,6 +61,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"explain": 1}, "explain", "invalid_type"),
     ({"by": "rank"}, "by", "invalid_value"),
     ({"session_token": "%%%"}, "session_token", "invalid_value"),
+    ({"slo_ttft_ms": 0}, "slo_ttft_ms", "out_of_range"),
+    ({"slo_ttft_ms": "200"}, "slo_ttft_ms", "invalid_type"),
+    ({"slo_tpot_ms": 3_600_001}, "slo_tpot_ms", "out_of_range"),
     ({"lora_name": "l", "lora_id": 1}, "lora_id", "invalid_value"),
     # None of these is repeated whole, or compared with every known name.
     ({"policy": LONG}, "policy", "invalid_value"),
@@ -120,6 +123,11 @@ RELEASES: list[tuple[dict[str, Any], str]] = [
     ({"reservation": TEXT, "ttft_ms": 3_600_001}, "ttft_ms"),
     ({"reservation": TEXT, "ttft_ms": 210, "part": "renew"}, "ttft_ms"),
     ({"reservations": [TEXT], "ttft_ms": 210}, "ttft_ms"),
+    ({"reservation": TEXT, "tpot_ms": 0}, "tpot_ms"),
+    ({"reservation": TEXT, "tpot_ms": "20"}, "tpot_ms"),
+    ({"reservation": TEXT, "tpot_ms": 20, "part": "prefill"}, "tpot_ms"),
+    ({"reservation": TEXT, "tpot_ms": 20, "outcome": "failed"}, "tpot_ms"),
+    ({"reservations": [TEXT], "tpot_ms": 20}, "tpot_ms"),
 ]
 
 

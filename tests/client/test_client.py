@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import inspect
 import json
 import re
@@ -39,6 +40,9 @@ from waymark.client import (
     Service,
     Unavailable,
     Workers,
+    asynchronous,
+    blocking,
+    calls,
     keywords,
     seq_hashes,
 )
@@ -548,6 +552,55 @@ async def test_where_no_replica_answers_the_fallback_names_the_target(pauses: li
             async with waymark.select("m", [1]):
                 raise AssertionError("nobody has chosen")
     assert {path for _, path, _ in replicas.asked} == {"/select"}, "there is nothing to release"
+
+
+SELECTED: dict[str, Any] = {
+    "target": {"instance_id": "pod-1", "dp_rank": 0, "address": None, "device_tokens": 0, "new_tokens": 1},
+    **{"others": [], "prefill": None, "encode": [], "policy": "least-work", "decision": "kv_aware", "degraded": False},
+    **{"prefix_key": None, "reservation": "1.1.1.1.5f0c2a9e11d04b7c", "headers": {}},
+}
+
+
+def released_bodies(asked: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [body for path, body in asked if path == "/release"]
+
+
+def answers_of_a_target(asked: list[tuple[str, dict[str, Any]]]) -> httpx.MockTransport:
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append((request.url.path, json.loads(request.content)))
+        return httpx.Response(200, json=SELECTED if request.url.path == "/select" else {"released": 1, "gone": 0})
+
+    return httpx.MockTransport(answer)
+
+
+async def test_the_end_says_how_long_each_further_token_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    for module in (blocking, asynchronous, calls):
+        monkeypatch.setattr(module, "perf_counter", lambda: now)
+    asked: list[tuple[str, dict[str, Any]]] = []
+    async with AsyncClient("http://a", transport=answers_of_a_target(asked)) as waymark:
+        async with waymark.select("m", [1]) as target:
+            now += 0.25
+            await target.first_token()
+            now += 2.0
+            await target.first_token()  # the first one counts
+            target.used(completion_tokens=101)
+        async with waymark.select("m", [1]) as target:
+            target.used(completion_tokens=101)
+    with Client("http://a", transport=answers_of_a_target(asked)) as threaded:
+        with threaded.select("m", [1]) as local:
+            local.first_token()
+            now += 1.0
+            local.used(cached_tokens=7, completion_tokens=101)
+        with contextlib.suppress(RuntimeError), threaded.select("m", [1]) as local:
+            local.first_token()
+            now += 1.0
+            local.used(completion_tokens=101)
+            raise RuntimeError("the engine is gone")
+
+    ends = [body for body in released_bodies(asked) if body["part"] == "all"]
+    assert [body.get("tpot_ms") for body in ends] == [pytest.approx(20.0), None, pytest.approx(10.0), None]
+    assert [body["ttft_ms"] for body in released_bodies(asked) if body["part"] == "prefill"][:2] == [250.0, 250.0]
 
 
 async def test_a_selection_has_its_answer_within_its_deadline() -> None:

@@ -158,7 +158,7 @@ async def test_gauges_that_cannot_be_read_do_not_refuse_a_decision(
     fleet = await fleet_of(keeper, group)
     monkeypatch.setattr(store.gauges, "read", away)
     snapshot = await keeper.of(entry, fleet, ALL)
-    assert (dict(snapshot.gauges), dict(snapshot.first_tokens)) == ({}, {})
+    assert (dict(snapshot.gauges), dict(snapshot.answer_times)) == ({}, {})
     monkeypatch.setattr(store.reservations, "changes", away)
     with pytest.raises(StoreUnavailable):
         await keeper_of(store).of(entry, fleet, LOADS)

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import cast
 from unittest.mock import AsyncMock
 
+import pytest
+
 from tests.conftest import wait_until
 from waymark.base.errors import StoreUnavailable
 from waymark.decide.request_prompts import SequenceLoad
@@ -24,6 +26,7 @@ class Recorded:
     def __init__(self) -> None:
         self.calls: list[tuple[int, ReservationPart]] = []
         self.timed: list[bool] = []
+        self.token_ms: list[float | None] = []
         self.usages: list[Usage] = []
         self.fails = False
 
@@ -34,9 +37,11 @@ class Recorded:
         *,
         milliseconds: int,
         ttft_ms: float | None,
+        tpot_ms: float | None,
         usage: Usage,
     ) -> tuple[int, int]:
         self.usages.append(usage)
+        self.token_ms.append(tpot_ms)
         self.calls.append((len(reservations), part))
         self.timed.append(ttft_ms is not None and ttft_ms >= 0)
         if self.fails:
@@ -51,10 +56,15 @@ def all_of(recorded: Recorded, renew_seconds: float = 1000.0) -> RequestsUnderWa
 
 
 def begun(
-    of: RequestsUnderWay, reservations: Sequence[Reservation], further: Sequence[SequenceLoad] = ()
+    of: RequestsUnderWay,
+    reservations: Sequence[Reservation],
+    further: Sequence[SequenceLoad] = (),
+    *,
+    is_stream: bool = True,
 ) -> RequestUnderWay:
     target = SimpleNamespace(candidate=SimpleNamespace(address=None))
-    routed = SimpleNamespace(reservations=reservations, selected=SimpleNamespace(target=target), further=further)
+    selected = SimpleNamespace(target=target)
+    routed = SimpleNamespace(reservations=reservations, selected=selected, further=further, is_stream=is_stream)
     return of.add(cast(RoutedRequest, routed))
 
 
@@ -100,6 +110,30 @@ async def test_the_first_content_is_timed_unless_another_target_has_taken_over()
     await of.settle()
     assert recorded.calls[2:] == [(1, ReservationPart.FAILED), (1, ReservationPart.PREFILL), (1, ReservationPart.OK)]
     assert not any(recorded.timed[2:])
+
+
+async def test_each_further_token_of_a_stream_is_timed() -> None:
+    recorded = Recorded()
+    of = all_of(recorded)
+    loop = asyncio.get_running_loop()
+    answered = Usage(completion_tokens=101)
+    several = (SequenceLoad(0, 100),)
+    for begins, further, is_stream, usage in (
+        (True, (), True, answered),
+        (True, (), True, NO_USAGE),
+        (True, (), False, answered),
+        (True, several, True, answered),
+        (False, (), True, answered),
+    ):
+        request = begun(of, RESERVATIONS[:1], further, is_stream=is_stream)
+        if begins:
+            request.prefilled()
+            request._prefilled_at = loop.time() - 2.0
+        request.end(is_ok=True, usage=usage)
+    await of.settle()
+
+    ends = [ms for ms, (_, part) in zip(recorded.token_ms, recorded.calls, strict=True) if part is ReservationPart.OK]
+    assert ends == [pytest.approx(20.0, rel=0.5), None, None, None, None]
 
 
 async def test_nothing_is_asked_for_what_was_not_reserved() -> None:

@@ -6,6 +6,8 @@ import asyncio
 import base64
 import json
 from collections import Counter
+from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import grpc
@@ -15,6 +17,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from tests.conftest import wait_until
 from tests.epp.conftest import StartEpp, loads, register
 from tests.epp.proxy import Stream, destinations, header_map, mutation, refused
+from tests.store.factories import answered_before
 from waymark.base.bounded_json import DEPTH_MAX, PARTS_MAX
 from waymark.base.metrics import Metrics
 from waymark.domain.names import GroupName
@@ -107,8 +110,8 @@ async def test_the_first_content_ends_the_prefill(
         return (await loads(store))[place][:2] == (0, 1)
 
     await wait_until(is_computed, "its prompt is computed")
-    (timed,) = (await store.first_tokens.read(1, [1, 2, 3])).values()
-    assert (timed.requests, timed.work) == (1, 256)
+    (timed,) = (await store.answer_times.read(1, [1, 2, 3])).values()
+    assert (timed.first_token.requests, timed.first_token.work) == (1, 256)
     await stream.send(response_trailers=pb.HttpTrailers())
     assert (await stream.receive()).response_trailers == pb.TrailersResponse()
     await nothing_under_way(store)
@@ -599,3 +602,55 @@ async def test_streams_that_send_nothing_give_way_to_those_of_other_connections(
         await stream.body(b'{"model": "llama", "prompt": [1]}')
         assert destinations(await stream.receive())
     assert await under_way.request_back(), "what is under way stays so"
+
+
+BY_LATENCY = (
+    "kind: EndpointPickerConfig\nplugins: [{type: predicted-latency-scorer}]\n"
+    "schedulingProfiles: [{name: default, plugins: [{pluginRef: predicted-latency-scorer}]}]\n"
+)
+
+
+async def test_the_times_of_answers_decide_where_a_client_asks_for_some(
+    store: Store, pods: dict[str, str], start_epp: StartEpp, tmp_path: Path
+) -> None:
+    (tmp_path / "picker.yaml").write_text(BY_LATENCY)
+    epp = await start_epp(store, picker_config=str(tmp_path / "picker.yaml"))
+    table = await store.reader.table(GroupName("default", "llama"))
+    assert table is not None
+    publishers = {row.instance_id: number for number, row in table.publishers.items()}
+    # pod-1 begins soon and goes on slowly; pod-2 begins late and is fast.
+    for name, ttft_ms, tpot_ms in (("pod-1", 50.0, 40.0), ("pod-2", 250.0, 10.0), ("pod-3", 900.0, 90.0)):
+        await answered_before(store, publishers[name], ttft_ms, tpot_ms)
+
+    async def named(**headers: str) -> str:
+        stream = epp.stream()
+        place = destinations(await stream.ask(TOKENS, "/v1/completions", **headers))[0]
+        await stream.request_back()
+        await stream.answered(is_end=True)
+        await nothing_under_way(store)
+        return place
+
+    assert await named() == pods["pod-1"], "the first token counts four times as much"
+    assert await named(x_slo_ttft_ms="300", x_slo_tpot_ms="20") == pods["pod-2"], "the only one in time"
+    assert await named(x_slo_ttft_ms="100") == pods["pod-1"]
+    assert await named(x_slo_ttft_ms="soon", x_slo_tpot_ms="-20") == pods["pod-1"], "this asks for nothing"
+
+
+async def test_each_further_token_of_a_stream_is_timed(
+    store: Store, pods: dict[str, str], start_epp: StartEpp, metrics: Metrics
+) -> None:
+    stream = (await start_epp(store)).stream()
+    await stream.ask({**TOKENS, "stream": True}, "/v1/completions")
+    await stream.request_back()
+    await stream.answered()
+    began = monotonic()
+    await stream.content(b'data: {"choices": [{"text": "a"}]}\n\n')
+    await stream.content(b'data: {"usage": {"prompt_tokens": 256, "completion_tokens": 2}}\n\n')
+    await stream.content(b"data: [DONE]\n\n")
+    took = monotonic() - began
+    await stream.content(b"", is_end=True)
+    await nothing_under_way(store)
+
+    (timed,) = (await store.answer_times.read(1, [1, 2, 3])).values()
+    assert (timed.further_tokens.requests, timed.further_tokens.work) == (1, 1)
+    assert 0 < timed.further_tokens.ms <= 1000 * took

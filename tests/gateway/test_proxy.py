@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from aiohttp import web
 from tests.conftest import wait_until
 from tests.gateway.conftest import Running, Start, chat, events, registration
 from tests.patience import within
+from tests.store.factories import answered_before
 from waymark.gateway import proxy
 from waymark.gateway.proxy import Avoided
 
@@ -375,6 +377,45 @@ async def test_prefill_ends_with_the_first_content(start: Start, path: str, befo
     ends.set()
     await asked
     await wait_until(free(running), "nothing is reserved", 10)
+
+
+USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}}\n\n'
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_each_further_token_of_a_stream_is_timed(start: Start, is_stream: bool) -> None:
+    running = await start(1)
+    goes_on = asyncio.Event()
+    running.engines[0].handler = lambda request: events(request, DELTA, USAGE + DONE, until=goes_on)
+    asked = asyncio.create_task(running.post(chat("a", stream=is_stream)))
+    await wait_until(lambda: running.value("ttft_seconds_count") == 1, "the first content was seen", 10)
+    goes_on.set()
+    await asked
+    await wait_until(free(running), "nothing is reserved", 10)
+
+    (timed,) = (await running.store.answer_times.read(1, [1])).values()
+    assert timed.first_token.requests == 1
+    assert (timed.further_tokens.requests, timed.further_tokens.ms > 0) == ((1, True) if is_stream else (0, False))
+
+
+async def test_a_client_may_ask_for_times(start: Start, tmp_path: Path) -> None:
+    picker = tmp_path / "picker.yaml"
+    picker.write_text(
+        "kind: EndpointPickerConfig\nplugins: [{type: predicted-latency-scorer}]\n"
+        "schedulingProfiles: [{name: default, plugins: [{pluginRef: predicted-latency-scorer}]}]\n"
+    )
+    running = await start(2, picker_config=str(picker), loads_ms=0)
+    claims = {each.registration.target.address: each.publisher for each in await running.store.directory.claims()}
+    for engine, ttft_ms, tpot_ms in ((0, 50.0, 40.0), (1, 250.0, 10.0)):
+        await answered_before(running.store, claims[running.engines[engine].url], ttft_ms, tpot_ms)
+
+    for headers, expected in (
+        ({}, [1, 0]),
+        ({"X-SLO-TTFT-ms": "300", "x-slo-tpot-ms": "20"}, [1, 1]),
+        ({"x-slo-ttft-ms": "\xb2", "x-slo-tpot-ms": ""}, [2, 1]),
+    ):
+        await running.post(headers=[(name.encode(), value.encode("latin-1")) for name, value in headers.items()])
+        assert running.asked == expected
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from waymark.store.redis.client import RedisClient, Reply
 from waymark.store.redis.credentials import Credentials
 from waymark.store.redis.read_connection import ReplyReader
 from waymark.store.redis.read_pool import Dialer, ReadPool
+from waymark.store.reservations import Offer, ReservationPart, ReservationTerms
 from waymark.store.scripts import Outcome, Scripts, Verdict
 from waymark.store.store import Store
 from waymark.store.stream_fields import BLOCKS
@@ -436,3 +437,11 @@ async def snapshot(redis: Redis, *, has_activity: bool = False) -> dict[bytes, t
         for name, kind, pttl, value in zip(names, about[::2], about[1::2], held, strict=True)
         if value  # a lease may have run out meanwhile
     }
+
+
+async def answered_before(store: Store, publisher: int, ttft_ms: float, tpot_ms: float, group_id: int = 1) -> None:
+    """Let a target have answered as many requests as a prediction needs, all in the same times."""
+    for _ in range(5):
+        found = await store.reservations.reserve(group_id, [Offer(publisher, 0)], ReservationTerms(context=1))
+        assert found.reservation is not None
+        await store.reservations.release([found.reservation], ReservationPart.OK, ttft_ms=ttft_ms, tpot_ms=tpot_ms)

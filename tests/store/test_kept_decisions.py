@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from tests.conftest import wait_until
 from waymark.base.metrics import Metrics
+from waymark.domain.answer_times import AskedTimes
 from waymark.domain.gauges import Gauges
 from waymark.domain.keys import pack
 from waymark.store import kept_decisions, keys
@@ -20,7 +21,7 @@ from waymark.store.store import Store
 
 GROUP = 7
 BUSY = KeptTarget(3, "pod-1", 1, 512, 0, 64, 0, 640, 100, 2, 900, 0.5, 9, 2.0, "decode", {"zone": "b"})
-SEEN = KeptTarget(4, "pod-2", gauges=Gauges(1, 2, 0.25, frozenset({"a"}), frozenset(), 4), first_tokens=(5, 1, 2, 3, 4))
+SEEN = KeptTarget(4, "pod-2", gauges=Gauges(1, 2, 0.25, frozenset({"a"}), frozenset(), 4), answer_times=(5, 1, 2, 3, 4))
 WHOLE = KeptDecision(
     *(1_700_000_000_123, "0123456789abcdef", "default", "least-work", "kv_aware", 700, 16, 3, 640, 160),
     targets=(BUSY, SEEN, KeptTarget(5, "pod-3")),
@@ -33,8 +34,11 @@ WHOLE = KeptDecision(
     pool=0b101,
     active_bound=4,
     profile="single",
+    asked=AskedTimes(200.0, 12.5),
 )
-PLAIN = WHOLE._replace(nonce="", targets=(SEEN,), shadows={}, prefix_key=None, lora_name=None, session=None)
+PLAIN = WHOLE._replace(
+    nonce="", targets=(SEEN,), shadows={}, prefix_key=None, lora_name=None, session=None, asked=AskedTimes(None, 20.0)
+)
 
 
 async def written(store: Store) -> None:

@@ -15,7 +15,7 @@ from tests.store.factories import Stream, claim_of, registration, snapshot, stre
 from tests.store.histories import Fleet, History
 from waymark.base.errors import InvalidValue
 from waymark.decide.group_loads import GroupLoads
-from waymark.domain.first_tokens import FirstTokens
+from waymark.domain.answer_times import AnswerTimes, TimeSums
 from waymark.store import keys
 from waymark.store.reservations import (
     CANDIDATES_MAX,
@@ -361,8 +361,8 @@ async def test_the_health_of_a_target_goes_with_it(store: Store, redis: Redis, f
 # ---- times to the first token ----------------------------------------------------------------------
 
 
-async def first_tokens(store: Store, fleet: Fleet) -> FirstTokens | None:
-    return (await store.first_tokens.read(fleet.group_id, fleet.publishers)).get(fleet.publishers[0])
+async def answer_times(store: Store, fleet: Fleet) -> AnswerTimes | None:
+    return (await store.answer_times.read(fleet.group_id, fleet.publishers)).get(fleet.publishers[0])
 
 
 async def test_times_to_the_first_token_predict_the_next_one(store: Store, fleet: Fleet) -> None:
@@ -370,9 +370,9 @@ async def test_times_to_the_first_token_predict_the_next_one(store: Store, fleet
         taken = await fleet.taken(tokens)
         await fleet.reservations.release([taken], ReservationPart.OK, ttft_ms=10 + tokens / 2)
 
-    found = await first_tokens(store, fleet)
+    found = await answer_times(store, fleet)
     assert found is not None
-    assert found.predict(2000) == pytest.approx(1010)
+    assert found.first_token.predict(2000) == pytest.approx(1010)
 
 
 async def test_what_waited_before_counts_as_work(store: Store, fleet: Fleet) -> None:
@@ -380,8 +380,8 @@ async def test_what_waited_before_counts_as_work(store: Store, fleet: Fleet) -> 
     assert (before.waited, behind.waited) == (0, 400)
     await fleet.reservations.release([behind], ReservationPart.PREFILL, ttft_ms=70)
 
-    assert await first_tokens(store, fleet) == FirstTokens(1, 500, 70, 250_000, 35_000)
-    assert (await fleet.redis.pttl(keys.first_tokens(fleet.group_id, fleet.publishers[0]))) > 0
+    assert await answer_times(store, fleet) == AnswerTimes(TimeSums.of(500, 70))
+    assert (await fleet.redis.pttl(keys.answer_times(fleet.group_id, fleet.publishers[0]))) > 0
 
 
 async def test_a_prompt_that_was_cached_tells_how_long_the_target_takes_without_work(
@@ -389,14 +389,14 @@ async def test_a_prompt_that_was_cached_tells_how_long_the_target_takes_without_
 ) -> None:
     await fleet.reservations.release([await fleet.taken(0)], ReservationPart.PREFILL, ttft_ms=8)
 
-    assert await first_tokens(store, fleet) == FirstTokens(1, 0, 8, 0, 0)
+    assert await answer_times(store, fleet) == AnswerTimes(TimeSums.of(0, 8))
 
 
 async def test_a_time_to_the_first_token_counts_once(store: Store, fleet: Fleet) -> None:
     taken = await fleet.taken(100, request_id="0" * 16)
     # The index was faster than the caller.
     await fleet.reservations.release([taken], ReservationPart.PREFILL)
-    assert await first_tokens(store, fleet) is None
+    assert await answer_times(store, fleet) is None
     for part in (
         ReservationPart.PREFILL,
         ReservationPart.PREFILL,
@@ -406,10 +406,46 @@ async def test_a_time_to_the_first_token_counts_once(store: Store, fleet: Fleet)
     ):
         await fleet.reservations.release([taken], part, ttft_ms=50)
 
-    assert await first_tokens(store, fleet) == FirstTokens(1, 100, 50, 10_000, 5_000)
+    assert await answer_times(store, fleet) == AnswerTimes(TimeSums.of(100, 50))
     assert await fleet.loads() == [Load(ok=1, minute=(await fleet.loads())[0].minute), Load(), Load()]
     again = await fleet.reserve(100, request_id="0" * 16)
     assert again.reservation == taken
+
+
+async def test_the_time_of_each_further_token_grows_with_the_requests_under_way(store: Store, fleet: Fleet) -> None:
+    taken = [await fleet.taken(100) for _ in range(3)]
+    await fleet.reservations.release(taken[:1], ReservationPart.PREFILL, ttft_ms=50, tpot_ms=9)
+    for each, ms in zip(taken, (30, 20, 10), strict=True):
+        await fleet.reservations.release([each], ReservationPart.OK, tpot_ms=ms)
+
+    found = await answer_times(store, fleet)
+    assert found is not None
+    assert found.first_token == TimeSums.of(100, 50)
+    expected = TimeSums()
+    for under_way, ms in ((3, 30), (2, 20), (1, 10)):
+        expected = TimeSums(*(0.98 * number for number in expected)).plus(TimeSums.of(under_way, ms))
+    assert found.further_tokens == pytest.approx(expected)
+
+
+async def test_a_time_of_each_token_is_of_the_target_that_answered(store: Store, fleet: Fleet) -> None:
+    decode = (await fleet.taken(10))._replace(waited=None)
+    prefill = await fleet.taken(900, 400, **LEAST_WORK)
+    await fleet.reservations.release([decode, prefill], ReservationPart.OK, ttft_ms=70, tpot_ms=20)
+
+    found = await store.answer_times.read(fleet.group_id, fleet.publishers)
+    assert found == {
+        decode.publisher: AnswerTimes(TimeSums(), TimeSums.of(1, 20)),
+        prefill.publisher: AnswerTimes(TimeSums.of(400, 70)),
+    }
+
+
+@pytest.mark.parametrize("part", [ReservationPart.FAILED, ReservationPart.PREFILL, ReservationPart.RENEW])
+async def test_only_a_request_that_has_ended_well_tells_the_time_of_a_token(
+    store: Store, fleet: Fleet, part: ReservationPart
+) -> None:
+    await fleet.reservations.release([await fleet.taken(100)], part, tpot_ms=20)
+
+    assert await answer_times(store, fleet) is None
 
 
 async def test_a_timed_reservation_runs_out_as_any_other(fleet: Fleet) -> None:
@@ -426,7 +462,7 @@ async def test_nobody_learns_from_prefill_that_was_computed_elsewhere(store: Sto
     unknown = Reservation(fleet.group_id, fleet.publishers[0], 5, 5, "0" * 16, 7)
     await fleet.reservations.release([unknown], ReservationPart.OK, ttft_ms=50)
 
-    assert await first_tokens(store, fleet) is None
+    assert await answer_times(store, fleet) is None
 
 
 # ---- texts and values of strangers -----------------------------------------------------------------

@@ -24,6 +24,7 @@ from waymark.decide.question import (
     SelectParameters,
 )
 from waymark.decide.served import ServedModel
+from waymark.domain.answer_times import AskedTimes
 from waymark.domain.gauges import Gauges
 from waymark.domain.hashing import namespace, text_hash
 from waymark.domain.multimodal import PromptItems
@@ -193,6 +194,7 @@ def asked_of(body: DecisionBody, policy: PolicyChoice, prompt: PromptOf) -> Ques
         session=body.session,
         is_multimodal=bool(body.items) or _is_multimodal(request.messages),
         given=body.given,
+        asked=AskedTimes(request.slo_ttft_ms, request.slo_tpot_ms),
         parameters=body.parameters,
     )
 

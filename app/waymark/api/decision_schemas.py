@@ -54,10 +54,12 @@ Hex = Annotated[str, BeforeValidator(_hex), WithJsonSchema({"type": "string", "p
 Names = Annotated[list[str], BeforeValidator(_few), AfterValidator(_all_named)]
 TokenCount = Annotated[int, Field(ge=0, le=_TOKENS_MAX)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Milliseconds = Annotated[float, Field(gt=0, le=3_600_000, allow_inf_nan=False)]
 TargetKey = Literal["instance", "address"]
 
 _AMOUNT = "an integer of 0..2^53-1"
 _SHARE = "a number of 0 to 1"
+_TIME = "a number of milliseconds above 0, at most 3600000, or null"
 _NAMES = f"a list of at most {NAMES_MAX} texts, instances or addresses"
 
 
@@ -109,6 +111,13 @@ class DecisionRequest(Named, PromptFields):
         default=None,
         description=f"{OPTIONAL_NAME}: an instance_id in base64, as in the header x-session-token; that instance "
         "is ranked first",
+    )
+    slo_ttft_ms: Milliseconds | None = Field(
+        default=None,
+        description=f"{_TIME}: the time to the first token that the request asks for, for predicted-latency-scorer",
+    )
+    slo_tpot_ms: Milliseconds | None = Field(
+        default=None, description=f"{_TIME}: the time of each further token that it asks for"
     )
 
 
@@ -175,6 +184,11 @@ class ReleaseRequest(RequestBody):
         default=None,
         description="a number of 0 to 3600000, or null: milliseconds from the request to its first token; it counts "
         "once, with part prefill or all, for predicted-latency-scorer",
+    )
+    tpot_ms: Milliseconds | None = Field(
+        default=None,
+        description=f"{_TIME}: the time of each token after the first one; with part all, outcome ok and one "
+        "reservation, for predicted-latency-scorer",
     )
     cached_tokens: Tokens | None = Field(
         default=None,

@@ -161,7 +161,7 @@ class Decisions:
                 field="ttft_ms",
             )
         usage = Usage(request.cached_tokens, request.prompt_tokens, request.completion_tokens)
-        if usage != NO_USAGE:
+        if usage != NO_USAGE or request.tpot_ms is not None:
             _check_usage(request)
         texts = [request.reservation] if request.reservation is not None else request.reservations or []
         if len(texts) > RELEASES_MAX:
@@ -181,7 +181,7 @@ class Decisions:
         own = parsed if body.caller.tenants is None else await self._own(parsed, body.caller)
         milliseconds = int(1000 * request.timeout_seconds)
         released, missing = await self._selector.release(
-            own, part, milliseconds=milliseconds, ttft_ms=request.ttft_ms, usage=usage
+            own, part, milliseconds=milliseconds, ttft_ms=request.ttft_ms, tpot_ms=request.tpot_ms, usage=usage
         )
         return Answer(ReleaseAnswer(released=released, gone=missing + len(parsed) - len(own)))
 
@@ -256,8 +256,8 @@ class Decisions:
 
 
 def _check_usage(request: ReleaseRequest) -> None:
-    """Raise InvalidBody if the usage cannot be that of one request that has ended."""
-    names = ("cached_tokens", "prompt_tokens", "completion_tokens")
+    """Raise InvalidBody if usage and times cannot be those of one request that has ended."""
+    names = ("cached_tokens", "prompt_tokens", "completion_tokens", "tpot_ms")
     name = next(candidate for candidate in names if getattr(request, candidate) is not None)
     if request.reservations is not None or request.part != "all" or request.outcome != "ok":
         raise InvalidBody(

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 from waymark.api.http.answers import Answer
@@ -14,7 +15,7 @@ from waymark.base.errors import InvalidValue, NotFound
 from waymark.base.shown import shown
 from waymark.contract.results import PlacementAnswer, ValuedModel, ValuedTarget, WarmAnswer, WarmPrefix, WarmSource
 from waymark.decide.policies.policy import nearest
-from waymark.domain.first_tokens import FirstTokens
+from waymark.domain.answer_times import NO_SUMS, TimeSums
 from waymark.domain.media import order_of
 from waymark.domain.names import GroupName
 from waymark.domain.rows import PIECE_BLOCKS, Place, Row
@@ -121,10 +122,10 @@ class PlacementView:
         group_id = group.entry.group_id
         publishers = [claim.publisher for claims in group.engines.values() for claim in claims]
         values, times = await asyncio.gather(
-            self._store.reservations.values(group_id), self._store.first_tokens.read(group_id, publishers)
+            self._store.reservations.values(group_id), self._store.answer_times.read(group_id, publishers)
         )
         loads = {int(name): Load.parse(value) for name, value in values.items() if name.isdigit()}
-        slope = FirstTokens(*map(sum, zip(*times.values(), strict=True))).slope if times else None
+        slope = reduce(TimeSums.plus, (each.first_token for each in times.values()), NO_SUMS).slope
         targets = [
             _target(group.name, instance_id, claims, loads, valuation, slope)
             for instance_id, claims in group.engines.items()

@@ -144,7 +144,7 @@ class AsyncSelecting:
     ``end``.
     """
 
-    __slots__ = ("_began", "_call", "_client", "_fallback", "_usage", "selection")
+    __slots__ = ("_began", "_call", "_client", "_fallback", "_first_token_at", "_usage", "selection")
 
     selection: Selection
     """The decision; it is there from the beginning of the block, or from ``begin``, on."""
@@ -156,6 +156,7 @@ class AsyncSelecting:
         self._call = call
         self._fallback = fallback
         self._usage: calls.Usage = {}
+        self._first_token_at: float | None = None
 
     async def __aenter__(self) -> Self:
         return await self.begin()
@@ -180,12 +181,15 @@ class AsyncSelecting:
         """End the reservation, with what ``used`` has noted; ``with`` calls it. ``failed``: the target has failed."""
         if self.selection.reservation is not None:
             usage: calls.Usage = self._usage if outcome == "ok" else {}
-            await self._client.release(self.selection.reservation, outcome=outcome, **usage)
+            ms = calls.tpot_ms_of(usage, self._first_token_at)
+            await self._client.release(self.selection.reservation, outcome=outcome, tpot_ms=ms, **usage)
 
     async def first_token(self) -> None:
         """Report that the prompt is computed: other requests need not wait for it any more, and its time is known."""
         if self.selection.reservation is not None:
-            ttft_ms = 1e3 * (perf_counter() - self._began)
+            if self._first_token_at is None:
+                self._first_token_at = perf_counter()
+            ttft_ms = 1e3 * (self._first_token_at - self._began)
             await self._client.release(self.selection.reservation, part="prefill", ttft_ms=ttft_ms)
 
     def used(
@@ -197,7 +201,8 @@ class AsyncSelecting:
     ) -> None:
         """Note what the engine says of the request: its tokens, and how many of the prompt it did not compute.
 
-        It is sent with the end, for the books.
+        It is sent with the end, for the books. After ``first_token`` the tokens of the answer also tell how long each
+        took.
         """
         self._usage = {
             "cached_tokens": cached_tokens,

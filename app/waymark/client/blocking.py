@@ -145,7 +145,7 @@ class Selecting:
     ``with`` reserves it for as long as its block takes. A router that works by callbacks calls ``begin`` and ``end``.
     """
 
-    __slots__ = ("_began", "_call", "_client", "_fallback", "_usage", "selection")
+    __slots__ = ("_began", "_call", "_client", "_fallback", "_first_token_at", "_usage", "selection")
 
     selection: Selection
     """The decision; it is there from the beginning of the block, or from ``begin``, on."""
@@ -157,6 +157,7 @@ class Selecting:
         self._call = call
         self._fallback = fallback
         self._usage: calls.Usage = {}
+        self._first_token_at: float | None = None
 
     def __enter__(self) -> Self:
         return self.begin()
@@ -181,12 +182,15 @@ class Selecting:
         """End the reservation, with what ``used`` has noted; ``with`` calls it. ``failed``: the target has failed."""
         if self.selection.reservation is not None:
             usage: calls.Usage = self._usage if outcome == "ok" else {}
-            self._client.release(self.selection.reservation, outcome=outcome, **usage)
+            ms = calls.tpot_ms_of(usage, self._first_token_at)
+            self._client.release(self.selection.reservation, outcome=outcome, tpot_ms=ms, **usage)
 
     def first_token(self) -> None:
         """Report that the prompt is computed: other requests need not wait for it any more, and its time is known."""
         if self.selection.reservation is not None:
-            ttft_ms = 1e3 * (perf_counter() - self._began)
+            if self._first_token_at is None:
+                self._first_token_at = perf_counter()
+            ttft_ms = 1e3 * (self._first_token_at - self._began)
             self._client.release(self.selection.reservation, part="prefill", ttft_ms=ttft_ms)
 
     def used(
@@ -198,7 +202,8 @@ class Selecting:
     ) -> None:
         """Note what the engine says of the request: its tokens, and how many of the prompt it did not compute.
 
-        It is sent with the end, for the books.
+        It is sent with the end, for the books. After ``first_token`` the tokens of the answer also tell how long each
+        took.
         """
         self._usage = {
             "cached_tokens": cached_tokens,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Final, Generic, Literal, TypedDict, TypeVar, Unpack, cast
 
 import httpx
@@ -42,6 +43,7 @@ from waymark.client.keywords import (
     SelectKeywords,
     check,
 )
+from waymark.domain.answer_times import tpot_ms as _tpot_ms
 from waymark.domain.engines import UNNAMED
 
 T = TypeVar("T")
@@ -214,23 +216,35 @@ class Usage(TypedDict, total=False):
     completion_tokens: int | None
 
 
+def tpot_ms_of(usage: Usage, first_token_at: float | None) -> float | None:
+    """Return the ms of each token after the first one, of an answer that ends now; None if they are unknown.
+
+    ``first_token_at`` is by ``perf_counter``.
+    """
+    if first_token_at is None:
+        return None
+    return _tpot_ms(perf_counter() - first_token_at, usage.get("completion_tokens"))
+
+
 def release(
     reservation: str,
     *,
     part: Literal["all", "prefill", "renew"] = "all",
     outcome: Literal["ok", "failed"] = "ok",
     ttft_ms: float | None = None,
+    tpot_ms: float | None = None,
     cached_tokens: int | None = None,
     prompt_tokens: int | None = None,
     completion_tokens: int | None = None,
 ) -> ClientCall[None]:
     """End a reservation by its name, also that of another process; with ``part`` only its prefill, or renew it.
 
-    ``ttft_ms`` is the time to the first token, and the numbers of tokens are what the engine says in its usage, as far
-    as they are known. A reservation that cannot be released runs out.
+    ``ttft_ms`` is the time to the first token, ``tpot_ms`` that of each further one, and the numbers of tokens are what
+    the engine says in its usage, as far as they are known. A reservation that cannot be released runs out.
     """
     said = {
         "ttft_ms": ttft_ms,
+        "tpot_ms": tpot_ms,
         "cached_tokens": cached_tokens,
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

@@ -61,6 +61,8 @@ class _DecisionKeywords(GroupKeywords, TextKeywords, total=False):
     explain: bool
     by: Literal["instance", "address"]
     session_token: str | None
+    slo_ttft_ms: float | None
+    slo_tpot_ms: float | None
 
 
 class ScoreKeywords(_DecisionKeywords, total=False):

@@ -32,7 +32,7 @@ from waymark.decide.preferences import preferred
 from waymark.decide.question import HashedPrompt, PolicyChoice, ProfileName, Question, SelectParameters
 from waymark.decide.shadows import reused, work
 from waymark.decide.simulated_fleet import SimulatedFleet, SimulatedRequest
-from waymark.domain.first_tokens import FirstTokens
+from waymark.domain.answer_times import NO_SUMS, AnswerTimes, TimeSums
 from waymark.domain.names import GroupName
 from waymark.domain.targets import Role
 from waymark.store.kept_decisions import KeptDecision, KeptTarget, ShadowChoice
@@ -42,7 +42,6 @@ _AT_ONCE = 50
 #: The parts of the time whose differences are compared, the decisions that a part has at least, and Student's t for an
 #: interval of 95 % from so many parts.
 _PARTS, _PART_MIN, _STUDENT = 10, 5, 2.262
-_NO_SUMS = FirstTokens(0, 0, 0, 0, 0)
 _PROFILES: dict[str | None, ProfileName] = {"single": "single", "disagg": "disagg"}
 _ROLES = frozenset(role.value for role in Role)
 
@@ -51,23 +50,18 @@ class FirstTokenLines:
     """The time to the first token by the work until then: a line for each target, and one for all."""
 
     def __init__(self, decisions: Iterable[KeptDecision]) -> None:
-        self._all = _NO_SUMS
-        self._by_target: dict[int, FirstTokens] = defaultdict(lambda: _NO_SUMS)
+        self._all = NO_SUMS
+        self._by_target: dict[int, TimeSums] = defaultdict(TimeSums)
         for decision in decisions:
             if decision.ttft_ms is not None:
-                tokens, ms = decision.work, decision.ttft_ms
-                amounts = (1, tokens, ms, tokens * tokens, tokens * ms)
-                self._all = _plus(self._all, amounts)
-                self._by_target[decision.chosen] = _plus(self._by_target[decision.chosen], amounts)
+                sums = TimeSums.of(decision.work, decision.ttft_ms)
+                self._all = self._all.plus(sums)
+                self._by_target[decision.chosen] = self._by_target[decision.chosen].plus(sums)
 
     def predict(self, publisher: int, tokens: int) -> float | None:
         """Return the ms to the first token, or None after too few requests."""
-        estimate = self._by_target.get(publisher, _NO_SUMS).predict(tokens)
+        estimate = self._by_target.get(publisher, NO_SUMS).predict(tokens)
         return self._all.predict(tokens) if estimate is None else estimate
-
-
-def _plus(sums: FirstTokens, amounts: Iterable[float]) -> FirstTokens:
-    return FirstTokens(*map(float.__add__, map(float, sums), map(float, amounts)))
 
 
 @dataclass(slots=True)
@@ -296,6 +290,7 @@ def decide_again(decision: KeptDecision, policy: PolicyChoice) -> ShadowChoice |
         decision.is_multimodal,
         decision.has_tokens,
         ring,
+        decision.asked,
     )
     question = Question(
         GroupName(decision.tenant_id, ""),
@@ -316,9 +311,6 @@ def decide_again(decision: KeptDecision, policy: PolicyChoice) -> ShadowChoice |
 
 
 def _candidate(target: KeptTarget) -> Candidate:
-    first_tokens = None
-    if target.first_tokens is not None and len(target.first_tokens) == len(FirstTokens._fields):
-        first_tokens = FirstTokens(*target.first_tokens)
     return Candidate(
         target.publisher,
         target.instance_id,
@@ -337,6 +329,6 @@ def _candidate(target: KeptTarget) -> Candidate:
         target.context,
         target.health,
         target.last_cold,
-        first_tokens,
+        None if target.answer_times is None else AnswerTimes.of(target.answer_times),
         target.gauges,
     )

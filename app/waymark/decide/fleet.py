@@ -16,7 +16,7 @@ from waymark.decide.policies.filters import is_for_decode, is_for_prefill, role_
 from waymark.decide.policies.policy import Candidate, LoadCost, LoadWeights
 from waymark.decide.policies.ring import Ring, bound
 from waymark.decide.question import GivenValues
-from waymark.domain.first_tokens import FirstTokens
+from waymark.domain.answer_times import AnswerTimes
 from waymark.domain.gauges import Gauges
 from waymark.domain.match import TargetRow
 from waymark.domain.media import DEVICE
@@ -84,7 +84,7 @@ class PromptState(NamedTuple):
     """The fresh gauges, by publisher."""
     prefixes: Mapping[tuple[str, int], OpaquePrefix] = MappingProxyType({})
     """The opaque prefix of the prompt, by the instance and rank that have it."""
-    first_tokens: Mapping[int, FirstTokens] = MappingProxyType({})
+    answer_times: Mapping[int, AnswerTimes] = MappingProxyType({})
     """The time that requests waited for their first token, by publisher, if the policy needs it."""
     history: Mapping[int, int] | None = None
     """Blocks from the beginning of the prompt that went to a publisher before; None: not asked."""
@@ -453,7 +453,7 @@ class Fleet:
         """Return a candidate for each of the members, or for those of ``given``; given values win over stored ones."""
         if members is None:
             members = self.members
-        if given is None and seen.history is None and not (seen.prefixes or seen.gauges or seen.first_tokens):
+        if given is None and seen.history is None and not (seen.prefixes or seen.gauges or seen.answer_times):
             rows, loads, expected = seen.rows, seen.loads, seen.expected
             return [
                 candidate_of(
@@ -491,7 +491,7 @@ class Fleet:
                     load.context,
                     load.health if given_values.health is None else given_values.health,
                     load.cold,
-                    seen.first_tokens.get(publisher),
+                    seen.answer_times.get(publisher),
                     gauges.get(publisher) if given_values.gauges is None else given_values.gauges,
                     None if seen.history is None else seen.history.get(publisher, 0) * block_size,
                 )

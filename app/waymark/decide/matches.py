@@ -145,7 +145,7 @@ class MatchReader:
             aside.expected,
             snapshot.gauges,
             aside.prefixes,
-            snapshot.first_tokens,
+            snapshot.answer_times,
             aside.history,
         )
         if walk is None and seen.is_cold:
@@ -235,16 +235,16 @@ def needs_of(question: Question, fleet: Fleet) -> Collection[ReadingKind]:
     file, given = question.policy.file, None if question.given is None else question.given.values()
     has_gauges = question.policy.needs_gauges
     # Where targets may be copied from, the times tell what computing a prompt costs instead.
-    has_first_tokens = bool(fleet.kv_sources) or (file is not None and file.needs_first_tokens)
-    if given is None and not has_gauges and not has_first_tokens:
+    has_answer_times = bool(fleet.kv_sources) or (file is not None and file.needs_answer_times)
+    if given is None and not has_gauges and not has_answer_times:
         return _LOADS
     needs = []
     if given is None or not all(each.is_whole for each in given):
         needs.append(ReadingKind.LOADS)
     if has_gauges and (given is None or any(each.gauges is None for each in given)):
         needs.append(ReadingKind.GAUGES)
-    if has_first_tokens:
-        needs.append(ReadingKind.FIRST_TOKENS)
+    if has_answer_times:
+        needs.append(ReadingKind.ANSWER_TIMES)
     return needs
 
 
@@ -279,6 +279,7 @@ def request_of(question: Question, prompt: HashedPrompt, block_size: int, pool: 
         question.is_multimodal,
         prompt.has_tokens,
         None if prompt.has_tokens or prefix_key is None else fleet.ring(POINTS),
+        question.asked,
     )
 
 

@@ -168,7 +168,7 @@ def _is_sum(matches: PromptMatches, question: Question) -> bool:
         return False
     if question.parameters.profile == "disagg" or not matches.request.has_tokens:
         return False
-    return not (seen.prefixes or seen.gauges or seen.first_tokens)
+    return not (seen.prefixes or seen.gauges or seen.answer_times)
 
 
 # ---- which targets are ranked -------------------------------------------------------------------

@@ -11,6 +11,7 @@ from uuid import uuid4
 from waymark.contract.decisions import Decision
 from waymark.decide.policies.policy import Candidate, Preset, Scored, Values
 from waymark.decide.policies.profile import PickerConfig
+from waymark.domain.answer_times import NO_TIMES, AskedTimes
 from waymark.domain.gauges import Gauges
 from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
@@ -125,6 +126,8 @@ class Question(NamedTuple):
     """Whether any ingest worker keeps the index; else what it has is of the past, and does not count."""
     parameters: SelectParameters = SelectParameters()
     """The constraints, and the terms of the reservation."""
+    asked: AskedTimes = NO_TIMES
+    """The times that the client asks for."""
     rival: int | None = None
     """The publisher of a target to compare with the best one, if the caller looks at no other."""
 

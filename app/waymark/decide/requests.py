@@ -43,6 +43,7 @@ from waymark.decide.request_prompts import (
 )
 from waymark.decide.selector import Selector
 from waymark.decide.served import ServedModel, ServedNames
+from waymark.domain.answer_times import NO_TIMES, AskedTimes
 from waymark.domain.names import DEFAULT_TENANT, GroupName
 from waymark.store.reservations import Reservation
 from waymark.store.store import Store
@@ -63,6 +64,8 @@ class PreparedRequest(NamedTuple):
     """The number of tokens of each prompt; empty if unknown."""
     further: tuple[SequenceLoad, ...]
     """The load of the sequences beyond the first."""
+    is_stream: bool = False
+    """Whether the client asks for the tokens one by one."""
 
 
 class RoutedRequest(NamedTuple):
@@ -74,6 +77,7 @@ class RoutedRequest(NamedTuple):
     """The load of the sequences beyond the first."""
     reservations: Sequence[Reservation] = ()
     """The reservations of all sequences, and of a prefill target."""
+    is_stream: bool = False
 
     @property
     def address(self) -> str:
@@ -115,9 +119,11 @@ class RequestSelector:
         *,
         tenant_id: str = DEFAULT_TENANT,
         session: str | None = None,
+        asked: AskedTimes = NO_TIMES,
         counts_tokens: bool = False,
     ) -> PreparedRequest:
-        """Read the facts of a request for a decision. ``session`` is the instance that its session token names.
+        """Read the facts of a request for a decision. ``session`` is the instance that its session token names, and
+        ``asked`` are the times that its headers ask for.
 
         ``counts_tokens``: the caller needs the tokens even if they do not decide. Raise InvalidValue if the model is a
         name of several models.
@@ -154,11 +160,12 @@ class RequestSelector:
             served_as=None if further_name is None else request.model,
             session=session,
             is_multimodal=request.messages is not None and has_media(request.messages),
+            asked=asked,
         )
         tokens = tuple(len(prompt_tokens.ids) // 4 for prompt_tokens in several)
         token_counts = tokens or estimated or (0,) * request.prompts_to_answer
         further = further_sequences(token_counts, request.copies)
-        return PreparedRequest(question, served, tokens, further)
+        return PreparedRequest(question, served, tokens, further, request.is_stream)
 
     async def further_name(self, named: GroupName) -> ServedModel | None:
         """Return the model that a name stands for; None for a model of its own, or an unknown one.
@@ -181,7 +188,7 @@ class RequestSelector:
             reservations += await self.selector.reserve_several(
                 question.group, selected.target.candidate, prepared.further, parameters.milliseconds
             )
-        return RoutedRequest(selected, prepared.served, prepared.further, reservations)
+        return RoutedRequest(selected, prepared.served, prepared.further, reservations, prepared.is_stream)
 
     async def select(
         self,
@@ -190,9 +197,11 @@ class RequestSelector:
         *,
         tenant_id: str = DEFAULT_TENANT,
         session: str | None = None,
+        asked: AskedTimes = NO_TIMES,
     ) -> RoutedRequest:
         """Take a target for a request with a single decision. Raise the errors of ``prepare`` and ``take``."""
-        return await self.take(await self.prepare(request, tenant_id=tenant_id, session=session), parameters)
+        prepared = await self.prepare(request, tenant_id=tenant_id, session=session, asked=asked)
+        return await self.take(prepared, parameters)
 
     async def score(self, request: InferenceRequest, *, tenant_id: str = DEFAULT_TENANT) -> RankedTargets | None:
         """Return each target's share of the prompt, or None for a model without a registration.

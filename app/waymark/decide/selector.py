@@ -301,11 +301,12 @@ class Selector:
         *,
         milliseconds: int = 120_000,
         ttft_ms: float | None = None,
+        tpot_ms: float | None = None,
         usage: Usage = NO_USAGE,
     ) -> tuple[int, int]:
         """End reservations, or a part of them; how many were there, and how many were gone.
 
-        ``usage`` is what the engine says of the request.
+        ``ttft_ms`` and ``tpot_ms`` are the times of the answer, and ``usage`` is what the engine says of the request.
         """
         others = self._own.release(reservations, part, milliseconds)
         own = len(reservations) - len(others)
@@ -317,6 +318,7 @@ class Selector:
             part,
             milliseconds=milliseconds,
             ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
             usage=usage,
             drift_max=self._options.drift_max,
             saw=self.snapshots.released,

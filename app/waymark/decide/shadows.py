@@ -117,7 +117,7 @@ class Shadows:
             return seen  # loads, which every decision has
         needs = needs_of(question._replace(policy=policy), snapshot.fleet)
         missing = ReadingKind.GAUGES in needs and not seen.gauges
-        missing |= ReadingKind.FIRST_TOKENS in needs and not seen.first_tokens
+        missing |= ReadingKind.ANSWER_TIMES in needs and not seen.answer_times
         if not missing:
             return seen
         at_hand = self._snapshots.at_hand(snapshot.entry, snapshot.fleet, needs)
@@ -126,7 +126,7 @@ class Shadows:
                 self._reading = self._begin(self._read(snapshot, needs))
             return seen
         return seen._replace(
-            gauges=seen.gauges or at_hand.gauges, first_tokens=seen.first_tokens or at_hand.first_tokens
+            gauges=seen.gauges or at_hand.gauges, answer_times=seen.answer_times or at_hand.answer_times
         )
 
     async def _read(self, snapshot: GroupSnapshot, needs: Collection[ReadingKind]) -> None:
@@ -224,6 +224,7 @@ class ShadowedDecision:
             pool=request.pool if request.blocks <= _POOL_BLOCKS_MAX else 0,
             active_bound=offers.active_bound,
             profile=question.parameters.profile,
+            asked=question.asked,
         )
 
 
@@ -238,7 +239,7 @@ def work(candidate: Candidate, request: RoutingRequest) -> int:
 
 
 def _kept_target(candidate: Candidate, seen: PromptState) -> KeptTarget:
-    first_tokens = candidate.first_tokens or seen.first_tokens.get(candidate.publisher)
+    times = candidate.answer_times or seen.answer_times.get(candidate.publisher)
     return KeptTarget(
         candidate.publisher,
         candidate.instance_id,
@@ -257,5 +258,5 @@ def _kept_target(candidate: Candidate, seen: PromptState) -> KeptTarget:
         candidate.role.value,
         candidate.labels,
         candidate.gauges or seen.gauges.get(candidate.publisher),
-        None if first_tokens is None else tuple(first_tokens),
+        None if times is None else times.numbers,
     )

@@ -16,7 +16,7 @@ from random import Random
 from statistics import fmean
 from typing import NamedTuple
 
-from waymark.domain.first_tokens import FirstTokens
+from waymark.domain.answer_times import NO_SUMS, TimeSums
 from waymark.domain.keys import unpack
 from waymark.store.kept_decisions import BLOCKS_MAX, TARGETS_MAX, KeptDecision, KeptTarget
 
@@ -279,11 +279,10 @@ def _reusable_tokens(decision: KeptDecision, blocks: int) -> int:
 
 def _slope(decisions: Sequence[KeptDecision]) -> float | None:
     """Return about how many ms a prefill token takes, from the times to the first token; None if too few are known."""
-    sums = FirstTokens(0, 0, 0, 0, 0)
+    sums = NO_SUMS
     for decision in decisions:
         if decision.ttft_ms is not None:
-            work, ms = decision.work, decision.ttft_ms
-            sums = FirstTokens(*map(sum, zip(sums, (1, work, ms, work * work, work * ms), strict=True)))
+            sums = sums.plus(TimeSums.of(decision.work, decision.ttft_ms))
     return sums.slope
 
 

@@ -22,7 +22,7 @@ from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.decide.fleet import Fleet
 from waymark.decide.group_loads import GroupLoads
-from waymark.domain.first_tokens import FirstTokens
+from waymark.domain.answer_times import AnswerTimes
 from waymark.domain.gauges import Gauges
 from waymark.domain.names import GroupName
 from waymark.domain.table import HolderTable
@@ -50,7 +50,7 @@ _GROUPS_MAX = 1024
 _NEVER = float("-inf")
 _NO_LOADS: Mapping[int, Load] = MappingProxyType({})
 _NO_GAUGES: Mapping[int, Gauges] = MappingProxyType({})
-_NO_FIRST_TOKENS: Mapping[int, FirstTokens] = MappingProxyType({})
+_NO_ANSWER_TIMES: Mapping[int, AnswerTimes] = MappingProxyType({})
 _NOBODY = frozenset[int]()
 _NO_DRIFTS: Mapping[int, float] = MappingProxyType({})
 
@@ -65,7 +65,7 @@ class ReadingKind(StrEnum):
 
     LOADS = "loads"
     GAUGES = "gauges"
-    FIRST_TOKENS = "first_tokens"
+    ANSWER_TIMES = "answer_times"
 
 
 class GroupSnapshot(NamedTuple):
@@ -80,7 +80,7 @@ class GroupSnapshot(NamedTuple):
     """The targets with their roles, labels, names and rings, by one version of the holder table."""
     loads: Mapping[int, Load] = _NO_LOADS
     gauges: Mapping[int, Gauges] = _NO_GAUGES
-    first_tokens: Mapping[int, FirstTokens] = _NO_FIRST_TOKENS
+    answer_times: Mapping[int, AnswerTimes] = _NO_ANSWER_TIMES
     left_out: frozenset[int] = _NOBODY
     """The publishers whose engines cannot be reached."""
     drifts: Mapping[int, float] = _NO_DRIFTS
@@ -103,7 +103,7 @@ class _Readings:
     group_id: int
     loads: GroupLoads = field(default_factory=GroupLoads)
     gauges: Mapping[int, Gauges] = field(default_factory=dict)
-    first_tokens: Mapping[int, FirstTokens] = field(default_factory=dict)
+    answer_times: Mapping[int, AnswerTimes] = field(default_factory=dict)
     by_kind: dict[ReadingKind, _ReadingTimes] = field(
         default_factory=lambda: {kind: _ReadingTimes() for kind in ReadingKind}
     )
@@ -142,7 +142,7 @@ class SnapshotKeeper:
         self._ages = {
             ReadingKind.LOADS: loads_seconds,
             ReadingKind.GAUGES: _SIDE_SECONDS,
-            ReadingKind.FIRST_TOKENS: _SIDE_SECONDS,
+            ReadingKind.ANSWER_TIMES: _SIDE_SECONDS,
         }
         self._last: dict[GroupName, _LastTable] = {}
         self._readings: dict[int, _Readings] = {}
@@ -285,7 +285,7 @@ class SnapshotKeeper:
             fleet,
             loads if ReadingKind.LOADS in needs else _NO_LOADS,
             readings.gauges if ReadingKind.GAUGES in needs else _NO_GAUGES,
-            readings.first_tokens if ReadingKind.FIRST_TOKENS in needs else _NO_FIRST_TOKENS,
+            readings.answer_times if ReadingKind.ANSWER_TIMES in needs else _NO_ANSWER_TIMES,
             loads.left_out(now_ms) if now_ms else _NOBODY,
             loads.drifts(now_ms) if now_ms else _NO_DRIFTS,
         )
@@ -306,7 +306,7 @@ class SnapshotKeeper:
             readings.gauges = await self._read_side(self._store.gauges.read, readings, fleet.scraped)
         else:
             publishers = list(fleet.by_publisher)
-            readings.first_tokens = await self._read_side(self._store.first_tokens.read, readings, publishers)
+            readings.answer_times = await self._read_side(self._store.answer_times.read, readings, publishers)
         readings.by_kind[kind].read_at = now
 
     async def _read_side(self, read: ReadGroup[T], readings: _Readings, publishers: Sequence[int]) -> Mapping[int, T]:

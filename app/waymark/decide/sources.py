@@ -73,8 +73,8 @@ class Peers:
             return False
         of, target = peer.member.target, self._snapshot.fleet.by_publisher[publisher].target
         speeds = [each for each in (of.transfer_gbps, target.transfer_gbps) if each]
-        first_tokens = self._matches.seen.first_tokens.get(publisher)
-        slope = None if first_tokens is None else first_tokens.slope
+        times = self._matches.seen.answer_times.get(publisher)
+        slope = None if times is None else times.first_token.slope
         if slope is None and self._options.prefill_tokens_per_second:
             slope = 1000 / self._options.prefill_tokens_per_second
         if not speeds or not of.kv_bytes_per_token or slope is None:

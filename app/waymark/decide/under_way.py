@@ -17,6 +17,7 @@ from waymark.decide.policies.policy import Candidate
 from waymark.decide.request_prompts import SequenceLoad
 from waymark.decide.requests import RoutedRequest
 from waymark.decide.selector import Selector
+from waymark.domain.answer_times import tpot_ms
 from waymark.domain.books import NO_USAGE, Usage
 from waymark.domain.targets import host_and_port
 from waymark.store.background import StartTask
@@ -71,13 +72,14 @@ class RequestsUnderWay:
         reservations: Sequence[Reservation],
         part: ReservationPart,
         ttft_ms: float | None = None,
+        tpot_ms: float | None = None,
         usage: Usage = NO_USAGE,
     ) -> None:
         if not reservations:
             return
         try:
             await self._selector.release(
-                reservations, part, milliseconds=self.reserved_ms, ttft_ms=ttft_ms, usage=usage
+                reservations, part, milliseconds=self.reserved_ms, ttft_ms=ttft_ms, tpot_ms=tpot_ms, usage=usage
             )
         except StoreUnavailable as exc:
             log.debug("reservations not released", extra=fields(part=part.value, error=exc.sentence))
@@ -87,11 +89,12 @@ class RequestsUnderWay:
         reservations: Sequence[Reservation],
         part: ReservationPart,
         ttft_ms: float | None = None,
+        tpot_ms: float | None = None,
         usage: Usage = NO_USAGE,
     ) -> asyncio.Task[None] | None:
         if not reservations:
             return None
-        task = self._begin(self.release(reservations, part, ttft_ms, usage))
+        task = self._begin(self.release(reservations, part, ttft_ms, tpot_ms, usage))
         self._releasing.add(task)
         task.add_done_callback(self._releasing.discard)
         return task
@@ -130,7 +133,7 @@ class RequestUnderWay:
         self.since = asyncio.get_running_loop().time()
         self.reservations: Sequence[Reservation] = tuple(routed.reservations)
         self._of = requests
-        self._has_prefilled = False
+        self._prefilled_at: float | None = None
         self._was_moved = False
         """Whether it was moved: the time at which its present target got it is unknown."""
         self._has_ended = False
@@ -151,9 +154,9 @@ class RequestUnderWay:
 
     def prefilled(self) -> None:
         """Note the first byte of an answer: the prompt is computed."""
-        if not self._has_prefilled and not self._has_ended:
-            self._has_prefilled = True
-            ttft_ms = None if self._was_moved else 1e3 * (asyncio.get_running_loop().time() - self.since)
+        if self._prefilled_at is None and not self._has_ended:
+            self._prefilled_at = asyncio.get_running_loop().time()
+            ttft_ms = None if self._was_moved else 1e3 * (self._prefilled_at - self.since)
             self._of.begin_release(self.reservations, ReservationPart.PREFILL, ttft_ms)
 
     async def move(self, address: str) -> bool:
@@ -185,9 +188,19 @@ class RequestUnderWay:
         self._has_ended = True
         self._of.ended(self)
         part = ReservationPart.OK if is_ok else ReservationPart.FAILED
+        tpot_ms = self._tpot_ms(usage.completion_tokens)
         if any(sequence.new for sequence in self.routed.further):
             usage = NO_USAGE  # of several prompts together; something was promised of the first one only
-        return self._of.begin_release(self.reservations, part, usage=usage)
+        return self._of.begin_release(self.reservations, part, tpot_ms=tpot_ms, usage=usage)
+
+    def _tpot_ms(self, tokens: int | None) -> float | None:
+        """Return the ms of each token of the answer after the first one.
+
+        None if it is unknown: an answer that came at once, several answers together, or one without usage.
+        """
+        if self._prefilled_at is None or not self.routed.is_stream or self.routed.further:
+            return None
+        return tpot_ms(asyncio.get_running_loop().time() - self._prefilled_at, tokens)
 
     async def give_back(self, *, is_ok: bool, usage: Usage = NO_USAGE) -> None:
         """Call ``end`` before the last byte of its answer is sent, so that the client's next request does not meet its

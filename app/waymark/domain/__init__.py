@@ -4,11 +4,11 @@ Other rooms import the modules in ``__all__``.
 """
 
 __all__ = [
+    "answer_times",
     "books",
     "chunks",
     "engines",
     "events",
-    "first_tokens",
     "gauges",
     "generations",
     "hashing",

@@ -19,7 +19,16 @@ import orjson
 from waymark.base.bounded_json import TooMuchJson, bounded_loads
 from waymark.base.errors import InvalidValue, WaymarkError
 from waymark.base.metrics import Metrics
-from waymark.chat.requests import SESSION, Form, InferenceRequest, check_places, form_of, read_request, session_of
+from waymark.chat.requests import (
+    SESSION,
+    Form,
+    InferenceRequest,
+    asked_times_of,
+    check_places,
+    form_of,
+    read_request,
+    session_of,
+)
 from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector, RoutedRequest
 from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
@@ -221,7 +230,8 @@ class ProcessCall:
         if request is None:
             return await selector.select_any(parameters, tenant_id=tenant_id)
         session = session_of(self._headers.get(SESSION))
-        return await selector.select(request, parameters, tenant_id=tenant_id, session=session)
+        asked = asked_times_of(self._headers.get)
+        return await selector.select(request, parameters, tenant_id=tenant_id, session=session, asked=asked)
 
     def _said(self) -> InferenceRequest | None:
         """Return the parsed body, or None if the path does not need one, like ``GET /v1/models``.

@@ -19,7 +19,7 @@ from waymark.base.errors import StoreUnavailable, UnknownModel, WaymarkError
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.chat.requests import SESSION, Form, session_of
+from waymark.chat.requests import SESSION, Form, asked_times_of, session_of
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.fail_open import StartupGate
 from waymark.decide.options import SelectionOptions
@@ -245,8 +245,9 @@ class Gateway:
 
             async def proceed(extra: RawHeaders) -> None:
                 session = session_of(headers.get(_SESSION))
+                asked = asked_times_of(lambda name: headers.get(name.encode(), b"").decode("latin-1"))
                 prepared = await self._selector.prepare(
-                    body.request, tenant_id=client.tenant_id, session=session, counts_tokens=True
+                    body.request, tenant_id=client.tenant_id, session=session, asked=asked, counts_tokens=True
                 )
                 share.take(sum(prepared.tokens))
                 if proxied.path == COUNT_TOKENS and prepared.tokens:

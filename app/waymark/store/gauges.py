@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import orjson
 
-from waymark.domain.first_tokens import FirstTokens
+from waymark.domain.answer_times import AnswerTimes
 from waymark.domain.gauges import Gauges
 from waymark.store import keys
 from waymark.store.redis.client import RedisClient
@@ -71,23 +71,23 @@ def _decoded(value: bytes | None) -> Gauges | None:
         return None
 
 
-# Times to the first token, by target. ``release`` writes them, and predictions use them.
+# How fast each target answers. ``release`` writes it, and predictions use it.
 
 
-class FirstTokenTimes:
+class TimesByTarget:
     """The times of all groups. They are read from the primary Redis, never from a replica."""
 
     def __init__(self, client: RedisClient) -> None:
         self._client = client
 
-    async def read(self, group_id: int, publishers: Sequence[int]) -> dict[int, FirstTokens]:
+    async def read(self, group_id: int, publishers: Sequence[int]) -> dict[int, AnswerTimes]:
         """Return the sums of a group's times, by publisher id. Publishers without times are left out."""
         if not publishers:
             return {}
-        names = [keys.first_tokens(group_id, publisher) for publisher in publishers]
+        names = [keys.answer_times(group_id, publisher) for publisher in publishers]
         (values,) = await self._client.several([("MGET", *names)])
         times = {
-            publisher: FirstTokens.parse(value)
+            publisher: AnswerTimes.parse(value)
             for publisher, value in zip(publishers, values, strict=True)
             if value is not None
         }

@@ -23,6 +23,7 @@ import orjson
 from waymark.base.errors import StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
+from waymark.domain.answer_times import NO_TIMES, AskedTimes
 from waymark.domain.gauges import Gauges
 from waymark.domain.keys import KEY_BYTES
 from waymark.store import keys
@@ -73,8 +74,8 @@ class KeptTarget(NamedTuple):
     role: str = ""
     labels: Mapping[str, str] = _NO_LABELS
     gauges: Gauges | None = None
-    first_tokens: tuple[float, ...] | None = None
-    """The sums of its ``FirstTokens``."""
+    answer_times: tuple[float, ...] | None = None
+    """The numbers of its ``AnswerTimes``."""
 
     @property
     def name(self) -> tuple[str, int]:
@@ -122,6 +123,8 @@ class KeptDecision(NamedTuple):
     active_bound: int | None = None
     """The requests that a target could have by ``sticky``."""
     profile: str | None = None
+    asked: AskedTimes = NO_TIMES
+    """The times that the client asked for."""
     delivered: int | None = None
     """The tokens that the engine has reused; None if it did not say so, or not yet."""
     ttft_ms: float | None = None
@@ -136,6 +139,8 @@ class KeptDecision(NamedTuple):
             "pool": self.pool and f"{self.pool:x}",
             "active_bound": self.active_bound,
             "profile": self.profile,
+            "asked_ttft_ms": self.asked.ttft_ms,
+            "asked_tpot_ms": self.asked.tpot_ms,
             "shadows": {name: list(choice) for name, choice in self.shadows.items()},
         }
         return orjson.dumps(
@@ -193,6 +198,7 @@ class KeptDecision(NamedTuple):
             pool=pool,
             active_bound=document.optional_integer("active_bound"),
             profile=document.optional_text("profile"),
+            asked=AskedTimes(_ms(document, "asked_ttft_ms"), _ms(document, "asked_tpot_ms")),
         )
 
 
@@ -206,8 +212,7 @@ class _DecisionReport(NamedTuple):
     @classmethod
     def parse(cls, raw: bytes) -> Self:
         document = Document(raw)
-        ttft_ms = document.number("ttft_ms", 1e12, 0.0) if document.has("ttft_ms") else None
-        return cls(document.text("nonce"), document.optional_integer("delivered"), ttft_ms)
+        return cls(document.text("nonce"), document.optional_integer("delivered"), _ms(document, "ttft_ms"))
 
 
 class KeptReading(NamedTuple):
@@ -340,6 +345,10 @@ def _with_outcome(decision: KeptDecision, outcome: _DecisionReport | None) -> Ke
     return decision._replace(delivered=outcome.delivered, ttft_ms=outcome.ttft_ms)
 
 
+def _ms(document: Document, name: str) -> float | None:
+    return document.number(name, 1e12, 0.0) if document.has(name) else None
+
+
 def _joined(outcome: _DecisionReport, later: _DecisionReport | None) -> _DecisionReport:
     if later is None:
         return outcome
@@ -387,7 +396,7 @@ def _target(words: Any) -> KeptTarget:
         and target.weight > 0
     ):
         raise Malformed("a target has a field that is not in its form")
-    return target._replace(gauges=_gauges(target.gauges), first_tokens=_first_tokens(target.first_tokens))
+    return target._replace(gauges=_gauges(target.gauges), answer_times=_answer_times(target.answer_times))
 
 
 def _gauges(words: Any) -> Gauges | None:
@@ -400,13 +409,13 @@ def _gauges(words: Any) -> Gauges | None:
         raise Malformed("the gauges of a target are not in their form") from None
 
 
-def _first_tokens(words: Any) -> tuple[float, ...] | None:
+def _answer_times(words: Any) -> tuple[float, ...] | None:
     if words is None:
         return None
     try:
         return tuple(map(float, words))
     except (TypeError, ValueError):
-        raise Malformed("the first tokens of a target are not in their form") from None
+        raise Malformed("the answer times of a target are not in their form") from None
 
 
 def _shadow(words: Any) -> ShadowChoice:

@@ -169,8 +169,8 @@ def gauges(group_id: int, publisher: int) -> str:
     return f"{_root}{_tag(group_id)}:gauges:{publisher}"
 
 
-def first_tokens(group_id: int, publisher: int) -> str:
-    return f"{_root}{_tag(group_id)}:first_tokens:{publisher}"
+def answer_times(group_id: int, publisher: int) -> str:
+    return f"{_root}{_tag(group_id)}:answer_times:{publisher}"
 
 
 def books(group_id: int, hour: int) -> str:

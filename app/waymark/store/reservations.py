@@ -348,6 +348,7 @@ class Reservations:
         *,
         milliseconds: int = 120_000,
         ttft_ms: float | None = None,
+        tpot_ms: float | None = None,
         usage: Usage = NO_USAGE,
         drift_max: float = 1.0,
         saw: SawLoad | None = None,
@@ -355,9 +356,10 @@ class Reservations:
     ) -> tuple[int, int]:
         """End reservations, or a part of each. Return how many existed, and how many did not.
 
-        ``ttft_ms`` is the time to the first token. It counts for the first target that computed a prompt. ``usage``
-        is compared with what was promised of the one target that something was promised of. ``saw`` is told what each
-        target has to do now, and ``booked`` what the usage has shown.
+        ``ttft_ms`` is the time to the first token. It counts for the first target that computed a prompt. ``tpot_ms``
+        is the time of each further token. It counts for the first target of all, which answered. ``usage`` is compared
+        with what was promised of the one target that something was promised of. ``saw`` is told what each target has to
+        do now, and ``booked`` what the usage has shown.
         """
         minute = int(time.time() // 60)
         # A request of several sequences has several reservations of one target, and is one outcome.
@@ -375,7 +377,7 @@ class Reservations:
                 load=keys.load(reservation.group_id),
                 changes=keys.load_changes(reservation.group_id),
                 reservations=keys.reservations(reservation.group_id),
-                first_tokens=keys.first_tokens(reservation.group_id, reservation.publisher),
+                answer_times=keys.answer_times(reservation.group_id, reservation.publisher),
                 books=keys.books(reservation.group_id, minute // 60),
                 drift=keys.drift(reservation.group_id, reservation.publisher),
                 pulls=None if reservation.source is None else keys.pulls(reservation.group_id, reservation.source),
@@ -390,6 +392,7 @@ class Reservations:
                 prompt="" if prompt is None else prompt,
                 completion="" if completion is None else completion,
                 drift_max=drift_max,
+                tpot=repr(tpot_ms) if tpot_ms is not None and reservation is reservations[0] else "",
             )
             drift = -1
             if outcome.numbers:

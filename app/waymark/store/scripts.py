@@ -343,7 +343,7 @@ class Scripts:
         load: str,
         changes: str,
         reservations: str,
-        first_tokens: str,
+        answer_times: str,
         books: str,
         drift: str,
         pulls: str | None,
@@ -358,6 +358,7 @@ class Scripts:
         prompt: Arg,
         completion: Arg,
         drift_max: float,
+        tpot: Arg,
     ) -> Outcome:
         return await self._run("release", locals())
 

@@ -21,7 +21,7 @@ from waymark.store.directory import Directory
 from waymark.store.discovery import DiscoveryLease
 from waymark.store.engine_hashes import HeldHashes
 from waymark.store.entries import Entries
-from waymark.store.gauges import EngineGauges, FirstTokenTimes
+from waymark.store.gauges import EngineGauges, TimesByTarget
 from waymark.store.hashes import EngineHashes
 from waymark.store.health import HealthWatch
 from waymark.store.heartbeats import Heartbeats
@@ -108,7 +108,7 @@ class Store:
         self.reservations = Reservations(client, self.scripts, self.begin)
         self.entries = Entries(client, self.scripts)
         self.gauges = EngineGauges(client, self.scripts)
-        self.first_tokens = FirstTokenTimes(client)
+        self.answer_times = TimesByTarget(client)
         self.books = Books(client)
         self.kept_decisions = self.incarnation.cache(KeptDecisions(client, self.scripts, metrics, self.begin))
         self.hashes = EngineHashes(client, self.scripts)

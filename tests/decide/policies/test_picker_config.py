@@ -17,6 +17,7 @@ from waymark.decide.policies.presets import PRESETS
 from waymark.decide.policies.profile import PickerConfig
 from waymark.decide.question import PolicyChoice, Question, SelectParameters
 from waymark.decide.request_prompts import no_prompt
+from waymark.domain.answer_times import AnswerTimes, AskedTimes, TimeSums
 from waymark.domain.names import GroupName
 from waymark.domain.targets import Role
 
@@ -204,6 +205,12 @@ def plugins(*lines: str) -> str:
     return "plugins:\n" + "\n".join(lines) + "\nschedulingProfiles: [{name: a, plugins: []}]\n"
 
 
+def scored_by(scorer: str, parameters: str) -> str:
+    """Return a file with one profile, of one scorer."""
+    profile = f"schedulingProfiles: [{{name: default, plugins: [{{pluginRef: {scorer}}}]}}]"
+    return f"plugins: [{{type: {scorer}, parameters: {{{parameters}}}}}]\n{profile}\n"
+
+
 @pytest.mark.parametrize(
     ("parameters", "expected"),
     [
@@ -225,13 +232,24 @@ def test_a_file_says_whether_entries_are_speculative(parameters: str, expected: 
     assert speculation_of(asked, by_file).is_on is False, "as the caller asks"
 
 
-def test_a_parameter_of_the_predicted_latency_is_noted_and_not_refused() -> None:
-    entries = (
-        "- type: predicted-latency-scorer",
-        "  parameters: {sloBufferFactor: 1.2, headroomSelectionStrategy: least}",
-    )
-    notes = read_picker_config(plugins(*entries)).notes
-    assert any("headroomSelectionStrategy, sloBufferFactor are not used" in note for note in notes)
+def test_a_parameter_of_the_predicted_latency_counts_or_is_noted() -> None:
+    def config(parameters: str) -> PickerConfig:
+        return read_picker_config(scored_by("predicted-latency-scorer", parameters))
+
+    def score(of: PickerConfig) -> list[float | None]:
+        (scorer,) = of.profiles["default"].scorers
+        times = (TimeSums(9, 9, 9 * ms, 9, 9 * ms) for ms in (100, 180))
+        some = [target(str(at), answer_times=AnswerTimes(each)) for at, each in enumerate(times)]
+        return [*scorer.score(prompt(64, asked=AskedTimes(200)), some)]
+
+    plain = config("samplingMean: 100, selectionMode: linear, sloBufferFactor: 0.9")
+    assert "predicted-latency-scorer: samplingMean, selectionMode are not used" in " ".join(plain.notes)
+    assert (plain.needs_answer_times, plain.needs_gauges) == (True, False)
+    assert score(plain) == pytest.approx([0.01, 1.0])
+    assert config("").notes == ()
+    assert score(config("sloBufferFactor: 0.8")) == [1.0, 0.0]
+    assert score(config("headroomSelectionStrategy: most")) == pytest.approx([1.0, 0.01])
+    assert config("headroomSelectionStrategy: composite-most").needs_gauges
 
 
 @pytest.mark.parametrize(
@@ -244,6 +262,16 @@ def test_a_parameter_of_the_predicted_latency_is_noted_and_not_refused() -> None
         pytest.param("kind: Pod", 'kind is "Pod"; it must be EndpointPickerConfig', id="kind"),
         pytest.param("plugin: []", '"plugin" is not known; did you mean plugins?', id="field"),
         pytest.param("plugins: {}", "plugins must be a list", id="no-list"),
+        pytest.param(
+            scored_by("predicted-latency-scorer", "headroomSelectionStrategy: lest"),
+            'headroomSelectionStrategy is "lest"; it must be one of least, most, composite-least',
+            id="strategy",
+        ),
+        pytest.param(
+            scored_by("predicted-latency-scorer", "sloBufferFactor: 0"),
+            "sloBufferFactor is 0; it must be 0.01 to 100",
+            id="buffer",
+        ),
         pytest.param("plugins: []", "schedulingProfiles is empty", id="no-profile"),
         pytest.param(plugins("- type: queue-scorr"), "did you mean queue-scorer?", id="type"),
         pytest.param(plugins("- name: a"), "plugins[0].type is missing", id="no-type"),

@@ -19,7 +19,7 @@ from waymark.decide.policies import policy as policies
 from waymark.decide.policies.policy import Candidate, Inputs, Ranking, RoutingRequest, Scored, new_tokens
 from waymark.decide.policies.presets import DEFAULT, PRESETS, preset
 from waymark.decide.policies.ring import Ring, bound
-from waymark.domain.first_tokens import FirstTokens
+from waymark.domain.answer_times import AnswerTimes, AskedTimes, TimeSums
 from waymark.domain.gauges import Gauges
 from waymark.domain.targets import Role
 
@@ -412,7 +412,7 @@ candidates = st.lists(
         context=amounts,
         health=st.floats(0, 1),
         last_cold=amounts,
-        first_tokens=st.none() | st.builds(FirstTokens, *[st.floats(0, 1e12)] * 5),
+        answer_times=st.none() | st.builds(AnswerTimes, *[st.builds(TimeSums, *[st.floats(0, 1e12)] * 5)] * 2),
         gauges=gauges,
     ),
     min_size=1,
@@ -426,6 +426,7 @@ requests = st.builds(
     pool=st.integers(0, 2**64),
     prefix_key=st.none() | st.binary(min_size=32, max_size=32),
     ring=st.none(),
+    asked=st.builds(AskedTimes, *[st.none() | st.floats(0.1, 1e6)] * 2),
 )
 
 

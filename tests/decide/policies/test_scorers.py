@@ -16,7 +16,6 @@ from waymark.decide.policies import filters, profile
 from waymark.decide.policies.policy import Candidate, RoutingRequest, Scored, read_constants
 from waymark.decide.policies.profile import PICKERS
 from waymark.decide.policies.scorers import SCORERS, Scores, context_ranges, context_score, scored_by_label
-from waymark.domain.first_tokens import FirstTokens
 from waymark.domain.targets import Role
 
 LABEL = "mif.moreh.io/context-length-range"
@@ -118,28 +117,6 @@ def test_lmetric_scorer_counts_whole_blocks_times_requests() -> None:
     assert scores("lmetric-scorer", prompt(128), *some) == [1.0, 1.0, 0.0]
 
 
-def test_latency_is_predicted_only_where_it_is_known() -> None:
-    slow, fast = FirstTokens(10, 1000, 3000, 100_000, 300_000), FirstTokens(10, 1000, 1000, 100_000, 100_000)
-    some = [target("slow", first_tokens=slow), target("fast", first_tokens=fast), target("new")]
-
-    assert scores("predicted-latency-scorer", prompt(64), *some) == [0.0, 1.0, None]
-
-
-def test_latency_is_predicted_by_what_waits_and_what_is_new() -> None:
-    # 10 ms, and 1 ms for each token.
-    line = FirstTokens(5, 1500, 1550, 550_000, 565_000)
-    assert [line.predict(work) for work in (100, 300, 700)] == pytest.approx([110, 310, 710])
-    some = [
-        target("busy", first_tokens=line, wait=600),
-        target("cached", first_tokens=line, device=64, wait=600),
-        target("idle", first_tokens=line),
-        target("expected", first_tokens=line, expected=64),
-    ]
-
-    # 138 tokens: with 64 of them there, 74 are left.
-    assert scores("predicted-latency-scorer", prompt(138), *some) == pytest.approx([0.0, 64 / 664, 600 / 664, 1.0])
-
-
 @pytest.mark.parametrize(
     ("tokens", "label", "expected"),
     [
@@ -163,10 +140,6 @@ def test_in_range_always_beats_out_of_range(tokens: int, low: int, width: int) -
 
     assert (0.3 < score <= 1.0) if low <= tokens <= low + width else (0.0 <= score < 0.3)
     assert context_ranges(f"{low}-{low + width}") == [(low, low + width)]
-
-
-def test_sums_too_small_for_a_slope_predict_the_mean() -> None:
-    assert FirstTokens(5.0, 0.0, 10.0, 2.2e-309, 1.0).predict(1000.0) == 2.0
 
 
 @pytest.mark.parametrize("name", SCORERS)

@@ -18,6 +18,7 @@ from waymark.base.shown import shown
 from waymark.decide.policies import filters
 from waymark.decide.policies import profile as deciders
 from waymark.decide.policies.filters import OPERATORS, Filter
+from waymark.decide.policies.latency import needs_gauges
 from waymark.decide.policies.plugins import PLUGINS, Plugin, PluginKind
 from waymark.decide.policies.policy import Values, nearest, read_constants
 from waymark.decide.policies.profile import (
@@ -103,7 +104,7 @@ def read_picker_config(text: str) -> PickerConfig:
         raise InvalidValue("schedulingProfiles is empty; name at least one profile", field="schedulingProfiles")
     notes = [f"{each.type}: {each.row.note}" for each in declared.values() if each.row.note]
     notes += [
-        f"{each.type}: {', '.join(each.unused)} are not used; it scores the predicted time to the first token alone"
+        f"{each.type}: {', '.join(each.unused)} are not used; it predicts from what /release says of each target"
         for each in declared.values()
         if each.unused
     ]
@@ -177,8 +178,8 @@ def _scorer(plugin: DeclaredPlugin, weight: float) -> WeightedScorer:
         plugin.name,
         weight,
         lambda request, candidates: row.score(request, candidates, values),
-        needs_gauges=row.needs_gauges,
-        needs_first_tokens=row.needs_first_tokens,
+        needs_gauges=row.needs_gauges or (row.needs_answer_times and needs_gauges(values)),
+        needs_answer_times=row.needs_answer_times,
         is_prefix=row.is_prefix,
     )
 

@@ -21,7 +21,7 @@ from waymark.base.errors import InvalidValue
 from waymark.base.shown import SHOWN_MAX, shown
 from waymark.contract.decisions import Decision
 from waymark.decide.policies.ring import Ring
-from waymark.domain.first_tokens import FirstTokens
+from waymark.domain.answer_times import NO_TIMES, AnswerTimes, AskedTimes
 from waymark.domain.gauges import Gauges
 from waymark.domain.targets import Role
 
@@ -144,6 +144,8 @@ class RoutingRequest(NamedTuple):
     """Whether the tokens are known, or any match of a target; else only the prefix key is."""
     ring: RingPlaces | None = None
     """The places by which the prefix key names a target, if it has one and ``has_tokens`` is false."""
+    asked: AskedTimes = NO_TIMES
+    """The times that the client asks for."""
 
     @property
     def blocks(self) -> int:
@@ -186,8 +188,8 @@ class Candidate(NamedTuple):
     """Share of requests that succeeded, 0 to 1."""
     last_cold: int = 0
     """The time of the last request to it of which no target had any block, in ms; 0: never."""
-    first_tokens: FirstTokens | None = None
-    """The time that its requests waited for their first token; None if it is unknown."""
+    answer_times: AnswerTimes | None = None
+    """How fast it answers; None if it is unknown."""
     gauges: Gauges | None = None
     """The gauges of the engine; None without fresh ones."""
     history: int | None = None
@@ -314,6 +316,12 @@ def count_new(request: RoutingRequest, values: Values) -> Callable[[Candidate], 
 def new_tokens(request: RoutingRequest, candidate: Candidate, values: Values) -> float:
     """Return the tokens that the candidate would have to compute."""
     return count_new(request, values)(candidate)
+
+
+def least_is_one(costs: Sequence[float]) -> list[float]:
+    """Return 1 for the least cost and 0 for the greatest; all equal ones get 1."""
+    least, most = min(costs), max(costs)
+    return [(most - cost) / (most - least) if most > least else 1.0 for cost in costs]
 
 
 def ranked(

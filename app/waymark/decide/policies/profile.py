@@ -86,7 +86,7 @@ class WeightedScorer:
     weight: float
     score: Callable[[RoutingRequest, Sequence[Candidate]], Scores]
     needs_gauges: bool = False
-    needs_first_tokens: bool = False
+    needs_answer_times: bool = False
     is_prefix: bool = False
     """Whether it scores a target's match of the prompt."""
 
@@ -184,8 +184,8 @@ class PickerConfig:
         return any(scorer.needs_gauges for profile in self.profiles.values() for scorer in profile.scorers)
 
     @property
-    def needs_first_tokens(self) -> bool:
-        return any(scorer.needs_first_tokens for profile in self.profiles.values() for scorer in profile.scorers)
+    def needs_answer_times(self) -> bool:
+        return any(scorer.needs_answer_times for profile in self.profiles.values() for scorer in profile.scorers)
 
     def run(self, request: RoutingRequest, candidates: Sequence[Candidate], random: Random) -> ProfileStages:
         """Run decode first; then encode and prefill, each if its decider wants it and it has a target."""

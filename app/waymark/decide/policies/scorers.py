@@ -12,7 +12,8 @@ from typing import TypeAlias
 
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
-from waymark.decide.policies.policy import Candidate, Constant, RoutingRequest, Values, least_new
+from waymark.decide.policies import latency
+from waymark.decide.policies.policy import Candidate, Constant, RoutingRequest, Values, least_is_one
 from waymark.domain.gauges import Gauges
 
 Scores: TypeAlias = list[float | None]
@@ -29,7 +30,7 @@ class Scorer:
     score: ScoreFunction
     parameters: tuple[Constant, ...] = ()
     needs_gauges: bool = False
-    needs_first_tokens: bool = False
+    needs_answer_times: bool = False
     is_prefix: bool = False
     """Whether it scores a target's match of the prompt."""
 
@@ -86,18 +87,7 @@ def _active_requests(request: RoutingRequest, candidates: Sequence[Candidate], v
 def _lmetric(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     size = request.block_size
     costs = [(request.blocks - candidate.matched // size) * size * (candidate.requests + 1) for candidate in candidates]
-    return _least_is_one(costs)
-
-
-def _predicted_latency(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
-    return _where_known([_first_token_ms(request, candidate) for candidate in candidates])
-
-
-def _first_token_ms(request: RoutingRequest, candidate: Candidate) -> float | None:
-    if candidate.first_tokens is None:
-        return None
-    new = max(request.tokens - max(candidate.matched, candidate.expected), least_new(request))
-    return candidate.first_tokens.predict(candidate.wait + new)
+    return [*least_is_one(costs)]
 
 
 # ---- scores by gauges ------------------------------------------------------------------------------
@@ -177,12 +167,6 @@ def _in_range(tokens: int, least: int, most: int) -> float:
 # ---- how they are made ----------------------------------------------------------------------------
 
 
-def _least_is_one(costs: Sequence[float]) -> Scores:
-    """1 for the least and 0 for the greatest; all equal ones get 1."""
-    least, most = min(costs), max(costs)
-    return [(most - cost) / (most - least) if most > least else 1.0 for cost in costs]
-
-
 def _by_gauge(candidates: Sequence[Candidate], amount: Callable[[Gauges], int]) -> Scores:
     return _where_known(
         [None if candidate.gauges is None else float(amount(candidate.gauges)) for candidate in candidates]
@@ -190,11 +174,11 @@ def _by_gauge(candidates: Sequence[Candidate], amount: Callable[[Gauges], int]) 
 
 
 def _where_known(costs: Sequence[float | None]) -> Scores:
-    """Return the scores of ``_least_is_one`` for the candidates with a cost; None for the others."""
+    """Return the scores of ``least_is_one`` for the candidates with a cost; None for the others."""
     known_costs = {index: cost for index, cost in enumerate(costs) if cost is not None}
     if not known_costs:
         return [None for _ in costs]
-    scores = dict(zip(known_costs, _least_is_one(list(known_costs.values())), strict=True))
+    scores = dict(zip(known_costs, least_is_one(list(known_costs.values())), strict=True))
     return [scores.get(index) for index in range(len(costs))]
 
 
@@ -236,10 +220,11 @@ _SCORERS = (
     Scorer("lmetric-scorer", "1 for the lowest `new blocks * (active + 1)`", _lmetric),
     Scorer(
         "predicted-latency-scorer",
-        "1 for the shortest predicted time to the first token. The prediction uses the target's latest `ttft_ms` and "
-        "the tokens that it had to compute for each; null with fewer than five",
-        _predicted_latency,
-        needs_first_tokens=True,
+        "1 for the shortest predicted times, to the first token and of each further one. If the client asks for times, "
+        "a target that would be late gets 0, unless all would",
+        latency.predicted_latency,
+        latency.PARAMETERS,
+        needs_answer_times=True,
     ),
     Scorer("kv-cache-utilization-scorer", "free share of the KV cache", _kv_cache, needs_gauges=True),
     Scorer("queue-scorer", "1 for the shortest queue, 0 for the longest", _queue, needs_gauges=True),

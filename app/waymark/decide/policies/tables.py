@@ -34,7 +34,7 @@ def scorers() -> str:
     """Return a table of every scorer of an ``EndpointPickerConfig``."""
     lines = ["| Scorer | Score, 0 to 1 | Needs |", "|---|---|---|"]
     for scorer in SCORERS.values():
-        needs = "gauges" if scorer.needs_gauges else "`ttft_ms`" if scorer.needs_first_tokens else ""
+        needs = "gauges" if scorer.needs_gauges else "`ttft_ms`, `tpot_ms`" if scorer.needs_answer_times else ""
         lines.append(f"| `{scorer.name}` | {scorer.sentence} | {needs} |")
     return "\n".join(lines)
 

@@ -1,0 +1,114 @@
+"""How fast a target answers: the time to the first token of an answer, and the time of each further token.
+
+Both are sums over its requests, from which a straight line follows: the first time grows with the prefill tokens that
+the target had to compute, the second one with the requests that it works on together.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+#: Requests from which a prediction counts; less than 5, since older ones count for less.
+_LEAST = 4.5
+#: The slope cannot be estimated if the work of all requests is this close: a share of its mean, or of a unit, squared.
+_SPREAD = 1e-4
+#: No engine makes the tokens of one answer faster: the whole answer has been held back somewhere.
+_TOKEN_MS_MIN = 0.1
+
+
+class TimeSums(NamedTuple):
+    """Sums over requests, of which older ones count for less: milliseconds, and the work that they grow with."""
+
+    requests: float = 0.0
+    work: float = 0.0
+    ms: float = 0.0
+    work_squared: float = 0.0
+    work_ms: float = 0.0
+
+    @property
+    def slope(self) -> float | None:
+        """Estimate by least squares the milliseconds that a further unit of work takes. Return None after too few
+        requests.
+
+        More work never counts as faster.
+        """
+        if self.requests < _LEAST:
+            return None
+        spread = self.requests * self.work_squared - self.work**2
+        if spread <= _SPREAD * max(self.work**2, 1.0):
+            return 0.0
+        return max(0.0, (self.requests * self.work_ms - self.work * self.ms) / spread)
+
+    def predict(self, work: float) -> float | None:
+        """Estimate the milliseconds for so much work. Return None after too few requests."""
+        slope = self.slope
+        if slope is None:
+            return None
+        return max(0.0, self.ms / self.requests + slope * (work - self.work / self.requests))
+
+    def plus(self, other: TimeSums) -> TimeSums:
+        """Return the sums over the requests of both."""
+        return TimeSums(*map(float.__add__, map(float, self), map(float, other)))
+
+    @classmethod
+    def of(cls, work: float, ms: float) -> TimeSums:
+        """Return the sums of one request."""
+        return cls(1.0, work, ms, work * work, work * ms)
+
+
+NO_SUMS = TimeSums()
+_NUMBERS = len(TimeSums._fields)
+
+
+class AnswerTimes(NamedTuple):
+    """The times of one target."""
+
+    first_token: TimeSums
+    """Until the first token, by the prefill tokens until then."""
+    further_tokens: TimeSums = NO_SUMS
+    """Of each further token, by the requests under way at the target."""
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """All sums, in the order in which Redis has them."""
+        return (*self.first_token, *self.further_tokens)
+
+    @classmethod
+    def of(cls, numbers: tuple[float, ...]) -> AnswerTimes | None:
+        """Return the times with these sums, of which the second five may be missing; None for another number of
+        them.
+        """
+        if len(numbers) not in (_NUMBERS, 2 * _NUMBERS) or not all(0 <= each < float("inf") for each in numbers):
+            return None
+        return cls(TimeSums(*numbers[:_NUMBERS]), TimeSums(*numbers[_NUMBERS:]))
+
+    @classmethod
+    def parse(cls, value: bytes) -> AnswerTimes | None:
+        """Parse the value in Redis; None for any other value."""
+        try:
+            return cls.of(tuple(map(float, value.split())))
+        except ValueError:
+            return None
+
+
+class AskedTimes(NamedTuple):
+    """The times that a client asks for, in ms; None for one that it does not ask for."""
+
+    ttft_ms: float | None = None
+    """Until the first token."""
+    tpot_ms: float | None = None
+    """Of each further token."""
+
+
+NO_TIMES = AskedTimes()
+
+
+def tpot_ms(seconds: float, tokens: int | None) -> float | None:
+    """Return the ms of each token after the first one, if an answer took ``seconds`` from its first token to its end.
+
+    None without a second token, if nobody says how many there were, or if it came at once, as no engine makes it.
+    """
+    if tokens is None or tokens < 2:
+        return None
+    ms = 1e3 * seconds / (tokens - 1)
+    return ms if ms >= _TOKEN_MS_MIN else None
