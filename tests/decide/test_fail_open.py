@@ -102,13 +102,15 @@ class Doors:
             return Answered(found.status_code, answer["reason"])
         return Answered(200, "degraded" if answer["degraded"] else answer["decision"])
 
-    async def score(self, cause: Cause) -> int:
-        """Return the number of targets with a score, or the status of a refusal."""
+    async def score(self, cause: Cause) -> tuple[int, bool]:
+        """Return the number of targets with a score, or the status of a refusal; and whether it is degraded."""
         body: dict[str, Any] = {"model": _model(cause), "token_ids": [1, 2, 3, 4]}
         if cause is Cause.NO_TOKENS:
             body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
         found = await self._http.post("/score", json=body)
-        return len(found.json()["scores"]) if found.status_code == 200 else found.status_code
+        if found.status_code != 200:
+            return found.status_code, False
+        return len(found.json()["scores"]), found.json()["degraded"]
 
     async def dynamo(self, cause: Cause) -> Answered:
         body: dict[str, Any] = {"model_name": _model(cause), "token_ids": [1, 2, 3, 4]}
@@ -234,7 +236,8 @@ async def test_scores_are_given_to_all_while_there_is_redis(
     async with doors_of(make_selector, cause) as doors:
         if cause is Cause.NO_REDIS:
             monkeypatch.setattr(MatchReader, "read", _away)
-        assert await doors.score(cause) == expected
+        is_degraded = FAIL_OPEN[cause] is Deed.ALL_THE_SAME
+        assert await doors.score(cause) == (expected, is_degraded)
 
 
 def test_every_cause_has_a_deed_and_every_error_of_a_decision_a_cause() -> None:

@@ -63,7 +63,7 @@ def test_a_value_has_the_first_token_and_perhaps_the_further_ones() -> None:
     assert AnswerTimes.parse(b"5 10 100 30 220") == AnswerTimes(first)
     times = AnswerTimes.parse(b"5 10 100 30 220 6 7 8 9 10")
     assert times == AnswerTimes(first, further)
-    assert AnswerTimes.of(times.numbers) == times
+    assert AnswerTimes.of_numbers(times.numbers) == times
 
 
 def test_sums_of_single_requests_add_up() -> None:

@@ -104,7 +104,7 @@ class Decisions:
                 total_tokens=tokens,
                 total_blocks=tokens // block_size if block_size else 0,
                 block_size=block_size,
-                degraded=False,
+                degraded=ranked is not None and ranked.is_degraded,
                 scores=[
                     score_row(candidate, tokens, block_size, is_cost=is_cost, explain=decision_body.request.explain)
                     for candidate in candidates

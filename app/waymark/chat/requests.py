@@ -237,7 +237,7 @@ _MILLISECONDS_MAX = 3_600_000
 
 
 def asked_times_of(header: Callable[[str], str | None]) -> AskedTimes:
-    """Return the times that the headers of a request ask for. Any other value than ms above 0 asks for nothing.
+    """Return the times that the headers of a request ask for. A value that is no number of ms above 0 does not count.
 
     ``header`` returns the value of a name in lower case.
     """

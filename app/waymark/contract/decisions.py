@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from waymark.contract.inspections import Explanation
 from waymark.contract.shape import AnswerShape
@@ -96,8 +96,8 @@ class ScoreAnswer(AnswerShape):
     """The complete blocks of the prompt."""
     block_size: int
     """The tokens per block."""
-    degraded: Literal[False]
-    """Always false: without Redis there is no score."""
+    degraded: bool
+    """Whether only targets are left whose engines cannot be reached."""
     scores: Sequence[ScoreRow]
     """The targets, best first."""
     explanation: Explanation | None = None

@@ -329,6 +329,6 @@ def _candidate(target: KeptTarget) -> Candidate:
         target.context,
         target.health,
         target.last_cold,
-        None if target.answer_times is None else AnswerTimes.of(target.answer_times),
+        None if target.answer_times is None else AnswerTimes.of_numbers(target.answer_times),
         target.gauges,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence, Set
+from dataclasses import replace
 from random import Random
 from typing import NamedTuple, Protocol
 
@@ -107,14 +108,20 @@ def order(snapshot: GroupSnapshot, matches: PromptMatches, question: Question, r
 
 
 def order_all(snapshot: GroupSnapshot, matches: PromptMatches, question: Question, random: Random) -> Ranking:
-    """Return all targets that serve the model, best first; or those that the question names."""
+    """Return all targets that serve the model, best first; or those that the question names.
+
+    Targets that cannot be reached are left out unless there are no others.
+    """
     members: Sequence[FleetMember] | None = None
+    is_degraded = False
     if question.given is None:  # a caller that names candidates knows their models
         members, left_out = snapshot.fleet.serving(question.served_as), snapshot.left_out
-        if left_out:
-            members = [member for member in members if member.publisher not in left_out] or members
+        reached = [member for member in members if member.publisher not in left_out] if left_out else members
+        is_degraded = not reached and bool(members)
+        members = reached or members
     candidates = snapshot.fleet.candidates(matches.seen, matches.request.block_size, question.given, members)
-    return rank(question.policy, matches.request, candidates, snapshot.fleet, random)
+    ranking = rank(question.policy, matches.request, candidates, snapshot.fleet, random)
+    return replace(ranking, is_degraded=is_degraded)
 
 
 def _order(

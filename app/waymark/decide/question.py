@@ -147,6 +147,8 @@ class RankedTargets:
     """The walk over the prompt's blocks."""
     there: Set[tuple[str, int]] = frozenset()
     """Instance and rank of the given targets that exist, including those that a file's filters leave out."""
+    is_degraded: bool = False
+    """Whether only targets are left whose engines cannot be reached."""
 
     @property
     def is_cost(self) -> bool:

@@ -128,6 +128,7 @@ class Selector:
             matches.is_partial,
             matches.walk,
             frozenset() if question.given is None else snapshot.fleet.names & question.given.keys(),
+            found.is_degraded,
         )
 
     # ---- with one ----------------------------------------------------------------------------------

@@ -74,11 +74,11 @@ class AnswerTimes(NamedTuple):
         return (*self.first_token, *self.further_tokens)
 
     @classmethod
-    def of(cls, numbers: tuple[float, ...]) -> AnswerTimes | None:
+    def of_numbers(cls, numbers: tuple[float, ...]) -> AnswerTimes | None:
         """Return the times with these sums, of which the second five may be missing; None for another number of
         them.
         """
-        if len(numbers) not in (_NUMBERS, 2 * _NUMBERS) or not all(0 <= each < float("inf") for each in numbers):
+        if len(numbers) not in (_NUMBERS, 2 * _NUMBERS) or not all(0 <= number < float("inf") for number in numbers):
             return None
         return cls(TimeSums(*numbers[:_NUMBERS]), TimeSums(*numbers[_NUMBERS:]))
 
@@ -86,7 +86,7 @@ class AnswerTimes(NamedTuple):
     def parse(cls, value: bytes) -> AnswerTimes | None:
         """Parse the value in Redis; None for any other value."""
         try:
-            return cls.of(tuple(map(float, value.split())))
+            return cls.of_numbers(tuple(map(float, value.split())))
         except ValueError:
             return None
 
@@ -106,7 +106,7 @@ NO_TIMES = AskedTimes()
 def tpot_ms(seconds: float, tokens: int | None) -> float | None:
     """Return the ms of each token after the first one, if an answer took ``seconds`` from its first token to its end.
 
-    None without a second token, if nobody says how many there were, or if it came at once, as no engine makes it.
+    None without a second token or a number of tokens, or if the answer came at once, as no engine makes it.
     """
     if tokens is None or tokens < 2:
         return None

@@ -178,7 +178,7 @@ _PLUGINS = (
         Plugin(
             scorer.name,
             PluginKind.SCORER,
-            {each.name: "text" if isinstance(each.default, str) else "number" for each in scorer.parameters}
+            {row.name: "text" if isinstance(row.default, str) else "number" for row in scorer.parameters}
             | dict(_SCORER_EXTRAS.get(scorer.name, ({}, ""))[0]),
             _SCORER_EXTRAS.get(scorer.name, ({}, ""))[1],
             is_open=scorer.name == "predicted-latency-scorer",

@@ -232,6 +232,8 @@ class Ranking:
     decision: Decision = Decision.KV_AWARE
     home: int | None = None
     """The publisher of the target that the prefix key names, if that counted."""
+    is_degraded: bool = False
+    """Whether only targets are left whose engines cannot be reached."""
 
 
 class Linear(NamedTuple):
