@@ -1,0 +1,190 @@
+"""The prompts of a request: their tokens, their keys, and the load of all of its sequences."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from waymark.base.errors import InvalidValue
+from waymark.base.settings import Settings
+from waymark.chat.requests import Form, InferenceRequest, Truncation
+from waymark.decide.request_prompts import (
+    SEQUENCES_MAX,
+    RequestPrompts,
+    SequenceLoad,
+    estimate_tokens,
+    further_sequences,
+    no_prompt,
+    unread_prompt,
+)
+from waymark.decide.served import ServedModel
+from waymark.domain.hashing import block_keys, namespace, pack_tokens
+from waymark.domain.names import GroupName
+from waymark.tokenization.prompt import ChatPrompt, SourcedTokens, TextPrompt
+from waymark.tokenization.tokenizers import Tokenizers
+
+SERVED = ServedModel(GroupName("default", "m"))
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+class Recorded:
+    """A tokenizer that makes a token of each character, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any, str]] = []
+
+    async def tokens(self, model: str, prompt: Any, tenant_id: str) -> SourcedTokens:
+        self.asked.append((model, prompt, tenant_id))
+        return SourcedTokens(pack_tokens([7]), "local")
+
+
+def prompts_of(recorded: Recorded | None = None, **settings: Any) -> RequestPrompts:
+    return RequestPrompts(cast(Tokenizers, recorded or Recorded()), Settings(**settings))
+
+
+# ---- tokens ----------------------------------------------------------------------------------------
+
+
+async def test_a_conversation_is_asked_for_with_everything_that_its_template_needs() -> None:
+    recorded = Recorded()
+    request = InferenceRequest(
+        "m",
+        messages=MESSAGES,
+        system="be kind",
+        tools=[{"type": "function"}],
+        template_kwargs={"enable_thinking": False},
+        add_generation_prompt=False,
+        continue_final_message=True,
+        add_special_tokens=True,
+        truncation=Truncation(5),
+    )
+    found = await prompts_of(recorded).tokens(request, ServedModel(GroupName("acme", "base"), "adapter"))
+
+    assert [each.ids for each in found] == [pack_tokens([7])]
+    prompt = ChatPrompt(
+        MESSAGES, [{"type": "function"}], {"enable_thinking": False}, False, True, True, "be kind", Truncation(5)
+    )
+    assert recorded.asked == [("base", prompt, "acme")], "an adapter has the tokenizer of its model"
+
+
+@pytest.mark.parametrize(("said", "adds"), [(None, True), (True, True), (False, False)])
+async def test_a_text_gets_special_tokens_unless_it_says_otherwise(said: bool | None, adds: bool) -> None:
+    recorded = Recorded()
+    await prompts_of(recorded).tokens(InferenceRequest("m", prompts=["a"], add_special_tokens=said), SERVED)
+
+    assert recorded.asked == [("m", TextPrompt("a", adds, None), "default")]
+
+
+async def test_token_ids_need_no_tokenizer() -> None:
+    recorded = Recorded()
+    request = InferenceRequest("m", prompts=[[1, 2, 3], "text", [4]])
+    found = await prompts_of(recorded).tokens(request, SERVED)
+
+    assert [each.ids for each in found] == [pack_tokens([1, 2, 3]), pack_tokens([7]), pack_tokens([4])]
+    assert [each.source for each in found] == ["request", "local", "request"]
+    assert len(recorded.asked) == 1
+
+
+async def test_token_ids_are_cut_as_the_engine_cuts_them() -> None:
+    request = InferenceRequest("m", prompts=[[1, 2, 3, 4]], truncation=Truncation(2, "left"))
+    (found,) = await prompts_of().tokens(request, SERVED)
+
+    assert found.ids == pack_tokens([3, 4])
+
+
+@pytest.mark.parametrize("ids", [[1, "2"], [-1], [2**32], [1.5], [None]])
+async def test_what_is_no_token_id_is_refused(ids: list[Any]) -> None:
+    with pytest.raises(InvalidValue, match="prompt has an element that is no token id") as refused:
+        await prompts_of().tokens(InferenceRequest("m", prompts=[ids]), SERVED)
+    assert refused.value.field == "prompt"
+
+
+async def test_embeddings_and_requests_without_a_prompt_have_no_tokens() -> None:
+    recorded = Recorded()
+    for request in (InferenceRequest("m", form=Form.EMBEDDINGS, prompts=["a"]), InferenceRequest("m")):
+        assert await prompts_of(recorded).tokens(request, SERVED) == []
+    assert recorded.asked == []
+
+
+async def test_of_many_prompts_the_first_few_have_tokens() -> None:
+    request = InferenceRequest("m", prompts=[[n] for n in range(SEQUENCES_MAX + 9)])
+
+    assert len(await prompts_of().tokens(request, SERVED)) == SEQUENCES_MAX
+
+
+# ---- keys ------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_has_the_keys_of_its_complete_blocks() -> None:
+    ids = pack_tokens(list(range(10)))
+    prompt = prompts_of().keyed(SourcedTokens(ids, "local"), InferenceRequest("m"), SERVED)
+
+    for size, blocks in ((4, 2), (5, 2), (16, 0)):
+        found = prompt(size)
+        assert (found.tokens, found.has_tokens) == (10, True)
+        assert found.keys == block_keys(None, ids, size, namespace=namespace(None, []), seed=Settings().hash_seed)
+        assert len(found.keys) == 8 * blocks
+
+
+def test_salts_adapters_and_seeds_name_other_blocks() -> None:
+    ids = SourcedTokens(pack_tokens(list(range(8))), "local")
+
+    def keys_of(seed: int, salt: str | None, adapter: str | None) -> bytes:
+        request = InferenceRequest("m", cache_salt=salt)
+        return prompts_of(hash_seed=seed).keyed(ids, request, SERVED._replace(adapter=adapter))(4).keys
+
+    keys = {keys_of(seed, salt, adapter) for seed in (1337, 7) for salt in (None, "a", "b") for adapter in (None, "x")}
+    assert len(keys) == 12
+
+
+def test_a_prompt_above_the_bound_is_refused_with_the_setting() -> None:
+    ids = SourcedTokens(pack_tokens(list(range(9))), "local")
+    assert prompts_of(max_tokens=9).keyed(ids, InferenceRequest("m"), SERVED)(3).tokens == 9
+    with pytest.raises(InvalidValue, match="more than 8 tokens; send less, or raise WAYMARK_MAX_TOKENS") as refused:
+        prompts_of(max_tokens=8).keyed(ids, InferenceRequest("m"), SERVED)
+    assert refused.value.reason == "too_large"
+
+
+def test_a_prompt_without_tokens_has_a_length_at_most() -> None:
+    assert no_prompt(16)[:3] == (0, b"", False)
+    assert unread_prompt(70)(16)[:3] == (70, b"", False)
+
+
+# ---- load ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("messages", "system", "prompts", "expected"),
+    [
+        (None, None, ["abcd", "abcde", ""], [1, 2, 0]),
+        (None, None, [[1, 2, 3]], [3]),
+        ([{"role": "user", "content": "abcdefgh"}, {"role": "assistant", "content": "ab"}], None, (), [3]),
+        ([{"role": "user", "content": "abcd"}], "abcd", (), [2]),
+        ([{"content": [{"type": "text", "text": "abcd"}, {"type": "image_url"}]}, "x", {}], None, (), [1]),
+        ([], None, ["abcd"], [0]),
+    ],
+)
+def test_four_characters_are_a_token(messages: Any, system: Any, prompts: Any, expected: list[int]) -> None:
+    assert estimate_tokens(messages, system, prompts) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompts", "copies", "expected"),
+    [
+        ((), 1, ()),
+        ((9,), 1, ()),
+        ((9,), 3, (SequenceLoad(0, 9), SequenceLoad(0, 9))),
+        ((9, 5), 1, (SequenceLoad(5, 5),)),
+        ((9, 5), 2, (SequenceLoad(0, 9), SequenceLoad(5, 5), SequenceLoad(0, 5))),
+    ],
+)
+def test_copies_share_the_prefill_of_their_prompt(
+    prompts: tuple[int, ...], copies: int, expected: tuple[SequenceLoad, ...]
+) -> None:
+    assert further_sequences(prompts, copies) == expected
+
+
+@pytest.mark.parametrize(("prompts", "copies"), [((1,) * 500, 1), ((1,), 500), ((1,) * 9, 500)])
+def test_the_load_of_a_request_has_a_ceiling(prompts: tuple[int, ...], copies: int) -> None:
+    assert len(further_sequences(prompts, copies)) == SEQUENCES_MAX - 1

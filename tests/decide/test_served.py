@@ -1,0 +1,171 @@
+"""Names by which no model is registered: what they mean, and which known one was probably meant."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tests.conftest import wait_until
+from tests.store.factories import registration
+from waymark.base.errors import InvalidValue, StoreUnavailable
+from waymark.decide.served import ServedModel, ServedNames
+from waymark.domain.names import GroupName, Registration
+from waymark.domain.targets import Target
+from waymark.store.directory import Directory
+from waymark.store.reader import Reader
+
+
+class Redis:
+    """The registrations, and the tables at hand; it can be away."""
+
+    def __init__(self, *registrations: Registration) -> None:
+        self.registered: Sequence[Registration] = registrations
+        self.at_hand: set[GroupName] = set()
+        self.is_away = False
+        self.reads = 0
+
+    async def registrations(self) -> Sequence[Registration]:
+        self.reads += 1
+        if self.is_away:
+            raise StoreUnavailable("away")
+        return self.registered
+
+    def table_at_hand(self, group: GroupName) -> Any:
+        return SimpleNamespace(publishers={1: 1}) if group in self.at_hand else None
+
+    async def table(self, group: GroupName, *, deadline_seconds: float) -> Any:
+        if self.is_away:
+            raise StoreUnavailable("away")
+        return SimpleNamespace(publishers={1: 1}) if group in {each.group for each in self.registered} else None
+
+
+def names_of(redis: Redis) -> ServedNames:
+    return ServedNames(cast(Directory, redis), cast(Reader, redis), asyncio.ensure_future, 1.0)
+
+
+def pod(
+    name: str, model: str = "base", tenant: str = "default", lora: str | None = None, **target: Any
+) -> Registration:
+    return registration(name, model_name=model, tenant_id=tenant, lora_name=lora, target=Target(**target))
+
+
+def group(model: str, tenant: str = "default") -> GroupName:
+    return GroupName(tenant, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("base", None),
+        ("alias", ServedModel(group("base"))),
+        ("adapter", ServedModel(group("base"), "adapter")),
+        ("registered-adapter", ServedModel(group("base"), "registered-adapter")),
+        ("unknown", None),
+    ],
+)
+async def test_a_name_is_an_alias_or_an_adapter(name: str, expected: ServedModel | None) -> None:
+    names = names_of(
+        Redis(
+            pod("pod-1", aliases=("alias",)),
+            pod("pod-2", aliases=("alias",), adapters=("adapter",)),
+            pod("pod-3", lora="registered-adapter"),
+        )
+    )
+
+    assert await names.of(group(name)) == expected
+    assert names.at_hand(group(name)) == expected
+
+
+async def test_a_name_belongs_to_its_tenant() -> None:
+    names = names_of(Redis(pod("pod-1", tenant="acme", adapters=("adapter",))))
+
+    assert await names.of(group("adapter")) is None
+    assert await names.of(group("adapter", "acme")) == ServedModel(group("base", "acme"), "adapter")
+
+
+async def test_a_model_of_its_own_is_not_the_adapter_of_another_one() -> None:
+    redis = Redis(pod("pod-1", adapters=("small",)), pod("pod-2", "small"))
+    names = names_of(redis)
+
+    assert await names.of(group("small")) is None
+    assert redis.reads == 0, "its table says it all"
+
+
+async def test_a_name_of_several_models_is_refused_with_all_of_them() -> None:
+    names = names_of(Redis(pod("pod-1", "b", adapters=("x",)), pod("pod-2", "a", adapters=("x",))))
+
+    for _ in range(2):
+        with pytest.raises(InvalidValue, match='"x" is a name of several models: "a", "b"; send one') as refused:
+            await names.of(group("x"))
+        assert refused.value.field == "model"
+
+
+async def test_known_names_are_used_for_a_while_and_read_again_behind_a_request() -> None:
+    redis = Redis(pod("pod-1", adapters=("x",)))
+    names = names_of(redis)
+    for _ in range(20):
+        assert await names.of(group("x")) == ServedModel(group("base"), "x")
+    assert redis.reads == 1
+
+    redis.registered = [pod("pod-1", "other", adapters=("x",))]
+    names._read_at = float("-inf")  # as after a while
+    assert await names.of(group("x")) == ServedModel(group("base"), "x"), "nobody waits"
+
+    async def is_new() -> bool:
+        return await names.of(group("x")) == ServedModel(group("other"), "x")
+
+    await wait_until(is_new, "the new meaning is read")
+
+
+async def test_requests_of_one_moment_read_the_names_once() -> None:
+    redis = Redis(pod("pod-1", adapters=("x",)))
+    names = names_of(redis)
+    found = await asyncio.gather(*(names.of(group("x")) for _ in range(30)))
+
+    assert set(found) == {ServedModel(group("base"), "x")}
+    assert redis.reads == 1
+
+
+async def test_known_names_stay_while_redis_is_away() -> None:
+    redis = Redis(pod("pod-1", adapters=("x",)))
+    names = names_of(redis)
+    await names.of(group("x"))
+    redis.is_away, names._read_at = True, float("-inf")
+
+    assert await names.of(group("x")) == ServedModel(group("base"), "x")
+    with pytest.raises(StoreUnavailable):
+        await names.of(group("never-heard"))
+
+
+async def test_what_was_read_before_redis_came_back_empty_is_forgotten() -> None:
+    redis = Redis(pod("pod-1", adapters=("x",)))
+    names = names_of(redis)
+    reading = asyncio.ensure_future(names.of(group("x")))
+    await asyncio.sleep(0)
+    names.clear()
+    await reading
+    redis.registered = []
+
+    assert await names.of(group("x")) is None
+    assert names.nearest(group("bas")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tenant", "expected"),
+    [
+        ("llama-70", "default", "llama-70b"),
+        ("adaptor", "default", "adapter"),
+        ("llama-70", "acme", None),
+        ("qwen", "default", None),
+        ("l" * 500_000, "default", None),
+    ],
+)
+async def test_the_nearest_name_is_one_of_the_tenant(name: str, tenant: str, expected: str | None) -> None:
+    names = names_of(Redis(pod("pod-1", "llama-70b", adapters=("adapter",)), pod("pod-2", "secret", "acme")))
+    await names.of(group("unknown"))
+
+    assert names.nearest(group(name, tenant)) == expected
