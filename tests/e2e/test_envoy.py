@@ -78,6 +78,11 @@ class Picker:
     async def picked(self) -> float:
         return await self._metric('waymark_epp_requests_total{outcome="picked"}')
 
+    async def warnings(self) -> str:
+        """The warnings of ``/ready``, as one text."""
+        async with self._client() as client:
+            return " ".join((await client.get("/ready")).json().get("warnings", ()))
+
     async def held(self) -> float:
         """Bytes of bodies."""
         return await self._metric("waymark_epp_bodies_bytes")

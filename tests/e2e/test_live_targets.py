@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -212,6 +212,67 @@ async def test_a_killed_engine_is_left_out_by_the_outcomes_of_all_replicas(serve
         assert answer["target"]["instance_id"] in {f"e{number}" for number in range(ENGINES)}
 
 
+async def test_a_killed_engine_is_left_out_by_plain_requests(server: RedisServer, start: Start) -> None:
+    async with AsyncExitStack() as stack:
+        found = await stack.enter_async_context(engines())
+        replicas = [await start("query", server.url) for _ in range(2)]
+        await found.register(replicas[0], has_events=False)
+        http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=patient(10)))
+
+        async def ask(number: int) -> str:
+            replica = replicas[number % 2]
+            taken = await replica.post("/select", model="demo", token_ids=prompt(number), expect=False)
+            outcome = "ok"
+            try:
+                await chat(http, taken["target"]["address"])
+            except httpx.TransportError:
+                outcome = "failed"
+            await replica.post("/release", reservation=taken["reservation"], outcome=outcome)
+            return str(taken["target"]["instance_id"])
+
+        async with Load(ask) as load:
+            await killed_and_back(load, found, back_seconds=15)
+
+
+@asynccontextmanager
+async def client_processes(urls: Sequence[str]) -> AsyncIterator[Ask]:
+    """Clients in processes of their own, one for each URL: one request at a time each."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
+    words = (sys.executable, "-m", "tests.e2e.selecting")
+    pipe = asyncio.subprocess.PIPE
+    processes = [await asyncio.create_subprocess_exec(*words, url, env=clean, stdin=pipe, stdout=pipe) for url in urls]
+    free: asyncio.Queue[asyncio.subprocess.Process] = asyncio.Queue()
+    for process in processes:
+        free.put_nowait(process)
+
+    async def ask(number: int) -> str:
+        process = await free.get()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"%d\n" % number)
+        name = (await process.stdout.readline()).decode().strip()
+        assert name, "the client has ended"
+        free.put_nowait(process)
+        return name
+
+    try:
+        yield ask
+    finally:
+        for process in processes:
+            process.kill()
+            await process.wait()
+
+
+async def test_a_killed_engine_is_left_out_by_clients_in_other_processes(server: RedisServer, start: Start) -> None:
+    async with AsyncExitStack() as stack:
+        found = await stack.enter_async_context(engines())
+        replicas = [await start("query", server.url) for _ in range(2)]
+        await found.register(replicas[0], has_events=False)
+        ask = await stack.enter_async_context(client_processes([each.url for each in replicas] * 2))
+        async with Load(ask) as load:
+            await killed_and_back(load, found, back_seconds=15)
+
+
 async def test_a_killed_engine_is_left_out_by_its_event_stream(server: RedisServer, start: Start) -> None:
     async with AsyncExitStack() as stack:
         found = await stack.enter_async_context(engines())
@@ -314,6 +375,39 @@ async def test_a_gateway_without_an_ingest_worker_says_so(server: RedisServer, s
 
         await wait_until(is_over, "/ready names it no more")
         assert {await decision(f"question {number}") for number in range(8)} == {"kv_aware"}
+
+
+async def test_a_picker_without_an_ingest_worker_says_so(server: RedisServer, start: Start, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        found = await stack.enter_async_context(engines())
+        await found.register(await start("query", server.url), has_events=True)
+        picker = Picker(tmp_path, server.url, 0, epp_tls="false")
+        stack.callback(picker.end)
+        await picker.start()
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{picker.port}"))
+
+        async def decision(number: int) -> str:
+            stream = Stream(channel)
+            await stream.ask({"model": "demo", "prompt": prompt(number)}, "/v1/completions")
+            await stream.request_back()
+            said = await stream.answered(is_end=True)
+            await stream.close()
+            return said["x-waymark-decision"]
+
+        async def is_said() -> bool:
+            return "no ingest worker is alive" in await picker.warnings()
+
+        await wait_until(is_said, "/ready names the missing worker")
+        assert {await decision(number) for number in range(8)} <= {"prefix", "load"}
+        await wait_until(lambda: "no ingest worker is alive" in picker.log.read_text(), "the log names it", 20)
+
+        await start("ingest", server.url)
+
+        async def is_over() -> bool:
+            return not await is_said()
+
+        await wait_until(is_over, "/ready names it no more")
+        assert {await decision(number) for number in range(8)} == {"kv_aware"}
 
 
 async def test_a_killed_engine_draws_hardly_an_attempt_of_a_gateway(server: RedisServer, start: Start) -> None:
