@@ -70,7 +70,7 @@ def parts(found: dict[str, Any]) -> list[ScreenPart]:
         for line in found["lines"]
     ]
     right = frozenset(columns) - set(names.values())
-    grid = Grid(columns, rows, right, ("TENANT", "NO USAGE", "RANDOM", "AVAILABLE"))
+    grid = Grid(columns, rows, right, ("TENANT", "NO USAGE", "RANDOM", "AVAILABLE", "CHOSEN", "EXPECTED"))
     return [*drawn, grid, *(text(line, "dim") for line in LEGEND)]
 
 
