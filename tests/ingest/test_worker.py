@@ -496,6 +496,12 @@ async def test_who_was_unregistered_does_not_come_back_with_an_empty_redis(bench
     await bench.store.registry.unregister([gone.name])
     await wait_until(lambda: gone.publisher.subscribers == 0, "nobody listens to it", PATIENCE_SECONDS)
     await wait_until(lambda: sum(hand.metric("streams", status=s) for s in StreamStatus) == 1, "one stream is left")
+
+    def is_read() -> bool:
+        """The stream ends with its record, which may be before the worker has read the registrations again."""
+        return [claim.registration.name for claim in hand.worker.poller._claims] == [stays.name]
+
+    await wait_until(is_read, "the worker knows that it is unregistered", PATIENCE_SECONDS)
     await bench.redis.flushall()
     await stays.work(2)
     await stays.agrees()
