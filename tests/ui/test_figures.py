@@ -140,6 +140,13 @@ async def test_no_column_moves_when_a_status_or_a_number_grows(tmp_path: Path) -
         await expect(page.locator("#groups")).to_contain_text("unreachable, draining")
         await expect(page.locator("#groups")).to_contain_text("123 (1.2M tokens)")
         assert await page.evaluate(_COLUMNS) == before
+        # A name of a pod has room, and the button is in the window, in smaller ones too.
+        for width in (1280, 1200, 1024):
+            await page.set_viewport_size({"width": width, "height": 800})
+            assert await page.locator("#groups .scroll").evaluate("box => box.scrollWidth - box.clientWidth") == 0
+            name = await page.locator("#groups thead th").first.bounding_box()
+            assert name is not None
+            assert name["width"] > 120, width
 
 
 async def give(page: Page, path: str, content: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -83,7 +84,9 @@ async def test_an_engine_that_dies_while_it_is_looked_at_is_shown_as_lost(
         lost = page.locator("#events tr", has_text="lost").first
         await expect(lost).to_contain_text("dies")
         await expect(lost).to_contain_text("no connection to tcp://")
+        await expect(lost.locator(".when")).to_have_text(re.compile(r"^(\d+ \w+, )?\d\d:\d\d:\d\d$"))
         await expect(page.locator("#engines-view")).to_be_hidden()
+        await cuts_nothing_off_in_a_narrow_window(page, "#activity-view")
 
 
 async def test_a_prompt_over_the_fleet_shows_blocks_reasons_targets_and_a_link(
@@ -153,15 +156,27 @@ async def test_a_prompt_over_the_fleet_shows_blocks_reasons_targets_and_a_link(
         await page.click("#ask button")
         await expect(answer.locator("#targets tr").last).to_have_text("halfnot considered: drained")
         await expect(answer.locator("section").last).to_contain_text("half")
+        await expect(answer.locator("#targets")).to_contain_text("wait 0")
+        await cuts_nothing_off_in_a_narrow_window(page, "#answer")
     async with tab(url, "#" + shared.partition("#")[2]) as looking:
         await has_first(looking.page, "whole", "24 tokens", "it has the whole prompt")
         await expect(looking.page.locator("#answer")).to_contain_text("A link has only the hashes of a prompt.")
 
 
+async def cuts_nothing_off_in_a_narrow_window(page: Page, part: str) -> None:
+    """The table in this part scrolls in a window, but not sideways."""
+    await page.set_viewport_size({"width": 390, "height": 700})
+    assert await page.locator(f"{part} .scroll:has(table)").evaluate("box => box.scrollWidth - box.clientWidth") == 0
+
+
 async def can_be_read_in_a_narrow_window(page: Page) -> None:
     """The complaint, the names and the buttons are seen whole, and nothing scrolls sideways."""
-    await page.set_viewport_size({"width": 390, "height": 700})
-    assert await page.locator("#groups .scroll").evaluate("box => box.scrollWidth - box.clientWidth") == 0
+    await cuts_nothing_off_in_a_narrow_window(page, "#groups")
+    # The button ends where the row does.
+    button, row = [await page.locator(f"#groups {each}").first.bounding_box() for each in ("button", "tr.engine")]
+    assert button is not None
+    assert row is not None
+    assert row["x"] + row["width"] - button["x"] - button["width"] == 8
     for part in ("td.said:visible span", "tbody th.name", "button"):
         box = await page.locator(f"#groups {part}").first.bounding_box()
         assert box is not None
