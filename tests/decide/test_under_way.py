@@ -43,7 +43,7 @@ class Recorded:
         self.usages.append(usage)
         self.token_ms.append(tpot_ms)
         self.calls.append((len(reservations), part))
-        self.timed.append(ttft_ms is not None and ttft_ms >= 0)
+        self.timed.append(ttft_ms is not None and 0 <= ttft_ms < 600_000)
         if self.fails:
             raise StoreUnavailable("redis is unavailable")
         return len(reservations), 0
