@@ -63,7 +63,7 @@ class ScoreRow(AnswerShape):
     """The engine's own numbers that the score uses; null without a recent report; with explain."""
 
     def absent(self) -> Sequence[str]:
-        return self.OPTIONAL if self.parts is None else ()
+        return self.OPTIONAL if self.parts is None and "parts" in vars(self) else ()
 
 
 class Decision(StrEnum):
