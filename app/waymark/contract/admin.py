@@ -115,7 +115,7 @@ class IndexConfig(AnswerShape):
     event_sources_count: int
     """The number of publishers."""
     scoring: IndexScoring
-    """The constants of the policy composite."""
+    """The weights by which targets are scored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ class IndexStats(AnswerShape):
     config: IndexConfig
     """The configuration."""
     index: IndexContents
-    """The contents of the index."""
+    """The numbers of its entries."""
     event_sources: Sequence[EventSourceState]
     """The state of each publisher."""
     routing_decisions: IndexDecisions
