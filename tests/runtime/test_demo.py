@@ -20,10 +20,12 @@ from tests.live import start
 from tests.patience import patient
 from tests.ports import unused_port
 from waymark import cli
+from waymark.client import AsyncClient, Matches, Unavailable
 from waymark.console.demo_view import parts
 from waymark.console.screen import Screen
 from waymark.runtime import demo
-from waymark.runtime.demo import DemoFailed, PromptMatch, run_demo
+from waymark.runtime.demo import DemoFailed, DemoPrompt, PromptMatch, run_demo
+from waymark.simulator.workload import SimulatedPrompt
 
 pytestmark = pytest.mark.outside
 
@@ -127,6 +129,23 @@ async def test_another_waymark_at_the_port_of_the_demo_is_not_taken_for_its_own(
             await run_demo()
         async with live.client() as client:
             assert (await client.get("/services")).json()["count"] == 0
+
+
+async def test_a_query_that_is_late_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    async def query(*_: object, **__: object) -> Matches:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise Unavailable("Redis did not answer within 1 s")
+        return Matches({})
+
+    client = AsyncClient("http://127.0.0.1:1")
+    monkeypatch.setattr(client, "query", query)
+    question = DemoPrompt("a", SimulatedPrompt((1,)), ())
+    assert await demo._ask(demo._DemoService("", client), question, []) == []
+    assert asked == 2
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:13333", "ftp://127.0.0.1", "http://:13333", "http://host:port"])

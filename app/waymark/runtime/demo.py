@@ -197,7 +197,10 @@ async def _ask(service: _DemoService, question: DemoPrompt, engines: list[Simula
 
     async def is_right() -> bool:
         last.clear()
-        matches = await service.client.query(MODEL, tokens, BLOCK_SIZE, tenant_id=service.tenant_id)
+        try:
+            matches = await service.client.query(MODEL, tokens, BLOCK_SIZE, tenant_id=service.tenant_id)
+        except Unavailable:  # a busy machine; what stays away is named at the deadline
+            return False
         last.update({name: (match.longest_matched, match.gpu, match.media[CPU]) for name, match in matches.items()})
         return last == expected
 
