@@ -26,6 +26,7 @@ LINES_MAX = 500
 LONG = {
     "base/settings.py": "a table: a field and a sentence for each setting",
     "store/scripts.py": "a table: a method for each script",
+    "decide/fleet.py": "a fleet, and what decisions keep of it between changes of the table",
 }
 #: Names of the standard library: nobody else defines them.
 STANDARD_NAMES = {"Sequence", "Path", "Mapping", "Iterable"}
@@ -124,6 +125,7 @@ def test_a_word_with_several_meanings_is_the_whole_name_of_one_class_at_most() -
 #: Classes that share a name, because they are the same thing: a schema of the API, and what the client reads of it.
 SHARED_NAMES = {
     "Service": {"contract/publishers.py", "client/answers.py"},
+    "Usage": {"client/calls.py", "domain/books.py"},
 }
 
 
