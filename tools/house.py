@@ -193,7 +193,7 @@ def names_of(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
-                if name not in ("self", "cls", "_"):
+                if name not in ("self", "cls", "_") and not name.startswith("__"):
                     yield name
             case _:
                 pass

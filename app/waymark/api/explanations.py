@@ -62,12 +62,14 @@ class Explanations:
 
         async def inspected() -> InspectAnswer:
             explanation = await self._explain(request, body)
-            found = described(explanation, top=request.top, instance_id=request.instance_id, has_ids=self._is_own_redis)
+            fields = described(
+                explanation, top=request.top, instance_id=request.instance_id, has_ids=self._is_own_redis
+            )
             if explanation.holding is None:
-                return InspectAnswer(**vars(found), keys=(), rows=())
+                return InspectAnswer(**vars(fields), keys=(), rows=())
             block_keys, group = explanation.holding.keys, explanation.holding.group
             rows = [group.key_of(Place(key)) for key in block_keys[::PIECE_BLOCKS]]
-            return InspectAnswer(**vars(found), keys=[f"{key:016x}" for key in block_keys], rows=rows)
+            return InspectAnswer(**vars(fields), keys=[f"{key:016x}" for key in block_keys], rows=rows)
 
         async def answer(content: InspectAnswer) -> Answer:
             return Answer(content)

@@ -242,7 +242,7 @@ def release(
     ``ttft_ms`` is the time to the first token, ``tpot_ms`` that of each further one, and the numbers of tokens are what
     the engine says in its usage, as far as they are known. A reservation that cannot be released runs out.
     """
-    said = {
+    fields = {
         "ttft_ms": ttft_ms,
         "tpot_ms": tpot_ms,
         "cached_tokens": cached_tokens,
@@ -250,7 +250,7 @@ def release(
         "completion_tokens": completion_tokens,
     }
     body: dict[str, Any] = {"reservation": reservation, "part": part, "outcome": outcome}
-    body |= {name: value for name, value in said.items() if value is not None}
+    body |= {name: value for name, value in fields.items() if value is not None}
     return ClientCall("POST", "/release", lambda _: None, body, is_retried=False, otherwise=None)
 
 

@@ -156,7 +156,7 @@ def check(call: str, known: type[F], options: F) -> dict[str, Any]:
     names = known.__annotations__
     for name in options:
         if name not in names:
-            near = sorted(each for each in names if each.startswith(f"{name}_")) or get_close_matches(name, names, n=1)
+            near = sorted(word for word in names if word.startswith(f"{name}_")) or get_close_matches(name, names, n=1)
             meant = f"; did you mean {' or '.join(near)}?" if near else f"; it has {', '.join(sorted(names))}"
             raise TypeError(f"{call}() has no keyword {shown(name)}{meant}")
     return dict(options)

@@ -51,12 +51,12 @@ def parts(answer: InspectAnswer, block_size: int, *, width: int, is_ascii: bool,
     screen_parts: list[ScreenPart] = [_head(answer, block_size)]
     if not answer.total_blocks:
         return screen_parts
-    shown = answer.instances[:top]
-    label_width = 2 + max((len(_label(holder)) for instance in shown for holder in instance.holders), default=0)
+    instances = answer.instances[:top]
+    label_width = 2 + max((len(_label(holder)) for instance in instances for holder in instance.holders), default=0)
     scale = max(1, -(-answer.total_blocks // max(_CELLS_MIN, width - label_width)))
     screen_parts.append(_legend(answer, block_size, scale, is_ascii=is_ascii))
-    for instance in shown:
-        if instance.holders or instance is shown[0]:
+    for instance in instances:
+        if instance.holders or instance is instances[0]:
             screen_parts.append(text(""))
         screen_parts.append(_title(answer, block_size, instance))
         match = (answer.longest_matched if instance.is_pool else instance.longest_matched) // block_size

@@ -31,7 +31,7 @@ def publishers(service: RemoteService, arguments: argparse.Namespace) -> dict[st
     ]
     # With further flags, publishers that they leave out may be unwell.
     is_bad = arguments.bad and not (arguments.status or arguments.model)
-    registered = sum(arguments.tenant_id in (None, each["tenant_id"]) for each in answer["publishers"])
+    registered = sum(arguments.tenant_id in (None, row["tenant_id"]) for row in answer["publishers"])
     return dict(answer) | {
         "publishers": wanted,
         "registered": registered,

@@ -69,18 +69,18 @@ def parse(shape: type[S], value: Any, path: str = "the answer") -> S:
     """
     if not isinstance(value, dict):
         raise ValueError(f"{path} is not an object")
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if shape not in _READERS:
         _READERS[shape] = _readers(shape)
-    for name, read, is_required in _READERS[shape]:
+    for name, reader, is_required in _READERS[shape]:
         if name in value:
             part = value[name]
-            found[name] = part if read is None or part is None else read(part, f"{path}.{name}")
+            values[name] = part if reader is None or part is None else reader(part, f"{path}.{name}")
         elif name in shape.ADDED:
-            found[name] = shape.ADDED[name]
+            values[name] = shape.ADDED[name]
         elif is_required:
             raise ValueError(f"{path} has no {name}")
-    return shape(**found)
+    return shape(**values)
 
 
 def _readers(shape: type[AnswerShape]) -> list[tuple[str, _PartReader | None, bool]]:
@@ -108,16 +108,16 @@ def _reader(hint: Any) -> _PartReader | None:
     return None
 
 
-def _mapping(value: Any, path: str, read: _PartReader) -> dict[str, Any]:
+def _mapping(value: Any, path: str, reader: _PartReader) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} is not an object")
-    return {name: read(part, f"{path}.{name}") for name, part in value.items()}
+    return {name: reader(part, f"{path}.{name}") for name, part in value.items()}
 
 
-def _sequence(value: Any, path: str, read: _PartReader) -> tuple[Any, ...]:
+def _sequence(value: Any, path: str, reader: _PartReader) -> tuple[Any, ...]:
     if not isinstance(value, list):
         raise ValueError(f"{path} is not a list")
-    return tuple([read(part, f"{path}[{index}]") for index, part in enumerate(value)])
+    return tuple([reader(part, f"{path}[{index}]") for index, part in enumerate(value)])
 
 
 def _member(kind: type[Enum], value: Any) -> Any:

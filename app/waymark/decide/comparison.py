@@ -141,11 +141,11 @@ def _costs(requests: Sequence[SimulatedRequest | None], has_times: bool) -> list
     return [None if each is None else each.ttft_ms if has_times else -float(each.expected) for each in requests]
 
 
-def are_apart(one: Sequence[float | None], other: Sequence[float | None]) -> bool:
+def are_apart(first: Sequence[float | None], second: Sequence[float | None]) -> bool:
     """Return whether two policies differ by more than chance explains, by what each decision cost them, in order."""
-    if len(one) != len(other):
+    if len(first) != len(second):
         return False
-    differences = [own - its for own, its in zip(one, other, strict=True) if own is not None and its is not None]
+    differences = [a - b for a, b in zip(first, second, strict=True) if a is not None and b is not None]
     count = len(differences)
     if count < _PARTS * _PART_MIN:
         return False
@@ -198,7 +198,7 @@ async def replay(
     decisions: Sequence[KeptDecision], policies: Sequence[Shadow], *, is_one_group: bool = True, unreadable: int = 0
 ) -> PoliciesAnswer:
     """Return the outcomes of the decisions, and a row for each of the policies."""
-    by_name = {each.name: each.policy for each in policies}
+    by_name = {shadow.name: shadow.policy for shadow in policies}
     return await _compared(
         decisions,
         list(by_name),
@@ -217,8 +217,8 @@ async def _compared(
 ) -> PoliciesAnswer:
     lines = FirstTokenLines(decisions)
     sums = {name: PolicySums(name) for name in names}
-    for at, decision in enumerate(decisions):
-        if at % _AT_ONCE == 0:
+    for index, decision in enumerate(decisions):
+        if index % _AT_ONCE == 0:
             await asyncio.sleep(0)
         for policy_sums in sums.values():
             policy_sums.add(decision, choose(decision, policy_sums.name), lines)
@@ -229,11 +229,11 @@ async def _compared(
         for name, policy in policies.items():
             if sums[name].decisions:
                 sums[name].simulate(await fleet.play(partial(_publisher, policy)), actual)
-    for one, other in combinations(sums.values(), 2):
+    for first, second in combinations(sums.values(), 2):
         await asyncio.sleep(0)
-        if not are_apart(one.costs, other.costs):
-            one.alike.append(other.name)
-            other.alike.append(one.name)
+        if not are_apart(first.costs, second.costs):
+            first.alike.append(second.name)
+            second.alike.append(first.name)
     return PoliciesAnswer(
         chosen=outcomes(decisions),
         policies=sorted((policy_sums.row() for policy_sums in sums.values()), key=_gain),

@@ -218,19 +218,19 @@ class TargetSet:
         by_first, by_second = (order.least(seen.loads) for order in orders)
         (first_of, second_of), cost_of = (order.value_of for order in orders), cost.of
         best, worst, least_first, least_second = None, math.inf, math.inf, math.inf
-        for (first, _, one), (second, _, other) in zip(by_first, by_second, strict=True):
+        for (first, _, by_first_id), (second, _, by_second_id) in zip(by_first, by_second, strict=True):
             if worst <= cost_of((first, second)):
                 break
-            value = second_of[one]
-            if value < least_second and one not in without and allowed.has(one):
+            value = second_of[by_first_id]
+            if value < least_second and by_first_id not in without and allowed.has(by_first_id):
                 least_second, total = value, cost_of((first, value))
                 if total < worst:
-                    best, worst = one, total
-            value = first_of[other]
-            if value < least_first and other not in without and allowed.has(other):
+                    best, worst = by_first_id, total
+            value = first_of[by_second_id]
+            if value < least_first and by_second_id not in without and allowed.has(by_second_id):
                 least_first, total = value, cost_of((value, second))
                 if total < worst:
-                    best, worst = other, total
+                    best, worst = by_second_id, total
         return None if best is None else self._by_publisher[best]
 
     def _having(self, seen: PromptState, allowed: Allowed, others: Iterable[int | None]) -> dict[int, None]:

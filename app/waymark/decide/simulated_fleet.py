@@ -119,16 +119,16 @@ class SimulatedFleet:
     async def fit(self) -> bool:
         """Find the size of the caches. Return whether there is one that explains the tokens that were found."""
         low, high = 1.0, 1.0 + sum(size for prompt in self._prompts for _, size in prompt)
-        every = 1 + len(self._decisions) // _COMPARED_MAX
-        kept = sum(_matched(target) for decision in self._decisions[::every] for target in decision.targets)
+        stride = 1 + len(self._decisions) // _COMPARED_MAX
+        target_tokens = sum(_matched(target) for decision in self._decisions[::stride] for target in decision.targets)
         for _ in range(_FIT_STEPS):
             self._capacity = (low * high) ** 0.5
-            found = await self._found(every)
-            if found < kept:
+            tokens_found = await self._found(stride)
+            if tokens_found < target_tokens:
                 low = self._capacity
             else:
                 high = self._capacity
-            if found == kept:
+            if tokens_found == target_tokens:
                 break
         tokens = sum(request.expected for request in await self.actual() if request is not None)
         await self._fit_pace()
@@ -136,19 +136,19 @@ class SimulatedFleet:
         self._answer_ms = max(0.0, _ms_under_way(self._decisions) - fmean(times))
         return abs(tokens - self._expected) <= _ERROR_MAX * self._expected
 
-    async def _found(self, every: int) -> int:
-        """Return the tokens that all targets of each ``every``-th decision had.
+    async def _found(self, stride: int) -> int:
+        """Return the tokens that all targets of each ``stride``-th decision had.
 
         A policy that sends equal prompts to one target finds the same with any large cache there; the others show how
         long they keep what they have got.
         """
         caches, tokens = {publisher: _Cache() for publisher in self._targets}, 0
-        for at, (decision, prompt) in enumerate(zip(self._decisions, self._prompts, strict=True)):
-            if at % _AT_ONCE == 0:
+        for index, (decision, prompt) in enumerate(zip(self._decisions, self._prompts, strict=True)):
+            if index % _AT_ONCE == 0:
                 await asyncio.sleep(0)
-            if at % every == 0:
-                found = (caches[target.publisher].matched(prompt, self._limit[at]) for target in decision.targets)
-                tokens += decision.block_size * sum(found)
+            if index % stride == 0:
+                matches = (caches[target.publisher].matched(prompt, self._limit[index]) for target in decision.targets)
+                tokens += decision.block_size * sum(matches)
             caches[decision.chosen].add(prompt, self._capacity)
         return tokens
 
@@ -180,12 +180,12 @@ class SimulatedFleet:
         for decision, new in zip(self._decisions, news, strict=True):
             if new is None:
                 continue
-            begun = max(decision.time_ms, free_at[decision.chosen])
-            free_at[decision.chosen] = begun + ms_of_token * new
+            start = max(decision.time_ms, free_at[decision.chosen])
+            free_at[decision.chosen] = start + ms_of_token * new
             if decision.ttft_ms is not None:
                 rests.append(decision.ttft_ms - (free_at[decision.chosen] - decision.time_ms))
         rest = max(0.0, fmean(rests))
-        return fmean((each - rest) ** 2 for each in rests), rest
+        return fmean((value - rest) ** 2 for value in rests), rest
 
     async def actual(self) -> list[SimulatedRequest | None]:
         """Serve the decisions by the targets that were chosen."""
@@ -196,9 +196,9 @@ class SimulatedFleet:
         caches = {publisher: _Cache() for publisher in self._targets}
         queues = {publisher: _PrefillQueue() for publisher in self._targets}
         results: list[SimulatedRequest | None] = []
-        for at, (decision, prompt) in enumerate(zip(self._decisions, self._prompts, strict=True)):
-            limit = self._limit[at]
-            if at % _AT_ONCE == 0:
+        for index, (decision, prompt) in enumerate(zip(self._decisions, self._prompts, strict=True)):
+            limit = self._limit[index]
+            if index % _AT_ONCE == 0:
                 await asyncio.sleep(0)
             if choose is None:
                 publisher: int | None = decision.chosen

@@ -33,9 +33,9 @@ class GivenEngines:
 
     def waiting(self) -> str | None:
         """Return which engines are not registered yet, and why; None once all are."""
-        said = [f"{shown_url(url)}: {reason}" for url, reason in self._waiting.items()]
-        further = f"; and {len(said) - _SAID_MAX} more" if len(said) > _SAID_MAX else ""
-        return "; ".join(said[:_SAID_MAX]) + further if said else None
+        complaints = [f"{shown_url(url)}: {reason}" for url, reason in self._waiting.items()]
+        further = f"; and {len(complaints) - _SAID_MAX} more" if len(complaints) > _SAID_MAX else ""
+        return "; ".join(complaints[:_SAID_MAX]) + further if complaints else None
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -222,9 +222,9 @@ class Proxy:
         start = {"type": "http.response.start", "status": response.status, "headers": [*headers, *own, *extra]}
         await proxied.send(start)
         if is_translated:
-            said = await self._short(response)
+            text = await self._short(response)
             name = _instance(answered)
-            body = engine_error(response.status, said, proxied.api, engine=name, path=proxied.path)
+            body = engine_error(response.status, text, proxied.api, engine=name, path=proxied.path)
             await answered.request.give_back(is_ok=response.status < 500)
             await proxied.send({"type": "http.response.body", "body": body, "more_body": False})
             return response.status < 500

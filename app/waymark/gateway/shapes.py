@@ -59,9 +59,9 @@ def unknown_path(path: str) -> RequestRejected:
         sentence = f"there is no path {path}: the base_url of this client must end in /v1"
     elif path.startswith("/v1/v1/") and path.endswith(("/messages", "/messages/count_tokens")):
         sentence = f"there is no path {shown(path)}: this client adds /v1 itself, so leave it out of its base_url"
-    elif any(path.startswith(f"{known}/v1/") for known in (COUNT_TOKENS, "/v1/messages")):
+    elif any(path.startswith(f"{prefix}/v1/") for prefix in (COUNT_TOKENS, "/v1/messages")):
         sentence = f"there is no path {shown(path)}: the base_url of this client ends before /v1/messages"
-    elif any(path.startswith(f"{known}/") for known in PATHS):
+    elif any(path.startswith(f"{prefix}/") for prefix in PATHS):
         sentence = (
             f"there is no path {shown(path)}: the base_url of this client must end in /v1, without a further path"
         )
@@ -176,8 +176,8 @@ def engine_error(status: int, body: bytes, api: Form | None, *, engine: str, pat
 def _untold(status: int, body: bytes, engine: str, path: str) -> str:
     if status in WITHOUT_PATH:
         return f"the engine {shown(engine)} does not serve {path}"
-    said = f": {shown(body.decode('utf-8', 'replace'))}" if body else " and no body"
-    return f"the engine {shown(engine)} answered {path} with {status}{said}"
+    excerpt = f": {shown(body.decode('utf-8', 'replace'))}" if body else " and no body"
+    return f"the engine {shown(engine)} answered {path} with {status}{excerpt}"
 
 
 def event_of(rejected: RequestRejected, api: Form | None) -> bytes:

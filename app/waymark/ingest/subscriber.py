@@ -260,8 +260,8 @@ class Subscriber:
     def _note_failure(self, link: LiveConnection) -> None:
         if link.is_up or link.attempt.failure in _ENDED_BY_THE_PEER:
             now = self._clock()
-            within = max(UNREACHABLE_SECONDS, 2 * self._others.pause_seconds if self._is_absent else 0.0)
-            self.is_unreachable = self.is_unreachable or now - self._failed <= within
+            bound_seconds = max(UNREACHABLE_SECONDS, 2 * self._others.pause_seconds if self._is_absent else 0.0)
+            self.is_unreachable = self.is_unreachable or now - self._failed <= bound_seconds
             self._failed = now
 
     def _set_absent(self, is_absent: bool) -> None:

@@ -79,17 +79,17 @@ class Subscribers:
     def check(self, memory: int, now: float) -> None:
         """End connections whose message is too long; ``memory`` is that of the process."""
         most, loudest = _UNFINISHED_BYTES_MIN, None
-        for link, seen in list(self._seen.items()):
+        for link, reading in list(self._seen.items()):
             received = _received(link)
             if received is None:
                 continue
-            if seen is None or seen.messages != link.messages.count:
+            if reading is None or reading.messages != link.messages.count:
                 self._seen[link] = _Seen(link.messages.count, received, memory, now)
                 continue
-            unfinished = received - seen.received - int(_HEARTBEAT_BYTES * (now - seen.at))
+            unfinished = received - reading.received - int(_HEARTBEAT_BYTES * (now - reading.at))
             if unfinished > self._unfinished_max:
                 self._refuse[link]()
-            elif unfinished > most and memory - seen.memory > MEMORY_BYTES_MAX:
+            elif unfinished > most and memory - reading.memory > MEMORY_BYTES_MAX:
                 most, loudest = unfinished, link
         if loudest is not None:
             self._refuse[loudest]()

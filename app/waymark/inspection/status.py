@@ -49,11 +49,11 @@ async def gather(inspector: Inspector, wanted: PublisherFilter) -> StatusAnswer:
     streams = Counter(state.worker for state in states if state.worker is not None)
     workers = _workers(members, streams, _now(infos))
     complaints = Complaints(states, {worker.id: worker.streams_max for worker in workers if worker.alive})
-    shown = sorted(
+    listed = sorted(
         (state for state in states if not wanted.statuses or state.status in wanted.statuses),
         key=lambda state: (state.group_id, state.registration.instance_id, state.registration.dp_rank),
     )
-    by_status = Counter(state.status for state in shown)
+    by_status = Counter(state.status for state in listed)
     return StatusAnswer(
         redis=redis_state(infos),
         warnings=warnings,
@@ -63,25 +63,25 @@ async def gather(inspector: Inspector, wanted: PublisherFilter) -> StatusAnswer:
         discovery=await inspector.store.discovery.state(),
         by_status={status.value: by_status[status] for status in StreamStatus if status in by_status},
         is_whole=wanted.tenant is None and wanted.model is None,
-        publishers=[_stream(state, complaints) for state in shown],
+        publishers=[_stream(state, complaints) for state in listed],
     )
 
 
 def _stream(state: PublisherState, complaints: Complaints) -> StreamState:
-    of, counters = state.registration, state.counters
+    registration, counters = state.registration, state.counters
     return StreamState(
-        tenant_id=of.tenant_id,
-        model_name=of.model_name,
+        tenant_id=registration.tenant_id,
+        model_name=registration.model_name,
         group=state.group_id,
         publisher=state.id,
-        instance_id=of.instance_id,
-        dp_rank=of.dp_rank,
-        type=of.kind,
-        block_size=of.block_size,
-        scope=of.scope,
-        endpoint=of.endpoint,
-        weight=of.target.weight,
-        is_further=of.is_further,
+        instance_id=registration.instance_id,
+        dp_rank=registration.dp_rank,
+        type=registration.kind,
+        block_size=registration.block_size,
+        scope=registration.scope,
+        endpoint=registration.endpoint,
+        weight=registration.target.weight,
+        is_further=registration.is_further,
         status=state.status,
         worker=state.worker,
         has_live_worker=not complaints.is_orphan(state),

@@ -319,12 +319,12 @@ def _wanted_port(is_usual: bool) -> int:
     """Return the port of ``WAYMARK_PORT``, or else the usual one if it is free, or any. Raise DemoFailed if the port
     that was asked for is taken.
     """
-    given = os.environ.get(_PORT, "")
-    if given and not (given.isascii() and given.isdigit() and int(given) < 2**16):
-        raise DemoFailed(f"{_PORT} is {shown(given)}; it must be a port, of 1 to 65535, or 0 for any that is free")
-    port = _free_port(int(given) if given else _USUAL_PORT if is_usual else 0)
-    if port is None and given:
-        raise DemoFailed(f"{_PORT} is {given}, and another process listens there; give another port, or none")
+    port_text = os.environ.get(_PORT, "")
+    if port_text and not (port_text.isascii() and port_text.isdigit() and int(port_text) < 2**16):
+        raise DemoFailed(f"{_PORT} is {shown(port_text)}; it must be a port, of 1 to 65535, or 0 for any that is free")
+    port = _free_port(int(port_text) if port_text else _USUAL_PORT if is_usual else 0)
+    if port is None and port_text:
+        raise DemoFailed(f"{_PORT} is {port_text}, and another process listens there; give another port, or none")
     return port or _free_port(0) or 0
 
 
