@@ -155,3 +155,7 @@ async def test_what_runs_is_renewed_together_until_it_ends() -> None:
     await wait_until(lambda: recorded.calls[-1] == (1, ReservationPart.RENEW), "one is renewed", 10)
     two.end(is_ok=True)
     await wait_until(lambda: of._renewing is not None and of._renewing.done(), "nothing is renewed", 10)
+
+
+def test_a_renewal_may_be_late_by_its_pause() -> None:
+    assert 1000 * 2 * RequestsUnderWay.renew_seconds < RequestsUnderWay.reserved_ms

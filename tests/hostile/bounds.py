@@ -48,7 +48,7 @@ class Bound:
 _BYTES, _SECONDS = "bytes", "s"
 _NO_ENTRY = "400 that names the field"
 _NO_GAUGES = "none of them is read"
-_ENDED = "the connection with most bytes is closed for 30 s"
+_ENDED = "the connections with most bytes are closed for 30 s"
 _LOST = "the batch is lost, counted, and the others are applied"
 
 BOUNDS: dict[str, tuple[Bound, ...]] = {

@@ -45,7 +45,7 @@ async def publishing(*pieces: bytes, then: bytes = b"") -> AsyncIterator[str]:
 @asynccontextmanager
 async def following(context: ZmqContext, endpoint: str, others: Subscribers) -> AsyncIterator[Subscriber]:
     subscriber = Subscriber(
-        context, endpoint, buffer_bytes=2**24, buffer_frames=1000, others=others, message_bytes_max=PART_MAX
+        context, endpoint, buffer_bytes=2**24, buffer_frames=1000, subscribers=others, message_bytes_max=PART_MAX
     )
     async with subscriber:
         yield subscriber

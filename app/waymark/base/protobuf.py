@@ -56,10 +56,10 @@ def message_classes(file_name: str, package: str, messages: Mapping[str, str]) -
 def reader_of(message_class: Any) -> Callable[[bytes], Any]:
     """Return a function that reads a message, or returns None for other bytes, for which gRPC would log a traceback."""
 
-    def read(data: bytes) -> Any:
+    def message_in(data: bytes) -> Any:
         try:
             return message_class.FromString(data)
         except DecodeError:
             return None
 
-    return read
+    return message_in

@@ -83,11 +83,11 @@ class Stream:
         metrics: Metrics,
         options: StreamOptions,
         room: FrameRoom,
-        others: Subscribers | None = None,
+        subscribers: Subscribers | None = None,
         snapshots: SnapshotSource | None = None,
     ) -> None:
-        """Create a stream. ``room`` and ``others`` are those of all streams of the worker. ``snapshots``: where to ask
-        for a snapshot of the engine's cache, if that is possible.
+        """Create a stream. ``room`` and ``subscribers`` are those of the worker. ``snapshots``: where to ask for a
+        snapshot of the engine's cache, if that is possible.
         """
         registration = life.applier.grant.claim.registration
         assert registration.endpoint is not None
@@ -100,7 +100,7 @@ class Stream:
             buffer_bytes=options.stream_buffer_bytes,
             buffer_frames=options.stream_buffer_frames,
             room=room,
-            others=others,
+            subscribers=subscribers,
             message_bytes_max=options.message_bytes_max,
         )
         self._over = 0

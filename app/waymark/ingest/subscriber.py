@@ -55,8 +55,8 @@ class Subscriber:
     """The frames of one endpoint, oldest first, for one reader on one event loop.
 
     ``buffer_bytes`` (of topics and payloads) and ``buffer_frames`` bound the frames that wait to be taken, and so does
-    the ``room``; the subscribers of a worker share it, and ``others``. ``start`` opens the subscriber and ``close``
-    closes it, or ``async with`` does both, before the context is terminated.
+    the ``room``, which is that of all ``subscribers`` of a worker. ``start`` opens the subscriber and ``close`` closes
+    it, or ``async with`` does both, before the context is terminated.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Subscriber:
         buffer_bytes: int,
         buffer_frames: int,
         room: FrameRoom | None = None,
-        others: Subscribers | None = None,
+        subscribers: Subscribers | None = None,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -88,7 +88,7 @@ class Subscriber:
         """The connection was reset or refused twice at once, and was not accepted since."""
         self._failed = float("-inf")
         """When it was reset or refused the last time."""
-        self._others = others or Subscribers(message_bytes_max=message_bytes_max)
+        self._subscribers = subscribers or Subscribers(message_bytes_max=message_bytes_max)
         self._is_absent = False
         """The publisher was never reached."""
         self._message_bytes_max = message_bytes_max
@@ -185,7 +185,7 @@ class Subscriber:
     def _open_link(self) -> None:
         link = LiveConnection(self._context, self.endpoint, self._message_bytes_max)
         self._link = link
-        self._others.enter(link, self._refuse)
+        self._subscribers.enter(link, self._refuse)
         for descriptor in link.descriptors:
             self._loop.add_reader(descriptor, self.read)
         self.read()
@@ -193,7 +193,7 @@ class Subscriber:
     def _close_link(self) -> None:
         if self._link is None:
             return
-        self._others.leave(self._link)
+        self._subscribers.leave(self._link)
         for descriptor in self._link.descriptors:
             self._loop.remove_reader(descriptor)
         self._link.close()
@@ -226,7 +226,7 @@ class Subscriber:
         self.wake()
 
     def _dial_later(self) -> None:
-        seconds = max(self._pause, self._others.pause_seconds if self._is_absent else 0.0)
+        seconds = max(self._pause, self._subscribers.pause_seconds if self._is_absent else 0.0)
         self._dialling = self._loop.call_later(seconds, self._dial_again)
         self._pause = min(2 * self._pause, RECONNECT_SECONDS_MAX)
 
@@ -260,12 +260,12 @@ class Subscriber:
     def _note_failure(self, link: LiveConnection) -> None:
         if link.is_up or link.attempt.failure in _ENDED_BY_THE_PEER:
             now = self._clock()
-            bound_seconds = max(UNREACHABLE_SECONDS, 2 * self._others.pause_seconds if self._is_absent else 0.0)
-            self.is_unreachable = self.is_unreachable or now - self._failed <= bound_seconds
+            seconds_between = max(UNREACHABLE_SECONDS, 2 * self._subscribers.pause_seconds if self._is_absent else 0.0)
+            self.is_unreachable = self.is_unreachable or now - self._failed <= seconds_between
             self._failed = now
 
     def _set_absent(self, is_absent: bool) -> None:
-        self._others.absent += is_absent - self._is_absent
+        self._subscribers.absent += is_absent - self._is_absent
         self._is_absent = is_absent
 
     def _set_connected(self, is_connected: bool) -> None:

@@ -24,26 +24,28 @@ ATTEMPT_SECONDS = 0.01
 """Between two attempts of a worker at publishers that it has never reached: an attempt takes up to a millisecond. Of
 thousands whose engines have not started, each is tried less often.
 """
-MEMORY_BYTES_MAX = 512 * 2**20
-"""The growth of the process since the last message of a connection; then the connection with most bytes ends."""
+MEMORY_BYTES_MAX = 128 * 2**20
+"""The growth of the process since the last message of a connection; then the connections with most bytes end."""
 _MESSAGES_MAX = 2
 """An unfinished message may have the bytes of so many longest parts."""
 _UNFINISHED_BYTES_MIN = 2**20
 """With fewer bytes no connection is held responsible for the growth of the process."""
 _HEARTBEAT_BYTES = 16
 """The bytes of a second that are no part of a message."""
-_PAUSE_SECONDS = 0.25
+_CHECK_SECONDS, _CHECK_BYTES = 1.0, 16 * 2**20
+"""All connections are checked after this time, or after this growth of the process."""
+_LOOK_SECONDS = 0.05
 #: ``tcpi_bytes_received`` in the kernel's ``tcp_info``.
 _BYTES_RECEIVED = struct.Struct("=128xQ")
 
 
-class _Seen(NamedTuple):
+class _LinkState(NamedTuple):
     """The state of a connection when it had delivered so many messages."""
 
     messages: int
-    received: int
+    connection_bytes: int
     memory: int
-    at: float
+    time: float
 
 
 class Subscribers:
@@ -52,8 +54,8 @@ class Subscribers:
     def __init__(self, *, message_bytes_max: int) -> None:
         self.absent = 0
         """Publishers that were never reached."""
-        self._unfinished_max = _MESSAGES_MAX * message_bytes_max
-        self._seen: dict[LiveConnection, _Seen | None] = {}
+        self._message_max = _MESSAGES_MAX * message_bytes_max
+        self._states: dict[LiveConnection, _LinkState | None] = {}
         self._refuse: dict[LiveConnection, Callable[[], None]] = {}
 
     @property
@@ -63,41 +65,49 @@ class Subscribers:
 
     def enter(self, link: LiveConnection, refuse: Callable[[], None]) -> None:
         """Watch a connection; ``refuse`` ends it."""
-        self._seen[link], self._refuse[link] = None, refuse
+        self._states[link], self._refuse[link] = None, refuse
 
     def leave(self, link: LiveConnection) -> None:
         """Watch a connection no longer."""
-        self._seen.pop(link, None)
+        self._states.pop(link, None)
         self._refuse.pop(link, None)
 
     async def keep_watching(self) -> None:
-        """Check all connections several times a second until cancelled."""
+        """Check all connections now and then, and at once when the process grows, until cancelled."""
+        last_memory, last_time = 0, float("-inf")
         while True:
-            await asyncio.sleep(_PAUSE_SECONDS)
-            self.check(_memory(), time.monotonic())
+            memory, now = _memory(), time.monotonic()
+            if memory - last_memory > _CHECK_BYTES or now - last_time > _CHECK_SECONDS:
+                self.check(memory, now)
+                last_memory, last_time = memory, now
+            await asyncio.sleep(_LOOK_SECONDS)
 
     def check(self, memory: int, now: float) -> None:
         """End connections whose message is too long; ``memory`` is that of the process."""
-        most, loudest = _UNFINISHED_BYTES_MIN, None
-        for link, reading in list(self._seen.items()):
-            received = _received(link)
-            if received is None:
+        suspects: dict[LiveConnection, int] = {}
+        for link, state in list(self._states.items()):
+            connection_bytes = _connection_bytes(link)
+            if connection_bytes is None:
                 continue
-            if reading is None or reading.messages != link.messages.count:
-                self._seen[link] = _Seen(link.messages.count, received, memory, now)
+            if state is None or state.messages != link.messages.count:
+                self._states[link] = _LinkState(link.messages.count, connection_bytes, memory, now)
                 continue
-            unfinished = received - reading.received - int(_HEARTBEAT_BYTES * (now - reading.at))
-            if unfinished > self._unfinished_max:
+            heartbeats = int(_HEARTBEAT_BYTES * (now - state.time))
+            message_bytes = connection_bytes - state.connection_bytes - heartbeats
+            if message_bytes > self._message_max:
                 self._refuse[link]()
-            elif unfinished > most and memory - reading.memory > MEMORY_BYTES_MAX:
-                most, loudest = unfinished, link
-        if loudest is not None:
-            self._refuse[loudest]()
-            # The process may keep the memory, for which the others are not to blame.
-            self._seen = dict.fromkeys(self._seen)
+            elif message_bytes > _UNFINISHED_BYTES_MIN and memory - state.memory > MEMORY_BYTES_MAX:
+                suspects[link] = message_bytes
+        if suspects:
+            largest = max(suspects.values())
+            for link, message_bytes in suspects.items():
+                if 2 * message_bytes >= largest:
+                    self._refuse[link]()
+            # The process may keep the memory, for which the other connections are not to blame.
+            self._states = dict.fromkeys(self._states)
 
 
-def _received(link: LiveConnection) -> int | None:
+def _connection_bytes(link: LiveConnection) -> int | None:
     """Return the bytes that a connection has received; None if it has ended, or the kernel does not count them."""
     if link.file is None or not link.is_up or link.is_over or sys.platform != "linux":
         return None
