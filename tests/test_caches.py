@@ -94,6 +94,8 @@ ELSEWHERE = {
     "decide.requests:RequestSelector._logged": "what the log says already",
     "decide.served:ServedNames": "made by the incarnation",
     "decide.group_loads:GroupLoads": "of SnapshotKeeper",
+    "decide.preferences:Preferences._candidates": "computed from the arguments of one decision",
+    "ingest.subscribers:Subscribers": "connections that are open",
     "decide.fleet:TargetSet": "of Fleet",
     "decide.group_loads:LoadOrder": "of Fleet, and of the loads that it was asked with last",
     "decide.group_loads:RequestSum": "of Fleet, and of the loads that it was asked with last",
