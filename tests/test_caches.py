@@ -35,7 +35,6 @@ DECORATORS = {"cache", "lru_cache", "cached_property"}
 
 #: A container, or a class whose containers all have the same reason; and the reason.
 ELSEWHERE = {
-    "decide.preferences:Preferences._candidates": "one decision, over one snapshot",
     "decide.asked_pools:AskedPools": "what masters of pools have answered; pools, by a table that never changes",
     "api.http.fields:RequestBody": "names of fields",
     "api.probes:Probes._lasting": "a warning about the settings",
@@ -59,8 +58,6 @@ ELSEWHERE = {
     "ingest.batch_decoder:BatchDecoder": "what the log says already",
     "ingest.event_source:EventSource": "events that wait to be applied",
     "ingest.prefix_stream:PrefixStream": "one stream, under one grant",
-    "ingest.subscribers:Subscribers._refuse": "connections to engines, by connection",
-    "ingest.subscribers:Subscribers._seen": "bytes that open connections have received",
     "ingest.frames:FrameBuffer": "frames that wait to be applied",
     "ingest.scraping:Scraper": "engines that are scraped, by URL",
     "ingest.polling:RegistrationKeeper": "publishers of the file whose refusal is in the log",
