@@ -122,13 +122,15 @@ static const char *read_field(const char *at, const char *end, Span *name, Span 
 /* A new pair of a field's name in lower case and its value; NULL with an exception. */
 static PyObject *make_pair(Span name, Span value)
 {
-    PyObject *made = PyBytes_FromStringAndSize(name.start, name.end - name.start);
+    /* Made without its bytes: with them, a name of one letter is the object that all of Python has for this byte. */
+    PyObject *made = PyBytes_FromStringAndSize(NULL, name.end - name.start);
     if (made == NULL)
         return NULL;
     char *letters = PyBytes_AsString(made);
-    for (Py_ssize_t i = 0; i < name.end - name.start; i++)
-        if (letters[i] >= 'A' && letters[i] <= 'Z')
-            letters[i] |= 32;
+    for (Py_ssize_t i = 0; i < name.end - name.start; i++) {
+        const char c = name.start[i];
+        letters[i] = c >= 'A' && c <= 'Z' ? (char)(c | 32) : c;
+    }
     return Py_BuildValue("Ny#", made, value.start, value.end - value.start);
 }
 

@@ -174,3 +174,14 @@ async def test_a_plain_body_above_the_ceiling_of_all_bodies_is_rejected(
     assert (given.status, given.reason) == (503, "unavailable")
     assert "WAYMARK_BODIES_MAX_BYTES" in given.body.decode()
     assert caplog.records == []
+
+
+def test_a_name_of_one_letter_changes_no_byte_of_the_process(loops: native.NativeFunctions) -> None:
+    """Python has one object for each single byte, which must not become its lower case."""
+    for code in range(ord("A"), ord("Z") + 1):
+        field = chr(code).encode() + b": x"
+        request = b"\r\n".join([b"POST /query HTTP/1.1", b"Host: y", field, b"Content-Length: 1", b"", b"1"])
+        found = loops.plain_post(request)
+        assert found is not None
+        assert (chr(code).lower().encode(), b"x") in found[1]
+        assert chr(code).encode().decode() == chr(code)
