@@ -52,6 +52,7 @@ MAY_SLEEP = {
     "ingest/test_late_answers.py": "the pace of a publisher",
     "ingest/test_replay.py": "the pace of a publisher's endless replay",
     "ingest/test_scraping.py": "an engine that never answers",
+    "ingest/test_subscribers.py": "the pace of looks at what is to last for a while",
     "ingest/test_worker.py": "slow calls, and the pace of a load",
     "serving/wire.py": "pieces of a request in packets of their own",
     "store/histories.py": "the pause between two looks at a process",

@@ -392,8 +392,11 @@ async def test_doctor_names_what_is_wrong_and_the_remedy(live: Live) -> None:
     assert code == cli.EXIT_FAILED
     assert f'warning port of "dead" rank 0: tcp://127.0.0.1:{closed} cannot be opened from this machine' in output
     assert "failed  settings of this shell: WAYMARK_REDIS_ULR" in output
-    found = await json_of(live, "doctor", "--no-ports")
-    assert {each["verdict"] for each in found} <= {"ok", "warning"}
+    # The worker may have found already that nothing listens there, which is a failure of the engine.
+    code, output, _ = await run(live, "doctor", "--no-ports", "--json")
+    checks = json.loads(output)
+    assert all("dead" in str(check) for check in checks if check["verdict"] not in ("ok", "warning"))
+    assert (code == cli.EXIT_OK) == all(check["verdict"] in ("ok", "warning") for check in checks)
 
 
 async def test_a_missing_token_is_named_with_the_way_to_give_it(live: Live) -> None:

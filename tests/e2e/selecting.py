@@ -12,11 +12,12 @@ import sys
 
 import httpx
 
+from tests.patience import patient
 from waymark.client import Client
 
 
 def main() -> None:
-    with Client([sys.argv[1]]) as waymark, httpx.Client(trust_env=False, timeout=30) as http:
+    with Client([sys.argv[1]]) as waymark, httpx.Client(trust_env=False, timeout=patient(30)) as http:
         for line in sys.stdin:
             token_ids = [1000 * int(line) + n for n in range(64)]
             body = {"model": "demo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand, Mortal, Pod
-from tests.patience import patient
+from tests.patience import within
 from waymark.domain.engines import EngineKind
 from waymark.ingest.life import Life
 from waymark.ingest.status_reporter import StatusReporter
@@ -321,7 +321,8 @@ async def test_the_last_report_of_a_worker_does_not_hide_a_loss(bench: Bench, mo
     with pod.dropping():
         await pod.work(1)
     await pod.work(1)
-    await asyncio.wait_for(is_stuck.wait(), patient(PATIENCE_SECONDS))
+    async with within(PATIENCE_SECONDS):
+        await is_stuck.wait()
     await worker.stop()
     record = await bench.record(pod.name)
     assert (record["watermark"], record["status"]) == (str(pod.last_seq), "degraded")
@@ -346,7 +347,8 @@ async def test_the_last_report_of_a_worker_does_not_hide_that_the_publisher_is_l
     with monkeypatch.context() as patched:
         patched.setattr(Life, "lost", stuck)
         await pod.publisher.down()
-        await asyncio.wait_for(is_lost.wait(), patient(PATIENCE_SECONDS))
+        async with within(PATIENCE_SECONDS):
+            await is_lost.wait()
         patched.setattr(StatusReporter, "_problem", "its connection fails otherwise than before")
         await worker.stop()
     assert (await bench.record(pod.name))["status"] == "lost"

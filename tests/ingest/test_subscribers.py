@@ -53,20 +53,16 @@ async def following(context: ZmqContext, endpoint: str, others: Subscribers) -> 
 
 async def test_a_message_without_an_end_ends_its_connection_and_no_other(context: ZmqContext) -> None:
     others, now = Subscribers(message_bytes_max=PART_MAX), 0.0
-    async with (
-        publishing(FRAME, FRAME) as honest_endpoint,
-        publishing(then=LONGEST) as endpoint,
-        following(context, honest_endpoint, others) as honest,
-        following(context, endpoint, others) as hostile,
-    ):
+    async with publishing(FRAME, FRAME) as honest_endpoint, following(context, honest_endpoint, others) as honest:
         await wait_until(lambda: honest.buffered_frames == 2, "the honest frames are here")
+        async with publishing(then=LONGEST) as endpoint, following(context, endpoint, others) as hostile:
 
-        def is_refused() -> bool:
-            others.check(0, now)
-            return hostile.is_refused
+            def is_refused() -> bool:
+                others.check(0, now)
+                return hostile.is_refused
 
-        await wait_until(is_refused, "the connection is ended")
-        assert not hostile.is_connected
+            await wait_until(is_refused, "the connection is ended")
+            assert not hostile.is_connected
         assert honest.is_connected
         assert not honest.is_refused
 
@@ -74,28 +70,25 @@ async def test_a_message_without_an_end_ends_its_connection_and_no_other(context
 async def test_the_connection_with_most_bytes_ends_if_the_process_has_grown(context: ZmqContext) -> None:
     others = Subscribers(message_bytes_max=2**40)
     beginning = FRAME[: len(FRAME) // 2]
-    async with (
-        publishing(FRAME, beginning) as honest_endpoint,
-        publishing(then=EMPTY) as endpoint,
-        following(context, honest_endpoint, others) as honest,
-        following(context, endpoint, others) as hostile,
-    ):
-        await wait_until(lambda: honest.buffered_frames == 1 and hostile.is_connected, "both are connected")
+    async with publishing(FRAME, beginning) as honest_endpoint, following(context, honest_endpoint, others) as honest:
+        await wait_until(lambda: honest.buffered_frames == 1, "the honest frame is here")
+        async with publishing(then=EMPTY) as endpoint, following(context, endpoint, others) as hostile:
+            await wait_until(lambda: hostile.is_connected, "the other one is connected")
 
-        def is_refused(memory: int) -> Callable[[], bool]:
-            def check() -> bool:
-                others.check(memory, 0.0)
-                return hostile.is_refused
+            def is_refused(memory: int) -> Callable[[], bool]:
+                def check() -> bool:
+                    others.check(memory, 0.0)
+                    return hostile.is_refused
 
-            return check
+                return check
 
-        for _ in range(20):
-            assert not is_refused(module.MEMORY_BYTES_MAX)(), "it has not grown beyond the bound"
-            await asyncio.sleep(0.01)
-        await wait_until(is_refused(2 * module.MEMORY_BYTES_MAX + 1), "the connection is ended")
-        others.check(4 * module.MEMORY_BYTES_MAX, 0.0)
-        assert honest.is_connected
-        assert not honest.is_refused
+            for _ in range(20):
+                assert not is_refused(module.MEMORY_BYTES_MAX)(), "it has not grown beyond the bound"
+                await asyncio.sleep(0.01)
+            await wait_until(is_refused(2 * module.MEMORY_BYTES_MAX + 1), "the connection is ended")
+            others.check(4 * module.MEMORY_BYTES_MAX, 0.0)
+            assert honest.is_connected
+            assert not honest.is_refused
 
 
 async def test_a_worker_ends_it_and_says_why(bench: Bench) -> None:

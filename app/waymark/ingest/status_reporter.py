@@ -80,7 +80,7 @@ class StatusReporter:
     def _tell(self, before: StreamStatus, now: StreamStatus) -> None:
         """Note in the activity that the connection is gone, or is back before the publisher was lost."""
         if now is StreamStatus.UNREACHABLE:
-            self._life.applier.happened(ActivityKind.UNREACHABLE, self._problem or "")
+            self._life.applier.happened(ActivityKind.UNREACHABLE, self._problem or "its connection has ended")
         elif before is StreamStatus.UNREACHABLE and now is not StreamStatus.LOST:
             self._life.applier.happened(ActivityKind.REACHABLE)
 
