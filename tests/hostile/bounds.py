@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from waymark.api.activity import CLIENTS_MAX
 from waymark.api.decision_schemas import NAMES_MAX, RELEASES_MAX
+from waymark.api.events import EVENT_HASHES_MAX
 from waymark.api.http.bodies import CONTAINERS_MAX
 from waymark.api.http.fields import NAME_BYTES_MAX
+from waymark.api.policies import DECISIONS_MAX, FILE_MAX
 from waymark.base.bounded_json import DEPTH_MAX, PARTS_MAX
 from waymark.base.settings import PREFIX, Settings
 from waymark.chat.sse import EVENT_BYTES_MAX
@@ -20,8 +22,13 @@ from waymark.domain.multimodal import ITEMS_MAX
 from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX
 from waymark.engines.samples import LINE_BYTES_MAX, LINES_MAX
 from waymark.engines.wire import BLOCK_SIZE_MAX
-from waymark.ingest.subscribers import MEMORY_BYTES_MAX
+from waymark.epp import radix_index
+from waymark.epp.server import MESSAGE_BYTES_MAX
+from waymark.ingest import snapshot, subscribers
 from waymark.serving.limits import AHEAD_MAX, HEAD_BYTES_MAX, HEAD_FIELDS_MAX
+from waymark.store.index_file import RECORD_BYTES_MAX
+from waymark.tokenization import rendering
+from waymark.tokenization.templates import SOURCE_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,8 @@ _BYTES, _SECONDS = "bytes", "s"
 _NO_ENTRY = "400 that names the field"
 _NO_GAUGES = "none of them is read"
 _ENDED = "the connections with most bytes are closed for 30 s"
+_NO_SNAPSHOT = "it is refused, and asked for again later"
+_NO_TEMPLATE = "conversations of the model are refused with the reason"
 _LOST = "the batch is lost, counted, and the others are applied"
 
 BOUNDS: dict[str, tuple[Bound, ...]] = {
@@ -73,6 +82,9 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
         Bound("labels of a registration", LABELS_MAX, _NO_ENTRY),
         Bound("a label", LABEL_BYTES_MAX, _NO_ENTRY, _BYTES),
         Bound("media of items of a prompt", ITEMS_MAX, _NO_ENTRY),
+        Bound("hashes of one event of `POST /events`", EVENT_HASHES_MAX, _NO_ENTRY),
+        Bound("characters of the file of `POST /policies/replay`", FILE_MAX, _NO_ENTRY),
+        Bound("kept decisions of one comparison", DECISIONS_MAX, "the newest are compared"),
     ),
     "Engines": (
         Bound("a frame", "frame_bytes_max", _LOST, _BYTES),
@@ -80,15 +92,25 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
         Bound("hashes of an event", "event_hashes_max", _LOST),
         Bound("tokens of a block", BLOCK_SIZE_MAX, "the event is ignored and counted"),
         Bound("blocks of a stream", "stream_blocks_max", "further blocks are ignored and counted"),
-        Bound("growth of a worker by messages without an end", MEMORY_BYTES_MAX, _ENDED, _BYTES),
+        Bound("growth of a worker by messages without an end", subscribers.MEMORY_BYTES_MAX, _ENDED, _BYTES),
+        Bound("a snapshot", snapshot.BYTES_MAX, _NO_SNAPSHOT, _BYTES),
+        Bound("parts of a snapshot", snapshot.PARTS_MAX, _NO_SNAPSHOT),
         Bound("ranks that an engine names", RANKS_MAX, "400 that names what to give"),
         Bound("a line of an engine's metrics that is read", LINE_BYTES_MAX, _NO_GAUGES, _BYTES),
         Bound("such lines", LINES_MAX, _NO_GAUGES),
         Bound("an event of an answer that the gateway reads", EVENT_BYTES_MAX, "it is not read", _BYTES),
         Bound("a conversation that is stored", "responses_entry_bytes", "it is not stored", _BYTES),
     ),
+    "Files of models": (
+        Bound("characters of a chat template", SOURCE_MAX, _NO_TEMPLATE),
+        Bound("steps of a chat template", rendering.STEPS_MAX, "400"),
+        Bound("memory of a chat template", rendering.MEMORY_BYTES_MAX, "400", _BYTES),
+    ),
     "Others": (
         Bound("streams of a picker", "epp_streams_max", "the oldest of the connection with most that waits is ended"),
+        Bound("a message to a picker", MESSAGE_BYTES_MAX, "the stream is ended", _BYTES),
+        Bound("blocks of one call of the RadixIndex", radix_index.BLOCKS_MAX, "it is answered as too long"),
+        Bound("a record of a file to import", RECORD_BYTES_MAX, "the file is refused", _BYTES),
         Bound("pods of Kubernetes", PODS_MAX, "the list counts as failed, and nothing changes"),
         Bound("followers of `GET /activity`", CLIENTS_MAX, "503"),
     ),

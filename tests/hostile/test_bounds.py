@@ -22,6 +22,7 @@ from tests.serving.wire import connections, echo, served
 from waymark.base.asker import Asker
 from waymark.base.bounded_json import TooMuchJson, bounded_loads
 from waymark.base.endpoints import AllowedEndpoints
+from waymark.base.errors import InvalidValue
 from waymark.chat.sse import EventStreamParser, EventTooLong
 from waymark.discovery.describe import Describer
 from waymark.domain.engines import EngineKind
@@ -30,6 +31,7 @@ from waymark.engines.ceilings import OverCeiling
 from waymark.engines.samples import SampleParser
 from waymark.serving.connection import protocol
 from waymark.store.store import Store
+from waymark.tokenization.templates import ChatTemplate
 
 Take = Callable[[httpx.AsyncClient, int], Awaitable[bool]]
 """Sends so much, and says whether it was taken."""
@@ -93,6 +95,27 @@ async def labels(api: httpx.AsyncClient, count: int) -> bool:
 
 async def label_bytes(api: httpx.AsyncClient, count: int) -> bool:
     return await taken(api, "/register", REGISTRATION | {"labels": {"l": "x" * count}})
+
+
+async def posted_hashes(api: httpx.AsyncClient, count: int) -> bool:
+    event = {
+        "type": "removed",
+        "event_id": 1,
+        "model": "m",
+        "instance_id": "i",
+        "seq_hashes": list(range(1, count + 1)),
+    }
+    answer = await api.post("/events", json=event)
+    # No such engine is registered, which is another error.
+    assert answer.status_code in (400, 404, 413)
+    return "one event takes at most" not in answer.text
+
+
+async def policy_files(api: httpx.AsyncClient, count: int) -> bool:
+    answer = await api.post("/policies/replay", json={"file": "#".ljust(count)})
+    # A file of one comment is no picker file, which is another error.
+    assert answer.status_code == 400
+    return "16384" not in answer.text
 
 
 # ---- below the API ---------------------------------------------------------------------------------
@@ -186,6 +209,14 @@ async def ranks(_: httpx.AsyncClient, count: int) -> bool:
     return len(found.ranks) == count
 
 
+async def template_characters(_: httpx.AsyncClient, count: int) -> bool:
+    try:
+        ChatTemplate("x" * count, {}, bytes_max=2**21)
+    except InvalidValue as refusal:
+        return "characters" not in refusal.sentence
+    return True
+
+
 TRIED: dict[str, Take] = {
     "the body of a request": body_bytes,
     "lists and objects of a body": containers,
@@ -205,6 +236,9 @@ TRIED: dict[str, Take] = {
     "a line of an engine's metrics that is read": sample_bytes,
     "an event of an answer that the gateway reads": event_bytes,
     "ranks that an engine names": ranks,
+    "hashes of one event of `POST /events`": posted_hashes,
+    "characters of the file of `POST /policies/replay`": policy_files,
+    "characters of a chat template": template_characters,
 }
 
 

@@ -41,7 +41,7 @@ _LEASE_SECONDS = 10.0
 _WAIT_SECONDS = 2.0
 _FOLD_EVENTS = 64
 #: Hashes in one event: it is decoded in one go, and others wait meanwhile.
-_EVENT_HASHES_MAX = 65_536
+EVENT_HASHES_MAX = 65_536
 
 
 @dataclass(slots=True)
@@ -70,9 +70,9 @@ class Events:
         events: list[Event] = []
         for i, document in enumerate(documents):
             hashes = _length(document, "seq_hashes", 8)
-            if hashes > _EVENT_HASHES_MAX:
+            if hashes > EVENT_HASHES_MAX:
                 raise InvalidValue(
-                    f"seq_hashes has {hashes} elements and one event takes at most {_EVENT_HASHES_MAX}; "
+                    f"seq_hashes has {hashes} elements and one event takes at most {EVENT_HASHES_MAX}; "
                     "send several events",
                     reason="too_large",
                     field="seq_hashes",

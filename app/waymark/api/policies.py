@@ -25,8 +25,8 @@ from waymark.store.store import Store
 PARAMETERS = ("model", "tenant", "since")
 _DEFAULT = "24h"
 #: The newest kept decisions that one answer is about: a replay of so many takes a second or two of CPU.
-_DECISIONS_MAX = 10_000
-_FILE_MAX = 16_384
+DECISIONS_MAX = 10_000
+FILE_MAX = 16_384
 
 
 class TryPolicyRequest(RequestBody):
@@ -35,8 +35,8 @@ class TryPolicyRequest(RequestBody):
     policy: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
         default=None, description="the name of a policy; the default is the file"
     )
-    file: Annotated[str, Field(min_length=1, max_length=_FILE_MAX)] | None = Field(
-        default=None, description=f"the text of an EndpointPickerConfig in YAML, at most {_FILE_MAX} characters"
+    file: Annotated[str, Field(min_length=1, max_length=FILE_MAX)] | None = Field(
+        default=None, description=f"the text of an EndpointPickerConfig in YAML, at most {FILE_MAX} characters"
     )
     model: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}: only decisions for this model")
     tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}: only decisions for this tenant")
@@ -93,13 +93,13 @@ class PoliciesView:
             is_meant = model in (None, group.model_name) and tenant_id in (None, group.tenant_id)
             if is_meant and has(group.tenant_id):
                 reading = await self._store.kept_decisions.read(
-                    entry.group_id, since_ms=since_ms, decisions_max=_DECISIONS_MAX
+                    entry.group_id, since_ms=since_ms, decisions_max=DECISIONS_MAX
                 )
                 decisions += reading.decisions
                 unreadable += reading.unreadable
                 groups += bool(reading.decisions)
                 # Of many groups no more are held at a time than those of two.
-                decisions = sorted(decisions, key=_time)[-_DECISIONS_MAX:]
+                decisions = sorted(decisions, key=_time)[-DECISIONS_MAX:]
         return decisions, unreadable, groups == 1
 
 

@@ -25,7 +25,7 @@ from waymark.epp.scores import PodScores, PrefixMatches
 log = logging.getLogger(__name__)
 
 #: Bytes of one message: pieces of bodies are far smaller, and a larger message is refused before it is read.
-_MESSAGE_BYTES_MAX = 4 * 2**20
+MESSAGE_BYTES_MAX = 4 * 2**20
 #: Of the streams of a health port.
 _HEALTH_STREAMS_MAX = 256
 _LOOK_SECONDS = 1.0
@@ -145,7 +145,7 @@ def _new_server(streams_max: int) -> Any:
         maximum_concurrent_rpcs=streams_max,
         options=[
             ("grpc.so_reuseport", 0),  # a taken port is an error
-            ("grpc.max_receive_message_length", _MESSAGE_BYTES_MAX),
+            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
             ("grpc.max_concurrent_streams", streams_max),
             # Envoy may ping idle connections; it would be closed for that otherwise.
             ("grpc.keepalive_permit_without_calls", 1),

@@ -45,7 +45,7 @@ NAME = "waymark index"
 VERSION = 1
 _DIGEST_BYTES = 16
 #: The most bytes of one array: 512 rows take a tenth.
-_RECORD_BYTES_MAX = 64 * 2**20
+RECORD_BYTES_MAX = 64 * 2**20
 _READ_BYTES = 2**20
 _SLOTS = re.compile(rb"(?:[0-9a-f]{16}[0-9a-v]){1,%d}" % ROW_SLOTS)
 _COPIES = re.compile(rb"[1-9][0-9]{0,15}(?: [0-9a-f]{16})*")
@@ -217,7 +217,7 @@ def _records(path: Path, file: BinaryIO) -> Iterator[tuple[int, Any]]:
     """Yield each array with its offset from the place at which reading began; up to the end, or a part of an array."""
     start = file.tell()
     unpacker = msgpack.Unpacker(
-        file, read_size=_READ_BYTES, max_buffer_size=_RECORD_BYTES_MAX, strict_map_key=False, raw=False
+        file, read_size=_READ_BYTES, max_buffer_size=RECORD_BYTES_MAX, strict_map_key=False, raw=False
     )
     offset = start
     while True:

@@ -20,7 +20,7 @@ from waymark.tokenization.prompt import ChatPrompt
 from waymark.tokenization.renderers import Renderers
 
 #: The templates of models have less than 50,000 characters.
-_SOURCE_MAX = 2**20
+SOURCE_MAX = 2**20
 
 #: Names with fields of their own in a request, and names that only the operator may choose.
 RESERVED = frozenset(
@@ -51,8 +51,8 @@ class ChatTemplate:
         self._special = dict(special)
         self._bytes_max = bytes_max
         self._is_for_sglang = is_for_sglang
-        if len(source) > _SOURCE_MAX:
-            raise _lacking(f"it has {len(source)} characters, and at most {_SOURCE_MAX} are read")
+        if len(source) > SOURCE_MAX:
+            raise _lacking(f"it has {len(source)} characters, and at most {SOURCE_MAX} are read")
         self._renderer = (renderers or Renderers()).of(compilable(source))
         self.takes_parts = (takes_parts_for_sglang if is_for_sglang else takes_parts)(source)
         self._dates = dates_of(source)
