@@ -258,6 +258,7 @@ def test_a_parameter_of_the_predicted_latency_counts_or_is_noted() -> None:
         pytest.param("[", "the file is not YAML", id="no-yaml"),
         pytest.param("kind: 2001-99-99", "the file is not YAML: month must be", id="no-date"),
         pytest.param("[" * 8000, "the file is nested too deeply", id="deep"),
+        pytest.param("- " * 8000, "the file is nested too deeply", id="deep-lists"),
         pytest.param("- a", "the file must be a mapping", id="a-list"),
         pytest.param("kind: Pod", 'kind is "Pod"; it must be EndpointPickerConfig', id="kind"),
         pytest.param("plugin: []", '"plugin" is not known; did you mean plugins?', id="field"),

@@ -75,10 +75,15 @@ def read_picker_config(text: str) -> PickerConfig:
     import yaml  # here, since a replica without such a file does without it
 
     try:
-        content = yaml.safe_load(text)
-    except RecursionError:
-        raise InvalidValue("the file is nested too deeply; its fields need fewer than ten levels") from None
-    except (yaml.YAMLError, ValueError) as exc:  # PyYAML raises ValueError at a date that does not exist
+        # libyaml, if PyYAML has it: the loader in Python takes seconds for some thousand brackets within each other.
+        content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (
+        RecursionError,
+        yaml.YAMLError,
+        ValueError,
+    ) as exc:  # PyYAML raises ValueError at a date that does not exist
+        if isinstance(exc, RecursionError) or "maximum nesting depth" in str(exc):
+            raise InvalidValue("the file is nested too deeply; its fields need fewer than ten levels") from None
         raise InvalidValue(f"the file is not YAML: {' '.join(str(exc).split())}") from exc
     top = _mapping(content, "the file")
     _only(top, _FIELDS, "the file")
