@@ -26,7 +26,6 @@ LINES_MAX = 500
 LONG = {
     "base/settings.py": "a table: a field and a sentence for each setting",
     "store/scripts.py": "a table: a method for each script",
-    "decide/fleet.py": "a fleet, and what decisions keep of it between changes of the table",
 }
 #: Names of the standard library: nobody else defines them.
 STANDARD_NAMES = {"Sequence", "Path", "Mapping", "Iterable"}

@@ -41,7 +41,7 @@ def test_a_candidate_is_the_same_whatever_else_is_known_of_others(seed: int) -> 
 def test_equal_targets_are_on_the_list_by_chance() -> None:
     rows = {n: PublisherRow(f"pod-{n}", 0, 16, "instance") for n in range(1, 101)}
     fleet = Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {}))
-    cost = LoadCost((LoadWeights(tokens=1.0),))
+    cost = LoadCost(LoadWeights(tokens=1.0))
     found = set()
     nothing = PromptState({}, {}, {}, {})
     for seed in range(60):

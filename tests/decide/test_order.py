@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit import seeds
 from waymark.decide.group_loads import GroupLoads, LoadOrder, RequestSum
-from waymark.decide.policies.policy import LoadWeights
+from waymark.decide.policies.policy import LoadCost, LoadWeights
 from waymark.store.reservations import Load, LoadChanges
 
 _IDLE = Load()
@@ -23,13 +23,20 @@ def value_of(load: Load) -> bytes:
 def test_an_order_that_follows_is_the_order_of_now(seed: int) -> None:
     random = Random(seed)
     weights = {publisher: random.choice((0.5, 1.0, 2.0)) for publisher in range(1, random.choice((2, 9, 200)))}
-    part = LoadWeights(*(random.choice((0.0, 1.0, 512.0)) for _ in LoadWeights._fields))
-    loads, order, total = GroupLoads(), LoadOrder(weights, part, random), RequestSum(weights)
+    first, second = (LoadWeights(*random.choices((0.0, 1.0, 512.0), k=len(LoadWeights._fields))) for _ in range(2))
+    cost, beyond = LoadCost(first), random.choice((1, 40, 9000))
+    if random.random() < 0.6:
+        cost = LoadCost(first, second, lambda one, other: (one + 1) * (other + beyond))
+    loads, order, total = GroupLoads(), LoadOrder(weights, cost, random), RequestSum(weights)
     stored: dict[bytes, bytes] = {}
 
     def work(publisher: int) -> float:
-        load = loads.get(publisher, _IDLE)
-        return float(sum(a * b for a, b in zip(part, load, strict=False)) / weights[publisher])
+        load, weight = loads.get(publisher, _IDLE), weights[publisher]
+        one, other = (
+            0.0 if part is None else sum(a * b for a, b in zip(part, load, strict=False)) / weight
+            for part in (cost.first, cost.second)
+        )
+        return cost.of(one, other)
 
     for _ in range(60):
         for _ in range(random.choice((0, 1, 3, 80, 5000))):
@@ -44,10 +51,16 @@ def test_an_order_that_follows_is_the_order_of_now(seed: int) -> None:
             loads.read(stored)
             assert dict(loads) == {int(name): Load.parse(value) for name, value in stored.items()}
         assert total.of(loads) == sum(loads.get(each, _IDLE).requests for each in weights)
-        found = [entry.publisher for entry in order.least(loads)]
-        assert [order.value_of[each] for each in found] == [work(each) for each in found]
-        assert sorted(found) == sorted(weights)
-        assert [work(each) for each in found] == sorted(map(work, weights))
+        without = random.sample(sorted(weights), len(weights) // 3) if random.random() < 0.5 else []
+        only = set(random.sample(sorted(weights), len(weights) // 2)) if random.random() < 0.5 else None
+        most = random.choice((1, 2, 8, len(weights)))
+        found = order.least(loads, cost, most, without, None if only is None else only.__contains__)
+        wanted = [each for each in weights if each not in without and (only is None or each in only)]
+        assert [value for value, _, _ in found] == sorted(map(work, wanted))[:most]
+        assert [(work(each), order.cost_of(each, cost)) for _, _, each in found] == [
+            (value,) * 2 for value, _, _ in found
+        ]
+        assert len({each for _, _, each in found} & set(wanted)) == len(found)
 
 
 def test_what_a_decision_has_put_does_not_outlive_the_next_reading() -> None:
@@ -78,25 +91,38 @@ def test_only_what_has_changed_is_told() -> None:
 
 
 def test_equal_targets_come_first_by_chance() -> None:
-    weights = dict.fromkeys(range(100), 1.0)
-    loads, order = GroupLoads({99: Load(1, 1)}), LoadOrder(weights, LoadWeights(requests=512.0), Random(1))
-    first = {next(order.least(loads)).publisher for _ in range(1000)}
-    assert len(first) > 90
-    assert 99 not in first
+    weights, loads = dict.fromkeys(range(100), 1.0), GroupLoads({99: Load(1, 1)})
+    two_parts = LoadCost(LoadWeights(requests=1.0), LoadWeights(tokens=1.0), lambda one, other: (one + 1) * (other + 9))
+    for cost in (LoadCost(LoadWeights(requests=512.0)), two_parts):
+        order = LoadOrder(weights, cost, Random(1))
+        first = {order.least(loads, cost, 1)[0][2] for _ in range(1000)}
+        assert len(first) > 90
+        assert 99 not in first
+
+
+def test_a_target_behind_a_dear_one_is_found_after_its_load_has_fallen() -> None:
+    """Among few requests there is nobody cheap, so that only the least of the second part says to go on."""
+    cost = LoadCost(LoadWeights(requests=1.0), LoadWeights(tokens=1.0), lambda one, other: (one + 1) * (other + 1))
+    loads = GroupLoads({publisher: Load(1000, publisher) for publisher in range(9)})
+    order = LoadOrder(dict.fromkeys(loads, 1.0), cost, Random(1))
+    assert order.least(loads, cost, 1)[0][::2] == (1001, 0)
+    loads.put(7, Load(0, 7))
+    assert order.least(loads, cost, 1)[0][::2] == (8, 7)
 
 
 def test_an_order_of_other_loads_is_sorted_again() -> None:
-    order = LoadOrder({1: 1.0, 2: 1.0}, LoadWeights(tokens=1.0), Random(1))
+    cost = LoadCost(LoadWeights(tokens=1.0))
+    order = LoadOrder({1: 1.0, 2: 1.0}, cost, Random(1))
     one, other = GroupLoads({1: Load(5, 1)}), GroupLoads({2: Load(5, 1)})
 
     def least(loads: GroupLoads | dict[int, Load]) -> list[int]:
-        return [entry.publisher for entry in order.least(loads)]
+        return [publisher for _, _, publisher in order.least(loads, cost, 9)]
 
     assert least(one) == [2, 1]
     assert least(other) == [1, 2]
     assert least({1: Load(9, 1)}) == [2, 1]
     assert least(other) == [1, 2]
-    assert list(LoadOrder({}, LoadWeights(tokens=1.0), Random(1)).least(one)) == []
+    assert LoadOrder({}, cost, Random(1)).least(one, cost, 1) == []
 
 
 def test_a_decision_that_was_put_after_a_newer_reading_is_asked_for() -> None:

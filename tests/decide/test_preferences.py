@@ -9,6 +9,7 @@ import pytest
 from tests.decide.test_fleet import fleet_of
 from tests.decide.test_shortlist import BLOCKS, GROUP, SIZE, parameters_of, plain, state_of
 from tests.unit import seeds
+from waymark.contract.decisions import Decision
 from waymark.decide.fleet import Fleet, PromptState
 from waymark.decide.group_loads import GroupLoads
 from waymark.decide.matches import PromptMatches
@@ -66,7 +67,7 @@ def test_a_policy_prefers_what_it_would_choose_of_all_targets(name: str, seed: i
         best = whole.decode[0].value
         for candidate in found:
             assert candidate is not None
-            by_place = name == "sticky" or session is not None
+            by_place = (name == "sticky" and key is not None) or whole.decision is Decision.SESSION
             if by_place:  # the value of a target is its place, and the first one is the key's or the session's
                 assert candidate.publisher in (whole.decode[0].candidate.publisher, chosen)
             else:

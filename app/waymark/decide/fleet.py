@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from bisect import insort
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from random import Random
@@ -138,7 +136,7 @@ class TargetSet:
         for member in members:
             self._of_instance.setdefault(member.name[0], []).append(member.publisher)
         self._weights = {member.publisher: member.target.weight for member in members}
-        self._orders: dict[LoadWeights, LoadOrder] = {}
+        self._orders: dict[tuple[LoadWeights, LoadWeights | None], LoadOrder] = {}
         self._sum = RequestSum(self._weights)
 
     def count(self, allowed: Allowed) -> int:
@@ -183,8 +181,8 @@ class TargetSet:
         if len(self.members) <= most or (allowed.only is not None and len(allowed.only) <= most):
             return list(self.all(allowed))
         having = self._having(seen, allowed, (*self._of_instance.get(session, ()), rival))
-        orders = [self._order(part, random) for part in cost.parts]
-        rest = self._least(orders, cost, most, seen, allowed, having)
+        load_order = self._order(cost, random)
+        rest = load_order.least(seen.loads, cost, most, having, None if allowed.are_all else allowed.has)
         # If more than these are as good as the best, the key decides between all.
         equal = rest[0][0] if len(rest) == most and rest[0][0] == rest[-1][0] else None
         near = 0
@@ -193,7 +191,7 @@ class TargetSet:
             if publisher is None or not allowed.has(publisher):
                 continue
             near += 1
-            is_equal = equal is not None and cost.of([order.value_of[publisher] for order in orders]) == equal
+            is_equal = equal is not None and load_order.cost_of(publisher, cost) == equal
             if near <= most or is_equal:
                 having[publisher] = None
             if near >= most and (equal is None or is_equal):
@@ -209,29 +207,9 @@ class TargetSet:
         self, seen: PromptState, cost: LoadCost, random: Random, allowed: Allowed, without: Container[int]
     ) -> FleetMember | None:
         """Return the cheapest member by load alone; None if there is no other than ``without``."""
-        orders = [self._order(part, random) for part in cost.parts]
-        if len(orders) != 2:
-            least = self._least(orders, cost, 1, seen, allowed, without)
-            return self._by_publisher[least[0][2]] if least else None
-        # A target costs no less than another one that an order names before it and that the other order does not name
-        # behind it, so most places of the two need no cost.
-        by_first, by_second = (order.least(seen.loads) for order in orders)
-        (first_of, second_of), cost_of = (order.value_of for order in orders), cost.of
-        best, worst, least_first, least_second = None, math.inf, math.inf, math.inf
-        for (first, _, by_first_id), (second, _, by_second_id) in zip(by_first, by_second, strict=True):
-            if worst <= cost_of((first, second)):
-                break
-            value = second_of[by_first_id]
-            if value < least_second and by_first_id not in without and allowed.has(by_first_id):
-                least_second, total = value, cost_of((first, value))
-                if total < worst:
-                    best, worst = by_first_id, total
-            value = first_of[by_second_id]
-            if value < least_first and by_second_id not in without and allowed.has(by_second_id):
-                least_first, total = value, cost_of((value, second))
-                if total < worst:
-                    best, worst = by_second_id, total
-        return None if best is None else self._by_publisher[best]
+        is_allowed = None if allowed.are_all else allowed.has
+        least = self._order(cost, random).least(seen.loads, cost, 1, without, is_allowed)
+        return self._by_publisher[least[0][2]] if least else None
 
     def _having(self, seen: PromptState, allowed: Allowed, others: Iterable[int | None]) -> dict[int, None]:
         having: dict[int, None] = {}
@@ -287,50 +265,13 @@ class TargetSet:
             return (each for each in self.members if allowed.has(each.publisher))
         return (self._by_publisher[each] for each in sorted(allowed.only) if each in self._by_publisher)
 
-    def _least(
-        self,
-        orders: Sequence[LoadOrder],
-        cost: LoadCost,
-        most: int,
-        seen: PromptState,
-        allowed: Allowed,
-        without: Container[int],
-    ) -> list[tuple[float, float, int]]:
-        """The cheapest members by load alone, of those that are allowed and not in ``without``."""
-        least: list[tuple[float, float, int]] = []
-        are_all = allowed.are_all
-        if len(orders) == 1:  # the order of the one part is that of the cost
-            for entry in orders[0].least(seen.loads):
-                if entry[2] not in without and (are_all or allowed.has(entry[2])):
-                    least.append(entry)
-                    if len(least) == most:
-                        break
-            return least
-        cost_of, worst = cost.of, math.inf
-        publishers_met: set[int] = set()
-        sequences, values_of = [order.least(seen.loads) for order in orders], [order.value_of for order in orders]
-        for entries in zip(*sequences, strict=True):
-            # Whoever was not met is at or behind this place in each order, and the cost grows with each.
-            if worst <= cost_of([entry[0] for entry in entries]):
-                break
-            for _, draw, publisher in entries:
-                if publisher in publishers_met:
-                    continue
-                publishers_met.add(publisher)
-                total = cost_of([values[publisher] for values in values_of])
-                if total < worst and publisher not in without and (are_all or allowed.has(publisher)):
-                    insort(least, (total, draw, publisher))
-                    if len(least) >= most:
-                        del least[most:]
-                        worst = least[-1][0]
-        return least
-
-    def _order(self, part: LoadWeights, random: Random) -> LoadOrder:
-        order = self._orders.get(part)
+    def _order(self, cost: LoadCost, random: Random) -> LoadOrder:
+        parts = cost.first, cost.second
+        order = self._orders.get(parts)
         if order is None:
             if len(self._orders) >= _ORDERS_MAX:
                 self._orders.clear()
-            order = self._orders[part] = LoadOrder(self._weights, part, random)
+            order = self._orders[parts] = LoadOrder(self._weights, cost, random)
         return order
 
 

@@ -5,14 +5,15 @@ A decision looks at the first few targets of an order, so that it costs the same
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from random import Random
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
-from waymark.decide.policies.policy import LoadWeights
+from waymark.decide.policies.policy import LoadCost, LoadWeights
 from waymark.domain.books import Drift
 from waymark.store.reservations import DRIFT, HEALTH, Load, LoadChanges, left_out_until
 
@@ -164,17 +165,18 @@ class _LoadFollower(ABC):
         self._version = 0
 
     def _follow(self, loads: Mapping[int, Load]) -> None:
-        if not isinstance(loads, GroupLoads):
-            self._loads = None
+        if loads is not self._loads or self._loads is None:
             self._make(loads)
-            return
-        changed = loads.changed_since(self._version) if loads is self._loads else None
-        moved = None if changed is None else set(changed)
-        if moved is None or len(moved) > len(self._weights) // _SHARE:
-            self._make(loads)
-        else:
-            self._change((each for each in moved if each in self._weights), loads)
-        self._loads, self._version = loads, loads.version
+            self._loads = loads if isinstance(loads, GroupLoads) else None
+        elif self._version != self._loads.version:
+            changed = self._loads.changed_since(self._version)
+            moved = None if changed is None else set(changed)
+            if moved is None or len(moved) > len(self._weights) // _SHARE:
+                self._make(loads)
+            else:
+                self._change(moved & self._weights.keys(), loads)
+        if self._loads is not None:
+            self._version = self._loads.version
 
     @abstractmethod
     def _make(self, loads: Mapping[int, Load]) -> None: ...
@@ -183,64 +185,89 @@ class _LoadFollower(ABC):
     def _change(self, publishers: Iterable[int], loads: Mapping[int, Load]) -> None: ...
 
 
-class OrderEntry(NamedTuple):
-    """The place of a target in an order."""
-
-    value: float
-    draw: float
-    """A random number, by which equal targets are in an order by chance."""
-    publisher: int
+OrderEntry: TypeAlias = tuple[float, float, float, int]
+"""The place of a target in an order: the parts of its cost, a random number, by which equal targets are in an order by
+chance, and its publisher.
+"""
 
 
 class LoadOrder(_LoadFollower):
-    """Targets by a part of their cost, least first."""
+    """Targets by the first part of their cost, and those that are equal in it by the second."""
 
-    def __init__(self, weights: Mapping[int, float], part: LoadWeights, random: Random) -> None:
+    def __init__(self, weights: Mapping[int, float], cost: LoadCost, random: Random) -> None:
         super().__init__(weights)
-        self._part = part
+        self._first, self._second = cost.first, cost.second
         self._random = random
         self._entries: list[OrderEntry] = []
         self._entry_of: dict[int, OrderEntry] = {}
-        self.value_of: dict[int, float] = {}
-        """The part of each target's cost by the loads of the last call of ``least``, by publisher."""
+        self._least_second = 0.0
+        """No target's second part is less."""
 
-    def least(self, loads: Mapping[int, Load]) -> Iterator[OrderEntry]:
-        """Return all targets, least first; of those that are equal to the least, the first is one by chance.
+    def least(
+        self,
+        loads: Mapping[int, Load],
+        cost: LoadCost,
+        most: int,
+        without: Container[int] = (),
+        is_allowed: Callable[[int], bool] | None = None,
+    ) -> list[tuple[float, float, int]]:
+        """Return the ``most`` targets of the least cost, as costs, random numbers and publishers, least first.
 
-        So many callers do not all take the same one. Nothing may change while it is gone through.
+        Of those that are equal to the first of the order, the first is one by chance, so that many callers do not all
+        take the same one. ``cost`` has the parts of this order.
         """
         self._follow(loads)
-        entries = self._entries
-        if len(entries) > 1 and entries[0].value == entries[1].value:
-            return self._by_chance(entries)
-        return iter(entries)
+        entries, cost_of = self._entries, cost.of
+        found: list[tuple[float, float, int]] = []
+        at, begin, equal, worst = 0, 0, 1, math.inf
+        if len(entries) > 1 and entries[0][:2] == entries[1][:2]:
+            equal = bisect_right(entries, (*entries[0][:2], math.inf, 0))
+            begin = self._random.randrange(equal)
+        while at < len(entries):
+            first, second, draw, publisher = entries[at if at >= equal else (at + begin) % equal]
+            total = cost_of(first, second)
+            if total >= worst:
+                # So does each target behind it with the same first part; the others cost no less than this.
+                if worst <= cost_of(first, self._least_second):
+                    break
+                at = bisect_right(entries, (first, math.inf, 0.0, 0), at)
+                continue
+            at += 1
+            if publisher not in without and (is_allowed is None or is_allowed(publisher)):
+                insort(found, (total, draw, publisher))
+                if len(found) >= most:
+                    del found[most:]
+                    worst = found[-1][0]
+        return found
 
-    def _by_chance(self, entries: Sequence[OrderEntry]) -> Iterator[OrderEntry]:
-        equal = bisect_right(entries, (entries[0].value, 2.0, 0))
-        begin = self._random.randrange(equal)
-        for index in range(begin, equal):
-            yield entries[index]
-        for index in range(begin):
-            yield entries[index]
-        for index in range(equal, len(entries)):
-            yield entries[index]
+    def cost_of(self, publisher: int, cost: LoadCost) -> float:
+        """Return the cost of a target by the loads of the last call of ``least``."""
+        first, second, *_ = self._entry_of[publisher]
+        return cost.of(first, second)
 
     def _make(self, loads: Mapping[int, Load]) -> None:
         self._entry_of = {publisher: self._entry(publisher, loads) for publisher in self._weights}
-        self.value_of = {publisher: entry.value for publisher, entry in self._entry_of.items()}
         self._entries = sorted(self._entry_of.values())
+        self._least_second = min((entry[1] for entry in self._entries), default=0.0)
 
     def _change(self, publishers: Iterable[int], loads: Mapping[int, Load]) -> None:
+        entries, entry_of = self._entries, self._entry_of
         for publisher in publishers:
-            del self._entries[bisect_left(self._entries, self._entry_of[publisher])]
-            entry = self._entry_of[publisher] = self._entry(publisher, loads)
-            self.value_of[publisher] = entry.value
-            insort(self._entries, entry)
+            del entries[bisect_left(entries, entry_of[publisher])]
+            entry = entry_of[publisher] = self._entry(publisher, loads)
+            insort(entries, entry)
+            if entry[1] < self._least_second:
+                self._least_second = entry[1]
 
     def _entry(self, publisher: int, loads: Mapping[int, Load]) -> OrderEntry:
-        load, (tokens, requests, context) = loads.get(publisher, _IDLE), self._part
-        work = tokens * load.tokens + requests * load.requests + context * load.context
-        return OrderEntry(work / self._weights[publisher], self._random.random(), publisher)
+        load, weight = loads.get(publisher, _IDLE), self._weights[publisher]
+        second = 0.0 if self._second is None else _work(load, self._second) / weight
+        return _work(load, self._first) / weight, second, self._random.random(), publisher
+
+
+def _work(load: Load, part: LoadWeights) -> float:
+    tokens, requests, context = part
+    return tokens * load.tokens + requests * load.requests + context * load.context
 
 
 class RequestSum(_LoadFollower):

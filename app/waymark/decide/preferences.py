@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import isclose
 from random import Random
 
-from waymark.decide.fleet import FleetMember, PromptState
+from waymark.decide.fleet import PromptState
 from waymark.decide.matches import PromptMatches
 from waymark.decide.order import order, rank, targets_of
 from waymark.decide.policies.policy import Candidate, Scored
@@ -68,15 +68,14 @@ class Preferences:
             members = [*self._having.values(), *(() if rest is None else (rest,))]
         if not members:
             return None
-        candidates = [self._candidates.get(each.publisher) or self._candidate(each) for each in members]
+        known = self._candidates
+        missing = [each for each in members if each.publisher not in known]
+        if missing:
+            made = fleet.candidates(matches.seen, request.block_size, members=missing)
+            known.update(zip([each.publisher for each in missing], made, strict=True))
+        candidates = [known[each.publisher] for each in members]
         scored = rank(policy, request, candidates, fleet, self._random, 1, bound).scored
         return scored[0], next((each for each in scored if each.candidate.publisher == self._chosen), None)
-
-    def _candidate(self, member: FleetMember) -> Candidate:
-        seen, size = self._matches.seen, self._matches.request.block_size
-        (candidate,) = self._snapshot.fleet.candidates(seen, size, members=(member,))
-        self._candidates[member.publisher] = candidate
-        return candidate
 
     def _whole(self, policy: PolicyChoice, seen: PromptState) -> tuple[Scored | None, Scored | None]:
         question = self._question._replace(policy=policy)

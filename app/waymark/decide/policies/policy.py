@@ -251,12 +251,17 @@ class LoadWeights(NamedTuple):
     context: float = 0.0
 
 
-class LoadCost(NamedTuple):
-    """The cost of a target that has no part of the prompt; it grows with each of the parts, or stays the same."""
+def _first(first: float, second: float) -> float:
+    return first
 
-    parts: tuple[LoadWeights, ...]
-    of: Callable[[Sequence[float]], float] = sum
-    """Makes the cost, or what orders targets as the cost does, of the values of the parts."""
+
+class LoadCost(NamedTuple):
+    """The cost of a target that has no part of the prompt; it grows with each of its parts, or stays the same."""
+
+    first: LoadWeights
+    second: LoadWeights | None = None
+    of: Callable[[float, float], float] = _first
+    """Makes the cost, or what orders targets as the cost does, of the values of both parts."""
 
 
 class Inputs(NamedTuple):

@@ -219,13 +219,13 @@ def _sticky(inputs: Inputs) -> Ranking:
 
 def _least_work_by_load(request: RoutingRequest, values: Values) -> LoadCost:
     # wait + new_weight * new + active_weight * active, and new is the same for all.
-    return LoadCost((LoadWeights(tokens=1.0, requests=values.number("active_weight")),))
+    return LoadCost(LoadWeights(tokens=1.0, requests=values.number("active_weight")))
 
 
 def _longest_by_load(request: RoutingRequest, values: Values) -> LoadCost:
     # The tokens to compute are the same for all, and a shorter queue is over the bound only if a longer one is.
     # The shortest queue of all, which sets the bound, is on the list: it is the first of the others, or has a part.
-    return LoadCost((LoadWeights(tokens=1.0),))
+    return LoadCost(LoadWeights(tokens=1.0))
 
 
 def _dynamo_by_load(request: RoutingRequest, values: Values) -> LoadCost | None:
@@ -234,14 +234,15 @@ def _dynamo_by_load(request: RoutingRequest, values: Values) -> LoadCost | None:
     # The cost in blocks, times the size of a block, without the prompt's own tokens, which all would have to compute.
     prefill = values.number("overlap_score_weight") * values.number("prefill_load_scale")
     tokens = prefill if values.is_on("track_prefill_tokens") else 0.0
-    return LoadCost((LoadWeights(tokens, values.number("active_weight") * request.block_size, 1.0),))
+    return LoadCost(LoadWeights(tokens, values.number("active_weight") * request.block_size, 1.0))
 
 
 def _lmetric_by_load(request: RoutingRequest, values: Values) -> LoadCost:
     # (wait + new) * (active + 1) is no sum: which of two targets is better depends on the prompt. But it grows with
     # both, so a target cannot win if another has a shorter queue and fewer requests.
+    tokens = request.tokens
     return LoadCost(
-        (LoadWeights(tokens=1.0), LoadWeights(requests=1.0)), lambda parts: (parts[0] + request.tokens) * (parts[1] + 1)
+        LoadWeights(requests=1.0), LoadWeights(tokens=1.0), lambda requests, wait: (wait + tokens) * (requests + 1)
     )
 
 
