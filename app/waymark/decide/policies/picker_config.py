@@ -223,7 +223,8 @@ def _speculation(declared: Mapping[str, DeclaredPlugin]) -> Speculation | None:
             raise InvalidValue(
                 f"{where} is {shown(text)}; it must be 1ms to {_SPECULATIVE_SECONDS_MAX // 60}m", field=where
             )
-        return Speculation(is_on=True, milliseconds=math.ceil(1000 * seconds))
+        # 0.7 s are a little more than 700 ms in binary.
+        return Speculation(is_on=True, milliseconds=math.ceil(round(1000 * seconds, 6)))
     return Speculation(is_on=False) if speculative else None
 
 
