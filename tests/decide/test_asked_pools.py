@@ -8,7 +8,9 @@ import logging
 from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from typing import Any
+from json import dumps
+from typing import Any, cast
+from urllib.parse import unquote
 
 import pytest
 from aiohttp import web
@@ -17,19 +19,24 @@ from tests.decide.conftest import metrics, store
 from tests.masters import Master, started_master
 from tests.patience import patient
 from tests.store.factories import registration
-from waymark.base.asker import Asker
+from waymark.base.asker import Asker, HttpReply
+from waymark.base.errors import Unanswered
 from waymark.base.metrics import Metrics
 from waymark.decide import asked_pools
-from waymark.decide.asked_pools import FAILURES_MAX, AskedPools, QueriedPool
+from waymark.decide.asked_pools import FAILURES_MAX, AskedPools, QueriedPool, queried_pools
 from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.question import HashedPrompt, PolicyChoice, Question
 from waymark.decide.selector import Selector
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import block_keys, namespace
-from waymark.domain.names import GroupName
+from waymark.domain.names import GroupName, Holder
 from waymark.domain.pool_keys import KEYS_MAX, AskedPrompt, PromptIds, key_forms, page_hashes
+from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import Target
+from waymark.store.chain import PackedKeys
+from waymark.store.query_reader import PromptKeys
+from waymark.store.steps import Steps, Waiting, finished
 from waymark.store.store import Store
 
 __all__ = ["metrics", "store"]
@@ -61,6 +68,45 @@ async def pools(metrics: Metrics) -> AsyncIterator[AskedPools]:
     asker = Asker()
     yield AskedPools(asker, metrics, seconds=patient(5.0))
     await asker.close()
+
+
+class Answers:
+    """Masters without a network: what each answers, by the beginning of its URL."""
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+        """The objects that are there."""
+        self.asked: list[str] = []
+        self.status = 200
+        self.is_silent = False
+        self.cancelled = 0
+        self.wait: Callable[[], Any] | None = None
+
+    async def ask(self, url: str, *, seconds: float, bytes_max: int, json: bytes | None = None) -> HttpReply:
+        assert 0 < seconds < 60
+        assert bytes_max == 4 * 2**20
+        self.asked.append(url)
+        if self.wait is not None:
+            try:
+                await self.wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        if self.is_silent:
+            raise Unanswered("it did not answer")
+        keys = unquote(url.partition("keys=")[2]).split(",")
+        data = {key: {"ok": key in self.keys} for key in keys}
+        return HttpReply(self.status, dumps({"data": data}).encode())
+
+
+@pytest.fixture
+def answers() -> Answers:
+    return Answers()
+
+
+@pytest.fixture
+def plain_pools(answers: Answers, metrics: Metrics) -> AskedPools:
+    return AskedPools(cast(Asker, answers), metrics)
 
 
 def outcomes(metrics: Metrics) -> dict[str, float]:
@@ -298,3 +344,227 @@ async def test_an_odd_answer_of_lmcache_counts_for_nothing(
     master.answer = lambda: odd(text)
     assert await pools.blocks([QueriedPool(master.url + "/lookup")], asked(TOKENS)) == 0
     assert outcomes(metrics) == {"failed": 1}
+
+
+# ---- which pools are asked ----------------------------------------------------------------------------
+
+FORMS = ("m@{sha256}",)
+
+
+def table(*targets: Target, telling: bool = False, is_lost: bool = False, version: bytes = b"v") -> HolderTable:
+    """A pool, and engines, with these targets."""
+    rows = {1: PublisherRow("pool", 0, SIZE, "shared", is_lost)}
+    rows |= {number: PublisherRow(f"pod-{number}", 0, SIZE, "instance") for number in range(2, len(targets) + 1)}
+    holders = {9: Holder(9, 1, "pool", 0, "GPU", SIZE, "", "shared")} if telling else {}
+    return HolderTable(version, GroupName("t", "m"), rows, holders, b"", dict(enumerate(targets, 1)))
+
+
+NAMED = Target(query_endpoint="http://a:1", query_parts=2)
+NAMED_FORMS = Target(query_endpoint="http://a:1", query_keys=FORMS)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (table(Target(), Target()), []),
+        (table(NAMED), [QueriedPool("http://a:1", 2)]),
+        (table(NAMED, telling=True), []),
+        # A pool whose events do not come any more is asked.
+        (table(NAMED, telling=True, is_lost=True), [QueriedPool("http://a:1", 2)]),
+        (table(Target(), NAMED, Target(query_endpoint="http://b:1")), [
+            QueriedPool("http://a:1", 2), QueriedPool("http://b:1"),
+        ]),
+        # Of several registrations with one master, the one that names the forms of its keys knows it best, and then
+        # the first one, unless another one does not name the parts either.
+        (table(NAMED, Target(query_endpoint="http://a:1", query_parts=4)), [QueriedPool("http://a:1", 2)]),
+        (table(NAMED, NAMED_FORMS), [QueriedPool("http://a:1", 0, FORMS)]),
+        (
+            table(NAMED_FORMS, Target(query_endpoint="http://a:1", query_keys=("x",))),
+            [QueriedPool("http://a:1", 0, FORMS)],
+        ),
+        (table(Target(query_endpoint="http://a:1"), NAMED), [QueriedPool("http://a:1", 2)]),
+    ],
+)  # fmt: skip
+def test_the_pools_that_somebody_names_are_asked(found: HolderTable, expected: list[QueriedPool]) -> None:
+    assert list(queried_pools(found)) == expected
+
+
+def test_the_pools_of_a_table_are_read_once(plain_pools: AskedPools, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = table(NAMED)
+    assert plain_pools.of(first) is plain_pools.of(first)
+    assert plain_pools.of(table(Target(), version=b"w")) == (), "another table may have others"
+    monkeypatch.setattr(asked_pools, "_TABLES_MAX", 3)
+    for number in range(10):
+        other = HolderTable(b"v", GroupName("t", f"m-{number}"), {}, {})
+        assert plain_pools.of(other) == ()
+    assert len(plain_pools._of_tables) <= 3
+
+
+# ---- how they are asked -------------------------------------------------------------------------------
+
+
+async def test_several_pools_have_together_what_one_of_them_has(answers: Answers, plain_pools: AskedPools) -> None:
+    read = key_forms(FORMS)
+    assert read is not None
+    first = next(iter(read.hashes(asked(TOKENS))))
+    answers.keys = {f"m@{first}", f"{HASHES[3]}__k"}
+    pools = [QueriedPool("http://a:1", forms=FORMS), QueriedPool("http://b:1/", 1)]
+    assert await plain_pools.blocks(pools, asked(TOKENS)) == 0b1001
+    assert [url.partition("?")[0] for url in answers.asked] == [
+        "http://a:1/batch_query_keys",
+        "http://b:1/batch_query_keys",
+    ]
+    assert await plain_pools.blocks([], asked(TOKENS)) == 0
+
+
+@pytest.mark.parametrize("tokens", [b"", packed(1, 2, 3)])
+async def test_a_prompt_without_a_whole_block_is_not_asked_for(
+    answers: Answers, plain_pools: AskedPools, metrics: Metrics, tokens: bytes
+) -> None:
+    assert await plain_pools.blocks([QueriedPool("http://a:1")], asked(tokens)) == 0
+    assert (answers.asked, outcomes(metrics)) == ([], {})
+
+
+@pytest.mark.parametrize("forms", [("m@{no such hash}",), ("m",)])
+async def test_a_pool_whose_keys_cannot_be_made_is_not_asked(
+    answers: Answers, plain_pools: AskedPools, forms: tuple[str, ...]
+) -> None:
+    assert await plain_pools.blocks([QueriedPool("http://a:1", forms=forms)], asked(TOKENS)) == 0
+    assert answers.asked == []
+
+
+async def test_a_status_other_than_200_is_a_failure(
+    answers: Answers, plain_pools: AskedPools, metrics: Metrics
+) -> None:
+    answers.keys, answers.status = {f"{HASHES[0]}__k"}, 404
+    assert await plain_pools.blocks([QueriedPool("http://a:1", 1)], asked(TOKENS)) == 0
+    assert outcomes(metrics) == {"failed": 1}
+
+
+async def test_the_pause_of_a_master_doubles_up_to_the_longest(
+    answers: Answers, plain_pools: AskedPools, metrics: Metrics
+) -> None:
+    answers.is_silent = True
+    pool = QueriedPool("http://a:1")
+    loop, pauses = asyncio.get_running_loop(), list[float]()
+    for _ in range(FAILURES_MAX + 7):
+        await plain_pools.blocks([pool], asked(TOKENS))
+        master = plain_pools._masters[pool.url]
+        pauses.append(max(0.0, master.until - loop.time()))
+        master.until = float("-inf")
+    assert [round(each) for each in pauses] == [0, 0, 1, 2, 4, 8, 16, 30, 30, 30]
+    answers.is_silent = False
+    await plain_pools.blocks([pool], asked(TOKENS))
+    assert plain_pools._masters[pool.url].failures == 0
+    answers.is_silent = True
+    await plain_pools.blocks([pool], asked(TOKENS + TOKENS))
+    assert plain_pools._masters[pool.url].until == float("-inf"), "one failure is not yet a pause"
+
+
+async def test_a_paused_master_does_not_pause_another(
+    answers: Answers, plain_pools: AskedPools, metrics: Metrics
+) -> None:
+    answers.is_silent = True
+    for _ in range(FAILURES_MAX):
+        await plain_pools.blocks([QueriedPool("http://a:1")], asked(TOKENS))
+    answers.is_silent, answers.keys = False, {f"{HASHES[0]}__k"}
+    both = [QueriedPool("http://a:1", 1), QueriedPool("http://b:1", 1)]
+    assert await plain_pools.blocks(both, asked(TOKENS)) == 1
+    assert outcomes(metrics) == {"failed": FAILURES_MAX, "paused": 1, "answered": 1}
+
+
+async def test_masters_that_are_remembered_are_bounded(
+    answers: Answers, plain_pools: AskedPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asked_pools, "_MASTERS_MAX", 2)
+    monkeypatch.setattr(asked_pools, "_KEPT_SECONDS", 0.0)
+    for name in "abac":
+        await plain_pools.blocks([QueriedPool(f"http://{name}:1")], asked(TOKENS))
+    assert list(plain_pools._masters) == ["http://a:1", "http://c:1"], "the one not asked for longest is forgotten"
+
+
+async def test_a_prompt_is_another_one_with_another_model_or_namespace(
+    answers: Answers, plain_pools: AskedPools, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asked_pools, "_KEPT_SECONDS", 3600.0)
+    pool = QueriedPool("http://a:1", forms=FORMS)
+    salted = AskedPrompt(PromptIds(TOKENS, namespace(None, ["s"])), SIZE, "m", "s")
+    for prompt in (asked(TOKENS), asked(TOKENS, model="n"), salted, asked(TOKENS), salted):
+        await plain_pools.blocks([pool], prompt)
+    assert outcomes(metrics) == {"answered": 3, "kept": 2}
+
+
+async def test_one_portion_that_fails_ends_the_others(answers: Answers, plain_pools: AskedPools) -> None:
+    tokens = packed(*range(SIZE * KEYS_MAX * 2))
+
+    async def first_fails() -> None:
+        if len(answers.asked) == 1:
+            raise Unanswered("it did not answer")
+        await asyncio.Event().wait()
+
+    answers.wait = first_fails
+    assert await plain_pools.blocks([QueriedPool("http://a:1", forms=FORMS)], asked(tokens)) == 0
+    assert len(answers.asked) == 2
+    await asyncio.sleep(0)
+    assert answers.cancelled == 1
+
+
+# ---- beside a query -----------------------------------------------------------------------------------
+
+
+class Beside:
+    """A query whose table is another one behind its read, perhaps."""
+
+    def __init__(self, pools: AskedPools, before: HolderTable | None, after: HolderTable | None) -> None:
+        self.pools, self.at_hand, self.after = pools, before, after
+        self.sizes: list[bytes] = []
+
+    def size_of(self, of: HolderTable) -> int | None:
+        self.sizes.append(of.version)
+        return SIZE if of.publishers else None
+
+    def reading(self) -> Steps[str]:
+        yield Waiting(asyncio.sleep(0))
+        self.at_hand = self.after
+        return "read"
+
+    async def read(self, ids: PromptIds | None = PromptIds(TOKENS, 0)) -> tuple[str, int]:  # noqa: B008
+        keys = PromptKeys(PackedKeys(b""), 0, 0, ids)
+        return await finished(
+            self.pools.beside(self.reading(), lambda: self.at_hand, self.size_of, lambda size: keys, None)
+        )
+
+
+async def test_a_query_has_its_result_and_what_pools_have(answers: Answers, plain_pools: AskedPools) -> None:
+    answers.keys = {f"{HASHES[1]}_0_k", f"{HASHES[1]}_0_v"}
+    of = table(NAMED)
+    assert await Beside(plain_pools, of, of).read() == ("read", 0b10)
+    assert len(answers.asked) == 1
+    assert await Beside(plain_pools, of, of).read(None) == ("read", 0), "no tokens name no blocks"
+    assert await Beside(plain_pools, None, None).read() == ("read", 0)
+    assert len(answers.asked) == 1
+
+
+async def test_a_table_that_is_known_behind_the_read_is_asked_for(answers: Answers, plain_pools: AskedPools) -> None:
+    answers.keys = {f"{HASHES[1]}_0_k", f"{HASHES[1]}_0_v"}
+    of, empty = table(NAMED), table(version=b"w")
+    query = Beside(plain_pools, None, of)
+    assert await query.read() == ("read", 0b10)
+    assert query.sizes == [b"v"]
+    assert await Beside(plain_pools, of, empty).read() == ("read", 0), "the pool of before is asked for nothing"
+
+
+async def test_a_query_that_fails_asks_nobody_any_more(answers: Answers, plain_pools: AskedPools) -> None:
+    answers.wait = asyncio.Event().wait
+    query = Beside(plain_pools, table(NAMED), table(NAMED))
+
+    def fails() -> Steps[str]:
+        yield Waiting(asyncio.sleep(0.001))
+        raise Unanswered("the read has failed")
+
+    query.reading = fails  # type: ignore[method-assign]
+    with pytest.raises(Unanswered, match="the read has failed"):
+        await query.read()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert answers.cancelled == len(answers.asked) == 1
