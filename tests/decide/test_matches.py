@@ -296,7 +296,7 @@ async def silent(store: Store, *numbers: int) -> None:
     await pods(store, *numbers, kind=EngineKind.NONE, endpoint=None)
 
 
-async def expect(store: Store, entries: dict[int, int]) -> None:
+def expect(monkeypatch: pytest.MonkeyPatch, store: Store, entries: dict[int, int]) -> None:
     """Let the entries of a prompt name these publishers, by the place of the entry."""
 
     async def entries_of(group_id: int, numbers: Sequence[int], *, until: float, has_stages: bool) -> list[int | None]:
@@ -305,10 +305,10 @@ async def expect(store: Store, entries: dict[int, int]) -> None:
             said[at] = publisher
         return said
 
-    store.speculative.read = entries_of  # type: ignore[method-assign]
+    monkeypatch.setattr(store.speculative, "read", entries_of)
 
 
-async def test_speculative_entries_count_to_their_greatest_depth(store: Store) -> None:
+async def test_speculative_entries_count_to_their_greatest_depth(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     await silent(store, 1, 2)
     publishers = [claim.publisher for claim in await store.directory.claims()]
     # A prompt of ten blocks has entries at 8 and at 10.
@@ -316,7 +316,7 @@ async def test_speculative_entries_count_to_their_greatest_depth(store: Store) -
         ({0: publishers[0], 1: publishers[1]}, {publishers[0]: 8, publishers[1]: 10}),
         ({0: publishers[0], 1: publishers[0]}, {publishers[0]: 10}),
     ):
-        await expect(store, entries)
+        expect(monkeypatch, store, entries)
         _, matches = await read(reader_of(store), question())
         assert matches.seen.expected == expected
         assert not matches.seen.is_cold

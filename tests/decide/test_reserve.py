@@ -884,7 +884,7 @@ async def test_a_redis_that_is_away_is_asked_again(monkeypatch: pytest.MonkeyPat
     index.holders = {b"x": [41]}
     redis, metrics = Redis(), Metrics()
     progress = PrefillProgress(cast(Any, index), cast(Reservations, redis), asyncio.ensure_future, metrics)
-    monkeypatch.setattr(reserve.asyncio, "sleep", nap)
+    monkeypatch.setattr(asyncio, "sleep", nap)
     progress.watch(WatchedReservation(Reservation(7, 1, 100, 100, "a"), GROUP, ENTRY, b"x", None, float("inf")))
     await wait_until(lambda: 1.0 in naps, "Redis was away")
     assert len(progress) == 1, "nothing is lost"
