@@ -9,7 +9,8 @@
 --       answer_times  string, PX  sums over the requests of this target whose time to the first token is known, and over
 --                                 those whose time of each further token is
 --       books         hash, PX    the sums of the caller's hour, by minute and target
---       drift         string, PX  requests, and what was expected and delivered, of the target's last requests
+--       drift         string, PX  requests, and what was expected and delivered, of the target's last requests; a day
+--                                 from the first of each 25
 --       pulls         zset        copies under way from the source of the reservation, if it has one. One ends with the
 --                                 prefill, because the blocks are there then
 -- ARGV  reservation   the member as `reserve` wrote it. The script also finds it after 'prefill', which sets its tokens
@@ -175,8 +176,9 @@ if promise ~= '' and (part == 'ok' or ARGV[5] ~= '') then
   end
   if value and is_told and expected > 0 then
     -- The last 25 to 50 requests, in two parts: the newer one takes the place of the older one when it has 25.
+    local before = redis.call('GET', KEYS[6])
     local earlier, promised, came, count, more, got =
-      (redis.call('GET', KEYS[6]) or '0 0 0 0 0 0'):match('^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$')
+      (before or '0 0 0 0 0 0'):match('^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$')
     count, more, got = count + 1, more + expected, got + math.min(expected, delivered)
     if earlier + count >= 50 and promised + more >= 10000 then
       local lacks, bound = (promised + more - came - got) / (promised + more), tonumber(ARGV[11])
@@ -194,8 +196,12 @@ if promise ~= '' and (part == 'ok' or ARGV[5] ~= '') then
     if count >= 25 and more >= 5000 then
       earlier, promised, came, count, more, got = count, more, got, 0, 0, 0
     end
-    redis.call('SET', KEYS[6], string.format('%d %d %d %d %d %d', earlier, promised, came, count, more, got),
-      'PX', 3600000)
+    local sums = string.format('%d %d %d %d %d %d', earlier, promised, came, count, more, got)
+    if before and count > 1 then -- another time costs as much as all the rest of the drift
+      redis.call('SET', KEYS[6], sums, 'KEEPTTL')
+    else
+      redis.call('SET', KEYS[6], sums, 'PX', 86400000)
+    end
   end
 end
 if not value then return {'applied'} end

@@ -31,7 +31,7 @@ async def pods(register: Register) -> list[str]:
 
 def promise_of(selected: dict[str, Any]) -> Promise | None:
     (reservation,) = parse_reservations(selected["reservation"])
-    return Promise.parse(reservation.promise)
+    return Promise.of(reservation.promise) if reservation.promise else None
 
 
 async def booked(store: Store) -> Sums:

@@ -573,7 +573,6 @@ async def test_books_say_what_routing_earned(live: Live) -> None:
 
 
 def test_books_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     file = tmp_path / "books.svg"
 
     books.draw({"by_minute": [target("a", 1) | {"time": 60 * minute} for minute in range(3)]}, str(file))

@@ -44,8 +44,7 @@ def state(rows: dict[str, TargetRow], **more: Any) -> PromptState:
 def promised(
     seen: PromptState, *publishers: int, choices: Choices = ALL, request: RoutingRequest = REQUEST
 ) -> list[Promise]:
-    found = [Promise.parse(text) for text in promises_of(publishers, seen, request, FLEET, choices)]
-    return [each for each in found if each is not None]
+    return [Promise.of(text) for text in promises_of(publishers, seen, request, FLEET, choices)]
 
 
 def test_a_promise_has_each_medium_and_what_the_best_and_the_average_have() -> None:

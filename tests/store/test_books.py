@@ -12,6 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.store.factories import registration, stream_of
+from waymark.base.errors import InvalidValue
 from waymark.domain.books import Promise, Sums, Usage
 from waymark.store import books, keys
 from waymark.store.reservations import (
@@ -206,6 +207,20 @@ async def test_more_than_was_expected_of_one_request_pays_for_no_other(
     assert any(await drifts_of(store, target, [0, 512] * 25))
 
 
+async def test_what_is_known_of_its_last_requests_is_forgotten_after_a_day(
+    store: Store, redis: Redis, target: tuple[int, int]
+) -> None:
+    name, day = keys.drift(*target), 24 * 3600 * 1000
+    for count in (1, 2, 24, 40):
+        await drifts_of(store, target, [256] * count)
+        assert 0 < await redis.pttl(name) <= day
+    await redis.pexpire(name, 5000)
+    await drifts_of(store, target, [256] * 2)
+    assert await redis.pttl(name) <= 5000, "only the first request of each 25 gives it another day"
+    await drifts_of(store, target, [256] * 25)
+    assert await redis.pttl(name) > day / 2
+
+
 async def test_few_tokens_show_nothing(store: Store, redis: Redis, target: tuple[int, int]) -> None:
     promise = Promise(100, 100, 0, 0, 0, 100, 0)
     for _ in range(99):
@@ -257,9 +272,10 @@ async def test_sums_are_those_of_a_plain_model(store: Store, target: tuple[int, 
 
 def test_a_promise_is_read_as_it_is_written() -> None:
     promise = Promise(1, 2, 3, 4, 5, 6, 7)
-    assert Promise.parse(str(promise)) == promise
+    assert Promise.of(str(promise)) == promise
     for wrong in ("", "1-2-3-4-5-6", "1-2-3-4-5-6-x", "1-2-3-4-5-6-7-8", "-1-2-3-4-5-6-7"):
-        assert Promise.parse(wrong) is None
+        with pytest.raises(InvalidValue):
+            parse_reservations(f"1.2.3.4.{'0' * 16}.0.{wrong}")
 
 
 def test_reservations_with_and_without_promise_are_read_as_they_are_written() -> None:

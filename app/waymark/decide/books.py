@@ -67,14 +67,15 @@ def promises_of(
     random = round(sum(amounts) / choices.number) if amounts else 0
     # Most targets have nothing, and each decision needs eight texts.
     of_nothing = PROMISE_TEXT % (available, *_NOTHING, 0, random)
-    texts = []
+    members, soon, texts = fleet.by_publisher, seen.expected, []
     for publisher in publishers:
-        tokens, soon = held.get(fleet.by_publisher[publisher].name), seen.expected.get(publisher, 0)
-        if tokens is None and not soon:
-            texts.append(of_nothing)
-            continue
-        tokens = tokens or _NOTHING
-        expected = min(max(sum(tokens), soon * size), reusable)
+        tokens = held.get(members[publisher].name)
+        if tokens is None:
+            if publisher not in soon:
+                texts.append(of_nothing)
+                continue
+            tokens = _NOTHING
+        expected = min(max(sum(tokens), soon.get(publisher, 0) * size), reusable)
         texts.append(PROMISE_TEXT % (available, *tokens, expected, random))
     return texts
 
@@ -132,9 +133,9 @@ class Bookkeeper:
 
     def booked(self, reservation: Reservation, usage: Usage, drift: float | None) -> None:
         """Count a request; ``drift`` is what it has shown of its target, see ``Booked``."""
-        promise, metrics = Promise.parse(reservation.promise), self._metrics
-        if promise is None or usage.cached_tokens is None:
+        if not reservation.promise or usage.cached_tokens is None:
             return
+        promise, metrics = Promise.of(reservation.promise), self._metrics
         metrics.tokens_available.inc(promise.available)
         metrics.tokens_chosen.inc(promise.chosen)
         metrics.tokens_expected.inc(promise.expected)

@@ -141,12 +141,16 @@ class TargetSet:
 
     def count(self, allowed: Allowed) -> int:
         """Return the number of members that are allowed."""
+        if allowed.are_all:
+            return len(self.members)
         if allowed.only is None:
             return len(self.members) - sum(publisher in self._by_publisher for publisher in allowed.without)
         return sum(publisher in self._by_publisher and allowed.has(publisher) for publisher in allowed.only)
 
     def among(self, names: Iterable[tuple[str, int]], allowed: Allowed) -> list[tuple[str, int]]:
         """Return those names that are of members that are allowed."""
+        if allowed.are_all:
+            return [name for name in names if name in self._by_name]
         found = []
         for name in names:
             publisher = self._by_name.get(name)

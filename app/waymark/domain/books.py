@@ -5,13 +5,10 @@ Nothing of a prompt is in them but numbers of tokens.
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple, Self
 
 PROMISE = r"\d{1,15}(?:-\d{1,15}){6}"
 """The form of a promise, as a regular expression."""
-_PROMISE = re.compile(PROMISE, re.ASCII)
-
 
 PROMISE_TEXT = "%d-%d-%d-%d-%d-%d-%d"
 """Makes the text of a promise of its numbers. Nothing is faster, and each decision does it for each offer."""
@@ -41,9 +38,9 @@ class Promise(NamedTuple):
         return PROMISE_TEXT % self
 
     @classmethod
-    def parse(cls, text: str) -> Self | None:
-        """Parse the text of a promise; None if it is another text."""
-        return cls(*map(int, text.split("-"))) if _PROMISE.fullmatch(text) else None
+    def of(cls, text: str) -> Self:
+        """Read the text of a promise; the texts of reservations have been looked at, see ``parse_reservations``."""
+        return cls._make(map(int, text.split("-")))
 
 
 class Usage(NamedTuple):
