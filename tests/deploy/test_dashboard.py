@@ -24,7 +24,7 @@ each_chart = pytest.mark.parametrize("panel", CHARTS, ids=lambda panel: panel["t
 
 
 def test_it_begins_with_whether_all_is_well() -> None:
-    titles = ["Is it well?", "Queries", "Decisions", "Gateway"]
+    titles = ["Is it well?", "Queries", "Decisions", "Books", "Gateway"]
     titles += ["Streams", "Discovery and engines", "Index against engine", "Index and Redis", "Processes"]
     assert [row["title"] for row in ROWS] == titles
     assert DASHBOARD["panels"][0] == ROWS[0]
@@ -96,6 +96,16 @@ def test_the_index_is_shown_against_what_engines_say_of_themselves() -> None:
         names = {name for target in panel["targets"] for name in selected(read(target["expr"]))}
         assert any(name in ENGINES for name in names), panel["title"]
         assert any(name.startswith("waymark_") for name in names), panel["title"]
+
+
+def test_the_row_of_the_books_has_what_was_promised_and_what_came() -> None:
+    start = DASHBOARD["panels"].index(next(row for row in ROWS if row["title"] == "Books")) + 1
+    below = list(itertools.takewhile(lambda panel: panel["type"] != "row", DASHBOARD["panels"][start:]))
+    shown = {name for panel in below for target in panel["targets"] for name in selected(read(target["expr"]))}
+    amounts = {f"waymark_tokens_{amount}_total" for amount in ("available", "chosen", "expected", "delivered")}
+    assert amounts | {"waymark_drifts_total", "waymark_shadow_decisions_total", "waymark_shadow_tokens_total"} <= shown
+    (drift,) = [panel for panel in below if panel["title"] == "Targets found to drift"]
+    assert "WaymarkDrift" in drift["description"]
 
 
 def test_what_can_be_chosen_comes_from_the_processes_themselves() -> None:
