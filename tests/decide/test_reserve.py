@@ -571,16 +571,15 @@ async def test_the_stages_of_a_request_have_entries_of_their_own() -> None:
 async def test_of_each_offered_target_it_is_promised_what_the_index_says() -> None:
     redis = Redis()
     found = await case(redis, rows=HAS_MORE).taken()
-    promises = [Promise.parse(text) for text in redis.asked[0][1].promises]
-    assert [promise and promise.expected for promise in promises] == [90 * SIZE, 10 * SIZE]
+    promises = [Promise.of(text) for text in redis.asked[0][1].promises]
+    assert [promise.expected for promise in promises] == [90 * SIZE, 10 * SIZE]
     assert found.reservations[0].promise == redis.asked[0][1].promises[0]
 
 
 async def test_the_promise_is_of_what_was_told_and_not_of_what_was_believed() -> None:
     redis = Redis()
     await case(redis, rows={1: TargetRow(device=45)}, told={1: TargetRow(device=90)}).taken()
-    promise = Promise.parse(redis.asked[0][1].promises[0])
-    assert promise is not None
+    promise = Promise.of(redis.asked[0][1].promises[0])
     assert promise.expected == 90 * SIZE
 
 

@@ -79,7 +79,7 @@ def draw(found: dict[str, Any], path: str) -> None:
     from matplotlib.figure import Figure
 
     minutes = found["by_minute"]
-    times = [datetime.fromtimestamp(minute["time"], UTC) for minute in minutes]
+    times: list[Any] = [datetime.fromtimestamp(minute["time"], UTC) for minute in minutes]
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
     for name in ("available", "chosen", "expected", "delivered", "random"):
