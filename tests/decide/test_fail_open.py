@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import httpx
 import orjson
@@ -28,6 +29,7 @@ from waymark.base.errors import (
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.chat.requests import InferenceRequest, read_request
+from waymark.decide import fail_open
 from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed, IngestWatch, StartupGate, cause_of
 from waymark.decide.matches import MatchReader
 from waymark.decide.question import SelectParameters
@@ -36,6 +38,8 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.names import GroupName
 from waymark.epp.answers import rejection_of
 from waymark.gateway.shapes import rejected_by
+from waymark.store.directory import Directory
+from waymark.store.heartbeats import Heartbeats
 from waymark.store.reservations import Offer, ReservationPart, ReservationTerms
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
@@ -275,3 +279,124 @@ async def test_a_gate_that_was_never_open_is_closed_without_redis(make_selector:
     with pytest.raises(Starting):
         await requests.selector.select_open(question, gate, without=Cause.NO_REDIS)
     await store.close()
+
+
+# ---- the gate at the start ----------------------------------------------------------------------------
+
+
+class Registered:
+    """Instances that are registered, and how often somebody has asked for them."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = list(names)
+        self.reads = 0
+
+    async def registrations(self) -> list[Any]:
+        self.reads += 1
+        return [registration(name) for name in self.names]
+
+
+def gate_of(registered: Registered, minimum: int) -> StartupGate:
+    return StartupGate(cast(Directory, registered), minimum)
+
+
+async def test_a_gate_without_a_minimum_is_open_and_asks_nobody() -> None:
+    registered = Registered()
+    gate = gate_of(registered, 0)
+    assert (gate.is_open, await gate.waiting(), registered.reads) == (True, None, 0)
+    await gate.check()
+    gate.check_latched()
+
+
+async def test_a_gate_opens_once_and_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fail_open, "_COUNT_SECONDS", 0.0)
+    registered = Registered("pod-1")
+    gate = gate_of(registered, 2)
+    with pytest.raises(Starting, match="waiting for workers: 1 of 2; register more engines, or lower WAYMARK_MIN"):
+        await gate.check()
+    with pytest.raises(Starting, match="waiting for 2 workers, and Redis is unavailable"):
+        gate.check_latched()
+    registered.names = ["pod-1", "pod-1"]
+    with pytest.raises(Starting, match="1 of 2"):  # two ranks of an instance are one
+        await gate.check()
+    registered.names = ["pod-1", "pod-2"]
+    await gate.check()
+    assert gate.is_open
+    registered.names, reads = [], registered.reads
+    await gate.check()
+    gate.check_latched()
+    assert registered.reads == reads, "it is not counted any more"
+
+
+async def test_a_closed_gate_counts_a_few_times_a_second_however_many_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(fail_open, "monotonic", lambda: now)
+    registered = Registered("pod-1")
+    gate = gate_of(registered, 2)
+    for _ in range(50):
+        assert await gate.waiting() == "waiting for workers: 1 of 2"
+    assert registered.reads == 1
+    registered.names.append("pod-2")
+    now += 0.099
+    assert await gate.waiting() is not None
+    now += 0.001
+    assert await gate.waiting() is None
+    assert registered.reads == 2
+
+
+# ---- the watch over ingest workers --------------------------------------------------------------------
+
+
+class Beats:
+    """The heartbeats of workers; ``ends`` ends the watch after so many looks."""
+
+    def __init__(self, *found: list[str] | Exception) -> None:
+        self.found = list(found)
+        self.looks = 0
+
+    async def report(self, worker: str, *, keep_seconds: int) -> list[str]:
+        assert worker == "", "it only looks"
+        self.looks += 1
+        answer = self.found.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Over(Exception):
+    """The test has seen enough."""
+
+
+async def test_a_watch_looks_more_often_while_there_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def nap(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(fail_open, "asyncio", SimpleNamespace(sleep=nap))
+    watch = IngestWatch(cast(Heartbeats, Beats(["a"], [], [], ["a"], StoreUnavailable("away"), Over())))
+    with pytest.raises(Over):
+        await watch.run()
+    assert pauses == [1.0, 0.25, 0.25, 1.0, 1.0]
+
+
+async def test_a_redis_that_is_away_says_nothing_about_workers() -> None:
+    watch = IngestWatch(cast(Heartbeats, Beats([], StoreUnavailable("away"), [])))
+    found = []
+    for _ in range(3):
+        await watch.look()
+        found.append((watch.finds_none, len(watch.warnings())))
+    assert found == [(True, 1), (False, 0), (True, 1)]
+
+
+async def test_the_log_waits_three_seconds_and_repeats_itself_each_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch, began = IngestWatch(cast(Heartbeats, Beats(*[[]] * 9))), 1000.0
+    said = []
+    for seconds in (0.0, 2.9, 3.0, 3.1, 62.9, 63.0, 122.9, 123.0):
+        monkeypatch.setattr(fail_open, "monotonic", lambda now=began + seconds: now)
+        caplog.clear()
+        await watch.look()
+        said.append(len(caplog.records))
+    assert said == [0, 0, 1, 0, 0, 1, 0, 1]

@@ -290,7 +290,14 @@ async def test_a_long_prompt_is_looked_up_in_portions(
     _, looked_up = await prompts.match_engine_hashes([99] * 10, 60.0)
     assert (looked_up, portions) == (2, [2]), "most new prompts have no match"
     portions.clear()
-    found, looked_up = await prompts.match_engine_hashes(ENGINE_HASHES, 0.0)
+    deadlines: list[float] = []
+
+    async def read(*_: object, deadline_seconds: float) -> None:
+        deadlines.append(deadline_seconds)
+
+    monkeypatch.setattr(store.reader, "read", read)
+    assert await prompts.match_engine_hashes(ENGINE_HASHES, 0.0) == ([], 2)
+    assert deadlines == [0.001]
     assert (looked_up, portions) == (2, [2]), "without time there is one look-up all the same"
 
 

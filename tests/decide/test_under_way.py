@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from unittest.mock import AsyncMock
 
 import pytest
 
 from tests.conftest import wait_until
 from waymark.base.errors import StoreUnavailable
+from waymark.contract.decisions import Decision
+from waymark.decide import under_way as module
+from waymark.decide.policies.policy import Candidate
 from waymark.decide.request_prompts import SequenceLoad
 from waymark.decide.requests import RoutedRequest
 from waymark.decide.selector import Selector
 from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
 from waymark.domain.books import NO_USAGE, Usage
+from waymark.domain.names import GroupName
 from waymark.store.reservations import Reservation, ReservationPart
 
 
@@ -47,6 +51,23 @@ class Recorded:
         if self.fails:
             raise StoreUnavailable("redis is unavailable")
         return len(reservations), 0
+
+
+def routed_to(
+    address: str | None, *, name: str = "pod-1", prefill: str | None = None, is_degraded: bool = False
+) -> RoutedRequest:
+    """A request whose target is at an address, and the one of its prefill at another."""
+
+    def at(place: str | None) -> Any:
+        return SimpleNamespace(candidate=Candidate(1, name, address=place))
+
+    before = None if prefill is None else at(None if prefill == "none" else prefill)
+    selected = SimpleNamespace(
+        target=at(address), prefill=before, is_degraded=is_degraded, decision=Decision.KV_AWARE, tokens=64
+    )
+    served = SimpleNamespace(group=GroupName("t", "m"))
+    routed = SimpleNamespace(reservations=RESERVATIONS, selected=selected, served=served, further=(), is_stream=True)
+    return cast(RoutedRequest, routed)
 
 
 def all_of(recorded: Recorded, renew_seconds: float = 1000.0) -> RequestsUnderWay:
@@ -159,3 +180,179 @@ async def test_what_runs_is_renewed_together_until_it_ends() -> None:
 
 def test_a_renewal_may_be_late_by_its_pause() -> None:
     assert 1000 * 2 * RequestsUnderWay.renew_seconds < RequestsUnderWay.reserved_ms
+
+
+# ---- what an answer says ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("routed", "expected"),
+    [
+        (routed_to(None), {"x-waymark-decision": "kv_aware"}),
+        (
+            routed_to("http://10.0.0.1:8000"),
+            {"x-waymark-decision": "kv_aware", "x-decoder-host-port": "10.0.0.1:8000"},
+        ),
+        (
+            routed_to("http://10.0.0.1:8000", prefill="http://10.0.0.2:8000", is_degraded=True),
+            {
+                "x-waymark-decision": "degraded",
+                "x-decoder-host-port": "10.0.0.1:8000",
+                "x-prefiller-host-port": "10.0.0.2:8000",
+            },
+        ),
+        (routed_to(None, prefill="none"), {"x-waymark-decision": "kv_aware"}),
+    ],
+)
+async def test_an_answer_says_who_gave_it_and_how_that_was_decided(
+    routed: RoutedRequest, expected: dict[str, str]
+) -> None:
+    request = all_of(Recorded()).add(routed)
+    headers = request.answer_headers
+    assert headers.pop("x-session-token")
+    assert headers == expected
+
+
+async def test_the_session_is_that_of_the_target_now() -> None:
+    of = all_of(Recorded())
+    request, other = of.add(routed_to(None)), of.add(routed_to(None, name="pod-2"))
+    assert request.answer_headers != other.answer_headers
+    moved = (Candidate(2, "pod-2", address="http://10.0.0.2:8000"), RESERVATIONS[1:])
+    of.reserve = AsyncMock(return_value=moved)  # type: ignore[method-assign]
+    assert await request.move("10.0.0.2:8000")
+    assert request.answer_headers == other.answer_headers | {"x-decoder-host-port": "10.0.0.2:8000"}
+
+
+# ---- another target -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:8000", "http://10.0.0.1:8000"])
+async def test_a_move_to_where_it_is_changes_nothing(address: str) -> None:
+    recorded = Recorded()
+    of = all_of(recorded)
+    of.reserve = AsyncMock()  # type: ignore[method-assign]
+    request = of.add(routed_to("http://10.0.0.1:8000"))
+    assert await request.move(address) is False
+    assert of.reserve.await_count == 0
+    await of.settle()
+    assert recorded.calls == []
+
+
+async def test_a_move_to_nobody_changes_nothing() -> None:
+    recorded = Recorded()
+    of = all_of(recorded)
+    of.reserve = AsyncMock(return_value=None)  # type: ignore[method-assign]
+    request = of.add(routed_to("http://10.0.0.1:8000"))
+    assert await request.move("10.0.0.2:8000") is False
+    assert (request.target.instance_id, list(request.reservations)) == ("pod-1", RESERVATIONS)
+    await of.settle()
+    assert recorded.calls == []
+
+
+class Fleets:
+    """A selector that knows one target, and reserves as many sequences there as it is asked for."""
+
+    def __init__(self, *, is_away: bool = False, is_known: bool = True, is_full: bool = False) -> None:
+        self.is_away, self.is_known, self.is_full = is_away, is_known, is_full
+        self.snapshots = self
+        self.asked: list[Sequence[SequenceLoad]] = []
+
+    async def newest_fleet(self, group: GroupName) -> Any:
+        if self.is_away:
+            raise StoreUnavailable("Redis is away")
+        found = SimpleNamespace(at=lambda address: Candidate(2, "pod-2") if address == "10.0.0.2:8000" else None)
+        return found if self.is_known else None
+
+    async def reserve_several(
+        self, group: GroupName, candidate: Candidate, loads: Sequence[SequenceLoad], milliseconds: int
+    ) -> tuple[Reservation, ...]:
+        assert milliseconds == RequestsUnderWay.reserved_ms
+        self.asked.append(loads)
+        return () if self.is_full else tuple(RESERVATIONS[:1] * len(loads))
+
+
+async def test_all_sequences_of_a_request_are_reserved_at_its_new_target() -> None:
+    fleets = Fleets()
+    of = RequestsUnderWay(cast(Selector, fleets), asyncio.ensure_future)
+    routed = routed_to(None)
+    routed.further = (SequenceLoad(0, 64), SequenceLoad(9, 9))  # type: ignore[misc]
+    found = await of.reserve(routed, "10.0.0.2:8000")
+    assert found is not None
+    assert (found[0].publisher, len(found[1])) == (2, 3)
+    assert fleets.asked == [(SequenceLoad(64, 64), SequenceLoad(0, 64), SequenceLoad(9, 9))]
+
+
+@pytest.mark.parametrize(
+    ("fleets", "address"),
+    [
+        (Fleets(is_away=True), "10.0.0.2:8000"),
+        (Fleets(is_known=False), "10.0.0.2:8000"),
+        (Fleets(is_full=True), "10.0.0.2:8000"),
+        (Fleets(), "10.9.9.9:1"),
+    ],
+    ids=["Redis is away", "nobody knows the model", "it is full", "nobody is there"],
+)
+async def test_a_target_that_cannot_be_reserved_is_none(fleets: Fleets, address: str) -> None:
+    of = RequestsUnderWay(cast(Selector, fleets), asyncio.ensure_future)
+    assert await of.reserve(routed_to(None), address) is None
+
+
+# ---- the end ------------------------------------------------------------------------------------------
+
+
+async def test_an_answer_whose_first_byte_comes_behind_its_end_says_nothing_more() -> None:
+    recorded = Recorded()
+    of = all_of(recorded)
+    request = begun(of, RESERVATIONS[:1])
+    request.end(is_ok=False)
+    request.prefilled()
+    await of.settle()
+    assert recorded.calls == [(1, ReservationPart.FAILED)]
+    assert len(of) == 0
+
+
+async def test_the_load_is_back_before_the_last_byte_is_sent() -> None:
+    recorded = Recorded()
+    request = begun(all_of(recorded), RESERVATIONS[:1])
+    await request.give_back(is_ok=True)
+    assert recorded.calls == [(1, ReservationPart.OK)]
+    await request.give_back(is_ok=True)
+    assert len(recorded.calls) == 1, "it is over"
+
+
+async def test_a_slow_redis_holds_the_last_byte_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_GIVE_BACK_SECONDS", 0.001)
+    recorded, answered = Recorded(), asyncio.Event()
+    release = recorded.release
+
+    async def slow(*args: Any, **fields: Any) -> tuple[int, int]:
+        await answered.wait()
+        return await release(*args, **fields)
+
+    recorded.release = slow  # type: ignore[method-assign]
+    of = all_of(recorded)
+    request = begun(of, RESERVATIONS[:1])
+    await request.give_back(is_ok=True)
+    assert recorded.calls == []
+    answered.set()
+    await of.settle()
+    assert recorded.calls == [(1, ReservationPart.OK)], "the release goes on behind it"
+
+
+async def test_a_request_behind_an_idle_time_is_renewed_again() -> None:
+    recorded = Recorded()
+    of = all_of(recorded, 0.005)
+    begun(of, RESERVATIONS[:1]).end(is_ok=True)
+    await wait_until(lambda: of._renewing is not None and of._renewing.done(), "nothing is renewed", 10)
+    begun(of, RESERVATIONS)
+    await wait_until(lambda: (2, ReservationPart.RENEW) in recorded.calls, "the new one is renewed", 10)
+
+
+async def test_a_young_request_is_not_renewed_yet() -> None:
+    recorded = Recorded()
+    of = all_of(recorded, 0.01)
+    old, young = begun(of, RESERVATIONS[:1]), begun(of, RESERVATIONS)
+    old.since -= 100.0
+    young.since += 100.0
+    await wait_until(lambda: len(recorded.calls) >= 2, "the old one is renewed", 10)
+    assert set(recorded.calls) == {(1, ReservationPart.RENEW)}
