@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from tests.conftest import wait_until
@@ -63,3 +65,46 @@ async def test_many_that_were_released_or_renewed_leave_little(
             made = own.reserve(GROUP, 1, 7, 8, LONG_MS)
     assert requests(own) == {7: 1}
     assert len(own._ends) <= 13
+
+
+async def test_groups_and_targets_do_not_mix(own: OwnReservations) -> None:
+    other = GroupName("default", "n")
+    made = [own.reserve(GROUP, 1, 7, 8, LONG_MS), own.reserve(GROUP, 1, 7, 8, LONG_MS)]
+    own.reserve(other, 2, 7, 8, LONG_MS)
+    assert requests(own) == {7: 2}
+    assert {publisher: load.requests for publisher, load in own.loads(other).items()} == {7: 1}
+    assert dict(own.loads(GroupName("default", "never"))) == {}
+    own.release(made[:1], ReservationPart.OK, LONG_MS)
+    assert requests(own) == {7: 1}
+    own.release(made[1:], ReservationPart.OK, LONG_MS)
+    assert (requests(own), len(own._requests)) == ({}, 1), "nothing is kept of a group without requests"
+
+
+async def test_a_reservation_has_the_terms_of_its_request(own: OwnReservations) -> None:
+    first, second = own.reserve(GROUP, 3, 7, 800, LONG_MS), own.reserve(GROUP, 3, 7, 800, LONG_MS)
+    assert first[:4] == second[:4] == (3, 7, 0, 800), "nobody knows what is cached, so no prefill is counted"
+    assert first.nonce != second.nonce
+    assert (first.waited, first.promise, first.source) == (None, "", None)
+
+
+async def test_a_renewal_moves_the_end_and_no_other_does(own: OwnReservations) -> None:
+    loop = asyncio.get_running_loop()
+    made = own.reserve(GROUP, 1, 7, 8, 60_000)
+
+    def left() -> float:
+        return own._own[made.nonce].ends_at - loop.time()
+
+    assert 55 < left() <= 60
+    own.release([made], ReservationPart.PREFILL, LONG_MS)
+    assert left() <= 60
+    own.release([made], ReservationPart.RENEW, LONG_MS)
+    assert 3_500 < left() <= 3_600
+
+
+async def test_an_end_that_was_moved_does_not_end_the_reservation(own: OwnReservations) -> None:
+    kept, gone = own.reserve(GROUP, 1, 7, 8, LONG_MS), own.reserve(GROUP, 1, 9, 8, LONG_MS)
+    # As if both had been due, and one was renewed since.
+    own._own[gone.nonce].ends_at = 0.0
+    own._ends[:] = [(0.0, kept.nonce), (0.0, gone.nonce), (0.0, "ended since")]
+    assert requests(own) == {7: 1}
+    assert own._ends == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.conftest import wait_until
 from tests.decide.conftest import MakeSelector
 from tests.store.factories import registration
 from tests.tokenization import small
-from waymark.base.errors import NoTarget, Saturated, Starting, StoreUnavailable, UnknownModel
+from waymark.base.errors import InvalidValue, NoTarget, Saturated, Starting, StoreUnavailable, UnknownModel
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import InferenceRequest, read_request
 from waymark.contract.decisions import Decision
@@ -515,3 +516,165 @@ async def now(store: Store) -> float:
     """The time of Redis in ms."""
     seconds, microseconds = (int(each) for each in (await store._client.several([("TIME",)]))[0])
     return 1000 * seconds + microseconds / 1000
+
+
+# ---- doors that ask for more than a target ------------------------------------------------------------
+
+
+@pytest.fixture
+async def memory() -> AsyncIterator[Store]:
+    store = Store.open("memory://")
+    yield store
+    await store.close()
+
+
+def completion(model: str = "llama", **fields: Any) -> InferenceRequest:
+    return read_request("/v1/completions", {"model": model, "prompt": list(range(64))} | fields)
+
+
+async def test_a_request_that_is_routed_has_the_address_of_its_target(
+    memory: Store, make_selector: MakeSelector
+) -> None:
+    await register(memory, "pod-2")
+    routed = await make_selector(memory).select(completion(stream=True), TAKING)
+    assert (routed.address, routed.is_stream, routed.further) == (ADDRESSES["pod-2"], True, ())
+    assert routed.reservations == tuple(routed.selected.reservations)
+
+
+async def test_scores_of_a_request_take_no_target(memory: Store, make_selector: MakeSelector) -> None:
+    for name in ADDRESSES:
+        await register(memory, name, aliases=("nick",))
+    requests = make_selector(memory)
+    assert await requests.score(completion("never")) is None
+    for model in ("llama", "nick"):
+        found = await requests.score(completion(model))
+        assert found is not None
+        assert (len(found.scored), found.tokens, found.policy.name) == (3, 64, "least-work")
+    assert await loads(memory) == {}
+    with pytest.raises(InvalidValue) as refused:
+        await requests.score(chat("hello"))
+    assert refused.value.reason == "no_tokenizer"
+    nothing = await requests.score(read_request("/v1/embeddings", {"model": "llama", "input": "hello"}))
+    assert nothing is not None
+    assert nothing.tokens == 0, "nothing of it is ever found again"
+
+
+async def test_a_request_without_a_model_goes_to_any_model_of_its_tenant(
+    memory: Store, make_selector: MakeSelector
+) -> None:
+    requests = make_selector(memory)
+    with pytest.raises(NoTarget, match='no target is left for tenant "default"; register one with an address'):
+        await requests.select_any(TAKING)
+    await register(memory, "no-address", "first", address=None)
+    await register(memory, "drained", "second", address="http://10.0.0.8:8000", weight=0.0)
+    await memory.registry.register(
+        registration("stranger", tenant_id="acme", model_name="third", target=Target("http://10.0.0.9:8000"))
+    )
+    with pytest.raises(NoTarget):
+        await requests.select_any(TAKING)
+    await register(memory, "pod-3", "fourth")
+    for _ in range(3):
+        assert taken(await requests.select_any(TAKING)) == "pod-3"
+    assert taken(await requests.select_any(TAKING, tenant_id="acme")) == "stranger"
+
+
+async def test_a_known_name_is_used_while_redis_is_away(
+    memory: Store, make_selector: MakeSelector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await register(memory, "pod-1", aliases=("nick",))
+    requests = make_selector(memory)
+    named = GroupName("default", "nick")
+    assert await requests.further_name(named) is not None
+
+    async def fails(*_: object) -> object:
+        raise StoreUnavailable("Redis is unavailable")
+
+    monkeypatch.setattr(requests._served, "of", fails)
+    found = await requests.further_name(named)
+    assert found is not None
+    assert found.group == GroupName("default", "llama")
+    assert await requests.further_name(GroupName("default", "never")) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "counts_tokens", "tokens"),
+    [
+        ({"prompt": list(range(64))}, False, (64,)),
+        ({"prompt": [[1, 2, 3], [4, 5]], "n": 2}, False, (3, 2)),
+        ({"prompt": "hello"}, False, ()),
+    ],
+)
+async def test_what_a_door_has_to_know_of_a_request(
+    memory: Store, make_selector: MakeSelector, body: dict[str, Any], counts_tokens: bool, tokens: tuple[int, ...]
+) -> None:
+    await register(memory, "pod-1")
+    request = read_request("/v1/completions", {"model": "llama"} | body)
+    prepared = await make_selector(memory).prepare(request, counts_tokens=counts_tokens)
+    assert prepared.tokens == tokens
+    expected = {(64,): 0, (3, 2): 3, (): 0}[tokens]
+    assert len(prepared.further) == expected
+    assert prepared.question.served_as is None
+    assert (prepared.question.prefix_key is not None) == isinstance(body["prompt"], str)
+
+
+@pytest.mark.parametrize("counts", [True, False])
+async def test_sticky_needs_no_tokens_unless_its_caller_does(
+    memory: Store, make_selector: MakeSelector, counts: bool, tmp_path: Path
+) -> None:
+    small.directory(tmp_path / "llama")
+    await register(memory, "pod-1")
+    requests = make_selector(memory, policy="sticky", tokenizers_dir=str(tmp_path))
+    request = read_request("/v1/completions", {"model": "llama", "prompt": "hello"})
+    prepared = await requests.prepare(request, counts_tokens=counts)
+    assert bool(prepared.tokens) == counts
+    assert prepared.question.prefix_key is not None
+
+
+async def test_an_estimate_is_never_longer_than_a_prompt_may_be(memory: Store, make_selector: MakeSelector) -> None:
+    await register(memory, "pod-1")
+    requests = make_selector(memory, max_tokens=100)
+    prepared = await requests.prepare(chat("x" * 10_000))
+    prompt = prepared.question.prompt(16)
+    assert (prompt.tokens, prompt.has_tokens, prompt.keys) == (100, False, b"")
+
+
+async def test_a_prompt_that_is_too_long_is_decided_by_its_key_and_told_apart(
+    memory: Store, make_selector: MakeSelector, metrics: Metrics
+) -> None:
+    await register(memory, "pod-1")
+    requests = make_selector(memory, max_tokens=32)
+    routed = await requests.select(completion(), TAKING)
+    assert routed.selected.tokens == 32
+    assert metrics.decisions_without_tokens.labels(reason="too_large").value == 1
+    assert metrics.decisions_without_tokens.labels(reason="unfit").value == 0
+
+
+async def test_the_log_names_each_reason_once(
+    memory: Store, make_selector: MakeSelector, metrics: Metrics, caplog: pytest.LogCaptureFixture
+) -> None:
+    await register(memory, "pod-1")
+    requests = make_selector(memory)
+    unfit = read_request("/v1/completions", {"model": "llama", "prompt": [1, -1]})
+    for request in (chat("hello"), chat("again"), unfit, unfit):
+        await requests.select(request, SelectParameters(is_reserved=False))
+    assert [each.message for each in caplog.records].count("a prompt is routed without its tokens") == 1
+    assert metrics.decisions_without_tokens.labels(reason="no_tokenizer").value == 2
+    assert metrics.decisions_without_tokens.labels(reason="unfit").value == 2, "a fault of a client is no line"
+
+
+async def test_sequences_are_not_reserved_for_a_question_alone(memory: Store, make_selector: MakeSelector) -> None:
+    await register(memory, "pod-1")
+    requests = make_selector(memory)
+    routed = await requests.select(completion(n=4), SelectParameters(is_reserved=False))
+    assert (routed.reservations, len(routed.further), await loads(memory)) == ((), 3, {})
+
+
+async def test_the_profile_of_a_request_wins_over_that_of_the_settings(
+    memory: Store, make_selector: MakeSelector
+) -> None:
+    for name, role in (("one", Role.DECODE), ("two", Role.PREFILL)):
+        await register(memory, name, role=role)
+    requests = make_selector(memory, profile="disagg")
+    apart = await requests.select(completion(), SelectParameters())
+    together = await requests.select(completion(), SelectParameters(profile="single"))
+    assert (apart.selected.prefill is not None, together.selected.prefill is not None) == (True, False)

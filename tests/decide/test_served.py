@@ -12,6 +12,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.store.factories import registration
 from waymark.base.errors import InvalidValue, StoreUnavailable
+from waymark.base.shown import SHOWN_MAX
 from waymark.decide.served import ServedModel, ServedNames
 from waymark.domain.names import GroupName, Registration
 from waymark.domain.targets import Target
@@ -169,3 +170,56 @@ async def test_the_nearest_name_is_one_of_the_tenant(name: str, tenant: str, exp
     await names.of(group("unknown"))
 
     assert names.nearest(group(name, tenant)) == expected
+
+
+async def test_an_unknown_name_asks_redis_once_in_a_while() -> None:
+    redis = Redis(pod("pod-1", adapters=("x",)))
+    names = names_of(redis)
+    for _ in range(10):
+        assert await names.of(group("nobody")) is None
+    assert redis.reads == 1
+    redis.is_away = True
+    assert await names.of(group("nobody")) is None, "it was asked a moment ago"
+
+
+async def test_known_names_are_not_read_again_before_their_time() -> None:
+    redis = Redis(pod("pod-1", adapters=("x",)))
+    names = names_of(redis)
+    await names.of(group("x"))
+    for _ in range(10):
+        await names.of(group("x"))
+        await asyncio.sleep(0)
+    assert redis.reads == 1
+    names._read_at = float("-inf")  # as after a while
+    await names.of(group("x"))
+    await asyncio.sleep(0)
+    assert redis.reads == 2
+
+
+async def test_a_name_that_gets_targets_of_its_own_is_a_model_of_its_own() -> None:
+    redis = Redis(pod("pod-1", adapters=("x",)))
+    names = names_of(redis)
+    assert await names.of(group("x")) == ServedModel(group("base"), "x")
+    redis.at_hand.add(group("x"))
+    assert await names.of(group("x")) is None
+    assert names.at_hand(group("x")) is None
+
+
+async def test_a_model_without_an_engine_may_be_a_further_name() -> None:
+    """Its table is still there, empty: the name may be an adapter of another model by now."""
+    redis = Redis(pod("pod-1", adapters=("x",)))
+    names = names_of(redis)
+
+    async def table(group: GroupName, *, deadline_seconds: float) -> Any:
+        return SimpleNamespace(publishers={})
+
+    redis.table = table  # type: ignore[method-assign]
+    assert await names.of(group("x")) == ServedModel(group("base"), "x")
+
+
+@pytest.mark.parametrize("length", [2, SHOWN_MAX, SHOWN_MAX + 1])
+async def test_a_name_up_to_the_length_of_an_error_has_a_nearest_one(length: int) -> None:
+    known = "l" * length
+    names = names_of(Redis(pod("pod-1", known)))
+    await names.of(group("unknown"))
+    assert names.nearest(group(known)) == (known if length <= SHOWN_MAX else None)

@@ -103,6 +103,12 @@ def test_only_an_engine_in_reach_that_names_it_is_a_source(
     assert found.pulls([1], [0]) is None
 
 
+def test_a_source_out_of_reach_does_not_hide_the_next() -> None:
+    rows = {2: TargetRow(device=100), 3: TargetRow(device=100, shared=1), 4: TargetRow(device=90)}
+    targets = {1: PLAIN} | dict.fromkeys((2, 3, 4, 5), SOURCE)
+    assert sources_of(peers(rows, targets, left_out=frozenset({2}))) == [4]
+
+
 def test_the_sources_with_most_come_first_and_of_equal_ones_those_with_fewer_requests() -> None:
     targets = {1: PLAIN} | dict.fromkeys(range(2, 9), SOURCE)
     rows = {2: 70, 3: 90, 4: 90, 5: 90, 6: 80, 7: 64, 8: 71}
@@ -137,8 +143,8 @@ def with_slope(slope: float) -> AnswerTimes:
         (SOURCE, PLAIN, 0.079, 0, []),
         # What was measured counts for more than the setting.
         (SOURCE, PLAIN, 0.079, 1_000, []),
-        (SOURCE, PLAIN, None, 12_000, [2]),
-        (SOURCE, PLAIN, None, 13_000, []),
+        (SOURCE, PLAIN, None, 12_490, [2]),
+        (SOURCE, PLAIN, None, 12_510, []),
         # The slower of the two ends sets the speed.
         (SOURCE, Target(transfer_gbps=5.0), 0.081, 0, []),
         (SOURCE, Target(transfer_gbps=5.0), 0.161, 0, [2]),
