@@ -76,7 +76,7 @@ UNDOCUMENTED: dict[tuple[str, str], tuple[str, str]] = {
         "redis",
         "a connection that is released while its task is cancelled must not be missing from the pool for good",
     ),
-    ("store/redis/sentinels.py", "Redis.aclose"): ("redis", "the connections to the Sentinels are closed, too"),
+    ("store/redis/connect.py", "Redis.aclose"): ("redis", "the connections to the Sentinels are closed, too"),
 }
 MADE_BY_PYTHON = {"_abc_impl", "_is_protocol", "_is_runtime_protocol"}
 #: Names of the standard library that are public although they begin with an underscore.

@@ -26,9 +26,9 @@ from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
 from waymark.domain.engines import EngineKind
 from waymark.domain.targets import Target
-from waymark.store.heartbeats import WORKER_SECONDS
 from waymark.store.reservations import ReservationPart
 from waymark.store.store import Store
+from waymark.store.workers import WORKER_SECONDS
 from waymark.tokenization.tokenizers import Tokenizers
 
 WORKER = "worker-1"

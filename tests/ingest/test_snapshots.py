@@ -25,8 +25,8 @@ from waymark.ingest.snapshots import Snapshots
 from waymark.ingest.stream import StreamOptions
 from waymark.store import keys
 from waymark.store.holder_tables import decode_table
+from waymark.store.leases import new_place
 from waymark.store.scripts import Outcome, Scripts
-from waymark.store.snapshots import new_place
 from waymark.store.store import Store
 
 SNAPSHOTS: StreamOptions = replace(QUICK, snapshot_pause_seconds=0.3, snapshot_answer_seconds=patient(1.0))

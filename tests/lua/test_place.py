@@ -9,8 +9,8 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.conftest import wait_until
-from waymark.store import placements
-from waymark.store.placements import BLOCKS_PER_CALL
+from waymark.store import speculative
+from waymark.store.speculative import BLOCKS_PER_CALL
 from waymark.store.store import Store
 
 HOUR = 3_600_000
@@ -98,7 +98,7 @@ async def test_a_block_has_a_bound_of_holders_and_those_whose_time_is_over_make_
     await store.scripts.place(
         placements="wm:{1}:placements", placement=name, holder="b", milliseconds=HOUR, holders_max=2
     )
-    assert placements._HOLDERS_MAX > 2
+    assert speculative._HOLDERS_MAX > 2
 
 
 async def test_each_holder_has_the_blocks_that_it_was_sent_from_the_first_on(store: Store, redis: Redis) -> None:
@@ -115,7 +115,7 @@ async def test_each_holder_has_the_blocks_that_it_was_sent_from_the_first_on(sto
 async def test_a_long_prompt_is_walked_in_several_calls(
     store: Store, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placements, "_MATCHED_PER_CALL", 7)
+    monkeypatch.setattr(speculative, "_MATCHED_PER_CALL", 7)
     await place(store, range(30), "whole")
     await place(store, range(14), "up to a call's end")
     await place(store, range(15), "beyond it")

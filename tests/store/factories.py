@@ -27,16 +27,14 @@ from waymark.store.hashes import FIND_HASHES
 from waymark.store.index import Index
 from waymark.store.leases import Grant
 from waymark.store.places import holders_of
-from waymark.store.records import NewHolder
+from waymark.store.records import BLOCKS, NewHolder
 from waymark.store.redis.address import parse
 from waymark.store.redis.client import RedisClient, Reply
 from waymark.store.redis.credentials import Credentials
-from waymark.store.redis.read_connection import ReplyReader
-from waymark.store.redis.read_pool import Dialer, ReadPool
+from waymark.store.redis.read_connection import Dialer, ReadPool, ReplyReader
 from waymark.store.reservations import Offer, ReservationPart, ReservationTerms
 from waymark.store.scripts import Outcome, Scripts, Verdict
 from waymark.store.store import Store
-from waymark.store.stream_fields import BLOCKS
 from waymark.store.takeover import parse_row
 
 T = TypeVar("T")

@@ -29,15 +29,14 @@ from waymark.domain.targets import Role, Target
 from waymark.store import keys
 from waymark.store.directory import GroupEntry
 from waymark.store.hashes import ReportedBlock
-from waymark.store.leases import Grant
+from waymark.store.leases import Grant, new_place
 from waymark.store.records import Facts
 from waymark.store.redis.client import SCRIPTS, RedisClient, Reply
 from waymark.store.reservations import Offer, Pulls, ReservationPart, ReservationTerms
 from waymark.store.responses import ResponseBounds
 from waymark.store.scripts import Verdict
-from waymark.store.snapshots import new_place
 from waymark.store.store import Store
-from waymark.store.unclaimed import UnclaimedPublisher
+from waymark.store.sweep import UnclaimedPublisher
 
 #: Longer than the test may take: what runs out in the middle of a script would be taken for that script's doing.
 HOUR_SECONDS = 3600

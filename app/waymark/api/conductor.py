@@ -23,7 +23,7 @@ from waymark.domain.match import ConductorRow, Walk, walk_with_pool
 from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import GroupName
 from waymark.domain.table import HolderTable, block_size_of
-from waymark.store.query_reader import KeysOf, QueryReader
+from waymark.store.reader import KeysOf, QueryReader
 from waymark.store.steps import Steps, Waiting, finished
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens

@@ -29,7 +29,7 @@ from waymark.domain.gauges import Gauges
 from waymark.domain.hashing import namespace, text_hash
 from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import Adapter, GroupName
-from waymark.store.query_reader import KeysOf
+from waymark.store.reader import KeysOf
 
 T = TypeVar("T", ScoreRequest, SelectRequest)
 

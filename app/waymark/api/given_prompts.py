@@ -15,7 +15,7 @@ from waymark.base.settings import Settings
 from waymark.domain.multimodal import PromptItems, check_blocks
 from waymark.domain.names import GroupName
 from waymark.domain.pool_keys import PromptIds
-from waymark.store.query_reader import KeysOf, PromptKeys
+from waymark.store.reader import KeysOf, PromptKeys
 
 
 def text_of(group: GroupName, request: PromptFields, *further_kinds: str) -> ModelPrompt | None:

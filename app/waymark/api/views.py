@@ -24,10 +24,10 @@ from waymark.decide.group_loads import GroupLoads
 from waymark.domain.names import Registration
 from waymark.domain.status import StreamStatus
 from waymark.inspection.complaint import Complaints
-from waymark.store.heartbeats import WORKER_SECONDS
 from waymark.store.publisher_states import PublisherState
 from waymark.store.reservations import NO_LOAD, Load
 from waymark.store.store import Store
+from waymark.store.workers import WORKER_SECONDS
 
 #: Statuses by which a target would get requests.
 _UNDER_WAY = frozenset(

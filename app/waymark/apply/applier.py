@@ -43,10 +43,9 @@ from waymark.store.activity import ActivityKind, about
 from waymark.store.entries import GroupEntries
 from waymark.store.hashes import ReportedBlock
 from waymark.store.leases import Grant, random_nonce
-from waymark.store.records import Facts, NewHolder
+from waymark.store.records import MISSING, Facts, NewHolder
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
-from waymark.store.stream_fields import MISSING
 
 log = logging.getLogger(__name__)
 

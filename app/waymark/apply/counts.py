@@ -12,7 +12,7 @@ from waymark.base.metrics import Metrics
 from waymark.domain.events import Batch, PlainEvents, Removed, Stored
 from waymark.domain.parts import Part, blocks_of, stored_of
 from waymark.domain.resolver import Resolver
-from waymark.store.stream_fields import BLOCKS, MISSING
+from waymark.store.records import BLOCKS, MISSING
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,8 @@ from waymark.domain.held import HeldBlocks
 from waymark.domain.resolver import Resolver
 from waymark.store.hashes import KEPT
 from waymark.store.leases import Grant
-from waymark.store.records import StreamRecord
+from waymark.store.records import MISSING, StreamRecord
 from waymark.store.store import Store
-from waymark.store.stream_fields import MISSING
 
 log = logging.getLogger(__name__)
 

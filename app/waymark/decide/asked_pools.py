@@ -28,7 +28,7 @@ from waymark.domain.names import GroupName
 from waymark.domain.pool_keys import KEYS_MAX, AskedPrompt, KeyForms, key_forms, sglang_forms
 from waymark.domain.table import HolderTable
 from waymark.domain.targets import PLAIN
-from waymark.store.query_reader import KeysOf
+from waymark.store.reader import KeysOf
 from waymark.store.steps import Steps, Waiting
 
 log = logging.getLogger(__name__)

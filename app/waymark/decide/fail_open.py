@@ -28,7 +28,7 @@ from waymark.base.errors import (
 )
 from waymark.base.logs import fields
 from waymark.store.directory import Directory
-from waymark.store.heartbeats import WORKER_SECONDS, Heartbeats
+from waymark.store.workers import WORKER_SECONDS, Heartbeats
 
 log = logging.getLogger(__name__)
 

@@ -39,9 +39,8 @@ from waymark.domain.row_runs import last_piece
 from waymark.domain.table import HolderTable
 from waymark.domain.targets import host_and_port
 from waymark.store import keys
-from waymark.store.background import StartTask
 from waymark.store.directory import GroupEntry
-from waymark.store.engine_hashes import HeldHashes
+from waymark.store.hashes import HeldHashes
 from waymark.store.reader import Reader
 from waymark.store.reservations import (
     NO_LOAD,
@@ -54,6 +53,7 @@ from waymark.store.reservations import (
 )
 from waymark.store.scripts import Verdict
 from waymark.store.speculative import PromptHistories, depths
+from waymark.store.steps import StartTask
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.shown import SHOWN_MAX, shown
 from waymark.domain.names import Adapter, GroupName, Registration
-from waymark.store.background import StartTask
 from waymark.store.directory import Directory
 from waymark.store.reader import Reader
+from waymark.store.steps import StartTask
 
 log = logging.getLogger(__name__)
 

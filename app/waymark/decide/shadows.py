@@ -26,7 +26,6 @@ from waymark.decide.question import PolicyChoice, Question, SelectedTarget
 from waymark.decide.snapshot import GroupSnapshot, ReadingKind, SnapshotKeeper
 from waymark.domain.books import Usage
 from waymark.domain.keys import KEY_BYTES
-from waymark.store.background import StartTask
 from waymark.store.kept_decisions import (
     BLOCKS_MAX,
     TARGETS_MAX,
@@ -36,6 +35,7 @@ from waymark.store.kept_decisions import (
     ShadowChoice,
 )
 from waymark.store.reservations import Reservation
+from waymark.store.steps import StartTask
 
 log = logging.getLogger(__name__)
 

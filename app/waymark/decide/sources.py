@@ -16,7 +16,7 @@ from waymark.decide.question import CopySource
 from waymark.decide.snapshot import GroupSnapshot
 from waymark.domain.keys import KEY_BYTES, unpack
 from waymark.domain.media import order_of
-from waymark.store.engine_hashes import HeldHashes
+from waymark.store.hashes import HeldHashes
 from waymark.store.reservations import Pulls
 
 TOKENS_MIN = 1_024

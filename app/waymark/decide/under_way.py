@@ -20,8 +20,8 @@ from waymark.decide.selector import Selector
 from waymark.domain.answer_times import tpot_ms
 from waymark.domain.books import NO_USAGE, Usage
 from waymark.domain.targets import host_and_port
-from waymark.store.background import StartTask
 from waymark.store.reservations import Reservation, ReservationPart
+from waymark.store.steps import StartTask
 
 log = logging.getLogger(__name__)
 

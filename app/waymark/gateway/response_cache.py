@@ -21,8 +21,8 @@ from waymark.gateway.proxy import ProxiedRequest
 from waymark.gateway.security import GatewayCaller, going_on
 from waymark.gateway.shapes import InferenceBody
 from waymark.gateway.shared_answers import ERRORS, SharedAnswers
-from waymark.store.background import StartTask
-from waymark.store.replica_counts import ReplicaCounts
+from waymark.store.responses import ReplicaCounts
+from waymark.store.steps import StartTask
 from waymark.store.store import Store
 
 Proceed = Callable[[RawHeaders], Awaitable[None]]

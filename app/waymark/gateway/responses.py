@@ -24,8 +24,8 @@ from waymark.gateway.bounded import BoundedCache, CacheSize
 from waymark.gateway.recorder import Recorder
 from waymark.gateway.security import GatewayCaller
 from waymark.gateway.shapes import RequestRejected
-from waymark.store.background import StartTask
 from waymark.store.responses import ResponseBounds, ResponseChange, StoredResponses
+from waymark.store.steps import StartTask
 from waymark.store.store import Store
 
 log = logging.getLogger(__name__)

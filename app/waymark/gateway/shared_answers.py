@@ -20,8 +20,8 @@ from waymark.base.metrics import Metrics
 from waymark.gateway.answer_store import CacheLookup, MemoryAnswers
 from waymark.gateway.bounded import CacheSize
 from waymark.gateway.kept_answer import KeptAnswer
-from waymark.store.answers import AnswersSize, StoredAnswers, kind_of_failure
-from waymark.store.background import StartTask
+from waymark.store.responses import AnswersSize, StoredAnswers, kind_of_failure
+from waymark.store.steps import StartTask
 
 log = logging.getLogger(__name__)
 

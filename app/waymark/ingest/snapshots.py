@@ -31,7 +31,7 @@ from waymark.ingest.received import ReceivedFrames
 from waymark.ingest.snapshot import NOTHING_RECORDED, UNAVAILABLE, BadSnapshot, Snapshot
 from waymark.ingest.sockets import ZmqContext
 from waymark.store.activity import ActivityKind
-from waymark.store.snapshots import SnapshotPlaces, new_place
+from waymark.store.leases import SnapshotPlaces, new_place
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from waymark.base.metrics import Metrics
 from waymark.store.claims import Claim
 from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
-from waymark.store.unclaimed import UnclaimedPublisher
+from waymark.store.sweep import UnclaimedPublisher
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from waymark.domain.status import StreamStatus
 from waymark.inspection.complaint import Complaints
 from waymark.inspection.inspector import Inspector
 from waymark.store import keys
-from waymark.store.heartbeats import WORKER_SECONDS, Heartbeat
 from waymark.store.parsing import lenient_text
 from waymark.store.publisher_states import PublisherState
+from waymark.store.workers import WORKER_SECONDS, Heartbeat
 
 
 @dataclass(frozen=True, slots=True)

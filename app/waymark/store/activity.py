@@ -21,9 +21,9 @@ from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.domain.names import Registration
 from waymark.store import keys
-from waymark.store.background import StartTask
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts
+from waymark.store.steps import StartTask
 
 log = logging.getLogger(__name__)
 

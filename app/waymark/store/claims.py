@@ -25,8 +25,8 @@ from waymark.domain.prefixes import (
 )
 from waymark.domain.waiting import SHARDS_MAX as OBJECT_SHARDS_MAX
 from waymark.store import keys
+from waymark.store.holder_tables import changed_fields, target_of
 from waymark.store.parsing import FORMAT, Document, Malformed
-from waymark.store.target_fields import changed_fields, target_of
 
 #: The most shards that a claim may name; the setting allows fewer. A claim with more is damaged, and would cost a
 #: command for each shard.

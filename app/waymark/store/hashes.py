@@ -1,8 +1,10 @@
-"""The block that each engine hash of a group names, as the group's engines have reported them.
+"""Engine hashes: the block that each names, as a group's engines have reported it, and the hashes of a holder's blocks.
 
-These entries exist only in groups with a pool, because the events of a pool name blocks by the hashes of the engines,
-and in groups that a client asks about by these hashes. They are in ten Redis hashes. When the newest of these is full,
-the oldest is deleted.
+Entries from a hash to its block exist only in groups with a pool, because the events of a pool name blocks by the
+hashes of the engines, and in groups that a client asks about by these hashes. They are in ten Redis hashes. When the
+newest of these is full, the oldest is deleted.
+
+From a block to its hash, the entries of the holder are read.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from typing import Final, NamedTuple
 
 from waymark.domain.keys import pack
 from waymark.domain.known import Spot
-from waymark.domain.rows import DEPTHS, Place
+from waymark.domain.rows import DEPTHS, PIECE_BLOCKS, HolderEntry, Place, parse_entry
 from waymark.store import keys
+from waymark.store.directory import GroupEntry
 from waymark.store.leases import Grant
+from waymark.store.places import read_row, values_of
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Arg, Scripts, Verdict
 
@@ -149,3 +153,65 @@ def _decoded(value: bytes) -> Spot | None:
         return None
     key, depth, head, namespace = match.groups()
     return Spot(Place(int(head, 16)), int(namespace or b"0", 16), DEPTHS.index(depth), int(key, 16))
+
+
+class HeldBlock(NamedTuple):
+    """A block, its holder on the fastest medium, and its engine hash there."""
+
+    holder: int
+    engine_hash: int
+
+
+class HeldHashes:
+    """The engine hashes of the blocks that holders have."""
+
+    def __init__(self, client: RedisClient) -> None:
+        self._client = client
+
+    async def read(
+        self, entry: GroupEntry, blocks: Sequence[int], first: int, holders: Sequence[int]
+    ) -> list[HeldBlock]:
+        """Read the hashes of ``blocks`` from index ``first`` on, up to a block that none of the holders has in its row.
+
+        ``blocks`` are the keys of a prompt from its beginning, and ``holders`` are in order of preference. It takes two
+        round trips.
+        """
+        heads = range(first // PIECE_BLOCKS * PIECE_BLOCKS, len(blocks), PIECE_BLOCKS)
+        places = [Place(blocks[head]) for head in heads]
+        if not places or not holders:
+            return []
+        rows = await values_of(self._client, entry, places)
+        names = [(place, holder) for place in places for holder in holders]
+        values = await self._client.several(
+            [
+                ("HGET", keys.engine(entry.group_id, place.shard(entry.shards), holder), place.field)
+                for place, holder in names
+            ]
+        )
+        found: list[HeldBlock] = []
+        for at, (head, value) in enumerate(zip(heads, rows, strict=True)):
+            row = read_row(value)
+            if row is None:
+                return found
+            slots = {key: slot for slot, key in enumerate(row.keys)}
+            entries = [_entry(each) for each in values[at * len(holders) : (at + 1) * len(holders)]]
+            for key in blocks[max(head, first) : head + PIECE_BLOCKS]:
+                slot = slots.get(key)
+                held = None
+                for holder, hashes in zip(holders, entries, strict=True):
+                    has = slot is not None and row.holders.get(holder, 0) >> slot & 1
+                    if slot is not None and has and hashes is not None:
+                        held = HeldBlock(holder, hashes.hash_of(slot, key))
+                        break
+                if held is None:
+                    return found
+                found.append(held)
+        return found
+
+
+def _entry(value: bytes | None) -> HolderEntry | None:
+    """Return the entry in a value; None if there is none, or if it cannot be read."""
+    try:
+        return None if value is None else parse_entry(value)
+    except ValueError:
+        return None

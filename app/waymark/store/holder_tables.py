@@ -1,11 +1,15 @@
-"""The table of a group, ``wm:{g}:holders``: its publishers, their targets and its holders, to JSON and back."""
+"""The table of a group, ``wm:{g}:holders``: its publishers, their targets and its holders, to JSON and back.
+
+The JSON of a target, here and in claims, has only the fields that differ from their defaults.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import fields
 from functools import lru_cache
-from typing import get_args
+from typing import Any, get_args
 
 import orjson
 
@@ -13,10 +17,38 @@ from waymark.contract.publishers import RecordKind
 from waymark.domain.engines import Scope
 from waymark.domain.names import U32_MAX, GroupName, Holder
 from waymark.domain.table import HolderTable, PublisherRow
-from waymark.domain.targets import Target
+from waymark.domain.targets import KV_NUMBER_MAX, PLAIN, WEIGHT_MAX, Role, Target
+from waymark.domain.waiting import SHARDS_MAX
 from waymark.domain.windows import Window
 from waymark.store.parsing import FORMAT, Document, Malformed, RecordParser, integer_of, names_of
-from waymark.store.target_fields import target_of
+
+
+def changed_fields(target: Target) -> dict[str, Any]:
+    """Return the fields of a target that differ from their defaults."""
+    values = {each.name: getattr(target, each.name) for each in fields(Target)}
+    return {name: value for name, value in values.items() if value != getattr(PLAIN, name)}
+
+
+def target_of(of: Document) -> Target:
+    """Read a target. Raise ``Malformed`` if it cannot be read."""
+    return Target(
+        address=of.optional_text("address"),
+        role=of.one_of("role", tuple(Role), Role.BOTH),
+        weight=of.number("weight", WEIGHT_MAX, 1.0),
+        labels=of.texts("labels"),
+        metrics_url=of.optional_text("metrics_url"),
+        adapters=of.words("adapters"),
+        aliases=of.words("aliases"),
+        release=of.optional_text("release"),
+        query_endpoint=of.optional_text("query_endpoint"),
+        query_parts=of.integer("query_parts", 1, SHARDS_MAX) if of.has("query_parts") else 0,
+        query_keys=of.words("query_keys"),
+        kv_source=of.optional_text("kv_source"),
+        kv_bytes_per_token=of.number("kv_bytes_per_token", KV_NUMBER_MAX, 0.0),
+        transfer_gbps=of.number("transfer_gbps", KV_NUMBER_MAX, 0.0),
+        takes_kv_hints=of.has("takes_kv_hints") and of.flag("takes_kv_hints"),
+    )
+
 
 #: The most parsed rows in the cache, about 10 MB. The keys of the cache are the bytes of the rows: a table is read
 #: again after each change, and most of its rows have the same bytes as before.

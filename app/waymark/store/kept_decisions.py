@@ -27,10 +27,10 @@ from waymark.domain.answer_times import NO_TIMES, AskedTimes
 from waymark.domain.gauges import Gauges
 from waymark.domain.keys import KEY_BYTES
 from waymark.store import keys
-from waymark.store.background import StartTask
 from waymark.store.parsing import FORMAT, Document, Malformed, pairs
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts
+from waymark.store.steps import StartTask
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from waymark.domain.status import StreamStatus
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.parsing import RecordParser, pairs_of
+from waymark.store.records import BLOCKS, COUNTER, HOLDER, MISSING, StreamFields
 from waymark.store.redis.client import RedisClient
 from waymark.store.reservations import DRIFT
-from waymark.store.stream_fields import BLOCKS, COUNTER, HOLDER, MISSING, StreamFields
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from typing import NamedTuple
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.domain.books import NO_USAGE, PROMISE, Usage
 from waymark.store import keys
-from waymark.store.background import StartTask
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts, Verdict
+from waymark.store.steps import StartTask
 
 #: How many of the best candidates Redis ranks again. The caller ranks all candidates before.
 CANDIDATES_MAX = 8

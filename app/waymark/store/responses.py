@@ -1,16 +1,109 @@
-"""Stored responses of gateways, and the queue of those to copy to MongoDB.
+"""What gateways keep in Redis: answers for equal requests, stored responses, and counts of all replicas together.
 
-All are in one slot of Redis, so that one script can bound them.
+The answers are in one slot of Redis, so that one script can bound them, and so are the responses, with the queue of
+those to copy to MongoDB. An answer is kept only if its request began after the last clearing. ``find`` returns the
+nonce of that clearing, and the caller passes it to ``keep``.
+
+Each replica adds its counts once a second. They are not exact: if a reply of Redis is lost, a count may be added twice.
+A replica that ends abruptly loses the counts of its last second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from time import time
 from typing import NamedTuple
 
+from waymark.base.errors import StoreUnavailable
+from waymark.base.logs import fields
 from waymark.store import keys
-from waymark.store.answers import AnswersSize
+from waymark.store.parsing import lenient_text
+from waymark.store.redis.client import RedisClient
+from waymark.store.redis.failures import kind_of
 from waymark.store.scripts import Scripts, Verdict
+from waymark.store.steps import StartTask
+
+
+def _answer_keys() -> dict[str, str]:
+    return {"answers": keys.ANSWERS, "kept": keys.ANSWERS_KEPT, "due": keys.ANSWERS_DUE}
+
+
+class FoundAnswer(NamedTuple):
+    nonce: bytes
+    """The nonce of the last clearing."""
+    value: bytes | None
+
+
+class AnswersSize(NamedTuple):
+    """How much is kept, and how many answers were dropped early to make room for the last one."""
+
+    entries: int
+    bytes: int
+    evicted: int = 0
+
+
+class StoredAnswers:
+    """All methods raise StoreUnavailable."""
+
+    def __init__(self, client: RedisClient, scripts: Scripts) -> None:
+        self._client = client
+        self._scripts = scripts
+
+    async def find(self, key: bytes) -> FoundAnswer:
+        """Return the answer to a request, by the request's key."""
+        verdict, nonce, value = await self._scripts.find_answer(**_answer_keys(), name=key.hex())
+        return FoundAnswer(nonce, value if verdict is Verdict.APPLIED else None)
+
+    async def keep(
+        self, key: bytes, value: bytes, nonce: bytes, *, milliseconds: int, entries_max: int, bytes_max: int
+    ) -> AnswersSize | None:
+        """Keep an answer to a request that began under ``nonce``; None if all answers were cleared since then."""
+        outcome = await self._scripts.keep_answer(
+            **_answer_keys(),
+            nonce=nonce,
+            name=key.hex(),
+            milliseconds=milliseconds,
+            entries_max=entries_max,
+            bytes_max=bytes_max,
+            value=value,
+        )
+        if outcome.verdict is Verdict.STALE:
+            return None
+        evicted, entries, bytes_ = outcome.numbers
+        return AnswersSize(entries, bytes_, evicted)
+
+    async def clear(self, key: bytes | None = None) -> int:
+        """Remove the answer to one request, or every answer, and return how many there were."""
+        name = "" if key is None else key.hex()
+        outcome = await self._scripts.clear_answers(**_answer_keys(), nonce=secrets.token_hex(8), name=name)
+        return outcome.numbers[0]
+
+    async def room(self) -> AnswersSize:
+        """Return the size of the cache, by this machine's clock."""
+        bytes_, due, entries = await self._client.several(
+            [
+                ("HGET", keys.ANSWERS, "bytes"),
+                ("EXISTS", keys.ANSWERS_DUE),
+                ("ZCOUNT", keys.ANSWERS_DUE, f"({time() * 1000:.0f}", "+inf"),
+            ]
+        )
+        return AnswersSize(entries, int(bytes_ or 0) if due else 0)
+
+    def connections(self) -> tuple[int, int]:
+        """Return the number of used and of idle connections to Redis."""
+        return self._client.connections()
+
+
+def kind_of_failure(error: StoreUnavailable) -> str:
+    """Return the kind of failure, as the metrics of Continuum Router name it: connection, timeout or other."""
+    cause = error.__cause__
+    kind = kind_of(cause) if isinstance(cause, Exception) else ""
+    return kind if kind in ("connection", "timeout") else "other"
+
 
 _GROUP = "mongo-sync"
 
@@ -103,3 +196,60 @@ class StoredResponses:
             group=_GROUP,
             entry=texts,
         )
+
+
+log = logging.getLogger(__name__)
+
+_FLUSH_SECONDS = 1.0
+#: Prefix keys that wait to be added; further ones are left out while Redis is unavailable.
+_PREFIXES_MAX = 10_000
+_PREFIXES_PER_CALL = 1_000
+
+
+class ReplicaCounts:
+    """The counts of this process that are not in Redis yet, and the counts of all. ``begin`` runs the flush."""
+
+    def __init__(self, client: RedisClient, scripts: Scripts, begin: StartTask) -> None:
+        self._client = client
+        self._scripts = scripts
+        self._begin = begin
+        self._counts: Counter[str] = Counter()
+        self._prefixes: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+        self.prefixes_seen = 0
+        """About how many different prefix keys all replicas had seen when this replica last added its own."""
+
+    def add(self, name: str, prefix_key: bytes | None = None, *, number: int = 1) -> None:
+        """Count a decision, and the prefix key of its request, or ``number`` of something else."""
+        self._counts[name] += number
+        if prefix_key is not None and len(self._prefixes) < _PREFIXES_MAX:
+            self._prefixes.add(prefix_key.hex())
+        if self._task is None or self._task.done():
+            self._task = self._begin(self._flush())
+
+    async def _flush(self) -> None:
+        while self._counts or self._prefixes:
+            await asyncio.sleep(_FLUSH_SECONDS)
+            counts, self._counts = self._counts, Counter()
+            prefixes = [self._prefixes.pop() for _ in range(min(_PREFIXES_PER_CALL, len(self._prefixes)))]
+            try:
+                count = [part for pair in counts.items() for part in pair]
+                added = await self._scripts.add_counts(counts=keys.COUNTS, seen=keys.SEEN, count=count, prefix=prefixes)
+            except StoreUnavailable as exc:
+                log.debug("counts not added yet", extra=fields(error=exc.sentence))
+                self._counts += counts
+                self._prefixes.update(prefixes)
+            else:
+                self.prefixes_seen = added.numbers[0]
+
+    async def read(self) -> tuple[Mapping[str, int], int]:
+        """Return the counts of all replicas by name, and an estimate of the number of different prefix keys."""
+        raw_counts, estimate = await self._client.several(
+            [("HGETALL", keys.COUNTS), ("PFCOUNT", keys.SEEN)], is_lenient=True
+        )
+        pairs = (
+            raw_counts.items()
+            if isinstance(raw_counts, dict)
+            else zip((raw_counts or [])[::2], (raw_counts or [])[1::2], strict=True)
+        )
+        return {lenient_text(name): int(value) for name, value in pairs if value.isdigit()}, estimate or 0

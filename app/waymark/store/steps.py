@@ -94,3 +94,7 @@ class _StepsRun(Generic[T]):
             step.begin(self)
             return
         self._receiver.set_result(result)
+
+
+StartTask = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+"""Starts a background task. Closing the store cancels the task."""

@@ -1,4 +1,7 @@
-"""Builds the store of a process, on one Redis for writes and optionally another one for reads."""
+"""Builds the store of a process, on one Redis for writes and optionally another one for reads.
+
+A field in Redis names the format of the index, so that no release reads an index of another format.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +14,25 @@ from typing import Any, TypeVar
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.base.shown import shown
 from waymark.domain.hashing import DEFAULT_SEED
-from waymark.store import index_format, keys
+from waymark.domain.rows import FORMAT
+from waymark.store import keys
 from waymark.store.activity import Activity
-from waymark.store.answers import StoredAnswers
 from waymark.store.books import Books
 from waymark.store.claim_writer import ClaimWriter
 from waymark.store.directory import Directory
-from waymark.store.discovery import DiscoveryLease
-from waymark.store.engine_hashes import HeldHashes
 from waymark.store.entries import Entries
 from waymark.store.gauges import EngineGauges, TimesByTarget
-from waymark.store.hashes import EngineHashes
+from waymark.store.hashes import EngineHashes, HeldHashes
 from waymark.store.health import HealthWatch
-from waymark.store.heartbeats import Heartbeats
 from waymark.store.hot import HotRows
 from waymark.store.incarnation import Incarnation
 from waymark.store.index import Index
 from waymark.store.kept_decisions import KeptDecisions
-from waymark.store.leases import Leases
+from waymark.store.leases import Leases, SnapshotPlaces
 from waymark.store.pacing import Pacer
 from waymark.store.parsing import RecordParser
-from waymark.store.placements import Placements
 from waymark.store.prefixes import Prefixes
 from waymark.store.publisher_states import PublisherState, PublisherStates
 from waymark.store.reader import Reader
@@ -40,16 +40,14 @@ from waymark.store.records import Records
 from waymark.store.redis.client import RedisClient, Subscription
 from waymark.store.redis.credentials import Credentials
 from waymark.store.registry import Registry
-from waymark.store.replica_counts import ReplicaCounts
 from waymark.store.reservations import Reservations
-from waymark.store.responses import StoredResponses
+from waymark.store.responses import ReplicaCounts, StoredAnswers, StoredResponses
 from waymark.store.scripts import Scripts
 from waymark.store.selections import Selections
-from waymark.store.snapshots import SnapshotPlaces
-from waymark.store.speculative import PromptHistories, Speculative
-from waymark.store.sweep import Sweeper
+from waymark.store.speculative import Placements, PromptHistories, Speculative
+from waymark.store.sweep import Sweeper, UnclaimedPublishers
 from waymark.store.takeover import Takeover
-from waymark.store.unclaimed import UnclaimedPublishers
+from waymark.store.workers import DiscoveryLease, Heartbeats
 from waymark.store.worth import Valuations
 
 T = TypeVar("T")
@@ -253,8 +251,8 @@ class Store:
 
     async def other_format(self) -> str | None:
         """Why this release cannot use the index in this Redis, as a sentence; None if it can."""
-        words = [("HGET", keys.GROUPS, field) for field in index_format.FIELDS]
-        return index_format.complaint(*await self._client.several(words))
+        words = [("HGET", keys.GROUPS, field) for field in _FORMAT_FIELDS]
+        return _complaint_of_format(*await self._client.several(words))
 
     async def reset(self) -> int:
         """Delete every key of Waymark in this Redis; return how many there were. No role may be running."""
@@ -297,3 +295,20 @@ class Store:
         except StoreUnavailable as exc:
             return [exc.sentence]
         return []
+
+
+#: Two fields of ``wm:groups``: the format of the index, written with the first group; and one that every index with a
+#: group has, in every release.
+_FORMAT_FIELDS = ("format", "last_group")
+
+
+def _complaint_of_format(version: bytes | None, last_group: bytes | None) -> str | None:
+    """Why the index in this Redis cannot be used, as a sentence with the way out; None if it can, or if it is empty."""
+    if version == FORMAT.encode() or (version is None and last_group is None):
+        return None
+    name = "none" if version is None else shown(version.decode(errors="replace"))
+    return (
+        f"the index in this Redis has another format (found: {name}, wanted: {FORMAT}): stop all processes of Waymark, "
+        "run 'waymark reset --yes' or use another database, and start them again; engines with a replay endpoint then "
+        "send their blocks again"
+    )

@@ -31,8 +31,7 @@ from waymark.domain.match import DynamoRank, dynamo_rows, walk_with_pool
 from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U64_MASK, GroupName, Registration, is_endpoint
 from waymark.domain.pool_keys import PromptIds
 from waymark.domain.table import HolderTable
-from waymark.store.query_reader import KeysOf, PromptKeys, QueryReader
-from waymark.store.reader import Reading
+from waymark.store.reader import KeysOf, PromptKeys, QueryReader, Reading
 from waymark.store.steps import Steps, finished
 from waymark.store.store import Store
 

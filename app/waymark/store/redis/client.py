@@ -24,13 +24,11 @@ from waymark.base.metrics import Metrics
 from waymark.base.settings import hide_password
 from waymark.store.redis.address import Address, HostPort, parse
 from waymark.store.redis.cluster import Cluster
-from waymark.store.redis.connect import WaitingPool, server
+from waymark.store.redis.connect import WaitingPool, behind_sentinels, found_by, server
 from waymark.store.redis.credentials import Credentials
 from waymark.store.redis.failures import is_damage, kind_of, unavailable
 from waymark.store.redis.pipelines import SharedPipeline
-from waymark.store.redis.read_connection import ReadConnection, Replies, ReplyReader
-from waymark.store.redis.read_pool import Dialer, FindServers, ReadPool
-from waymark.store.redis.sentinels import behind_sentinels, found_by
+from waymark.store.redis.read_connection import Dialer, FindServers, ReadConnection, ReadPool, Replies, ReplyReader
 
 Reply: TypeAlias = list[Any]
 T = TypeVar("T")

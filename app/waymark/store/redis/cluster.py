@@ -30,8 +30,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from waymark.store.redis.address import HostPort
 from waymark.store.redis.connect import first
-from waymark.store.redis.read_connection import ReadConnection, ReplyReader
-from waymark.store.redis.read_pool import ReadPool
+from waymark.store.redis.read_connection import ReadConnection, ReadPool, ReplyReader
 
 T = TypeVar("T")
 

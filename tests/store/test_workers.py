@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from waymark.store.heartbeats import Heartbeat
 from waymark.store.store import Store
+from waymark.store.workers import Heartbeat
 
 
 @pytest.mark.parametrize("heartbeat", [Heartbeat("host.7.ab:c", None), Heartbeat("a", 0), Heartbeat("worker-1", 4096)])
