@@ -52,7 +52,7 @@ ELSEWHERE = {
     "api.activity:ActivityFeed._clients": "connections of clients",
     "api.http.admission:AdmissionQueue": "requests that wait",
     "apply.applier:Applier._staged": "one snapshot, under one grant",
-    "apply.kept:KeptMemories": "made by the incarnation",
+    "apply.resuming:KeptMemories": "made by the incarnation",
     "apply.options:ApplyOptions": "settings",
     "apply.slices:LoopTurns": "streams that wait for their turn, by event loop",
     "ingest.batch_decoder:BatchDecoder": "what the log says already",

@@ -21,8 +21,7 @@ from tests.ports import unused_port
 from waymark.client import AsyncClient, Refused
 from waymark.simulator.engine import build_engine
 from waymark.simulator.http import EngineHttp
-from waymark.simulator.texts import tokens_of_messages
-from waymark.simulator.workload import SimulatedPrompt
+from waymark.simulator.workload import SimulatedPrompt, tokens_of_messages
 
 pytestmark = pytest.mark.outside
 

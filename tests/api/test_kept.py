@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from tests.api.conftest import MakeClient
-from waymark.apply import kept as kept_memories
-from waymark.apply.kept import KeptMemories
+from waymark.apply import resuming as kept_memories
+from waymark.apply.resuming import KeptMemories
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.domain.hashing import extend, token_bytes

@@ -19,7 +19,7 @@ from waymark.domain.hashing import namespace
 from waymark.domain.names import GroupName
 from waymark.domain.prefixes import Change, PrefixChange, prefix_key
 from waymark.inspection import blocks, redis_cli
-from waymark.inspection.holdings import SHOWN_MAX, kind_of, slots_of
+from waymark.inspection.holders import SHOWN_MAX, kind_of, slots_of
 from waymark.inspection.inspector import InspectedGroup
 from waymark.inspection.redis_cli import RedisCli
 from waymark.store import keys

@@ -7,8 +7,7 @@ import pytest
 from waymark.domain.held import HeldBlocks
 from waymark.domain.known import Spot
 from waymark.domain.moves import Moves
-from waymark.domain.part_list import PartList
-from waymark.domain.parts import Mode, Part
+from waymark.domain.parts import Mode, Part, PartList
 from waymark.domain.placing import Placer
 from waymark.domain.rows import SAME_HASH, Place
 from waymark.domain.slices import finish

@@ -22,8 +22,7 @@ from waymark.base import native
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, PlainEvents, Removed, Stored
 from waymark.domain.moves import Moves
-from waymark.domain.part_list import PartList, new_part_list
-from waymark.domain.parts import Part, blocks_of, has_singles, joined, packed, stored_of
+from waymark.domain.parts import Part, PartList, blocks_of, has_singles, joined, new_part_list, packed, stored_of
 from waymark.domain.rows import SAME_HASH, Place
 from waymark.domain.slices import finish
 from waymark.engines import Decoder, decoder

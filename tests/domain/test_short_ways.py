@@ -11,7 +11,7 @@ from tests.unit import seeds
 from waymark.base import native
 from waymark.domain.hashing import extend
 from waymark.domain.held import HeldBlocks
-from waymark.domain.part_list import PartList
+from waymark.domain.parts import PartList
 from waymark.domain.placing import Placer
 from waymark.domain.rows import Place
 

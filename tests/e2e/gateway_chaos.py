@@ -25,7 +25,7 @@ from tests.conftest import wait_until
 from tests.e2e.redis_server import RedisServer, redis_server
 from tests.patience import patient, within
 from tests.ports import unused_port
-from waymark.simulator.texts import mark_of
+from waymark.simulator.workload import mark_of
 from waymark.store.store import Store
 
 ENGINES, CLIENTS, TOKENS = 3, 24, 12

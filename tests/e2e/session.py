@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from tests.model import Model, Place, Space, Tokens
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.names import DEFAULT_TENANT, PublisherName
-from waymark.simulator.encode import Dimensions, Encoder
-from waymark.simulator.wire import AllBlocksCleared, BlockRemoved, BlockStored, WireEvent
+from waymark.simulator.encode import AllBlocksCleared, BlockRemoved, BlockStored, Dimensions, Encoder, WireEvent
 
 MEDIA = ("GPU", "GPU", "GPU", "GPU", "GPU", "CPU", "CPU", "DISK")
 MODEL_NAME = "m"

@@ -14,8 +14,8 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from tests.e2e.fleet import Member
 from waymark.domain.names import PublisherName
+from waymark.simulator.encode import WireEvent
 from waymark.simulator.engine import build_engine
-from waymark.simulator.wire import WireEvent
 from waymark.store import keys
 from waymark.store.claims import Claim
 

@@ -23,7 +23,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.patience import patient, within
 from tests.ports import unused_port
-from waymark.simulator.texts import mark_of
+from waymark.simulator.workload import mark_of
 
 # Imported where they are used: every process of the tests reads this module, and they take a second of it.
 if TYPE_CHECKING:

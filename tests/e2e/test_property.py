@@ -36,9 +36,9 @@ from waymark.ingest.life import Life
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
+from waymark.simulator.encode import WireEvent
 from waymark.simulator.faults import Faults
 from waymark.simulator.publisher import SimulatedPublisher
-from waymark.simulator.wire import WireEvent
 from waymark.store import keys
 from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store

@@ -9,8 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from waymark.domain.gauges import Gauges
-from waymark.engines.gauges import GaugesParser, gauges_of
-from waymark.engines.samples import BYTES_MAX, LINE_BYTES_MAX, Sample, SampleParser
+from waymark.engines.gauges import BYTES_MAX, LINE_BYTES_MAX, GaugesParser, Sample, SampleParser, gauges_of
 
 VLLM = b"""\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -20,7 +20,7 @@ from waymark.discovery.describe import RANKS_MAX
 from waymark.discovery.kubernetes import PODS_MAX
 from waymark.domain.multimodal import ITEMS_MAX
 from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX
-from waymark.engines.samples import LINE_BYTES_MAX, LINES_MAX
+from waymark.engines.gauges import LINE_BYTES_MAX, LINES_MAX
 from waymark.engines.wire import BLOCK_SIZE_MAX
 from waymark.epp import radix_index
 from waymark.epp.server import MESSAGE_BYTES_MAX

@@ -27,8 +27,7 @@ from waymark.domain.targets import Target
 from waymark.simulator.engine import build_engine
 from waymark.simulator.generation import EngineSpeed
 from waymark.simulator.http import EngineHttp
-from waymark.simulator.texts import mark_of
-from waymark.simulator.workload import SimulatedPrompt
+from waymark.simulator.workload import SimulatedPrompt, mark_of
 from waymark.store.store import Store
 
 #: What is hostile has this name, what is honest that one: nothing that the first says may change the second.

@@ -27,8 +27,8 @@ from waymark.chat.sse import EventStreamParser, EventTooLong
 from waymark.discovery.describe import Describer
 from waymark.domain.engines import EngineKind
 from waymark.engines import decoder
-from waymark.engines.ceilings import OverCeiling
-from waymark.engines.samples import SampleParser
+from waymark.engines.gauges import SampleParser
+from waymark.engines.wire import OverCeiling
 from waymark.serving.connection import protocol
 from waymark.store.store import Store
 from waymark.tokenization.templates import ChatTemplate

@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand, Pod
 from waymark.domain.hashing import extend, token_bytes
-from waymark.simulator.wire import BlockRemoved, BlockStored
+from waymark.simulator.encode import BlockRemoved, BlockStored
 
 CHAIN = tuple(range(1, 25))
 HASHES = (11, 12, 13, 14, 15, 16)

@@ -16,7 +16,7 @@ from tests.patience import patient
 from waymark.apply.options import ApplyOptions
 from waymark.apply.slices import SliceRunner
 from waymark.domain.slices import EVENT_WORK, SLICE_WORK
-from waymark.simulator.wire import BlockRemoved, BlockStored
+from waymark.simulator.encode import BlockRemoved, BlockStored
 
 LOW = ApplyOptions(frame_bytes_max=100_000, batch_events_max=1024, event_hashes_max=3000, rejected_events_max=16)
 TOO_MANY_EVENTS = [BlockRemoved((i,)) for i in range(1025)]

@@ -14,7 +14,7 @@ from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Morta
 from waymark.apply.options import ApplyOptions
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.held import HeldBlocks
-from waymark.simulator.wire import BlockRemoved, BlockStored, WireEvent
+from waymark.simulator.encode import BlockRemoved, BlockStored, WireEvent
 
 TOKENS = (1, 2, 3, 4)
 

@@ -12,7 +12,7 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand, Pod
 from waymark.apply.options import ApplyOptions
 from waymark.domain.engines import EngineKind
-from waymark.simulator.wire import BlockRemoved, BlockStored
+from waymark.simulator.encode import BlockRemoved, BlockStored
 from waymark.simulator.workload import SimulatedPrompt
 from waymark.store import keys
 

@@ -17,7 +17,7 @@ from waymark.domain.engines import EngineKind
 from waymark.ingest.life import Life
 from waymark.ingest.status_reporter import StatusReporter
 from waymark.ingest.stream import Stream
-from waymark.simulator.wire import BlockStored
+from waymark.simulator.encode import BlockStored
 from waymark.simulator.workload import SimulatedPrompt
 from waymark.store.records import Facts
 from waymark.store.store import Store

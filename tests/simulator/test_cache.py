@@ -13,7 +13,7 @@ from tests.unit import examples
 from waymark.base.errors import InvalidValue
 from waymark.domain.hashing import extend, token_bytes
 from waymark.simulator.cache import Prefix, PrefixCache
-from waymark.simulator.wire import CPU, DISK, GPU, AllBlocksCleared, BlockRemoved, BlockStored, WireEvent
+from waymark.simulator.encode import CPU, DISK, GPU, AllBlocksCleared, BlockRemoved, BlockStored, WireEvent
 from waymark.simulator.workload import SimulatedPrompt
 
 BLOCK = 4

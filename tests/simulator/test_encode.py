@@ -10,8 +10,17 @@ import msgpack
 import pytest
 
 from waymark.base.errors import InvalidValue
-from waymark.simulator.encode import DIALECTS, Dimensions, Encoder
-from waymark.simulator.wire import CPU, AllBlocksCleared, BlockRemoved, BlockStored, UnknownEvent, WireEvent
+from waymark.simulator.encode import (
+    CPU,
+    DIALECTS,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Dimensions,
+    Encoder,
+    UnknownEvent,
+    WireEvent,
+)
 
 WIRE = Path(__file__).parents[1] / "fixtures" / "wire"
 

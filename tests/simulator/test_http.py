@@ -17,7 +17,7 @@ from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.faults import AnswerFaults
 from waymark.simulator.generation import EngineSpeed
 from waymark.simulator.http import EngineHttp
-from waymark.simulator.texts import mark_of, tokens_of_messages, tokens_of_text
+from waymark.simulator.workload import mark_of, tokens_of_messages, tokens_of_text
 
 pytestmark = pytest.mark.outside
 

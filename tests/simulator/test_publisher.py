@@ -10,10 +10,9 @@ import pytest
 from tests.conftest import wait_until
 from tests.simulator.peers import subscribed
 from waymark.base.errors import InvalidValue
-from waymark.simulator.encode import Encoder, ReplayFraming
+from waymark.simulator.encode import BlockRemoved, Encoder, ReplayFraming, WireEvent
 from waymark.simulator.faults import Faults
 from waymark.simulator.publisher import END_SEQ, SimulatedPublisher
-from waymark.simulator.wire import BlockRemoved, WireEvent
 
 pytestmark = pytest.mark.outside
 

@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from tests.store import rows_model
 from tests.store.rows_model import run_histories
 from waymark.domain import moves
-from waymark.domain.waves import Waves
+from waymark.domain.parts import Waves
 from waymark.store.redis.client import SCRIPTS, Script
 
 HISTORIES = {"real": 200, "emulated": 8}

@@ -17,9 +17,9 @@ from waymark.base.metrics import Metrics
 from waymark.chat.requests import Truncation
 from waymark.domain.multimodal import PromptItem
 from waymark.domain.names import GroupName
-from waymark.tokenization.engines import EngineTokenizer
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt
 from waymark.tokenization.remote import RemoteTokenizer
+from waymark.tokenization.sources import EngineTokenizer
 from waymark.tokenization.tokenizers import Tokenizers
 
 pytestmark = pytest.mark.outside

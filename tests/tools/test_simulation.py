@@ -28,7 +28,7 @@ from tools.benchmarks.simulate_routers import Chance, Router, Stickiness, Truth
 from tools.benchmarks.simulate_run import Course, Step, play
 from tools.benchmarks.simulate_trace import Request, made_up, spread, traced
 from waymark.base.errors import InvalidValue
-from waymark.simulator.wire import BlockRemoved, BlockStored, WireEvent
+from waymark.simulator.encode import BlockRemoved, BlockStored, WireEvent
 
 SMALL = Simulation(
     requests=60,

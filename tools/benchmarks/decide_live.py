@@ -26,9 +26,8 @@ from tools.benchmarks.prompts import BLOCK_SIZE, MODEL
 from tools.benchmarks.simulate_service import Waymark, started
 from tools.conformance.services import process, until_up, unused_port
 from waymark.base.errors import InvalidValue
-from waymark.simulator.encode import Encoder
+from waymark.simulator.encode import GPU, BlockRemoved, BlockStored, Encoder, WireEvent
 from waymark.simulator.publisher import SimulatedPublisher
-from waymark.simulator.wire import GPU, BlockRemoved, BlockStored, WireEvent
 from waymark.store.reservations import parse_reservations
 
 #: Constants of the peer, by the name of a run.

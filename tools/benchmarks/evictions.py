@@ -24,8 +24,7 @@ from tests.store.factories import registration
 from tools.benchmarks.processes import redis_server
 from waymark.domain.held import HeldBlocks
 from waymark.domain.moves import Moves
-from waymark.domain.part_list import PartList
-from waymark.domain.parts import Commit
+from waymark.domain.parts import Commit, PartList
 from waymark.domain.placing import Placer
 from waymark.store import keys
 from waymark.store.claims import Claim

@@ -23,7 +23,7 @@ from waymark.domain.rows import slots_of
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.worth import CacheWorth, Prompts, Tally
 from waymark.simulator.cache import Prefix, PrefixCache
-from waymark.simulator.wire import BlockRemoved, BlockStored, WireEvent
+from waymark.simulator.encode import BlockRemoved, BlockStored, WireEvent
 
 ENGINES, SIZE, GPU_BLOCKS = 8, 16, 320
 AGENTS = 24

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tools.benchmarks.prompts import BLOCK_SIZE
 from tools.benchmarks.simulate_trace import Request
-from waymark.simulator.wire import GPU, BlockRemoved, BlockStored, WireEvent
+from waymark.simulator.encode import GPU, BlockRemoved, BlockStored, WireEvent
 
 STORE_BLOCKS = 512
 """Blocks of one event; an engine tells a long prompt in several, one for each step of its prefill."""

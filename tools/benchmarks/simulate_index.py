@@ -14,7 +14,7 @@ from typing import Protocol
 from tools.benchmarks.prompts import BLOCK_SIZE
 from tools.benchmarks.simulate_routers import Router, Truth
 from tools.benchmarks.simulate_trace import Request
-from waymark.simulator.wire import BlockRemoved, BlockStored, WireEvent
+from waymark.simulator.encode import BlockRemoved, BlockStored, WireEvent
 
 
 class Index(Protocol):

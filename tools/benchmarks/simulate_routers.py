@@ -13,7 +13,7 @@ from typing import Protocol
 from tools.benchmarks.prompts import BLOCK_SIZE
 from tools.benchmarks.simulate_engines import Engine
 from tools.benchmarks.simulate_trace import Request
-from waymark.simulator.wire import WireEvent
+from waymark.simulator.encode import WireEvent
 
 
 class Router(Protocol):

@@ -19,9 +19,8 @@ from tools.benchmarks.processes import START_SECONDS, RedisServer, Server, redis
 from tools.benchmarks.prompts import BLOCK_SIZE, MODEL
 from tools.benchmarks.simulate_trace import Request
 from waymark.client import AsyncClient, Unavailable
-from waymark.simulator.encode import Encoder
+from waymark.simulator.encode import Encoder, WireEvent
 from waymark.simulator.publisher import SimulatedPublisher
-from waymark.simulator.wire import WireEvent
 from waymark.store import keys
 
 SETTLE_SECONDS = 120.0

@@ -22,10 +22,9 @@ from tests.model import Place, Space, Tokens
 from tools.chaos.model import BLOCK_SIZE, Held
 from waymark.domain.names import PublisherName
 from waymark.simulator.cache import PrefixCache
-from waymark.simulator.encode import Dimensions, Encoder
+from waymark.simulator.encode import Dimensions, Encoder, WireEvent
 from waymark.simulator.faults import Faults
 from waymark.simulator.publisher import SimulatedPublisher
-from waymark.simulator.wire import WireEvent
 
 TENANTS = ("t-a", "t-b")
 MODEL_NAME = "m"

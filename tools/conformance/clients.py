@@ -31,8 +31,7 @@ import httpx
 from tools.conformance.services import process, until_up, unused_port, waymark
 from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.http import EngineHttp
-from waymark.simulator.texts import tokens_of_text
-from waymark.simulator.workload import SimulatedPrompt
+from waymark.simulator.workload import SimulatedPrompt, tokens_of_text
 
 MODEL, BLOCK_SIZE = "m", 16
 #: Whose prompt each request has; engines in turn would be another order.

@@ -23,9 +23,8 @@ from typing import Any
 import httpx
 
 from tools.conformance.services import dynamo, waymark
-from waymark.simulator.encode import Encoder
+from waymark.simulator.encode import CPU, BlockRemoved, BlockStored, Encoder, UnknownEvent, WireEvent
 from waymark.simulator.publisher import SimulatedPublisher
-from waymark.simulator.wire import CPU, BlockRemoved, BlockStored, UnknownEvent, WireEvent
 
 RELEASE = "1.6.1"
 MODEL, BLOCK = "m", 4

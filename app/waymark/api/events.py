@@ -17,7 +17,7 @@ from itertools import groupby
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.prompts import check_count
-from waymark.apply import kept
+from waymark.apply import resuming
 from waymark.apply.applier import Applier, Incoming
 from waymark.apply.options import ApplyOptions
 from waymark.apply.redis_calls import Fenced
@@ -60,7 +60,7 @@ class Events:
         self._max_tokens = settings.max_tokens
         self._options = ApplyOptions.of(settings)
         self._metrics = metrics
-        self._kept = store.incarnation.cache(kept.KeptMemories(store, kept.BYTES_MAX, metrics))
+        self._kept = store.incarnation.cache(resuming.KeptMemories(store, resuming.BYTES_MAX, metrics))
 
     async def events(self, body: Body) -> Answer:
         """Apply one event or a list, up to the first gap. If one does not fit, the whole request is rejected."""

@@ -23,7 +23,7 @@ from waymark.contract.publishers import (
 from waymark.decide.group_loads import GroupLoads
 from waymark.domain.names import Registration
 from waymark.domain.status import StreamStatus
-from waymark.inspection.complaint import Complaints
+from waymark.inspection.status import Complaints
 from waymark.store.publisher_states import PublisherState
 from waymark.store.reservations import NO_LOAD, Load
 from waymark.store.store import Store

@@ -2,7 +2,7 @@
 
 The C module is built from ``native/`` if there is a compiler; a build without one continues in Python. Each loop has
 both implementations behind one function: block keys in ``domain.hashing``, rows in ``domain.row_runs``, the knowledge
-of a stream in ``domain.pure_known``, parts in ``domain.part_list`` and ``store.calls``, lists in ``api.http.bodies``,
+of a stream in ``domain.pure_known``, parts in ``domain.parts`` and ``store.calls``, lists in ``api.http.bodies``,
 events in ``engines.plain``, requests in ``serving.request_reader``. Both give the same for every input, and the same
 tests run over both.
 

@@ -536,7 +536,7 @@ _REDIS_URLS = frozenset({"redis_url", "redis_read_url", "answers_redis_url"})
 FORMER: Final = {
     PREFIX + "INSPECT_AT_ONCE": "2, AT_ONCE in waymark.api.inspection_queue",
     PREFIX + "HOT_BLOCK_BYTES": "64 MiB, BYTES_MAX in waymark.store.hot",
-    PREFIX + "EVENT_MEMORY_BYTES": "64 MiB, BYTES_MAX in waymark.apply.kept",
+    PREFIX + "EVENT_MEMORY_BYTES": "64 MiB, BYTES_MAX in waymark.apply.resuming",
     PREFIX + "REPLAY_BYTES_PER_SECOND_MIN": "16,384, BYTES_PER_SECOND_MIN in waymark.ingest.stream",
     PREFIX + "EPP_IDLE_SECONDS": "600, IDLE_SECONDS in waymark.epp.options",
     PREFIX + "ANSWER_CACHE_BYTES": "8 MiB, BYTES_MAX in waymark.api.answer_cache",

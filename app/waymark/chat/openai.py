@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from waymark.base.errors import InvalidValue
-from waymark.chat.media import kind_of
+from waymark.chat.requests import kind_of
 
 #: Type of a content part with text -> the field of that text.
 _TEXT_PARTS = {

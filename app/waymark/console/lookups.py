@@ -13,7 +13,7 @@ from waymark.console.units import seconds_text
 from waymark.contract.inspections import BlockHolderRow, BlockRow, HolderRow, HoldingsAnswer, PublisherOfHolder
 from waymark.domain.hashing import namespace
 from waymark.domain.names import GroupName
-from waymark.inspection.holdings import FIELDS_MAX
+from waymark.inspection.holders import FIELDS_MAX
 from waymark.inspection.inspector import group_text
 
 _BLOCK_HEAD = ("HOLDER", "INSTANCE", "RANK", "MEDIUM", "BLOCK SIZE", "ENGINE HASH", "STATE")

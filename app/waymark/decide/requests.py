@@ -18,9 +18,8 @@ from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.base.shown import shown
-from waymark.chat.media import has_media
 from waymark.chat.prefix_key import prefix_key
-from waymark.chat.requests import InferenceRequest
+from waymark.chat.requests import InferenceRequest, has_media
 from waymark.decide.fail_open import StartupGate
 from waymark.decide.policies.presets import DEFAULT, PRESETS
 from waymark.decide.question import (

@@ -27,7 +27,7 @@ from waymark.domain.engines import EngineKind, naming_sockets_at
 from waymark.domain.names import ENDPOINT, is_endpoint
 from waymark.domain.pool_keys import key_forms, sglang_forms
 from waymark.domain.targets import ADAPTERS_MAX, is_engine_url
-from waymark.engines.samples import SampleParser
+from waymark.engines.gauges import SampleParser
 
 #: How long an engine may take for all of its answers.
 SECONDS = 5.0

@@ -21,7 +21,6 @@ __all__ = [
     "moves",
     "multimodal",
     "names",
-    "part_list",
     "parts",
     "plan",
     "pool_keys",
@@ -35,7 +34,6 @@ __all__ = [
     "targets",
     "usage",
     "waiting",
-    "waves",
     "windows",
     "worth",
 ]

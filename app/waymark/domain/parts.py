@@ -3,15 +3,28 @@
 A part is a run of consecutive positions of one batch, for one holder, with one place. It names a block at most once,
 and does not mix blocks that the holder has with blocks that are new to it. A part is absolute: a block is present or
 not, with a number of copies. So a part may be written again.
+
+A list collects the parts of one batch, in Python or in the C module; adjacent parts that fit together are joined.
+
+The shards of an index are written in parallel, and some parts must wait. A worker may stop when some shards have their
+parts of a fold and others do not. The worker that takes over resolves the same batches again, with the blocks that
+Redis has by then. It comes to the same parts if two rules hold:
+
+- A block or a hash leaves only after Redis has every earlier part that was resolved with it.
+- A block, and the block of a hash, is never on two shards for one holder: it leaves one before it comes to the other.
+
+A part that would break a rule waits until Redis has applied all parts before it. The parts between two that wait are a
+**wave**. Parts of one shard are applied in order anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Self, TypeAlias, cast
 
-from waymark.domain.keys import KEY_BYTES, unpack
+from waymark.base import native
+from waymark.domain.keys import KEY_BYTES, pack, unpack
 from waymark.domain.rows import DEPTHS, SLOT_CHARS, Place, keys_of
 
 PartKind = Literal["+", "-", "*"]
@@ -197,3 +210,188 @@ def has_singles(parts: Sequence[Part]) -> bool:
     """Return whether a part is at a place of blocks of unknown depth."""
     packed_parts = packed(parts)
     return any(part.place.is_single for part in parts) if packed_parts is None else packed_parts.singles > 0
+
+
+_BLOCKS_MAX = 64
+
+
+def new_part_list(seq: int) -> PartList:
+    """Return an empty list for the parts of one batch; it is in the C module if that is selected."""
+    if native.selected is None:
+        return PartList(seq)
+    packed_parts: PackedParts = native.selected.Parts(Part, Place, seq)
+    return _PackedPartList(seq, packed_parts)
+
+
+class PartList:
+    """Collects the parts of one batch."""
+
+    def __init__(self, seq: int) -> None:
+        self.seq = seq
+        self._parts: list[Part] = []
+
+    @property
+    def parts(self) -> Parts:
+        return self._parts
+
+    def add(
+        self,
+        kind: PartKind,
+        holder: int,
+        position: int,
+        place: Place,
+        namespace: int,
+        keys: Sequence[int],
+        depths: Sequence[int],
+        hashes: Sequence[int],
+        *,
+        is_known: bool = False,
+        is_identity: bool = False,
+        parent: int | None = None,
+        copies: bytes = UNCHANGED,
+        waits: bool = False,
+    ) -> None:
+        """Add blocks at consecutive positions, the first at ``position``; ``copies`` is for a single block only."""
+        slots = b"".join([b"%016x%c" % (key, DEPTHS[depth]) for key, depth in zip(keys, depths, strict=True)])
+        self.add_packed(
+            kind, holder, position, place, namespace, slots, pack(hashes), is_known, is_identity, parent, copies, waits
+        )
+
+    def add_packed(
+        self,
+        kind: PartKind,
+        holder: int,
+        position: int,
+        place: Place,
+        namespace: int,
+        slots: bytes,
+        hashes: bytes,
+        is_known: bool = False,
+        is_identity: bool = False,
+        parent: int | None = None,
+        copies: bytes = UNCHANGED,
+        waits: bool = False,
+    ) -> None:
+        """Add a part whose slots and hashes are packed.
+
+        The blocks join the previous part if they fit. New blocks of the holder join it only if they continue its last
+        block, because a branch row that they may have to begin must hold a chain.
+        """
+        count = len(hashes) // KEY_BYTES
+        last = self._parts[-1] if self._parts else None
+        if (
+            last is None
+            or waits
+            or last.last + STEP != position
+            or last.place != place
+            or last.kind != kind
+            or last.holder != holder
+            or last.is_known != is_known
+            or last.is_identity != is_identity
+            or last.count + count > _BLOCKS_MAX
+            or (_has_slot(last.slots, slots[:16]) if is_known else parent != int(last.slots[-SLOT_CHARS:-1], 16))
+        ):
+            end = position + STEP * (count - 1)
+            last = Part(kind, holder, self.seq, end, place, namespace, slots, hashes, is_known, is_identity, parent)
+            last.waits = waits
+            if copies != UNCHANGED:
+                last.copies = [copies] * count
+            self._parts.append(last)
+            return
+        if copies != UNCHANGED or last.copies:
+            last.copies += [UNCHANGED] * (last.count - len(last.copies))
+            last.copies += [copies] * count
+        last.last += STEP * count
+        last.slots += slots
+        last.packed_hashes += hashes
+
+
+class _PackedPartList(PartList):
+    def __init__(self, seq: int, packed_parts: PackedParts) -> None:
+        super().__init__(seq)
+        self._packed = packed_parts
+
+    @property
+    def parts(self) -> PackedParts:
+        return self._packed
+
+    def add_packed(
+        self,
+        kind: PartKind,
+        holder: int,
+        position: int,
+        place: Place,
+        namespace: int,
+        slots: bytes,
+        hashes: bytes,
+        is_known: bool = False,
+        is_identity: bool = False,
+        parent: int | None = None,
+        copies: bytes = UNCHANGED,
+        waits: bool = False,
+    ) -> None:
+        self._packed.add(
+            kind, holder, position, place, namespace, slots, hashes, is_known, is_identity, parent, copies, waits
+        )
+
+
+def _has_slot(slots: bytes, key: bytes) -> bool:
+    """Return whether a block with this key, as text, is among the slots."""
+    index = slots.find(key)
+    while index > 0 and index % SLOT_CHARS:  # digits across two slots may be the same
+        index = slots.find(key, index + 1)
+    return index >= 0
+
+
+class Waves:
+    """The blocks that the parts of the present wave use and remove, by their seq_hash."""
+
+    def __init__(self, shards: int) -> None:
+        self.is_needed = shards > 1
+        self._shards = shards
+        self._used: dict[int, set[int]] = {}
+        self._left: dict[int, int] = {}
+
+    @property
+    def has_left(self) -> bool:
+        """A part of this wave has removed a block or a hash."""
+        return bool(self._left)
+
+    def begin(self) -> None:
+        """Begin a fold, or a wave: Redis has everything before it."""
+        self._used.clear()
+        self._left.clear()
+
+    def use(self, seq_hash: int, place: Place) -> None:
+        """Note that a part at ``place`` was resolved with this block."""
+        if self.is_needed:
+            self._used.setdefault(seq_hash, set()).add(place.shard(self._shards))
+
+    def leave(self, blocks: Sequence[int], place: Place) -> bool:
+        """Return whether the part that takes these blocks, or a hash of one, out of ``place`` must wait."""
+        if not self.is_needed:
+            return False
+        shard = place.shard(self._shards)
+        waits = any(not self._used.get(block, set()) <= {shard} for block in blocks)
+        if waits:
+            self.begin()
+        self._left.update(dict.fromkeys(blocks, shard))
+        return waits
+
+    def store(self, blocks: Iterable[int | None], place: Place) -> bool:
+        """Return whether the part that stores these blocks at ``place`` must wait. ``blocks`` includes the former ones
+        of their hashes.
+        """
+        shard = place.shard(self._shards) if self._left else 0
+        waits = bool(self._left) and any(
+            block is not None and self._left.get(block, shard) != shard for block in blocks
+        )
+        if waits:
+            self.begin()
+        return waits
+
+
+def waves_of(parts: Sequence[Part]) -> list[Sequence[Part]]:
+    """Return the parts in order, cut before each waiting part; at least one wave, even without parts."""
+    cuts = [i for i, part in enumerate(parts) if part.waits and i]
+    return [parts[start:end] for start, end in zip([0, *cuts], [*cuts, len(parts)], strict=True)]

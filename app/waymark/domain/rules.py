@@ -30,7 +30,7 @@ from waymark.domain.hashing import extend
 from waymark.domain.known import Spot
 from waymark.domain.life_facts import EXTRA_KEYS
 from waymark.domain.media import DEVICE
-from waymark.domain.part_list import PartList
+from waymark.domain.parts import PartList
 from waymark.domain.plan import Spaces
 from waymark.domain.rows import Place
 from waymark.domain.slices import EVENT_WORK, Slice, Slices

@@ -15,8 +15,7 @@ from waymark.domain.known import Spot
 from waymark.domain.life_facts import COPIES_EACH, COPIES_LAST, COPIES_REUSED, UNTRUSTED, LifeFacts
 from waymark.domain.media import DEVICE
 from waymark.domain.names import HolderName, Registration, Unit
-from waymark.domain.part_list import PartList
-from waymark.domain.parts import Mode, Parts
+from waymark.domain.parts import Mode, PartList, Parts
 from waymark.domain.placing import Placer
 from waymark.domain.waiting import WaitingObjects, WaitingRoom
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from waymark.domain.engines import TRAITS, EngineKind
 from waymark.engines.batches import Decoder
-from waymark.engines.ceilings import Ceilings, OverCeiling
+from waymark.engines.wire import Ceilings, OverCeiling
 
 __all__ = ["Ceilings", "Decoder", "OverCeiling", "decoder"]
 

@@ -25,10 +25,9 @@ import msgpack
 from waymark.base.errors import Undecodable
 from waymark.domain.events import Batch, Cleared, Event, PlainEvents
 from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices, finish
-from waymark.engines.ceilings import Ceilings, frame_too_large, too_many_events, too_many_hashes
 from waymark.engines.long import PER_BLOCK, UNREADABLE, WINDOW_BYTES, LongPayload
 from waymark.engines.plain import PlainBatch, ReadPlain
-from waymark.engines.wire import Ignored, Rejected, is_u32
+from waymark.engines.wire import Ceilings, Ignored, Rejected, frame_too_large, is_u32, too_many_events, too_many_hashes
 
 ReadEvent: TypeAlias = Callable[[Any], Event | tuple[Event, ...] | Ignored]
 """Reads an event of the wire, which may be several of ours."""

@@ -17,7 +17,7 @@ import msgpack
 from waymark.base.errors import Undecodable
 from waymark.domain.names import U64_MASK
 from waymark.domain.slices import Slices
-from waymark.engines.ceilings import Ceilings, misshapen, too_many_events, too_many_hashes
+from waymark.engines.wire import Ceilings, misshapen, too_many_events, too_many_hashes
 
 WINDOW_BYTES: Final = 65_536
 """A payload, an event or a value that fits is unpacked in one go: at most a few ms and some MB."""

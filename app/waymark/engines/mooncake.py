@@ -16,8 +16,7 @@ from waymark.base.shown import shown
 from waymark.domain.events import Event, RemovedObject, StoredObject
 from waymark.engines import sglang, standard, vllm, wire
 from waymark.engines.batches import Decoder
-from waymark.engines.ceilings import Ceilings
-from waymark.engines.wire import Ignored, Rejected
+from waymark.engines.wire import Ceilings, Ignored, Rejected
 
 
 def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:

@@ -21,8 +21,7 @@ from waymark.domain.media import IN_EVERY_ANSWER, UNNAMED
 from waymark.domain.slices import EVENT_WORK, Slices
 from waymark.engines import plain, vllm, wire
 from waymark.engines.batches import BAD_MSGPACK, Decoder
-from waymark.engines.ceilings import Ceilings
-from waymark.engines.wire import Ignored, Rejected
+from waymark.engines.wire import Ceilings, Ignored, Rejected
 
 STORED_FIELDS: Final = vllm.STORED_FIELDS[:7]
 REMOVED_FIELDS: Final = vllm.REMOVED_FIELDS[:2]

@@ -20,8 +20,7 @@ from waymark.domain.media import normal_medium
 from waymark.domain.names import DEFAULT_TENANT, U32_MAX, U64_MASK
 from waymark.engines import wire
 from waymark.engines.batches import Decoder
-from waymark.engines.ceilings import Ceilings
-from waymark.engines.wire import Ignored, Rejected
+from waymark.engines.wire import Ceilings, Ignored, Rejected
 
 _DECIMAL: Final = re.compile(r"-?[0-9]{1,20}", re.ASCII)
 _TOO_LONG_DECIMAL: Final = re.compile(r"-?[0-9]{21,}", re.ASCII)

@@ -16,8 +16,7 @@ from waymark.domain.hashing import extra_digest
 from waymark.domain.names import U32_MAX, Adapter
 from waymark.engines import plain, wire
 from waymark.engines.batches import Decoder
-from waymark.engines.ceilings import Ceilings
-from waymark.engines.wire import Ignored, Rejected
+from waymark.engines.wire import Ceilings, Ignored, Rejected
 
 STORED_FIELDS: Final = (
     "block_hashes",

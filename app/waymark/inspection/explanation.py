@@ -14,9 +14,8 @@ from waymark.contract.inspections import Explanation, HolderRuns, InspectedInsta
 from waymark.domain.names import GroupName
 from waymark.domain.table import HolderTable
 from waymark.inspection import why
-from waymark.inspection.holding import InstanceLines, PromptHoldings, hold, runs
+from waymark.inspection.holding import InspectedPrompt, InstanceLines, PromptHoldings, hold, runs
 from waymark.inspection.inspector import InspectedGroup, Inspector
-from waymark.inspection.prompt import InspectedPrompt
 from waymark.store.claims import Claim
 
 #: Runs of blocks in the JSON form, of all instances.

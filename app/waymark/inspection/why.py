@@ -18,10 +18,9 @@ from waymark.domain.names import GroupName, Registration
 from waymark.domain.rows import parse_entry, parse_field
 from waymark.domain.status import StreamStatus
 from waymark.domain.table import HolderTable
-from waymark.inspection.complaint import complaint
-from waymark.inspection.holding import PromptHoldings, not_counted
+from waymark.inspection.holding import InspectedPrompt, PromptHoldings, not_counted
 from waymark.inspection.inspector import InspectedGroup, Inspector
-from waymark.inspection.prompt import InspectedPrompt
+from waymark.inspection.status import complaint
 from waymark.store import keys
 from waymark.store.publisher_states import PublisherState
 

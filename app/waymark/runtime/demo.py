@@ -27,11 +27,10 @@ from waymark.base.shown import shown
 from waymark.client import AsyncClient, Refused, Unavailable
 from waymark.console.service import RemoteService
 from waymark.domain.names import DEFAULT_TENANT
+from waymark.simulator.encode import CPU, GPU
 from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.http import EngineHttp
-from waymark.simulator.texts import tokens_of_text
-from waymark.simulator.wire import CPU, GPU
-from waymark.simulator.workload import SimulatedPrompt
+from waymark.simulator.workload import SimulatedPrompt, tokens_of_text
 
 TENANT = "demo"
 MODEL = "demo-model"

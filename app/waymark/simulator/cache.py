@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from waymark.base.errors import InvalidValue
 from waymark.domain.hashing import extend, extra_digest, token_bytes
-from waymark.simulator.wire import CPU, DISK, GPU, AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys, WireEvent
+from waymark.simulator.encode import CPU, DISK, GPU, AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys, WireEvent
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Events to payload bytes, as each engine and version sends them; pure.
+"""The events of a simulated engine, in vLLM's vocabulary, and their bytes, as each engine and version sends them; pure.
 
 | Dialect | Who sends it |
 |---|---|
@@ -20,6 +20,10 @@ only the adapter's id, SGLang's lists lack the adapter. Only ``vllm-list-9`` and
 ``sglang-map`` name a salt.
 
 The bytes are the same as the engines', down to which keys are left out: tests compare them with captured batches.
+
+Fields carry the names of the wire (``block_hashes``, ``parent_block_hash``, ...), because ``encode`` only arranges
+them. The same events as an index sees them are in ``domain.events``; the two are kept apart so that a mistake in a
+decoder cannot hide behind the same mistake here.
 """
 
 from __future__ import annotations
@@ -32,7 +36,60 @@ import msgpack
 
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
-from waymark.simulator.wire import CPU, DISK, AllBlocksCleared, BlockRemoved, BlockStored, UnknownEvent, WireEvent
+
+GPU = "GPU"
+CPU = "CPU"
+DISK = "DISK"
+
+ExtraKeys: TypeAlias = tuple[tuple[str, int], ...]
+"""The images in a block: (digest of an image, offset of the image in the block)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Consecutive blocks entered a medium, ancestor first."""
+
+    block_hashes: tuple[int, ...]
+    """u64, opaque; a standard publisher's are seq_hashes."""
+    parent_block_hash: int | None
+    token_ids: tuple[int, ...]
+    """Empty in a placeholder."""
+    block_size: int
+    """Tokens per hash; 0 in a placeholder."""
+    medium: str = GPU
+    lora_id: int | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    extra_keys: tuple[ExtraKeys | None, ...] | None = None
+    """Per hash; images only: an encoding adds adapter and salt if its engine does."""
+    group_idx: int | None = 0
+    kv_cache_spec_kind: str | None = "full_attention"
+    session_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Blocks left a medium: one copy of each."""
+
+    block_hashes: tuple[int, ...]
+    medium: str | None = GPU
+    group_idx: int | None = 0
+    lora_name: str | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """Every block left every medium."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownEvent:
+    """A type that no decoder knows, as a newer engine might send."""
+
+
+WireEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared | UnknownEvent
+
 
 _VLLM_LISTS = {f"vllm-list-{length}": length for length in (6, 7, 8, 9, 10, 12)}
 _SGLANG_LISTS = {"sglang-list-6": 6, "sglang-list-7": 7, "sglang-list": 8}

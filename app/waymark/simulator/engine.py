@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 
 from waymark.base.errors import InvalidValue
 from waymark.simulator.cache import Prefix, PrefixCache
-from waymark.simulator.encode import WITHOUT_MEDIUM, Dimensions, Encoder, ReplayFraming
+from waymark.simulator.encode import WITHOUT_MEDIUM, Dimensions, Encoder, ReplayFraming, UnknownEvent, WireEvent
 from waymark.simulator.faults import Faults, is_due
 from waymark.simulator.publisher import SimulatedPublisher
-from waymark.simulator.wire import UnknownEvent, WireEvent
 from waymark.simulator.workload import SimulatedPrompt
 
 

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from waymark.base.errors import InvalidValue
+from waymark.simulator.encode import GPU
 from waymark.simulator.engine import SimulatedEngine
 from waymark.simulator.faults import AnswerFaults, is_due
-from waymark.simulator.wire import GPU
 from waymark.simulator.workload import SimulatedPrompt
 
 

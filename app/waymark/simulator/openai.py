@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from waymark.simulator.generation import Completion, Generator
-from waymark.simulator.texts import VOCABULARY, mark_of, said, tokens_of_messages, tokens_of_text
-from waymark.simulator.workload import SimulatedPrompt
+from waymark.simulator.workload import VOCABULARY, SimulatedPrompt, mark_of, said, tokens_of_messages, tokens_of_text
 
 _CREATED = 1_700_000_000
 _EMBEDDING_NUMBERS = 8

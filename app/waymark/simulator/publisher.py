@@ -24,9 +24,8 @@ import zmq
 import zmq.asyncio
 
 from waymark.base.errors import InvalidValue
-from waymark.simulator.encode import Encoder, ReplayFraming
+from waymark.simulator.encode import CPU, DISK, GPU, BlockRemoved, BlockStored, Encoder, ReplayFraming, WireEvent
 from waymark.simulator.faults import Faults, is_due
-from waymark.simulator.wire import CPU, DISK, GPU, BlockRemoved, BlockStored, WireEvent
 
 END_SEQ = b"\xff" * 8
 BIND_SECONDS = 5.0

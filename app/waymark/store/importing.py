@@ -23,8 +23,7 @@ from waymark.domain.held import HeldBlocks
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.life_facts import UNTRUSTED
 from waymark.domain.moves import Moves
-from waymark.domain.part_list import PartList, new_part_list
-from waymark.domain.parts import STEP, UNCHANGED, Commit, Parts, blocks_of, has_singles, joined
+from waymark.domain.parts import STEP, UNCHANGED, Commit, PartList, Parts, blocks_of, has_singles, joined, new_part_list
 from waymark.domain.rows import SLOT_CHARS
 from waymark.domain.status import StreamStatus
 from waymark.store import keys

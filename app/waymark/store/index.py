@@ -11,9 +11,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from waymark.domain.moves import Moves
-from waymark.domain.parts import Commit, Part
+from waymark.domain.parts import Commit, Part, waves_of
 from waymark.domain.rows import ROW_SLOTS
-from waymark.domain.waves import waves_of
 from waymark.store import keys
 from waymark.store.calls import ApplyCall, ApplyCalls
 from waymark.store.leases import Grant

@@ -25,7 +25,7 @@ from xxhash import xxh3_128_digest
 from waymark.base.errors import InvalidValue, TokenizerUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.chat.media import has_media
+from waymark.chat.requests import has_media
 from waymark.domain.hashing import pack_tokens
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt
 from waymark.tokenization.renderers import Renderers

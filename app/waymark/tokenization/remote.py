@@ -12,8 +12,8 @@ from typing import Any
 from waymark.base.asker import Asker
 from waymark.base.bounded_json import bounded_loads
 from waymark.base.errors import InvalidValue, TokenizerUnavailable, Unanswered
-from waymark.chat.media import has_media
 from waymark.chat.openai import as_message
+from waymark.chat.requests import has_media
 from waymark.domain.hashing import pack_tokens
 from waymark.domain.multimodal import items_of
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt, is_cut

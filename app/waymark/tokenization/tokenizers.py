@@ -24,12 +24,19 @@ from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.base.shown import shown
 from waymark.domain.names import DEFAULT_TENANT, GroupName
-from waymark.tokenization.engines import Addresses, EngineTokenizer
 from waymark.tokenization.prompt import Prompt, Source, SourcedTokens
 from waymark.tokenization.remote import RemoteTokenizer
 from waymark.tokenization.renderers import Renderers
 from waymark.tokenization.segments import SegmentMemo
-from waymark.tokenization.sources import directory_of, found_in, is_for_sglang, missing, no_tokenizer
+from waymark.tokenization.sources import (
+    Addresses,
+    EngineTokenizer,
+    directory_of,
+    found_in,
+    is_for_sglang,
+    missing,
+    no_tokenizer,
+)
 
 T = TypeVar("T")
 

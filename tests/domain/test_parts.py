@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from waymark.domain.held import HeldBlocks
-from waymark.domain.part_list import PartList
+from waymark.domain.parts import PartList, waves_of
 from waymark.domain.placing import Placer
 from waymark.domain.rows import Place
-from waymark.domain.waves import waves_of
 
 pytestmark = pytest.mark.usefixtures("implementation", "implementation_kept")
 
