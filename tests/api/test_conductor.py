@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
+from random import Random
 from typing import Any
 
 import httpx
@@ -11,14 +13,16 @@ import pytest
 from aiohttp import web
 
 from tests.api.conftest import Hold, MakeClient
+from tests.domain.prompts import BLOCK_SIZE, holder, publisher, table, value, walk
 from tests.masters import started_master
 from tests.patience import patient
-from waymark.api.answer_cache import in_tokens
+from waymark.api.conductor import AnswerCache, in_tokens
 from waymark.base.metrics import Metrics
 from waymark.decide import asked_pools
 from waymark.domain.hashing import extend, namespace, token_bytes
-from waymark.domain.match import ConductorRow
+from waymark.domain.match import ConductorRow, Walk, conductor_rows
 from waymark.domain.pool_keys import AskedPrompt, PromptIds, key_forms
+from waymark.domain.table import HolderTable
 from waymark.store.reader import Reading
 from waymark.store.steps import Steps
 from waymark.store.store import Store
@@ -285,7 +289,7 @@ async def test_registering_again_moves_or_conflicts(client: httpx.AsyncClient, s
             {"status": "registered successfully", "instance_id": "i"},
         )
     assert (await client.post("/register", json=body | {"endpoint": "tcp://b:1"})).status_code == 200
-    for field, value in {
+    for name, changed in {
         "block_size": 32,
         "model": "other",
         "type": "vllm",
@@ -293,8 +297,8 @@ async def test_registering_again_moves_or_conflicts(client: httpx.AsyncClient, s
         "additional_salt": "very-secret",
         "scope": "shared",
     }.items():
-        conflict = await client.post("/register", json=body | {"endpoint": "tcp://b:1", field: value})
-        assert conflict.status_code == 409, field
+        conflict = await client.post("/register", json=body | {"endpoint": "tcp://b:1", name: changed})
+        assert conflict.status_code == 409, name
         assert conflict.json()["reason"] == "conflict"
         assert "very-secret" not in conflict.text
     (registration,) = await store.directory.registrations()
@@ -374,3 +378,54 @@ async def test_endpoints_may_be_limited_by_the_operator(memory_store: Store, mak
         "/dynamo/register", json={"instance_id": 1, "endpoint": "tcp://evil:1", "model_name": "m", "block_size": 16}
     )
     assert dynamo.status_code == 400
+
+
+def of_holders(count: int, first: int = 1) -> HolderTable:
+    publishers = {i: publisher(f"pod-{i}") for i in range(first, first + count)}
+    return table(publishers, *(holder(i, i, f"pod-{i}") for i in publishers))
+
+
+def counted(of: Walk) -> dict[str, object]:
+    return {name: in_tokens(row, BLOCK_SIZE) for name, row in conductor_rows(of).items()}
+
+
+def value_of(metrics: Metrics, name: str) -> float | None:
+    return metrics.registry.get_sample_value(f"waymark_answer_cache_{name}")
+
+
+def test_what_is_remembered_is_counted_and_right() -> None:
+    metrics, of = Metrics(), of_holders(2)
+    rows = AnswerCache(1 << 20, metrics)
+    for found in ([value(1, 2), value(1)], [value(1, 2)], [value(2)], [None]):
+        first = rows.of(walk(of, found))
+        assert first.rows == counted(walk(of, found)) == json.loads(first.json)
+        assert rows.of(walk(of, found)) is first
+    assert value_of(metrics, "hits_total") == 4
+    assert value_of(metrics, "bytes") == rows.bytes > 0
+
+
+def test_another_table_is_counted_anew() -> None:
+    rows = AnswerCache(1 << 20, Metrics())
+    assert rows.of(walk(of_holders(2), [value(1, 2)])).rows.keys() == {"pod-1", "pod-2"}
+    assert rows.of(walk(of_holders(1, first=2), [value(1, 2)])).rows.keys() == {"pod-2"}
+
+
+def test_without_room_nothing_is_remembered() -> None:
+    metrics, of = Metrics(), of_holders(2)
+    rows = AnswerCache(0, metrics)
+    for _ in range(3):
+        assert rows.of(walk(of, [value(1)])).rows == counted(walk(of, [value(1)]))
+    assert (value_of(metrics, "hits_total"), value_of(metrics, "bytes")) == (0, 0)
+
+
+@pytest.mark.parametrize("bytes_max", [20_000, 100_000])
+def test_it_never_takes_more_than_it_may_and_stays_right(bytes_max: int) -> None:
+    metrics, random = Metrics(), Random(1)
+    rows = AnswerCache(bytes_max, metrics)
+    tables = [of_holders(3), of_holders(5), of_holders(3)]
+    for _ in range(2000):
+        of = random.choice(tables)
+        found = [value(*random.choice([(1,), (1, 2), (2, 3)]))] * random.randrange(4) + [value(1)] * random.randrange(4)
+        assert rows.of(walk(of, found)).rows == counted(walk(of, found))
+        assert rows.bytes <= bytes_max
+    assert (value_of(metrics, "hits_total") or 0) > 10

@@ -13,7 +13,7 @@ import pytest
 
 from tests.api.conftest import Hold, MakeClient
 from tests.patience import within
-from waymark.api import explanations, inspection_queue
+from waymark.api import explanations, inspections
 from waymark.contract.inspections import InspectAnswer
 from waymark.contract.shape import parse, plain
 from waymark.domain.hashing import extend, token_bytes
@@ -174,7 +174,7 @@ async def test_a_prompt_of_too_many_blocks_is_refused(
 async def test_an_explanation_has_its_time_and_waits_for_others(
     store: Store, make_client: MakeClient, register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspection_queue, "AT_ONCE", 1)
+    monkeypatch.setattr(inspections, "AT_ONCE", 1)
     client = await make_client(store, inspect_seconds=0.1)
     await register("a")
     under_way, most = 0, 0

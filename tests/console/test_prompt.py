@@ -15,7 +15,7 @@ from tests.patience import patient
 from tests.store.factories import Stream, registration, removed, stored, stream_of
 from tests.tokenization import small
 from waymark.base.errors import InvalidValue, NotFound
-from waymark.console.cells import Cell, scaled
+from waymark.console.inspections import Cell, scaled
 from waymark.domain.hashing import namespace
 from waymark.store.store import Store
 

@@ -84,11 +84,11 @@ ELSEWHERE = {
             "waymark_cache_redis_connections_idle",
             "waymark_cache_redis_latency_seconds",
         ),
-        ("tests/gateway/test_shared_answers.py", "test_gateways_share_answers_and_one_of_them_clears_all"),
+        ("tests/gateway/test_response_cache.py", "test_gateways_share_answers_and_one_of_them_clears_all"),
     ),
     **dict.fromkeys(
         ("waymark_cache_fallback_active", "waymark_cache_redis_errors_total"),
-        ("tests/gateway/test_shared_answers.py", "test_answers_are_in_memory_while_redis_is_away"),
+        ("tests/gateway/test_response_cache.py", "test_answers_are_in_memory_while_redis_is_away"),
     ),
     **dict.fromkeys(
         (

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from tests.tokenization import record_eagle, record_sglang, record_tools, record_truncation, small
 from tests.tokenization.record import CALL, PARTS, RECORDED, bodies, templates
-from waymark.api.text_schemas import TokenizeRequest
+from waymark.api.query_schemas import TokenizeRequest
 from waymark.api.texts import prompt_of
 from waymark.base.errors import InvalidValue
 from waymark.base.metrics import Metrics

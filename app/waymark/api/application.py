@@ -36,8 +36,7 @@ from waymark.api.http.admission import AT_ONCE, AdmissionQueue
 from waymark.api.http.answers import Answer, Handler
 from waymark.api.http.bodies import CACHE_BYTES_MAX, Body, Format, RequestCache, encode
 from waymark.api.http.doc import Doc, Queue
-from waymark.api.inspection_queue import InspectionQueue
-from waymark.api.inspections import Inspections
+from waymark.api.inspections import InspectionQueue, Inspections
 from waymark.api.operations import Dependencies, Method, Operation, Resource
 from waymark.api.page import Page
 from waymark.api.placement import PlacementView

@@ -1,32 +1,155 @@
-"""The root API: the Mooncake Conductor Indexer API, with the numbers in tokens."""
+"""The root API: the Mooncake Conductor Indexer API, with the numbers in tokens.
+
+Answers are cached by their walks: many prompts have the same beginning, or no match at all. An entry belongs to a view
+of a holder table, and a view never changes: another table has another view. So an entry is never out of date; entries
+of old views are forgotten with all others at once, when there is no room.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import orjson
 
-from waymark.api.answer_cache import BYTES_MAX, NOTHING, AnswerCache, in_tokens, match_rows
-from waymark.api.given_prompts import GivenPrompts, text_of
 from waymark.api.http.answers import PARTIAL, Answer, Paused
 from waymark.api.http.bodies import Body, Format
 from waymark.api.http.errors import InvalidBody
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
-from waymark.api.texts import ModelPrompt, PromptTokenizer
+from waymark.api.texts import GivenPrompts, ModelPrompt, PromptTokenizer, text_of
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.asked_pools import AskedPools
 from waymark.domain.hashing import namespace
-from waymark.domain.match import ConductorRow, Walk, walk_with_pool
+from waymark.domain.match import ConductorRow, DynamoRank, Walk, conductor_rows, dynamo_rows, walk_with_pool
+from waymark.domain.media import BEST, IN_EVERY_ANSWER
 from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import GroupName
-from waymark.domain.table import HolderTable, block_size_of
+from waymark.domain.table import HolderTable, View, block_size_of
 from waymark.store.reader import KeysOf, QueryReader
 from waymark.store.steps import Steps, Waiting, finished
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
+
+InTokens = dict[str, dict[str, Any]]
+"""An answer's rows, by instance."""
+
+BYTES_MAX = 8 * 2**20
+"""The size of the cache. The answers of a few thousand beginnings fit in; a further one is computed in microseconds."""
+
+#: Walks of more runs than this hardly come twice.
+_RUNS_MAX = 16
+#: The approximate size of a row, a run and a holder of a view.
+_ROW_BYTES, _RUN_BYTES, _HOLDER_BYTES = 1200, 100, 300
+
+
+_NONE_KNOWN: dict[tuple[tuple[bytes, int], ...], MatchRows] = {}
+
+
+class MatchRows:
+    """The rows of a walk; not to be changed."""
+
+    __slots__ = ("_instances", "json", "rows")
+
+    def __init__(self, rows: InTokens, json: bytes) -> None:
+        self.rows = rows
+        self.json = json
+        self._instances: InTokens | None = None
+
+    def instances(self, walk: Walk | None) -> InTokens:
+        """Return the counts in the newer form of the API, from the walk of ``rows``; made once."""
+        if self._instances is None:
+            self._instances = {} if walk is None else instances_in_tokens(dynamo_rows(walk), walk.view.block_size)
+        return self._instances
+
+
+NOTHING = MatchRows({}, b"{}")
+
+
+class AnswerCache:
+    """A cache of at most ``bytes_max``; with 0 it stays empty."""
+
+    def __init__(self, bytes_max: int, metrics: Metrics) -> None:
+        self._bytes_max = bytes_max
+        self._known: dict[View, dict[tuple[tuple[bytes, int], ...], MatchRows]] = {}
+        self._hits = metrics.answer_cache_hits
+        self.bytes = 0
+        metrics.answer_cache_bytes.set_function(lambda: self.bytes)
+
+    def of(self, walk: Walk) -> MatchRows:
+        """Return the rows of a walk."""
+        view, values = walk.view, tuple(walk.values)
+        counted = self._known.get(view, _NONE_KNOWN).get(values)
+        if counted is not None:
+            self._hits.inc()
+            return counted
+        counted = match_rows(walk)
+        if len(values) <= _RUNS_MAX:
+            self._keep(view, values, counted)
+        return counted
+
+    def clear(self) -> None:
+        self._known.clear()
+        self.bytes = 0
+
+    def _keep(self, view: View, values: tuple[tuple[bytes, int], ...], counted: MatchRows) -> None:
+        size = _ROW_BYTES * (1 + len(counted.rows)) + sum(_RUN_BYTES + len(value) for value, _ in values)
+        of_view = 0 if view in self._known else _ROW_BYTES + _HOLDER_BYTES * view.size
+        if self.bytes + of_view + size > self._bytes_max:
+            self.clear()
+            of_view = _ROW_BYTES + _HOLDER_BYTES * view.size
+        if of_view + size <= self._bytes_max:
+            self._known.setdefault(view, {})[values] = counted
+            self.bytes += of_view + size
+
+
+def match_rows(walk: Walk) -> MatchRows:
+    """Return the rows of a walk, made now."""
+    rows = {name: in_tokens(row, walk.view.block_size) for name, row in conductor_rows(walk).items()}
+    return MatchRows(rows, orjson.dumps(rows))
+
+
+_AFTER_RANKS = tuple(name for name in IN_EVERY_ANSWER if name != BEST.name)
+
+
+def in_tokens(row: ConductorRow, block_size: int) -> dict[str, Any]:
+    """Return one instance of an answer, in the published order of its keys."""
+    media, ranks = row.media, row.ranks
+    answer: dict[str, Any] = {
+        "longest_matched": row.longest * block_size,
+        BEST.name: media.get(BEST.name, 0) * block_size,
+        "DP": {str(rank): ranks[rank] * block_size for rank in sorted(ranks)},
+    }
+    for name in _AFTER_RANKS:
+        answer[name] = media.get(name, 0) * block_size
+    if not media.keys() <= answer.keys():
+        for medium in sorted(media.keys() - answer.keys()):
+            answer[medium] = media[medium] * block_size
+    return answer
+
+
+def instances_in_tokens(rows: Mapping[str, Mapping[int, DynamoRank]], block_size: int) -> InTokens:
+    """Return instances of the newer form: unbroken prefixes by rank, cumulative from tier to tier; ranks as texts."""
+    return {instance_id: _by_ranks(ranks, block_size) for instance_id, ranks in rows.items()}
+
+
+def _by_ranks(ranks: Mapping[int, DynamoRank], block_size: int) -> dict[str, Any]:
+    rows = {
+        str(rank): {"gpu": row.gpu * block_size, "cpu": row.cpu * block_size, "disk": row.disk * block_size}
+        for rank, row in sorted(ranks.items())
+    }
+    disk = max(row["disk"] for row in rows.values())
+    return {
+        "longest_matched": disk,
+        "gpu": max(row["gpu"] for row in rows.values()),
+        "dp": {rank: row["gpu"] for rank, row in rows.items()},
+        "cpu": max(row["cpu"] for row in rows.values()),
+        "disk": disk,
+        "rank_matches": rows,
+    }
+
 
 _JSON = Format.JSON.value
 _UNKNOWN = "no engine is registered for this model and tenant; POST /inspect/prompt names the models that are"

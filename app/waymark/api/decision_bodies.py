@@ -8,9 +8,8 @@ from collections.abc import Mapping, Set
 from typing import Any, NamedTuple, TypeVar
 
 from waymark.api.decision_schemas import NAMES_MAX, DecisionRequest, GivenCandidate, ScoreRequest, SelectRequest
-from waymark.api.given_prompts import text_of
 from waymark.api.http.errors import InvalidBody
-from waymark.api.texts import ModelPrompt
+from waymark.api.texts import ModelPrompt, text_of
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
 from waymark.chat.prefix_key import prefix_key

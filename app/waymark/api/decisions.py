@@ -16,12 +16,11 @@ from waymark.api.decision_bodies import (
     select_request,
 )
 from waymark.api.decision_schemas import RELEASES_MAX, ReleaseRequest, ScoreRequest, SelectRequest
-from waymark.api.given_prompts import GivenPrompts
 from waymark.api.http.answers import Answer, Paused
 from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody
 from waymark.api.http.tokens_file import Caller
-from waymark.api.texts import ModelPrompt, PromptTokenizer
+from waymark.api.texts import GivenPrompts, ModelPrompt, PromptTokenizer
 from waymark.base.errors import InvalidValue, NotFound, RemoteUnavailable, UnknownModel
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import orjson
 
-from waymark.api.given_prompts import text_of
 from waymark.api.http.answers import Answer, Handler, Paused
 from waymark.api.http.bodies import Body
 from waymark.api.http.prompts import hashes, packed_hashes, token_bytes
-from waymark.api.inspection_queue import InspectionQueue
+from waymark.api.inspections import InspectionQueue
 from waymark.api.query_schemas import InspectRequest
 from waymark.api.straight import Straight
-from waymark.api.texts import PromptTokenizer
+from waymark.api.texts import PromptTokenizer, text_of
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.settings import Settings
 from waymark.contract.inspections import Explanation, InspectAnswer, NoExplanation

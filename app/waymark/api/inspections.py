@@ -1,17 +1,21 @@
-"""``waymark status`` and ``waymark inspect``: what they ask, over HTTP or in a process of their own."""
+"""``waymark status`` and ``waymark inspect``: what they ask, over HTTP or in a process of their own.
+
+An inspection reads far more than a query does. So inspections have few places of their own, and a deadline.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import Field
 
+from waymark.api.http.admission import AdmissionQueue
 from waymark.api.http.answers import Answer, Paused
 from waymark.api.http.bodies import Body
 from waymark.api.http.fields import OPTIONAL_NAME, OptionalName, RequestBody
-from waymark.api.inspection_queue import InspectionQueue
-from waymark.base.errors import InvalidValue
+from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.settings import Settings
 from waymark.base.shown import shown
 from waymark.contract.inspections import BlockAnswer, HolderAnswer, KeysAnswer
@@ -23,6 +27,40 @@ from waymark.inspection.inspector import InspectedGroup, Inspector, pick
 from waymark.inspection.redis_cli import RedisCli, every_key, keys_of_block, keys_of_chain, keys_of_holder
 from waymark.inspection.status import PublisherFilter, gather
 from waymark.store.store import Store
+
+T = TypeVar("T")
+
+AT_ONCE = 2
+"""Inspections that run at once. Each reads as much of Redis as many queries do, and people ask for few."""
+
+
+class InspectionQueue:
+    def __init__(self, settings: Settings) -> None:
+        self._admission = AdmissionQueue(AT_ONCE)
+        self._seconds = settings.inspect_seconds
+
+    async def take(self, work: Callable[[], Awaitable[T]], *, name: str, remedy: str) -> T:
+        """Return the result of ``work``. After its deadline raise ``StoreUnavailable``, in words that name it and the
+        remedy.
+        """
+        if not self._admission.try_enter():
+            await self._admission.wait()
+        is_unavailable: bool | None = None
+        try:
+            async with asyncio.timeout(self._seconds):
+                result = await work()
+            is_unavailable = False
+            return result
+        except StoreUnavailable:
+            is_unavailable = True
+            raise
+        except TimeoutError:
+            raise StoreUnavailable(
+                f"the {name} was not done within WAYMARK_INSPECT_SECONDS, {self._seconds:g} s; try again, or {remedy}"
+            ) from None
+        finally:
+            self._admission.leave(is_unavailable=is_unavailable)
+
 
 PARAMETERS = ("tenant_id", "model", "status")
 

@@ -14,7 +14,7 @@ from waymark.api import (
     registration_schemas,
 )
 from waymark.api import decision_schemas as decision_bodies
-from waymark.api import text_schemas as text_bodies
+from waymark.api import query_schemas as text_bodies
 from waymark.api.dynamo import schemas as dynamo_bodies
 from waymark.api.dynamo import select_schemas as select_bodies
 from waymark.api.dynamo.select import USAGE

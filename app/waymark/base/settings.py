@@ -534,12 +534,12 @@ CLIENT_URL = PREFIX + "URL"
 _REDIS_URLS = frozenset({"redis_url", "redis_read_url", "answers_redis_url"})
 #: The variables of settings that are constants now, with the value and the place of each.
 FORMER: Final = {
-    PREFIX + "INSPECT_AT_ONCE": "2, AT_ONCE in waymark.api.inspection_queue",
+    PREFIX + "INSPECT_AT_ONCE": "2, AT_ONCE in waymark.api.inspections",
     PREFIX + "HOT_BLOCK_BYTES": "64 MiB, BYTES_MAX in waymark.store.hot",
     PREFIX + "EVENT_MEMORY_BYTES": "64 MiB, BYTES_MAX in waymark.apply.resuming",
     PREFIX + "REPLAY_BYTES_PER_SECOND_MIN": "16,384, BYTES_PER_SECOND_MIN in waymark.ingest.stream",
     PREFIX + "EPP_IDLE_SECONDS": "600, IDLE_SECONDS in waymark.epp.options",
-    PREFIX + "ANSWER_CACHE_BYTES": "8 MiB, BYTES_MAX in waymark.api.answer_cache",
+    PREFIX + "ANSWER_CACHE_BYTES": "8 MiB, BYTES_MAX in waymark.api.conductor",
     PREFIX + "TEXT_CACHE_BYTES": "1 MiB, CACHE_BYTES_MAX in waymark.api.http.bodies",
     PREFIX + "INSPECT_BLOCKS_MAX": "16,384, BLOCKS_MAX in waymark.api.explanations",
     PREFIX + "REQUESTS_AT_ONCE": "16, AT_ONCE in waymark.api.http.admission",
