@@ -35,7 +35,7 @@ from waymark.domain.pool_keys import KEYS_MAX, AskedPrompt, PromptIds, key_forms
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import Target
 from waymark.store.chain import PackedKeys
-from waymark.store.query_reader import PromptKeys
+from waymark.store.reader import PromptKeys
 from waymark.store.steps import Steps, Waiting, finished
 from waymark.store.store import Store
 

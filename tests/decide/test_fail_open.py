@@ -39,9 +39,9 @@ from waymark.domain.names import GroupName
 from waymark.epp.answers import rejection_of
 from waymark.gateway.shapes import rejected_by
 from waymark.store.directory import Directory
-from waymark.store.heartbeats import Heartbeats
 from waymark.store.reservations import Offer, ReservationPart, ReservationTerms
 from waymark.store.store import Store
+from waymark.store.workers import Heartbeats
 from waymark.tokenization.tokenizers import Tokenizers
 
 #: Workers of Dynamo's API are numbers.

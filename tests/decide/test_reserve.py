@@ -39,7 +39,7 @@ from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import Role, Target
 from waymark.store import keys
 from waymark.store.directory import GroupEntry
-from waymark.store.engine_hashes import HeldBlock, HeldHashes
+from waymark.store.hashes import HeldBlock, HeldHashes
 from waymark.store.reservations import (
     Load,
     Offer,

@@ -21,7 +21,7 @@ from waymark.domain.names import GroupName, Holder
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import PLAIN, Target
 from waymark.store.directory import GroupEntry
-from waymark.store.engine_hashes import HeldBlock, HeldHashes
+from waymark.store.hashes import HeldBlock, HeldHashes
 from waymark.store.reservations import Load
 
 SIZE = 16
