@@ -1,7 +1,8 @@
 """``python -m tools.sanitize.fuzz --seconds 60``: changed inputs for each function of the C module, with sanitizers.
 
 An input is kept, and changed further, when it takes the function through something new. Every answer is compared with
-that of a reference in Python. The changes are those of ``--seed``: the same seed makes the same inputs.
+that of a reference in Python. No call may change its arguments, or an object that the whole process shares. The changes
+are those of ``--seed``: the same seed makes the same inputs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tools.sanitize.build import DIRECTORY, VARIABLE, Variant, build, check_prel
 if VARIABLE in os.environ:
     preload()  # what is imported next imports the module, too
 
+from tools.sanitize.shared import SharedObjects
 from tools.sanitize.targets import TARGETS, Arguments, Target
 
 #: Bytes of an input: beyond it nothing new happens.
@@ -31,7 +33,7 @@ LAST_BYTES = 1 << 20
 
 
 class Finding(Exception):
-    """A function answered something else than its reference."""
+    """A function answered something else than its reference, or has changed what is not its own."""
 
 
 def change_bytes(draw: random.Random, value: bytes, target: Target, others: list[bytes]) -> bytes:
@@ -85,8 +87,14 @@ def answer(function: Callable[..., object], arguments: Arguments) -> object:
         return "refused"
 
 
-def check(function: Callable[..., object], target: Target, arguments: Arguments) -> None:
-    found, expected = answer(function, arguments), answer(target.reference, arguments)
+def check(function: Callable[..., object], target: Target, arguments: Arguments, shared: SharedObjects) -> None:
+    before = repr(arguments)
+    found = answer(function, arguments)
+    if (changed := shared.changed()) is not None:
+        raise Finding(changed)
+    if (after := repr(arguments)) != before:
+        raise Finding(f"it was called with {before} and has made {after} of it")
+    expected = answer(target.reference, arguments)
     if found != expected:
         raise Finding(f"it answers {found!r}, the reference {expected!r}")
 
@@ -96,7 +104,7 @@ def fuzz(name: str, seconds: float, seed: int) -> None:
     target = TARGETS[name]
     function = target.function(name)
     counter = ctypes.CDLL(os.environ[VARIABLE])
-    draw = random.Random(f"{seed} {name}")
+    shared, draw = SharedObjects(), random.Random(f"{seed} {name}")
     corpus: list[Arguments] = []
     queue = list(reversed(target.seeds))
     deadline = time.monotonic() + seconds
@@ -110,7 +118,7 @@ def fuzz(name: str, seconds: float, seed: int) -> None:
             arguments = queue.pop() if queue else change(draw, draw.choice(newest), target, corpus)
             text = repr((name, arguments)).encode()[: LAST_BYTES - 1] + b"\0"
             last[: len(text)] = text
-            check(function, target, arguments)
+            check(function, target, arguments, shared)
             fresh = counter.end_call()
             steps += fresh
             if fresh or calls < len(target.seeds):

@@ -1,0 +1,56 @@
+"""The objects that a whole process shares, and that no function of the C module may change.
+
+Python has one object for each single byte, for each character up to 255, for each small number and for each name. A
+function in C that makes such an object with its content, and then writes into it, changes it for everybody. No
+sanitizer sees that: the memory belongs to the object.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from dataclasses import fields
+
+from waymark.domain.events import Cleared, Removed, Stored, StoredReference
+from waymark.domain.known import Spot
+from waymark.domain.parts import Part
+from waymark.domain.rows import Place
+
+_CODES = 256
+_NUMBERS = range(-5, 257)
+"""The numbers that Python makes once."""
+
+
+def _names() -> list[str]:
+    """Return the names of the attributes that the module reads and writes."""
+    named = {field.name for kind in (Cleared, Removed, Stored, StoredReference, Part) for field in fields(kind)}
+    return sorted(named.union(Place._fields, Spot._fields))
+
+
+class SharedObjects:
+    """The shared objects, and what they were at first in objects of their own."""
+
+    def __init__(self) -> None:
+        self._codes = bytes(range(_CODES))
+        self._bytes = [self._codes[code : code + 1] for code in range(_CODES)]
+        self._characters = [chr(code) for code in range(_CODES)]
+        self._numbers = [int(str(number)) for number in _NUMBERS]
+        self._names = [sys.intern(name) for name in _names()]
+        self._text = "".join(self._characters)
+        self._packed = struct.pack(f"{len(self._numbers)}q", *self._numbers)
+        self._joined = " ".join(self._names)
+        assert self._bytes[65] is bytes([65]), "Python has several objects for one byte"
+
+    def changed(self) -> str | None:
+        """Return what has changed, in words; None if nothing has."""
+        if (now := b"".join(self._bytes)) != self._codes:
+            return f"single bytes have changed, and are now {now!r}"
+        if (text := "".join(self._characters)) != self._text:
+            return f"single characters have changed, and are now {text!r}"
+        if struct.pack(f"{len(self._numbers)}q", *self._numbers) != self._packed:
+            return f"small numbers have changed, and are now {self._numbers!r}"
+        if (joined := " ".join(self._names)) != self._joined:
+            return f"names of attributes have changed, and are now {joined!r}"
+        if b"".join(()) or "".join(()):
+            return "what is empty has changed"
+        return None
