@@ -24,7 +24,7 @@ from waymark.engines.gauges import LINE_BYTES_MAX, LINES_MAX
 from waymark.engines.wire import BLOCK_SIZE_MAX
 from waymark.epp import radix_index
 from waymark.epp.server import MESSAGE_BYTES_MAX
-from waymark.ingest import snapshot, subscribers
+from waymark.ingest import snapshot, unfinished
 from waymark.serving.limits import AHEAD_MAX, HEAD_BYTES_MAX, HEAD_FIELDS_MAX
 from waymark.store.index_file import RECORD_BYTES_MAX
 from waymark.tokenization import rendering
@@ -55,7 +55,7 @@ class Bound:
 _BYTES, _SECONDS = "bytes", "s"
 _NO_ENTRY = "400 that names the field"
 _NO_GAUGES = "none of them is read"
-_ENDED = "the connections with most bytes are closed for 30 s"
+_ENDED = "the connections with most bytes are closed for 30 s; a replay or a snapshot ends"
 _NO_SNAPSHOT = "it is refused, and asked for again later"
 _NO_TEMPLATE = "conversations of the model are refused with the reason"
 _LOST = "the batch is lost, counted, and the others are applied"
@@ -92,7 +92,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
         Bound("hashes of an event", "event_hashes_max", _LOST),
         Bound("tokens of a block", BLOCK_SIZE_MAX, "the event is ignored and counted"),
         Bound("blocks of a stream", "stream_blocks_max", "further blocks are ignored and counted"),
-        Bound("growth of a worker by messages without an end", subscribers.MEMORY_BYTES_MAX, _ENDED, _BYTES),
+        Bound("growth of a worker by messages without an end", unfinished.MEMORY_BYTES_MAX, _ENDED, _BYTES),
         Bound("a snapshot", snapshot.BYTES_MAX, _NO_SNAPSHOT, _BYTES),
         Bound("parts of a snapshot", snapshot.PARTS_MAX, _NO_SNAPSHOT),
         Bound("ranks that an engine names", RANKS_MAX, "400 that names what to give"),

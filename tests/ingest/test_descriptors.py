@@ -90,8 +90,8 @@ def test_what_is_taken_fits(files: int) -> None:
 def test_the_usual_limits_are_these() -> None:
     assert fit(4096, 8, 1024 - 16).streams > 200
     assert fit(4096, 8, 65_536).is_limited is False
-    assert fit(10, 8, 10 * 5 + 16 + OTHER_FILES) == (10, 8, 10 * 5 + 16 + OTHER_FILES, False)
-    assert fit(2000, 8, 2000 * 4 + CONNECTIONS + 16 + OTHER_FILES).is_limited is False
+    assert fit(10, 8, 10 * 5 + 32 + OTHER_FILES) == (10, 8, 10 * 5 + 32 + OTHER_FILES, False)
+    assert fit(2000, 8, 2000 * 4 + CONNECTIONS + 32 + OTHER_FILES).is_limited is False
 
 
 def test_the_soft_limit_is_raised_before_streams_are_left_out() -> None:

@@ -3,43 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from itertools import chain, repeat
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import wait_until
 from tests.hostile.engine_client import GREETING, READY
 from tests.ingest.conftest import WITHOUT_PROBES, Bench
+from tests.ingest.endless import EMPTY, FRAME, LONGEST, PART_MAX, publishing, publishing_at
 from tests.listening import listening, port_of
 from waymark.ingest import subscribers as module
+from waymark.ingest import unfinished
 from waymark.ingest.sockets import ZmqContext
 from waymark.ingest.subscriber import Subscriber
 from waymark.ingest.subscribers import Subscribers
 
 pytestmark = pytest.mark.outside
-
-PART_MAX = 2**20
-#: An empty part, and one that is as long as a part may be; more parts of the message follow.
-EMPTY, LONGEST = b"\x01\x00" * 30_000, b"\x03" + PART_MAX.to_bytes(8, "big") + bytes(PART_MAX)
-#: Topic, seq and payload.
-FRAME = b"\x01\x00" + b"\x01\x08" + bytes(8) + b"\x02" + PART_MAX.to_bytes(8, "big") + bytes(PART_MAX)
-
-
-@asynccontextmanager
-async def publishing(*pieces: bytes, then: bytes = b"") -> AsyncIterator[str]:
-    """A publisher that sends these, and the last for ever, unless it is empty."""
-
-    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for piece in chain((GREETING, READY, *pieces), repeat(then) if then else ()):
-            writer.write(piece)
-            await writer.drain()
-            await asyncio.sleep(0)  # to drain waits for nothing while libzmq keeps up
-        await reader.read(-1)
-
-    async with listening(speak) as server:
-        yield f"tcp://127.0.0.1:{port_of(server)}"
 
 
 @asynccontextmanager
@@ -83,12 +65,57 @@ async def test_the_connection_with_most_bytes_ends_if_the_process_has_grown(cont
                 return check
 
             for _ in range(20):
-                assert not is_refused(module.MEMORY_BYTES_MAX)(), "it has not grown beyond the bound"
+                assert not is_refused(unfinished.MEMORY_BYTES_MAX)(), "it has not grown beyond the bound"
                 await asyncio.sleep(0.01)
-            await wait_until(is_refused(2 * module.MEMORY_BYTES_MAX + 1), "the connection is ended")
-            others.check(4 * module.MEMORY_BYTES_MAX, 0.0)
+            await wait_until(is_refused(2 * unfinished.MEMORY_BYTES_MAX + 1), "the connection is ended")
+            others.check(4 * unfinished.MEMORY_BYTES_MAX, 0.0)
             assert honest.is_connected
             assert not honest.is_refused
+
+
+@pytest.mark.parametrize("then", [EMPTY, LONGEST], ids=["empty parts", "longest parts"])
+async def test_over_a_unix_socket_too(context: ZmqContext, tmp_path: Path, then: bytes) -> None:
+    """The kernel does not count its bytes. Those that wait to be read again and again are of no message."""
+    others = Subscribers(message_bytes_max=2**40)
+    async with (
+        publishing_at(tmp_path / "honest", FRAME) as honest_endpoint,
+        following(context, honest_endpoint, others) as honest,
+        publishing_at(tmp_path / "hostile", then=then) as endpoint,
+        following(context, endpoint, others) as hostile,
+    ):
+        await wait_until(lambda: hostile.is_connected and honest.buffered_frames == 1, "both are connected")
+        begun = unfinished.process_memory()
+
+        def is_refused() -> bool:
+            others.check(unfinished.process_memory(), time.monotonic())
+            return hostile.is_refused
+
+        await wait_until(is_refused, "the connection is ended")
+        assert unfinished.process_memory() - begun < 8 * unfinished.MEMORY_BYTES_MAX
+        assert honest.is_connected
+        assert not honest.is_refused
+
+
+async def test_messages_that_nobody_has_read_yet_are_finished(context: ZmqContext) -> None:
+    """A worker that is late reads them: their publisher has done nothing wrong."""
+    others, gate = Subscribers(message_bytes_max=PART_MAX), asyncio.Event()
+    async with publishing(*[FRAME] * 8, gate=gate) as endpoint, following(context, endpoint, others) as subscriber:
+        await wait_until(lambda: subscriber.buffered_frames == 1, "the first is here")
+        subscriber._is_read_due = True  # as if its turn of the loop did not come
+        others.check(0, time.monotonic())
+        gate.set()
+        assert subscriber._link is not None
+        message = others._watched[subscriber._link].message
+
+        def is_long() -> bool:
+            others.check(0, time.monotonic())
+            return message.bytes > 4 * PART_MAX
+
+        await wait_until(is_long, "many bytes have come")
+        assert not subscriber.is_refused
+        subscriber._is_read_due = False
+        others.check(0, time.monotonic())
+        await wait_until(lambda: subscriber.buffered_frames == 8, "all are read")
 
 
 async def test_a_worker_ends_it_and_says_why(bench: Bench) -> None:

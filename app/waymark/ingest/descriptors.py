@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 #: The descriptors of a SUB socket, of both ends of its monitor, and of its connection.
 FILES_PER_STREAM = 4
-#: The descriptors of a DEALER socket and of its connection.
-FILES_PER_REPLAY = 2
+#: The descriptors of a DEALER socket, of both ends of its monitor, and of its connection.
+FILES_PER_REPLAY = 4
 #: The descriptors of libzmq's threads, polling, sweeping, hints and the port of the probes, and a few in reserve.
 OTHER_FILES = 24
 #: If descriptors are few, there is at most one replay for this many of them.

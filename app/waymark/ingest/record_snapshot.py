@@ -17,15 +17,16 @@ import zmq
 
 from waymark.base.shown import shown
 from waymark.ingest import snapshot
+from waymark.ingest.request import PublisherRequest
 from waymark.ingest.snapshot import NOTHING_RECORDED, BadSnapshot, Snapshot
-from waymark.ingest.sockets import MessageReader, ZmqContext, connect, open_socket, readable
+from waymark.ingest.sockets import ZmqContext
+from waymark.ingest.unfinished import LONGEST_PARTS
 
 REQUESTS: Final = (b"snapshot-v2", b"snapshot-v1")
 RECORDS_MAX: Final = 1_000_000
 """As many as the blocks of a snapshot."""
 _HEADER_BYTES_MAX: Final = 65_536
 _ERROR_CHARACTERS_MAX: Final = 200
-_TICK_SECONDS: Final = 0.25
 _MESSAGES_AT_ONCE: Final = 16
 
 
@@ -47,28 +48,27 @@ async def ask(
     for i, request in enumerate(REQUESTS):
         until = time.monotonic() + seconds / len(REQUESTS)
         reply = RecordReply(block_size)
-        socket = open_socket(context, zmq.DEALER, endpoint, message_bytes_max)
+        received, longest = 0, LONGEST_PARTS * message_bytes_max
+        asking = PublisherRequest(
+            context, endpoint, "snapshot_endpoint", request, part_max=message_bytes_max, message_max=longest
+        )
         try:
-            connect(socket, endpoint, "snapshot_endpoint")
-            socket.send_multipart([b"", request], zmq.NOBLOCK)
-            messages, received = MessageReader(socket), 0
-            while (left := until - time.monotonic()) > 0:
-                try:
-                    parts = messages.receive()
-                except zmq.Again:
-                    await readable(socket, min(left, _TICK_SECONDS))
-                else:
-                    if parts and reply.take(parts):
-                        return reply.snapshot()
-                    received += 1
-                    if received % _MESSAGES_AT_ONCE:
-                        continue
-                if not await between():
-                    return None
+            with asking:
+                while (left := until - time.monotonic()) > 0:
+                    try:
+                        parts = asking.messages.receive()
+                    except zmq.Again:
+                        await asking.readable(left)
+                    else:
+                        if parts and reply.take(parts):
+                            return reply.snapshot()
+                        received += 1
+                        if received % _MESSAGES_AT_ONCE:
+                            continue
+                    if not await between():
+                        return None
         except Refusal as error:
             refusal = str(error)
-        finally:
-            socket.close(0)
         if reply.is_begun and not refusal:
             raise BadSnapshot("its snapshot ends without an end")
         if i + 1 == len(REQUESTS) and refusal:

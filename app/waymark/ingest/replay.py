@@ -4,10 +4,6 @@ The replay begins at the watermark, so its first reply shows whether the life is
 the same life. Other bytes, or an empty replay, prove that the publisher restarted unnoticed. If the replies end too
 early, the rest is requested again. A missing batch is requested once more, because the publisher may only have been
 slow.
-
-Each request uses a new DEALER socket, so that no reply to an earlier request can be taken for one to this request. A
-REQ socket cannot be used: it accepts one reply to a request, and a replay has many. ``connect`` succeeds without a
-peer, so silence is the only sign that the publisher is absent.
 """
 
 from __future__ import annotations
@@ -22,12 +18,13 @@ from typing import Self
 import zmq
 
 from waymark.apply.applier import Incoming
-from waymark.base.errors import InvalidValue
 from waymark.ingest.frames import SEQ_BYTES, ReplayedBatch, is_end_marker, parse_replay
 from waymark.ingest.life import Life
 from waymark.ingest.received import ReceivedFrames
 from waymark.ingest.replay_places import ReplayPace, ReplayPlace, YieldReason
-from waymark.ingest.sockets import MESSAGE_BYTES_MAX, MessageReader, ZmqContext, connect, open_socket, readable
+from waymark.ingest.request import PublisherRequest
+from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ZmqContext
+from waymark.ingest.unfinished import LONGEST_PARTS
 
 _PORTION_BYTES = 8 * 2**20
 _TRIES = 3
@@ -69,34 +66,28 @@ class Replay:
         """How the replay ended; None while more may come."""
         self.malformed = 0
         """Replies that could not be parsed."""
-        self._context = context
-        self._start = start
         self._idle_seconds = idle_seconds
         self._portion_bytes = portion_bytes
-        self._message_bytes_max = message_bytes_max
         self._deadline = float("inf") if deadline is None else deadline
         self._clock = clock
-        self._socket: zmq.Socket[bytes]
-        self._messages: MessageReader
+        self._request = PublisherRequest(
+            context,
+            endpoint,
+            "replay_endpoint",
+            start.to_bytes(SEQ_BYTES, "big"),
+            part_max=message_bytes_max,
+            message_max=LONGEST_PARTS * message_bytes_max,
+        )
 
     async def __aenter__(self) -> Self:
         """Send the request. Raises InvalidValue if libzmq cannot read the endpoint, OSError if no socket is free."""
-        # The ROUTER side expects the empty frame that a REQ would have put first.
-        request = [b"", self._start.to_bytes(SEQ_BYTES, "big")]
-        self._socket = open_socket(self._context, zmq.DEALER, self.endpoint, self._message_bytes_max)
-        self._messages = MessageReader(self._socket)
-        try:
-            connect(self._socket, self.endpoint, "replay_endpoint")
-        except InvalidValue:
-            self._socket.close(0)
-            raise
-        self._socket.send_multipart(request, zmq.NOBLOCK)
+        self._request.__enter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._socket.close(0)
+        self._request.__exit__(kind, error, trace)
 
     async def batches(self, limit: int) -> list[ReplayedBatch]:
         """Return the next replies, in order of arrival: at least one, and at most ``limit``.
@@ -105,7 +96,8 @@ class Replay:
         the idle timeout, and time spent outside this call does not count towards it.
 
         Replies that were not read yet stay in libzmq's queue. The queue has no high-water mark, because a ROUTER drops
-        messages for a slow reader. The publisher's replay buffer bounds it: one request brings no more.
+        messages for a slow reader. The publisher's replay buffer bounds it: one request brings no more. Raise
+        EndlessMessage, an OSError, if a reply is longer than any.
         """
         if self.outcome is not None:
             return []
@@ -118,7 +110,7 @@ class Replay:
             if seconds <= 0:
                 break
             if is_drained:
-                await readable(self._socket, seconds)
+                await self._request.readable(seconds)
             else:
                 await asyncio.sleep(0)
         self.outcome = ReplayOutcome.DEADLINE if self._clock() >= self._deadline else ReplayOutcome.IDLE
@@ -130,7 +122,7 @@ class Replay:
         room = self._portion_bytes
         try:
             for _ in range(limit):
-                parts = self._messages.receive()
+                parts = self._request.messages.receive()
                 if not parts:
                     continue
                 reply = parse_replay(parts)

@@ -18,7 +18,8 @@ import zmq
 
 from waymark.base.shown import several
 from waymark.ingest.frames import SEQ_BYTES
-from waymark.ingest.sockets import ZmqContext, connect, open_socket, readable
+from waymark.ingest.request import PublisherRequest
+from waymark.ingest.sockets import ZmqContext
 
 REQUEST: Final = b"snapshot"
 PUBLISHER_ID_BYTES: Final = 16
@@ -32,7 +33,8 @@ PARTS_MAX: Final = 65_536
 """No snapshot has so many chunks: each has hundreds of blocks."""
 
 _TURN_PARTS = 1024
-_TICK_SECONDS = 0.25
+#: The bytes on the wire that are no part: those of the handshake, and some for each part.
+_HEAD_BYTES = 2**20
 
 
 class BadSnapshot(Exception):
@@ -80,23 +82,22 @@ async def ask(
     """Ask ``endpoint``, and return its snapshot, or None if it does not come within ``seconds``.
 
     ``between`` is awaited several times a second; if it returns False, the snapshot is not needed any more. Raises
-    BadSnapshot; InvalidValue if libzmq cannot read the endpoint, OSError if no socket is free.
+    BadSnapshot; InvalidValue if libzmq cannot read the endpoint, OSError if no socket is free or the reply is longer
+    than any.
     """
     deadline = time.monotonic() + seconds
-    socket = open_socket(context, zmq.DEALER, endpoint, message_bytes_max)
-    try:
-        connect(socket, endpoint, "snapshot_endpoint")
-        socket.send_multipart([b"", REQUEST], zmq.NOBLOCK)
+    request = PublisherRequest(
+        context, endpoint, "snapshot_endpoint", REQUEST, part_max=message_bytes_max, message_max=BYTES_MAX + _HEAD_BYTES
+    )
+    with request:
         while (seconds_left := deadline - time.monotonic()) > 0:
             try:
-                return parse(await _receive(socket))
+                return parse(await _receive(request.socket))
             except zmq.Again:
-                await readable(socket, min(seconds_left, _TICK_SECONDS))
+                await request.readable(seconds_left)
             if not await between():
                 return None
         return None
-    finally:
-        socket.close(0)
 
 
 async def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:

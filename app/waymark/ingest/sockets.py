@@ -151,12 +151,15 @@ class MessageReader:
         return parts
 
 
-class LiveConnection:
-    """A SUB socket for one connection, or one attempt at it, with its monitor."""
+class PublisherSocket:
+    """A socket to one publisher, with its monitor."""
 
-    __slots__ = ("attempt", "descriptors", "file", "is_over", "is_retried", "is_up", "messages", "monitor", "socket")
+    __slots__ = ("attempt", "file", "is_over", "is_retried", "is_up", "messages", "monitor", "socket")
 
-    def __init__(self, context: ZmqContext, endpoint: str, message_bytes_max: int) -> None:
+    def __init__(self, context: ZmqContext, kind: int, endpoint: str, field: str, message_bytes_max: int) -> None:
+        """Begin to connect. Raises InvalidValue, which names ``field``, if libzmq cannot read the endpoint, and OSError
+        if no socket is available.
+        """
         self.is_up = False
         """The handshake succeeded. It stays true when the connection is over: there may be frames to read."""
         self.is_over = False
@@ -165,11 +168,10 @@ class LiveConnection:
         self.attempt = Attempt(time.monotonic(), CONNECT_MILLISECONDS / 1000)
         self.is_retried = False
         """libzmq is about to reconnect. It does so after a lost connection, but not after one that it closed itself."""
-        self.socket = open_socket(context, zmq.SUB, endpoint, message_bytes_max)
+        self.socket = open_socket(context, kind, endpoint, message_bytes_max)
         self.messages = MessageReader(self.socket)
         try:
-            self.socket.set(zmq.RECONNECT_IVL, _NEVER_MILLISECONDS)
-            self.socket.subscribe(b"")
+            self._prepare()
             # pyzmq would name the monitor by the socket's descriptor, which a closing socket may still have.
             address = f"inproc://waymark-monitor-{next(_monitor_numbers)}"
             self.monitor = self.socket.get_monitor_socket(_UP | _OVER | zmq.EVENT_CONNECTED, address)
@@ -177,11 +179,13 @@ class LiveConnection:
             self.socket.close(0)
             raise OSError(error.errno, f"no monitor for {endpoint}: {error.strerror}") from error
         try:
-            connect(self.socket, endpoint, "endpoint")
+            connect(self.socket, endpoint, field)
         except InvalidValue:
             self.close()
             raise
-        self.descriptors = (self.socket.FD, self.monitor.FD)
+
+    def _prepare(self) -> None:
+        """Set further options."""
 
     def close(self) -> None:
         # In another order libzmq's side of the monitor would wait for room in a pipe without a reader.
@@ -202,7 +206,7 @@ class LiveConnection:
             if number == zmq.EVENT_CONNECT_RETRIED:
                 self.is_retried = True
             if number == zmq.EVENT_CONNECTED:
-                self.file = int.from_bytes(event[2:6], sys.byteorder)
+                self.file, self.is_over = int.from_bytes(event[2:6], sys.byteorder), False
                 continue
             if number & _UP:
                 self.is_up = True
@@ -210,3 +214,17 @@ class LiveConnection:
             elif not self.is_over:
                 self.is_over = True
                 yield False
+
+
+class LiveConnection(PublisherSocket):
+    """A SUB socket for one connection, or one attempt at it."""
+
+    __slots__ = ("descriptors",)
+
+    def __init__(self, context: ZmqContext, endpoint: str, message_bytes_max: int) -> None:
+        super().__init__(context, zmq.SUB, endpoint, "endpoint", message_bytes_max)
+        self.descriptors = (self.socket.FD, self.monitor.FD)
+
+    def _prepare(self) -> None:
+        self.socket.set(zmq.RECONNECT_IVL, _NEVER_MILLISECONDS)
+        self.socket.subscribe(b"")

@@ -449,7 +449,7 @@ class Stream:
             outcome = await self._replaying.run(endpoint, needed_by=needed_by)
         except (InvalidValue, OSError) as exc:
             log.warning(
-                "a replay cannot be requested; missing batches stay missing",
+                "a replay is impossible now; missing batches stay missing",
                 extra=fields(stream=life.name, error=str(exc)),
             )
             outcome = AttemptResult.SILENT

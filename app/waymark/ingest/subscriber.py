@@ -185,7 +185,7 @@ class Subscriber:
     def _open_link(self) -> None:
         link = LiveConnection(self._context, self.endpoint, self._message_bytes_max)
         self._link = link
-        self._subscribers.enter(link, self._refuse)
+        self._subscribers.enter(link, read=self.read, refuse=self._refuse)
         for descriptor in link.descriptors:
             self._loop.add_reader(descriptor, self.read)
         self.read()

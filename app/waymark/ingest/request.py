@@ -1,0 +1,75 @@
+"""A request to a publisher, and the messages of its answer, each of them bounded.
+
+Each request uses a new DEALER socket, so that no answer to an earlier request can be taken for one to this request. A
+REQ socket cannot be used: it accepts one message for a request. ``connect`` succeeds without a peer, so silence is the
+only sign that the publisher is absent.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from waymark.ingest.sockets import PublisherSocket, ZmqContext, readable
+from waymark.ingest.unfinished import (
+    LOOK_SECONDS,
+    MEMORY_BYTES_MAX,
+    UNFINISHED_BYTES_MIN,
+    UnfinishedMessage,
+    process_memory,
+)
+
+
+class EndlessMessage(OSError):
+    """A message of an answer is longer than any, and has no end yet."""
+
+
+class PublisherRequest:
+    """One request. ``field`` is that of the registration which names the endpoint.
+
+    ``message_max`` bounds the bytes of a message of the answer, and ``part_max`` those of each of its parts. ``with``
+    sends the request, and closes the socket before the context is terminated.
+    """
+
+    def __init__(
+        self, context: ZmqContext, endpoint: str, field: str, payload: bytes, *, part_max: int, message_max: int
+    ) -> None:
+        self._context = context
+        self._endpoint = endpoint
+        self._field = field
+        self._payload = payload
+        self._part_max = part_max
+        self._message_max = message_max
+
+    def __enter__(self) -> Self:
+        """Send the request. Raises InvalidValue if libzmq cannot read the endpoint, OSError if no socket is free."""
+        self._link = PublisherSocket(self._context, zmq.DEALER, self._endpoint, self._field, self._part_max)
+        self.socket = self._link.socket
+        self.messages = self._link.messages
+        """The messages of the answer."""
+        self._message = UnfinishedMessage(self._link)
+        # The ROUTER side expects the empty frame that a REQ would have put first.
+        self.socket.send_multipart([b"", self._payload], zmq.NOBLOCK)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._link.close()
+
+    async def readable(self, seconds: float) -> None:
+        """Wait until there may be a message, or ``seconds`` have passed, or for a moment: the caller looks again.
+
+        The caller must first have read all messages. Raise EndlessMessage if one has become too long.
+        """
+        for _ in self._link.changes():
+            pass
+        self._message.look(process_memory(), time.monotonic())
+        is_large = self._message.bytes > UNFINISHED_BYTES_MIN
+        has_grown = self._message.growth > self._message_max + MEMORY_BYTES_MAX
+        if (self._message.bytes > self._message_max or (is_large and has_grown)) and self._message.is_hidden:
+            raise EndlessMessage(f"a message of {self._endpoint} is longer than {self._message_max} bytes")
+        await readable(self.socket, min(seconds, LOOK_SECONDS))

@@ -1,0 +1,123 @@
+"""How much of a message has arrived that its reader cannot see yet.
+
+libzmq gives a message to its reader when the last part has arrived, holds the parts until then, and has no bound on
+their number. An empty part is two bytes on the wire and 64 in memory. So the bytes that a connection has received since
+its last message are compared with the memory of the process. The kernel counts these bytes for TCP. For another
+transport it only tells whether bytes wait to be read: each look that finds some counts as a piece of a message. A
+message that comes so slowly that no look finds any stays unseen.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import os
+import socket
+import struct
+import sys
+import termios
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+
+from waymark.ingest.sockets import PublisherSocket
+
+MEMORY_BYTES_MAX = 128 * 2**20
+"""The growth of the process since the last message of a connection; then the connections with most bytes end."""
+UNFINISHED_BYTES_MIN = 2**20
+"""With fewer bytes no connection is held responsible for the growth of the process."""
+LONGEST_PARTS = 2
+"""A message of several parts may have the bytes of so many longest ones."""
+LOOK_SECONDS = 0.05
+_HEARTBEAT_BYTES = 16
+"""The bytes of a second that are no part of a message."""
+_PIECE_BYTES = 2**20
+#: ``tcpi_bytes_received`` in the kernel's ``tcp_info``.
+_BYTES_RECEIVED = struct.Struct("=128xQ")
+
+
+class _LinkState(NamedTuple):
+    """The state of a connection when it had delivered so many messages."""
+
+    file: int
+    messages: int
+    received: int
+    memory: int
+    time: float
+
+
+class UnfinishedMessage:
+    """What one connection has received since its last message."""
+
+    def __init__(self, link: PublisherSocket) -> None:
+        self.bytes = 0
+        """Its bytes; for another transport than TCP a lower bound of them."""
+        self.growth = 0
+        """By how much the process has grown meanwhile."""
+        self._link = link
+        self._state: _LinkState | None = None
+        self._pieces, self._piece_at = 0, float("-inf")
+
+    def forget(self) -> None:
+        """Begin again: the process may keep memory for which this connection is not to blame."""
+        self.bytes = self.growth = 0
+        self._state = None
+
+    def look(self, memory: int, now: float) -> None:
+        """Look at the connection; ``memory`` is that of the process."""
+        link, state = self._link, self._state
+        if link.file is None or not link.is_up or link.is_over:
+            return
+        received = self._received(link.file, now)
+        is_same = state is not None and (state.file, state.messages) == (link.file, link.messages.count)
+        if state is None or not is_same or received < state.received:
+            self.forget()
+            self._state = _LinkState(link.file, link.messages.count, received, memory, now)
+            return
+        self.bytes = received - state.received - int(_HEARTBEAT_BYTES * (now - state.time))
+        self.growth = memory - state.memory
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether the bytes are those of a message that its reader cannot see: none waits to be read."""
+        return not int(self._link.socket.get(zmq.EVENTS)) & zmq.POLLIN
+
+    def _received(self, file: int, now: float) -> int:
+        counted, unread = _bytes_of_tcp(file), _unread_bytes(file)
+        if counted is not None:
+            return counted - unread
+        if now - self._piece_at >= LOOK_SECONDS and unread:
+            self._pieces, self._piece_at = self._pieces + 1, now
+        return self._pieces * _PIECE_BYTES
+
+
+def _bytes_of_tcp(file: int) -> int | None:
+    """Return the bytes that a connection has received; None if the kernel does not count them."""
+    if sys.platform != "linux":
+        return None
+    with suppress(OSError):  # another transport than TCP
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, file)
+        try:
+            facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
+        finally:
+            connection.detach()
+        if len(facts) == _BYTES_RECEIVED.size:
+            return int(_BYTES_RECEIVED.unpack(facts)[0])
+    return None
+
+
+def _unread_bytes(file: int) -> int:
+    """Return how many bytes have arrived that libzmq has not read."""
+    size = array.array("i", [0])
+    with suppress(OSError):
+        fcntl.ioctl(file, termios.FIONREAD, size)
+    return size[0]
+
+
+def process_memory() -> int:
+    """Return the resident bytes of the process; 0 without ``/proc``."""
+    with suppress(OSError):
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0

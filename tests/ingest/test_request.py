@@ -1,0 +1,101 @@
+"""Requests to publishers whose answers have no end, over both transports."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tests.conftest import wait_until
+from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, Bench
+from tests.ingest.endless import EMPTY, LONGEST, PART_MAX, ROUTER, publishing, publishing_at
+from tests.patience import patient, within
+from waymark.ingest import record_snapshot, request, snapshot
+from waymark.ingest.replay import Replay
+from waymark.ingest.request import EndlessMessage, PublisherRequest
+from waymark.ingest.sockets import ZmqContext
+
+pytestmark = pytest.mark.outside
+
+Ask = Callable[[ZmqContext, str], Awaitable[object]]
+Answering = Callable[..., AbstractAsyncContextManager[str]]
+
+
+async def replayed(context: ZmqContext, endpoint: str) -> object:
+    replay = Replay(context, endpoint, 0, idle_seconds=patient(60), portion_bytes=PART_MAX, message_bytes_max=PART_MAX)
+    async with replay:
+        return await replay.batches(10)
+
+
+async def _go_on() -> bool:
+    return True
+
+
+async def snapshot_of(context: ZmqContext, endpoint: str) -> object:
+    return await snapshot.ask(context, endpoint, seconds=patient(60), message_bytes_max=PART_MAX, between=_go_on)
+
+
+async def records_of(context: ZmqContext, endpoint: str) -> object:
+    return await record_snapshot.ask(
+        context, endpoint, seconds=patient(60), message_bytes_max=PART_MAX, block_size=16, between=_go_on
+    )
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def answering(request: pytest.FixtureRequest, tmp_path: Path) -> Answering:
+    return publishing if request.param == "tcp" else partial(publishing_at, tmp_path / "router")
+
+
+@pytest.mark.parametrize(
+    ("then", "growth"), [(LONGEST, 0), (EMPTY, 2**24)], ids=["more bytes than any", "more memory than bytes"]
+)
+@pytest.mark.parametrize("ask", [replayed, snapshot_of, records_of])
+async def test_an_answer_without_an_end_ends_the_request(
+    context: ZmqContext, answering: Answering, ask: Ask, then: bytes, growth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = count(0, growth)  # the process grows with each look, or not at all
+    monkeypatch.setattr(request, "process_memory", lambda: next(memory))
+    monkeypatch.setattr(request, "MEMORY_BYTES_MAX", 2**25)
+    if not growth:
+        monkeypatch.setattr(snapshot, "BYTES_MAX", 2**22)
+    async with answering(then=then, ready=ROUTER) as endpoint, within(60):
+        with pytest.raises(EndlessMessage, match=f"a message of {endpoint} is longer than"):
+            await ask(context, endpoint)
+
+
+async def test_an_answer_that_is_read_late_is_taken(context: ZmqContext, answering: Answering) -> None:
+    """Its messages are whole, however many wait."""
+    message = b"\x01\x00" + b"\x02" + PART_MAX.to_bytes(8, "big") + bytes(PART_MAX)
+    async with answering(*[message] * 8, ready=ROUTER) as endpoint:
+        asking = PublisherRequest(
+            context, endpoint, "replay_endpoint", b"x", part_max=PART_MAX, message_max=2 * PART_MAX
+        )
+        with asking:
+            async with within(30):
+                for _ in range(30):
+                    await asking.readable(1.0)
+            for _ in range(8):
+                await wait_until(lambda: bool(asking.socket.poll(0)), "the next message")
+                assert [len(part) for part in asking.messages.receive()] == [0, PART_MAX]
+            with pytest.raises(zmq.Again):
+                asking.messages.receive()
+
+
+async def test_a_stream_whose_replay_has_no_end_goes_on(bench: Bench) -> None:
+    await bench.worker(options=replace(QUICK, probe_seconds=patient(1.0)), message_bytes_max=PART_MAX)
+    async with publishing(then=LONGEST, ready=ROUTER) as endpoint:
+        pod = await bench.pod(fields={"replay_endpoint": endpoint})
+        await pod.work(8)
+
+        async def is_asked_again() -> bool:
+            await pod.work(1)
+            return (await pod.state()).counters.get("replays.silent", 0) > 1
+
+        await wait_until(is_asked_again, "it is asked again", PATIENCE_SECONDS)
+        await pod.has_status("degraded")
