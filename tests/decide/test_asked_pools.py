@@ -76,6 +76,8 @@ class Answers:
     def __init__(self) -> None:
         self.keys: set[str] = set()
         """The objects that are there."""
+        self.layout: dict[str, Any] = {}
+        """The tokens of the prompt that each instance of LMCache has."""
         self.asked: list[str] = []
         self.status = 200
         self.is_silent = False
@@ -86,6 +88,8 @@ class Answers:
         assert 0 < seconds < 60
         assert bytes_max == 4 * 2**20
         self.asked.append(url)
+        if json is not None:
+            return HttpReply(self.status, dumps({"layout_info": self.layout}).encode())
         if self.wait is not None:
             try:
                 await self.wait()
@@ -439,6 +443,48 @@ async def test_a_status_other_than_200_is_a_failure(
     answers.keys, answers.status = {f"{HASHES[0]}__k"}, 404
     assert await plain_pools.blocks([QueriedPool("http://a:1", 1)], asked(TOKENS)) == 0
     assert outcomes(metrics) == {"failed": 1}
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ({"one": ["cpu", 9], "two": ["disk", 17]}, 4),
+        ({"one": ["cpu", 17], "two": ["disk", 9]}, 4),
+        ({"one": ["cpu", 10**9]}, 6),
+        ({"one": ["cpu", -5]}, 0),
+        ({}, 0),
+    ],
+)
+async def test_lmcache_has_what_its_best_instance_has(
+    answers: Answers, plain_pools: AskedPools, layout: dict[str, Any], expected: int
+) -> None:
+    answers.layout = layout
+    assert await plain_pools.blocks([QueriedPool("http://a:1/lookup")], asked(TOKENS)) == (1 << expected) - 1
+    answers.status = 500
+    assert await plain_pools.blocks([QueriedPool("http://b:1/lookup")], asked(TOKENS)) == 0
+
+
+async def test_the_log_says_once_that_a_master_is_away_and_that_it_is_back(
+    answers: Answers, plain_pools: AskedPools, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    pool = QueriedPool("http://a:1")
+
+    async def lines(*, is_silent: bool) -> list[str]:
+        caplog.clear()
+        answers.is_silent = is_silent
+        plain_pools._master(pool.url).until = float("-inf")
+        plain_pools._kept.clear()
+        await plain_pools.blocks([pool], asked(TOKENS))
+        return [each.message.partition(";")[0] for each in caplog.records]
+
+    away = ["the master of a pool did not answer"]
+    assert await lines(is_silent=False) == []
+    assert [await lines(is_silent=True) for _ in range(5)] == [away, [], away, [], []]
+    assert await lines(is_silent=False) == ["the master of a pool answers again"]
+    assert await lines(is_silent=False) == []
+    assert await lines(is_silent=True) == away
+    assert await lines(is_silent=False) == [], "one failure was no pause"
 
 
 async def test_the_pause_of_a_master_doubles_up_to_the_longest(

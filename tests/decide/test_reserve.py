@@ -410,6 +410,17 @@ async def test_a_first_stage_that_fails_has_nothing_to_give_back() -> None:
     assert redis.released == []
 
 
+async def test_a_question_alone_names_the_best_of_each_stage() -> None:
+    redis = Redis()
+    targets = SPLIT | {3: Target(role=Role.PREFILL), 4: Target(role=Role.DECODE)}
+    found = await case(
+        redis, targets, loads={3: Load(9_000, 9), 4: Load(9_000, 9)}, profile="disagg", is_reserved=False
+    ).taken()
+    assert found.prefill is not None
+    assert (found.target.candidate.publisher, found.prefill.candidate.publisher) == (1, 2)
+    assert redis.asked == []
+
+
 # ---- a repeated request -------------------------------------------------------------------------------
 
 
@@ -772,6 +783,21 @@ async def test_what_cannot_be_seen_is_not_watched() -> None:
     for nonce in "bc":
         watching.add(nonce, piece=b"x")
     assert (len(watching.progress), watching.begun) == (2, 1), "one task looks at all of them"
+
+
+async def test_who_is_watched_behind_an_idle_time_is_looked_at_again() -> None:
+    begun: list[asyncio.Task[None]] = []
+
+    def begin(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        work.close()
+        begun.append(cast(asyncio.Task[None], MagicMock(done=lambda: True)))
+        return begun[-1]
+
+    progress = PrefillProgress(cast(Any, Index(TABLE)), cast(Reservations, Redis()), begin, Metrics())
+    for nonce in "ab":
+        reservation = Reservation(7, 1, 100, 100, nonce)
+        progress.watch(WatchedReservation(reservation, GROUP, ENTRY, b"x", None, float("inf")))
+    assert len(begun) == 2
 
 
 async def test_a_prefill_is_given_back_when_its_time_is_over() -> None:
