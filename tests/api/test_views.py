@@ -9,11 +9,16 @@ import httpx
 import pytest
 
 from tests.api.conftest import Hold
+from tests.store.factories import registration
+from waymark.base.shown import shown
 from waymark.contract.publishers import Discovery
 from waymark.domain.held import HeldBlocks
 from waymark.domain.moves import Moves
 from waymark.domain.parts import Commit
+from waymark.domain.status import StreamStatus
+from waymark.inspection import status as stream_status
 from waymark.store.claims import Claim
+from waymark.store.publisher_states import PublisherState
 from waymark.store.records import Facts
 from waymark.store.store import Store
 
@@ -190,6 +195,35 @@ async def test_what_is_wrong_with_a_stream_is_said(
     assert same.format('"a" rank 0') in found["b"]
     await client.post("/unregister", json={"instance_id": "b", "tenant_id": "t"})
     assert await complaints() == {"a": "no connection to tcp://10.0.0.1:5557: it is refused; look there"}
+
+
+def test_of_many_engines_with_one_endpoint_only_the_first_few_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong address in a template gives a thousand engines the same one; all pairs of them held the loop for 3 s."""
+    named = 0
+
+    def counted(value: object) -> str:
+        nonlocal named
+        named += 1
+        return shown(value)
+
+    monkeypatch.setattr(stream_status, "shown", counted)
+
+    def state(number: int, topic: str | None = None) -> PublisherState:
+        of = registration(f"pod-{number}", topic=topic)
+        return PublisherState(of, number, 1, StreamStatus.ACTIVE, None, None, {}, {}, None, "worker-1")
+
+    states = [state(number) for number in range(300)]
+    complaints = stream_status.Complaints(states, {"worker-1": None})
+    found = [complaints.of(each) for each in states]
+    assert 300 < named <= 3 * 300
+    assert '"pod-1" rank 0, "pod-2" rank 0, "pod-3" rank 0 and 296 more' in found[0]
+    assert '"pod-0" rank 0, "pod-2" rank 0, "pod-3" rank 0 and 296 more' in found[1]
+    assert '"pod-0" rank 0, "pod-1" rank 0, "pod-2" rank 0 and 296 more' in found[299]
+    # Different topics of one socket are different streams; who reads every topic shares each.
+    states = [state(0, "a"), state(1, "b"), state(2)]
+    complaints = stream_status.Complaints(states, {"worker-1": None})
+    assert ['"pod-2" rank 0: ' in complaints.of(each) for each in states] == [True, True, False]
+    assert '"pod-0" rank 0, "pod-1" rank 0: ' in complaints.of(states[2])
 
 
 async def test_a_target_whose_requests_fail_is_unreachable_until_one_is_answered(

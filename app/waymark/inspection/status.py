@@ -40,9 +40,13 @@ class Complaints:
         self._limits = workers
         self._streams = Counter(state.worker for state in states)
         self._at: defaultdict[str, list[PublisherState]] = defaultdict(list)
+        self._without_topic: defaultdict[str, list[PublisherState]] = defaultdict(list)
         for state in states:
-            if state.registration.endpoint is not None and not state.registration.kind.traits.is_opaque:
-                self._at[state.registration.endpoint].append(state)
+            of = state.registration
+            if of.endpoint is not None and not of.kind.traits.is_opaque:
+                self._at[of.endpoint].append(state)
+                if of.topic is None:
+                    self._without_topic[of.endpoint].append(state)
 
     def is_orphan(self, state: PublisherState) -> bool:
         """Return whether the stream has a socket, but is not assigned to any live worker."""
@@ -61,17 +65,18 @@ class Complaints:
 
     def _twice(self, state: PublisherState) -> str:
         """Complain of another registration of the same socket, often the engine's former name."""
-        others = [
-            f"{shown(other.registration.instance_id)} rank {other.registration.dp_rank}"
-            for other in self._at.get(state.registration.endpoint or "", ())
-            if other.registration.name != state.registration.name
-            and None in (other.registration.topic, state.registration.topic)
-        ]
+        own, endpoint = state.registration.name, state.registration.endpoint or ""
+        is_whole = state.registration.topic is None  # then it has the events of every topic
+        sharing = (self._at if is_whole else self._without_topic).get(endpoint, ())
+        # With a wrong address a thousand engines may have the same one, so that only the first few are looked at.
+        others = [other.registration for other in sharing[: _NAMES_MAX + 1] if other.registration.name != own]
         if not others:
             return ""
-        more = f" and {len(others) - _NAMES_MAX} more" if len(others) > _NAMES_MAX else ""
+        count = len(sharing) - (is_whole and not state.registration.kind.traits.is_opaque)
+        names = [f"{shown(other.instance_id)} rank {other.dp_rank}" for other in others[:_NAMES_MAX]]
+        more = f" and {count - _NAMES_MAX} more" if count > _NAMES_MAX else ""
         return (
-            f"its endpoint {state.registration.endpoint} is also that of {', '.join(others[:_NAMES_MAX])}{more}: "
+            f"its endpoint {state.registration.endpoint} is also that of {', '.join(names)}{more}: "
             "the same blocks count for each; unregister those that are gone"
         )
 
