@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
 import pytest
+from redis.asyncio import Redis
 
 from tests.api.conftest import MakeClient
 from tests.api.test_decisions import PROMPT, post
 from tests.conftest import wait_until
+from tests.store.factories import snapshot
 from waymark.store import keys
+from waymark.store.kept_decisions import BLOCKS_MAX
+from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
 Register = Callable[..., Awaitable[None]]
@@ -91,3 +96,51 @@ async def test_a_policy_that_cannot_be_tried_is_refused(
     refused = await client.post("/policies/replay", json=fields)
     assert refused.status_code in (400, 422)
     assert message in refused.text
+
+
+# ---- what is kept of a prompt --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+async def test_of_a_prompt_hashes_are_kept_and_never_tokens_or_text(
+    make_client: MakeClient, redis: Redis, share: float
+) -> None:
+    """Whatever a decision, its shadows and its books write; and without a share no record at all."""
+    store = Store(RedisClient(redis, "redis://test"))
+    api = await make_client(store, shadow="lmetric", decisions_kept=share)
+    for number in (1, 2):
+        named = {"type": "vLLM", "endpoint": f"tcp://10.0.0.{number}:5557", "modelname": "m", "block_size": 2}
+        named |= {"instance_id": f"pod-{number}", "address": f"http://10.0.0.{number}:8000"}
+        assert (await api.post("/register", json=named)).status_code == 200
+    tokens = [1_234_567_000 + number for number in range(300)]
+    usage = {"cached_tokens": 0, "prompt_tokens": len(tokens), "ttft_ms": 20.0}
+    for _ in range(3):
+        selected = await post(api, "/select", token_ids=tokens)
+        await post(api, "/release", reservation=selected["reservation"], model=..., **usage)
+    messages = [{"role": "user", "content": "a secret of " * 100}]
+    selected = await post(api, "/select", token_ids=..., messages=messages)
+    await post(api, "/release", reservation=selected["reservation"], model=..., **usage)
+
+    async def are_kept() -> bool:
+        reading = await store.kept_decisions.read(1, since_ms=0, decisions_max=9)
+        return [each.delivered for each in reading.decisions] == [0] * 4
+
+    if share:
+        await wait_until(are_kept, "the decisions and their ends are kept")
+    else:
+        assert store.kept_decisions._writing is None, "nothing is on its way either"
+    found = await snapshot(redis, has_activity=True)
+
+    assert keys.books(1, int(time.time() // 3600)).encode() in found
+    assert (keys.decisions(1).encode() in found) == (share > 0)
+    values = repr(found).encode()
+    assert b"a secret" not in values
+    for token in (tokens[0], tokens[150]):
+        assert b"%d" % token not in values
+        assert b"%x" % token not in values
+        for size in (4, 8):
+            for packed in (token.to_bytes(size, "little"), token.to_bytes(size, "big")):
+                assert repr(packed)[2:-1].encode() not in values
+    reading = await store.kept_decisions.read(1, since_ms=0, decisions_max=9)
+    assert [len(each.blocks) for each in reading.decisions] == [8 * BLOCKS_MAX] * 3 * (share > 0) + [0] * (share > 0)
+    await store.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from tests.ports import unused_port
 from waymark import cli
 from waymark.base.errors import ServiceUnreachable
 from waymark.base.settings import Settings
+from waymark.cli import remote
 from waymark.console import ask, books, events, policies, select
 from waymark.console.screen import Grid
 from waymark.console.service import RemoteService
@@ -572,12 +574,58 @@ async def test_books_say_what_routing_earned(live: Live) -> None:
     assert (code, "since" in error) == (cli.EXIT_FAILED, True)
 
 
-def test_books_are_drawn(tmp_path: Path) -> None:
+async def test_books_are_drawn(live: Live, tmp_path: Path) -> None:
+    async with live.client() as client:
+        selected = (await client.post("/select", json={"model": "m", "token_ids": TOKENS})).json()
+        await client.post("/release", json={"reservation": selected["reservation"], "cached_tokens": 28})
     file = tmp_path / "books.svg"
 
-    books.draw({"by_minute": [target("a", 1) | {"time": 60 * minute} for minute in range(3)]}, str(file))
+    code, output, error = await run(live, "books", "--plot", str(file), HOME=str(tmp_path))
 
-    assert "prompt tokens a minute" in file.read_text()
+    assert (code, "4 tokens were not computed again" in output) == (cli.EXIT_OK, True), error
+    drawn = file.read_text()
+    for words in ("prompt tokens a minute", "available", "chosen", "expected", "delivered", "random"):
+        assert f"<!-- {words} -->" in drawn
+
+
+def test_books_are_not_drawn_without_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said before anything is asked."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    arguments = cli.parse(["books", "--plot", "books.svg", "--url", "http://127.0.0.1:9"])
+
+    assert remote.run(arguments) == cli.EXIT_FAILED
+    assert "pip install 'waymark[plot]'" in capsys.readouterr().err
+
+
+async def test_policies_are_compared_and_tried_over_the_kept_decisions(redis_url: str, tmp_path: Path) -> None:
+    kept = {"shadow": "lmetric", "decisions_kept": 1.0}
+    async with start("query", redis_url, tmp_path / "log", api_token=TOKEN, **kept) as live:
+        async with live.client() as client:
+            for name in ("a", "b"):
+                body = {"type": "standard", "modelname": "m", "instance_id": name, "block_size": SIZE}
+                assert (await client.post("/register", json=body | {"address": f"http://{name}:1"})).status_code == 200
+            for _ in range(3):
+                assert (await client.post("/select", json={"model": "m", "token_ids": TOKENS})).status_code == 200
+
+        async def are_kept() -> bool:
+            return (await json_of(live, "policies", "compare"))["chosen"]["decisions"] == 3
+
+        await wait_until(are_kept, "the decisions are kept")
+        (row,) = (await json_of(live, "policies", "compare", "--since", "2h"))["policies"]
+        assert (row["policy"], row["decisions"], row["none"]) == ("lmetric", 3, 0)
+        file = tmp_path / "picker.yaml"
+        file.write_text(
+            "plugins: [{type: active-request-scorer}]\n"
+            "schedulingProfiles: [{name: default, plugins: [{pluginRef: active-request-scorer}]}]\n"
+        )
+        (row,) = (await json_of(live, "policies", "replay", str(file)))["policies"]
+        assert (row["decisions"], row["none"]) == (3, 0)
+        assert (await run(live, "policies", "compare"))[1].startswith("3 kept decisions")
+        file.write_text("plugins: [{type: nobody}]\n")
+        code, _, error = await run(live, "policies", "replay", str(file))
+        assert (code, "nobody" in error) == (cli.EXIT_FAILED, True)
 
 
 def test_policies_say_which_orders_mean_nothing() -> None:
