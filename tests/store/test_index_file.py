@@ -252,6 +252,42 @@ async def test_a_cut_or_changed_file_is_refused_and_nothing_is_written(
     assert await other.keys("*") == []
 
 
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        ({}, {"pod-1", "of-b", "of-n"}),
+        ({"model": "m"}, {"pod-1", "of-b"}),
+        ({"tenant": "b"}, {"of-b"}),
+        ({"model": "n", "tenant": "default"}, {"of-n"}),
+        ({"model": "n", "tenant": "b"}, set()),
+    ],
+)
+async def test_a_file_has_what_is_wanted_of_models_and_tenants(
+    source: Redis, other: Redis, tmp_path: Path, wanted: dict[str, Any], names: set[str]
+) -> None:
+    """So a file of all gives a part, too."""
+    store = store_of(source)
+    for at, fields in enumerate(({"instance_id": "pod-1"}, {"instance_id": "of-b", "tenant_id": "b"}), 1):
+        stream = await stream_of(store, source, registration(**fields, endpoint=f"tcp://10.0.0.{at}:1"))
+        (holder,) = await stream.begin("0 GPU")
+        await stream.apply(stored(holder, CHAIN[: 10 * at]))
+    await stream_of(store, source, registration("of-n", model_name="n", endpoint="tcp://10.0.0.3:1"))
+    blocks = sum({"pod-1": 10, "of-b": 20, "of-n": 0}[name] for name in names)
+
+    part = await saved(store, tmp_path / "part", **wanted)
+    await saved(store, tmp_path / "whole")
+    assert (part.publishers, part.blocks) == (len(names), blocks)
+    if not names:
+        return
+    paths: list[tuple[Path, dict[str, Any]]] = [(tmp_path / "part", {}), (tmp_path / "whole", wanted)]
+    for path, options in paths:
+        await other.flushdb()
+        found = await loaded(store_of(other), path, **options)
+        assert (found.publishers, found.blocks) == (len(names), blocks)
+        claims = await store_of(other).directory.claims()
+        assert {claim.registration.instance_id for claim in claims} == names
+
+
 async def test_an_import_is_checked_before_it_writes(source: Redis, other: Redis, tmp_path: Path) -> None:
     await filled(source, 1)
     store = store_of(other)
