@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable
 from random import Random
+from typing import NamedTuple
 
 import pytest
 
+from tests.unit import seeds
+from waymark.decide import fleet as module
 from waymark.decide.fleet import Allowed, Fleet, FleetMember, OpaquePrefix, PromptState, StagePart
 from waymark.decide.policies.policy import LoadCost, LoadWeights
+from waymark.decide.question import GivenValues
 from waymark.domain.gauges import Gauges
 from waymark.domain.match import TargetRow
 from waymark.domain.names import GroupName, Holder
@@ -164,3 +169,248 @@ def test_rings_are_kept_up_to_a_few() -> None:
         fleet.ring(points)
     assert len(fleet.rings) <= 4
     assert list(fleet.ring(10).clockwise(b"k" * 32)) == list(first.clockwise(b"k" * 32))
+
+
+# ---- the few that a policy has to rank, by all of them --------------------------------------------------
+
+ONE_PART = LoadCost(LoadWeights(tokens=1.0, requests=512.0))
+TWO_PARTS = LoadCost(
+    LoadWeights(requests=1.0), LoadWeights(tokens=1.0), lambda requests, wait: (wait + 100) * (requests + 1)
+)
+
+
+def cost_of(cost: LoadCost, load: Load, weight: float) -> float:
+    """The cost of a target without a part of the prompt, from its load alone."""
+
+    def value(part: LoadWeights | None) -> float:
+        return 0.0 if part is None else (part.tokens * load.tokens + part.requests * load.requests) / weight
+
+    return cost.of(value(cost.first), value(cost.second))
+
+
+class Crowd(NamedTuple):
+    """A fleet of targets with some loads, and who may be taken."""
+
+    fleet: Fleet
+    loads: dict[int, Load]
+    allowed: Allowed
+
+    def costs(self, cost: LoadCost, without: Collection[int] = ()) -> list[float]:
+        """The costs of all that may be taken, least first."""
+        return sorted(
+            cost_of(cost, self.loads.get(each.publisher, Load()), each.target.weight)
+            for each in self.fleet.members
+            if self.allowed.has(each.publisher) and each.publisher not in without
+        )
+
+    def cost(self, cost: LoadCost, member: FleetMember) -> float:
+        return cost_of(cost, self.loads.get(member.publisher, Load()), member.target.weight)
+
+
+def crowd(seed: int) -> Crowd:
+    random = Random(seed)
+    numbers = range(1, random.choice((1, 2, 9, 40)) + 1)
+    rows = {number: PublisherRow(f"pod-{number}", 0, 16, "instance") for number in numbers}
+    targets = {number: Target(weight=random.choice((0.5, 1.0, 2.0))) for number in numbers}
+    fleet = Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {}, b"", targets))
+    amounts = random.choice(((0, 1), (0, 500, 90_000), tuple(range(50))))
+    loads = {
+        number: Load(random.choice(amounts), random.choice((0, 1, 7))) for number in numbers if random.random() < 0.8
+    }
+    only = frozenset(number for number in numbers if random.random() < 0.7) if random.random() < 0.3 else None
+    without = frozenset(number for number in numbers if random.random() < 0.2) if random.random() < 0.5 else frozenset()
+    return Crowd(fleet, loads, Allowed(only, without))
+
+
+@pytest.mark.parametrize("cost", [ONE_PART, TWO_PARTS], ids=["one part", "two parts"])
+@pytest.mark.parametrize("seed", seeds(12))
+def test_the_cheapest_is_that_of_all(cost: LoadCost, seed: int) -> None:
+    of, random = crowd(seed), Random(seed)
+    seen = PromptState({}, of.loads, {}, {})
+    targets = of.fleet.targets(None, "whole")
+    without = frozenset(range(1, 41, 3)) if seed % 2 else frozenset[int]()
+    costs = of.costs(cost, without)
+    found = targets.cheapest(seen, cost, random, of.allowed, without)
+    if not costs:
+        assert found is None
+        return
+    assert found is not None
+    assert of.allowed.has(found.publisher)
+    assert found.publisher not in without
+    assert of.cost(cost, found) == pytest.approx(costs[0])
+
+
+@pytest.mark.parametrize("cost", [ONE_PART, TWO_PARTS], ids=["one part", "two parts"])
+@pytest.mark.parametrize("seed", seeds(12))
+def test_the_list_has_the_cheapest_of_all_and_who_has_a_part(cost: LoadCost, seed: int) -> None:
+    of, random = crowd(seed), Random(seed)
+    members = of.fleet.members
+    rows = {each.name: TargetRow(device=1) for each in members if random.random() < 0.1}
+    expected = {random.choice(members).publisher: 3}
+    seen = PromptState(rows, of.loads, expected, {})
+    session, rival = random.choice(members).name[0], random.choice(members).publisher
+    short = of.fleet.targets(None, "whole").shortlist(
+        seen, cost, 4, random, allowed=of.allowed, session=session, rival=rival
+    )
+    named = {each.publisher for each in short}
+    assert len(named) == len(short)
+    assert all(map(of.allowed.has, named))
+    has = {each.publisher for each in members if each.name in rows or each.publisher in {*expected, rival}}
+    has |= {each.publisher for each in members if each.name[0] == session}
+    assert {each for each in has if of.allowed.has(each)} <= named
+    others = sorted(of.cost(cost, each) for each in short if each.publisher not in has)
+    costs = of.costs(cost, has)[:4]
+    assert others[: len(costs)] == pytest.approx(costs)
+
+
+@pytest.mark.parametrize("seed", seeds(12))
+def test_the_ring_goes_on_to_the_first_below_the_bound(seed: int) -> None:
+    of, random = crowd(seed), Random(seed)
+    targets, ring = of.fleet.targets(None, "whole"), of.fleet.ring(20)
+    key, most = random.randbytes(32), random.choice((1, 3))
+    seen = PromptState({}, of.loads, {}, {})
+    found = targets.below_bound(seen, ring.clockwise(key), 0.25, most, allowed=of.allowed)
+    some = [each for each in of.fleet.members if of.allowed.has(each.publisher)]
+    if not some:
+        assert (list(found.members), found.active_bound) == ([], None)
+        return
+    active = sum(of.loads.get(each.publisher, Load()).requests for each in some)
+    limit = math.ceil(1.25 * (active + 1) / len(some))
+    assert found.active_bound == limit
+    way = [name for name in ring.clockwise(key) if of.allowed.has(int(name[0].removeprefix("pod-")))]
+    expected: list[str] = []
+    below = 0
+    for name, _ in way:
+        expected.append(name)
+        below += of.loads.get(int(name.removeprefix("pod-")), Load()).requests < limit
+        if below == most:
+            break
+    assert [each.name[0] for each in found.members] == expected
+
+
+def test_the_ring_goes_on_to_the_ranks_of_a_session() -> None:
+    rows = {number: PublisherRow(f"pod-{number // 2}", number % 2, 16, "instance") for number in range(2, 22)}
+    fleet = Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {}))
+    ring, targets = fleet.ring(20), fleet.targets(None, "whole")
+    key = b"k" * 32
+    way = list(ring.clockwise(key))
+    last = way[-1][0]
+    nothing = PromptState({}, {}, {}, {})
+    found = targets.below_bound(nothing, ring.clockwise(key), 0.25, 1, session=last)
+    assert [each.name for each in found.members] == way
+    assert len(targets.below_bound(nothing, ring.clockwise(key), 0.25, 1).members) == 1
+    allowed = Allowed(without=frozenset(each.publisher for each in fleet.members if each.name[0] == last))
+    without = targets.below_bound(nothing, ring.clockwise(key), 0.25, 1, allowed=allowed, session=last)
+    assert len(without.members) == 1, "a session whose instance is left out starts anew"
+
+
+def test_of_equal_targets_the_key_names_the_first_that_is_as_cheap() -> None:
+    rows = {number: PublisherRow(f"pod-{number}", 0, 16, "instance") for number in range(1, 41)}
+    fleet = Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {}))
+    targets = fleet.targets(None, "whole")
+    busy, way = Load(500, 1), [(f"pod-{number}", 0) for number in range(1, 41)]
+    # The first twenty that the key meets are busy, and the others equal.
+    loads = dict.fromkeys(range(1, 21), busy)
+    for seed in range(10):
+        short = targets.shortlist(PromptState({}, loads, {}, {}), ONE_PART, 4, Random(seed), nearest=way)
+        named = {each.publisher for each in short}
+        assert {1, 2, 3, 4, 21} <= named
+        assert len(named & set(range(21, 41))) in (4, 5)
+    elsewhere = [("gone", 0), *way[30:], *way[:30]]
+    allowed = Allowed(without=frozenset({31}))
+    named = {
+        each.publisher
+        for each in targets.shortlist(
+            PromptState({}, loads, {}, {}), ONE_PART, 4, Random(1), allowed=allowed, nearest=elsewhere
+        )
+    }
+    assert 32 in named
+    assert 31 not in named
+
+
+def test_having_names_who_has_a_part_and_the_rival() -> None:
+    fleet = named_fleet()
+    targets = fleet.targets(None, "any")
+    seen = PromptState(
+        {("pod-1", 0): TargetRow(device=1), ("gone", 0): TargetRow(device=1)},
+        {},
+        {2: 5, 99: 5},
+        {},
+        {("pod-3", 0): OpaquePrefix(7, 0)},
+    )
+    assert set(targets.having(seen, Allowed(), 4)) == {1, 2, 3, 4}
+    assert set(targets.having(seen, Allowed(without=frozenset({2, 4})), 4)) == {1, 3}
+    assert set(targets.having(PromptState({}, {}, {}, {}), Allowed(), 99)) == set()
+
+
+# ---- what is kept is bounded ------------------------------------------------------------------------------
+
+
+def test_sets_orders_and_names_that_callers_ask_for_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SETS_MAX", 3)
+    fleet = named_fleet()
+    first = fleet.targets(None, "whole")
+    assert fleet.targets(None, "whole") is first
+    for number in range(10):
+        assert numbers(fleet.serving(f"name-{number}")) == [1, 2, 3, 4, 5]
+        fleet.targets(f"name-{number}", "any")
+    assert (len(fleet._sets) <= 3, len(fleet._serving) <= 3) == (True, True)
+    nothing = PromptState({}, {}, {}, {})
+    for weight in range(12):
+        targets = fleet.targets(None, "any")
+        targets.shortlist(nothing, LoadCost(LoadWeights(requests=float(weight))), 2, Random(1))
+    assert len(fleet.targets(None, "any")._orders) <= 4
+
+
+# ---- candidates -------------------------------------------------------------------------------------------
+
+
+def test_a_candidate_has_each_part_of_its_target_in_tokens() -> None:
+    fleet = named_fleet()
+    seen = PromptState(
+        {("pod-2", 0): TargetRow(1, 2, 3, 4)},
+        {2: Load(50, 6, 70, ok=1, failed=2, cold=9)},
+        {2: 5},
+        {2: Gauges(1, 2, 0.5)},
+        {("pod-2", 0): OpaquePrefix(30, 100)},
+        history={2: 7},
+    )
+    (found,) = fleet.candidates(seen, 16, members=[fleet.by_publisher[2]])
+    device, host, shared, disk = TargetRow(1, 2, 3, 4)
+    assert (found.publisher, found.instance_id, found.role) == (2, "pod-2", Role.DECODE)
+    assert (found.device, found.host, found.shared) == (max(16 * device, 30), 16 * host, 16 * shared)
+    assert found.disk == max(16 * disk, 70), "what is warm alone is on disk"
+    assert (found.expected, found.wait, found.active, found.context) == (80, 50, 6, 70)
+    assert (found.health, found.last_cold, found.gauges, found.history) == (0.5, 9, Gauges(1, 2, 0.5), 112)
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "expected"),
+    [
+        (GivenValues(tokens=0), "wait", 0),
+        (GivenValues(requests=0), "active", 0),
+        (GivenValues(health=0.0), "health", 0.0),
+        (GivenValues(gauges=Gauges(9, 9, 0.9)), "gauges", Gauges(9, 9, 0.9)),
+        (GivenValues(), "wait", 50),
+        (GivenValues(), "active", 6),
+        (GivenValues(), "health", 0.5),
+        (GivenValues(), "gauges", Gauges(1, 2, 0.5)),
+    ],
+)
+def test_a_given_value_wins_also_if_it_is_nothing(values: GivenValues, field: str, expected: object) -> None:
+    fleet = named_fleet()
+    seen = PromptState({}, {2: Load(50, 6, 70, ok=1, failed=2)}, {}, {2: Gauges(1, 2, 0.5)})
+    (found,) = fleet.candidates(seen, 16, {("pod-2", 0): values, ("pod-9", 0): values})
+    assert getattr(found, field) == expected
+
+
+@pytest.mark.parametrize(
+    ("ok", "failed", "expected"), [(0, 0, 1.0), (5, 0, 1.0), (0, 1, 0.5), (3, 1, 0.8), (0, 9, 0.1)]
+)
+def test_health_is_the_share_of_requests_that_succeeded(ok: int, failed: int, expected: float) -> None:
+    fleet = named_fleet()
+    load = Load(ok=ok, failed=failed)
+    for gauges in ({}, {99: Gauges()}):  # the short way and the long one
+        seen = PromptState({}, {2: load}, {}, gauges)
+        (found,) = fleet.candidates(seen, 16, members=[fleet.by_publisher[2]])
+        assert found.health == pytest.approx(expected)
