@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 
+from tests.conftest import wait_until
 from tests.store.factories import registration
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
@@ -216,3 +219,152 @@ async def test_all_loads_are_read_after_a_while_and_after_a_failure(
     monkeypatch.setattr(store.reservations, "changes", changes)
     await keeper.of(entry, fleet, LOADS)
     assert asked == expected
+
+
+# ---- read again in the background ---------------------------------------------------------------------
+
+
+class Read:
+    """What is read of the loads of a group; Redis can be away."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.is_away = False
+        read = store.reservations.changes
+
+        async def changes(group_id: int, since: int, put: Sequence[int]) -> LoadChanges:
+            self.count += 1
+            if self.is_away:
+                raise StoreUnavailable("Redis is away")
+            return await read(group_id, since, put)
+
+        monkeypatch.setattr(store.reservations, "changes", changes)
+
+
+async def test_loads_are_read_again_before_a_decision_would_wait_for_them(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = keeper_of(store, 0.01)
+    group, entry = await group_of(store)
+    fleet = await fleet_of(keeper, group)
+    read = Read(store, monkeypatch)
+    await keeper.of(entry, fleet, LOADS)
+    keeper.used(group, entry)
+    await wait_until(lambda: read.count >= 4, "they are read again and again")
+
+
+async def test_a_group_without_requests_is_not_read_any_more(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ASKED_SECONDS", 0.0)
+    keeper = keeper_of(store)
+    group, entry = await group_of(store)
+    fleet = await fleet_of(keeper, group)
+    await keeper.of(entry, fleet, LOADS)
+    readings = keeper._readings[entry.group_id]
+
+    def is_over() -> bool:
+        return readings.keeping is not None and readings.keeping.done()
+
+    await wait_until(is_over, "nobody asks")
+    assert keeper.at_hand(entry, fleet, LOADS) is None, "who asks again has it read again"
+    await keeper.of(entry, fleet, LOADS)
+    assert readings.keeping is not None
+
+
+async def test_a_group_with_requests_under_way_is_read_until_they_have_ended(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ASKED_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_OVERDUE_SECONDS", 0.005)
+    keeper = keeper_of(store)
+    group, entry = await group_of(store)
+    fleet = await fleet_of(keeper, group)
+    publisher = fleet.members[0].publisher
+    found = await store.reservations.reserve(entry.group_id, [Offer(publisher, 10)], TERMS)
+    assert found.reservation is not None
+    read = Read(store, monkeypatch)
+    await keeper.of(entry, fleet, LOADS)
+    keeper.used(group, entry)
+    await wait_until(lambda: read.count >= 3, "overdue reservations are looked for")
+    await store.reservations.release([found.reservation], ReservationPart.OK)
+    readings = keeper._readings[entry.group_id]
+
+    def is_over() -> bool:
+        return readings.keeping is not None and readings.keeping.done()
+
+    await wait_until(is_over, "the last request has ended")
+
+
+async def test_a_redis_that_is_away_is_asked_again_in_the_background(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_OVERDUE_SECONDS", 0.005)
+    keeper = keeper_of(store, 0.01)
+    group, entry = await group_of(store)
+    fleet = await fleet_of(keeper, group)
+    read = Read(store, monkeypatch)
+    await keeper.of(entry, fleet, LOADS)
+    keeper.used(group, entry)
+    read.is_away = True
+    before = read.count
+    await wait_until(lambda: read.count > before + 2, "it is asked again")
+    read.is_away = False
+    publisher = fleet.members[0].publisher
+    await store.reservations.reserve(entry.group_id, [Offer(publisher, 10)], TERMS)
+    loads = keeper._readings[entry.group_id].loads
+    await wait_until(lambda: loads.get(publisher, Load()).requests == 1, "what has changed meanwhile is known")
+
+
+async def test_decisions_of_one_moment_read_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = keeper_of(store)
+    group, entry = await group_of(store)
+    fleet = await fleet_of(keeper, group)
+    read = Read(store, monkeypatch)
+    found = await asyncio.gather(*(keeper.of(entry, fleet, LOADS) for _ in range(20)))
+    assert read.count == 1
+    assert len({id(each.loads) for each in found}) == 1
+
+
+async def test_a_decision_that_goes_away_does_not_end_the_reading_of_another(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = keeper_of(store)
+    group, entry = await group_of(store)
+    fleet = await fleet_of(keeper, group)
+    first, second = (asyncio.ensure_future(keeper.of(entry, fleet, LOADS)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert (await second).fleet is fleet
+    assert first.cancelled()
+
+
+@pytest.mark.parametrize(
+    ("needs", "expected"),
+    [
+        ((), ({}, {}, {})),
+        (LOADS, ({1: "load"}, {}, {})),
+        ((ReadingKind.GAUGES,), ({}, {1: "gauges"}, {})),
+        ((ReadingKind.ANSWER_TIMES,), ({}, {}, {1: "times"})),
+    ],
+)
+async def test_a_snapshot_has_only_what_was_asked_for(
+    store: Store, needs: tuple[ReadingKind, ...], expected: Any
+) -> None:
+    keeper = keeper_of(store)
+    group, entry = await group_of(store)
+    fleet = await fleet_of(keeper, group)
+    await keeper.of(entry, fleet, ALL)
+    readings = keeper._readings[entry.group_id]
+    readings.gauges, readings.answer_times = {1: "gauges"}, {1: "times"}  # type: ignore[dict-item]
+    readings.loads.put(1, "load")  # type: ignore[arg-type]
+    found = keeper._snapshot(entry, fleet, readings, needs)
+    shown: Any = dict(found.loads), dict(found.gauges), dict(found.answer_times)
+    assert shown == expected
+    assert (found.left_out, dict(found.drifts)) == (frozenset(), {})
+
+
+async def test_a_load_of_a_group_that_nobody_reads_is_not_kept(store: Store) -> None:
+    keeper = keeper_of(store)
+    keeper.saw(99, 1, Load(1, 1, 1))
+    keeper.released(99, 1, 0, 0, 0)
+    assert keeper._readings == {}
+    assert list(keeper.requests_under_way()) == []
