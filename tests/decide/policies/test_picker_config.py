@@ -232,6 +232,59 @@ def test_a_file_says_whether_entries_are_speculative(parameters: str, expected: 
     assert speculation_of(asked, by_file).is_on is False, "as the caller asks"
 
 
+@pytest.mark.parametrize(
+    ("text", "milliseconds"),
+    [
+        ("1ms", 1),
+        ("700ms", 700),
+        ("0.7s", 700),
+        ("1001ms", 1001),
+        ("1.5ms", 2),
+        ("1100us", 2),
+        ("1000us", 1),
+        ("1000000ns", 1),
+        ("10m", 600_000),
+        ("9m59.999s", 599_999),
+    ],
+)
+def test_an_entry_lasts_as_long_as_the_file_says_in_whole_milliseconds(text: str, milliseconds: int) -> None:
+    config = read_picker_config(
+        scored_by("precise-prefix-cache-scorer", f"speculativeIndexing: true, speculativeTTL: {text}")
+    )
+    assert config.speculation == (True, milliseconds)
+
+
+@pytest.mark.parametrize("text", ["0s", "999us", "600001ms", "10m1ms", "1h"])
+def test_an_entry_that_lasts_too_short_or_too_long_is_refused(text: str) -> None:
+    with pytest.raises(InvalidValue, match=r"speculativeTTL is .*; it must be 1ms to 10m"):
+        read_picker_config(
+            scored_by("precise-prefix-cache-scorer", f"speculativeIndexing: true, speculativeTTL: {text}")
+        )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "capacity", "blocks"),
+    [
+        ("", 31_250, 256),
+        ("lruCapacityPerServer: 100", 100, 100),
+        ("maxPrefixBlocksToMatch: 7", 31_250, 7),
+        ("lruCapacityPerServer: 5, maxPrefixBlocksToMatch: 9", 5, 5),
+    ],
+)
+def test_a_history_is_no_longer_for_a_prompt_than_for_a_target(parameters: str, capacity: int, blocks: int) -> None:
+    history = read_picker_config(scored_by("prefix-cache-scorer", parameters)).history
+    assert history == (capacity, blocks)
+
+
+def test_the_greatest_of_several_histories_is_kept() -> None:
+    several = plugins(
+        "- {name: one, type: prefix-cache-scorer, parameters: {lruCapacityPerServer: 50}}",
+        "- {name: two, type: prefix-cache-scorer, parameters: {maxPrefixBlocksToMatch: 40, lruCapacityPerServer: 9}}",
+    )
+    assert read_picker_config(several).history == (50, 50)
+    assert read_picker_config(scored_by("queue-scorer", "")).history is None
+
+
 def test_a_parameter_of_the_predicted_latency_counts_or_is_noted() -> None:
     def config(parameters: str) -> PickerConfig:
         return read_picker_config(scored_by("predicted-latency-scorer", parameters))
