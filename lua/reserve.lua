@@ -1,4 +1,4 @@
--- reserve(load, changes, reservations, holders, request?, spec*, pulls*; milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold, repeatable, candidates, pulls_max, sources) -> {verdict, which, tokens, requests, overdue, source}
+-- reserve(load, changes, reservations, holders, request?, spec*, pulls*; again, milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold, repeatable, pulls_max, sources, candidate#2) -> {verdict, which, tokens, requests, overdue, source}
 --
 -- Choose the best of some targets for a prompt, by their present loads, and add the reservation to the load of this
 -- target. If the same call is repeated because its reply was lost, it finds the reservation by its nonce and adds
@@ -12,7 +12,8 @@
 --       request           string, PX  the reservation that this request got before; the key is given only if `repeatable`
 --       spec*             string, PX  speculative entries of the prompt at growing depths: the target that gets the prompt
 --       pulls*            zset        copies under way from each possible source, by the Redis ms at which each is over
--- ARGV  milliseconds      how long the reservation lasts from now, unless it is released before
+-- ARGV  again             '1' if the same call may have been made before: only then is its reservation looked for
+--       milliseconds      how long the reservation lasts from now, unless it is released before
 --       nonce             random, and the same in a repeated call. It distinguishes equal reservations
 --       context           tokens of the prompt
 --       weight_new, weight_active  cost = (tokens + weight_active * requests) / weight + weight_new * new + handicap
@@ -20,13 +21,13 @@
 --       reservations_max  if the group has this many reservations, no more are made
 --       cold              '1' if no target has a block of the prompt
 --       repeatable        '1': the same request gets the same reservation again
---       candidates        at most 8, all fields separated by blanks. For each: publisher, new, handicap, weight, first,
---                         spec_milliseconds, promise. `new` is its prefill tokens, an integer. Its speculative entries
---                         are spec* without the first `first`, and last for `spec_milliseconds`; with 0 none is
---                         written. `promise` is a part of the reservation, for `release`; '-' if there is none
 --       pulls_max         a source has at most so many copies under way
 --       sources           the number of `pulls*`, and then a word for each candidate: `-`, or the indexes of its sources
 --                         with a comma behind each, the best first. The first one that has room is booked
+--       candidate#2       at most 8: publisher, and its terms, which are separated by blanks: new, handicap, weight, first,
+--                         spec_milliseconds, promise. `new` is its prefill tokens, an integer. Its speculative entries
+--                         are spec* without the first `first`, and last for `spec_milliseconds`; with 0 none is
+--                         written. `promise` is a part of the reservation, for `release`; '-' if there is none
 --
 -- {'applied', which, tokens, requests, overdue, source}  the `which`-th candidate has the reservation; `tokens` and
 --                                  `requests` are its load without the reservation, and `overdue` reservations were
@@ -36,20 +37,25 @@
 -- {'full', 0, 0, 0, overdue}       the group has too many reservations; only overdue ones were ended
 -- {'saturated', 0, 0, 0, overdue}  every candidate is at the limit, or gone; only overdue reservations were ended
 
-local names, news, handicaps, weights, firsts, lasting, members = {}, {}, {}, {}, {}, {}, {}
-local rest = ' ' .. ARGV[3] .. ' ' .. ARGV[2]
-for publisher, new, handicap, weight, first, spec_milliseconds, promise in
-  ARGV[10]:gmatch('(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+)')
-do
-  local i = #names + 1
-  names[i], news[i], handicaps[i], weights[i] = publisher, new, handicap, weight
-  firsts[i], lasting[i] = first, spec_milliseconds
-  members[i] = publisher .. ' ' .. new .. rest .. (promise == '-' and '' or ' ' .. promise)
+-- Most of the candidates have nothing of the prompt, and the same terms.
+local names, terms, wanted = {}, {}, {}
+local parsed, count = {}, tonumber(ARGV[13])
+for i = 1, count do
+  local publisher, words = ARGV[12 + 2 * i], ARGV[13 + 2 * i]
+  local known = parsed[words]
+  if not known then
+    local new, handicap, weight, first, spec_milliseconds, promise =
+      words:match('^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')
+    known = {new = tonumber(new), handicap = tonumber(handicap), weight = tonumber(weight), first = tonumber(first),
+      spec_milliseconds = spec_milliseconds,
+      member = ' ' .. new .. ' ' .. ARGV[4] .. ' ' .. ARGV[3] .. (promise == '-' and '' or ' ' .. promise)}
+    parsed[words] = known
+  end
+  names[i], terms[i], wanted[i], wanted[count + i] = publisher, known, publisher, 'health:' .. publisher
 end
 
-local sources = {}
-for word in ARGV[12]:gmatch('%S+') do sources[#sources + 1] = word end
-local last_spec = #KEYS - sources[1]
+local sources_count = tonumber(ARGV[12]:match('^%d+'))
+local last_spec = #KEYS - sources_count
 
 -- The index of the source that the reservation with this nonce has, or 0.
 local function booked(nonce)
@@ -59,15 +65,19 @@ local function booked(nonce)
   return 0
 end
 
-for i, due in ipairs(redis.call('ZMSCORE', KEYS[3], unpack(members))) do
-  if due then
-    local tokens, requests = (redis.call('HGET', KEYS[1], names[i]) or '0 0'):match('^(%d+) (%d+)')
-    return {'applied', i, math.max(0, tokens - news[i]), math.max(0, requests - 1), 0, booked(ARGV[2])}
+if ARGV[1] == '1' then
+  local members = {}
+  for i = 1, count do members[i] = names[i] .. terms[i].member end
+  for i, due in ipairs(redis.call('ZMSCORE', KEYS[3], unpack(members))) do
+    if due then
+      local tokens, requests = (redis.call('HGET', KEYS[1], names[i]) or '0 0'):match('^(%d+) (%d+)')
+      return {'applied', i, math.max(0, tokens - terms[i].new), math.max(0, requests - 1), 0, booked(ARGV[3])}
+    end
   end
 end
 
 local first_spec = 5
-if ARGV[9] == '1' then
+if ARGV[10] == '1' then
   first_spec = 6
   local earlier = redis.call('GET', KEYS[5])
   if earlier then
@@ -80,57 +90,55 @@ end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
--- A load with these amounts added. They may be negative, but no number falls below zero.
-local function changed(load, tokens, requests, context)
-  local had_tokens, had_requests, had_context, others = load:match('^(%d+) (%d+) (%d+) (.+)$')
-  return string.format('%.0f %.0f %.0f %s', math.max(0, had_tokens + tokens), math.max(0, had_requests + requests),
-    math.max(0, had_context + context), others)
-end
-
 -- Notes that a load has changed, for `read_loads`. The first number of all is the time, so that no log that comes after
 -- another one gives a number twice.
 local function note(name)
-  local last = redis.call('ZRANGE', KEYS[2], 0, 0, 'REV', 'WITHSCORES')[2]
+  local last = redis.call('ZREVRANGE', KEYS[2], '0', '0', 'WITHSCORES')[2]
   if not last then
     local begun = redis.call('TIME')
     last = begun[1] * 1000000 + begun[2]
   end
-  redis.call('ZADD', KEYS[2], string.format('%.0f', last + 1), name)
+  redis.call('ZADD', KEYS[2], string.format('%d', last + 1), name)
 end
 
 -- Ends overdue reservations of all targets: a replica stopped or a client failed before it released them.
-local overdue = redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now, 'LIMIT', 0, 8)
+local overdue = redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', string.format('%d', now), 'LIMIT', '0', '8')
 for _, reservation in ipairs(overdue) do
   local publisher, tokens, context = reservation:match('^(%d+) (%d+) (%d+)')
   local value = redis.call('HGET', KEYS[1], publisher)
   if value then
-    redis.call('HSET', KEYS[1], publisher, changed(value, -tokens, -1, -context))
+    local had_tokens, had_requests, had_context, others = value:match('^(%d+) (%d+) (%d+) (.+)$')
+    redis.call('HSET', KEYS[1], publisher, string.format('%d %d %d %s', math.max(0, had_tokens - tokens),
+      math.max(0, had_requests - 1), math.max(0, had_context - context), others))
     note(publisher)
   end
   redis.call('ZREM', KEYS[3], reservation)
 end
-if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[7]) then return {'full', 0, 0, 0, #overdue} end
+if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[8]) then return {'full', 0, 0, 0, #overdue} end
 
-local values = redis.call('HMGET', KEYS[1], unpack(names))
-local limit, weight_new, weight_active = tonumber(ARGV[6]), tonumber(ARGV[4]), tonumber(ARGV[5])
-local healths = {}
-for i = 1, #names do healths[i] = 'health:' .. names[i] end
-healths = redis.call('HMGET', KEYS[1], unpack(healths))
+local values = redis.call('HMGET', KEYS[1], unpack(wanted))
+local limit, weight_new, weight_active = tonumber(ARGV[7]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local costs, waits, actives, out = {}, {}, {}, {}
-for i = 1, #names do
-  local wait, active = (values[i] or '0 0'):match('^(%d+) (%d+)')
-  waits[i], actives[i] = tonumber(wait), tonumber(active)
-  local over, away = (healths[i] or '0 0 0 0 - 0'):match('^%d+ %d+ (%d+) %d+ %S+ (%d+)$')
-  out[i] = math.max(over, away) > now
-  if limit == 0 or actives[i] < limit then
-    costs[i] = (wait + weight_active * active) / weights[i] + weight_new * news[i] + handicaps[i]
+for i = 1, count do
+  local wait, active, value, health, of = 0, 0, values[i], values[count + i], terms[i]
+  if value then
+    wait, active = value:match('^(%d+) (%d+)')
+    wait, active = tonumber(wait), tonumber(active)
+  end
+  waits[i], actives[i], out[i] = wait, active, false
+  if health then
+    local over, away = health:match('^%d+ %d+ (%d+) %d+ %S+ (%d+)$')
+    out[i] = math.max(over, away) > now
+  end
+  if limit == 0 or active < limit then
+    costs[i] = (wait + weight_active * active) / of.weight + weight_new * of.new + of.handicap
   end
 end
 -- Finds the best candidate that is still registered, which is mostly the first one.
 local which
 repeat
   which = nil
-  for i = 1, #names do
+  for i = 1, count do
     if costs[i] then
       local is_like = which and out[i] == out[which]
       if not which or (is_like and costs[i] < costs[which]) or (not is_like and out[which]) then which = i end
@@ -140,33 +148,39 @@ repeat
   costs[which] = nil
 until redis.call('HEXISTS', KEYS[4], 'publisher:' .. names[which]) == 1
 
-local reservation = members[which]
-local load = changed(values[which] or '0 0 0 0 0 0 0', news[which], 1, ARGV[3])
-if ARGV[8] == '1' then load = load:gsub('%d+$', string.format('%.0f', now)) end
-redis.call('HSET', KEYS[1], names[which], load)
-note(names[which])
-redis.call('ZADD', KEYS[3], now + ARGV[1], reservation)
-if healths[which] and not out[which] then
-  local first, second, over, pause, away = healths[which]:match('^(%d+) (%d+) (%d+) (%d+) %S+ (%d+)$')
+local name, of, health = names[which], terms[which], values[count + which]
+local reservation = name .. of.member
+local context, others = (values[which] or '0 0 0 0 0 0 0'):match('^%d+ %d+ (%d+) (.+)$')
+if ARGV[9] == '1' then others = others:gsub('%d+$', string.format('%d', now)) end
+redis.call('HSET', KEYS[1], name, string.format('%d %d %d %s', waits[which] + of.new, actives[which] + 1,
+  context + ARGV[4], others))
+note(name)
+redis.call('ZADD', KEYS[3], string.format('%d', now + ARGV[2]), reservation)
+if health and not out[which] then
+  local first, second, over, pause, away = health:match('^(%d+) (%d+) (%d+) (%d+) %S+ (%d+)$')
   if over ~= '0' then -- its time is over: no second request until this one has shown what it is like now
-    over = string.format('%.0f', now + pause)
-    redis.call('HSET', KEYS[1], 'health:' .. names[which], table.concat({first, second, over, pause, ARGV[2], away}, ' '))
+    over = string.format('%d', now + pause)
+    redis.call('HSET', KEYS[1], 'health:' .. name, table.concat({first, second, over, pause, ARGV[3], away}, ' '))
   end
 end
-if ARGV[9] == '1' then redis.call('SET', KEYS[5], string.format('%s %.0f', reservation, waits[which]), 'PX', ARGV[1]) end
-if lasting[which] ~= '0' then
-  for i = first_spec + firsts[which], last_spec do redis.call('SET', KEYS[i], names[which], 'PX', lasting[which]) end
+if ARGV[10] == '1' then redis.call('SET', KEYS[5], string.format('%s %d', reservation, waits[which]), 'PX', ARGV[2]) end
+if of.spec_milliseconds ~= '0' then
+  for i = first_spec + of.first, last_spec do redis.call('SET', KEYS[i], name, 'PX', of.spec_milliseconds) end
 end
 local source = 0
-for index in (sources[which + 1] or '-'):gmatch('%d+') do
-  local pulls = KEYS[last_spec + index]
-  redis.call('ZREMRANGEBYSCORE', pulls, '-inf', now)
-  if redis.call('ZCARD', pulls) < tonumber(ARGV[11]) then
-    local ends = string.format('%.0f', now + ARGV[1])
-    redis.call('ZADD', pulls, ends, ARGV[2])
-    if redis.call('PTTL', pulls) < tonumber(ARGV[1]) then redis.call('PEXPIREAT', pulls, ends) end
-    source = tonumber(index)
-    break
+if sources_count > 0 then
+  local choices = {}
+  for word in ARGV[12]:gmatch('%S+') do choices[#choices + 1] = word end
+  for index in choices[which + 1]:gmatch('%d+') do
+    local pulls = KEYS[last_spec + index]
+    redis.call('ZREMRANGEBYSCORE', pulls, '-inf', now)
+    if redis.call('ZCARD', pulls) < tonumber(ARGV[11]) then
+      local ends = string.format('%d', now + ARGV[2])
+      redis.call('ZADD', pulls, ends, ARGV[3])
+      if redis.call('PTTL', pulls) < tonumber(ARGV[2]) then redis.call('PEXPIREAT', pulls, ends) end
+      source = tonumber(index)
+      break
+    end
   end
 end
 return {'applied', which, waits[which], actives[which], #overdue, source}

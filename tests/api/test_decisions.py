@@ -17,7 +17,7 @@ from waymark.base.errors import StoreUnavailable
 from waymark.decide.selector import Selector
 from waymark.domain.hashing import extend, namespace, token_bytes
 from waymark.store.fetch import Fetcher
-from waymark.store.redis.client import RedisClient
+from waymark.store.scripts import Scripts
 from waymark.store.store import Store
 
 Register = Callable[..., Awaitable[None]]
@@ -496,19 +496,18 @@ async def test_a_decision_is_one_round_trip_more_than_a_query(
     await hold("pod-1", PROMPT)
     await post(client, "/select")
     asked: list[str] = []
-    fetch, run = Fetcher.fetch, RedisClient.run
+    fetch, calling = Fetcher.fetch, Scripts._calling
 
     def counted_fetch(*given: Any, **named: Any) -> Any:
         asked.append("rows")
         return fetch(*given, **named)
 
-    async def counted_run(self: RedisClient, name: str, *given: Any) -> Any:
-        if name == "reserve":
-            asked.append(name)
-        return await run(self, name, *given)
+    def counted_calling(self: Scripts, name: str, *given: Any) -> Any:
+        asked.append(name)
+        return calling(self, name, *given)
 
     monkeypatch.setattr(Fetcher, "fetch", counted_fetch)
-    monkeypatch.setattr(RedisClient, "run", counted_run)
+    monkeypatch.setattr(Scripts, "_calling", counted_calling)
     await post(client, "/query", block_size=2)
     assert asked == ["rows"]
     await post(client, "/select")

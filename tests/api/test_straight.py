@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from random import Random
 from typing import Any
 
 import msgpack
@@ -27,6 +28,7 @@ from waymark.base.asgi import Answering, RawHeaders, StraightQuestion, StraightR
 from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.decide import selector
 from waymark.domain.hashing import extend, token_bytes
 from waymark.serving.connection import protocol
 from waymark.store.redis.read_connection import ReadConnection
@@ -240,6 +242,89 @@ async def test_every_body_has_the_same_answer_on_both_ways(ways: tuple[Way, Way]
     assert straight.said.count("replied") > 0.8 * straight.said.count("begun")
 
 
+DECISIONS = ("/select", "/score")
+#: Fields of a decision beside its prompt.
+OF_DECISION: list[dict[str, Any]] = [
+    {},
+    {"reserve": False},
+    {"only": ["a"]},
+    {"only": ["nobody"]},
+    {"exclude": ["a", "7"]},
+    {"policy": "sticky"},
+    {"policy": "lmetric", "overrides": {"host_credit": 2}},
+    {"policy": "longest", "overrides": {"wait_max": -1}},
+    {"policy": "least-word"},
+    {"overrides": {"new_weight": 1}},
+    {"count": 2, "by": "address"},
+    {"session_token": "Nw=="},
+    {"session_token": "?"},
+    {"profile": "disagg"},
+    {"timeout_seconds": 0},
+    {"prefix_hash": "ab" * 16},
+    {"candidates": [{"instance_id": "a"}, {"instance_id": "7", "requests": 5}]},
+    {"candidates": [{"instance_id": "nobody"}]},
+    {"explain": True},
+]
+
+
+def decision_bodies() -> Iterator[bytes]:
+    yield from bodies()
+    for more in OF_DECISION:
+        for prompt in (
+            {"token_ids": TOKENS},
+            {"token_ids": [9, 9]},
+            {},
+            {"messages": [{"role": "user", "content": "x"}]},
+        ):
+            yield json.dumps({"model": "m"} | prompt | more).encode()
+
+
+async def test_every_decision_has_the_same_answer_on_both_ways(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads are read for each decision, and equal targets are taken in the same order."""
+    monkeypatch.setattr(selector, "Random", lambda: Random(7))
+    seen = set()
+    async with (
+        way(store, is_straight=True, loads_ms=0) as straight,
+        way(store, is_straight=False, loads_ms=0) as ordinary,
+    ):
+        for body in decision_bodies():
+            for path in DECISIONS:
+                answers = [await decided(each, path, body) for each in (straight, ordinary)]
+                assert answers[0] == answers[1], (path, body[:300])
+                seen.add(answers[0][9:12])
+    assert {b"200", b"400", b"404", b"413", b"503"} >= seen >= {b"200", b"400", b"404", b"503"}
+    assert straight.said.count("replied") > 0.8 * straight.said.count("begun")
+
+
+async def decided(way: Way, path: str, body: bytes) -> bytes:
+    """The answer without what is random in it; what it reserves is released."""
+    answer = _ID.sub(b"x-request-id", await way.post(path, body))
+    reservation = re.search(rb'"reservation":"([^"]+)"', answer)
+    if reservation is not None:
+        released = await way.post("/release", b'{"reservation":"%b"}' % reservation[1])
+        assert b'"released":1' in released or b'"released":2' in released, released
+        answer = answer.replace(reservation[1], re.sub(rb"\.[0-9a-f]{16}", b".nonce", reservation[1]))
+    return answer
+
+
+async def test_a_decision_without_redis_is_the_same_on_both_ways(proxy: Proxy) -> None:
+    body = json.dumps({"model": "m", "token_ids": TOKENS, "policy": "least-work"}).encode()
+    async with (
+        asked_once(proxy, query_deadline_ms=1000) as straight,
+        asked_once(proxy, is_straight=False, query_deadline_ms=1000) as ordinary,
+    ):
+        for each in (straight, ordinary):
+            assert b'"degraded":false' in await each.post("/select", body)
+        straight.said.clear()
+        proxy.hold()
+        answers = [re.sub(rb"\.[0-9a-f]{16}", b"", await each.post("/select", body)) for each in (straight, ordinary)]
+        assert answers[0] == answers[1]
+        assert b'"degraded":true' in answers[0]
+        assert straight.said == ["begun", "replied"]
+        assert straight.value("http_requests_total", route="/select", method="POST", status="200") == 2
+        proxy.heal()
+
+
 QUERY = json.dumps({"model": "m", "block_size": 2, "token_ids": TOKENS}).encode()
 
 
@@ -262,7 +347,7 @@ async def test_every_head_has_the_same_answer_on_both_ways(ways: tuple[Way, Way]
     await same(ways, "/query", QUERY, *lines)
 
 
-@pytest.mark.parametrize("path", ["/query?explain=true", "/query/", "//query", "/%71uery", "/Query", "/score"])
+@pytest.mark.parametrize("path", ["/query?explain=true", "/query/", "//query", "/%71uery", "/Query", "/tokenize"])
 async def test_another_target_goes_the_ordinary_way(ways: tuple[Way, Way], path: str) -> None:
     await same(ways, path, QUERY)
     assert ways[0].said == []
@@ -292,8 +377,19 @@ async def test_a_long_body_in_pieces_goes_the_straight_way(ways: tuple[Way, Way]
     assert ways[0].said == ["begun", "replied"]
 
 
-async def test_a_usual_request_needs_no_task(ways: tuple[Way, Way]) -> None:
-    straight, _ = ways
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("/query", b'"longest_matched":600'), ("/select", b'"device_tokens":600'), ("/score", b'"a"')],
+)
+async def test_a_usual_request_needs_no_task(store: Store, path: str, expected: bytes) -> None:
+    async with way(store, is_straight=True, loads_ms=10_000) as straight:
+        made = await tasks_made(straight, path, expected)
+    # These are of the process, and no request waits for them.
+    assert [each for each in made if not re.search("_keep|_flush", each)] == []
+
+
+async def tasks_made(straight: Way, path: str, expected: bytes) -> list[str]:
+    """The tasks that a second request makes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", straight.port)
     made: list[str] = []
 
@@ -302,12 +398,12 @@ async def test_a_usual_request_needs_no_task(ways: tuple[Way, Way]) -> None:
         return asyncio.Task(coroutine, loop=loop, **named)
 
     async def answer(body: bytes) -> None:
-        writer.write(request("/query", body))
+        writer.write(request(path, body))
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 ")
         found = re.search(rb"content-length: (\d+)", head)
         assert found is not None
-        assert b'"longest_matched":600' in await reader.readexactly(int(found[1]))
+        assert expected in await reader.readexactly(int(found[1]))
 
     await answer(QUERY)
     loop = asyncio.get_running_loop()
@@ -317,7 +413,7 @@ async def test_a_usual_request_needs_no_task(ways: tuple[Way, Way]) -> None:
     finally:
         loop.set_task_factory(None)
         writer.close()
-    assert made == []
+    return made
 
 
 async def test_requests_of_one_turn_share_a_write_and_a_read_of_redis(

@@ -149,7 +149,7 @@ class Doors:
         return Answered(200, "degraded" if routed.selected.is_degraded else routed.selected.decision.value)
 
 
-async def _away(*_: object) -> None:
+def _away(*_: object) -> None:
     raise StoreUnavailable("Redis is away")
 
 
@@ -217,7 +217,7 @@ async def test_each_door_does_as_the_table_says(
 ) -> None:
     async with doors_of(make_selector, cause) as doors:
         if cause is Cause.NO_REDIS:
-            monkeypatch.setattr(MatchReader, "read", _away)
+            monkeypatch.setattr(MatchReader, "reading", _away)
         found = await getattr(doors, door)(cause)
     deed = FAIL_OPEN[cause]
     if deed is Deed.REFUSE:
@@ -239,7 +239,7 @@ async def test_scores_are_given_to_all_while_there_is_redis(
 ) -> None:
     async with doors_of(make_selector, cause) as doors:
         if cause is Cause.NO_REDIS:
-            monkeypatch.setattr(MatchReader, "read", _away)
+            monkeypatch.setattr(MatchReader, "reading", _away)
         is_degraded = FAIL_OPEN[cause] is Deed.ALL_THE_SAME
         assert await doors.score(cause) == (expected, is_degraded)
 

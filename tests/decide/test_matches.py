@@ -37,6 +37,7 @@ from waymark.domain.names import GroupName
 from waymark.domain.pool_keys import AskedPrompt, PromptIds
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import Target
+from waymark.store.steps import Steps, finished
 from waymark.store.store import Store
 
 GROUP = GroupName("default", "m")
@@ -191,7 +192,7 @@ def reader_of(store: Store, pools: Any = None, **options: Any) -> MatchReader:
 
 
 async def read(reader: MatchReader, asked: Question) -> tuple[GroupSnapshot, PromptMatches]:
-    found = await reader.read(asked)
+    found = await finished(reader.reading(asked))
     assert found is not None
     return found
 
@@ -210,8 +211,8 @@ def away(*_: object, **__: object) -> Any:
 
 
 async def test_a_group_that_nobody_registered_has_no_matches(store: Store) -> None:
-    assert await reader_of(store).read(question()) is None
-    assert await reader_of(store).read(question(block_size=SIZE)) is None
+    assert await finished(reader_of(store).reading(question())) is None
+    assert await finished(reader_of(store).reading(question(block_size=SIZE))) is None
 
 
 async def test_the_matches_are_those_of_the_walk(store: Store) -> None:
@@ -243,7 +244,7 @@ async def test_engines_with_blocks_of_several_sizes_need_one_to_be_named(store: 
     await pods(store, 1)
     await pods(store, 2, block_size=32)
     with pytest.raises(InvalidValue, match="block_size"):
-        await reader_of(store).read(question())
+        await finished(reader_of(store).reading(question()))
     assert (await read(reader_of(store), question(block_size=32)))[1].request.block_size == 32
 
 
@@ -264,28 +265,29 @@ async def test_a_group_that_changes_all_the_time_is_refused_with_a_way_out(
 ) -> None:
     await pods(store, 1)
     reader = reader_of(store)
-    await reader.read(question())
+    await finished(reader.reading(question()))
     tries = 0
 
-    async def changes(*args: Any) -> tuple[None, HolderTable | None]:
+    def changes(*args: Any) -> Steps[tuple[None, HolderTable | None]]:
         nonlocal tries
         tries += 1
+        yield from ()
         return None, store.reader.table_at_hand(GROUP)
 
     monkeypatch.setattr(reader, "_read_with", changes)
     with pytest.raises(StoreUnavailable, match="change all the time; try again in a moment"):
-        await reader.read(question())
+        await finished(reader.reading(question()))
     assert tries == 3
 
 
 async def test_an_error_of_the_walk_is_the_one_that_counts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     await pods(store, 1)
     reader = reader_of(store)
-    await reader.read(question())
-    monkeypatch.setattr(store.reader, "read", away)
+    await finished(reader.reading(question()))
+    monkeypatch.setattr(store.reader, "reading", away)
     monkeypatch.setattr(store.reservations, "changes", late)
     with pytest.raises(StoreUnavailable, match="Redis is away"):
-        await reader.read(question())
+        await finished(reader.reading(question()))
     await asyncio.sleep(0)
 
 
@@ -480,10 +482,10 @@ async def test_nobody_asks_for_a_decision_that_has_failed(store: Store, monkeypa
     await pooled(store)
     pools = Pools(0, wait=asyncio.Event().wait)
     reader = reader_of(store, pools)
-    monkeypatch.setattr(store.reader, "read", away)
+    monkeypatch.setattr(store.reader, "reading", away)
     await store.reader.table(GROUP)
     with pytest.raises(StoreUnavailable):
-        await reader.read(question())
+        await finished(reader.reading(question()))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert pools.cancelled == len(pools.asked)

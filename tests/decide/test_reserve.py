@@ -51,6 +51,7 @@ from waymark.store.reservations import (
 )
 from waymark.store.scripts import Verdict
 from waymark.store.speculative import PromptHistories
+from waymark.store.steps import Steps, finished
 from waymark.store.store import Store
 
 GROUP = GroupName("default", "m")
@@ -191,13 +192,14 @@ class Redis:
     held: list[HeldBlock] = field(default_factory=list)
     is_forgetful: bool = False
 
-    async def reserve(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms) -> Reserved:
+    def reserving(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms) -> Steps[Reserved]:
         assert group_id == ENTRY.group_id
         self.asked.append((list(offers), terms))
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         found = answer(offers, terms)
         if isinstance(found, BaseException):
             raise found
+        yield from ()
         return found
 
     async def release(self, reservations: Sequence[Reservation], part: ReservationPart) -> tuple[int, int]:
@@ -240,7 +242,7 @@ class Case:
     metrics: Metrics
 
     async def take(self) -> SelectedTarget | None:
-        return await self.reserver.take(self.offers, self.snapshot, self.matches, self.question)
+        return await finished(self.reserver.taking(self.offers, self.snapshot, self.matches, self.question))
 
     async def taken(self) -> SelectedTarget:
         found = await self.take()

@@ -28,6 +28,7 @@ from waymark.domain.names import GroupName
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import Role, Target
 from waymark.store.reservations import Reservation, ReservationPart
+from waymark.store.steps import Steps, Waiting
 from waymark.store.store import Store
 
 GROUP = GroupName("t", "m")
@@ -228,13 +229,13 @@ async def test_a_target_that_has_gone_meanwhile_is_followed_by_another_decision(
 ) -> None:
     await pods(store)
     selector = selector_of(store, metrics)
-    take, tries = selector._reserver.take, list[int]()
+    taking, tries = selector._reserver.taking, list[int]()
 
-    async def gone_twice(*args: Any) -> SelectedTarget | None:
+    def gone_twice(*args: Any) -> Steps[SelectedTarget | None]:
         tries.append(1)
-        return None if len(tries) < 3 else await take(*args)
+        return None if len(tries) < 3 else (yield from taking(*args))
 
-    monkeypatch.setattr(selector._reserver, "take", gone_twice)
+    monkeypatch.setattr(selector._reserver, "taking", gone_twice)
     assert taken(await selector.select(asked())) in ("pod-1", "pod-2")
     assert len(tries) == 3
 
@@ -245,10 +246,10 @@ async def test_a_group_whose_targets_go_all_the_time_has_none(
     await pods(store)
     selector = selector_of(store, metrics)
 
-    async def gone(*_: object) -> None:
-        return None
+    def gone(*_: object) -> Steps[None]:
+        yield from ()
 
-    monkeypatch.setattr(selector._reserver, "take", gone)
+    monkeypatch.setattr(selector._reserver, "taking", gone)
     with pytest.raises(NoTarget):
         await selector.select(asked())
 
@@ -286,8 +287,8 @@ async def test_a_redis_that_does_not_answer_is_away(
 ) -> None:
     selector = selector_of(store, metrics, deadline_seconds=0.005)
 
-    async def hangs(question: Question) -> SelectedTarget:
-        await asyncio.Event().wait()
+    def hangs(question: Question) -> Steps[SelectedTarget]:
+        yield Waiting(asyncio.Event().wait())
         raise AssertionError
 
     monkeypatch.setattr(selector, "_select", hangs)
@@ -402,7 +403,7 @@ async def test_a_cause_that_the_caller_knows_asks_redis_for_nothing(
     await pods(store)
     selector = selector_of(store, metrics)
     await selector.select(asked())
-    monkeypatch.setattr(selector, "select", away)
+    monkeypatch.setattr(selector, "_select", away)
     assert (await selector.select_open(asked(), open_gate(), without=Cause.NO_REDIS)).is_degraded
 
 
@@ -427,10 +428,11 @@ async def test_a_decision_does_not_go_by_an_index_that_nobody_keeps(
     selector = selector_of(store, metrics)
     seen: list[bool] = []
 
-    async def noted(question: Question) -> Any:
+    def noted(question: Question) -> Steps[None]:
         seen.append(question.has_index)
+        yield from ()
 
-    monkeypatch.setattr(selector, "select", noted)
+    monkeypatch.setattr(selector, "_selecting_in_time", noted)
     await selector.select_open(asked(), SimpleNamespace(is_open=True, watch=SimpleNamespace(finds_none=finds_none)))  # type: ignore[arg-type]
     assert seen == [has_index]
 

@@ -14,7 +14,7 @@ from waymark.contract.decisions import Decision
 from waymark.decide.fleet import Fleet, FleetMember, PromptState
 from waymark.decide.group_loads import GroupLoads
 from waymark.decide.matches import PromptMatches
-from waymark.decide.order import BY_PLACE, Offers, RankedStages, StageOffers, order, shortlist, stages
+from waymark.decide.order import BY_PLACE, Offers, RankedStages, StageOffers, order, shortlist, stages, targets_of
 from waymark.decide.policies.filters import is_for_decode, is_for_prefill
 from waymark.decide.policies.policy import RoutingRequest, Scored
 from waymark.decide.policies.presets import PRESETS
@@ -144,7 +144,8 @@ def test_the_list_stays_short_however_many_targets_there_are(name: str) -> None:
         loads = GroupLoads({each.publisher: Load(*random.choices(range(9000), k=3)) for each in fleet.members})
         request = RoutingRequest(SIZE * BLOCKS, SIZE, prefix_key=question.prefix_key)
         matches = PromptMatches(request, PromptState({}, loads, {}, {}), b"")
-        lengths.append(len(shortlist(fleet, matches, question, frozenset(), "whole", random).members))
+        targets = targets_of(fleet, question, frozenset(), "whole")
+        lengths.append(len(shortlist(fleet, matches, question, *targets, random).members))
     assert max(lengths) <= 5 * CANDIDATES_MAX
 
 

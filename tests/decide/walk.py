@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from contextlib import AsyncExitStack
 from itertools import count, pairwise
+from opcode import opname
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +25,7 @@ import httpx
 import waymark
 from tests.api.conftest import hold_blocks
 from waymark.api.application import create_app
+from waymark.base.asgi import RawHeaders
 from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
@@ -54,29 +56,46 @@ async def walks(url: str) -> list[list[str]]:
         return [await walk(app, body) for _ in range(13)][3:]
 
 
+def _begins(frame: FrameType) -> bool:
+    """Return whether a call begins, and is not steps that go on where they have waited."""
+    operation, argument = frame.f_code.co_code[frame.f_lasti : frame.f_lasti + 2]
+    return opname[operation] == "RESUME" and argument == 0
+
+
+class _Answered:
+    """The place of an answer on the straight way."""
+
+    def __init__(self) -> None:
+        self.status = asyncio.get_running_loop().create_future()
+
+    def reply(self, status: int, media_type: bytes, headers: RawHeaders, body: bytes) -> None:
+        self.status.set_result(status)
+
+    def pass_on(self) -> None:
+        self.status.set_exception(AssertionError("it goes the ordinary way"))
+
+    def fail(self, error: BaseException) -> None:
+        self.status.set_exception(error)
+
+
 async def walk(app: Any, body: bytes) -> list[str]:
     called: list[str] = []
-    sent: list[dict[str, Any]] = []
+    answering = _Answered()
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
+        # Steps that go on where they have waited are no further call.
+        if event == "call" and _begins(frame) and frame.f_code.co_filename.startswith(ROOT):
             called.append(frame.f_code.co_filename.removeprefix(ROOT))
 
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": "/select"}
-    more = {"raw_path": b"/select", "query_string": b"", "root_path": "", "scheme": "http", "headers": headers}
     sys.setprofile(note)
     try:
-        await app(scope | more | {"client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80)}, receive, send)
+        request = app.straight[b"/select"].open(headers)
+        request.begin(body, answering)
+        status = await answering.status
     finally:
         sys.setprofile(None)
-    assert sent[0]["status"] == 200, sent
+    assert status == 200, status
     return called
 
 

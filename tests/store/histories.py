@@ -86,7 +86,8 @@ class _Repeating(RedisClient):
         self._fleet = fleet
 
     async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
-        reply = await super().run(name, keys, args)
+        first = ["0", *args[1:]] if name == "reserve" else args  # as over an open connection
+        reply = await super().run(name, keys, first)
         if name == "reserve" and not self._fleet.is_heard and reply[0] == b"applied":
             again = await super().run(name, keys, args)
             assert again[:4] == reply[:4], (reply, again)

@@ -1,6 +1,7 @@
 """Two trees of the repository in turns: did a change make the ordinary path slower?
 
-    python -m tools.benchmarks.compare TREE [--rounds 15] [--only hash,new,c64,c256,1,4,64,512,steps,live] [--tree .]
+    python -m tools.benchmarks.compare TREE [--rounds 15] [--tree .]
+        [--only hash,new,select,c64,c256,1,4,64,512,steps,live]
 
 ``TREE`` is a checkout with an environment of its own in ``.venv``, such as one of the commit before. Each tree's Redis,
 worker and replica run at once, and every round asks both the same, first the one and then the other. CPU time is of the
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tools.benchmarks import prompts
+from tools.benchmarks.decisions import forget_reservations, register_idle_targets
 from tools.benchmarks.feed import Publisher, publishers, wait_for
 from tools.benchmarks.load import run, write_bodies
 from tools.benchmarks.processes import RedisServer, Server, redis_server, wait_until, waymark
@@ -39,7 +41,9 @@ QUERIES: dict[str, tuple[str, str, Callable[[Prompt], bytes]]] = {
 #: ``/query`` over so many connections at once, whose longest waits are looked at.
 CROWDS = {"c64": 64, "c256": 256}
 STORES = {"1": 1, "4": 4, "64": 64, "512": 512}
-KINDS = (*QUERIES, *CROWDS, *STORES, "steps", "live")
+#: A decision among so many targets, of which one has the prompt.
+TARGETS = 8
+KINDS = (*QUERIES, "select", *CROWDS, *STORES, "steps", "live")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,8 @@ class Contender:
 
 def measure(trees: Sequence[Path], kinds: Sequence[str], sizes: Sizes) -> list[Row]:
     """``trees`` are the one that is asked about, and the one it is held against."""
-    asked = list(islice(prompts.fresh(), sizes.rounds * sizes.queries if set(kinds) & {*QUERIES, *CROWDS} else 0))
+    needs_prompts = set(kinds) & {*QUERIES, "select", *CROWDS}
+    asked = list(islice(prompts.fresh(), sizes.rounds * sizes.queries if needs_prompts else 0))
     warm = list(islice(prompts.fresh(), 40))
     figures: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     with ExitStack() as stack:
@@ -94,6 +99,8 @@ def measure(trees: Sequence[Path], kinds: Sequence[str], sizes: Sizes) -> list[R
             for prompt in (*warm, *asked):
                 each.engine.store(prompt)
             wait_for([each.replica], {each.engine.number: (*warm, *asked)[-1]})
+            if "select" in kinds:
+                register_idle_targets(each.replica, range(each.engine.number + 1, each.engine.number + TARGETS))
         for number in range(-1, sizes.rounds):  # the first round warms up
             part = warm if number < 0 else asked[number * sizes.queries :][: sizes.queries]
             for kind in kinds:
@@ -115,6 +122,8 @@ Ask: TypeAlias = Callable[[Contender], dict[str, float]]
 def _asked(kind: str, part: Sequence[Prompt], folder: Path, sizes: Sizes) -> Ask:
     if kind in QUERIES:
         return _query(kind, part, folder)
+    if kind == "select":
+        return _select(part, folder)
     return _crowd(kind, part, folder, sizes) if kind in CROWDS else _ingest(kind, sizes)
 
 
@@ -128,6 +137,32 @@ def _query(kind: str, part: Sequence[Prompt], folder: Path) -> Ask:
         load = run(replica.port, path, bodies)
         cpu = (replica.cpu() - before) / load.requests
         return {f"{what}: CPU of the replica": cpu * 1e6, f"{what}: p50": load.p50_ms * 1e3}
+
+    return ask
+
+
+def _select(part: Sequence[Prompt], folder: Path) -> Ask:
+    """Ask for as many decisions as queries of the same prompts."""
+    bodies = write_bodies(folder / "bodies", map(prompts.by_tokens, part))
+
+    def cost(contender: Contender, path: str) -> tuple[float, float]:
+        replica, redis = contender.replica, contender.redis
+        before = replica.cpu(), redis.cpu()
+        load = run(replica.port, path, bodies)
+        after = replica.cpu(), redis.cpu()
+        return (after[0] - before[0]) / load.requests * 1e6, (after[1] - before[1]) / load.requests * 1e6
+
+    def ask(contender: Contender) -> dict[str, float]:
+        query, select = cost(contender, "/query"), cost(contender, "/select")
+        forget_reservations(contender.redis.client)
+        of = f"/select, {TARGETS} targets"
+        return {
+            f"{of}: CPU of the replica": select[0],
+            f"{of}: CPU of Redis": select[1],
+            f"{of}, beyond /query: CPU of the replica": select[0] - query[0],
+            f"{of}, beyond /query: CPU of Redis": select[1] - query[1],
+            f"{of}, beyond /query: CPU of both": sum(select) - sum(query),
+        }
 
     return ask
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from redis import Redis
+
 from tools.benchmarks import prompts
 from tools.benchmarks.feed import publishers, wait_for
 from tools.benchmarks.load import run, write_bodies
@@ -115,6 +117,11 @@ def register_idle_targets(replica: Server, numbers: range) -> None:
         )
 
 
+def forget_reservations(client: Redis) -> None:
+    """End all reservations at once; else the loads would grow, and with them what the next decisions go by."""
+    client.delete(*(name for kind in ("reservations", "load", "changes") for name in client.keys(f"wm:*:{kind}")))
+
+
 def _check(bench: _Bench, prompt: Prompt) -> None:
     """A figure of wrong answers is none."""
     answer = bench.replica.ask("POST", "/select", json.loads(prompts.by_tokens(prompt)))
@@ -131,9 +138,7 @@ def _rows(
         query = bench.cost("/query", prompts.by_tokens, queried)
         select = bench.cost("/select", prompts.by_tokens, selected)
         beyond.append(_Cost(*(a - b for a, b in zip(select, query, strict=True))))
-        # Else the loads would grow, and with them what the next ones decide by.
-        client = bench.redis.client
-        client.delete(*(name for kind in ("reservations", "load", "changes") for name in client.keys(f"wm:*:{kind}")))
+        forget_reservations(bench.redis.client)
     found = _Cost(*map(median, zip(*beyond, strict=True)))
     of = f"/select beyond /query, {with_targets}, prompts that {'nobody' if is_cold else 'an engine'} has"
     return [

@@ -214,9 +214,9 @@ def _operations(
     table: list[_OperationRow] = [
         ("POST", "/query", "read", explained(Straight(root.query)), docs.QUERY),
         ("POST", "/query_by_hash", "read", explained(Straight(root.query_by_hash)), docs.QUERY_BY_HASH),
-        ("POST", "/select", "write", explained(decisions.select), docs.SELECT),
+        ("POST", "/select", "write", explained(Straight(decisions.select)), docs.SELECT),
         ("POST", "/release", "write", decisions.release, docs.RELEASE),
-        ("POST", "/score", "read", explained(decisions.score), docs.SCORE),
+        ("POST", "/score", "read", explained(Straight(decisions.score)), docs.SCORE),
         ("POST", "/dynamo/query", "read", Straight(dynamo.query), docs.DYNAMO_QUERY),
         ("POST", "/dynamo/query_by_hash", "read", Straight(dynamo.query_by_hash), docs.DYNAMO_QUERY_BY_HASH),
         ("POST", "/dynamo/query_tiered_by_hash", "read", dynamo.query_tiered_by_hash, docs.DYNAMO_QUERY_TIERED),
@@ -284,17 +284,11 @@ def _operations(
     ]
     operations: list[Operation] = []
     for method, path, access, handler, doc in table:
+        named: dict[str, Any] = {"access": access, "doc": doc, "without_redis": without_redis.get(path)}
         if isinstance(handler, Straight):
-            operations.append(
-                StraightOperation(method, path, handler, access=access, doc=doc, dependencies=dependencies)
-            )
+            operations.append(StraightOperation(method, path, handler, dependencies=dependencies, **named))
         else:
-            instead = without_redis.get(path)
-            operations.append(
-                Operation(
-                    method, path, handler, access=access, doc=doc, dependencies=dependencies, without_redis=instead
-                )
-            )
+            operations.append(Operation(method, path, handler, dependencies=dependencies, **named))
     return operations
 
 

@@ -50,6 +50,8 @@ class DecisionBody(NamedTuple):
     items: PromptItems
     """The images and other items among its tokens."""
     given: Mapping[tuple[str, int], GivenValues] | None
+    asked: AskedTimes
+    is_multimodal: bool
     parameters: SelectParameters
     """The parameters of ``/select`` only."""
 
@@ -83,6 +85,8 @@ def read_decision(model: type[T], fields: dict[str, Any], *, prefix_bytes: int) 
         text,
         request.items,
         values,
+        AskedTimes(request.slo_ttft_ms, request.slo_tpot_ms),
+        bool(request.items) or _is_multimodal(request.messages),
         _taking(request),
     )
 
@@ -191,9 +195,9 @@ def asked_of(body: DecisionBody, policy: PolicyChoice, prompt: PromptOf) -> Ques
         cache_salt=request.cache_salt,
         served_as=body.served_as,
         session=body.session,
-        is_multimodal=bool(body.items) or _is_multimodal(request.messages),
+        is_multimodal=body.is_multimodal,
         given=body.given,
-        asked=AskedTimes(request.slo_ttft_ms, request.slo_tpot_ms),
+        asked=body.asked,
         parameters=body.parameters,
     )
 

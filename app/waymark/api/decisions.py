@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 
@@ -47,6 +47,7 @@ from waymark.decide.served import ServedNames
 from waymark.domain.books import NO_USAGE, Usage
 from waymark.domain.gauges import Gauges
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
+from waymark.store.steps import Steps, Waiting, finished
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
 
@@ -78,12 +79,12 @@ class Decisions:
         self._score = partial(read_decision, ScoreRequest, prefix_bytes=settings.prefix_bytes)
         self._select = partial(read_decision, SelectRequest, prefix_bytes=settings.prefix_bytes)
 
-    async def score(self, body: Body) -> Answer | Paused:
-        decision_body = await self._resolved(body.asked(self._score))
-        return await self._with_prompt(decision_body, body, partial(self._scored, decision_body))
+    def score(self, body: Body) -> Steps[Answer | Paused]:
+        decision_body = yield from self._resolved(body.asked(self._score))
+        return (yield from self._with_prompt(decision_body, body, partial(self._scored, decision_body)))
 
-    async def _scored(self, decision_body: DecisionBody, question: Question) -> Answer:
-        ranked = await self._selector.score(question)
+    def _scored(self, decision_body: DecisionBody, question: Question) -> Steps[Answer]:
+        ranked = yield from self._selector.scoring(question)
         if ranked is None:
             candidates: list[Scored] = []
             prompt = question.prompt(question.block_size or 1)
@@ -112,24 +113,22 @@ class Decisions:
             headers={"X-Waymark-Partial": "true"} if ranked is not None and ranked.is_partial else {},
         )
 
-    async def select(self, body: Body) -> Answer | Paused:
+    def select(self, body: Body) -> Steps[Answer | Paused]:
         decision_body = body.asked(self._select)
-        request = select_request(decision_body)
         if not self._gate.is_open:
-            await self._gate.check()
-        decision_body = await self._resolved(decision_body)
+            yield Waiting(self._gate.check())
+        decision_body = yield from self._resolved(decision_body)
+        return (yield from self._with_prompt(decision_body, body, partial(self._selected, decision_body)))
 
-        async def selected(question: Question) -> Answer:
-            try:
-                # The queue of requests has to learn that Redis is away; it goes on with ``select_without_redis``.
-                selected = await self._selector.select_open(question, self._gate, passed_on=Cause.NO_REDIS)
-                return select_answer(selected, request)
-            except UnknownModel as exc:
-                near = self._served.nearest(decision_body.group)
-                suggestion = "" if near is None else f"; did you mean {shown(near)}?"
-                raise NotFound(f"{exc}{suggestion}", field="model") from None
-
-        return await self._with_prompt(decision_body, body, selected)
+    def _selected(self, decision_body: DecisionBody, question: Question) -> Steps[Answer]:
+        try:
+            # The queue of requests has to learn that Redis is away; it goes on with ``select_without_redis``.
+            selected = yield from self._selector.selecting(question, self._gate, passed_on=Cause.NO_REDIS)
+            return select_answer(selected, select_request(decision_body))
+        except UnknownModel as exc:
+            near = self._served.nearest(decision_body.group)
+            suggestion = "" if near is None else f"; did you mean {shown(near)}?"
+            raise NotFound(f"{exc}{suggestion}", field="model") from None
 
     async def select_without_redis(self, body: Body) -> Answer | Paused:
         """What ``/select`` answers while Redis is unavailable."""
@@ -138,12 +137,12 @@ class Decisions:
         served = self._served.at_hand(decision_body.group)
         decision_body = decision_body if served is None else as_served(decision_body, served)
 
-        async def selected(question: Question) -> Answer:
-            selected = await self._selector.select_open(question, self._gate, without=Cause.NO_REDIS)
+        def selected(question: Question) -> Steps[Answer]:
+            selected = yield from self._selector.selecting(question, self._gate, without=Cause.NO_REDIS)
             return select_answer(selected, request)
 
         # The prefix alone decides.
-        return await self._with_prompt(decision_body, body, selected, is_sticky=True)
+        return await finished(self._with_prompt(decision_body, body, selected, is_sticky=True))
 
     async def release(self, body: Body) -> Answer:
         request = ReleaseRequest.of(body.fields)
@@ -192,19 +191,21 @@ class Decisions:
 
     # ---- from bodies -------------------------------------------------------------------------------
 
-    async def _resolved(self, decision_body: DecisionBody) -> DecisionBody:
+    def _resolved(self, decision_body: DecisionBody) -> Steps[DecisionBody]:
         """The body with the model and the adapter that its ``model`` means."""
-        served = await self._served.of(decision_body.group)
+        if self._served.is_model(decision_body.group):
+            return decision_body
+        served = yield Waiting(self._served.of(decision_body.group))
         return decision_body if served is None else as_served(decision_body, served)
 
-    async def _with_prompt(
+    def _with_prompt(
         self,
         decision_body: DecisionBody,
         body: Body,
-        decide: Callable[[Question], Awaitable[Answer]],
+        decide: Callable[[Question], Steps[Answer]],
         *,
         is_sticky: bool = False,
-    ) -> Answer | Paused:
+    ) -> Steps[Answer | Paused]:
         """The decision about a prompt, once the prompt has tokens if the policy needs them."""
         policy = decision_body.policy or self._selector.default_policy
         request, text = decision_body.request, decision_body.text
@@ -212,17 +213,16 @@ class Decisions:
 
             async def resumed(tokens: SourcedTokens | None) -> Answer:
                 if tokens is None:
-                    return await decide(
-                        asked_of(self._keyed(decision_body), policy, unread_prompt(self._estimate(request)))
-                    )
+                    prompt = unread_prompt(self._estimate(request))
+                    return await finished(decide(asked_of(self._keyed(decision_body), policy, prompt)))
                 keys_of = self._given.of_tokens(tokens.ids, decision_body.namespace, tokens.items)
-                return await decide(asked_of(decision_body, policy, keys_of_all(keys_of)))
+                return await finished(decide(asked_of(decision_body, policy, keys_of_all(keys_of))))
 
             return Paused(partial(self._tokens, text), resumed)
         if text is not None or request.prefix_hash is not None:
-            return await decide(asked_of(decision_body, policy, no_prompt))
+            return (yield from decide(asked_of(decision_body, policy, no_prompt)))
         given_keys = self._given.keys_of(type(request), body, decision_body.namespace, decision_body.items)
-        return await decide(asked_of(decision_body, policy, keys_of_all(given_keys)))
+        return (yield from decide(asked_of(decision_body, policy, keys_of_all(given_keys))))
 
     async def _tokens(self, text: ModelPrompt) -> SourcedTokens | None:
         """Return the tokens of a text; None if nothing tokenizes it now, so that it is decided without them."""

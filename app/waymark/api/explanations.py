@@ -81,7 +81,7 @@ class Explanations:
         async def handle(body: Body) -> Answer | Paused:
             return beside(body) if body.fields.get("explain") is True else await handler(body)
 
-        def steps(body: Body) -> Steps[Answer] | Paused:
+        def steps(body: Body) -> Steps[Answer | Paused] | Paused:
             assert isinstance(handler, Straight)
             return beside(body) if body.fields.get("explain") is True else handler.steps(body)
 

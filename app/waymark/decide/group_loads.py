@@ -31,6 +31,7 @@ class GroupLoads(Mapping[int, Load]):
 
     def __init__(self, loads: Mapping[int, Load] | None = None) -> None:
         self._loads: dict[int, Load] = dict(loads or {})
+        self.get: Any = self._loads.get  # the method of ``Mapping`` takes five times as long
         self._raw: dict[bytes, bytes] = {}
         self._changes: list[int] = []
         self._dropped = 0
@@ -44,10 +45,6 @@ class GroupLoads(Mapping[int, Load]):
 
     def __getitem__(self, publisher: int) -> Load:
         return self._loads[publisher]
-
-    def get(self, publisher: int, default: Any = None) -> Any:
-        """Get a load like ``dict.get``; the method of ``Mapping`` takes three times as long."""
-        return self._loads.get(publisher, default)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._loads)

@@ -28,6 +28,7 @@ from waymark.domain.table import HolderTable, only_block_size
 from waymark.store.chain import PackedKeys
 from waymark.store.directory import GroupEntry
 from waymark.store.speculative import depths
+from waymark.store.steps import Steps, Waiting
 from waymark.store.store import Store
 
 #: How often a lookup starts over because its group's table has changed meanwhile.
@@ -36,6 +37,7 @@ _TOKENS_MAX = 2**53
 #: Tokens by whose last block ``sticky`` finds its place, without a prefix key.
 _STICKY_TOKENS = 512
 _LOADS = (ReadingKind.LOADS,)
+_SPECULATIVE, _CERTAIN = Speculation(True), Speculation(False)
 
 
 class PromptMatches(NamedTuple):
@@ -75,16 +77,17 @@ class MatchReader:
         self._options = options
         self._snapshots = snapshots
 
-    async def read(self, question: Question) -> tuple[GroupSnapshot, PromptMatches] | None:
+    def reading(self, question: Question) -> Steps[tuple[GroupSnapshot, PromptMatches] | None]:
         """Return the group and the matches of its targets, or None if the group has no registration."""
         entry, table = self._store.reader.at_hand(question.group)
         if table is None and question.block_size is None:
-            table = await self._store.reader.table(question.group, deadline_seconds=self._options.deadline_seconds)
+            seconds = self._options.deadline_seconds
+            table = yield Waiting(self._store.reader.table(question.group, deadline_seconds=seconds))
         for _ in range(_TRIES_MAX):
             fleet = None if table is None else self._snapshots.fleet(question.group, table)
             block_size = question.block_size or _block_size(fleet)
             prompt = question.prompt(block_size)
-            found, table = await self._read_with(question, entry, fleet, prompt, block_size)
+            found, table = yield from self._read_with(question, entry, fleet, prompt, block_size)
             if found is not None:
                 return found
             if table is None:
@@ -92,14 +95,14 @@ class MatchReader:
             entry, _ = self._store.reader.at_hand(question.group)
         raise StoreUnavailable("the registrations of this model change all the time; try again in a moment")
 
-    async def _read_with(
+    def _read_with(
         self,
         question: Question,
         entry: GroupEntry | None,
         fleet: Fleet | None,
         prompt: HashedPrompt,
         block_size: int,
-    ) -> tuple[tuple[GroupSnapshot, PromptMatches] | None, HolderTable | None]:
+    ) -> Steps[tuple[tuple[GroupSnapshot, PromptMatches] | None, HolderTable | None]]:
         """Return the result, and the table of that moment; there is no result if another block size is needed."""
         reader = self._store.reader
         aside: _Aside | None = None
@@ -110,7 +113,7 @@ class MatchReader:
             if aside is None:
                 reading_aside = asyncio.ensure_future(self._aside(question, entry, fleet, prompt))
         try:
-            reading = await reader.read(
+            reading = yield from reader.reading(
                 question.group, block_size, PackedKeys(prompt.keys), deadline_seconds=self._options.deadline_seconds
             )
             now, table = reader.at_hand(question.group)
@@ -125,11 +128,11 @@ class MatchReader:
                 asking = self._ask_pools(question, fleet, prompt, block_size)
             self._snapshots.used(question.group, now)
             if now != entry or (aside is None and reading_aside is None):
-                aside = await self._aside(question, now, fleet, prompt)
+                aside = yield Waiting(self._aside(question, now, fleet, prompt))
             elif reading_aside is not None:
-                aside = await reading_aside
+                aside = yield Waiting(reading_aside)
             assert aside is not None
-            asked = 0 if asking is None else await asking
+            asked = 0 if asking is None else (yield Waiting(asking))
         finally:
             if asking is not None:
                 asking.cancel()
@@ -259,7 +262,7 @@ def speculation_of(question: Question, options: SelectionOptions) -> Speculation
     file, expects = question.policy.file, question.parameters.expects
     speculation = None if file is None else file.speculation
     if speculation is None:
-        speculation = Speculation(options.is_speculative)
+        speculation = _SPECULATIVE if options.is_speculative else _CERTAIN
     return speculation if expects is None else speculation._replace(is_on=expects)
 
 

@@ -51,6 +51,7 @@ from waymark.store.reservations import CANDIDATES_MAX, Load, Offer
 _PLACE = 2.0**44
 BY_PLACE = Linear(0.0, 0.0)
 _CREDITS = read_constants(CREDITS, {}, "overrides")
+_EVERYBODY = Allowed()
 
 
 class StageOffers(Protocol):
@@ -131,18 +132,20 @@ def _order(
     is_split = profile == "disagg" and policy.preset is not None
     is_whole = not is_split and (policy.preset is not None or profile == "single")
     part: StagePart = "decode" if is_split else "whole" if is_whole else "any"
-    short = shortlist(fleet, matches, question, left_out, part, random)
+    targets = targets_of(fleet, question, left_out, part)
+    short = shortlist(fleet, matches, question, *targets, random)
     if not short.members:
         return None
+    choices = Choices(*(targets if part == "whole" else targets_of(fleet, question, left_out, "whole")))
     blocks = len(matches.keys) // KEY_BYTES
     if _is_sum(matches, question):
-        sums = SumOffers(short.members, matches.seen, policy, matches.request, blocks, random)
-        return Offers(sums, choices=Choices(*targets_of(fleet, question, left_out, "whole")))
+        return Offers(SumOffers(short.members, matches.seen, policy, matches.request, blocks, random), choices=choices)
     size = matches.request.block_size
     candidates = fleet.candidates(matches.seen, size, members=short.members)
     before: Sequence[Candidate] = ()
     if is_split:
-        prefill_short = shortlist(fleet, matches, question._replace(session=None), left_out, "prefill", random)
+        targets = targets_of(fleet, question, left_out, "prefill")
+        prefill_short = shortlist(fleet, matches, question._replace(session=None), *targets, random)
         before = fleet.candidates(matches.seen, size, members=prefill_short.members)
     found = stages(fleet, matches.request, question, candidates, before, random, short.active_bound)
     if found is None:
@@ -163,8 +166,6 @@ def _order(
     )
     if policy.preset is None:
         choices = Choices.of(found.decode)
-    else:
-        choices = Choices(*targets_of(fleet, question, left_out, "whole"))
     return Offers(decode, prefill, found.encode, found.decision, found.home, choices, active_bound=short.active_bound)
 
 
@@ -182,11 +183,10 @@ def _is_sum(matches: PromptMatches, question: Question) -> bool:
 
 
 def shortlist(
-    fleet: Fleet, matches: PromptMatches, question: Question, left_out: Set[int], part: StagePart, random: Random
+    fleet: Fleet, matches: PromptMatches, question: Question, targets: TargetSet, allowed: Allowed, random: Random
 ) -> Shortlist:
-    """Return the targets that a decision has to rank for a part of the request."""
+    """Return those of the allowed targets that a decision has to rank."""
     policy, request = question.policy, matches.request
-    targets, allowed = targets_of(fleet, question, left_out, part)
     if policy.preset is None or policy.values is None:
         return Shortlist(targets.all(allowed))
     most = _places(question)
@@ -200,7 +200,9 @@ def shortlist(
             allowed=allowed,
             session=question.session,
         )
-    cost = None if policy.preset.by_load is None else policy.preset.by_load(request, policy.values)
+    if policy.preset.by_load is None or len(targets.members) <= most:
+        return Shortlist(targets.all(allowed))
+    cost = policy.preset.by_load(request, policy.values)
     if cost is None:
         return Shortlist(targets.all(allowed))
     nearest: Iterable[tuple[str, int]] = ()
@@ -223,6 +225,8 @@ def targets_of(fleet: Fleet, question: Question, left_out: Set[int], part: Stage
     """Return the targets for a part of the request, and the allowed ones."""
     parameters = question.parameters
     targets = fleet.targets(question.served_as, part, have_addresses=parameters.needs_address)
+    if parameters.only is None and not (parameters.exclude or left_out):
+        return targets, _EVERYBODY
     allowed = Allowed(
         None if parameters.only is None else fleet.publishers(parameters.only),
         left_out | fleet.publishers(parameters.exclude) if parameters.exclude else left_out,
@@ -355,12 +359,12 @@ class ScoredOffers:
         self._request = request
         self._whole = blocks * request.block_size or None
         self._is_prefill_elsewhere = is_prefill_elsewhere
-        self.linear = BY_PLACE if is_by_place else _linear(policy)
+        self.linear = BY_PLACE if is_by_place else policy.linear or BY_PLACE
         self.is_cold = is_cold
 
     def offers(self) -> list[Offer]:
         values, linear = self._policy.values, self.linear
-        if values is None or self._policy.preset is None or CREDITS[0] not in self._policy.preset.constants:
+        if values is None or values.credits is None:
             values = _CREDITS
         new_of, offers = count_new(self._request, values), []
         for place, (candidate, value, _) in enumerate(self._first):
@@ -413,13 +417,14 @@ class SumOffers:
         first tokens.
         """
         assert policy.preset is not None
-        assert policy.preset.linear is not None
+        assert policy.linear is not None
         assert policy.preset.sum_of is not None
         assert policy.values is not None
-        self.linear = linear = policy.preset.linear(policy.values)
+        assert policy.values.credits is not None
+        self.linear = linear = policy.linear
         self._sum_of, self._values, self._request = policy.preset.sum_of, policy.values, request
         self._blocks = blocks or None
-        device_credit, host_credit, disk_credit, shared_credit = map(policy.values.number, _CREDIT_NAMES)
+        device_credit, host_credit, disk_credit, shared_credit = policy.values.credits
         rows, loads, expected, draw = seen.rows, seen.loads, seen.expected, random.random
         tokens, least, size = request.tokens, least_new(request), request.block_size
         sums: list[_Sum] = []
@@ -470,9 +475,6 @@ class SumOffers:
         return candidate_of(member, row, load, expected, self._request.block_size)
 
 
-_CREDIT_NAMES = tuple(constant.name for constant in CREDITS)
-
-
 def _offer(publisher: int, new: float, rest_cost: float, weight: float, linear: Linear, *, is_reserved: bool) -> Offer:
     """Return an offer. ``rest_cost`` is the cost besides load and new tokens.
 
@@ -480,10 +482,5 @@ def _offer(publisher: int, new: float, rest_cost: float, weight: float, linear: 
     block: giving the rest of a block back would take a call of its own.
     """
     tokens = math.ceil(new) if is_reserved else 0
-    return Offer(publisher, tokens, rest_cost + linear.new * (new - tokens), weight, 0, 0)
-
-
-def _linear(policy: PolicyChoice) -> Linear:
-    if policy.preset is None or policy.preset.linear is None or policy.values is None:
-        return BY_PLACE
-    return policy.preset.linear(policy.values)
+    # Each decision makes eight of them, and the constructor takes twice as long.
+    return tuple.__new__(Offer, (publisher, tokens, rest_cost + linear.new * (new - tokens), weight, 0, 0))

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Self
 from uuid import uuid4
 
 from waymark.contract.decisions import Decision
-from waymark.decide.policies.policy import Candidate, Preset, Scored, Values
+from waymark.decide.policies.policy import Candidate, Linear, Preset, Scored, Values
 from waymark.decide.policies.profile import PickerConfig
 from waymark.domain.answer_times import NO_TIMES, AskedTimes
 from waymark.domain.gauges import Gauges
@@ -63,12 +63,16 @@ class PolicyChoice:
     """The content of an ``EndpointPickerConfig``, if ``preset`` is None."""
     name: str = field(init=False)
     needs_gauges: bool = field(init=False)
+    linear: Linear | None = field(init=False)
+    """The formula by which Redis ranks the best few again; None if there is none."""
 
     def __post_init__(self) -> None:
-        # Each decision asks for both.
+        # Each decision asks for them.
         policy = self.preset or self.file
         object.__setattr__(self, "name", "endpoint-picker-config" if self.preset is None else self.preset.name)
         object.__setattr__(self, "needs_gauges", policy is not None and policy.needs_gauges)
+        make = None if self.preset is None else self.preset.linear
+        object.__setattr__(self, "linear", None if make is None or self.values is None else make(self.values))
 
     @classmethod
     def of(cls, policy: Preset | PickerConfig) -> Self:

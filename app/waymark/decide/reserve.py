@@ -29,6 +29,7 @@ from waymark.decide.matches import PromptMatches, history_of, speculation_of
 from waymark.decide.options import SelectionOptions
 from waymark.decide.order import Offers, StageOffers
 from waymark.decide.policies.policy import Candidate, Scored
+from waymark.decide.policies.profile import HistoryTerms
 from waymark.decide.question import Question, SelectedTarget
 from waymark.decide.snapshot import GroupSnapshot, SnapshotKeeper
 from waymark.decide.sources import Peers
@@ -44,6 +45,7 @@ from waymark.store.hashes import HeldHashes
 from waymark.store.reader import Reader
 from waymark.store.reservations import (
     NO_LOAD,
+    Load,
     Offer,
     Reservation,
     ReservationPart,
@@ -53,7 +55,7 @@ from waymark.store.reservations import (
 )
 from waymark.store.scripts import Verdict
 from waymark.store.speculative import PromptHistories, depths
-from waymark.store.steps import StartTask
+from waymark.store.steps import StartTask, Steps, Waiting
 
 log = logging.getLogger(__name__)
 
@@ -118,9 +120,9 @@ class TargetReserver:
         self._metrics = metrics
         self._observe = metrics.decision_duration_seconds.labels(part="reserve").observe
 
-    async def take(
+    def taking(
         self, offers: Offers, snapshot: GroupSnapshot, matches: PromptMatches, question: Question
-    ) -> SelectedTarget | None:
+    ) -> Steps[SelectedTarget | None]:
         """Reserve the best target of each stage that the request goes through, or return None if all are gone.
 
         Raise Saturated; nothing stays reserved then.
@@ -135,13 +137,13 @@ class TargetReserver:
                 peers = Peers(snapshot, matches, self._options)
             choices = offers.choices if before is None and request.has_tokens and question.has_index else None
             own = peers if before is None else None
-            first = await self._one(_OfferedStage(offers.decode, of, choices, before is not None, peers=own))
+            first = yield from self._one(_OfferedStage(offers.decode, of, choices, before is not None, peers=own))
             if first is None:
                 return None
             at = first[0]
             made.append(first[1])
             if before is not None:
-                second = await self._second(_OfferedStage(before, of, is_prefill=True, peers=peers), made)
+                second = yield from self._second(_OfferedStage(before, of, is_prefill=True, peers=peers), made)
                 if second is None:
                     return None
                 before_at = second
@@ -153,13 +155,15 @@ class TargetReserver:
         if decision is Decision.KV_AWARE and not question.has_index:
             decision = Decision.PREFIX if taken.candidate.expected or taken.candidate.history else Decision.LOAD
         prefill = None if before is None else before.scored(before_at)
-        if made:
-            await self._note_history([each.candidate for each in (taken, prefill) if each is not None], of)
+        if made and matches.keys and (terms := history_of(question)) is not None:
+            targets = [each.candidate for each in (taken, prefill) if each is not None]
+            yield Waiting(self._note_history(targets, of, terms))
         source, kv_hints = None, None
         headers = headers_of(taken, prefill, offers.encode)
         computes = (prefill or taken).candidate
         if peers is not None and made and made[-1].source is not None:
-            source = await peers.source(self._hashes, made[-1].source, computes.matched // request.block_size)
+            blocks = computes.matched // request.block_size
+            source = yield Waiting(peers.source(self._hashes, made[-1].source, blocks))
         if source is not None:
             if snapshot.fleet.by_publisher[computes.publisher].target.takes_kv_hints:
                 kv_hints = source.hints()
@@ -185,12 +189,9 @@ class TargetReserver:
         self._count(selected, seconds, snapshot.fleet, matches)
         return selected
 
-    async def _note_history(self, targets: Sequence[Candidate], of: _Decided) -> None:
-        """Note that the prompt goes to these targets, if the policy has a scorer that asks for it later."""
-        terms, blocks = history_of(of.question), of.matches.keys
-        if terms is None or not blocks:
-            return
-        block_keys = unpack(blocks[: terms.prompt_blocks * KEY_BYTES])
+    async def _note_history(self, targets: Sequence[Candidate], of: _Decided, terms: HistoryTerms) -> None:
+        """Note that the prompt goes to these targets, for a scorer that asks for it later."""
+        block_keys = unpack(of.matches.keys[: terms.prompt_blocks * KEY_BYTES])
         group_id = of.snapshot.entry.group_id
         try:
             for target in targets:
@@ -202,7 +203,7 @@ class TargetReserver:
         """Count the decision, the target's match, the longer matches of others, and the match of a pool."""
         request, metrics, taken = matches.request, self._metrics, selected.target.candidate
         matched, blocks = taken.matched, request.blocks if request.has_tokens else 0
-        metrics.decisions.labels(policy=selected.policy.name, decision=selected.decision).inc()
+        metrics.decisions.of(selected.policy.name, selected.decision).inc()
         if selected.reservations:
             self._observe(seconds)
         if taken.expected > matched:
@@ -218,23 +219,26 @@ class TargetReserver:
             metrics.router_shared_cache_hit_rate.observe(request.pool.bit_count() / blocks)
             metrics.router_shared_cache_beyond_blocks.observe(request.pool_blocks_beyond(taken.device // size))
 
-    async def _second(self, stage: _OfferedStage, made: list[Reservation]) -> int | None:
+    def _second(self, stage: _OfferedStage, made: list[Reservation]) -> Steps[int | None]:
         """Reserve the prefill stage's target, too, or neither."""
         request_id = stage.of.question.parameters.request_id
         if request_id is not None:
             stage = stage.as_request(f"{text_hash(request_id + ' prefill'):016x}")
         try:
-            second = await self._one(stage)
+            second = yield from self._one(stage)
+        except GeneratorExit:  # nothing can be waited for any more
+            self._reservations.take_back(made, stage.of.question.parameters.milliseconds)
+            raise
         except BaseException:
-            await asyncio.shield(self._reservations.release(made, ReservationPart.OK))
+            yield Waiting(self._reservations.release(made, ReservationPart.OK))
             raise
         if second is None:
-            await self._reservations.release(made, ReservationPart.OK)
+            yield Waiting(self._reservations.release(made, ReservationPart.OK))
             return None
         made.append(second[1])
         return second[0]
 
-    async def _one(self, stage: _OfferedStage) -> tuple[int, Reservation] | None:
+    def _one(self, stage: _OfferedStage) -> Steps[tuple[int, Reservation] | None]:
         """Return the place of the chosen target."""
         ranked, of, choices, is_prefill_elsewhere, _, peers = stage
         parameters, matches = of.question.parameters, of.matches
@@ -258,7 +262,7 @@ class TargetReserver:
             pulls=pulls,
             promises=promises,
         )
-        found = await self._reservations.reserve(of.snapshot.entry.group_id, offers, terms)
+        found = yield from self._reservations.reserving(of.snapshot.entry.group_id, offers, terms)
         if found.overdue:
             self._metrics.reservations_expired.inc(found.overdue)
         reservation = found.reservation
@@ -272,7 +276,7 @@ class TargetReserver:
         if found.verdict is not Verdict.REPEATED:
             self._follow(found, reservation, of)
         elif at is None:  # the target that the same request got before is gone
-            return await self._one(stage.as_request(None))
+            return (yield from self._one(stage.as_request(None)))
         assert at is not None
         return at, reservation
 
@@ -319,9 +323,8 @@ class TargetReserver:
         snapshot, matches, question = of
         tokens, publisher = reservation.tokens, reservation.publisher
         before = matches.seen.loads.get(publisher, NO_LOAD)
-        after = before._replace(
-            tokens=found.tokens + tokens, requests=found.requests + 1, context=before.context + reservation.context
-        )
+        context = before.context + reservation.context
+        after = Load(found.tokens + tokens, found.requests + 1, context, *before[3:])
         self._snapshots.saw(snapshot.entry.group_id, publisher, after)
         if not tokens:
             return
@@ -351,8 +354,9 @@ def headers_of(target: Scored, prefill: Scored | None, encode: Sequence[Scored])
     if prefill is not None and prefill.candidate.address is not None:
         place = host_and_port(prefill.candidate.address)
         headers |= {"mif-prefill-endpoint": place, "x-prefiller-host-port": place}
-    places = ",".join(host_and_port(each.candidate.address) for each in encode if each.candidate.address is not None)
-    if places:
+    encoders = [host_and_port(each.candidate.address) for each in encode if each.candidate.address is not None]
+    if encoders:
+        places = ",".join(encoders)
         headers |= {"mif-encode-endpoints": places, "x-encoder-hosts-ports": places}
     return headers
 

@@ -20,7 +20,6 @@ from waymark.base.errors import (
     Starting,
     StoreUnavailable,
     UnknownModel,
-    WaymarkError,
     nothing_registered,
 )
 from waymark.base.metrics import Metrics
@@ -45,6 +44,7 @@ from waymark.domain.books import NO_USAGE, Usage
 from waymark.domain.names import GroupName
 from waymark.domain.table import PublisherRow
 from waymark.store.reservations import Offer, Reservation, ReservationPart, ReservationTerms
+from waymark.store.steps import Steps, Waiting, Within, finished
 from waymark.store.store import Store
 
 #: How often a decision starts over because its group's table has changed meanwhile.
@@ -110,8 +110,12 @@ class Selector:
 
         Raise StoreUnavailable if Redis is unavailable.
         """
+        return await finished(self.scoring(question))
+
+    def scoring(self, question: Question) -> Steps[RankedTargets | None]:
+        """Return the steps of ``score``."""
         began = perf_counter()
-        read = await self._matches.read(question)
+        read = yield from self._matches.reading(question)
         if read is None:
             return None
         self._observe_walk(perf_counter() - began)
@@ -147,41 +151,62 @@ class Selector:
         ``without`` is a cause that the caller knows already; the error of the cause ``passed_on`` is raised in any
         case, for a caller that asks again.
         """
+        steps = self.selecting(question, gate, without=without, passed_on=passed_on)
+        return await finished(steps, unwanted=self._give_back)
+
+    def selecting(
+        self,
+        question: Question,
+        gate: StartupGate,
+        *,
+        without: Cause | None = None,
+        passed_on: Cause | None = None,
+    ) -> Steps[SelectedTarget]:
+        """Return the steps of ``select_open``."""
         if gate.watch is not None and gate.watch.finds_none and FAIL_OPEN[Cause.NO_INDEX] is Deed.BY_PREFIX:
             question = question._replace(has_index=False)
         if without is None:
             try:
                 if not gate.is_open:
-                    await gate.check()
-                return await self.select(question)
+                    yield Waiting(gate.check())
+                return (yield from self._selecting_in_time(question))
             except (NoTarget, Saturated, Starting, StoreUnavailable) as error:
-                without = cause_of(error, is_forgotten=await self._is_forgotten(error, question.group))
+                is_forgotten = isinstance(error, NoTarget) and (yield Waiting(self._is_forgotten(question.group)))
+                without = cause_of(error, is_forgotten=is_forgotten)
                 if without is None or without is passed_on or FAIL_OPEN[without] is not Deed.LAST_SNAPSHOT:
                     raise
         gate.check_latched()
         return self.select_by_last_known(question)
 
-    async def _is_forgotten(self, error: WaymarkError, group: GroupName) -> bool:
+    async def _is_forgotten(self, group: GroupName) -> bool:
         """Return whether Redis has forgotten a model that was served a moment ago, because it came back empty."""
-        if not isinstance(error, NoTarget) or not self.snapshots.was_there(group):
+        if not self.snapshots.was_there(group):
             return False
         try:
             return await self.snapshots.newest_fleet(group) is None
         except StoreUnavailable:
             return True
 
+    def _give_back(self, selected: SelectedTarget) -> None:
+        """End the reservations of a decision that nobody waits for any more."""
+        if selected.reservations:
+            self._store.begin(self.release(selected.reservations, ReservationPart.OK))
+
     async def select(self, question: Question) -> SelectedTarget:
         """Take a target. Raise NoTarget, Saturated or StoreUnavailable; then there is no reservation."""
+        return await finished(self._selecting_in_time(question), unwanted=self._give_back)
+
+    def _selecting_in_time(self, question: Question) -> Steps[SelectedTarget]:
+        """Return the steps of ``select``."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._away_until:
             raise StoreUnavailable("Redis did not answer a moment ago; try again in a moment")
+        seconds = 2 * self._options.deadline_seconds
         try:
-            async with asyncio.timeout(2 * self._options.deadline_seconds):
-                selected = await self._select(question)
+            selected: SelectedTarget = yield Within(seconds, self._select(question))
         except (StoreUnavailable, TimeoutError) as exc:
             self._away_until = loop.time() + _AWAY_SECONDS
             if isinstance(exc, TimeoutError):
-                seconds = 2 * self._options.deadline_seconds
                 raise StoreUnavailable(f"Redis did not answer within {seconds:g} s; try again in a moment") from None
             raise
         by_key = _BY_KEY.get(selected.decision) if question.prefix_key is not None else None
@@ -190,15 +215,15 @@ class Selector:
             self._metrics.prefix_routing_requests.labels(strategy=strategy).inc()
             self._store.counts.add(f"prefix_routing.{strategy}", question.prefix_key)
         else:
-            self._metrics.kv_index_routing_decisions.labels(decision=selected.decision).inc()
+            self._metrics.kv_index_routing_decisions.of(selected.decision).inc()
             self._store.counts.add(f"kv_index.{selected.decision}", question.prefix_key)
         return selected
 
-    async def _select(self, question: Question) -> SelectedTarget:
+    def _select(self, question: Question) -> Steps[SelectedTarget]:
         group = question.group
         for _ in range(_LOOKUPS_MAX):
             began = perf_counter()
-            read = await self._matches.read(question)
+            read = yield from self._matches.reading(question)
             if read is None:
                 raise UnknownModel(group.model_name, group.tenant_id)
             snapshot, matches = read
@@ -209,13 +234,13 @@ class Selector:
             if offers is None:
                 raise NoTarget(_none_allowed(snapshot.fleet, question))
             shadowed = self._shadows.begin(offers, snapshot, matches, question)
-            taken = await self._reserver.take(offers, snapshot, matches, question)
+            taken = yield from self._reserver.taking(offers, snapshot, matches, question)
             if taken is not None:
                 if shadowed is not None:
                     shadowed.end(taken)
                 return taken
             # Every target that was offered is gone: the cached table is older than that.
-            await self._store.reader.table(group, deadline_seconds=self._options.deadline_seconds)
+            yield Waiting(self._store.reader.table(group, deadline_seconds=self._options.deadline_seconds))
         raise NoTarget(nothing_registered(group.model_name, group.tenant_id))
 
     def select_by_last_known(self, question: Question) -> SelectedTarget:

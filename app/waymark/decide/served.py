@@ -59,7 +59,7 @@ class ServedNames:
         Raise InvalidValue if it is a name of several models, and StoreUnavailable if the names are unknown and Redis is
         unavailable.
         """
-        if self._has_targets(group):
+        if self.is_model(group):
             return None
         is_fresh = asyncio.get_running_loop().time() - self._read_at < _FRESH_SECONDS
         if group not in self._known:
@@ -75,7 +75,7 @@ class ServedNames:
     def at_hand(self, group: GroupName) -> ServedModel | None:
         """Return the model like ``of``, without asking Redis."""
         served = self._known.get(group)
-        if served is None or self._has_targets(group):
+        if served is None or self.is_model(group):
             return None
         if len(served) > 1:
             models = ", ".join(sorted(shown(served_model.group.model_name) for served_model in served))
@@ -85,6 +85,11 @@ class ServedNames:
                 field="model",
             )
         return next(iter(served))
+
+    def is_model(self, group: GroupName) -> bool:
+        """Return whether a model with targets is known to be registered by this name."""
+        table = self._reader.table_at_hand(group)
+        return table is not None and bool(table.publishers)
 
     def nearest(self, group: GroupName) -> str | None:
         """Return the name that was probably meant by an unknown one."""
@@ -96,10 +101,6 @@ class ServedNames:
         # Comparing a name of a megabyte takes half a second, and it would not be near any other.
         close = get_close_matches(group.model_name, names, n=1) if len(group.model_name) <= SHOWN_MAX else []
         return close[0] if close else None
-
-    def _has_targets(self, group: GroupName) -> bool:
-        table = self._reader.table_at_hand(group)
-        return table is not None and bool(table.publishers)
 
     def _begin_reading(self) -> asyncio.Task[None]:
         if self._reading is None or self._reading.done():

@@ -9,8 +9,8 @@ or sent after Redis came back empty has no effect, and a load never falls below 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
@@ -22,7 +22,7 @@ from waymark.domain.books import NO_USAGE, PROMISE, Usage
 from waymark.store import keys
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts, Verdict
-from waymark.store.steps import StartTask
+from waymark.store.steps import StartTask, Steps, finished
 
 #: How many of the best candidates Redis ranks again. The caller ranks all candidates before.
 CANDIDATES_MAX = 8
@@ -203,12 +203,14 @@ class Pulls(NamedTuple):
             [str(len(self.sources)), *("".join(f"{at + 1}," for at in choice) or "-" for choice in self.choices)]
         )
 
-    def at(self, index: int | str) -> int | None:
+    def at(self, index: int) -> int | None:
         """Return the publisher at an index of the script's, which begins with 1; None for 0."""
-        return self.sources[int(index) - 1] if int(index) else None
+        return self.sources[index - 1] if index else None
 
 
 NO_PULLS = Pulls((), (), 0)
+_VERDICTS = {verdict.encode(): verdict for verdict in Verdict}
+_NO_PROMISES = ("-",) * CANDIDATES_MAX
 
 
 class ReservationTerms(NamedTuple):
@@ -248,6 +250,25 @@ class Reserved(NamedTuple):
     """The number of overdue reservations that the call ended."""
 
 
+def _possible(group_id: int, offers: Sequence[Offer], terms: ReservationTerms, nonce: str) -> list[Reservation]:
+    """Return the reservations that an unanswered call may have made, whichever target it is for."""
+    made = [
+        Reservation(group_id, offer.publisher, offer.new, terms.context, nonce, promise=terms.promise(index))
+        for index, offer in enumerate(offers)
+    ]
+    if terms.pulls is not None:
+        made += [made[0]._replace(source=source) for source in terms.pulls.sources]
+    return made
+
+
+@lru_cache(1024)
+def _names(group_id: int, _pattern: str) -> tuple[str, str, str, str]:
+    """Return the keys that each reservation of a group uses. ``_pattern`` is that of all keys, which differs with
+    their prefix.
+    """
+    return keys.load(group_id), keys.load_changes(group_id), keys.reservations(group_id), keys.holders(group_id)
+
+
 class Reservations:
     """The loads and reservations of all groups. They are read and written on the primary Redis, never on a replica."""
 
@@ -264,25 +285,30 @@ class Reservations:
         If no reply comes, no caller knows the reservation, so a background task ends it as soon as Redis answers. A
         reservation with a ``request_id`` is kept: the next try gets it, or it expires.
         """
+        return await finished(self.reserving(group_id, offers, terms))
+
+    def reserving(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms) -> Steps[Reserved]:
+        """Return the steps of ``reserve``."""
         if not 1 <= len(offers) <= CANDIDATES_MAX:
             raise ValueError(f"{len(offers)} candidates; reserve ranks 1 to {CANDIDATES_MAX}")
-        nonce = secrets.token_hex(8)
+        nonce = os.urandom(8).hex()
         try:
-            return await self._reserve(group_id, offers, terms, nonce)
-        except (StoreUnavailable, asyncio.CancelledError):
-            if self._begin is not None and terms.request_id is None:
-                self._begin(self._take_back(group_id, offers, terms, nonce))
+            return (yield from self._reserving(group_id, offers, terms, nonce))
+        except (StoreUnavailable, asyncio.CancelledError, GeneratorExit):
+            if terms.request_id is None:
+                self.take_back(_possible(group_id, offers, terms, nonce), terms.milliseconds)
             raise
 
-    async def _take_back(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms, nonce: str) -> None:
-        """End the reservation that an unanswered call may have made, whichever target it is for."""
-        made = [
-            Reservation(group_id, offer.publisher, offer.new, terms.context, nonce, promise=terms.promise(index))
-            for index, offer in enumerate(offers)
-        ]
-        if terms.pulls is not None:
-            made += [made[0]._replace(source=source) for source in terms.pulls.sources]
-        until = time.monotonic() + terms.milliseconds / 1000
+    def take_back(self, made: Sequence[Reservation], milliseconds: int) -> None:
+        """End reservations that no caller waits for, as soon as Redis answers, in the background.
+
+        ``milliseconds``: they last so long.
+        """
+        if self._begin is not None:
+            self._begin(self._take_back(made, milliseconds))
+
+    async def _take_back(self, made: Sequence[Reservation], milliseconds: int) -> None:
+        until = time.monotonic() + milliseconds / 1000
         while time.monotonic() < until:
             try:
                 await self.release(made, ReservationPart.OK)
@@ -290,16 +316,26 @@ class Reservations:
             except StoreUnavailable:
                 await asyncio.sleep(_TAKE_BACK_SECONDS)
 
-    async def _reserve(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms, nonce: str) -> Reserved:
-        pulls = terms.pulls or NO_PULLS
-        verdict, *numbers = await self._scripts.reserve(
-            load=keys.load(group_id),
-            changes=keys.load_changes(group_id),
-            reservations=keys.reservations(group_id),
-            holders=keys.holders(group_id),
+    def _reserving(
+        self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms, nonce: str
+    ) -> Steps[Reserved]:
+        pulls, promises = terms.pulls or NO_PULLS, terms.promises or _NO_PROMISES
+        load, changes, reservations, holders = _names(group_id, keys.ALL)
+        candidates: list[str] = []
+        for (publisher, new, handicap, weight, first, lasting), promise in zip(offers, promises, strict=False):
+            candidates += (
+                f"{publisher}",
+                f"{new} {_numeral(handicap)} {_numeral(weight)} {first} {lasting} {promise}",
+            )
+        reply = yield from self._scripts.reserve(
+            load=load,
+            changes=changes,
+            reservations=reservations,
+            holders=holders,
             request=None if terms.request_id is None else keys.request(group_id, terms.request_id),
             spec=terms.spec_keys,
-            pulls=[keys.pulls(group_id, publisher) for publisher in pulls.sources],
+            pulls=[keys.pulls(group_id, publisher) for publisher in pulls.sources] if pulls.sources else (),
+            again="0",
             milliseconds=terms.milliseconds,
             nonce=nonce,
             context=terms.context,
@@ -309,23 +345,16 @@ class Reservations:
             reservations_max=terms.reservations_max,
             cold="1" if terms.is_cold else "0",
             repeatable="0" if terms.request_id is None else "1",
-            candidates=" ".join(
-                [
-                    f"{publisher} {new} {_numeral(handicap)} {_numeral(weight)} {first} {lasting} {promise}"
-                    for (publisher, new, handicap, weight, first, lasting), promise in zip(
-                        offers, terms.promises or ["-"] * len(offers), strict=True
-                    )
-                ]
-            ),
             pulls_max=pulls.pulls_max,
             sources=pulls.words(),
+            candidate=candidates,
         )
+        verdict = _VERDICTS[reply[0]]
         if verdict is Verdict.REPEATED:
-            publisher, tokens, context, earlier, waited, promise, source = numbers
-            amounts = int(publisher), int(tokens), int(context)
-            made = Reservation(group_id, *amounts, str(earlier), int(waited), str(promise), pulls.at(source))
-            return Reserved(verdict, made)
-        which, tokens, requests, overdue = map(int, numbers[:4])
+            publisher, tokens, context, earlier, waited, promise, source = reply[1:]
+            made = Reservation(group_id, publisher, tokens, context, earlier.decode(), waited, promise.decode())
+            return Reserved(verdict, made._replace(source=pulls.at(source)))
+        which, tokens, requests, overdue = reply[1:5]
         if verdict is not Verdict.APPLIED:
             return Reserved(verdict, overdue=overdue)
         offer = offers[which - 1]
@@ -337,7 +366,7 @@ class Reservations:
             nonce,
             tokens,
             terms.promise(which - 1),
-            pulls.at(numbers[4]),
+            pulls.at(reply[5]),
         )
         return Reserved(verdict, reservation, tokens, requests, overdue)
 

@@ -11,9 +11,16 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+import hiredis
+from redis.exceptions import RedisError
+
 from waymark.base.metrics import Metrics
 from waymark.store.parsing import lenient_text
 from waymark.store.redis.client import SCRIPTS, RedisClient, Reply
+from waymark.store.redis.read_connection import Replies, ReplyReceiver
+from waymark.store.steps import Steps, Waiting
+
+_ONE_REPLY = Replies(1)
 
 Arg = str | bytes | int | float
 
@@ -52,6 +59,44 @@ class Outcome(NamedTuple):
         return self.verdict is Verdict.APPLIED
 
 
+class _ScriptCall:
+    """One call of a script: a step, and the receiver of the reply.
+
+    If a connection is open, the call needs no task. After an error it is made again, by ``RedisClient.run``.
+    """
+
+    __slots__ = ("_args", "_client", "_keys", "_name", "_receiver", "done")
+
+    def __init__(self, client: RedisClient, name: str, keys: Sequence[Any], args: Sequence[Any]) -> None:
+        self._client = client
+        self._name, self._keys, self._args = name, keys, args
+
+    def begin(self, receiver: ReplyReceiver[Any]) -> None:
+        self._receiver = receiver
+        self.done = receiver.done
+        connection = self._client.script_connection(self._name)
+        if connection is None:
+            self._run()
+            return
+        words: Any = ("EVALSHA", SCRIPTS[self._name].sha, len(self._keys), *self._keys, *self._args)
+        connection.send(hiredis.pack_command(words), _ONE_REPLY, self, connection.silent_at())
+
+    def set_result(self, replies: Reply) -> None:
+        self._receiver.set_result(replies[0])
+
+    def set_exception(self, error: BaseException) -> None:
+        if isinstance(error, TimeoutError):
+            self._receiver.set_exception(self._client.translated(error))
+        elif isinstance(error, RedisError):
+            self._run()
+        else:
+            self._receiver.set_exception(error)
+
+    def _run(self) -> None:
+        args = SCRIPTS[self._name].again(self._args)
+        Waiting(self._client.run(self._name, self._keys, args)).begin(self._receiver)
+
+
 class Scripts:
     """The scripts of ``lua/``, run on one Redis."""
 
@@ -69,15 +114,28 @@ class Scripts:
         ``values`` are the caller's ``locals()``: a value for each name of the signature.
         """
         keys, args = SCRIPTS[name].words(values)
-        began = time.perf_counter()
-        verdict = "none"
+        began, verdict = time.perf_counter(), "none"
         try:
             reply = await self._client.run(name, keys, args)
             verdict = reply[0].decode()
         finally:
-            self._metrics.script_duration_seconds.labels(script=name).observe(time.perf_counter() - began)
-            self._metrics.script_replies.labels(script=name, verdict=verdict).inc()
+            self._count(name, verdict, began)
         return reply
+
+    def _calling(self, name: str, values: Mapping[str, Any]) -> Steps[Reply]:
+        """Return the steps of ``_call``."""
+        keys, args = SCRIPTS[name].words(values)
+        began, verdict = time.perf_counter(), "none"
+        try:
+            reply: Reply = yield _ScriptCall(self._client, name, keys, args)
+            verdict = reply[0].decode()
+        finally:
+            self._count(name, verdict, began)
+        return reply
+
+    def _count(self, name: str, verdict: str, began: float) -> None:
+        self._metrics.script_duration_seconds.of(name).observe(time.perf_counter() - began)
+        self._metrics.script_replies.of(name, verdict).inc()
 
     async def apply_rows(
         self,
@@ -310,7 +368,7 @@ class Scripts:
     async def forget_dead(self, *, dead: str, holder: Arg) -> Outcome:
         return await self._run("forget_dead", locals())
 
-    async def reserve(
+    def reserve(
         self,
         *,
         load: str,
@@ -320,6 +378,7 @@ class Scripts:
         request: str | None,
         spec: Sequence[str],
         pulls: Sequence[str],
+        again: str,
         milliseconds: int,
         nonce: str,
         context: int,
@@ -329,13 +388,12 @@ class Scripts:
         reservations_max: int,
         cold: str,
         repeatable: str,
-        candidates: str,
         pulls_max: int,
         sources: str,
-    ) -> tuple[Verdict, *tuple[int | str, ...]]:
-        """Some values are texts: the nonce and the promise of a reservation that was made before."""
-        verdict, *rest = await self._call("reserve", locals())
-        return (Verdict(verdict.decode()), *(each.decode() if isinstance(each, bytes) else each for each in rest))
+        candidate: Sequence[Arg],
+    ) -> Steps[Reply]:
+        """Some values of the reply are texts: the nonce and the promise of a reservation that was made before."""
+        return self._calling("reserve", locals())
 
     async def release(
         self,

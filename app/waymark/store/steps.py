@@ -26,22 +26,22 @@ class Step(Protocol):
 Steps: TypeAlias = Generator[Step, Any, T]
 
 #: The tasks of all ``Waiting``, which the loop itself does not keep alive.
-_tasks: set[asyncio.Task[Any]] = set()
+_tasks: set[asyncio.Future[Any]] = set()
 
 
 class Waiting:
-    """The step that runs a coroutine as a task."""
+    """The step that runs a coroutine as a task, or waits for a task."""
 
-    __slots__ = ("_coroutine",)
+    __slots__ = ("_task", "_work")
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self._coroutine = coroutine
+    def __init__(self, work: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
+        self._work = work
 
     def begin(self, receiver: ReplyReceiver[Any]) -> None:
-        task = asyncio.get_running_loop().create_task(self._coroutine)
-        _tasks.add(task)
+        self._task = asyncio.ensure_future(self._work)
+        _tasks.add(self._task)
 
-        def ended(task: asyncio.Task[Any]) -> None:
+        def ended(task: asyncio.Future[Any]) -> None:
             _tasks.discard(task)
             error = asyncio.CancelledError() if task.cancelled() else task.exception()
             if receiver.done():
@@ -51,7 +51,56 @@ class Waiting:
             else:
                 receiver.set_exception(error)
 
-        task.add_done_callback(ended)
+        self._task.add_done_callback(ended)
+
+    def cancel(self) -> None:
+        """Cancel it; it has begun."""
+        self._task.cancel()
+
+
+class Within:
+    """The step that runs steps, and ends them with TimeoutError if they take longer than some seconds."""
+
+    __slots__ = ("_receiver", "_run", "_seconds", "_steps", "_timer", "is_ended")
+
+    def __init__(self, seconds: float, steps: Steps[Any]) -> None:
+        self._seconds = seconds
+        self._steps = steps
+        self.is_ended = False
+
+    def begin(self, receiver: ReplyReceiver[Any]) -> None:
+        self._receiver = receiver
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._late)
+        self._run: _StepsRun[Any] | None = _StepsRun(self._steps, self)
+        self._run.go_on(self._steps.send, None)
+
+    def cancel(self) -> None:
+        """End the steps; nobody waits for their result."""
+        run = self._run
+        self._end()
+        if run is not None:
+            run.cancel()
+
+    def done(self) -> bool:
+        return self.is_ended or self._receiver.done()
+
+    def set_result(self, result: Any) -> None:
+        self._end()
+        self._receiver.set_result(result)
+
+    def set_exception(self, exception: BaseException) -> None:
+        self._end()
+        self._receiver.set_exception(exception)
+
+    def _end(self) -> None:
+        self.is_ended = True
+        self._run = None  # which has this as its receiver
+        self._timer.cancel()
+
+    def _late(self) -> None:
+        self.cancel()
+        if not self._receiver.done():
+            self._receiver.set_exception(TimeoutError())
 
 
 def run(steps: Steps[T], receiver: ReplyReceiver[T]) -> None:
@@ -59,22 +108,46 @@ def run(steps: Steps[T], receiver: ReplyReceiver[T]) -> None:
     _StepsRun(steps, receiver).go_on(steps.send, None)
 
 
-async def finished(steps: Steps[T]) -> T:
-    """Return the result of ``steps``, for a caller in a task."""
+def waited(work: Coroutine[Any, Any, T]) -> Steps[T]:
+    """Return the steps that wait for a coroutine."""
+    result: T = yield Waiting(work)
+    return result
+
+
+async def finished(steps: Steps[T], unwanted: Callable[[T], None] | None = None) -> T:
+    """Return the result of ``steps``, for a caller in a task; if it is cancelled, they end with GeneratorExit.
+
+    ``unwanted`` gets the result if the caller is cancelled when there is one already.
+    """
     future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-    run(steps, future)
-    return await future
+    at_work = _StepsRun(steps, future)
+    at_work.go_on(steps.send, None)
+    try:
+        return await future
+    except asyncio.CancelledError:
+        at_work.cancel()
+        if unwanted is not None and not future.cancelled() and future.exception() is None:
+            unwanted(future.result())
+        raise
 
 
 class _StepsRun(Generic[T]):
     """The receiver of every step of some steps."""
 
-    __slots__ = ("_receiver", "_steps", "done")
+    __slots__ = ("_receiver", "_step", "_steps", "done")
 
     def __init__(self, steps: Steps[T], receiver: ReplyReceiver[T]) -> None:
         self._steps = steps
         self._receiver = receiver
         self.done = receiver.done
+        self._step: Step | None = None
+
+    def cancel(self) -> None:
+        """End the steps where they are. Nobody waits for their result."""
+        step, self._step = self._step, None
+        self._steps.close()
+        if isinstance(step, Waiting | Within):
+            step.cancel()
 
     def set_result(self, result: Any) -> None:
         self.go_on(self._steps.send, result)
@@ -86,11 +159,13 @@ class _StepsRun(Generic[T]):
         try:
             step = resume(outcome)
         except StopIteration as ended:
-            result = ended.value
+            result, self._step = ended.value, None
         except (Exception, asyncio.CancelledError) as exc:
+            self._step = None
             self._receiver.set_exception(exc)
             return
         else:
+            self._step = step
             step.begin(self)
             return
         self._receiver.set_result(result)

@@ -46,6 +46,12 @@ class Paused:
 Handler: TypeAlias = Callable[[Body], Awaitable[Answer | Paused]]
 
 
+async def resumed(answering: Awaitable[Answer | Paused]) -> Answer:
+    """Return the answer of a handler, for a request that has no place to give to others while it pauses."""
+    answer = await answering
+    return answer if isinstance(answer, Answer) else await answer.resume(await answer.work())
+
+
 async def send_stream(
     answer: Answer, pieces: AsyncGenerator[bytes], scope: Scope, receive: Receive, send: Send
 ) -> None:

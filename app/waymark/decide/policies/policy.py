@@ -71,12 +71,20 @@ class Constant:
         return f"{self.least:g} to {self.most:g}"
 
 
+_CREDIT_NAMES = "overlap_score_credit", "host_credit", "disk_credit", "shared_cache_multiplier"
+
+
 class Values:
     """The constants of a table with their values, asked by name and type."""
 
     def __init__(self, values: Mapping[str, float | bool | str]) -> None:
         self._values = dict(values)
         self._numbers = {name: float(value) for name, value in values.items() if not isinstance(value, bool | str)}
+        self.credits: tuple[float, float, float, float] | None = None
+        """The values of ``CREDITS``, if they are among the constants."""
+        if all(name in self._numbers for name in _CREDIT_NAMES):
+            device, host, disk, shared = map(self.number, _CREDIT_NAMES)
+            self.credits = device, host, disk, shared
 
     def number(self, name: str) -> float:
         return self._numbers[name]
@@ -284,17 +292,17 @@ RankFunction: TypeAlias = Callable[[Inputs], Ranking]
 # ---- common functions of all policies -------------------------------------------------------------
 
 CREDITS = (
-    Constant("overlap_score_credit", 1.0, "What a token on the device is worth.", most=16),
-    Constant("host_credit", 0.75, "What a token in the host's memory is worth.", most=16),
-    Constant("disk_credit", 0.25, "What a token on disk is worth.", most=16),
-    Constant("shared_cache_multiplier", 0.5, "What a token in a shared pool is worth.", most=16),
+    Constant(_CREDIT_NAMES[0], 1.0, "What a token on the device is worth.", most=16),
+    Constant(_CREDIT_NAMES[1], 0.75, "What a token in the host's memory is worth.", most=16),
+    Constant(_CREDIT_NAMES[2], 0.25, "What a token on disk is worth.", most=16),
+    Constant(_CREDIT_NAMES[3], 0.5, "What a token in a shared pool is worth.", most=16),
 )
 
 
 def count_credits(values: Values) -> Callable[[Candidate], float]:
     """Return a function that counts the tokens that a candidate need not compute, each weighted by its place."""
-    device_credit, host_credit = values.number("overlap_score_credit"), values.number("host_credit")
-    disk_credit, shared_credit = values.number("disk_credit"), values.number("shared_cache_multiplier")
+    assert values.credits is not None, "the policy has no such constants"
+    device_credit, host_credit, disk_credit, shared_credit = values.credits
 
     def credits(candidate: Candidate) -> float:
         has = device_credit * candidate.device + host_credit * candidate.host

@@ -121,9 +121,13 @@ class RedisClient:
         except (RedisError, OSError, TimeoutError) as exc:
             if task and task.cancelling() > cancels:
                 raise asyncio.CancelledError from exc
-            if self.metrics is not None:
-                self.metrics.redis_errors.labels(reason=kind_of(exc)).inc()
-            raise unavailable(self.url, self._variable, exc) from exc
+            raise self.translated(exc) from exc
+
+    def translated(self, error: RedisError | OSError) -> StoreUnavailable:
+        """Count an error of the driver, and return it as the rest of ``store`` sees it."""
+        if self.metrics is not None:
+            self.metrics.redis_errors.labels(reason=kind_of(error)).inc()
+        return unavailable(self.url, self._variable, error)
 
     @property
     def is_cluster(self) -> bool:
@@ -309,6 +313,12 @@ class RedisClient:
             return self.reads.connection
         return self._redis.connection(key) if isinstance(self._redis, Cluster) else None
 
+    def script_connection(self, name: str) -> ReadConnection | None:
+        """Return the open connection over which a script may be sent to the only server; None: ``run`` sends it."""
+        if self.reads is None or name not in REPEATABLE:
+            return None
+        return self.reads.scripts.connection
+
     def place(self, key: bytes) -> object:
         """Return an object that identifies the server that has ``key``, as far as it is known."""
         return self._redis.place(key) if isinstance(self._redis, Cluster) else None
@@ -375,6 +385,10 @@ class Script(NamedTuple):
     def words(self, values: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
         """Return the KEYS and the ARGV of a call, from a value for each name of the signature."""
         return _words(self.keys, values), _words(self.args, values)
+
+    def again(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Return the ARGV of a call that may have been made before."""
+        return ["1", *args[1:]] if self.args[0].name == "again" else args
 
 
 def _words(parameters: Sequence[Parameter], values: Mapping[str, Any]) -> list[Any]:

@@ -147,6 +147,10 @@ class ReadConnection(asyncio.Protocol):
             if len(self._unsent) == 1:
                 self._loop.call_soon(self._write)
 
+    def silent_at(self) -> float:
+        """Return the time of the loop's clock by which Redis has to answer a question that is sent now."""
+        return self._loop.time() + self._silent_seconds
+
     def _write(self) -> None:
         """Send the questions of one turn of the loop together: a write costs more than a short question."""
         unsent, self._unsent = self._unsent, []
