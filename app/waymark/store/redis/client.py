@@ -411,7 +411,7 @@ def _parameters(text: str) -> tuple[Parameter, ...]:
     return tuple(Parameter(*pair) for pair in re.findall(r"(\w+)([*?]|#\d*)?", text))
 
 
-REPEATABLE = frozenset({"apply_rows", "release", "end_overdue", "reserve", "match_placements"})
+REPEATABLE = frozenset({"apply_rows", "release", "end_overdue", "read_loads", "reserve", "match_placements"})
 """Scripts that may run twice for one call. Each skips the steps that are done already, or only reads."""
 TOGETHER = frozenset(
     {"begin_publisher", "claim_publisher", "new_ids", "raise_fence", "renew_leases", "take_lease", "write_record"}
