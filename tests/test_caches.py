@@ -70,7 +70,7 @@ ELSEWHERE = {
     "ingest.polling:Poller.running": "streams under way, each under its grant",
     "ingest.polling:Poller._faults": "what the log says already",
     "ingest.replay_places:ReplayPlaces": "replays under way",
-    "ingest.lease_keeper:LeaseKeeper._kept": "the grants of the streams that run",
+    "ingest.running:LeaseKeeper._kept": "the grants of the streams that run",
     "ingest.running:StreamRunner._errors": "what the log says already",
     "ingest.shares:Shares": "computed from ids and names alone",
     "ingest.sweeping:SweepPace": "how long steps have taken",

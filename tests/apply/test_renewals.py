@@ -10,7 +10,7 @@ from waymark.apply.options import ApplyOptions
 from waymark.apply.redis_calls import Fenced
 from waymark.apply.resuming import resumed
 from waymark.base.metrics import Metrics
-from waymark.ingest.lease_keeper import LeaseKeeper
+from waymark.ingest.running import LeaseKeeper
 from waymark.store.store import Store
 
 

@@ -23,7 +23,7 @@ from waymark.base.metrics import Metrics
 from waymark.domain.events import Batch, Cleared, Envelope, Event, Removed, Stored, StoredIdentity
 from waymark.domain.parts import Commit
 from waymark.domain.status import StreamStatus
-from waymark.ingest.lease_keeper import LeaseKeeper
+from waymark.ingest.running import LeaseKeeper
 from waymark.store import keys
 from waymark.store.hashes import KEPT
 from waymark.store.redis.client import RedisClient, Reply

@@ -18,7 +18,7 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import namespace
 from waymark.domain.names import GroupName
 from waymark.domain.prefixes import Change, PrefixChange, prefix_key
-from waymark.inspection import blocks, redis_cli
+from waymark.inspection import holders, redis_cli
 from waymark.inspection.holders import SHOWN_MAX, kind_of, slots_of
 from waymark.inspection.inspector import InspectedGroup
 from waymark.inspection.redis_cli import RedisCli
@@ -293,6 +293,6 @@ async def test_the_commands_and_the_rows_that_are_read_have_a_bound(
     *first, last = (await waymark("inspect", "keys")).splitlines()
     assert (len(first), last) == (8, "# these are the first 8 lines; --group or --model asks for less")
     # The bound is of all groups together.
-    monkeypatch.setattr(blocks, "ROWS_MAX", 0)
+    monkeypatch.setattr(holders, "ROWS_MAX", 0)
     with pytest.raises(NotFound, match=r"among the first \d+ rows; give the first block of its prompt"):
         await waymark("inspect", "block", f"{3:016x}")

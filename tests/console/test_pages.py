@@ -17,7 +17,7 @@ from waymark import cli
 from waymark.base.instruments import rows
 from waymark.base.metrics import Metrics
 from waymark.domain.engines import EngineKind
-from waymark.ingest import prefix_stream, reasons
+from waymark.ingest import counters, prefix_stream
 from waymark.store.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def test_every_setting_of_the_page_is_one() -> None:
 
 
 def test_the_reasons_of_degraded_streams_are_all_explained() -> None:
-    for reason, sentence in (reasons.REASONS | prefix_stream.REASONS).items():
+    for reason, sentence in (counters.REASONS | prefix_stream.REASONS).items():
         assert f"`{reason}: {sentence}`" in PAGE
 
 

@@ -27,8 +27,7 @@ from tests.tokenization import small
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import GroupName
 from waymark.domain.targets import Target
-from waymark.simulator.engine import build_engine
-from waymark.simulator.generation import EngineSpeed
+from waymark.simulator.engine import EngineSpeed, build_engine
 from waymark.simulator.http import EngineHttp
 from waymark.store.store import Store
 

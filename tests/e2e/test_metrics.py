@@ -214,7 +214,7 @@ ELSEWHERE = {
     "waymark_hot_block_bytes": ("tests/store/test_row_reader.py", HOT),
     "waymark_hot_block_hits_total": ("tests/store/test_row_reader.py", HOT),
     "waymark_publishers_unclaimed_total": (
-        "tests/ingest/test_unclaimed.py",
+        "tests/ingest/test_sweeping.py",
         "test_a_damaged_table_does_not_delay_the_next_group",
     ),
     "waymark_publishers_refused": (

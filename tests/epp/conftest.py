@@ -24,9 +24,8 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.names import GroupName
 from waymark.domain.targets import Target
 from waymark.epp.answers import BodyBytes
-from waymark.epp.options import EppOptions
 from waymark.epp.process_call import CallContext
-from waymark.epp.server import EppServer
+from waymark.epp.server import EppOptions, EppServer
 from waymark.store.reservations import Load
 from waymark.store.store import Store
 

@@ -22,7 +22,7 @@ from waymark.base.bounded_json import DEPTH_MAX, PARTS_MAX
 from waymark.base.metrics import Metrics
 from waymark.domain.names import GroupName
 from waymark.domain.targets import Role
-from waymark.epp.options import EppOptions
+from waymark.epp.server import EppOptions
 from waymark.store.store import Store
 
 CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello"}], "stream": True}

@@ -21,8 +21,8 @@ from waymark.base.metrics import Metrics
 from waymark.decide import reported
 from waymark.domain.hashing import token_bytes
 from waymark.domain.targets import Target
-from waymark.epp.options import EppOptions
 from waymark.epp.radix_index import BLOCKS_MAX, BYTES, CLASSES, SERVICE, TOKENS
+from waymark.epp.server import EppOptions
 from waymark.store.store import Store
 
 __all__ = ["hold"]

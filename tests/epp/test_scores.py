@@ -23,8 +23,8 @@ from waymark.domain.known import Spot
 from waymark.domain.names import GroupName
 from waymark.domain.rows import Place
 from waymark.domain.targets import Target
-from waymark.epp.options import EppOptions
 from waymark.epp.scores import CLASSES, PREFIX_CLASSES, PREFIX_SERVICE, SERVICE
+from waymark.epp.server import EppOptions
 from waymark.store.hashes import ReportedBlock
 from waymark.store.store import Store
 

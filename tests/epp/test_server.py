@@ -19,8 +19,7 @@ from tests.epp.proxy import Stream, destinations
 from tests.patience import patient, within
 from waymark.base.errors import SettingsError
 from waymark.epp import radix_index, scores
-from waymark.epp.options import EppOptions
-from waymark.epp.server import HealthService
+from waymark.epp.server import EppOptions, HealthService
 from waymark.store.store import Store
 
 CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello"}]}

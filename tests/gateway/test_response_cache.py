@@ -24,9 +24,8 @@ from waymark.base.errors import SettingsError, StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.chat.prefix_key import as_written, cache_key, is_cacheable
-from waymark.gateway.answer_store import MemoryAnswers
 from waymark.gateway.bounded import CacheSize
-from waymark.gateway.kept_answer import KeptAnswer
+from waymark.gateway.kept_answer import KeptAnswer, MemoryAnswers
 from waymark.gateway.response_cache import SharedAnswers
 from waymark.store.store import Store
 

@@ -24,8 +24,7 @@ from tests.ports import unused_port
 from tests.store.factories import registration
 from waymark.domain.engines import EngineKind
 from waymark.domain.targets import Target
-from waymark.simulator.engine import build_engine
-from waymark.simulator.generation import EngineSpeed
+from waymark.simulator.engine import EngineSpeed, build_engine
 from waymark.simulator.http import EngineHttp
 from waymark.simulator.workload import SimulatedPrompt, mark_of
 from waymark.store.store import Store

@@ -13,9 +13,8 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.patience import patient, within
-from waymark.simulator.engine import SimulatedEngine, build_engine
+from waymark.simulator.engine import EngineSpeed, SimulatedEngine, build_engine
 from waymark.simulator.faults import AnswerFaults
-from waymark.simulator.generation import EngineSpeed
 from waymark.simulator.http import EngineHttp
 from waymark.simulator.workload import mark_of, tokens_of_messages, tokens_of_text
 

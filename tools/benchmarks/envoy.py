@@ -37,8 +37,7 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.targets import Target
 from waymark.epp import messages, tls
 from waymark.epp.server import HealthService
-from waymark.simulator.engine import build_engine
-from waymark.simulator.generation import EngineSpeed
+from waymark.simulator.engine import EngineSpeed, build_engine
 from waymark.simulator.http import EngineHttp
 from waymark.store.store import Store
 

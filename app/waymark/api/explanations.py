@@ -22,10 +22,9 @@ from waymark.contract.shape import plain
 from waymark.domain.multimodal import check_blocks
 from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.domain.table import only_block_size
-from waymark.inspection.explanation import PromptExplanation, described, explain
 from waymark.inspection.holding import InspectedPrompt
 from waymark.inspection.inspector import Inspector
-from waymark.inspection.why import unknown_group
+from waymark.inspection.why import PromptExplanation, described, explain, unknown_group
 from waymark.store.steps import Steps
 from waymark.store.store import Store
 

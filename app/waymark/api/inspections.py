@@ -21,8 +21,7 @@ from waymark.base.shown import shown
 from waymark.contract.inspections import BlockAnswer, HolderAnswer, KeysAnswer
 from waymark.contract.shape import AnswerShape
 from waymark.domain.status import StreamStatus
-from waymark.inspection.blocks import find_block
-from waymark.inspection.holders import find_holder
+from waymark.inspection.holders import find_block, find_holder
 from waymark.inspection.inspector import InspectedGroup, Inspector, pick
 from waymark.inspection.redis_cli import RedisCli, every_key, keys_of_block, keys_of_chain, keys_of_holder
 from waymark.inspection.status import PublisherFilter, gather

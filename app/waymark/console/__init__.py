@@ -1,7 +1,7 @@
 """The output of Waymark in a terminal.
 
 ``service`` is the connection to a Waymark that runs, for the commands that take ``--url``; ``ask``, ``select``,
-``doctor``, ``drain``, ``publishers``, ``inspections`` and ``top`` are such commands, and ``prompt_flags`` reads their
+``doctor``, ``drain``, ``publishers``, ``inspections`` and ``top`` are such commands, and ``prompts`` reads their
 prompts. They need neither Redis nor a package of the server.
 
 ``waymark status`` and ``waymark inspect`` ask it, too; with only a URL of Redis, ``LocalService`` calls the same

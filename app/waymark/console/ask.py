@@ -8,7 +8,7 @@ from typing import Any
 
 from waymark.base.errors import NotFound
 from waymark.base.shown import shown
-from waymark.console.prompt_flags import fields_of, prompt_of
+from waymark.console.prompts import fields_of, prompt_of
 from waymark.console.screen import Grid, ScreenPart, Text, joined, text
 from waymark.console.service import RemoteService
 from waymark.console.units import counted

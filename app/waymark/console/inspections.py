@@ -17,8 +17,7 @@ from urllib.parse import urlencode
 from rich.text import Text
 
 from waymark.base.errors import InvalidValue, NotFound
-from waymark.console.prompt_flags import group_of
-from waymark.console.prompts import read_file, read_hash, read_hashes, read_prompt, read_tokens
+from waymark.console.prompts import group_of, read_file, read_hash, read_hashes, read_prompt, read_tokens
 from waymark.console.publishers import warnings
 from waymark.console.screen import Screen, ScreenPart, joined, text
 from waymark.console.service import RemoteService

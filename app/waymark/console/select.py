@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from waymark.console.prompt_flags import fields_of, prompt_of
+from waymark.console.prompts import fields_of, prompt_of
 from waymark.console.publishers import UNUSABLE, drains
 from waymark.console.screen import Grid, ScreenPart, joined, text
 from waymark.console.service import RemoteService

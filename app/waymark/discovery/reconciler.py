@@ -19,7 +19,7 @@ from waymark.base.errors import Conflict, InvalidValue, RecordDamaged, RemoteUna
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.discovery.engines import EngineRegistrations, RegistrationOf, fields_of, usual_sockets
-from waymark.discovery.wanted import WantedEngine, WantedKey, in_turns
+from waymark.discovery.pods import WantedEngine, WantedKey, in_turns
 from waymark.domain.names import Origin, OriginKind, PublisherName, Registration
 from waymark.store.store import Store
 

@@ -18,9 +18,8 @@ from waymark.contract.publishers import Discovery
 from waymark.discovery.describe import Describer
 from waymark.discovery.engines import EngineRegistrations, RegistrationOf
 from waymark.discovery.kubernetes import ApiServer, PodWatch
-from waymark.discovery.pods import PodPorts, wanted_of
+from waymark.discovery.pods import PodPorts, WantedEngine, WantedKey, in_turns, wanted_of
 from waymark.discovery.reconciler import CONFIRM_SECONDS, Reconciler
-from waymark.discovery.wanted import WantedEngine, WantedKey, in_turns
 from waymark.domain.names import Origin, OriginKind
 from waymark.domain.status import StreamStatus
 from waymark.store.store import Store

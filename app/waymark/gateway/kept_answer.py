@@ -1,14 +1,17 @@
-"""Answers to keep: reading one on its way to the client, and sending it again."""
+"""Answers to keep: reading one on its way to the client, a store in the memory of a gateway, and sending it again."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from waymark.base.asgi import AsgiMessage, AsgiSend
 from waymark.base.bounded_json import bounded_loads
+from waymark.base.metrics import Metrics
 from waymark.chat.requests import Form
+from waymark.gateway.bounded import BoundedCache, CacheSize
 
 #: Ways in which a model itself ends an answer. Abortion is not among them.
 _FINISHED = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
@@ -112,3 +115,91 @@ def _is_finished(api: Form, body: bytes) -> bool:
         and bool(choices)
         and all(isinstance(choice, dict) and choice.get("finish_reason") in _FINISHED for choice in choices)
     )
+
+
+class CacheLookup(NamedTuple):
+    """The cached answer to a request, and the last clearing. A new answer is kept if no other clearing follows."""
+
+    kept: KeptAnswer | None
+    clearing: bytes | int
+
+
+class AnswerStore(Protocol):
+    """The place of the answers of a response cache: memory or Redis."""
+
+    backend: str
+    entries_max: int
+    ttl_seconds: int
+
+    @property
+    def held(self) -> CacheSize:
+        """How much is kept, as far as this process knows."""
+        ...
+
+    async def find(self, key: bytes) -> CacheLookup: ...
+
+    async def keep(self, key: bytes, answer: KeptAnswer, clearing: bytes | int) -> None:
+        """Keep an answer, unless all was cleared since its request was looked up."""
+        ...
+
+    async def clear(self, key: bytes | None = None) -> int:
+        """Forget one answer, or all. Return how many there were. Raise StoreUnavailable if other gateways would keep
+        theirs.
+
+        The answer to a request under way now is not kept afterwards.
+        """
+        ...
+
+    async def count(self) -> CacheSize:
+        """Return the size of the cache."""
+        ...
+
+
+class MemoryAnswers:
+    """Bounded in entries and in bytes."""
+
+    backend = "memory"
+
+    def __init__(
+        self,
+        entries_max: int,
+        bytes_max: int,
+        ttl_seconds: int,
+        metrics: Metrics,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.entries_max = entries_max
+        self.ttl_seconds = ttl_seconds
+        self._generation = 0
+        """A number that every ``clear`` raises."""
+        evicted = metrics.response_cache_evictions.inc
+        self._answers: BoundedCache[KeptAnswer] = BoundedCache(
+            entries_max, bytes_max, ttl_seconds, lambda answer: len(answer.body), evicted=evicted, clock=clock
+        )
+
+    @property
+    def held(self) -> CacheSize:
+        return self._answers.held
+
+    async def count(self) -> CacheSize:
+        return self.held
+
+    async def find(self, key: bytes) -> CacheLookup:
+        return CacheLookup(self._answers.find(key), self._generation)
+
+    async def keep(self, key: bytes, answer: KeptAnswer, clearing: bytes | int) -> None:
+        if clearing == self._generation:
+            self._answers.keep(key, answer)
+
+    async def clear(self, key: bytes | None = None) -> int:
+        return self.forget(key)
+
+    def forget(self, key: bytes | None = None) -> int:
+        """Forget one answer, or all. Return how many there were. Answers under way now are not kept."""
+        self._generation += 1
+        if key is None:
+            return self._answers.clear()
+        answer = self._answers.find(key)
+        self._answers.remove(key)
+        return int(answer is not None)

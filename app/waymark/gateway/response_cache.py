@@ -25,9 +25,8 @@ from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.chat.prefix_key import as_written, cache_key, is_cacheable, telling_headers
 from waymark.chat.requests import Form
-from waymark.gateway.answer_store import AnswerStore, CacheLookup, MemoryAnswers
 from waymark.gateway.bounded import CacheSize
-from waymark.gateway.kept_answer import AnswerCollector, KeptAnswer, send_again
+from waymark.gateway.kept_answer import AnswerCollector, AnswerStore, CacheLookup, KeptAnswer, MemoryAnswers, send_again
 from waymark.gateway.proxy import ProxiedRequest
 from waymark.gateway.security import GatewayCaller, going_on
 from waymark.gateway.shapes import InferenceBody

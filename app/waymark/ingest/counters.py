@@ -1,4 +1,7 @@
-"""The counters of a stream: those in its record, and the metrics with the same counts in this process."""
+"""What a stream notes in its record: counters, with the metrics that count the same, and why it is degraded.
+
+The reasons are flags, by which the next worker learns them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Literal, TypeAlias
 
 from waymark.base.instruments import Counter
 from waymark.base.metrics import Metrics
+from waymark.domain import life_facts
 
 LifeCounter: TypeAlias = Literal[
     "batches_lost", "buffer_dropped", "frames_malformed", "gaps", "holes", "restarts", "stale_batches"
@@ -32,3 +36,43 @@ def metrics_of_life(metrics: Metrics) -> dict[LifeCounter, Counter | None]:
         "restarts": metrics.restarts,
         "stale_batches": metrics.stale_batches,
     }
+
+
+EVENTS_MISSING = life_facts.EVENTS_MISSING
+COPIES_DOUBTED = life_facts.COPIES_DOUBTED
+JOINED_LATE = "joined_late"
+BATCHES_LOST = "batches_lost"
+OVER_CEILING = "over_ceiling"
+REPLAY_SILENT = "replay_silent"
+REPLAY_INCOMPLETE = "replay_incomplete"
+REPLAY_WAITING = "replay_waiting"
+BUFFER_FULL = "buffer_full"
+SNAPSHOT_FAILED = "snapshot_failed"
+
+#: The reasons that a snapshot of the engine's cache ends.
+REPAIRABLE = frozenset({JOINED_LATE, BATCHES_LOST, OVER_CEILING, BUFFER_FULL, COPIES_DOUBTED})
+
+#: A flag of a life that began before a replay was answered. The seq of its first live frame follows.
+OPENED_AT = "opened_at:"
+#: A flag of a life with a gap for which no replay was answered. The seq of the first frame behind the gap follows.
+GAP_AT = "gap_at:"
+
+#: The sentences of the reasons for which a stream is degraded.
+REASONS = {
+    JOINED_LATE: "this life began before the first batch that the publisher can replay",
+    BATCHES_LOST: "batches of this life were lost and cannot be replayed",
+    EVENTS_MISSING: "event_ids of this life are missing: the publisher left events out of its batches",
+    OVER_CEILING: "a batch of this life was above a ceiling and was not read",
+    REPLAY_SILENT: "the replay endpoint does not answer",
+    REPLAY_INCOMPLETE: "the last replay ended early",
+    REPLAY_WAITING: "this stream waits for a place to replay (WAYMARK_REPLAYS_MAX); live frames are applied meanwhile",
+    COPIES_DOUBTED: "copies of blocks were counted by a rule that the events of the engine contradict",
+    SNAPSHOT_FAILED: "no snapshot of the engine's cache could be had; it is asked for again",
+    BUFFER_FULL: "frames were dropped that no replay can recover: WAYMARK_STREAM_BUFFER_BYTES "
+    "or WAYMARK_STREAM_BUFFER_FRAMES was reached",
+}
+
+
+def seq_in(flags: frozenset[str], name: str) -> int | None:
+    """Return the seq in the flag ``name``, ``OPENED_AT`` or ``GAP_AT``, or None if it is not set."""
+    return next((int(flag.removeprefix(name)) for flag in flags if flag.startswith(name)), None)

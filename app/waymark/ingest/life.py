@@ -22,9 +22,7 @@ from waymark.domain.resolver import UNTRUSTED
 from waymark.domain.status import StreamStatus
 from waymark.engines import Decoder
 from waymark.ingest.batch_decoder import BatchDecoder
-from waymark.ingest.counters import LifeCounter, metrics_of_life
-from waymark.ingest.order import FrameOrder, FramePosition
-from waymark.ingest.reasons import (
+from waymark.ingest.counters import (
     BATCHES_LOST,
     BUFFER_FULL,
     COPIES_DOUBTED,
@@ -36,8 +34,11 @@ from waymark.ingest.reasons import (
     REPLAY_SILENT,
     REPLAY_WAITING,
     SNAPSHOT_FAILED,
+    LifeCounter,
+    metrics_of_life,
     seq_in,
 )
+from waymark.ingest.order import FrameOrder, FramePosition
 from waymark.store.activity import ActivityKind
 from waymark.store.records import StreamRecord
 

@@ -19,11 +19,10 @@ from waymark.domain.names import PublisherName, Registration
 from waymark.domain.status import StreamStatus
 from waymark.ingest.gauges import ServedPair, WorkerGauges
 from waymark.ingest.options import WorkerOptions
-from waymark.ingest.overdue import Overdue
 from waymark.ingest.running import Running, StreamRunner
 from waymark.ingest.scraping import Scraper
 from waymark.ingest.shares import RegisteredRanks, Shares
-from waymark.ingest.unclaimed import UnclaimedWatch
+from waymark.ingest.sweeping import Overdue, UnclaimedWatch
 from waymark.store.claims import Claim
 from waymark.store.directory import GroupEntry
 from waymark.store.store import Store

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Literal
 
 from waymark.apply.applier import Incoming
+from waymark.ingest.counters import BATCHES_LOST
 from waymark.ingest.frames import Frame
 from waymark.ingest.life import Life
 from waymark.ingest.order import FrameOrder, FramePosition
-from waymark.ingest.reasons import BATCHES_LOST
 from waymark.store.activity import ActivityKind
 
 #: Ranks come from batches; above this number the rank that was known first is forgotten.

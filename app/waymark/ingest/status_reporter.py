@@ -13,8 +13,8 @@ import logging
 from waymark.apply.redis_calls import Fenced
 from waymark.base.logs import fields
 from waymark.domain.status import StreamStatus
+from waymark.ingest.counters import EVENTS_MISSING, REASONS
 from waymark.ingest.life import Life
-from waymark.ingest.reasons import EVENTS_MISSING, REASONS
 from waymark.ingest.replaying import Replaying
 from waymark.ingest.subscriber import Subscriber
 from waymark.store.activity import ActivityKind

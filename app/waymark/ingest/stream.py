@@ -20,11 +20,11 @@ from waymark.base.errors import InvalidValue
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.domain.status import StreamStatus
+from waymark.ingest.counters import REPLAY_INCOMPLETE, REPLAY_SILENT, REPLAY_WAITING
 from waymark.ingest.frames import FrameRoom
 from waymark.ingest.life import Life
 from waymark.ingest.order import FramePosition
 from waymark.ingest.rank_streams import RankStreams
-from waymark.ingest.reasons import REPLAY_INCOMPLETE, REPLAY_SILENT, REPLAY_WAITING
 from waymark.ingest.received import ReceivedFrames
 from waymark.ingest.replay import AttemptResult
 from waymark.ingest.replay_places import ReplayPauses, ReplayPlaces

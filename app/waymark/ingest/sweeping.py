@@ -1,8 +1,15 @@
-"""Sweeps and values while a worker runs: removes dead holders from blocks, and finds the worth of caches.
+"""The housekeeping of a worker: dead holders, the worth of caches, unclaimed publishers and overdue reservations.
 
-Each keeps the pace of the setting. Any worker may sweep any group. If two workers sweep the same holder, they do the
-same work twice, which is harmless; only one worker at a time values a group. A worker has one step of each under way at
-a time, so a reader waits for at most two steps of each worker.
+Dead holders are swept out of blocks, and caches are valued, in steps. Both keep the pace of the setting. Any worker may
+sweep any group. If two workers sweep the same holder, they do the same work twice, which is harmless; only one worker
+at a time values a group. A worker has one step of each under way at a time, so a reader waits for at most two steps of
+each worker.
+
+Publishers in a group's holder table without a claim are ended, too. Each poll reads the table of one group, in turn.
+The workers share the groups, so that a poll costs one command for each worker, however many groups there are.
+
+Overdue reservations end here in groups that get no requests, for example because their only replica was killed. Each
+group has one worker that looks after it. Two workers that end the same reservation change the load once.
 """
 
 from __future__ import annotations
@@ -11,15 +18,18 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable, Sequence
 
 from waymark.base.errors import RecordDamaged, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.domain.names import GroupName
 from waymark.store.activity import ActivityKind
+from waymark.store.claims import Claim
 from waymark.store.directory import GroupEntry
+from waymark.store.reservations import OVERDUE_MAX
 from waymark.store.store import Store
+from waymark.store.sweep import UnclaimedPublisher
 from waymark.store.worth import LEASE_SECONDS, STEP_BLOCKS
 
 log = logging.getLogger(__name__)
@@ -141,3 +151,113 @@ async def _unless_damaged(step: Coroutine[None, None, int]) -> int:
     except RecordDamaged as exc:
         log.debug("group cannot be swept", extra=fields(error=exc.sentence))
         return 0
+
+
+class UnclaimedWatch:
+    """Ends a publisher without a claim for two polls and for ``patience_seconds``.
+
+    Within ``patience_seconds`` every live worker polls, and puts back a claim that it knows and Redis has lost.
+    """
+
+    def __init__(self, store: Store, metrics: Metrics, patience_seconds: float) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._patience_seconds = patience_seconds
+        self._last = 0
+        """The group that was checked last."""
+        self._since: dict[UnclaimedPublisher, float] = store.incarnation.cache({})
+        """Publishers without a claim, with the monotonic second at which each was found."""
+
+    async def check_next(self, share: Sequence[GroupEntry], claims: Sequence[Claim]) -> None:
+        """Check the next group of this worker's share. Raises StoreUnavailable."""
+        entry = self._next(share)
+        if entry is None:
+            self._since.clear()
+            return
+        try:
+            await self._check(entry, claims, {group_entry.group_id for group_entry in share})
+        except RecordDamaged as exc:
+            # Readers of the table log this, too. A group that cannot be searched delays no other.
+            log.debug("group cannot be searched", extra=fields(group=entry.group_id, error=exc.sentence))
+
+    async def _check(self, entry: GroupEntry, claims: Sequence[Claim], mine: set[int]) -> None:
+        claimed = {claim.publisher for claim in claims}
+        rows = await self._store.unclaimed.publishers(entry.group_id) - claimed
+        unclaimed = {UnclaimedPublisher(publisher, entry.group_id, entry.shards) for publisher in rows}
+        now = time.monotonic()
+        for ids in list(self._since):
+            if ids.group_id not in mine or (ids.group_id == entry.group_id and ids not in unclaimed):
+                del self._since[ids]
+        for ids in unclaimed:
+            first_seen = self._since.setdefault(ids, now)
+            if first_seen < now and now - first_seen >= self._patience_seconds:
+                del self._since[ids]
+                if await self._store.unclaimed.end(ids):
+                    self._metrics.publishers_unclaimed.inc()
+                    about = fields(group=entry.group_id, publisher=ids.publisher)
+                    log.warning("removed a publisher that has no registration", extra=about)
+
+    def _next(self, share: Sequence[GroupEntry]) -> GroupEntry | None:
+        """Return the group after the last one, or None if there is none."""
+        ordered = sorted(share, key=lambda group_entry: group_entry.group_id)
+        if not ordered:
+            return None
+        entry = next((group_entry for group_entry in ordered if group_entry.group_id > self._last), ordered[0])
+        self._last = entry.group_id
+        return entry
+
+
+#: How often each group is looked at.
+_SECONDS = 1.0
+#: Calls under way at once, so that a group whose server is slow delays no other.
+_AT_ONCE = 8
+
+
+class Overdue:
+    def __init__(self, store: Store, metrics: Metrics) -> None:
+        self._reservations = store.reservations
+        self._metrics = metrics
+        self._groups: list[int] = store.incarnation.cache([])
+        self._places = asyncio.Semaphore(_AT_ONCE)
+
+    def see(self, groups: Iterable[int]) -> None:
+        """Look after these groups from now on."""
+        self._groups[:] = groups
+
+    async def keep_ending(self) -> None:
+        """End overdue reservations until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            deadline = loop.time() + _SECONDS
+            group_ids = await self._under_way()
+            # A group with more of them gets its next call after the others; a new round sees all groups again.
+            while group_ids and loop.time() < deadline:
+                ended = await asyncio.gather(*map(self._end, group_ids))
+                group_ids = [group_id for group_id, count in zip(group_ids, ended, strict=True) if count == OVERDUE_MAX]
+            await asyncio.sleep(max(0.0, deadline - loop.time()))
+
+    async def _under_way(self) -> Sequence[int]:
+        """Return the groups that have reservations; all groups if Redis does not answer."""
+        groups = list(self._groups)
+        try:
+            return await self._reservations.under_way(groups) if groups else ()
+        except StoreUnavailable as exc:
+            log.debug("reservations cannot be counted", extra=fields(error=exc.sentence))
+            return groups
+
+    async def _end(self, group_id: int) -> int:
+        """Make one call for a group. Return how many reservations it ended; 0 if it fails."""
+        async with self._places:
+            try:
+                ended = await self._reservations.end_overdue(group_id)
+            except StoreUnavailable as exc:
+                log.debug("overdue reservations could not be ended", extra=fields(group=group_id, error=exc.sentence))
+                return 0
+            except Exception:
+                # Any release may have written the data of a group. If this code fails on them, the worker must go on.
+                log.exception(
+                    "overdue reservations could not be ended; the worker tries again", extra=fields(group=group_id)
+                )
+                return 0
+        self._metrics.reservations_expired.inc(ended)
+        return ended

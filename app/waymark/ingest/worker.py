@@ -15,13 +15,12 @@ from waymark.base.errors import StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.ingest.options import WorkerOptions
-from waymark.ingest.overdue import Overdue
 from waymark.ingest.polling import Poller
 from waymark.ingest.replay_places import ReplayPlaces
 from waymark.ingest.running import StreamRunner
 from waymark.ingest.scraping import Scraper
 from waymark.ingest.sockets import ZmqContext
-from waymark.ingest.sweeping import keep_sweeping, keep_valuing
+from waymark.ingest.sweeping import Overdue, keep_sweeping, keep_valuing
 from waymark.store.store import Store
 
 log = logging.getLogger(__name__)

@@ -3,25 +3,31 @@
 The registrations and their streams come first; then the prompt is looked up once more, its first block only, under the
 usual other readings: another block size, adapter, salt, tenant, seed, or without the first token. A salt may be a
 secret of its tenant: it is tried, never shown.
+
+An explanation has each instance's share, and the reason why it is no longer; for the shell and over HTTP. Its JSON form
+has the ids of groups and holders only for somebody who may read Redis: they are counted over all tenants.
 """
 
 from __future__ import annotations
 
+import asyncio
 import difflib
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 
 from waymark.base.shown import shown
+from waymark.contract.inspections import Explanation, HolderRuns, InspectedInstance
 from waymark.domain.hashing import DEFAULT_SEED
 from waymark.domain.names import GroupName, Registration
 from waymark.domain.rows import parse_entry, parse_field
 from waymark.domain.status import StreamStatus
 from waymark.domain.table import HolderTable
-from waymark.inspection.holding import InspectedPrompt, PromptHoldings, not_counted
+from waymark.inspection.holding import InspectedPrompt, InstanceLines, PromptHoldings, hold, not_counted, runs
 from waymark.inspection.inspector import InspectedGroup, Inspector
 from waymark.inspection.status import complaint
 from waymark.store import keys
+from waymark.store.claims import Claim
 from waymark.store.publisher_states import PublisherState
 
 #: The bound on other readings of a prompt to try.
@@ -258,3 +264,99 @@ def _names(names: Sequence[str], count: int | None = None) -> str:
     count = len(names) if count is None else count
     text = ", ".join(map(shown, names[:_NAMES_MAX]))
     return text if count <= _NAMES_MAX else f"{text} and {count - _NAMES_MAX} more"
+
+
+#: Runs of blocks in the JSON form, of all instances.
+RUNS_MAX = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class PromptExplanation:
+    """The holders of a prompt, and the reasons why the share of an instance ends."""
+
+    name: GroupName
+    tokens: int
+    holding: PromptHoldings | None = None
+    """The holders of the prompt; None if it was not looked up, for a reason in ``reasons``."""
+    of_instances: Mapping[str, str] = field(default_factory=dict)
+    """The reason why an instance has no match, or the end of its match, by instance."""
+    reasons: Sequence[str] = ()
+    """The reasons why no instance has a match; empty if one has."""
+
+
+async def explain(
+    inspector: Inspector,
+    prompt: InspectedPrompt,
+    group: InspectedGroup,
+    block_size: int,
+    groups: Sequence[InspectedGroup],
+    claims: Sequence[Claim],
+) -> PromptExplanation:
+    """Look up a prompt. ``claims`` are the group's claims; a reason may name any group of ``groups``."""
+    table = await inspector.table(group) or _empty_table(group)
+    holding = await hold(inspector, group, table, prompt, block_size)
+    states = await inspector.states(claims)
+    instance_reasons = of_instances(holding, states)
+    await asyncio.sleep(0)
+    instance_reasons |= ends(holding)
+    await asyncio.sleep(0)
+    reasons = [] if holding.best else await of_prompt(inspector, prompt, holding, table, groups, states)
+    return PromptExplanation(group.name, prompt.count, holding, instance_reasons, reasons)
+
+
+def _empty_table(group: InspectedGroup) -> HolderTable:
+    """Return a table for a group whose own has gone."""
+    return HolderTable(b"", group.name, {}, {})
+
+
+def described(
+    explanation: PromptExplanation, *, top: int, instance_id: str | None = None, has_ids: bool = False
+) -> Explanation:
+    """Describe at most ``top`` instances, or one, and ``RUNS_MAX`` runs; ``has_ids`` adds ids of groups and holders."""
+    holding = explanation.holding
+    lines = (
+        []
+        if holding is None
+        else [instance for instance in holding.instances if instance_id in (None, instance.instance_id)]
+    )
+    size = 0 if holding is None else holding.block_size
+    instances: list[InspectedInstance] = []
+    runs_left = RUNS_MAX
+    for line in lines[:top]:
+        instance = _instance(line, explanation.of_instances.get(line.instance_id, ""), size, has_ids=has_ids)
+        runs_left -= sum(len(holder.runs) for holder in instance.holders)
+        if runs_left < 0:
+            break
+        instances.append(instance)
+    return Explanation(
+        group=holding.group.id if has_ids and holding is not None else None,
+        tenant_id=explanation.name.tenant_id,
+        model=explanation.name.model_name,
+        block_size=size or None,
+        total_tokens=explanation.tokens,
+        total_blocks=0 if holding is None else len(holding.keys),
+        longest_matched=0 if holding is None else holding.best * size,
+        blocks_held=0 if holding is None else holding.blocks_held,
+        reasons=explanation.reasons,
+        instances=instances,
+        instances_left_out=len(lines) - len(instances),
+    )
+
+
+def _instance(lines: InstanceLines, note: str, block_size: int, *, has_ids: bool) -> InspectedInstance:
+    return InspectedInstance(
+        instance_id=lines.instance_id,
+        is_pool=lines.is_pool,
+        longest_matched=lines.match * block_size,
+        note=note or None,
+        holders=[
+            HolderRuns(
+                id=line.holder.id if has_ids else None,
+                dp_rank=line.holder.dp_rank,
+                medium=line.holder.medium,
+                not_counted=line.not_counted or None,
+                runs=list(runs(line.has)),
+            )
+            for line in lines.holders
+        ],
+    )

@@ -21,9 +21,8 @@ from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
 from waymark.decide.under_way import RequestsUnderWay
 from waymark.epp.answers import BodyBytes
-from waymark.epp.options import IDLE_SECONDS, EppOptions
 from waymark.epp.process_call import CallContext
-from waymark.epp.server import EppServer
+from waymark.epp.server import IDLE_SECONDS, EppOptions, EppServer
 from waymark.runtime.replica import freeze_heap, http_server, open_store, report_redis, stop_signal
 from waymark.serving.limits import ServerBounds, files_for
 from waymark.serving.listening import listen

@@ -27,8 +27,7 @@ from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue, SettingsError
 from waymark.base.shown import kind, shown
 from waymark.discovery.describe import instance_id_of
-from waymark.discovery.pods import role_in
-from waymark.discovery.wanted import WantedEngine
+from waymark.discovery.pods import WantedEngine, role_in
 from waymark.domain.names import DEFAULT_TENANT, Origin, Registration
 
 _FILE_BYTES_MAX = 16 * 2**20

@@ -20,9 +20,8 @@ from aiohttp import web
 
 from waymark.base.errors import InvalidValue
 from waymark.simulator.encode import GPU
-from waymark.simulator.engine import SimulatedEngine
+from waymark.simulator.engine import Completion, EngineSpeed, Generator, SimulatedEngine
 from waymark.simulator.faults import AnswerFaults
-from waymark.simulator.generation import Completion, EngineSpeed, Generator
 from waymark.simulator.openai import (
     BadRequest,
     EngineModels,

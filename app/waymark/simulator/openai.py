@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from waymark.simulator.generation import Completion, Generator
+from waymark.simulator.engine import Completion, Generator
 from waymark.simulator.workload import VOCABULARY, SimulatedPrompt, mark_of, said, tokens_of_messages, tokens_of_text
 
 _CREATED = 1_700_000_000

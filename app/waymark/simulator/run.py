@@ -18,8 +18,7 @@ from waymark.base.errors import InvalidValue
 from waymark.client import AsyncClient, Refused, Unavailable
 from waymark.domain.engines import TRAITS
 from waymark.simulator.encode import Dimensions
-from waymark.simulator.engine import SimulatedEngine, build_engine
-from waymark.simulator.generation import EngineSpeed
+from waymark.simulator.engine import EngineSpeed, SimulatedEngine, build_engine
 from waymark.simulator.http import EngineHttp
 from waymark.simulator.options import SimulateOptions
 from waymark.simulator.workload import SimulatedPrompt, conversations, read_trace

@@ -8,7 +8,7 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench
 from waymark.base.errors import RecordDamaged
 from waymark.ingest import stream as stream_module
-from waymark.ingest.lease_keeper import LeaseKeeper
+from waymark.ingest.running import LeaseKeeper
 from waymark.ingest.stream import Stream
 from waymark.ingest.subscriber import Subscriber
 from waymark.store.leases import Grant
