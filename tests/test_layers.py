@@ -59,14 +59,14 @@ PARTS: dict[str, set[str]] = {
         "runtime",
     },
     "__main__": {"cli"},
-    "asgi": {"base", "store", "tokenization", "api", "runtime"},
+    "asgi": {"runtime"},
 }
 
 # The rooms whose ``__init__`` names the modules that other rooms may import.
 FACES = ("domain", "store")
 
 # The rooms that make a process from its settings.
-ABOVE = {"runtime", "cli", "asgi"}
+ABOVE = {"runtime", "cli"}
 # The rooms whose parts take values from the settings; no other room below ``ABOVE`` has them.
 KNOW_SETTINGS = {
     *("base", "store", "store.redis", "apply", "tokenization", "inspection", "decide", "gateway", "epp"),

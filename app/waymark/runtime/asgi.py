@@ -1,0 +1,81 @@
+"""A query replica for any ASGI server, without a process of its own.
+
+The settings are those of the environment. The server must speak the lifespan protocol: the application opens its
+connections when it starts, and closes them when it ends. The bounds of ``waymark query`` on connections and on slow
+requests are in its own server, so another server needs its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from waymark.api.application import create_app
+from waymark.api.engine_addresses import EngineAddresses
+from waymark.base import native
+from waymark.base.asgi import AsgiReceive, AsgiScope, AsgiSend
+from waymark.base.asker import Asker
+from waymark.base.errors import SettingsError, StoreUnavailable
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
+from waymark.runtime.replica import open_store, report_redis
+from waymark.store.store import Store
+from waymark.tokenization.tokenizers import Tokenizers
+
+
+class AsgiReplica:
+    """An application without a process of its own. It answers between the startup and the shutdown of its server."""
+
+    def __init__(self) -> None:
+        self._app: Any = None
+
+    async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif self._app is None:
+            raise RuntimeError("waymark.asgi:app was not started; turn the lifespan protocol of the server on")
+        else:
+            await self._app(scope, receive, send)
+
+    async def _live(self, receive: AsgiReceive, send: AsgiSend) -> None:
+        """Open everything, answer until the server ends, and close everything."""
+        await receive()
+        stopping = asyncio.Event()
+        try:
+            settings = Settings.from_env()
+            if settings.redis_url == "memory://":
+                raise SettingsError("WAYMARK_REDIS_URL is memory://, which no worker reaches; give a redis:// URL")
+        except SettingsError as error:
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        is_native = native.select(settings.native) == "native"
+        metrics = Metrics(role="query", is_native=is_native, models_max=settings.metrics_models_max)
+        store = open_store(settings, metrics)
+        tokenizers, asker = Tokenizers.of(settings, metrics, EngineAddresses(store)), Asker.of(settings)
+        try:
+            await report_redis(store)
+            refusal = await _refusal(store)
+            if refusal is not None:
+                await send({"type": "lifespan.startup.failed", "message": refusal})
+                return
+            self._app = create_app(store, settings, metrics, tokenizers, asker, stopping)
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            stopping.set()
+        finally:
+            self._app = None
+            await tokenizers.close()
+            await asker.close()
+            await store.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+async def _refusal(store: Store) -> str | None:
+    """Why the index in Redis cannot be used; None where Redis does not answer, which ``/ready`` then says."""
+    try:
+        return await store.other_format()
+    except StoreUnavailable:
+        return None
+
+
+app = AsgiReplica()
