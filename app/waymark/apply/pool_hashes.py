@@ -116,12 +116,12 @@ class PoolHashes:
 
     async def spots_of(self, engine_hashes: Collection[int]) -> dict[int, Spot]:
         """The blocks that these hashes name, as far as they are kept."""
-        wanted, found = list(engine_hashes), dict[int, Spot]()
+        wanted, spots = list(engine_hashes), dict[int, Spot]()
         for start in range(0, len(wanted), FIND_HASHES):
-            some = wanted[start : start + FIND_HASHES]
-            found |= await self._answered(partial(self._hashes.find, self._grant.group_id, some))
+            batch = wanted[start : start + FIND_HASHES]
+            spots |= await self._answered(partial(self._hashes.find, self._grant.group_id, batch))
             await self._slices.pause()
-        return found
+        return spots
 
     async def _keep_older(self) -> None:
         """Keep some hashes of the blocks that this life had before they were wanted."""

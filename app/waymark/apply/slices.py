@@ -33,10 +33,10 @@ class LoopTurns:
     def of_loop(cls) -> LoopTurns:
         """Return the turns of the running loop."""
         loop = asyncio.get_running_loop()
-        found = cls._of_loops.get(loop)
-        if found is None:
-            found = cls._of_loops[loop] = cls(loop)
-        return found
+        turns = cls._of_loops.get(loop)
+        if turns is None:
+            turns = cls._of_loops[loop] = cls(loop)
+        return turns
 
     async def next(self) -> None:
         """Wait for a turn, behind all who wait already."""

@@ -69,7 +69,7 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
         began = monotonic()
         while True:
             answer = await _workers(waymark)
-            found = [
+            publishers = [
                 publisher
                 for publisher in answer.publishers
                 if (publisher.instance_id, publisher.tenant_id) == (engine.instance_id, tenant_id)
@@ -78,22 +78,22 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
             if all(
                 each.status not in (StreamStatus.STARTING, StreamStatus.REPLAYING, StreamStatus.UNREACHABLE)
                 and _has_blocks(each)
-                for each in found
+                for each in publishers
             ):
                 break
             if monotonic() > began + arguments.wait_seconds:
                 break
-            if found and not answer.workers and monotonic() > began + _WORKER_SECONDS:
+            if publishers and not answer.workers and monotonic() > began + _WORKER_SECONDS:
                 break
             await asyncio.sleep(_PAUSE_SECONDS)
-        for each in found:
+        for each in publishers:
             endpoint = engine.endpoints[each.dp_rank]
             yield PrintedLine(
                 f"rank {each.dp_rank}: {endpoint or 'no socket'}, {_state(each)}",
                 {"dp_rank": each.dp_rank, "endpoint": endpoint, "status": each.status}
                 | {"blocks": dict(each.blocks), "last_error": each.last_error},
             )
-        if any(engine.endpoints.values()) and found and not answer.workers:
+        if any(engine.endpoints.values()) and publishers and not answer.workers:
             raise NotRegistered(
                 f"{engine.instance_id} is registered, but no ingest worker is alive, so nothing is known of its cache: "
                 "start one with 'waymark ingest'"
@@ -112,8 +112,8 @@ async def unregister(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine
             removed = await waymark.unregister(name, tenant_id=arguments.tenant_id, dp_rank=arguments.dp_rank)
         except (Refused, Unavailable) as error:
             raise NotRegistered(str(error)) from None
-    for each in removed:
-        yield PrintedLine(f"unregistered {each}", {"unregistered": each})
+    for registration in removed:
+        yield PrintedLine(f"unregistered {registration}", {"unregistered": registration})
 
 
 def _client(arguments: argparse.Namespace) -> AsyncClient:
@@ -132,6 +132,6 @@ def _has_blocks(publisher: Publisher) -> bool:
 
 
 def _state(publisher: Publisher) -> str:
-    held = ", ".join(f"{count} blocks on {medium}" for medium, count in publisher.blocks.items() if count)
+    blocks = ", ".join(f"{count} blocks on {medium}" for medium, count in publisher.blocks.items() if count)
     error = f" ({publisher.last_error})" if publisher.last_error else ""
-    return f"{publisher.status}{error}, {held or 'no blocks yet'}"
+    return f"{publisher.status}{error}, {blocks or 'no blocks yet'}"

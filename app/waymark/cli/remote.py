@@ -317,10 +317,10 @@ def _drained(
     from waymark.base.errors import WaymarkError
     from waymark.console.drain import NotDrained, left_as
 
-    said: dict[str, list[str]] = {name: [] for name in names}
+    messages_of: dict[str, list[str]] = {name: [] for name in names}
 
     def say(name: str, line: str) -> None:
-        said[name].append(line)
+        messages_of[name].append(line)
         if not arguments.json:
             print(line, flush=True)
 
@@ -344,13 +344,13 @@ def _drained(
         print(f"waymark drain: {exc}", file=sys.stderr)
         return EXIT_FAILED
     finally:
-        if arguments.json and any(said.values()):  # one document, when the output is complete
+        if arguments.json and any(messages_of.values()):  # one document, when the output is complete
             engines = [
                 ({"why": reasons[name]} if name in reasons else {}) | {"instance_id": name, "messages": messages}
-                for name, messages in said.items()
+                for name, messages in messages_of.items()
             ]
-            of = {"model_name": arguments.model, "engines": engines} if reasons else engines[0]
-            print(json.dumps({"done": is_done} | of), flush=True)
+            subject = {"model_name": arguments.model, "engines": engines} if reasons else engines[0]
+            print(json.dumps({"done": is_done} | subject), flush=True)
     return EXIT_OK
 
 
@@ -372,13 +372,13 @@ def _books(service: RemoteService, arguments: argparse.Namespace, screen: Screen
     if arguments.plot is not None and find_spec("matplotlib") is None:
         print("waymark books: --plot needs matplotlib: pip install 'waymark[plot]', or leave it out", file=sys.stderr)
         return EXIT_FAILED
-    found = books(service, arguments)
+    report = books(service, arguments)
     if arguments.plot is not None:
-        draw(found, arguments.plot)
+        draw(report, arguments.plot)
     if arguments.json:
-        screen.write(json.dumps(found, indent=2))
+        screen.write(json.dumps(report, indent=2))
     else:
-        screen.show(parts(found))
+        screen.show(parts(report))
     return EXIT_OK
 
 

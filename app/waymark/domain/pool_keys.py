@@ -108,11 +108,11 @@ def key_forms(texts: tuple[str, ...]) -> KeyForms | None:
             return None
         keys = text.split(",")
         for key in keys:
-            found = _PLACEHOLDER.findall(key)
+            fields = _PLACEHOLDER.findall(key)
             rest = _PLACEHOLDER.sub("", key)
-            if len(found) != 1 or "{" in rest or "}" in rest or len(key) > _KEY_CHARACTERS_MAX:
+            if len(fields) != 1 or "{" in rest or "}" in rest or len(key) > _KEY_CHARACTERS_MAX:
                 return None
-            schemes.add(found[0])
+            schemes.add(fields[0])
         forms.append(tuple(_PLACEHOLDER.sub("{}", key) for key in keys))
     if len(schemes) != 1:
         return None
@@ -138,10 +138,10 @@ def sglang_forms(model: str, parts: int, tag: str = "") -> tuple[str, ...]:
 
 def page_hashes(tokens: bytes, block_size: int) -> Iterator[str]:
     """The hashes by which SGLang names the pages of a prompt, as hex texts."""
-    step, before = _TOKEN_BYTES * block_size, b""
-    for at in range(0, len(tokens) - step + 1, step):
-        before = sha256(before + tokens[at : at + step]).digest()
-        yield before.hex()
+    step, digest = _TOKEN_BYTES * block_size, b""
+    for start in range(0, len(tokens) - step + 1, step):
+        digest = sha256(digest + tokens[start : start + step]).digest()
+        yield digest.hex()
 
 
 def _vllm_hashes(prompt: AskedPrompt, scheme: str, seed: str) -> Iterator[str]:
@@ -150,12 +150,12 @@ def _vllm_hashes(prompt: AskedPrompt, scheme: str, seed: str) -> Iterator[str]:
     if sys.byteorder == "big":
         ids.byteswap()
     size = prompt.block_size
-    before = sha256(packed(seed or _VLLM_SEED)).digest()
+    digest = sha256(packed(seed or _VLLM_SEED)).digest()
     more = (("cache_salt", prompt.salt),) if prompt.salt else None
-    for at in range(0, len(ids) - size + 1, size):
-        before = sha256(packed((before, tuple(ids[at : at + size]), more))).digest()
+    for start in range(0, len(ids) - size + 1, size):
+        digest = sha256(packed((digest, tuple(ids[start : start + size]), more))).digest()
         more = None
-        yield before.hex()
+        yield digest.hex()
 
 
 def _pickled(value: Any) -> bytes:

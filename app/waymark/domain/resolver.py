@@ -183,15 +183,15 @@ class Resolver(StreamBlocks):
         if not self.is_shared:
             return []
         hashes = self.objects.some()
-        seen = set(hashes)
+        distinct = set(hashes)
         for batch in batches:
             # Plain stores have their tokens.
             for event in () if type(batch.events) is PlainEvents else batch.events:
                 work = EVENT_WORK
                 if isinstance(event, _REPORTED_ELSEWHERE):
                     work += len(event.engine_hashes)
-                    new = [each for each in event.engine_hashes if each not in seen]
-                    seen.update(new)
+                    new = [engine_hash for engine_hash in event.engine_hashes if engine_hash not in distinct]
+                    distinct.update(new)
                     hashes += new
                 if self._slice.is_full(work):
                     yield
@@ -284,7 +284,7 @@ class Resolver(StreamBlocks):
             return
         if event.is_reused and self.has_missing:
             # Unknown ones were announced in a lost batch.
-            self.recover(sum(self.memory.held(holder, each) is None for each in event.engine_hashes))
+            self.recover(sum(self.memory.held(holder, engine_hash) is None for engine_hash in event.engine_hashes))
         self._rules.of(event).stored(progress, holder, self._planner.rank(batch, event), event)
 
     def _remove(self, progress: BatchProgress, batch: Batch, event: RemovalEvent) -> None:
@@ -357,8 +357,8 @@ class Resolver(StreamBlocks):
         Return whether there is any. Such a batch is resolved again, without the parts that Redis has.
         """
         self.placer.skip(counted)
-        behind = -1 if watermark is None else watermark
-        positions = [position // STEP for seq, position in counted.values() if seq > behind]
+        lowest = -1 if watermark is None else watermark
+        positions = [position // STEP for seq, position in counted.values() if seq > lowest]
         self._early = max(positions, default=0)
         return bool(positions)
 

@@ -84,16 +84,16 @@ class Rule(Generic[StoreT, RemovalT]):
             return
         mode = state.mode(newest)
         for i, h in enumerate(hashes):
-            left = None if copies_left is None else copies_left[i]
-            if state.waiting.blocks and not left and any(state.waiting.remove(holder, h) for holder in holders):
+            copies = None if copies_left is None else copies_left[i]
+            if state.waiting.blocks and not copies and any(state.waiting.remove(holder, h) for holder in holders):
                 continue
             holder = state.holder_with(holders, h)
             holder = newest if holder is None else holder
             if self._was_waiting(holder, event, h):
                 continue
-            is_found = state.placer.remove(parts, holder, position + i, h, mode=mode, copies_left=left)
+            is_found = state.placer.remove(parts, holder, position + i, h, mode=mode, copies_left=copies)
             state.below_zero += not is_found
-            if is_found or left:
+            if is_found or copies:
                 continue
             if state.memory.gone(holder, h):
                 state.note_removed_again(event.medium)
@@ -192,18 +192,18 @@ class TokenRule(Rule[Stored, Removed]):
         """
         event, state, width = waiting.event, self._state, 4 * self._block_size
         may_hash = EXTRA_KEYS not in state.flags
-        is_placed, above = parent is not None or event.parent is None, parent
+        is_placed, parent_spot = parent is not None or event.parent is None, parent
         count = len(event.tokens) // width
         for i, h in enumerate(event.engine_hashes[:count]):
             spot = state.memory.find(waiting.holder, h)
             if spot is None and is_placed and may_hash:
                 tokens = event.tokens[i * width : (i + 1) * width]
-                before = None if above is None else above.seq_hash
-                seq_hash = extend(before, tokens, self._block_size, seed=self._seed)[0]
-                spot = state.placer.next_spot(above, ns, seq_hash ^ ns)
-            above = _store_known(state, progress.parts, position + i, waiting.holder, event, h, spot, above)
-            is_placed = above is not None
-            ns = ns if above is None else above.namespace
+                parent_hash = None if parent_spot is None else parent_spot.seq_hash
+                seq_hash = extend(parent_hash, tokens, self._block_size, seed=self._seed)[0]
+                spot = state.placer.next_spot(parent_spot, ns, seq_hash ^ ns)
+            parent_spot = _store_known(state, progress.parts, position + i, waiting.holder, event, h, spot, parent_spot)
+            is_placed = parent_spot is not None
+            ns = ns if parent_spot is None else parent_spot.namespace
         self._remove_waited(progress, position, waiting, count)
 
     def _remove_waited(self, progress: BatchProgress, position: int, waiting: WaitingStore, count: int) -> None:
@@ -274,10 +274,10 @@ class ReferenceRule(Rule[StoredReference | StoredObject, Removed | RemovedObject
     """Blocks known by their hashes: they are on a further medium."""
 
     def stored(self, progress: BatchProgress, holder: int, rank: int, event: StoredReference | StoredObject) -> None:
-        state, above = self._state, None
+        state, parent_spot = self._state, None
         for i, h in enumerate(event.engine_hashes, progress.position):
             spot = state.memory.find(holder, h) or state.before.get(h)
-            above = _store_known(state, progress.parts, i, holder, event, h, spot, above)
+            parent_spot = _store_known(state, progress.parts, i, holder, event, h, spot, parent_spot)
 
 
 class ObjectRule(ReferenceRule):
@@ -327,9 +327,9 @@ class WindowRule(Rule[StoredWindow, Removed]):
         for i, h in enumerate(event.engine_hashes):
             holder = state.holder_with(holders, h)
             if holder is not None:
-                left = None if event.copies_left is None else event.copies_left[i]
+                copies = None if event.copies_left is None else event.copies_left[i]
                 mode = state.mode(holder)
-                state.placer.remove(progress.parts, holder, progress.position + i, h, mode=mode, copies_left=left)
+                state.placer.remove(progress.parts, holder, progress.position + i, h, mode=mode, copies_left=copies)
 
 
 class ChunkRule:
@@ -370,10 +370,10 @@ class ChunkRule:
         """
         state = self._state
         for position, holders, hashes in progress.rests:
-            for at, chunk in enumerate(hashes, position):
+            for number, chunk in enumerate(hashes, position):
                 is_there = any(state.mode(holder) != "count" and state.memory.held(holder, chunk) for holder in holders)
-                if at < _LATE_CHUNKS and not is_there:  # otherwise the batch has stored it again
-                    self._remove_rest(progress.parts, _LATE_POSITION + at * CHUNK_BLOCKS_MAX, holders, chunk)
+                if number < _LATE_CHUNKS and not is_there:  # otherwise the batch has stored it again
+                    self._remove_rest(progress.parts, _LATE_POSITION + number * CHUNK_BLOCKS_MAX, holders, chunk)
                 if work.is_full(EVENT_WORK):
                     yield
 

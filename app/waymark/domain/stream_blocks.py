@@ -105,7 +105,7 @@ class StreamBlocks:
         """Take over a stream as its record has it."""
         self.facts.restore(flags, main_group)
         self.event_ids = dict(event_ids)
-        for name, holder in sorted(holders.items(), key=lambda each: each[1]):
+        for name, holder in sorted(holders.items(), key=lambda item: item[1]):
             self._begin(name, holder)
         for name, holder in holders.items():
             self._inherit(name, holder)
@@ -157,13 +157,15 @@ class StreamBlocks:
         holder = next((holder for name, holder in self.holders.items() if name.dp_rank == dp_rank), None)
         if holder is None:
             return {}
-        return {each: spot for each in hashes if (spot := self.memory.find(holder, each)) is not None}
+        return {
+            engine_hash: spot for engine_hash in hashes if (spot := self.memory.find(holder, engine_hash)) is not None
+        }
 
     def _inherit(self, name: HolderName, holder: int) -> None:
         """Continue the order of a standard stream in a new generation."""
-        known = [self.event_ids[other] for other in self.holders_of(name) if other in self.event_ids]
-        if known:
-            self.event_ids[holder] = max(known)
+        event_ids = [self.event_ids[other] for other in self.holders_of(name) if other in self.event_ids]
+        if event_ids:
+            self.event_ids[holder] = max(event_ids)
 
     def _begin(self, name: HolderName, holder: int) -> None:
         self.holders[name] = holder
@@ -176,7 +178,7 @@ class StreamBlocks:
         """Give the placer the holders that are generations of one name."""
         holders = self._holders_of[lasting]
         for holder in holders:
-            self.placer.others[holder] = tuple(other for other in holders if other != holder)
+            self.placer.others[holder] = tuple(generation for generation in holders if generation != holder)
         if not holders:
             del self._holders_of[lasting]
 
@@ -293,9 +295,9 @@ class StreamBlocks:
         """Find contradictions in the counts of copies; once a removal is known to take all copies, remove the leftover
         ones.
         """
-        found = self.memory.take_contradictions()
-        self.contradictions += found
-        if found and self.memory.removes_once and self._counts_copies:
+        contradictions = self.memory.take_contradictions()
+        self.contradictions += contradictions
+        if contradictions and self.memory.removes_once and self._counts_copies:
             self.doubts.add(COPIES_LAST)
         if COPIES_LAST in self.flags:
             for holder in self.holders.values():

@@ -70,23 +70,23 @@ class Tally:
             owner = self._owners.get(holder)
             if owner is not None:
                 masks[owner] = masks.get(owner, 0) | bitmap
-        one = two = three = 0  # slots that so many owners have, or more
+        once = twice = thrice = 0  # slots that so many owners have, or more
         for mask in masks.values():
-            three |= two & mask
-            two |= one & mask
-            one |= mask
+            thrice |= twice & mask
+            twice |= once & mask
+            once |= mask
         used = (
             [(slot, uses) for slot, key in enumerate(row.keys) if (uses := self._uses.get(key))] if self._uses else ()
         )
         for owner, mask in masks.items():
             sums = self._sums[owner]
-            only, few = mask & ~two, mask & ~three
+            only, few = mask & ~twice, mask & ~thrice
             sums[0] += mask.bit_count()
             sums[1] += only.bit_count()
             sums[2] += few.bit_count()
             sums[3] += only.bit_count() + sum(uses for slot, uses in used if only >> slot & 1)
             sums[4] += few.bit_count() + sum(uses for slot, uses in used if few >> slot & 1)
-        return one.bit_count()
+        return once.bit_count()
 
     def worths(self, share: float) -> dict[str, CacheWorth]:
         """Return the worth of each engine; ``share`` is the share of all rows that were counted."""
@@ -117,14 +117,14 @@ class Prompts:
 
     def add(self, block_size: int, keys: Sequence[int]) -> None:
         """Add a prompt by the keys of its first blocks."""
-        before: int | None = None
+        parent: int | None = None
         for key in keys:
             if key in self.uses:
                 self.uses[key] += 1
             else:
                 self.uses[key] = 1
-                self._before[key] = before, block_size
-            before = key
+                self._before[key] = parent, block_size
+            parent = key
 
     def most_used(self, blocks_max: int) -> list[PrefixUse]:
         """Return the blocks with the most uses, at most so many, those with more uses first.
@@ -139,12 +139,12 @@ class Prompts:
             by_uses.setdefault(uses, []).append(key)
         most_first = chain.from_iterable(by_uses[uses] for uses in sorted(by_uses, reverse=True))
         for key in islice(most_first, blocks_max):
-            before, block_size = self._before[key]
-            at = None if before is None else ends.get(before)
-            if at is not None and entries[at][2] == self.uses[key] and entries[at][3][-1] == before:
-                entries[at][3].append(key)
-                ends[key] = at
+            parent, block_size = self._before[key]
+            index = None if parent is None else ends.get(parent)
+            if index is not None and entries[index][2] == self.uses[key] and entries[index][3][-1] == parent:
+                entries[index][3].append(key)
+                ends[key] = index
             else:
                 ends[key] = len(entries)
-                entries.append((at, block_size, self.uses[key], [key]))
-        return [PrefixUse(before, size, uses, tuple(keys)) for before, size, uses, keys in entries]
+                entries.append((index, block_size, self.uses[key], [key]))
+        return [PrefixUse(parent, size, uses, tuple(keys)) for parent, size, uses, keys in entries]

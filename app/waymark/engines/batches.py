@@ -280,10 +280,10 @@ class _EventReader:
         if isinstance(result, Ignored):
             self.ignored[result.value] += 1
             return
-        for each in result if isinstance(result, tuple) else (result,):
-            self.events.append(each)
-            if not isinstance(each, Cleared):
-                self.work += len(each.engine_hashes)
+        for item in result if isinstance(result, tuple) else (result,):
+            self.events.append(item)
+            if not isinstance(item, Cleared):
+                self.work += len(item.engine_hashes)
 
     def _read_parts(self, event: Any) -> Slices[None]:
         events: list[Event] = []
@@ -300,8 +300,8 @@ class _EventReader:
                 several = result if isinstance(result, tuple) else (result,)
                 if not distinct.add(hashes_of_first(several)):
                     raise Rejected("repeated_hash", f"an event names one of its first {distinct.added} blocks twice")
-                for each in several:
-                    events.append(replace(each, part=len(events)))
+                for item in several:
+                    events.append(replace(item, part=len(events)))
                 if len(events) % _COLLECTED_PARTS == 0:
                     gc.collect(0)
                 yield

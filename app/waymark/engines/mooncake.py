@@ -47,9 +47,9 @@ def _object(event: Mapping[Any, Any]) -> Event | Ignored:
         return Ignored.UNKNOWN_KEY
     if object_key.group:
         return Ignored.OTHER_GROUP
-    read = RemovedObject if kind == "removed" else StoredObject
+    event_class = RemovedObject if kind == "removed" else StoredObject
     medium = wire.medium(event.get("medium"))
-    return read((object_key.engine_hash,), object_key.object_shard, medium, envelope)
+    return event_class((object_key.engine_hash,), object_key.object_shard, medium, envelope)
 
 
 # The keys under which engines put blocks into an object store. Each names an engine hash, and an object shard.

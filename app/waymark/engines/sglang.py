@@ -47,23 +47,23 @@ def read_event(
     event: Any, *, seed: int, zero_of_list: vllm.Zero = "root"
 ) -> EngineEvent | tuple[EngineEvent, ...] | Ignored:
     """Read one event of a batch, a list or a map."""
-    read = read_blocks(event, seed=seed, zero_of_list=zero_of_list)
-    if isinstance(read, Ignored | Cleared):
-        return read
+    blocks = read_blocks(event, seed=seed, zero_of_list=zero_of_list)
+    if isinstance(blocks, Ignored | Cleared):
+        return blocks
     components = _components(event)
-    return read if components is None else _of_components(read, *components)
+    return blocks if components is None else _of_components(blocks, *components)
 
 
 def _components(event: Any) -> tuple[frozenset[str], bool] | None:
     """The components that an event is about, and whether it says of all what the blocks have; None without any."""
     if isinstance(event, dict):
-        one, several = event.get("component_type"), event.get("component_types")
+        component, several = event.get("component_type"), event.get("component_types")
     else:
-        one, several = None, next((each for each in event[_NAME:_LIST_MAX] if isinstance(each, list)), None)
-    if isinstance(one, str):
-        return frozenset([one.upper()]), False
-    if isinstance(several, list) and several and all(isinstance(each, str) for each in several):
-        return frozenset(each.upper() for each in several), True
+        component, several = None, next((value for value in event[_NAME:_LIST_MAX] if isinstance(value, list)), None)
+    if isinstance(component, str):
+        return frozenset([component.upper()]), False
+    if isinstance(several, list) and several and all(isinstance(value, str) for value in several):
+        return frozenset(value.upper() for value in several), True
     return None
 
 
@@ -78,13 +78,13 @@ def _of_components(
     is_store = not isinstance(read, Removed)
     if is_whole and not isinstance(read, Removed):
         read = replace(read, is_reused=True)
-    found: list[EngineEvent] = [read] if "FULL" in components else []
+    events: list[EngineEvent] = [read] if "FULL" in components else []
     hashes, medium = read.engine_hashes, read.medium
     if is_store and _STATE in components:
-        found.append(StoredWindow(hashes, medium, _STATE_GROUP, window=1))
+        events.append(StoredWindow(hashes, medium, _STATE_GROUP, window=1))
     elif _STATE in components or (is_whole and is_store):
-        found.append(Removed(hashes, medium, _STATE_GROUP))
-    return tuple(found) or Ignored.OTHER_GROUP
+        events.append(Removed(hashes, medium, _STATE_GROUP))
+    return tuple(events) or Ignored.OTHER_GROUP
 
 
 def read_blocks(event: Any, *, seed: int, zero_of_list: vllm.Zero) -> EngineEvent | Ignored:
@@ -118,21 +118,21 @@ def read_records(payload: bytes) -> Slices[tuple[int, list[StoredReference]]]:
     """
     unpacker = msgpack.Unpacker(None, strict_map_key=False, max_buffer_size=0)
     unpacker.feed(payload)
-    found: dict[str, list[int]] = {}
+    by_medium: dict[str, list[int]] = {}
     stores: list[StoredReference] = []
     try:
         count = _begin_records(unpacker)
         for i in range(count):
-            for medium, each in _blocks_of(unpacker.unpack()):
-                hashes = found.setdefault(medium, [])
-                hashes.append(each)
+            for medium, block in _blocks_of(unpacker.unpack()):
+                hashes = by_medium.setdefault(medium, [])
+                hashes.append(block)
                 if len(hashes) >= _HASHES_AT_ONCE:
-                    stores.append(_store_of(medium, found.pop(medium)))
+                    stores.append(_store_of(medium, by_medium.pop(medium)))
             if i % EVENT_WORK == 0:
                 yield
     except BAD_MSGPACK as error:
         raise Rejected("bad_msgpack", "a chunk of records is not msgpack, or is cut short") from error
-    return count, stores + [_store_of(medium, hashes) for medium, hashes in found.items()]
+    return count, stores + [_store_of(medium, hashes) for medium, hashes in by_medium.items()]
 
 
 def _begin_records(unpacker: msgpack.Unpacker) -> int:

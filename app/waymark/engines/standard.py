@@ -155,7 +155,7 @@ def read_envelope(event: Mapping[Any, Any], *, has_names: bool = True) -> Envelo
     backend_id = _text(event, "backend_id")
     if backend_id is None:
         raise Rejected("bad_envelope", "backend_id is missing or empty", field="backend_id", reason="missing")
-    found = Envelope(
+    envelope = Envelope(
         event_id=_event_id(event.get("event_id")),
         backend_id=backend_id,
         tenant_id=_text(event, "tenant_id") or DEFAULT_TENANT,
@@ -165,9 +165,13 @@ def read_envelope(event: Mapping[Any, Any], *, has_names: bool = True) -> Envelo
         spelling=_spelling(event.get("medium")),
     )
     if not has_names:
-        return found
+        return envelope
     adapter, salt = _text(event, "lora_name"), _text(event, "additional_salt", secret=True)
-    return found if adapter is None and salt is None else replace(found, adapter=adapter, salts=(salt,) if salt else ())
+    return (
+        envelope
+        if adapter is None and salt is None
+        else replace(envelope, adapter=adapter, salts=(salt,) if salt else ())
+    )
 
 
 def _spelling(medium: Any) -> str:

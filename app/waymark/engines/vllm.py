@@ -95,14 +95,16 @@ def _values(listed: list[Any] | None, named: Mapping[Any, Any], fields: tuple[st
 def _stored(
     values: list[Any], named: Mapping[Any, Any], seed: int, zero: Zero, tells_salts: bool
 ) -> EngineEvent | Ignored:
-    block_hashes, above, token_ids, block_size, lora_id, medium, lora_name, extra_keys, group, kind, window = values
+    block_hashes, parent_hash, token_ids, block_size, lora_id, medium, lora_name, extra_keys, group, kind, window = (
+        values
+    )
     engine_hashes = wire.hashes(block_hashes, "block_hashes")
     if not engine_hashes:
         return Ignored.EMPTY
     is_paired = isinstance(token_ids, list) and token_ids and isinstance(token_ids[0], list)
     tokens = wire.tokens_of_pairs(token_ids) if is_paired else wire.tokens(token_ids)
-    parent = None if above is None else wire.u64(above, "parent_block_hash")
-    is_zero = type(above) is int and above == 0
+    parent = None if parent_hash is None else wire.u64(parent_hash, "parent_block_hash")
+    is_zero = type(parent_hash) is int and parent_hash == 0
     if is_zero and zero == "unknown":
         if tokens:
             raise Rejected("parent_unknown", "a parent_block_hash of 0 says that the parent is not known")
@@ -124,15 +126,15 @@ def _stored(
     salt = _salt(named.get("cache_salt"))
     extras = None
     if keys is not None:
-        keys, salt = _without_names(keys, adapter, salt, at_root=above is None or may_begin)
+        keys, salt = _without_names(keys, adapter, salt, at_root=parent_hash is None or may_begin)
     if keys is not None or images is not None:
         extras = _digests(keys, images, seed)
     name, group_number = wire.medium(medium), _group(group)
     is_reused = _ORIGINS.get(origin) if isinstance(origin := named.get("origin"), str) else None
     if not _is_main(kind):
         is_dense = extras is None and len(tokens) == 4 * size * len(engine_hashes)
-        before = _window(kind, window)
-        return StoredWindow(engine_hashes, name, group_number, before, size, is_dense, is_reused=is_reused)
+        window_length = _window(kind, window)
+        return StoredWindow(engine_hashes, name, group_number, window_length, size, is_dense, is_reused=is_reused)
     if not tokens:
         is_salted = salt is not None or extras is not None
         return StoredReference(engine_hashes, name, size, group_number, is_salted, is_reused=is_reused)
@@ -164,9 +166,9 @@ def _with_skipped(named: Mapping[Any, Any], skipped: Any, tokens: bytes, keys: A
             isinstance(keys_of_blocks, list) and keys_of_blocks.count(None) == len(keys_of_blocks)
         ):
             return None
-    above = named.get("skipped_parent_block_hash")
+    parent_hash = named.get("skipped_parent_block_hash")
     try:
-        parent = None if above is None else wire.u64(above, "skipped_parent_block_hash")
+        parent = None if parent_hash is None else wire.u64(parent_hash, "skipped_parent_block_hash")
         return parent, wire.tokens(skipped) + tokens
     except Rejected:
         return None

@@ -202,14 +202,14 @@ class PrefixCache:
 
     def prefix(self, name: int) -> Prefix | None:
         """Return the prefix that ends with the block of this hash, as events name it; None if no medium has it."""
-        found = (block for medium in self._media.values() for block in medium.blocks() if block.name == name)
-        block = next(found, None)
+        copies = (block for medium in self._media.values() for block in medium.blocks() if block.name == name)
+        block = next(copies, None)
         return None if block is None else _prefix(block)
 
     def _hits(self, blocks: Sequence[Block]) -> int:
         """Return how many of these blocks from the first one on are on the GPU."""
         gpu = self._media[GPU]
-        return next((at for at, block in enumerate(blocks) if block.key not in gpu), len(blocks))
+        return next((index for index, block in enumerate(blocks) if block.key not in gpu), len(blocks))
 
     def _bring(self, blocks: Sequence[Block], kept_blocks: int) -> list[WireEvent]:
         """Store the blocks after the first ones, which are kept. Return the events."""

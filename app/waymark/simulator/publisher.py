@@ -274,14 +274,14 @@ class SimulatedPublisher:
         faults, tiers = self.faults, {medium: tier for tier, medium in enumerate((GPU, CPU, DISK), 1)}
         chunks: list[list[dict[str, Any]]] = []
         for _, events in self.snapshot():
-            told = [event for event in events if isinstance(event, BlockStored)]
-            parents = {event.block_hashes[0]: event.parent_block_hash for event in told if event.token_ids}
-            held = {(event.block_hashes[0], event.medium) for event in told if not event.token_ids}
+            stores = [event for event in events if isinstance(event, BlockStored)]
+            parents = {event.block_hashes[0]: event.parent_block_hash for event in stores if event.token_ids}
+            references = {(event.block_hashes[0], event.medium) for event in stores if not event.token_ids}
             if faults.snapshot_version == 1:
                 chunks.append(
                     [
-                        {"parent_block_hash": _signed(parents[each]), "block_hashes": [_signed(each)]}
-                        for each, medium in held
+                        {"parent_block_hash": _signed(parents[engine_hash]), "block_hashes": [_signed(engine_hash)]}
+                        for engine_hash, medium in references
                         if medium == GPU
                     ]
                 )
@@ -289,13 +289,13 @@ class SimulatedPublisher:
                 chunks.append(
                     [
                         {
-                            "parent_block_hash": _signed(parents[each]),
-                            "block_hash": _signed(each),
+                            "parent_block_hash": _signed(parents[engine_hash]),
+                            "block_hash": _signed(engine_hash),
                             "tier": tiers[medium],
                             "component_mask": 1,
-                            "block_size": told[0].block_size,
+                            "block_size": stores[0].block_size,
                         }
-                        for each, medium in held
+                        for engine_hash, medium in references
                     ]
                 )
         chunks = [chunk for chunk in chunks if chunk]
@@ -312,7 +312,7 @@ class SimulatedPublisher:
         packed = [msgpack.packb(chunk) for chunk in chunks]
         if packed and faults.snapshot_cut:
             packed[-1] = packed[-1][: len(packed[-1]) // 2]
-        return [(b"header", msgpack.packb(header)), *((b"chunk", each) for each in packed), (b"end", b"")]
+        return [(b"header", msgpack.packb(header)), *((b"chunk", content) for content in packed), (b"end", b"")]
 
     def _snapshot(self) -> list[bytes]:
         faults, publisher_id = self.faults, self.encoder.publisher_id

@@ -75,13 +75,13 @@ def _portions(asked: Sequence[tuple[int, int]], sizes: Sequence[Any]) -> Iterato
     """Yield the hashes that have fields, as many at once as have ``_FIELDS_AT_ONCE`` together."""
     portion: list[tuple[int, int]] = []
     fields = 0
-    for each, size in zip(asked, sizes, strict=True):
+    for counter, size in zip(asked, sizes, strict=True):
         if not isinstance(size, int) or not size:
             continue
         if portion and fields + size > _FIELDS_AT_ONCE:
             yield portion
             portion, fields = [], 0
-        portion.append(each)
+        portion.append(counter)
         fields += size
     if portion:
         yield portion

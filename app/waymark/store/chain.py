@@ -123,8 +123,8 @@ class Chain:
                 for index, piece in enumerate(following)
                 if (usual and index not in hot) or self._ask_piece(piece, hot.get(index))
             ]
-        beside = [name for _, _, name in self._beside_asked] if self._beside_asked else []
-        return WantedValues(self._heads(self._rows_asked), beside)
+        further = [name for _, _, name in self._beside_asked] if self._beside_asked else []
+        return WantedValues(self._heads(self._rows_asked), further)
 
     def take(self, values: Sequence[bytes | None]) -> None:
         """Store the values that ``ask`` named: first the rows, then the others."""

@@ -114,8 +114,8 @@ class ClaimWriter:
         results = await asyncio.gather(
             *(self.replace(new_claim.registration.name, b"", new_claim) for new_claim in wanted)
         )
-        written = [claim for claim in results if claim is not None]
-        claims += written
+        new_claims = [claim for claim in results if claim is not None]
+        claims += new_claims
         grants = await asyncio.gather(*(self._begin(claim) for claim in claims))
         claims = [claim for claim, outcome in zip(claims, grants, strict=True) if outcome.is_applied]
         if not claims:
@@ -126,7 +126,7 @@ class ClaimWriter:
                 ("HMGET", keys.GROUPS, *(keys.group_field(claim.registration.group) for claim in claims)),
             ]
         )
-        are_new = {claim.publisher for claim in written}
+        are_new = {claim.publisher for claim in new_claims}
         new_names = {
             claim.registration.name: claim.publisher in are_new
             for claim, raw, entry in zip(claims, raws, entries, strict=True)
@@ -134,7 +134,7 @@ class ClaimWriter:
         }
         if any(new_names.values()):
             await self._client.publish(keys.CONTROL, "registered")
-        for claim in written:
+        for claim in new_claims:
             if claim.registration.name in new_names:
                 self._note(ActivityKind.REGISTERED, **about(claim.registration), detail="")
         return new_names

@@ -262,7 +262,7 @@ def _of_holder(value: bytes, entry: bytes, holder: int) -> tuple[int, bytes, byt
 
 def _with_copies(row: SavedRow, copies: dict[bytes, bytes]) -> SavedRow:
     names = [row.slots[start : start + 16] for start in range(0, len(row.slots), SLOT_CHARS)]
-    return row._replace(copies={at: copies[name] for at, name in enumerate(names) if name in copies})
+    return row._replace(copies={index: copies[name] for index, name in enumerate(names) if name in copies})
 
 
 def _state_of(state: StreamRecord) -> dict[str, Any]:

@@ -188,25 +188,25 @@ class HeldHashes:
                 for place, holder in names
             ]
         )
-        found: list[HeldBlock] = []
-        for at, (head, value) in enumerate(zip(heads, rows, strict=True)):
+        blocks_found: list[HeldBlock] = []
+        for index, (head, value) in enumerate(zip(heads, rows, strict=True)):
             row = read_row(value)
             if row is None:
-                return found
+                return blocks_found
             slots = {key: slot for slot, key in enumerate(row.keys)}
-            entries = [_entry(each) for each in values[at * len(holders) : (at + 1) * len(holders)]]
+            entries = [_entry(each) for each in values[index * len(holders) : (index + 1) * len(holders)]]
             for key in blocks[max(head, first) : head + PIECE_BLOCKS]:
                 slot = slots.get(key)
-                held = None
+                block = None
                 for holder, hashes in zip(holders, entries, strict=True):
                     has = slot is not None and row.holders.get(holder, 0) >> slot & 1
                     if slot is not None and has and hashes is not None:
-                        held = HeldBlock(holder, hashes.hash_of(slot, key))
+                        block = HeldBlock(holder, hashes.hash_of(slot, key))
                         break
-                if held is None:
-                    return found
-                found.append(held)
-        return found
+                if block is None:
+                    return blocks_found
+                blocks_found.append(block)
+        return blocks_found
 
 
 def _entry(value: bytes | None) -> HolderEntry | None:

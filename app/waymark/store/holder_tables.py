@@ -25,7 +25,7 @@ from waymark.store.parsing import FORMAT, Document, Malformed, RecordParser, int
 
 def changed_fields(target: Target) -> dict[str, Any]:
     """Return the fields of a target that differ from their defaults."""
-    values = {each.name: getattr(target, each.name) for each in fields(Target)}
+    values = {field.name: getattr(target, field.name) for field in fields(Target)}
     return {name: value for name, value in values.items() if value != getattr(PLAIN, name)}
 
 

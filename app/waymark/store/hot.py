@@ -62,13 +62,13 @@ class HotRows:
 
     def find(self, group_id: int, heads: bytes) -> dict[int, HotRow]:
         """Return the rows of packed ``heads``, by the index of the head."""
-        rows, found = self._rows, {}
+        rows, hits = self._rows, {}
         for index in range(len(heads) // KEY_BYTES):
             row = rows.get((group_id, heads[KEY_BYTES * index : KEY_BYTES * (index + 1)]))
             if row is not None:
-                found[index] = row
-        self._metrics.hot_block_hits.inc(len(found))
-        return found
+                hits[index] = row
+        self._metrics.hot_block_hits.inc(len(hits))
+        return hits
 
     def keep(self, group_id: int, heads: bytes, values: Sequence[bytes | None], now: float) -> None:
         """Keep those of the rows of packed ``heads`` that are hot or marked."""

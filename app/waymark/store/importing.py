@@ -248,7 +248,7 @@ def _add(parts: PartList, row: SavedRow, holder: int, position: int) -> None:
     hashes = row.hashes or bytes(KEY_BYTES * row.blocks)
     start = 0
     # A list takes one value of copies for all blocks of a part.
-    for copies, group in groupby(row.copies.get(at, UNCHANGED) for at in range(row.blocks)):
+    for copies, group in groupby(row.copies.get(index, UNCHANGED) for index in range(row.blocks)):
         end = start + len(list(group))
         parts.add_packed(
             "+",

@@ -286,7 +286,7 @@ def _rows(path: Path, publisher: SavedPublisher, number: Any, packed: Any) -> Sa
                 raise ValueError("a row has no slots")
             if len(hashes) not in (0, 8 * row.blocks):
                 raise ValueError("a row has another number of engine hashes than of slots")
-            if any(not 0 <= at < row.blocks or _COPIES.fullmatch(value) is None for at, value in copies.items()):
+            if any(not 0 <= index < row.blocks or _COPIES.fullmatch(value) is None for index, value in copies.items()):
                 raise ValueError("the copies of a block cannot be read")
             rows.append(row)
     except (ValueError, TypeError, AttributeError) as exc:

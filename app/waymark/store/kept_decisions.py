@@ -315,8 +315,8 @@ class KeptDecisions:
         unreadable = 0
         while len(decisions) < decisions_max:
             (page,) = await self._client.several([("XREVRANGE", key, end, since_ms, "COUNT", _PAGE)], is_lenient=True)
-            for at, (entry_id, words) in enumerate(page or ()):
-                if at % _ENTRIES_A_TURN == 0:
+            for index, (entry_id, words) in enumerate(page or ()):
+                if index % _ENTRIES_A_TURN == 0:
                     await asyncio.sleep(0)
                 for kind, raw in pairs(words):
                     try:
@@ -383,10 +383,10 @@ def _target_words(target: KeptTarget) -> list[Any]:
 
 def _target(words: Any) -> KeptTarget:
     """Return a target. Raise ``Malformed``. Fields at the end that this release does not know are left out."""
-    known = words[: len(KeptTarget._fields)] if isinstance(words, list) else []
-    if len(known) < 2:
+    fields_here = words[: len(KeptTarget._fields)] if isinstance(words, list) else []
+    if len(fields_here) < 2:
         raise Malformed("a target has no publisher and instance")
-    target = KeptTarget(*known)
+    target = KeptTarget(*fields_here)
     numbers = (target.publisher, *target[2 : KeptTarget._fields.index("role")])
     if not (
         isinstance(target.instance_id, str)
@@ -403,8 +403,15 @@ def _gauges(words: Any) -> Gauges | None:
     if words is None:
         return None
     try:
-        waiting, running, usage, on, behind, most, *_ = words
-        return Gauges(int(waiting), int(running), float(usage), frozenset(on), frozenset(behind), int(most))
+        waiting, running, usage, adapters_running, adapters_waiting, adapters_max, *_ = words
+        return Gauges(
+            int(waiting),
+            int(running),
+            float(usage),
+            frozenset(adapters_running),
+            frozenset(adapters_waiting),
+            int(adapters_max),
+        )
     except (TypeError, ValueError):
         raise Malformed("the gauges of a target are not in their form") from None
 

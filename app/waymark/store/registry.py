@@ -222,8 +222,8 @@ class Registry:
             highest = await self._leases.highest_holder(grant)
             if highest is None:
                 return False
-            begun = await self._records.new_life(grant, unit="*", is_restart=True, begin=[], above=highest)
-            return begun is not None
+            holders = await self._records.new_life(grant, unit="*", is_restart=True, begin=[], above=highest)
+            return holders is not None
         finally:
             await self._leases.drop(grant)
 

@@ -93,8 +93,8 @@ class Valuations:
         if not group_ids:
             return {}
         values = await self._client.several([("GET", keys.worth(group_id)) for group_id in group_ids], is_lenient=True)
-        found = {group_id: _decoded(value) for group_id, value in zip(group_ids, values, strict=True) if value}
-        return {group_id: valuation for group_id, valuation in found.items() if valuation is not None}
+        valuations = {group_id: _decoded(value) for group_id, value in zip(group_ids, values, strict=True) if value}
+        return {group_id: valuation for group_id, valuation in valuations.items() if valuation is not None}
 
     async def walk(self, entry: GroupEntry, *, lease_seconds: float = LEASE_SECONDS) -> AsyncIterator[int]:
         """Walk over the rows of a group, and keep the result; yield the number of blocks of each step.
@@ -118,11 +118,11 @@ class Valuations:
                 if not await self._hold(entry, nonce, lease_seconds):
                     return
         seconds = time.monotonic() - began
-        found = Valuation(
+        valuation = Valuation(
             time.time(), seconds, share, decisions, tally.worths(share), prompts.most_used(PREFIX_BLOCKS_MAX)
         )
         pause = max(PAUSE_SECONDS, seconds)
-        await self._hold(entry, nonce, pause, _encoded(found), pause + seconds + _KEEP_SECONDS)
+        await self._hold(entry, nonce, pause, _encoded(valuation), pause + seconds + _KEEP_SECONDS)
 
     async def _prompts(self, entry: GroupEntry) -> tuple[Prompts, int]:
         """Return the beginnings of the prompts in the newest kept decisions, and the number of these decisions."""
@@ -167,14 +167,14 @@ class Valuations:
 
         After a failover the cursor of a scan is invalid, so rows can be missed; the next walk reads them.
         """
-        seen: set[bytes] = set()
+        yielded: set[bytes] = set()
         for holder in holders:
             engine, cursor, is_over = keys.engine(entry.group_id, shard, holder), 0, False
             while not is_over:
                 cursor, fields = await self._client.hscan(engine, cursor, _SCAN_FIELDS, match)
                 is_over = cursor == 0
-                names = {name for field in fields if (name := self._row_name(engine, field)) is not None} - seen
-                seen |= names
+                names = {name for field in fields if (name := self._row_name(engine, field)) is not None} - yielded
+                yielded |= names
                 several = list(names)
                 for start in range(0, len(several), _STEP_ROWS):
                     yield several[start : start + _STEP_ROWS]
@@ -244,7 +244,7 @@ def _decoded(value: bytes) -> Valuation | None:
         if fields["format"] != FORMAT:
             return None
         prefixes = [
-            PrefixUse(before, size, uses, tuple(int(text[at : at + 16], 16) for at in range(0, len(text), 16)))
+            PrefixUse(before, size, uses, tuple(int(text[start : start + 16], 16) for start in range(0, len(text), 16)))
             for before, size, uses, text in fields["prefixes"]
         ]
         worths = {name: CacheWorth(*map(int, sums)) for name, sums in fields["worths"].items()}

@@ -129,29 +129,29 @@ def read_templates(
         if isinstance(content, str):
             special[name] = content
     file = directory / "chat_template.jinja"
-    found: Any = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
-    if found is None:
-        found = _json(directory / "chat_template.json").get("chat_template")
-    if isinstance(found, list):
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+    template: Any = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    if template is None:
+        template = _json(directory / "chat_template.json").get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
     else:
-        named = {"default": found}
-    made = {
+        named = {"default": template}
+    templates = {
         name: ChatTemplate(source, special, bytes_max=bytes_max, is_for_sglang=is_for_sglang, renderers=renderers)
         for name, source in named.items()
         if name in ("default", "tool_use") and isinstance(source, str)
     }
-    return Templates(made["default"], made.get("tool_use")) if "default" in made else None
+    return Templates(templates["default"], templates.get("tool_use")) if "default" in templates else None
 
 
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # thousands of lists in each other
         raise InvalidValue(f"{path} is not JSON: {error}; mend it", reason="no_tokenizer", field="model") from None
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 class LocalTokenizer:

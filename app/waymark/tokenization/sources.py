@@ -45,12 +45,12 @@ def found_in(directory: Path) -> dict[str, str]:
     names: dict[str, str] = {}
     looked_at = 0
     for path in _directories(directory):
-        for below in [path, *_directories(path)]:
+        for candidate in [path, *_directories(path)]:
             looked_at += 1
             if looked_at > _DIRECTORIES_MAX:
                 return names
-            if (below / "tokenizer.json").is_file():
-                names[below.relative_to(directory).as_posix()] = below.absolute().as_uri()
+            if (candidate / "tokenizer.json").is_file():
+                names[candidate.relative_to(directory).as_posix()] = candidate.absolute().as_uri()
     return names
 
 

@@ -255,8 +255,8 @@ class RedisClient:
         A cursor is invalid after a failover; then start again.
         """
         with self._translated():
-            of = ("MATCH", match) if match else ()
-            reply = await self._redis.execute_command("HSCAN", key, cursor, *of, "COUNT", count)
+            filters = ("MATCH", match) if match else ()
+            reply = await self._redis.execute_command("HSCAN", key, cursor, *filters, "COUNT", count)
             return cast("tuple[int, dict[bytes, bytes]]", reply)
 
     async def unlink_all(self, pattern: str) -> int:
