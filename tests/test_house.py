@@ -43,7 +43,7 @@ def test_streams_and_requests_write_by_one_pipeline() -> None:
 
 def test_options_of_the_pipeline_are_settings() -> None:
     assert ApplyOptions() == ApplyOptions.of(Settings()), "a field and its setting have the same default"
-    assert set(ApplyOptions.__slots__) - {"waiting_blocks"} <= set(Settings.model_fields)
+    assert set(ApplyOptions.__slots__) - {"waiting_blocks", "rejected_events"} <= set(Settings.model_fields)
 
 
 def test_the_applier_lists_its_states() -> None:

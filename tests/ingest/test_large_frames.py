@@ -18,7 +18,7 @@ from waymark.apply.slices import SliceRunner
 from waymark.domain.slices import EVENT_WORK, SLICE_WORK
 from waymark.simulator.encode import BlockRemoved, BlockStored
 
-LOW = ApplyOptions(frame_bytes_max=100_000, batch_events_max=1024, event_hashes_max=3000, rejected_events_max=16)
+LOW = ApplyOptions(frame_bytes_max=100_000, batch_events_max=1024, event_hashes_max=3000, rejected_events=16)
 TOO_MANY_EVENTS = [BlockRemoved((i,)) for i in range(1025)]
 TOO_MANY_HASHES = [BlockStored(tuple(range(1, 3002)), None, (1, 2, 3, 4), 4)]
 TOO_MANY_BYTES = [BlockStored((1, 2), None, tuple(range(70_000, 100_000)), 4)]

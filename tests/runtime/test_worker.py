@@ -13,7 +13,7 @@ from waymark.runtime.worker import worker_options
 def test_ceilings_of_what_a_publisher_may_send_are_as_published() -> None:
     options = worker_options(Settings())
     assert (options.apply.frame_bytes_max, options.apply.batch_events_max) == (16 * 2**20, 65_536)
-    assert (options.apply.event_hashes_max, options.apply.rejected_events_max) == (262_144, 1_000)
+    assert (options.apply.event_hashes_max, options.apply.rejected_events) == (262_144, 1_000)
     assert options.stream.message_bytes_max == 4 * 16 * 2**20
     changed = worker_options(Settings(frame_bytes_max=65_536))
     assert (changed.apply.frame_bytes_max, changed.stream.message_bytes_max) == (65_536, 4 * 65_536)

@@ -12,6 +12,9 @@ from waymark.domain.generations import BlockBounds
 WAITING_BLOCKS = 10_000
 """Blocks of a stream that may wait for their parent. Engines send parents first: only a lost batch makes blocks wait,
 and what waits longer is found by a replay."""
+REJECTED_EVENTS = 1_000
+"""Undecodable events of one batch that the metrics count; all further ones of the batch count as one. So many show the
+kinds of faults of an engine, and more would only take time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class ApplyOptions:
     frame_bytes_max: int = 16 * 2**20
     batch_events_max: int = 65_536
     event_hashes_max: int = 262_144
-    rejected_events_max: int = 1_000
+    rejected_events: int = REJECTED_EVENTS
     hybrid: Literal["boundary", "off"] = "boundary"
 
     @property
@@ -47,6 +50,5 @@ class ApplyOptions:
             frame_bytes_max=settings.frame_bytes_max,
             batch_events_max=settings.batch_events_max,
             event_hashes_max=settings.event_hashes_max,
-            rejected_events_max=settings.rejected_events_max,
             hybrid=settings.hybrid,
         )

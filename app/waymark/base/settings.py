@@ -294,8 +294,6 @@ class Settings(BaseModel):
     """The most events that a batch may have; a batch with more is lost."""
     event_hashes_max: int = Field(262_144, ge=1024, le=16_777_216)
     """The most blocks that an event may have; a batch that contains a larger event is lost."""
-    rejected_events_max: int = Field(1_000, ge=16, le=16_777_216)
-    """How many undecodable events of one batch the metrics count; all further ones of the batch count as one."""
     stream_blocks_max: int = Field(4_000_000, ge=1, le=100_000_000)
     """The most blocks of one stream that a worker remembers and indexes. Further blocks are ignored and counted."""
     sweep_blocks_per_second: int = Field(20_000, ge=1, le=10_000_000)
@@ -553,6 +551,7 @@ FORMER: Final = {
     PREFIX + "PLACEMENTS_MAX": "1,000,000, PLACEMENTS_MAX in waymark.decide.reported",
     PREFIX + "DISCOVERY_SECONDS": "300, AGAIN_SECONDS in waymark.discovery.run",
     PREFIX + "FOLD_BATCHES": "64, FOLD_BATCHES in waymark.ingest.stream",
+    PREFIX + "REJECTED_EVENTS_MAX": "1,000, REJECTED_EVENTS in waymark.apply.options",
     PREFIX + "WAITING_BLOCKS": "10,000, WAITING_BLOCKS in waymark.apply.options",
     PREFIX + "SPECULATIVE_TTL_MS": "2,000, SPECULATIVE_MILLISECONDS in waymark.decide.policies.profile",
     PREFIX + "SOURCE_MIN_TOKENS": "1,024, TOKENS_MIN in waymark.decide.sources",

@@ -277,7 +277,7 @@ class StreamRunner:
             apply_options.frame_bytes_max,
             apply_options.batch_events_max,
             apply_options.event_hashes_max,
-            apply_options.rejected_events_max,
+            apply_options.rejected_events,
         )
         decode = decoder(claim.registration.kind, seed=apply_options.hash_seed, ceilings=ceilings)
         life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap)
