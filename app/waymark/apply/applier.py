@@ -1,6 +1,6 @@
 """Applies folds of decoded batches to Redis: plan, resolve, apply, count.
 
-A fold is a list of consecutive batches that are applied together. An applier has these states; it may be ahead and
+A fold is a list of consecutive batches, applied together. An applier has these states; it may be ahead and
 waiting at the same time:
 
 - **in step**: the applier remembers the holders, flags, engine hashes and event_ids that Redis has. Every fold begins

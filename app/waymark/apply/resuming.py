@@ -28,7 +28,7 @@ from waymark.store.records import MISSING, StreamRecord
 from waymark.store.store import Store
 
 BYTES_MAX = 64 * 2**20
-"""The blocks of a publisher that is dropped are read from Redis, so the bound costs time, and never an answer."""
+"""The blocks of a dropped publisher are read from Redis, so the bound costs time, and never an answer."""
 
 
 @dataclass(frozen=True, slots=True)

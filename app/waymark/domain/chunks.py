@@ -1,10 +1,10 @@
 """Chunks: what a cache keeps as one, under one hash, though it is several of the registered blocks.
 
-A cache behind an engine has chunks of several blocks of the engine. An engine that is registered with a smaller unit
+A cache behind an engine has chunks of several blocks of the engine. An engine registered with a smaller unit
 (``prefix_match_unit`` of vLLM) has them itself: its physical blocks, and the beginnings of those that end at a unit.
 
 Here each block of a chunk has an engine hash of its own. The last block has that of the chunk, because a store that
-goes on from the chunk names it as its parent. The others have hashes that are derived from it.
+goes on from the chunk names it as its parent. The others have hashes derived from it.
 """
 
 from __future__ import annotations

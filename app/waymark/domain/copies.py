@@ -1,4 +1,4 @@
-"""Blocks of a holder that have several copies or several engine hashes, and their text in Redis.
+"""Blocks of a holder with several copies or several engine hashes, and their text in Redis.
 
 Most blocks have one copy and one hash, and are not here.
 """

@@ -130,7 +130,7 @@ class Generations:
         self._count[lasting] += blocks
 
     def end_batch(self) -> None:
-        """Close the generations that are full. A batch is never split."""
+        """Close the full generations. A batch is never split."""
         full = [lasting for lasting in self.epochs if self._is_full(self._count[lasting])]
         if full:
             self.epochs = {lasting: epoch for lasting, epoch in self.epochs.items() if lasting not in full}

@@ -20,7 +20,7 @@ REFUSALS_MAX = 65_536
 
 
 class Moves:
-    """The blocks of one fold that are not at their planned place."""
+    """The moved blocks of one fold."""
 
     def __init__(self, memory: HeldBlocks) -> None:
         self._memory = memory

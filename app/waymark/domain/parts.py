@@ -1,7 +1,7 @@
 """Parts: the changes of a batch, once every engine hash is resolved to a block and its place.
 
 A part is a run of consecutive positions of one batch, for one holder, with one place. It names a block at most once,
-and does not mix blocks that the holder has with blocks that are new to it. A part is absolute: a block is present or
+and does not mix blocks that the holder has with blocks new to it. A part is absolute: a block is present or
 not, with a number of copies. So a part may be written again.
 
 A list collects the parts of one batch, in Python or in the C module; adjacent parts that fit together are joined.

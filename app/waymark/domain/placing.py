@@ -252,7 +252,7 @@ class Placer:
         is_identity: bool = False,
         is_reused: bool = False,
     ) -> Spot:
-        """Store one block, and return its place. ``spot`` has the place for a block that is new to the holder."""
+        """Store one block, and return its place. ``spot`` has the place for a block new to the holder."""
         memory, offset = self.memory, STEP * position + 1
         copies_of = memory.copies(holder)
         old, same_block = memory.held(holder, engine_hash), memory.held_block(holder, spot.key)

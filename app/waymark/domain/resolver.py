@@ -363,7 +363,7 @@ class Resolver(StreamBlocks):
         return bool(positions)
 
     def resolve_waiting(self, seq: int) -> Slices[Parts]:
-        """Return the parts of objects that have waited, and whose blocks an engine has reported meanwhile.
+        """Return the parts of waiting objects whose blocks an engine has reported meanwhile.
 
         They begin batch ``seq``, which has not come yet.
         """

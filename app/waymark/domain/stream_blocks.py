@@ -49,7 +49,7 @@ class StreamBlocks:
         self.holders: dict[HolderName, int] = {}
         """Live holder ids by name."""
         self.event_ids: dict[int, int] = {}
-        """Standard events: the last event_id per holder. It may be ahead of Redis by events that are resolved but not
+        """Standard events: the last event_id per holder. It may be ahead of Redis by events resolved but not
         applied.
         """
         self._moved: dict[int, int] = {}
@@ -175,7 +175,7 @@ class StreamBlocks:
         self._relate(name.lasting)
 
     def _relate(self, lasting: HolderName) -> None:
-        """Give the placer the holders that are generations of one name."""
+        """Give the placer the holders of one name, its generations."""
         holders = self._holders_of[lasting]
         for holder in holders:
             self.placer.others[holder] = tuple(generation for generation in holders if generation != holder)

@@ -18,7 +18,7 @@ LABEL_BYTES_MAX = 256
 WEIGHT_MAX = 1e6
 #: Of the size of a token's blocks, and of the speed of copies.
 KV_NUMBER_MAX = 1e9
-#: The bounds on an engine's adapters that are kept, and on further names of its model.
+#: The bounds on an engine's kept adapters, and on further names of its model.
 ADAPTERS_MAX = 256
 _URL_CHARACTERS_MAX = 2048
 

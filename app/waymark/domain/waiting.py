@@ -55,7 +55,7 @@ class WaitingRoom:
         """The number of waiting blocks that were removed while they waited."""
 
     def add(self, waiting: WaitingStore) -> None:
-        """Add a waiting store; if there is no room, drop those that have waited longest."""
+        """Add a waiting store; if there is no room, drop the oldest."""
         parent, hashes = waiting.event.parent, waiting.event.engine_hashes
         assert parent is not None
         if len(hashes) > self._blocks_max:

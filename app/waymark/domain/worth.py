@@ -1,4 +1,4 @@
-"""What the cache of an engine is worth: the tokens that would be lost with it, and the prefixes that are used most.
+"""What the cache of an engine is worth: the tokens that would be lost with it, and the most used prefixes.
 
 A ``Tally`` counts row by row, so its memory grows with the number of engines and not with the number of blocks.
 ``Prompts`` counts how often the blocks of prompts were asked for. Both are estimates. A block that is in a row for one

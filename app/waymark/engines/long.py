@@ -24,7 +24,7 @@ WINDOW_BYTES: Final = 65_536
 _EVENTS_BYTES: Final = 16_384
 """Shorter events are unpacked so many bytes at a time."""
 
-#: Fields that are long if the event has many blocks.
+#: Long fields of an event with many blocks.
 HASHES: Final = frozenset({"block_hashes", "seq_hashes"})
 TOKENS: Final = frozenset({"token_ids"})
 PER_BLOCK: Final = frozenset({"extra_keys", "block_mm_infos", "remaining_copy_counts"})

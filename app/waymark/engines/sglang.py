@@ -73,7 +73,7 @@ def _of_components(
     """Read an event of some components: full attention is the main group, and a state is a group of its own.
 
     The length of a sliding window is in no event, so such a component is left out. ``is_whole``: the event says what
-    the blocks have now, so a component that it does not name has left, and a block that is known has no further copy.
+    the blocks have now, so a component that it does not name has left, and a known block has no further copy.
     """
     is_store = not isinstance(read, Removed)
     if is_whole and not isinstance(read, Removed):

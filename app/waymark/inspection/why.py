@@ -218,7 +218,7 @@ def _readings(
 async def of_other_namespaces(
     inspector: Inspector, prompt: InspectedPrompt, holding: PromptHoldings, table: HolderTable
 ) -> str:
-    """Return a sentence if the first block is held in a namespace that is not the prompt's; otherwise ''.
+    """Return a sentence if the first block is held in another namespace than the prompt's; otherwise ''.
 
     Entries name the namespace of their row, and their field its head; a bounded number is read.
     """

@@ -187,7 +187,7 @@ class HttpConnection(asyncio.Protocol):
         cycle.held = 0
 
     def _drop_requests(self) -> None:
-        """Drop the requests that have begun: their answers are not wanted any more."""
+        """Drop the requests under way: their answers are not wanted any more."""
         for cycle in self._cycles:
             cycle.disconnect()
             if cycle.task is None:
@@ -253,7 +253,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport.abort()
 
     def shutdown(self) -> None:
-        """End after the requests that have begun are answered; uvicorn calls it when the process ends."""
+        """End after the requests under way are answered; uvicorn calls it when the process ends."""
         if self._cycles:
             self._cycles[-1].keep_alive = False
         else:

@@ -228,7 +228,7 @@ class Connections:
         loop.call_later(min(1.0, self.bounds.request_seconds / 4), self._poll, loop)
 
     def _poll(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Close the connections that are late. One timer for all, since there may be thousands."""
+        """Close the late connections. One timer for all, since there may be thousands."""
         now = loop.time()
         for connection in _until(self.arriving, now - self.bounds.request_seconds):
             connection.reject(SLOW)

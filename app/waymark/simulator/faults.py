@@ -18,7 +18,7 @@ _WANTED = {
 
 
 class Options(BaseModel):
-    """Options that are checked when they are set; ``InvalidValue`` names the first wrong one."""
+    """Options, checked when they are set; ``InvalidValue`` names the first wrong one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 

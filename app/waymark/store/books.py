@@ -19,9 +19,9 @@ from waymark.store.redis.client import RedisClient
 
 #: The books go back so far.
 HOURS_KEPT = 24
-#: Hashes that are asked for in one round trip, if they are small: of many groups with few targets.
+#: Hashes asked for in one round trip, if they are small: of many groups with few targets.
 _HASHES_AT_ONCE = 64
-#: Fields that are asked for in one round trip, and the lines between two turns of the loop.
+#: Fields asked for in one round trip, and the lines between two turns of the loop.
 _FIELDS_AT_ONCE, _LINES_A_TURN = 16_384, 256
 
 
@@ -72,7 +72,7 @@ class Books:
 
 
 def _portions(asked: Sequence[tuple[int, int]], sizes: Sequence[Any]) -> Iterator[list[tuple[int, int]]]:
-    """Yield the hashes that have fields, as many at once as have ``_FIELDS_AT_ONCE`` together."""
+    """Yield the hashes with fields, as many at once as have ``_FIELDS_AT_ONCE`` together."""
     portion: list[tuple[int, int]] = []
     fields = 0
     for counter, size in zip(asked, sizes, strict=True):

@@ -80,7 +80,7 @@ class Chain:
         """The values that cannot be read."""
         self._entry = entry
         self._rows: list[bytes | None] = []
-        """The row of each piece that has been requested."""
+        """The row of each requested piece."""
         self._beside: dict[int, _PieceValues] = {}
         self._rows_asked: Sequence[int] = ()
         """The pieces whose rows were asked for last."""
@@ -147,7 +147,7 @@ class Chain:
             self._hot.keep(self._entry.group_id, self._heads(pieces), [rows[piece] for piece in pieces], now)
 
     def settle(self) -> tuple[Runs, bool]:
-        """Return the runs that have become certain since the last call, and whether the whole chain is looked up."""
+        """Return the runs certain since the last call, and whether the whole chain is looked up."""
         certain: Runs = []
         self._open = []
         self._is_at_end = False

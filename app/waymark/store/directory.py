@@ -18,7 +18,7 @@ from waymark.store.holder_tables import decode_group
 from waymark.store.parsing import Malformed, RecordParser, integer_of, names_of
 from waymark.store.redis.client import RedisClient
 
-#: Claims that are decoded in one turn of the loop: ten thousand take a third of a second.
+#: Claims decoded in one turn of the loop: ten thousand take a third of a second.
 _SLICE_CLAIMS = 256
 
 
@@ -119,7 +119,7 @@ class _Tenants:
     ids: frozenset[str] = frozenset()
 
 
-#: Fields of ``wm:groups`` that are not groups.
+#: Fields of ``wm:groups`` without a group.
 _COUNTERS = frozenset({b"last_group", b"last_publisher", b"hash_seed", b"format"})
 
 

@@ -1,6 +1,6 @@
 """Reads values of the index from Redis: one MGET per shard, over a read connection.
 
-After an error (a slot that has moved, a Redis that is loading, a broken connection) the same commands are sent once
+After an error (a moved slot, a loading Redis, a broken connection) the same commands are sent once
 more through redis-py, which handles each such error.
 """
 
@@ -227,7 +227,7 @@ def _mget(prefix: bytes, heads: bytes) -> bytes:
 
 
 def _commands(entry: GroupEntry, asked: WantedValues, *, with_version: bool) -> list[_ReadCommand]:
-    """Return one MGET for each shard that has a value to read; the command for the version comes last."""
+    """Return one MGET for each shard with a value to read; the command for the version comes last."""
     names: list[ValueName] = [(head % entry.shards, b"%016x" % head) for head in unpack(asked.heads)]
     picked: dict[int, list[int]] = {}
     names += asked.beside

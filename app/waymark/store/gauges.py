@@ -44,7 +44,7 @@ class EngineGauges:
         return outcome.is_applied
 
     async def read(self, group_id: int, publishers: Sequence[int]) -> dict[int, Gauges]:
-        """Return the readings that have not expired, by publisher id."""
+        """Return the unexpired readings, by publisher id."""
         if not publishers:
             return {}
         names = [keys.gauges(group_id, publisher) for publisher in publishers]

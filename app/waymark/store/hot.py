@@ -1,7 +1,7 @@
 """Hot rows: values that a replica keeps for a short time.
 
 Each row of a long shared system prompt has hundreds of holders, and every query reads these rows. A copy from a moment
-ago is good enough: readers ignore a holder that has ended since, and miss a new holder for that moment only. A marked
+ago is good enough: readers ignore a holder after its end, and miss a new holder for that moment only. A marked
 row with few holders is kept, too, but only as a hint. The query reads that row again, and in the same request the
 branch rows of the blocks that the copy did not list.
 """

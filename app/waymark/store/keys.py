@@ -202,7 +202,7 @@ _PREFILL = 0x7072656669_6C6C21
 
 
 def pulls(group_id: int, publisher: int) -> str:
-    """The copies from one engine that are under way."""
+    """The copies under way from one engine."""
     return f"{_root}{_tag(group_id)}:pulls:{publisher}"
 
 

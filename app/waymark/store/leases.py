@@ -260,7 +260,7 @@ class Leases:
             await self._renew(grants, seconds)
         except StoreUnavailable as exc:
             if len(grants) > 1:
-                # A damaged record, or a slot that is being moved, must not cost the other streams their leases.
+                # A damaged record, or a moving slot, must not cost the other streams their leases.
                 await asyncio.gather(*(self._renew_some([grant], seconds) for grant in grants))
             elif isinstance(exc, RecordDamaged):
                 grants[0].renewal.error = exc
@@ -315,7 +315,7 @@ class Leases:
         return True
 
     async def end_without_record(self, ids: PublisherIds) -> bool:
-        """End a publisher that has a row in the table but not a record. Return False if it has a record, or no row.
+        """End a publisher with a row in the table but without a record. Return False if it has a record, or no row.
 
         Such a row remains if Redis evicts keys, or if the move of its slot was interrupted. Only the table knows the
         holders of the publisher. This call needs no token, because the token was lost with the record.

@@ -85,7 +85,7 @@ class Prefixes:
         return sum(reply or 0 for reply in replies)
 
     async def read(self, group_id: int, key: str, *, until: float) -> dict[int, int]:
-        """Return the tokens of a prefix by holder, for entries that have not ended. Raises TimeoutError at
+        """Return the tokens of a prefix by holder, of live entries. Raises TimeoutError at
         ``until``.
         """
         name = keys.opaque_prefix(group_id, key)
@@ -95,7 +95,7 @@ class Prefixes:
 
 
 def _entries(fields: Mapping[bytes, bytes], milliseconds: int | None) -> dict[int, int]:
-    """Return the entries that have not ended; ``milliseconds`` is how many ms the key has left."""
+    """Return the live entries; ``milliseconds`` is how many ms the key has left."""
     end = fields.get(b"until", b"")
     if milliseconds is None or milliseconds < 0 or not end.isdigit():
         return {}

@@ -30,7 +30,7 @@ CANDIDATES_MAX = 8
 OVERDUE_MAX = 64
 #: The pause between two attempts to end a reservation whose reply was lost.
 _TAKE_BACK_SECONDS = 1.0
-#: The most reservations of one list that are released in parallel.
+#: The most reservations of one list released in parallel.
 _RELEASES_AT_ONCE = 32
 _TEXT = re.compile(
     r"([1-9]\d{0,15})\.([1-9]\d{0,15})\.(\d{1,15})\.(\d{1,15})\.([0-9a-f]{16})(?:\.(\d{1,15}))?"
@@ -441,7 +441,7 @@ class Reservations:
         return released, len(reservations) - released
 
     async def under_way(self, groups: Sequence[int]) -> list[int]:
-        """Return the groups that have reservations, in one round trip.
+        """Return the groups with reservations, in one round trip.
 
         A group whose key has a wrong type is included, so that a later call reports it.
         """
@@ -474,7 +474,7 @@ class Reservations:
         return await self._client.hgetall(keys.load(group_id))
 
     async def changes(self, group_id: int, since: int, publishers: Sequence[int] = ()) -> LoadChanges:
-        """Read the loads that have changed since a number, and those of ``publishers`` in any case; -1: all loads."""
+        """Read the loads changed since a number, and those of ``publishers`` in any case; -1: all loads."""
         verdict, last, texts = await self._scripts.read_loads(
             load=keys.load(group_id),
             changes=keys.load_changes(group_id),

@@ -148,7 +148,7 @@ class UnclaimedPublishers:
         self._directory = directory
 
     async def publishers(self, group_id: int) -> set[int]:
-        """Return the publishers that have a row in the group's table. Raise StoreUnavailable if Redis is
+        """Return the publishers with a row in the group's table. Raise StoreUnavailable if Redis is
         unavailable.
         """
         names = await self._client.hkeys(keys.holders(group_id))

@@ -43,7 +43,7 @@ STEP_BLOCKS = _STEP_ROWS * ROW_SLOTS
 _SCAN_FIELDS = 512
 #: The hashes whose lengths are asked for in one round trip.
 _HASHES_AT_ONCE = 512
-#: A worker that has stopped holds up the next walk for at most this time.
+#: A stopped worker holds up the next walk for at most this time.
 LEASE_SECONDS = 30.0
 #: The pause after a walk: at least so long, and as long as the walk took.
 PAUSE_SECONDS = 60.0
@@ -86,10 +86,10 @@ class Valuations:
         self._parser = parser
         self._kept = kept
         self.asked = AskedGroups(client, scripts, keys.VALUED, ASKED_SECONDS)
-        """The groups that are valued."""
+        """The valued groups."""
 
     async def read(self, group_ids: Sequence[int]) -> dict[int, Valuation]:
-        """Return the last result of each group that has one."""
+        """Return the last result of each group with one."""
         if not group_ids:
             return {}
         values = await self._client.several([("GET", keys.worth(group_id)) for group_id in group_ids], is_lenient=True)

@@ -119,7 +119,7 @@ class SlotMap:
         self._is_doubtful = True
 
     def forget(self, endpoint: HostPort) -> None:
-        """Forget a node that has left the Cluster."""
+        """Forget a node after it has left the Cluster."""
         self._failed_until.pop(endpoint, None)
 
     def replace(self, slots: ClusterSlots) -> None:
@@ -180,7 +180,7 @@ class Cluster:
         await asyncio.gather(*(node.aclose() for node in nodes))
 
     async def execute_command(self, *command: Any) -> Any:
-        """Send a command with keys of one slot to the node that has the slot now."""
+        """Send a command with keys of one slot to the present node of the slot."""
         async with asyncio.timeout(self._bound_seconds):
             return await self._follow(command)
 
@@ -250,7 +250,7 @@ class Cluster:
         return None if reads is None else reads.connection
 
     def place(self, key: bytes) -> object:
-        """Return the node that has ``key``, or the slot of ``key`` if no map was read yet."""
+        """Return the node of ``key``, or the slot of ``key`` if no map was read yet."""
         slot = key_slot(key)
         return self._map.pick(slot) if self._map.has(slot) else slot
 
@@ -259,7 +259,7 @@ class Cluster:
         return list(self._nodes.values())
 
     async def primaries(self) -> list[Redis]:
-        """Return one client for each node that has slots, in any order."""
+        """Return one client for each node with slots, in any order."""
         async with asyncio.timeout(self._bound_seconds):
             await self._read_map()
         endpoints = self._map.primaries()
@@ -397,7 +397,7 @@ async def _pipelined(node: Redis, commands: Iterable[Sequence[Any]]) -> list[Any
         return await pipeline.execute(raise_on_error=False)
 
 
-# Reads many keys of a slot that is moving to another node of a Cluster.
+# Reads many keys of a slot on the way to another node of a Cluster.
 #
 # During the move each key is on one of the two nodes, and Redis refuses commands with several keys with TRYAGAIN. A
 # move

@@ -75,7 +75,7 @@ class _PendingRead(Generic[T]):
         self.answer = answer
         self.until = deadline
         self.replies: list[Any] = []
-        """The replies that have been parsed so far."""
+        """The parsed replies so far."""
         self._is_ended = False
 
     def done(self) -> bool:
