@@ -51,10 +51,12 @@ class Engine:
         self.url = ""
         self.answers: dict[str, Any] = {}
         self.asked: list[str] = []
+        self.connections: set[object] = set()
         self.authorization: str | None = None
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(request.path)
+        self.connections.add(request.transport)
         self.authorization = request.headers.get("Authorization")
         answer = self.answers.get(request.path, 404)
         if isinstance(answer, int):

@@ -283,3 +283,25 @@ async def test_the_master_of_the_store_of_sglang_is_read(
     assert (described.query_endpoint, described.query_keys) == (found, ())
     server["hicache_storage_backend"] = "file"
     assert (await describer.describe(engine.url)).query_endpoint is None
+
+
+@pytest.mark.parametrize(
+    ("of", "paths"),
+    [
+        ("vllm", ["/kv_event_sources", "/v1/models", "/metrics", "/version"]),
+        ("sglang", ["/kv_event_sources", "/server_info", "/v1/models"]),
+        ("other", ["/kv_event_sources", "/server_info", "/v1/models", "/metrics", "/version"]),
+    ],
+)
+async def test_an_engine_is_asked_over_one_connection_and_not_for_what_it_has_told(
+    engine: Engine, describer: Describer, of: str, paths: list[str]
+) -> None:
+    if of == "vllm":
+        engine.is_vllm()
+    elif of == "sglang":
+        engine.is_sglang()
+    else:
+        engine.answers = {"/v1/models": vllm_models("gpt")}
+    await describer.describe(engine.url)
+    assert engine.asked == paths
+    assert len(engine.connections) == 1

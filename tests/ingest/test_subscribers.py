@@ -105,7 +105,8 @@ async def test_messages_that_nobody_has_read_yet_are_finished(context: ZmqContex
         others.check(0, time.monotonic())
         gate.set()
         assert subscriber._link is not None
-        message = others._watched[subscriber._link].message
+        watched, reads = others._watched[subscriber._link], list[bool]()
+        message, watched._read = watched.message, lambda: reads.append(True)
 
         def is_long() -> bool:
             others.check(0, time.monotonic())
@@ -113,8 +114,9 @@ async def test_messages_that_nobody_has_read_yet_are_finished(context: ZmqContex
 
         await wait_until(is_long, "many bytes have come")
         assert not subscriber.is_refused
+        assert reads, "nothing else tells the reader of them"
         subscriber._is_read_due = False
-        others.check(0, time.monotonic())
+        subscriber.read()
         await wait_until(lambda: subscriber.buffered_frames == 8, "all are read")
 
 

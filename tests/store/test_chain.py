@@ -193,6 +193,21 @@ def test_no_row_is_used_longer_than_it_may_be_kept(has_singles: bool) -> None:
     assert Followed(CHAIN[:64], none, hot=hot, has_singles=has_singles, now=61.0).holders == [b"1"] * 64
 
 
+def test_a_row_that_was_asked_for_before_a_write_was_acknowledged_is_not_kept() -> None:
+    hot = HotRows(60.0, 1 << 20)
+    values = {name(CHAIN[0]): value(CHAIN[:1], 0, {each: [CHAIN[0]] for each in range(1, 20)})}
+    chain = Chain(source_of(CHAIN[:1]), hot)
+    for is_written in (True, False):
+        chain.begin(GroupEntry(1, 1))
+        asked = names_of(chain.ask(4, 0.0))
+        if is_written:
+            hot.clear()
+        chain.take([values.get(each) for _, each in asked])
+        chain.settle()
+        chain.keep_hot(0.0)
+        assert len(hot) == (0 if is_written else 1)
+
+
 def test_what_comes_before_an_open_block_is_certain() -> None:
     """A query that ends at its deadline, or whose holders have ended, does not wait for branch rows."""
     chain = Chain(source_of(SHARED + TAIL[:50]), HotRows(0, 0))

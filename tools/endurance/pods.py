@@ -26,7 +26,7 @@ from tests.discovery.api_server import ApiServerStub, pod
 from tests.e2e.redis_server import redis_server
 from tests.hostile.beside import HELD_SECONDS, Processes
 from tests.hostile.engine_server import GOOD
-from tests.hostile.raw_server import RawServer, http
+from tests.hostile.raw_server import http
 from tests.listening import listening
 from tests.live import Live, start
 from tests.patience import patient, patient_settings
@@ -53,8 +53,7 @@ async def main(pods: int, seconds: float, *, is_asked: bool) -> bool:
         await api.start()
         stack.push_async_callback(api.stop)
         port, probes = unused_port(), unused_port()
-        engine = RawServer(lambda path, _: [http(GOOD[path])] if path in GOOD else [http(b"", status="404 x")])
-        await stack.enter_async_context(listening(engine.handler, port, host="0.0.0.0"))
+        await stack.enter_async_context(listening(_serve, port, host="0.0.0.0"))
         settings = patient_settings() | {
             "port": probes,
             "ingest_port": probes,
@@ -68,6 +67,14 @@ async def main(pods: int, seconds: float, *, is_asked: bool) -> bool:
         live = await stack.enter_async_context(start("ingest", server.url, directory / "log", **settings))
         api.status = 200
         return await _watched(live, redis, pods, seconds)
+
+
+async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer as engines do, which keep a connection open."""
+    while head := await reader.readuntil(b"\r\n\r\n"):
+        path = head.split(b" ", 2)[1].decode()
+        writer.write(http(GOOD[path]) if path in GOOD else http(b"", status="404 x"))
+        await writer.drain()
 
 
 async def _watched(live: Live, redis: Redis, pods: int, seconds: float) -> bool:

@@ -37,6 +37,8 @@ RANKS_MAX = 256
 
 _SOURCES, _SERVER, _MODELS, _METRICS = "/kv_event_sources", "/server_info", "/v1/models", "/metrics"
 _VERSION = "/version"
+_PATHS = (_SOURCES, _SERVER, _MODELS, _METRICS, _VERSION)
+_NOT_ASKED = HttpReply(404, b"")
 #: The port on which Mooncake's master answers HTTP, if nothing else is said.
 _MASTER_PORT = 9003
 _CACHE_CONFIG = "vllm:cache_config_info"
@@ -100,16 +102,34 @@ class Describer:
         base = base_of(url)
         try:
             async with asyncio.timeout(self._seconds):
-                paths = (_SOURCES, _SERVER, _MODELS, _METRICS, _VERSION)
-                replies = dict(
-                    zip(paths, await asyncio.gather(*(self._ask(base + path) for path in paths)), strict=True)
-                )
-                return await self._read(base, kind, replies)
+                return await self._read(base, kind, await self._replies(base, kind))
         except TimeoutError:
             raise _unavailable(base, f"it has not answered within {self._seconds:g} s") from None
 
     async def close(self) -> None:
         await self._asker.close()
+
+    async def _replies(self, base: str, kind: EngineKind | None) -> Mapping[str, HttpReply | Unanswered]:
+        """Return what the engine answers by path, one after the other over one connection.
+
+        Paths that would tell nothing beyond the earlier answers are not asked.
+        """
+        replies: dict[str, HttpReply | Unanswered] = dict.fromkeys(_PATHS, _NOT_ASKED)
+
+        async def ask(path: str) -> Any:
+            replies[path] = await self._ask(base + path)
+            return _json(replies[path])
+
+        sources, server = await ask(_SOURCES), None
+        if not isinstance(sources, dict | list):
+            server = await ask(_SERVER)
+        await ask(_MODELS)
+        kind = kind or _kind(server, sources)
+        if kind is None or kind.traits.sockets_path != _SERVER:
+            await ask(_METRICS)
+        if _release(server) is None:
+            await ask(_VERSION)
+        return replies
 
     async def _ask(self, url: str) -> HttpReply | Unanswered:
         try:
