@@ -17,6 +17,7 @@ from waymark.base.errors import StoreUnavailable
 from waymark.domain.engines import EngineKind
 from waymark.domain.status import StreamStatus
 from waymark.domain.targets import Target
+from waymark.ingest.options import WorkerOptions
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.leases import Grant, Leases
@@ -139,6 +140,36 @@ async def test_a_killed_workers_streams_are_taken_over(bench: Bench) -> None:
         await pod.counted(restarts=0, batches_lost=0)
     # The bound of the contract, with room for a machine that is busy: a lease of 2 s, and 2 s.
     assert time.monotonic() - died < patient(2 * (QUICK.lease_seconds + 2.0))
+
+
+@pytest.mark.parametrize("why", ["the other one stops", "the share moves"])
+async def test_released_streams_are_taken_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """A stream without a replay loses what comes while nobody has it."""
+    first = await bench.worker("worker-1")
+    pods = [await bench.pod(f"pod-{i}") for i in range(6)]
+    for pod in pods:
+        await has_worker(pod, "worker-1")
+    # From now on no worker polls by itself.
+    monkeypatch.setattr(WorkerOptions, "poll_seconds", 3600.0)
+    first.worker.poller.hint.set()
+    second = await bench.worker("worker-2")
+
+    async def are_listening() -> bool:
+        ((_, count),) = await bench.redis.pubsub_numsub(keys.CONTROL)
+        return count == 2 and not first.worker.poller.hint.is_set() and bool(second.worker.poller._claims)
+
+    await wait_until(are_listening, "both have polled and listen", PATIENCE_SECONDS)
+    if why == "the other one stops":
+        await first.stop()
+        for pod in pods:
+            await has_worker(pod, "worker-2")
+    else:
+        first.worker.poller.hint.set()
+
+        async def are_shared() -> bool:
+            return {(await pod.state()).worker for pod in pods} == {"worker-1", "worker-2"}
+
+        await wait_until(are_shared, "each has some of them", PATIENCE_SECONDS)
 
 
 async def test_a_worker_that_is_told_to_stop_gives_its_leases_back_at_once(any_bench: Bench) -> None:

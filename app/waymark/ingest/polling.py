@@ -293,6 +293,7 @@ class Poller:
                 stopping.append(running.task)
         if stopping:
             await asyncio.wait(stopping, timeout=_STOP_SECONDS)
+            await self._store.announce_free()
         self.running = {name: running for name, running in self.running.items() if not running.is_done}
 
     def _start(

@@ -101,11 +101,15 @@ class Worker:
                 streams_max=self._options.streams_max,
                 is_leaving=True,
             )
+            await self._store.announce_free()
         except StoreUnavailable as exc:
             log.debug("worker record not removed", extra=fields(error=exc.sentence))
 
     async def _listen(self) -> None:
-        """Poll as soon as registrations change. If the message is lost, the next poll is at most two seconds later."""
+        """Poll as soon as registrations change, or another worker releases streams.
+
+        If the message is lost, the next poll is at most two seconds later.
+        """
         while True:
             try:
                 async with self._store.hints() as hints:

@@ -246,8 +246,12 @@ class Store:
                 await other_client.close()
 
     def hints(self) -> AbstractAsyncContextManager[Subscription]:
-        """Subscribe to the channel on which changes of registrations are announced."""
+        """Subscribe to the channel on which changes of registrations, and streams without a worker, are announced."""
         return self._client.subscription(keys.CONTROL)
+
+    async def announce_free(self) -> None:
+        """Announce that this worker has released streams: the worker that they belong to now takes them at once."""
+        await self._client.publish(keys.CONTROL, "released")
 
     async def other_format(self) -> str | None:
         """Why this release cannot use the index in this Redis, as a sentence; None if it can."""
