@@ -2,8 +2,6 @@
 
 #include "blocks.h"
 
-#include <stdlib.h>
-
 /* Of the index by engine hash. */
 static uint64_t hash_spread_of(const void *known, uint32_t number)
 {
@@ -78,11 +76,29 @@ void remove_block(KnownBlocks *known, uint32_t number)
     known->used--;
 }
 
+/* Room for one more block with this engine hash and key in the indexes. 0 with an exception. */
+static int reserve_slots(KnownBlocks *known, uint64_t hash, uint64_t key)
+{
+    return reserve_slot(&known->by_hash, spread(hash), hash_spread_of, known) &&
+           (!known->has_keys || reserve_slot(&known->by_key, spread(key), key_spread_of, known));
+}
+
+/* Put in a block whose engine hash is not here; there is room, and its place has it. */
+static void add_block(KnownBlocks *known, Block block)
+{
+    const uint32_t number = new_block(known);
+    *block_at(known, number) = block;
+    insert_slot(&known->by_hash, spread(block.hash), number, hash_spread_of, known);
+    if (block.is_first)
+        insert_slot(&known->by_key, spread(block.key), number, key_spread_of, known);
+    known->firsts += block.is_first;
+    known->used++;
+}
+
 int put_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t place, uint8_t depth)
 {
     /* All that may fail comes first. What goes makes no index smaller than for what comes. */
-    if (!reserve_slot(&known->by_hash, spread(hash), hash_spread_of, known) ||
-        (known->has_keys && !reserve_slot(&known->by_key, spread(key), key_spread_of, known)))
+    if (!reserve_slots(known, hash, key))
         return 0;
     const int64_t former = find_hash(known, hash);
     if (former < 0 && !reserve_block(known))
@@ -91,13 +107,16 @@ int put_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t place, u
     if (former >= 0)
         remove_block(known, (uint32_t)former);
     const int is_first = known->has_keys && find_key(known, key) < 0;
-    const uint32_t number = new_block(known);
-    *block_at(known, number) = (Block){hash, key, place, depth, (uint8_t)is_first};
-    insert_slot(&known->by_hash, spread(hash), number);
-    if (is_first)
-        insert_slot(&known->by_key, spread(key), number);
-    known->firsts += (uint32_t)is_first;
-    known->used++;
+    add_block(known, (Block){hash, key, place, depth, (uint8_t)is_first});
+    return 1;
+}
+
+int put_new_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t place, uint8_t depth)
+{
+    if (!reserve_slots(known, hash, key) || !reserve_block(known))
+        return 0;
+    enter_place(known->places, place);
+    add_block(known, (Block){hash, key, place, depth, (uint8_t)known->has_keys});
     return 1;
 }
 
@@ -126,34 +145,34 @@ int lead_block(KnownBlocks *known, uint32_t number)
         block_at(known, (uint32_t)former)->is_first = 0;
     } else
         known->firsts++;
-    insert_slot(&known->by_key, spread(block->key), number);
+    insert_slot(&known->by_key, spread(block->key), number, key_spread_of, known);
     block->is_first = 1;
     return 1;
 }
 
-/* For qsort, ascending. */
-static int compare_numbers(const void *one, const void *other)
-{
-    const uint64_t a = *(const uint64_t *)one, b = *(const uint64_t *)other;
-    return (a > b) - (a < b);
-}
-
 int has_repeats(const uint64_t *numbers, size_t count)
 {
-    if (count < 2)
-        return 0;
-    uint64_t few[64], *sorted = count > 64 ? PyMem_New(uint64_t, count) : few;
-    if (sorted == NULL) {
+    enum { FEW = 128 };
+    uint64_t few[FEW], *seen = few; /* a hash table, at most half full; 0 where there is none */
+    size_t capacity = FEW, zeros = 0;
+    while (capacity < 2 * count)
+        capacity *= 2;
+    if (capacity > FEW && (seen = PyMem_New(uint64_t, capacity)) == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    memcpy(sorted, numbers, count * sizeof *sorted);
-    qsort(sorted, count, sizeof *sorted, compare_numbers);
+    memset(seen, 0, capacity * sizeof *seen);
     int is_repeated = 0;
-    for (size_t i = 1; i < count; i++)
-        is_repeated |= sorted[i - 1] == sorted[i];
-    if (sorted != few)
-        PyMem_Free(sorted);
+    for (size_t i = 0; i < count && !is_repeated; i++) {
+        size_t at = spread(numbers[i]) & (capacity - 1);
+        while (seen[at] != 0 && seen[at] != numbers[i])
+            at = (at + 1) & (capacity - 1);
+        zeros += numbers[i] == 0;
+        is_repeated = zeros > 1 || (seen[at] != 0 && seen[at] == numbers[i]);
+        seen[at] = numbers[i];
+    }
+    if (seen != few)
+        PyMem_Free(seen);
     return is_repeated;
 }
 

@@ -69,6 +69,9 @@ void fetch_blocks(KnownBlocks *known, const uint64_t *hashes, size_t count);
  * with an exception; nothing has changed then. */
 int put_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t place, uint8_t depth);
 
+/* The same with a block whose engine hash and key are not here. */
+int put_new_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t place, uint8_t depth);
+
 /* Take a block out, by its number. */
 void remove_block(KnownBlocks *known, uint32_t number);
 

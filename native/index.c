@@ -14,16 +14,6 @@ int choose_secret(void)
     return 1;
 }
 
-/* How far the slot `at` is from where its thing belongs. */
-static inline uint32_t steps_to(const Segment *segment, uint32_t at, HashOf *hash_of, const void *owner)
-{
-    const uint32_t slot = segment->slots[at], steps = slot >> NUMBER_BITS;
-    if (steps < FAR)
-        return steps;
-    const uint32_t home = home_of(segment, hash_of(owner, number_in(slot)));
-    return home <= at ? at - home : segment->capacity - home + at;
-}
-
 /* Give a segment another capacity. 0 without memory for it; then it is as it was. */
 static int resize(Index *index, Segment *segment, uint32_t capacity, HashOf *hash_of, const void *owner)
 {
@@ -41,7 +31,7 @@ static int resize(Index *index, Segment *segment, uint32_t capacity, HashOf *has
         for (uint32_t at = 0; at < count; at++)
             hashes[at] = hash_of(owner, numbers[at]);
         for (uint32_t at = 0; at < count; at++)
-            place_in(&resized, hashes[at], numbers[at]);
+            place_in(&resized, hashes[at], numbers[at], hash_of, owner);
     }
     index->bytes += sizeof *resized.slots * capacity;
     index->bytes -= sizeof *resized.slots * segment->capacity;
@@ -52,32 +42,29 @@ static int resize(Index *index, Segment *segment, uint32_t capacity, HashOf *has
 
 int grow_segment(Index *index, Segment *segment, HashOf *hash_of, const void *owner)
 {
-    const uint32_t grown = segment->capacity + (segment->capacity + 3) / 4;
-    if (resize(index, segment, grown < CAPACITY_MIN ? CAPACITY_MIN : grown, hash_of, owner))
+    const uint32_t before = segment->capacity, more = before < CAPACITY_SMALL ? before : before * 2 / 5;
+    if (resize(index, segment, before < CAPACITY_MIN ? CAPACITY_MIN : before + more, hash_of, owner))
         return 1;
     PyErr_NoMemory();
     return 0;
 }
 
-/* What is behind the thing moves up, so that no search ends at a gap. */
+/* What is behind the thing moves up, to the first that is where it belongs, so that no search ends at a gap. */
 void delete_slot(Index *index, uint64_t hash, uint32_t number, HashOf *hash_of, const void *owner)
 {
     Segment *segment = segment_of(index, hash);
-    uint32_t gap = home_of(segment, hash), behind = 1; /* slots from the gap to `at` */
+    uint32_t gap = home_of(segment, hash);
     while (number_in(segment->slots[gap]) != number)
         gap = next_slot(segment, gap);
-    for (uint32_t at = next_slot(segment, gap); segment->slots[at] != 0; at = next_slot(segment, at), behind++) {
+    for (uint32_t at = next_slot(segment, gap); segment->slots[at] >> NUMBER_BITS != 0; at = next_slot(segment, at)) {
         const uint32_t steps = steps_to(segment, at, hash_of, owner);
-        if (steps < behind)
-            continue; /* it belongs behind the gap */
-        segment->slots[gap] = distance_bits(steps - behind) | (segment->slots[at] & THINGS_MAX);
+        segment->slots[gap] = distance_bits(steps - 1) | (segment->slots[at] & THINGS_MAX);
         gap = at;
-        behind = 0;
     }
     segment->slots[gap] = 0;
     segment->used--;
-    if (segment->capacity > CAPACITY_MIN && segment->used < (uint64_t)segment->capacity * 2 / 5) {
-        const uint32_t shrunk = (uint32_t)((uint64_t)segment->capacity * 5 / 8);
+    if (segment->capacity > CAPACITY_MIN && segment->used < segment->capacity / 8) {
+        const uint32_t shrunk = segment->capacity / 4;
         resize(index, segment, shrunk < CAPACITY_MIN ? CAPACITY_MIN : shrunk, hash_of, owner);
     }
 }

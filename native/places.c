@@ -74,7 +74,7 @@ int64_t number_of_place(Places *places, const Place *place)
     const int64_t number = new_number(places);
     if (number >= 0) {
         places->places[number] = *place;
-        insert_slot(&places->index, hash, (uint32_t)number);
+        insert_slot(&places->index, hash, (uint32_t)number, place_hash_of, places);
         places->used++;
     }
     return number;

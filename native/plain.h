@@ -57,8 +57,8 @@ int pack_blocks(const Block *blocks, size_t count, PyObject **slots, PyObject **
 /* Whether `gone` is a tuple of KnownBlocks, all of the places of `known` and none of them itself. 0 with an exception. */
 int are_beside(KnownBlocks *known, PyObject *gone);
 
-/* Take engine hashes out of those of a tuple, from the one with number `first` on. */
-void discard_beside(PyObject *gone, Py_ssize_t first, const uint64_t *hashes, size_t count);
+/* Take engine hashes out of all of a tuple. */
+void discard_beside(PyObject *gone, const uint64_t *hashes, size_t count);
 
 /* The blocks of these hashes into `blocks`, and their numbers into `numbers`, if all are here, each once, and not among
  * `several`, a dict by keys. 1, 0, or -1 with an exception. */

@@ -16,9 +16,9 @@ int are_beside(KnownBlocks *known, PyObject *gone)
     return is_right;
 }
 
-void discard_beside(PyObject *gone, Py_ssize_t first, const uint64_t *hashes, size_t count)
+void discard_beside(PyObject *gone, const uint64_t *hashes, size_t count)
 {
-    for (Py_ssize_t i = first; i < PyTuple_Size(gone); i++)
+    for (Py_ssize_t i = 0; i < PyTuple_Size(gone); i++)
         discard_blocks((KnownBlocks *)PyTuple_GetItem(gone, i), hashes, count);
 }
 
@@ -132,8 +132,6 @@ PyObject *known_take(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
             KnownBlocks *gone = (KnownBlocks *)PyTuple_GetItem(args[1], 0);
             fetch_slots(&gone->by_hash, hashes, count);
             groups = take_blocks(known, gone, blocks, numbers, count);
-            if (groups != NULL)
-                discard_beside(args[1], 1, hashes, count);
         } else if (is_plain == 0)
             groups = Py_NewRef(Py_None);
     } else if (hashes != NULL)

@@ -97,7 +97,7 @@ static int run_store(KnownBlocks *known, Run *run, const PlainEvent *event, int6
         if (!add_blocks(run, &part, position + (int64_t)start, run->blocks, end - start))
             return -1;
     }
-    discard_beside(run->gone, 0, store.hashes, store.count);
+    discard_beside(run->gone, store.hashes, store.count);
     run->stores++;
     run->stored += (Py_ssize_t)store.count;
     return 1;
@@ -123,7 +123,6 @@ static int run_removal(KnownBlocks *known, Run *run, const PlainEvent *event, in
     fetch_slots(&gone->by_hash, hashes, count);
     if (!move_blocks(known, gone, run->blocks, run->numbers, count))
         return -1;
-    discard_beside(run->gone, 1, hashes, count);
     run->removed += (Py_ssize_t)count;
     return 1;
 }

@@ -65,7 +65,7 @@ int64_t put_piece(KnownBlocks *known, const Store *store, size_t start, size_t e
     for (size_t i = 0; is_done && i < end - start; i++) {
         const size_t at = start + i;
         blocks[i] = (Block){store->hashes[at], store->keys[at], (uint32_t)place, (uint8_t)(depth + (int)i), 0};
-        is_done = put_block(known, blocks[i].hash, blocks[i].key, (uint32_t)place, blocks[i].depth);
+        is_done = put_new_block(known, blocks[i].hash, blocks[i].key, (uint32_t)place, blocks[i].depth);
     }
     leave_place(known->places, (uint32_t)place);
     return is_done ? place : -1;
@@ -120,7 +120,7 @@ static PyObject *extend(KnownBlocks *known, Store *store, Chain *chain, const In
         Py_XDECREF(piece);
     }
     if (pieces != NULL)
-        discard_beside(gone, 0, store->hashes, store->count);
+        discard_beside(gone, store->hashes, store->count);
     return pieces;
 }
 

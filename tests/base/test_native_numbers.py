@@ -1,8 +1,9 @@
-"""The C module when it has no number for one more thing: with 10 bits for numbers instead of 27."""
+"""The C module with more or fewer bits for numbers of things than 27: no number for one more, and short distances."""
 
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
 import subprocess
 import sysconfig
@@ -21,14 +22,13 @@ BLOCKS_MAX, PLACES_MAX = 768, 1023
 """Blocks of a table, in whole chunks of 256, and places."""
 
 
-@pytest.fixture
-def few_numbers(tmp_path: Path) -> Any:
-    """The C module, compiled with few numbers."""
+def compiled(folder: Path, number_bits: int) -> Any:
+    """Return the C module, compiled with so many bits for numbers."""
     compiler, headers = shutil.which("gcc"), Path(sysconfig.get_path("include"))
     if compiler is None or not (headers / "Python.h").is_file():
         pytest.skip("there is no compiler")
-    target = tmp_path / "few.so"
-    defined = ("-DNUMBER_BITS=10", "-DPy_LIMITED_API=0x030B0000", '-DWAYMARK_SOURCES="few"')
+    target = folder / "few.so"
+    defined = (f"-DNUMBER_BITS={number_bits}", "-DPy_LIMITED_API=0x030B0000", '-DWAYMARK_SOURCES="few"')
     command = [compiler, "-shared", "-fPIC", "-O0", *defined, f"-I{headers}", *SOURCES, "-o", str(target)]
     subprocess.run(command, check=True, timeout=patient(120))
     return loaded(target)
@@ -52,7 +52,8 @@ def check(known: Any, stored: list[int]) -> None:
 
 
 @pytest.mark.outside
-def test_without_a_number_for_one_more_nothing_changes(few_numbers: Any) -> None:
+def test_without_a_number_for_one_more_nothing_changes(tmp_path: Path) -> None:
+    few_numbers = compiled(tmp_path, 10)
     places = few_numbers.Places(Place, Spot)
     one, other = (few_numbers.KnownBlocks(places, True) for _ in range(2))
     blocks, more = fill(one, 1), fill(other, 10_001)
@@ -67,3 +68,25 @@ def test_without_a_number_for_one_more_nothing_changes(few_numbers: Any) -> None
     one.discard(blocks)
     other.discard(more + again)
     assert (len(one), len(other), len(places)) == (0, 0, 0)
+
+
+@pytest.mark.outside
+def test_things_far_from_where_they_belong_are_found(tmp_path: Path) -> None:
+    """A slot tells a distance of up to 3 here; for a longer one the hash of the thing is read."""
+    module = compiled(tmp_path, 30)
+    known, model, chosen = module.KnownBlocks(module.Places(Place, Spot), True), dict[int, int](), random.Random(29)
+    for blocks in (20_000, 500, 5_000, 0):
+        while len(model) != blocks:
+            if len(model) > blocks:
+                gone = chosen.sample(list(model), min(len(model) - blocks, 1 + len(model) // 2))
+                known.discard(gone)
+                for each in gone:
+                    del model[each]
+            else:
+                engine_hash, key = chosen.getrandbits(64), chosen.getrandbits(64)
+                model[engine_hash] = key
+                known.store(Place(1), 0, [key], [0], [engine_hash])
+        assert len(known) == known.blocks() == blocks
+        assert all(known.get(each) == Spot(Place(1), 0, 0, key) for each, key in model.items())
+        assert all(known.first(key) == each for each, key in model.items())
+        assert not any(known.get(chosen.getrandbits(64)) for _ in range(5_000))

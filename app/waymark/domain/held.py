@@ -33,7 +33,9 @@ GONE_MAX = 16_384
 
 
 class GoneHashes:
-    """Hashes in two sets, of which ``trim`` empties the older one."""
+    """Hashes in two sets, of which ``trim`` empties the older one. A hash that is in both stands for the block in the
+    newer one.
+    """
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -51,12 +53,11 @@ class GoneHashes:
         return self._new.get(engine_hash) or self._old.get(engine_hash)
 
     def add(self, engine_hash: int, spot: Spot) -> None:
-        self._old.discard((engine_hash,))
         self._new.store(spot.place, spot.namespace, (spot.key,), (spot.depth,), (engine_hash,))
 
     @property
     def sets(self) -> tuple[KnownBlocks, ...]:
-        """The two sets; a hash that goes enters the first."""
+        """The two sets, the newer one first; a hash that goes enters it."""
         return self._new, self._old
 
     def discard(self, engine_hashes: Sequence[int]) -> None:

@@ -139,7 +139,7 @@ class KnownBlocks(Protocol):
     def take(
         self, engine_hashes: Sequence[int], former: tuple[KnownBlocks, ...], several: Mapping[int, object], /
     ) -> list[TakenBlocks] | None:
-        """Apply a plain removal: move each of these engine hashes to the first of ``former``, and out of the others.
+        """Apply a plain removal: move each of these engine hashes to the first of ``former``.
 
         All of them must be here, each once, and their keys must not be among ``several``.
 
