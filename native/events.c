@@ -229,33 +229,42 @@ static PyObject *events_item(PyObject *self, Py_ssize_t at)
     return make_event(events, &events->events[at]);
 }
 
-/* first(kind: int) -> int: the number of events where there is none */
-static PyObject *events_first(PyObject *self, PyObject *kind)
+/* How many events of a kind there are, and their hashes. The first becomes *pattern, as an object without its blocks, or
+ * None where there is none. 0 with an exception. */
+static int sum_up(const Events *events, uint8_t kind, Py_ssize_t *count, Py_ssize_t *hashes, PyObject **pattern)
 {
-    const Events *events = (Events *)self;
-    const long wanted = PyLong_AsLong(kind);
-    size_t at = 0;
-    if (PyErr_Occurred())
-        return NULL;
-    while (at < events->count && events->events[at].kind != wanted)
-        at++;
-    return PyLong_FromSize_t(at);
+    const PlainEvent *first = NULL;
+    *count = *hashes = 0;
+    for (size_t i = 0; i < events->count; i++)
+        if (events->events[i].kind == kind) {
+            first = first == NULL ? &events->events[i] : first;
+            ++*count;
+            *hashes += (Py_ssize_t)events->events[i].hashes_count;
+        }
+    if (first == NULL)
+        *pattern = Py_NewRef(Py_None);
+    else {
+        PlainEvent without = *first;
+        without.hashes_count = without.tokens_count = 0;
+        without.has_parent = 0;
+        *pattern = kind == STORE ? make_stored(events, &without) : make_removed(events, &without);
+    }
+    return *pattern != NULL;
 }
 
-/* count(kind: int) -> tuple[int, int] */
-static PyObject *events_count(PyObject *self, PyObject *kind)
+/* facts() -> tuple[int, int, Stored | None, int, Removed | None]
+ *
+ * The stores, their blocks, the first store without its blocks, the removals, and the first removal without its blocks.
+ */
+static PyObject *events_facts(PyObject *self, PyObject *ignored)
 {
     const Events *events = (Events *)self;
-    const long wanted = PyLong_AsLong(kind);
-    Py_ssize_t count = 0, hashes = 0;
-    if (PyErr_Occurred())
-        return NULL;
-    for (size_t i = 0; i < events->count; i++)
-        if (events->events[i].kind == wanted) {
-            count++;
-            hashes += (Py_ssize_t)events->events[i].hashes_count;
-        }
-    return Py_BuildValue("nn", count, hashes);
+    Py_ssize_t stores, blocks, removals, removed;
+    PyObject *store = NULL, *removal = NULL;
+    if (sum_up(events, STORE, &stores, &blocks, &store) && sum_up(events, REMOVAL, &removals, &removed, &removal))
+        return Py_BuildValue("nnNnN", stores, blocks, store, removals, removal);
+    Py_XDECREF(store);
+    return NULL;
 }
 
 /* hashes(start: int, end: int) -> list[int]: those of the stores among these events */
@@ -299,8 +308,8 @@ static void events_dealloc(PyObject *self)
 }
 
 static PyMethodDef events_methods[] = {
-    METHOD("first", events_first, METH_O, "first($self, kind, /)\n--\n\nThe first store (0) or removal (1)."),
-    METHOD("count", events_count, METH_O, "count($self, kind, /)\n--\n\nStores (0) or removals (1), and their hashes."),
+    METHOD("facts", events_facts, METH_NOARGS,
+           "facts($self, /)\n--\n\nStores, their blocks, the first store, removals, the first removal."),
     METHOD("hashes", events_hashes, METH_FASTCALL, "hashes($self, start, end, /)\n--\n\nThose of some stores."),
     {NULL, NULL, 0, NULL},
 };

@@ -261,11 +261,12 @@ def test_events_that_stay_together_are_a_sequence() -> None:
     first, gone, last = (batch_of(each, {"type": "Else"}).events[0] for each in (store([1, 2]), REMOVAL, store([3], 2)))
     assert isinstance(events, PlainEvents)
     assert (events.stores, events.blocks, events.removals) == (2, 3, 1)
-    assert (events.store, events.removal) == (first, gone)
     assert events == (first, gone, last)
     assert (len(events), events[1], events[-1], list(events[1:])) == (3, gone, last, [gone, last])
     assert isinstance(first, Stored)
     assert isinstance(gone, Removed)
+    assert events.store == replace(first, engine_hashes=(), tokens=b"", parent=None)
+    assert events.removal == replace(gone, engine_hashes=())
     with pytest.raises(IndexError):
         events[3]
 

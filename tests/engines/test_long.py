@@ -230,7 +230,7 @@ def test_a_slice_is_small_whatever_the_payload(name: str) -> None:
         return read
 
     decode._read_event = counting
-    work = decode.slices(payload)
+    work = decode.slices(payload, None)
     stops = 0
     for _ in work:
         most, done = max(most, done), 0

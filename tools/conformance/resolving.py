@@ -258,7 +258,7 @@ class Session:
 
     def decode(self, payload: bytes) -> Any:
         try:
-            batch = self._decode.short(payload) if len(payload) <= 1024 else self._decode(payload)
+            batch = self._decode(payload)
         except Undecodable as bad:
             self._note("undecodable", str(bad))
             return None

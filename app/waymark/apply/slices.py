@@ -82,11 +82,16 @@ class SliceRunner:
                 next(work)
             except StopIteration as end:
                 result: T = end.value
-                if self._clock() >= self._until:
+                if self.is_over:
                     await self.pause()
                 return result
-            if self._clock() >= self._until:
+            if self.is_over:
                 await self.pause()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the event loop should run other callbacks now."""
+        return self._clock() >= self._until
 
     async def pause(self) -> None:
         """Let the event loop run other callbacks."""

@@ -214,12 +214,15 @@ class PlainEvents(Sequence[Event]):
         """``loop``: ``Events`` of the C module."""
         self.loop: Final = loop
         self._every: tuple[Event, ...] | None = None
-        self.stores, self.blocks = loop.count(0)
-        """Stores, and their blocks."""
-        self.removals: int = loop.count(1)[0]
-        self.store: Stored | None = loop[loop.first(0)] if self.stores else None
-        """The first store; all stores share its fields, except the blocks."""
-        self.removal: Removed | None = loop[loop.first(1)] if self.removals else None
+        self.stores: int
+        self.blocks: int
+        """Blocks of all stores."""
+        self.store: Stored | None
+        """The first store, without its blocks; all others are alike."""
+        self.removals: int
+        self.removal: Removed | None
+        """The same of the removals."""
+        self.stores, self.blocks, self.store, self.removals, self.removal = loop.facts()
 
     def __len__(self) -> int:
         return len(self.loop)

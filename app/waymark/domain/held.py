@@ -33,8 +33,8 @@ GONE_MAX = 16_384
 
 
 class GoneHashes:
-    """Hashes in two sets, of which ``trim`` empties the older one. A hash that is in both stands for the block in the
-    newer one.
+    """Hashes in two sets, of which ``trim`` empties the older one. A hash in both stands for the block in the newer
+    one.
     """
 
     def __init__(self, places: Places) -> None:

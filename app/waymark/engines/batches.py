@@ -154,34 +154,40 @@ class Decoder:
 
         A bare dialect's payload may be one event map or a list of maps.
         """
-        return finish(self.slices(payload))
+        plain = self.plain(payload)
+        return finish(self.slices(payload, plain)) if plain is None or plain.others else plain_batch(plain)
 
-    def short(self, payload: bytes) -> Batch:
-        """Return the batch in a payload of at most ``SHORT_BYTES``, decoded at once because all its parts are short."""
+    def plain(self, payload: bytes) -> PlainBatch | None:
+        """Read the plain events of a payload at once. Return None if it is too long, or its batch has another form."""
+        may_be_plain = self._read_plain is not None and self.ceilings.event_hashes >= PART_HASHES
+        if not may_be_plain or len(payload) > min(WINDOW_BYTES, self.ceilings.frame_bytes):
+            return None
+        assert self._read_plain is not None
+        return self._read_plain(payload, self.ceilings.batch_events)
+
+    def short(self, payload: bytes, plain: PlainBatch | None) -> Batch:
+        """Return the batch in a payload of at most ``SHORT_BYTES``, decoded at once because all its parts are short.
+
+        ``plain`` is what ``plain`` has read of it; it has other events, too.
+        """
         events = self._events()
-        plain = self._plain(payload)
-        if plain is not None and not plain.others:
-            return events.plain(plain)
         try:
             root = msgpack.unpackb(payload, strict_map_key=False)
         except BAD_MSGPACK:
-            return self(payload)
+            return finish(self.slices(payload, plain))
         listed, head = _split(root, len(payload), bare=self._bare)
         if len(listed) > _SHORT_EVENTS:
-            return self(payload)
+            return finish(self.slices(payload, plain))
         for event in listed:
             events.read_short(event)
         return events.batch(head)
 
-    def slices(self, payload: bytes) -> Slices[Batch]:
-        """Decode the batch in a payload, slice by slice."""
+    def slices(self, payload: bytes, plain: PlainBatch | None) -> Slices[Batch]:
+        """Decode the batch in a payload, slice by slice; ``plain`` as for ``short``."""
         if len(payload) > self.ceilings.frame_bytes:
             raise frame_too_large(len(payload), self.ceilings)
         events = self._events()
-        plain = self._plain(payload) if len(payload) <= WINDOW_BYTES else None
         if plain is not None:
-            if not plain.others:
-                return events.plain(plain)
             head = _Head(plain.ts, plain.rank, plain.publisher_id)
             for plain_event in plain.events:
                 if isinstance(plain_event, tuple):
@@ -205,12 +211,6 @@ class Decoder:
 
     def _events(self) -> _EventReader:
         return _EventReader(self._read_event, self._names, self.ceilings)
-
-    def _plain(self, payload: bytes) -> PlainBatch | None:
-        """Return the plain part of the batch, or None if it has another form."""
-        if self._read_plain is None or self.ceilings.event_hashes < PART_HASHES:
-            return None
-        return self._read_plain(payload, self.ceilings.batch_events)
 
 
 class _Head(NamedTuple):
@@ -238,22 +238,12 @@ class _EventReader:
         self._ceilings = ceilings
         self._rejected = 0
 
-    def batch(self, head: _Head, events: PlainEvents | None = None) -> Batch:
-        """Return a batch of all events, or of ``events``."""
-        rank = head.rank
-        if rank is not None and not is_u32(rank):
-            rank = None
-            self.ignored[Ignored.BAD_RANK.value] += 1
-        all_events = tuple(self.events) if events is None else events
-        return Batch(_clock(head.ts), all_events, rank, head.publisher_id, self.rejected, self.ignored, self.samples)
-
-    def plain(self, plain: PlainBatch) -> Batch:
-        """Return a batch of plain events only."""
-        head = _Head(plain.ts, plain.rank, plain.publisher_id)
-        if type(plain.events) is PlainEvents:
-            return self.batch(head, plain.events)
-        self.events = [event for event in plain.events if not isinstance(event, tuple)]
-        return self.batch(head)
+    def batch(self, head: _Head) -> Batch:
+        """Return a batch of all events."""
+        rank = _rank(head.rank, self.ignored)
+        return Batch(
+            _clock(head.ts), tuple(self.events), rank, head.publisher_id, self.rejected, self.ignored, self.samples
+        )
 
     def read(self, event: Any) -> Slices[None]:
         """Read one event, in parts if it is long."""
@@ -320,6 +310,32 @@ class _EventReader:
             self.samples.setdefault(bad.kind, bad.sentence)
         else:
             self.rejected[MORE] = 1
+
+
+_NONE_COUNTED: Final[Counter[str]] = Counter()
+_NO_SAMPLES: Final[dict[str, str]] = {}
+
+
+def plain_batch(plain: PlainBatch) -> Batch:
+    """Return the batch of what was read; all of its events are plain."""
+    events: Sequence[Event]
+    if type(plain.events) is PlainEvents:
+        events = plain.events
+    else:
+        events = tuple(event for event in plain.events if not isinstance(event, tuple))
+    rank, ignored = plain.rank, _NONE_COUNTED
+    if rank is not None and not is_u32(rank):
+        ignored = Counter[str]()
+        rank = _rank(rank, ignored)
+    return Batch(_clock(plain.ts), events, rank, plain.publisher_id, _NONE_COUNTED, ignored, _NO_SAMPLES)
+
+
+def _rank(value: Any, ignored: Counter[str]) -> int | None:
+    """Return the rank of a batch; another value is none, and counted in ``ignored``."""
+    if value is None or is_u32(value):
+        return value
+    ignored[Ignored.BAD_RANK.value] += 1
+    return None
 
 
 def hashes_of_first(events: Sequence[Event]) -> Sequence[int]:

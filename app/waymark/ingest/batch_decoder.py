@@ -14,7 +14,7 @@ from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.domain.events import Batch
 from waymark.engines import Decoder, OverCeiling
-from waymark.engines.batches import MORE, SHORT_BYTES
+from waymark.engines.batches import MORE, SHORT_BYTES, plain_batch
 from waymark.ingest.counters import LifeCounter
 from waymark.ingest.frames import DIGEST_SLICE_BYTES, digest, digest_slices
 
@@ -67,10 +67,16 @@ class BatchDecoder:
 
     async def _batch(self, payload: bytes) -> Batch:
         try:
+            plain = self._decode.plain(payload)
+            if plain is not None and not plain.others:
+                batch = plain_batch(plain)
+                if self.slices.is_over:
+                    await self.slices.pause()
+                return batch
             if len(payload) <= SHORT_BYTES:
-                batch = self._decode.short(payload)
+                batch = self._decode.short(payload, plain)
             else:
-                batch = await self.slices.run(self._decode.slices(payload))
+                batch = await self.slices.run(self._decode.slices(payload, plain))
         except Undecodable as exc:
             batch = Batch(None, (), lost=exc.sentence if isinstance(exc, OverCeiling) else None)
             batch.rejected[exc.kind] += 1
