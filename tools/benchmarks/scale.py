@@ -9,8 +9,8 @@ a replica and the nodes of the Cluster are processes of their own. What each of 
 other processes on the machine hardly matter. The model's costs are measured in the same run on one engine and one
 Redis: of frames that are applied together, which is what a busy worker does, and of frames that each have a call of
 their own, as an idle one makes them. What is measured lies between the two, and near the first if ``--share`` asks for
-more than the machine can do. ``--single`` is one Redis and no Cluster. Answers are checked: the engine that is asked
-for has its whole prompt.
+more than the machine can do. A share of 0 shows what silent engines cost. ``--single`` is one Redis and no Cluster.
+Answers are checked: the engine that is asked for has its whole prompt.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import math
 import os
 import random
 import shutil
@@ -170,10 +171,10 @@ class Engines:
     def publish(self) -> tuple[dict[str, int], dict[int, int], float]:
         """Return the blocks and frames by kind, the next batch of each engine, and the greatest delay in seconds."""
         answers = self._say("go")
-        published: dict[str, int] = {}
+        published = dict.fromkeys([*KINDS, *(f"{kind} frames" for kind in KINDS)], 0)
         for answer in answers:
             for name, count in answer["published"].items():
-                published[name] = published.get(name, 0) + count
+                published[name] += count
         return published, _sequences(answers), max(answer["latest"] for answer in answers)
 
 
@@ -202,7 +203,7 @@ class Askers:
     def __init__(self, replica: Server, engines: int, per_second: float, seconds: float) -> None:
         self._replica = replica
         self._engines = engines
-        self._every = _ASKERS / per_second
+        self._every = _ASKERS / per_second if per_second else math.inf
         self._seconds = seconds
         self.asked = 0
         self.wrong: list[str] = []
@@ -318,7 +319,7 @@ def measure(options: argparse.Namespace) -> Measured:
         found.worker = (workers_after - workers_before) * 1e6
         found.nodes = [(after - before) * 1e6 for before, after in zip(nodes_before, nodes_after, strict=True)]
         frames = sum(found.published[f"{kind} frames"] for kind in KINDS)
-        found.frames_per_call = frames / (_script_calls(clients) - calls_before)
+        found.frames_per_call = frames / max(1, _script_calls(clients) - calls_before)
         found.queries = askers.asked
         if askers.wrong:
             raise SystemExit(f"{len(askers.wrong)} of {askers.asked} answers were wrong, such as {askers.wrong[0]}")
@@ -336,9 +337,12 @@ def print_table(options: argparse.Namespace, model: Model, found: Measured) -> N
 
     def add(what: str, measured: float, together: float, alone: float) -> None:
         cores = [f"{value / options.seconds / 1e6:.3f} cores" for value in (measured, together, alone)]
-        ratios = [measured / together, measured / alone]
-        is_within = ratios[0] >= 1 - _BAR and ratios[1] <= 1 + _BAR
-        found = (cores[0], cores[1], f"{ratios[0]:.2f}", cores[2], f"{ratios[1]:.2f}", "yes" if is_within else "no")
+        if together and alone:
+            ratios = [f"{measured / together:.2f}", f"{measured / alone:.2f}"]
+            is_within = "yes" if measured >= (1 - _BAR) * together and measured <= (1 + _BAR) * alone else "no"
+        else:  # engines that publish nothing and are not asked
+            ratios, is_within = ["-", "-"], "-"
+        found = (cores[0], cores[1], ratios[0], cores[2], ratios[1], is_within)
         lines.append((what, *found))
 
     def ingest(costs: Mapping[str, Cost]) -> tuple[float, float]:
@@ -360,7 +364,7 @@ def print_table(options: argparse.Namespace, model: Model, found: Measured) -> N
             f"a frame with {_BLOCKS_PER_FRAME[kind]} blocks {kind}: worker {worker.alone:.0f} us alone, "
             f"{worker.together:.0f} together; Redis {redis.alone:.0f} alone, {redis.together:.0f} together"
         )
-    shares = ", ".join(f"{node / sum(found.nodes):.0%}" for node in found.nodes)
+    shares = ", ".join(f"{node / max(1.0, sum(found.nodes)):.0%}" for node in found.nodes)
     blocks = sum(found.published[kind] for kind in KINDS)
     print(
         f"{blocks / options.seconds:,.0f} blocks/s in frames of {options.engines:,} engines, "
@@ -381,6 +385,8 @@ def main() -> None:
     parser.add_argument("--redis", default="redis-server", help="the program of the nodes, such as valkey-server")
     parser.add_argument("--single", action="store_true", help="one Redis in place of the Cluster")
     options = parser.parse_args()
+    if options.share < 0:
+        parser.error(f"--share is {options.share}; an engine does 0 or more of its rate")
     if options.blocks < STORE_BLOCKS * 4:
         parser.error(f"--blocks is {options.blocks}; an engine needs at least {STORE_BLOCKS * 4}")
     with tempfile.TemporaryDirectory(prefix="wm-") as links:

@@ -66,7 +66,9 @@ class Cache:
             yield next(self._prefill)
 
     def traffic(self, share: float, seconds: float) -> Iterator[Frame]:
-        """Yield frames in order of their time; each engine begins at another moment."""
+        """Yield frames in order of their time; each engine begins at another moment. A share of 0 has none."""
+        if not share:
+            return
         phase = (self._engine * 0.618034) % 1
         store_every = STORE_BLOCKS / (ENGINE_PREFILL * share)
         decode_every = SEQUENCES / (ENGINE_DECODE * share)
@@ -129,6 +131,7 @@ def main(first: int, count: int, share: float, seconds: float, blocks: int) -> N
         publishers[frame.engine].send(frame.payload)
         published[frame.kind] += frame.blocks
         published[f"{frame.kind} frames"] += 1
+    time.sleep(max(0.0, seconds - (time.monotonic() - began)))
     _say(
         {
             "published": published,
