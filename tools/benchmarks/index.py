@@ -149,7 +149,7 @@ async def _bytes(options: Options, redis: RedisServer, store: Store) -> list[Row
     later = [sum(await added(f"later-{number}")) for number in range(LATER_HOLDERS)]
     standard_later, standard_entry = await added("standard", EngineKind.STANDARD)
     return [
-        Row("P6", VLLM_BYTES, block + entry, "bytes", bar=45),
+        Row("P6", VLLM_BYTES, block + entry, "bytes", bar=40),
         Row("P6", STANDARD_BYTES, block + standard_entry, "bytes", bar=28),
         Row("P6", "second holder, with a vLLM publisher's entry", second, "bytes", bar=14),
         Row("P6", "each later holder, with a vLLM publisher's entry", sum(later) / len(later), "bytes", bar=14),
@@ -186,7 +186,7 @@ async def _cpu(options: Options, redis: RedisServer, store: Store) -> list[Row]:
         in_512.append(await _spent(redis, size, large.apply(bigger, first_seq=further, store_blocks=512)))
     plain_name = "MSET and HSET"
     return [
-        against("P5", REDIS_STORED, "us", new, plain, plain_name, 0.5),
+        against("P5", REDIS_STORED, "us", new, plain, plain_name, 0.3),
         against("P5", "Redis' CPU per block, stores of 512 new blocks", "us", in_512, plain, plain_name),
         against("P5", "Redis' CPU per block, stores of 64 that another holder has", "us", shared, plain, plain_name),
         against("P5", "Redis' CPU per block, removals of 64 that another holder has", "us", fewer, plain, plain_name),

@@ -65,7 +65,7 @@ def measure(options: Options) -> list[Row]:
                 waits[name] += reader.waits
     for name in ends:
         what = f"{name} of a publisher with {blocks:,} blocks: "
-        rows.append(Row("P10", what + "gone from answers", median(gone_ms[name]), "ms", bar=20.0))
+        rows.append(Row("P10", what + "gone from answers", median(gone_ms[name]), "ms", bar=10.0))
         rows += _of_waits(what + "a reader's longest wait while it is swept", waits[name], 5.0)
     return rows
 

@@ -59,7 +59,7 @@ def run(engines: int, blocks: int, turns: int, *, is_pure: bool = False) -> list
     return [
         Row("P6b", f"{what}, before the first", at_first / MIB, "MiB"),
         Row("P6b", f"{what}, full", full / MIB, "MiB"),
-        Row("P6b", f"{what}, replaced {turns} times", after / MIB, "MiB", bar=512 if whole else None),
+        Row("P6b", f"{what}, replaced {turns} times", after / MIB, "MiB", bar=0.4 * 1024 if whole else None),
         Row("P6b", "the same per block", (after - at_first) / known, "bytes"),
     ]
 

@@ -34,13 +34,14 @@ Bars: TypeAlias = dict[str, tuple[float | None, float | None]]
 #: What the ratio to the peer's may be, where the extension is built, and without it. CPU is that of the replica and of
 #: Redis together, since both serve the request.
 BARS: Bars = {
-    "trace": (0.8, 2.0),
-    "new": (0.9, 2.3),
-    "hash": (2.0, None),
-    "short": (2.0, None),
-    "p50": (1.1, None),
-    "c64": (1.2, None),
-    "c256": (1.2, None),
+    "trace": (0.7, 2.0),
+    "new": (0.75, 2.3),
+    "hash": (1.6, None),
+    "short": (1.5, None),
+    "p50": (0.8, None),
+    "c8": (1.0, None),
+    "c64": (0.8, None),
+    "c256": (0.8, None),
 }
 #: The same for the CPU of the replica alone.
 ALONE_BARS: Bars = {"trace": (0.6, None)}

@@ -58,7 +58,7 @@ def measure_start(options: Options) -> Iterator[Row]:
             starts = [_first_answer(folder, redis, asked) for _ in range(3)]
             ours, cpu = (median(each) for each in zip(*starts, strict=True))
             what = f"new replica: from its start to its first right answer, {size:,} blocks"
-            yield Row("P7", what, ours, "s", bar=0.4)
+            yield Row("P7", what, ours, "s", bar=0.3)
             yield Row("P7", "the same: its CPU until then", cpu, "s")
         if options.peer_python is not None:
             theirs = _of_peer(folder, options.peer_python, blocks)
@@ -138,7 +138,7 @@ def measure_more(options: Options) -> list[Row]:
     by_wall = [b / a for a, b in zip(one_rate, two_rate, strict=True)]
     what = "two replicas over one, queries per second "
     return [
-        Row("P9", what + "of their CPU", median(gain), "times", bar=1.8, is_least=True),
+        Row("P9", what + "of their CPU", median(gain), "times", bar=1.9, is_least=True),
         Row("P9", what + "on this machine, with Redis and the load on its cores", median(by_wall), "times"),
         Row("P9", "Redis' CPU per query, with two replicas over one", median(redis_ratio), "times"),
         *_ingest_beside(options),
