@@ -291,6 +291,16 @@ async def test_an_error_of_the_walk_is_the_one_that_counts(store: Store, monkeyp
     await asyncio.sleep(0)
 
 
+async def test_a_target_that_was_registered_meanwhile_is_one_of_the_snapshot(store: Store) -> None:
+    await pods(store, 1)
+    reader = reader_of(store)
+    await reader.read(question())
+    await pods(store, 2)
+    snapshot, _ = await read(reader, question())
+    assert [member.name[0] for member in snapshot.fleet.members] == ["pod-1", "pod-2"]
+    assert snapshot.fleet.table is store.reader.table_at_hand(GROUP)
+
+
 # ---- beside the blocks ---------------------------------------------------------------------------------
 
 
@@ -417,6 +427,44 @@ async def test_a_prompt_known_by_its_key_is_as_long_as_the_longest_match(
 async def test_prefixes_that_come_too_late_count_for_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     await sources(store)
     monkeypatch.setattr(store.prefixes, "read", late)
+    assert (await read(reader_of(store), question(prefix_key=b"k" * 32)))[1].seen.prefixes == {}
+
+
+async def test_a_prompt_without_a_key_stays_unknown_to_sources(store: Store) -> None:
+    await sources(store)
+    unread = question()._replace(prompt=lambda size: HashedPrompt(70, b"", has_tokens=False))
+    _, matches = await read(reader_of(store), unread)
+    assert (matches.request.has_tokens, matches.request.tokens) == (False, 70)
+
+
+async def test_a_holder_that_began_since_is_looked_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    await sources(store)
+    reader = reader_of(store)
+    asked = question(prefix_key=b"k" * 32)
+    await reader.read(asked)
+    await hold_blocks(store, SEQS, "sse", [])
+    held = max((await store.reader.table(GROUP)).holders)  # type: ignore[union-attr]
+    table, tables = store.reader.table, list[int]()
+
+    async def newer(group: GroupName, *, deadline_seconds: float) -> HolderTable | None:
+        tables.append(1)
+        return await table(group, deadline_seconds=deadline_seconds)
+
+    async def prefixes(group_id: int, key: str, *, until: float) -> dict[int, int]:
+        return {held: 48, held + 1: 48} if tables_are_old else {held: 48}
+
+    monkeypatch.setattr(store.reader, "table", newer)
+    monkeypatch.setattr(store.prefixes, "read", prefixes)
+    for tables_are_old in (False, True):
+        tables.clear()
+        _, matches = await read(reader, asked)
+        assert [prefix.tokens for prefix in matches.seen.prefixes.values()] == [48]
+        assert bool(tables) == tables_are_old
+
+
+async def test_without_sources_no_prefix_is_looked_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    await silent(store, 1)
+    monkeypatch.setattr(store.prefixes, "read", away)
     assert (await read(reader_of(store), question(prefix_key=b"k" * 32)))[1].seen.prefixes == {}
 
 
