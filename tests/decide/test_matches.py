@@ -294,7 +294,7 @@ async def test_an_error_of_the_walk_is_the_one_that_counts(store: Store, monkeyp
 async def test_a_target_that_was_registered_meanwhile_is_one_of_the_snapshot(store: Store) -> None:
     await pods(store, 1)
     reader = reader_of(store)
-    await reader.read(question())
+    await finished(reader.reading(question()))
     await pods(store, 2)
     snapshot, _ = await read(reader, question())
     assert [member.name[0] for member in snapshot.fleet.members] == ["pod-1", "pod-2"]
@@ -441,7 +441,7 @@ async def test_a_holder_that_began_since_is_looked_up(store: Store, monkeypatch:
     await sources(store)
     reader = reader_of(store)
     asked = question(prefix_key=b"k" * 32)
-    await reader.read(asked)
+    await finished(reader.reading(asked))
     await hold_blocks(store, SEQS, "sse", [])
     held = max((await store.reader.table(GROUP)).holders)  # type: ignore[union-attr]
     table, tables = store.reader.table, list[int]()
