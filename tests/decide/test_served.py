@@ -27,7 +27,7 @@ class Redis:
         self.registered: Sequence[Registration] = registrations
         self.at_hand: set[GroupName] = set()
         self.is_away = False
-        self.reads = 0
+        self.reads = self.writes = 0
 
     async def registrations(self) -> Sequence[Registration]:
         self.reads += 1
@@ -120,6 +120,15 @@ async def test_known_names_are_used_for_a_while_and_read_again_behind_a_request(
         return await names.of(group("x")) == ServedModel(group("other"), "x")
 
     await wait_until(is_new, "the new meaning is read")
+
+
+async def test_names_are_read_again_after_a_registration_by_this_process() -> None:
+    redis = Redis(pod("pod-1"))
+    names = names_of(redis)
+    assert await names.of(group("x")) is None
+
+    redis.registered, redis.writes = [pod("pod-1", adapters=("x",))], 1
+    assert await names.of(group("x")) == ServedModel(group("base"), "x")
 
 
 async def test_requests_of_one_moment_read_the_names_once() -> None:

@@ -1,7 +1,8 @@
 """The further names under which engines serve a model: aliases of the model itself, and adapters.
 
 A registration names its model once. An engine may serve that model under other names, too, and each of its adapters has
-a name that requests send as their model. The names are read from all registrations, and kept for a second.
+a name that requests send as their model. The names are read from all registrations, and kept for a second, or until
+this process writes a registration.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class ServedNames:
         self._known: dict[GroupName, frozenset[ServedModel]] = {}
         self._models: frozenset[GroupName] = frozenset()
         self._read_at = float("-inf")
+        self._writes = 0
         self._reading: asyncio.Task[None] | None = None
 
     def clear(self) -> None:
@@ -61,7 +63,8 @@ class ServedNames:
         """
         if self.is_model(group):
             return None
-        is_fresh = asyncio.get_running_loop().time() - self._read_at < _FRESH_SECONDS
+        age = asyncio.get_running_loop().time() - self._read_at
+        is_fresh = age < _FRESH_SECONDS and self._writes == self._directory.writes
         if group not in self._known:
             if not is_fresh:
                 table = await self._reader.table(group, deadline_seconds=self._deadline_seconds)
@@ -108,7 +111,7 @@ class ServedNames:
         return self._reading
 
     async def _read(self) -> None:
-        now = asyncio.get_running_loop().time()
+        now, writes = asyncio.get_running_loop().time(), self._directory.writes
         try:
             registrations = await self._directory.registrations()
         except StoreUnavailable as exc:
@@ -119,7 +122,7 @@ class ServedNames:
             return  # read from a Redis that has come back empty since
         self._known = _names_of(registrations)
         self._models = frozenset(registration.group for registration in registrations)
-        self._read_at = now
+        self._read_at, self._writes = now, writes
 
 
 def _names_of(registrations: Iterable[Registration]) -> dict[GroupName, frozenset[ServedModel]]:

@@ -299,6 +299,7 @@ class ClaimWriter:
             registration=raw,
             restores="1" if is_restored else "0",
         )
+        self._directory.writes += outcome.is_applied
         return outcome.is_applied
 
     async def note_unregistered(self, name: PublisherName) -> None:

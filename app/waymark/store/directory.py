@@ -37,6 +37,10 @@ class Directory:
         self._decoded: dict[bytes, Claim] = {}
         """The claims of the last list, each good for as long as Redis has the same bytes."""
         self._tenants = _Tenants()
+        self.writes = 0
+        """How many claims this process has written. Whoever remembers registrations reads them again after a write, so
+        that a registration that was acknowledged is known at once.
+        """
 
     async def claim(self, name: PublisherName) -> Claim | None:
         """Return the publisher's claim, or None. Raise Conflict if the claim cannot be read."""
