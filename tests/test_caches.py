@@ -20,6 +20,7 @@ from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.asked_pools import AskedPools
+from waymark.decide.served import ServedNames
 from waymark.store.hot import HotRows
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
@@ -229,6 +230,7 @@ def test_hot_rows_and_answers_are_emptied_by_it() -> None:
         Metrics(),
         PromptTokenizer(Tokenizers({}, None, Metrics()), Settings()),
         AskedPools(Asker(), Metrics()),
+        ServedNames(store.directory, store.reader, store.begin, 1.0),
     )
     emptied = store.incarnation._caches
     assert any(each is store.parser for each in emptied)

@@ -251,7 +251,7 @@ async def test_headers_are_told(api: httpx.AsyncClient, document: dict[str, Any]
         always = {"401": {"WWW-Authenticate"}, "405": {"Allow"}, "503": {"Retry-After"}}
         assert told[path, status] >= always.get(status, set())
     for path in ("/query", "/query_by_hash"):
-        assert told[path, "200"] == {"X-Waymark-Partial", "X-Waymark-Note"}
+        assert told[path, "200"] == {"X-Waymark-Partial", "X-Waymark-Note", "X-Waymark-Unknown"}
     for path in ("/dynamo/query", "/dynamo/query_by_hash"):
         assert told[path, "200"] == {"X-Waymark-Partial"}
     for path in ("/dynamo/dump", "/dynamo/peers"):

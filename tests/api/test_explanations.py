@@ -265,7 +265,10 @@ async def test_a_query_that_can_match_nobody_says_so(client: httpx.AsyncClient, 
         body = {"model": "m", "block_size": 2, "token_ids": TOKENS} | fields
         answer = await client.post("/query", json=body)
         assert answer.status_code == 200
-        return answer.headers.get("X-Waymark-Note")
+        said: str | None = answer.headers.get("X-Waymark-Note")
+        about = None if said is None else "block_size" if "block_size" in said else "model"
+        assert answer.headers.get("X-Waymark-Unknown") == about
+        return said
 
     unknown = "no engine is registered for this model and tenant; POST /inspect/prompt names the models that are"
     assert await note() == unknown
@@ -279,6 +282,15 @@ async def test_a_query_that_can_match_nobody_says_so(client: httpx.AsyncClient, 
     assert await note(block_size=4, instance_id="a") is not None
     assert await note(model="x\r\nSet-Cookie: a") == unknown
     assert await note(tenant_id="t") == unknown
+    # A name that is near to a known one is probably a slip.
+    await register("c", modelname="llama-3-8b")
+    await register("d", modelname="m\N{LATIN SMALL LETTER U WITH DIAERESIS}nchen\n-7b")
+    near = "no engine is registered for this model and tenant; did you mean "
+    assert await note(model="lama-3-8b") == near + '"llama-3-8b"?'
+    assert await note(model="muenchen\n-7b") == near + r'"m\u00fcnchen\n-7b"?'
+    await register("e", modelname="base", type="none", endpoint=None, lora_name="another-name")
+    assert await note(model="another-name") == near + '"base"?', "which queries do not resolve"
+    assert await note(model="lama-3-8b", tenant_id="t") == unknown, "another tenant's names are not told"
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,17 @@ async def test_register_query_unregister_against_a_live_service(redis_url: str, 
         assert dict(await waymark.query_by_hash("m", [1, 2], 4, instance_id="i")) == {"i": nothing}
         unknown = await waymark.query("m", [1], 4, tenant_id="nobody")
         assert (dict(unknown), str(unknown.note)[:23]) == ({}, "no engine is registered")
-        other_size = await waymark.query("m", range(8), 8)
+        with pytest.raises(ModelNotFound, match="no engine is registered") as missing:
+            await waymark.query("m", [1], 4, tenant_id="nobody", must_know=True)
+        assert missing.value.nearest is None
+        with pytest.raises(ModelNotFound) as missing:
+            await waymark.query_by_hash("n1", [1], 4, must_know=True)
+        await waymark.register("k", None, type="none", model="model-70b", block_size=4)
+        with pytest.raises(ModelNotFound) as missing:
+            await waymark.query("modle-70b", [1], 4, must_know=True)
+        assert (missing.value.nearest, missing.value.field) == ("model-70b", "model")
+        await waymark.unregister("k")
+        other_size = await waymark.query("m", range(8), 8, must_know=True)
         assert other_size.note == "no engine of this model has block_size 8; they have 4"
 
         def ask_blocking() -> None:

@@ -52,6 +52,7 @@ from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.fail_open import StartupGate
+from waymark.decide.served import ServedNames
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -185,13 +186,16 @@ def _operations(
     metrics = dependencies.metrics
     gate = StartupGate(store.directory, settings.min_initial_workers) if gateway is None else gateway.start
     pools = AskedPools(asker, metrics)
+    served = store.incarnation.cache(
+        ServedNames(store.directory, store.reader, store.begin, settings.query_deadline_ms / 1000)
+    )
     root, views, probes = (
-        Conductor(store, settings, metrics, tokenizer, pools),
+        Conductor(store, settings, metrics, tokenizer, pools, served),
         Views(store),
         Probes(store, metrics, gate, tokenizer, warning=openness(settings, is_gateway=gateway is not None)),
     )
     dynamo, dynamo_views = Dynamo(store, settings, metrics, pools), DynamoViews(store, metrics, probes.metrics)
-    decisions = Decisions(store, settings, metrics, tokenizer, gate, pools)
+    decisions = Decisions(store, settings, metrics, tokenizer, gate, pools, served)
     inputs, workers = DynamoInputs(store, settings, decisions.selector), DynamoWorkerHandlers(store, settings)
     select, loads = (
         DynamoSelect(store, decisions.selector, inputs, gate),

@@ -7,6 +7,7 @@ of old views are forgotten with all others at once, when there is no room.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from waymark.api.texts import GivenPrompts, ModelPrompt, PromptTokenizer, text_o
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.asked_pools import AskedPools
+from waymark.decide.served import ServedNames
 from waymark.domain.hashing import namespace
 from waymark.domain.match import ConductorRow, DynamoRank, Walk, conductor_rows, dynamo_rows, walk_with_pool
 from waymark.domain.media import BEST, IN_EVERY_ANSWER
@@ -152,7 +154,8 @@ def _by_ranks(ranks: Mapping[int, DynamoRank], block_size: int) -> dict[str, Any
 
 
 _JSON = Format.JSON.value
-_UNKNOWN = "no engine is registered for this model and tenant; POST /inspect/prompt names the models that are"
+_UNKNOWN = "no engine is registered for this model and tenant"
+_NAMED = "POST /inspect/prompt names the models that are"
 _SIZES_MAX = 8
 
 
@@ -160,10 +163,17 @@ class Conductor:
     """The steps of ``/query`` and ``/query_by_hash``."""
 
     def __init__(
-        self, store: Store, settings: Settings, metrics: Metrics, tokenizer: PromptTokenizer, pools: AskedPools
+        self,
+        store: Store,
+        settings: Settings,
+        metrics: Metrics,
+        tokenizer: PromptTokenizer,
+        pools: AskedPools,
+        served: ServedNames,
     ) -> None:
         self._store = store
         self._pools = pools
+        self._served = served
         self._tokenizer = tokenizer
         self._deadline_seconds = settings.query_deadline_ms / 1000
         self._shape = settings.conductor_shape
@@ -208,11 +218,14 @@ class Conductor:
             seconds = self._deadline_seconds
             waiting = Waiting(self._store.reader.is_tenant_known(group.tenant_id, deadline_seconds=seconds))
             if not (yield waiting):
-                return Answer(self._shaped({}, {}, body_format), headers={"X-Waymark-Note": _UNKNOWN})
+                return Answer(self._shaped({}, {}, body_format), headers=(yield Waiting(self._unknown(group))))
         headers = PARTIAL if reading is not None and reading.is_partial else {}
         if reading is None or not reading.walk.view.size:
-            note = self._note(group, block_size)
-            headers = {**headers, "X-Waymark-Note": note} if note else headers
+            sizes = self._sizes(group)
+            if not sizes:
+                headers = {**headers, **(yield Waiting(self._unknown(group)))}
+            elif block_size not in sizes:
+                headers = {**headers, **_other_size(block_size, sizes)}
         if body_format is Format.JSON and self._shape != "instances":
             if instance_id is not None:
                 row = counted.rows.get(instance_id) or in_tokens(ConductorRow(), block_size)
@@ -235,18 +248,23 @@ class Conductor:
             return published
         return published | {"instances": instances}
 
-    def _note(self, group: GroupName, block_size: int) -> str:
-        """Return the reason for an answer of zeros, if no engine could have the prompt; a header cannot hold every
-        name.
-        """
+    def _sizes(self, group: GroupName) -> set[int]:
+        """Return the block sizes of the group's engines."""
         table = self._store.reader.table_at_hand(group)
-        sizes = set() if table is None else {row.block_size for row in table.publishers.values()}
-        if not sizes:
-            return _UNKNOWN
-        choices = ", ".join(map(str, sorted(sizes)[:_SIZES_MAX]))
-        return (
-            "" if block_size in sizes else f"no engine of this model has block_size {block_size}; they have {choices}"
-        )
+        return set() if table is None else {row.block_size for row in table.publishers.values()}
+
+    async def _unknown(self, group: GroupName) -> dict[str, str]:
+        """Return the headers of an answer about a model without engines, which say so. A header has ASCII only."""
+        near = await self._served.nearest_now(group)
+        way_out = _NAMED if near is None else f"did you mean {json.dumps(near)}?"
+        return {"X-Waymark-Note": f"{_UNKNOWN}; {way_out}", "X-Waymark-Unknown": "model"}
+
+
+def _other_size(block_size: int, sizes: set[int]) -> dict[str, str]:
+    """Return the headers of an answer of zeros; a header cannot hold every size."""
+    choices = ", ".join(map(str, sorted(sizes)[:_SIZES_MAX]))
+    note = f"no engine of this model has block_size {block_size}; they have {choices}"
+    return {"X-Waymark-Note": note, "X-Waymark-Unknown": "block_size"}
 
 
 class _QueryFields(NamedTuple):

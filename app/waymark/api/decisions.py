@@ -63,6 +63,7 @@ class Decisions:
         tokenizer: PromptTokenizer,
         gate: StartupGate,
         pools: AskedPools,
+        served: ServedNames,
     ) -> None:
         self._gate = gate
         self._store = store
@@ -70,9 +71,7 @@ class Decisions:
         self._given = GivenPrompts(settings)
         self.selector = self._selector = Selector(store, SelectionOptions.of(settings), metrics, pools=pools)
         self._observe_tokens = metrics.decision_duration_seconds.labels(part="tokens").observe
-        self._served = store.incarnation.cache(
-            ServedNames(store.directory, store.reader, store.begin, settings.query_deadline_ms / 1000)
-        )
+        self._served = served
         self._without_tokens = metrics.decisions_without_tokens
         self._prefix_bytes = settings.prefix_bytes
         self._max_tokens = settings.max_tokens

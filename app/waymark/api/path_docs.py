@@ -29,7 +29,8 @@ _PARTIAL = {
     "X-Waymark-Partial": "true if the query reached its deadline, so that the real numbers may be higher; else absent"
 }
 _OF_QUERY = _PARTIAL | {
-    "X-Waymark-Note": "why every number is zero, if no engine has this model or block size; else absent"
+    "X-Waymark-Note": "why every number is zero, if no engine has this model or block size; else absent",
+    "X-Waymark-Unknown": "the field of the request that the note is about, model or block_size; else absent",
 }
 _NOTE = {"X-Waymark-Note": "explains why Waymark needs no dump and no peers: the index is in Redis"}
 

@@ -45,7 +45,11 @@ class Matches(Mapping[str, Match]):
     is_partial: bool = False
     """The service's deadline came first; there may be more than this."""
     note: str | None = None
-    """Why no instance can have any of the prompt: the model or the block size is not registered."""
+    """Why no instance can have any of the prompt: the model or the block size is not registered. It names the nearest
+    model, or the block sizes that there are.
+    """
+    unknown: str | None = None
+    """The argument that ``note`` is about: ``model`` or ``block_size``."""
 
     def __getitem__(self, instance_id: str) -> Match:
         return self.instances[instance_id]
@@ -180,6 +184,7 @@ def read_matches(answer: httpx.Response) -> Matches:
         instances or {name: _of_tiers(row) for name, row in tiers.items()},
         "x-waymark-partial" in answer.headers,
         answer.headers.get("x-waymark-note"),
+        answer.headers.get("x-waymark-unknown"),
     )
 
 

@@ -32,7 +32,7 @@ from waymark.client.answers import (
     read_warnings,
     read_workers,
 )
-from waymark.client.errors import Unavailable
+from waymark.client.errors import ModelNotFound, Unavailable
 from waymark.client.keywords import (
     EngineKeywords,
     EventKeywords,
@@ -128,19 +128,21 @@ def query(
     *,
     deadline: float | None = None,
     or_empty: bool = False,
+    must_know: bool = False,
     **options: Unpack[QueryKeywords],
 ) -> ClientCall[Matches]:
     """Return each instance's share of a prompt.
 
     Each URL is asked once, with ``deadline`` for at most so many seconds over all URLs. If no replica answers, it
-    raises Unavailable, or with ``or_empty`` returns no matches.
+    raises Unavailable, or with ``or_empty`` returns no matches. There are no matches either if nobody has registered
+    the model, and ``Matches.note`` names the nearest one; with ``must_know`` this raises ModelNotFound.
 
     The prompt is ``token_ids``, ``messages`` of a chat request, or a text as ``prompt``. ``block_size`` may be left out
     if all engines of the model have the same. ``features`` names images among ``token_ids``.
     """
     fields = check("query", QueryKeywords, options)
     body = {"model": model, "block_size": block_size} | _packed_prompt(token_ids) | fields
-    return ClientCall("POST", "/query", read_matches, body, False, deadline, _empty(or_empty))
+    return ClientCall("POST", "/query", _reader(must_know), body, False, deadline, _empty(or_empty))
 
 
 def query_by_hash(
@@ -150,12 +152,13 @@ def query_by_hash(
     *,
     deadline: float | None = None,
     or_empty: bool = False,
+    must_know: bool = False,
     **options: Unpack[HashQueryKeywords],
 ) -> ClientCall[Matches]:
     """Query like ``query``, with seq_hashes in place of token ids."""
     fields = check("query_by_hash", HashQueryKeywords, options)
     body = {"model": model, "block_size": block_size, "seq_hashes": _packed_hashes(seq_hashes)} | fields
-    return ClientCall("POST", "/query_by_hash", read_matches, body, False, deadline, _empty(or_empty))
+    return ClientCall("POST", "/query_by_hash", _reader(must_know), body, False, deadline, _empty(or_empty))
 
 
 def stored(
@@ -296,6 +299,18 @@ def _packed_hashes(seq_hashes: Iterable[int]) -> bytes | list[int]:
         return struct.pack(f"<{len(hashes)}Q", *hashes)
     except struct.error:
         return hashes  # signed ones, or texts
+
+
+def _reader(must_know: bool) -> Callable[[httpx.Response], Matches]:
+    return _known_matches if must_know else read_matches
+
+
+def _known_matches(answer: httpx.Response) -> Matches:
+    """Read the matches of a model that is registered. Raise ModelNotFound for any other."""
+    matches = read_matches(answer)
+    if matches.unknown == "model":
+        raise ModelNotFound(answer.status_code, matches.note or "", "not_found", "model")
+    return matches
 
 
 def _empty(or_empty: bool) -> Matches | object:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from difflib import get_close_matches
+from itertools import islice
 from typing import NamedTuple
 
 from waymark.base.errors import InvalidValue, StoreUnavailable
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 #: How long the names are used before they are read again.
 _FRESH_SECONDS = 1.0
+#: The most names that an unknown one is compared with: a thousand take some milliseconds.
+_COMPARED_MAX = 1000
 
 
 class ServedModel(NamedTuple):
@@ -96,14 +99,26 @@ class ServedNames:
 
     def nearest(self, group: GroupName) -> str | None:
         """Return the name that was probably meant by an unknown one."""
-        names = [
+        names = (
             known_group.model_name
             for known_group in (*self._models, *self._known)
             if known_group.tenant_id == group.tenant_id
-        ]
+        )
         # Comparing a name of a megabyte takes half a second, and it would not be near any other.
-        close = get_close_matches(group.model_name, names, n=1) if len(group.model_name) <= SHOWN_MAX else []
+        if len(group.model_name) > SHOWN_MAX:
+            return None
+        close = get_close_matches(group.model_name, islice(names, _COMPARED_MAX), n=1)
         return close[0] if close else None
+
+    async def nearest_now(self, group: GroupName) -> str | None:
+        """Return it by the names that Redis has now: of a further name the model, if it is the name of one only."""
+        try:
+            served = await self.of(group)
+        except InvalidValue:
+            return None
+        except StoreUnavailable:
+            served = None
+        return self.nearest(group) if served is None else served.group.model_name
 
     def _begin_reading(self) -> asyncio.Task[None]:
         if self._reading is None or self._reading.done():
