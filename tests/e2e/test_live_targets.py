@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -304,7 +303,7 @@ async def test_a_killed_engine_is_left_out_by_its_event_stream(server: RedisServ
             ("unreachable", "e0"),
             ("reachable", "e0"),
         ]
-        assert re.search("its connection has ended|refused", of_stream[0]["detail"])
+        assert "it is refused" in of_stream[0]["detail"]
 
 
 async def test_an_engine_that_was_never_there_gets_no_request_while_another_is_there(

@@ -373,6 +373,40 @@ async def test_a_source_that_is_gone_does_not_count_until_it_is_back(bench: Benc
     await holds(bench, HASHES[0], GPU=5)
 
 
+async def happened(bench: Bench) -> list[tuple[str, str]]:
+    """What the activity says of the source: the kind, and its detail."""
+    entries = [entry.content for entry in await bench.store.activity.newest(100)]
+    return [(each["kind"], each["detail"]) for each in entries if each["kind"] not in ("registered", "takeover")]
+
+
+async def test_a_source_that_was_never_there_is_unreachable_and_left_out(bench: Bench, source: Source) -> None:
+    await source.stop()
+    await bench.store.registry.register(registration(source))
+    await bench.worker(publisher_timeout=60)
+    await has_status(bench, "unreachable")
+    (claim,) = await bench.store.directory.claims()
+
+    async def is_left_out() -> bool:
+        loads = GroupLoads()
+        loads.read(await bench.store.reservations.values(claim.group_id))
+        return bool(loads.left_out(bench.store.reservations.now_ms()))
+
+    async def is_told() -> bool:
+        return [kind for kind, _ in await happened(bench)] == ["unreachable"]
+
+    await wait_until(is_left_out, "decisions leave it out")
+    await wait_until(is_told, "the activity says so")
+    ((_, detail),) = await happened(bench)
+    assert "refused" in detail, detail
+    await source.start()
+    await has_status(bench, "active")
+
+    async def is_back() -> bool:
+        return [kind for kind, _ in await happened(bench)] == ["unreachable", "reachable"]
+
+    await wait_until(is_back, "the activity says that it is there")
+
+
 async def test_decisions_leave_an_engine_out_whose_source_is_gone(bench: Bench, source: Source) -> None:
     await bench.store.registry.register(registration(source))
     await bench.worker(publisher_timeout=60)

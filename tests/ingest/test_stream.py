@@ -17,6 +17,7 @@ from waymark.decide.group_loads import GroupLoads
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch
 from waymark.ingest.batch_decoder import BatchDecoder
+from waymark.ingest.connection_failure import ConnectionFailure
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
@@ -290,6 +291,30 @@ async def test_a_publisher_that_was_never_there_is_unreachable_and_left_out_unti
     await pod.publisher.up()
     await pod.has_status("active")
     await wait_until(is_a_candidate, "decisions name it", PATIENCE_SECONDS)
+
+
+async def test_the_activity_says_why_a_connection_is_gone(bench: Bench) -> None:
+    pod = await bench.pod()
+    await bench.worker()
+    await pod.has_status("active")
+    await pod.publisher.down()
+
+    async def told() -> list[tuple[str, str]]:
+        entries = [entry.content for entry in await bench.store.activity.newest(100)]
+        return [(each["kind"], each["detail"]) for each in entries if "reachable" in each["kind"]]
+
+    async def is_told() -> bool:
+        return bool(await told())
+
+    await wait_until(is_told, "the activity names the loss", PATIENCE_SECONDS)
+    assert await told() == [("unreachable", ConnectionFailure.REFUSED)]
+    await pod.publisher.up()
+    await pod.has_status("active")
+
+    async def is_back() -> bool:
+        return await told() == [("unreachable", ConnectionFailure.REFUSED), ("reachable", "")]
+
+    await wait_until(is_back, "the activity says that it is back", PATIENCE_SECONDS)
 
 
 async def test_a_publisher_is_replaying_while_it_replays(bench: Bench) -> None:

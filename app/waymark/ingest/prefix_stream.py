@@ -24,6 +24,7 @@ from waymark.engines.continuum import read_event
 from waymark.ingest.counters import PrefixCounter, PrefixCounterByReason
 from waymark.ingest.event_source import PAUSE_SECONDS, EventSource
 from waymark.ingest.subscriber import UNREACHABLE_MILLISECONDS, UNREACHABLE_SECONDS
+from waymark.store.activity import ActivityKind
 from waymark.store.prefixes import CHANGES_MAX
 from waymark.store.records import Facts, StreamRecord
 from waymark.store.store import Store
@@ -268,9 +269,9 @@ class PrefixStream:
             await self._applier.note_health(UNREACHABLE_MILLISECONDS)
 
     def _is_away(self, now: float) -> bool:
-        """Whether the source was there in this life, and has been gone for long enough to say so."""
-        was_there = bool(self._source.connection or self._had_holders)
-        return was_there and self._down_since is not None and now - self._down_since > self._away_seconds
+        """Whether the source has been gone, or has refused, for long enough to say so."""
+        is_gone = bool(self._source.connection or self._had_holders or self._source.error)
+        return is_gone and self._down_since is not None and now - self._down_since > self._away_seconds
 
     def _count_source(self) -> None:
         """Count the source's own counts since the last time."""
@@ -305,6 +306,7 @@ class PrefixStream:
         if status != self.status:
             about = fields(stream=self._name, status=status, reasons=sorted(self._reasons), error=self._source.error)
             log.info("stream status changed", extra=about)
+            self._tell(self.status, status)
             self.status = status
         error = self._source.error or "; ".join(f"{reason}: {REASONS[reason]}" for reason in sorted(self._reasons))
         facts: Facts = {"status": status, "last_error": error, "last_event_id": self._last_event_id}
@@ -313,6 +315,19 @@ class PrefixStream:
             await self._applier.write(facts if facts != self._facts else {}, counts)
             self._facts = facts
             self._counts |= counts
+
+    def _tell(self, before: StreamStatus, now: StreamStatus) -> None:
+        """Note in the activity that the connection is gone, for a while or for long, or is back."""
+        happened = self._applier.happened
+        if now is StreamStatus.UNREACHABLE:
+            happened(ActivityKind.UNREACHABLE, self._source.error or "its connection has ended")
+        elif now is StreamStatus.LOST:
+            endpoint = self._registration.endpoint
+            happened(ActivityKind.LOST, f"no connection to {endpoint} for longer than WAYMARK_PUBLISHER_TIMEOUT")
+        elif before is StreamStatus.UNREACHABLE:
+            happened(ActivityKind.REACHABLE)
+        elif before is StreamStatus.LOST:
+            happened(ActivityKind.FOUND)
 
     async def _last_report(self) -> None:
         """Write the counts since the last report, if Redis answers at once."""

@@ -46,7 +46,9 @@ class StatusReporter:
         self._subscriber = subscriber
         self._replaying = replaying
         self._message_bytes_max = message_bytes_max
-        self._reported = 0.0
+        self._reported = self._changed = 0.0
+        self._is_loss_told = False
+        """The activity says that the connection is gone."""
         self._dropped = self._malformed = 0
         self._facts: Facts = {}
         self._counts: dict[str, int] = {}
@@ -62,6 +64,7 @@ class StatusReporter:
         if EVENTS_MISSING in self._life.applier.resolver.flags:
             self._life.reasons.add(EVENTS_MISSING)
         status = self._current_status()
+        self._tell(status, now)
         if status == self.status and now - self._reported <= _REPORT_SECONDS:
             return
         self._reported = now
@@ -73,16 +76,23 @@ class StatusReporter:
                 "stream status changed",
                 extra=fields(stream=self._life.name, status=status, reasons=sorted(self._life.reasons)),
             )
-            self._tell(self.status, status)
-            self.status = status
+            self.status, self._changed = status, now
         await self._write()
 
-    def _tell(self, before: StreamStatus, now: StreamStatus) -> None:
-        """Note in the activity that the connection is gone, or is back before the publisher was lost."""
-        if now is StreamStatus.UNREACHABLE:
-            self._life.applier.happened(ActivityKind.UNREACHABLE, self._problem or "its connection has ended")
-        elif before is StreamStatus.UNREACHABLE and now is not StreamStatus.LOST:
-            self._life.applier.happened(ActivityKind.REACHABLE)
+    def _tell(self, status: StreamStatus, now: float) -> None:
+        """Note in the activity that the connection is gone, or is back before the publisher was lost.
+
+        The next attempt at a connection says why it is gone, so a loss waits for that, but not for long.
+        """
+        if status is not StreamStatus.UNREACHABLE:
+            if self._is_loss_told and status is not StreamStatus.LOST:
+                self._life.applier.happened(ActivityKind.REACHABLE)
+            self._is_loss_told = False
+        elif not self._is_loss_told and status == self.status:
+            is_late = now - self._changed > _REPORT_SECONDS
+            if self._problem is not None or is_late:
+                self._life.applier.happened(ActivityKind.UNREACHABLE, self._problem or "its connection has ended")
+                self._is_loss_told = True
 
     async def report_last(self) -> None:
         """Write what has changed since the last report, if Redis answers at once.
