@@ -92,7 +92,7 @@ def test_the_demo_takes_the_port_that_is_asked_for(monkeypatch: pytest.MonkeyPat
     ports: list[int] = []
 
     @asynccontextmanager
-    async def started(port: int) -> AsyncIterator[None]:
+    async def started(port: int, _: str) -> AsyncIterator[None]:
         ports.append(port)
         yield
 
@@ -177,6 +177,6 @@ def test_the_table_has_a_bar_of_what_is_matched() -> None:
     Screen(output).show(parts(lines))
     assert output.getvalue().splitlines()[2:5] == [
         "prompt  engine    has  of  on GPU  on CPU  share",
-        "a       engine-0   32  64      16      16  ##########",
+        "a       engine-0   32  64      16      16  ######",
         "longer  e           0   8       0       0  -",
     ]

@@ -16,6 +16,7 @@ from tests.ui import day
 from tests.ui.browser import tab
 from tests.ui.test_work import workers
 from waymark.domain.books import Sums
+from waymark.runtime import demo
 
 pytestmark = pytest.mark.outside
 expect.set_options(timeout=1000 * patient(20.0))
@@ -193,7 +194,7 @@ async def test_text_that_no_tokenizer_reads_leads_to_token_ids(tmp_path: Path) -
         async with tab(live.url, "#prompt") as looking:
             page = looking.page
             await expect(page.locator("#model")).to_have_value("m")
-            await expect(page.locator("#text")).to_have_value("Once upon a time")
+            await expect(page.locator("#text")).to_have_value(demo.TEXT)
             await expect(page.locator("#ask-ids")).to_be_hidden()
             await page.click("#ask .main")
             await expect(page.locator("#ask-error")).to_contain_text("there is no tokenizer for the model")

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     from waymark.console.progress import Progress
     from waymark.console.screen import Screen
     from waymark.console.service import DEFAULT_URL
-    from waymark.runtime.demo import MODEL, TEXT, DemoFailed, PromptMatch, run_demo
+    from waymark.runtime.demo import DRAINED, ENGINES, MODEL, STOPPED, TEXT, DemoFailed, PromptMatch, run_demo
 
     is_shown = False
 
@@ -46,8 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
         if of_url and not os.environ.get("WAYMARK_PORT"):
             print(f"\nAnother process listens on the usual port, so this Waymark is at {url}.")
         print(
-            f"\nIt goes on with requests until you press Ctrl-C. The page: {url}/ui\nIn another terminal:\n"
-            f"  waymark top{of_url}\n  waymark ask --model {MODEL} --text '{TEXT}'{of_url}\n"
+            f"\nIt goes on with {ENGINES} engines and with requests until you press Ctrl-C: {DRAINED} is drained, and "
+            f"{STOPPED} has been stopped.\nThe page: {url}/ui\nIn another terminal:\n"
+            f"  waymark top{of_url}\n  waymark publishers --bad{of_url}\n"
+            f"  waymark ask --model {MODEL} --text '{TEXT}'{of_url}\n"
             f"  waymark ask --model {MODEL} --tokens 1000-1159{of_url}",
             flush=True,
         )

@@ -7,7 +7,8 @@ from typing import Protocol
 
 from waymark.console.screen import Grid, ScreenPart, text
 
-_BAR = 20
+#: With this the table has room in 80 columns.
+_BAR = 12
 
 
 class PromptLine(Protocol):

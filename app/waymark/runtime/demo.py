@@ -2,10 +2,10 @@
 
 It starts ``waymark serve`` as a process of its own on the embedded Redis, or takes a service that runs already; starts
 two simulated vLLM engines that publish real frames and tokenize texts, lets them work on prompts that share a prefix,
-and asks ``/query``.
-Every answer is compared with the real contents of the engines' caches; the first wrong one ends the demo with a
-sentence. In a service that runs already, the engines have a tenant of their own, and are unregistered at the end. On a
-terminal a service of its own stays, with requests that go on, so that there is something to look at.
+and asks ``/query``. Every answer is compared with the real contents of the engines' caches; the first wrong one ends
+the demo with a sentence. In a service that runs already, the engines have a tenant of their own, and are unregistered
+at the end. On a terminal a service of its own stays, with more engines and with requests that go on, so that there is
+something to look at: one of the engines is drained, and one has been stopped.
 """
 
 from __future__ import annotations
@@ -45,9 +45,13 @@ _DEADLINE_SECONDS = 40.0
 #: The port of a demo that stays, if it is free: the commands ask there.
 _USUAL_PORT = 13333
 _PORT = "WAYMARK_PORT"
+#: The engines of a demo that stays: all of them, the one that is drained, and the one that has been stopped.
+ENGINES, DRAINED, STOPPED = 8, "engine-6", "engine-7"
 #: The users of a demo that stays, and the tokens after which one begins another chat.
-_USERS, _CHAT_TOKENS_MAX = 4, 320
+_USERS, _CHAT_TOKENS_MAX = 10, 640
 _SYSTEM = tuple(range(1000, 1160))
+#: The beginnings of chats.
+_SYSTEMS = (_SYSTEM, tokens_of_text(TEXT), tuple(range(7000, 7256)))
 
 Shown = Callable[[list["PromptMatch"], str], None]
 """Gets the lines of the table, and the URL of the service that stays."""
@@ -112,8 +116,13 @@ async def run_demo(
     ``say`` gets a line for each step. With ``stay`` the service goes on with requests until this is cancelled.
     """
     say("starting Waymark on an embedded Redis" if url is None else f"asking {url}")
-    running = _started_service(_wanted_port(stay is not None)) if url is None else _running_service(url, api_token)
-    async with running as service:
+    async with AsyncExitStack() as stack:
+        if url is not None:
+            service = await stack.enter_async_context(_running_service(url, api_token))
+        else:
+            # A demo that stays has stopped an engine itself, which the log need not tell.
+            level = "warning" if stay is None else "error"
+            service = await stack.enter_async_context(_started_service(_wanted_port(stay is not None), level))
         with _sentences():
             return await _show(service, say, stay)
 
@@ -122,22 +131,8 @@ async def _show(service: _DemoService, say: Callable[[str], None], stay: Shown |
     say("waiting until it is ready")
     await _until(service.is_ready, "the service to become ready", service)
     host = await asyncio.to_thread(_own_address, service.base)
-    engines = [
-        build_engine(
-            f"tcp://{host}:0",
-            f"tcp://{host}:0",
-            block_size=BLOCK_SIZE,
-            gpu_blocks=_GPU_BLOCKS,
-            cpu_blocks=_CPU_BLOCKS,
-            seed=seed,
-        )
-        for seed in range(2)
-    ]
     async with AsyncExitStack() as stack:
-        for engine in engines:
-            await stack.enter_async_context(engine.publisher)
-        urls = [(await stack.enter_async_context(_http(engine, host))).url for engine in engines]
-        await stack.enter_async_context(_registered(service, engines, urls))
+        engines = [await _joined(stack, service, host, number) for number in range(2)]
         questions = list(_questions())
         say(f"two simulated engines work on {len(questions)} prompts")
         for question in questions:
@@ -149,31 +144,88 @@ async def _show(service: _DemoService, say: Callable[[str], None], stay: Shown |
             lines += await _ask(service, question, engines)
         if stay is not None:
             stay(lines, service.base)
-            await asyncio.gather(*(_chat(service, engines, random.Random(seed)) for seed in range(_USERS)))
+            await _stay(stack, service, host, engines)
         return lines
 
 
-def _http(engine: SimulatedEngine, host: str) -> EngineHttp:
-    return EngineHttp(engine, host=host, port=0, model_name=MODEL, block_size=BLOCK_SIZE, gpu_blocks=_GPU_BLOCKS)
+async def _stay(stack: AsyncExitStack, service: _DemoService, host: str, engines: list[SimulatedEngine]) -> None:
+    """Go on with more engines, until this is cancelled."""
+    chance, stopping = random.Random(0), AsyncExitStack()
+    for number in range(len(engines), ENGINES):
+        of_engine = stopping if f"engine-{number}" == STOPPED else stack
+        engines.append(await _joined(of_engine, service, host, number, gpu_blocks=chance.choice((32, 48, 64))))
+        # Each has worked before it joined, one more than another.
+        for _ in range(number - 1):
+            await engines[-1].prefill(SimulatedPrompt(_next_turn(chance.choice(_SYSTEMS), chance)))
+    await stack.enter_async_context(stopping)
+
+    async def is_known() -> bool:
+        of_stopped = [each for each in (await service.client.workers()).publishers if each.instance_id == STOPPED]
+        return [each.status for each in of_stopped] == ["active"]
+
+    await _until(is_known, f"the events of {STOPPED}", service)
+    await stopping.aclose()
+    by_name = {f"engine-{number}": engine for number, engine in enumerate(engines)}
+    del by_name[STOPPED]
+    await asyncio.gather(*(_chat(service, by_name, random.Random(seed)) for seed in range(_USERS)))
 
 
-async def _chat(service: _DemoService, engines: list[SimulatedEngine], chance: random.Random) -> None:
+async def _joined(
+    stack: AsyncExitStack, service: _DemoService, host: str, number: int, *, gpu_blocks: int = _GPU_BLOCKS
+) -> SimulatedEngine:
+    """Start an engine for as long as ``stack`` is open, and register it; a service that ran before forgets it then."""
+    engine = build_engine(
+        f"tcp://{host}:0",
+        f"tcp://{host}:0",
+        block_size=BLOCK_SIZE,
+        gpu_blocks=gpu_blocks,
+        cpu_blocks=_CPU_BLOCKS,
+        seed=number,
+    )
+    await stack.enter_async_context(engine.publisher)
+    served = EngineHttp(engine, host=host, port=0, model_name=MODEL, block_size=BLOCK_SIZE, gpu_blocks=gpu_blocks)
+    await stack.enter_async_context(served)
+    name = f"engine-{number}"
+    await service.client.register(
+        name,
+        engine.publisher.endpoint,
+        replay_endpoint=engine.publisher.replay_endpoint,
+        model=MODEL,
+        tenant_id=service.tenant_id,
+        block_size=BLOCK_SIZE,
+        address=served.url,
+        weight=0 if name == DRAINED else 1,
+    )
+    if service.process is None:
+        stack.push_async_callback(service.client.unregister, name, tenant_id=service.tenant_id)
+    return engine
+
+
+def _next_turn(tokens: tuple[int, ...], chance: random.Random) -> tuple[int, ...]:
+    """Return a prompt with another question at its end."""
+    begin = chance.randrange(100_000, 1_000_000)
+    return tokens + tuple(range(begin, begin + 16 * chance.randint(1, 6)))
+
+
+async def _chat(service: _DemoService, engines: dict[str, SimulatedEngine], chance: random.Random) -> None:
     """Send the requests of one user, turn by turn and chat by chat, each to the engine that Waymark picks."""
-    systems = (_SYSTEM, tokens_of_text(TEXT))
-    tokens = chance.choice(systems)
+    tokens = chance.choice(_SYSTEMS)
     while True:
-        begin = chance.randrange(100_000, 1_000_000)
         if len(tokens) >= _CHAT_TOKENS_MAX:
-            tokens = chance.choice(systems)
-        tokens += tuple(range(begin, begin + 32))
-        async with service.client.select(MODEL, tokens, tenant_id=service.tenant_id) as target:
-            engine = engines[int(target.selection.instance_id.removeprefix("engine-"))]
-            cached, _, _ = _held(engine, tokens)
-            await engine.prefill(SimulatedPrompt(tokens))
-            target.used(cached, prompt_tokens=len(tokens))
-            await target.first_token()
-            await asyncio.sleep(chance.uniform(0.2, 1.0))
-        await asyncio.sleep(chance.uniform(0.2, 2.0))
+            tokens = chance.choice(_SYSTEMS)
+        tokens = _next_turn(tokens, chance)
+        target = await service.client.select(MODEL, tokens, tenant_id=service.tenant_id).begin()
+        engine = engines.get(target.selection.instance_id)
+        if engine is None:
+            await target.end("failed")
+            continue
+        cached, _, _ = _held(engine, tokens)
+        await engine.prefill(SimulatedPrompt(tokens))
+        target.used(cached, prompt_tokens=len(tokens))
+        await target.first_token()
+        await asyncio.sleep(chance.uniform(0.2, 4.0))
+        await target.end()
+        await asyncio.sleep(chance.uniform(0.2, 3.0))
 
 
 def _questions() -> Iterator[DemoPrompt]:
@@ -222,27 +274,6 @@ def _held(engine: SimulatedEngine, tokens: tuple[int, ...]) -> tuple[int, int, i
     return matched, gpu, cpu
 
 
-@asynccontextmanager
-async def _registered(service: _DemoService, engines: list[SimulatedEngine], urls: list[str]) -> AsyncIterator[None]:
-    """Register the engines for the time inside; a service that ran before forgets them afterwards."""
-    for i, engine in enumerate(engines):
-        await service.client.register(
-            f"engine-{i}",
-            engine.publisher.endpoint,
-            replay_endpoint=engine.publisher.replay_endpoint,
-            model=MODEL,
-            tenant_id=service.tenant_id,
-            block_size=BLOCK_SIZE,
-            address=urls[i],
-        )
-    try:
-        yield
-    finally:
-        if service.process is None:
-            for i in range(len(engines)):
-                await service.client.unregister(f"engine-{i}", tenant_id=service.tenant_id)
-
-
 # ---- the service, and talking to it ----------------------------------------------------------------
 
 
@@ -270,10 +301,10 @@ async def _running_service(url: str, api_token: str | None) -> AsyncIterator[_De
 
 
 @asynccontextmanager
-async def _started_service(port: int) -> AsyncIterator[_DemoService]:
+async def _started_service(port: int, log_level: str) -> AsyncIterator[_DemoService]:
     worker_id = f"demo-{uuid4().hex}"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
-    environ |= {"WAYMARK_HOST": "127.0.0.1", _PORT: str(port), "WAYMARK_LOG_LEVEL": "warning"}
+    environ |= {"WAYMARK_HOST": "127.0.0.1", _PORT: str(port), "WAYMARK_LOG_LEVEL": log_level}
     environ |= {"WAYMARK_WORKER_ID": worker_id}
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "waymark", "serve", env=environ)
     base = f"http://127.0.0.1:{port}"

@@ -8,8 +8,11 @@ import { leftOut } from "./engines.js";
 const ID_MAX = 2 ** 32 - 1;
 const RANGE_MAX = 2 ** 21;
 // What the field has until something is written into it.
+// It is what the engines of `waymark demo` have worked on: a prompt of less than one block would find nothing.
+const TEXT = "A router asks which engine has the beginning of a prompt. The engine with most of it need not compute that part again, "
+  + "so the first token comes sooner.";
 const EXAMPLES = {
-  prompt: "Once upon a time", messages: '[{"role": "user", "content": "Once upon a time"}]', token_ids: "1000-1159", seq_hashes: "",
+  prompt: TEXT, messages: JSON.stringify([{ role: "user", content: TEXT }]), token_ids: "1000-1159", seq_hashes: "",
 };
 let shared = "";
 let asked = 0;
