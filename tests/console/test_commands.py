@@ -567,7 +567,7 @@ async def test_books_say_what_routing_earned(live: Live) -> None:
     assert output.startswith(
         "4 tokens were not computed again because of Waymark, in 1 requests of the last 120 minutes"
     )
-    assert "CAME is DELIVERED of EXPECTED" in output
+    assert "CAME is DELIVERED of EXPECTED" in " ".join(output.split())
     line = (await json_of(live, "books", "--by", "tenant"))["lines"][0]
     assert (line["delivered"], line["requests"] - line["unreported"]) == (28, 1)
     code, _, error = await run(live, "books", "--since", "soon")

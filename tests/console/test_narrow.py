@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from waymark.console import ask, books, publishers, select
+from tests.conftest import wait_until
+from tests.live import start
+from tests.ports import unused_port
+from waymark import cli
+from waymark.cli.commands import COMMANDS as COMMANDS_OF_THE_SHELL
+from waymark.console import ask, books, demo_view, publishers, select
 from waymark.console.screen import Screen, ScreenPart
+from waymark.domain.hashing import extend, token_bytes
+from waymark.runtime import demo
 
 PUBLISHER = {
     "tenant_id": "default",
@@ -63,14 +72,119 @@ def drawn() -> dict[str, Sequence[ScreenPart]]:
 
 
 @pytest.mark.parametrize("command", ["publishers", "books", "select", "ask"])
-def test_a_command_fits_into_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_numbers_fit_into_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     output = io.StringIO()
     Screen(output, width=80).show(drawn()[command])
     lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", output.getvalue()).splitlines()]
     assert [line for line in lines if len(line) > 80] == []
-    # A complaint takes so much room that the name of its engine goes on in the next line.
-    assert any(("vllm-deco" if command == "publishers" else "vllm-decode-0") in line for line in lines)
+    assert any("vllm-decode-0" in line for line in lines)
+
+
+#: Names as Kubernetes and model hubs give them.
+MODEL, POD, AWAY = "Qwen/Qwen3-30B-A3B-Instruct-2507", "vllm-decode-7f9c6d5b8-x2k4j", "vllm-decode-7f9c6d5b8-q7m2z"
+TOKENS, SIZE = list(range(100, 148)), 4
+ASKED = ("--tokens", f"{TOKENS[0]}-{TOKENS[-1]}")
+#: Every command that prints a table, or lines about an engine; and whether an engine is named there. The commands of
+#: `inspect keys` are pasted into a shell, so they stay whole.
+COMMANDS: dict[tuple[str, ...], bool] = {
+    ("publishers",): True,
+    ("publishers", "--bad"): True,
+    ("ask", *ASKED): True,
+    ("select", *ASKED): True,
+    ("events",): True,
+    ("books",): True,
+    ("books", "--by", "model"): False,
+    ("books", "--by", "tenant"): False,
+    ("policies", "compare"): False,
+    ("policies", "replay", "lmetric"): False,
+    ("placement",): True,
+    ("doctor",): True,
+    ("status",): True,
+    ("inspect", "prompt", *ASKED): True,
+    ("inspect", "block", "BLOCK"): True,
+    ("inspect", "holder", "HOLDER"): True,
+    ("inspect", "namespace", "--lora", "sql"): False,
+    ("register", "ENGINE"): False,
+    ("drain", POD): True,
+    ("drain", POD, "--resume"): True,
+    ("unregister", AWAY): True,
+}
+#: Commands that go on until they are stopped, print no line about engines, or have tests of their own for their size.
+OTHERS = {
+    "top": "test_top.py draws it in terminals of several sizes",
+    "demo": "test_the_demo_fits_into_80_columns",
+    "repair": "a line without a table", "import": "a line without a table", "export": "a line without a table",
+    "reset": "a line without a table", "bench": "a report, which is a file of Markdown",
+    "simulate": "one line for each engine, of URLs", "completion": "a script",
+    **dict.fromkeys(("serve", "query", "ingest", "gateway", "epp"), "a server, which writes a log"),
+}  # fmt: skip
+
+
+def test_every_command_is_tried_or_has_a_reason() -> None:
+    assert {words[0] for words in COMMANDS} | OTHERS.keys() == COMMANDS_OF_THE_SHELL.keys()
+
+
+@pytest.mark.outside
+async def test_every_command_fits_into_80_columns(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real output for a terminal. Only a word that is longer than the line is cut."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    hashes = list(extend(None, token_bytes(TOKENS), SIZE))
+    async with (
+        start("serve", redis_url, tmp_path / "log", shadow="dynamo,lmetric", decisions_kept=1.0) as live,
+        live.client() as client,
+    ):
+
+        async def post(path: str, body: dict[str, Any]) -> Any:
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        for name, blocks in ((POD, 12), ("vllm-decode-7f9c6d5b8-b8h5n", 4)):
+            body = {"type": "standard", "model": MODEL, "instance_id": name, "block_size": SIZE}
+            await post("/register", body | {"address": f"http://10.0.0.{blocks}:8000"})
+            event = {"event_id": 1, "event_type": "stored", "backend_id": name, "base_block_idx": 0}
+            await post("/events", event | {"seq_hashes": hashes[:blocks], "token_ids": TOKENS[: SIZE * blocks]})
+        away = {"type": "vLLM", "model": MODEL, "instance_id": AWAY, "block_size": SIZE, "weight": 0}
+        await post("/register", away | {"endpoint": f"tcp://127.0.0.1:{unused_port()}"})
+        for _ in range(3):
+            chosen = await post("/select", {"model": MODEL, "token_ids": TOKENS})
+            used = {"cached_tokens": 32, "prompt_tokens": len(TOKENS)}
+            await post("/release", {"reservation": chosen["reservation"], **used})
+
+        async def printed(*words: str) -> list[str]:
+            url = [] if "namespace" in words else ["--url", live.url]
+            code = await asyncio.to_thread(cli.main, [*words, *url])
+            output, error = capsys.readouterr()
+            # `doctor` fails over the engine that is away, and no engine answers at the URL of `register`.
+            assert code == (cli.EXIT_FAILED if words[0] in ("doctor", "register") else cli.EXIT_OK), (words, error)
+            return [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", output).splitlines()]
+
+        async def is_told() -> bool:
+            lines = "".join(await printed("placement") + await printed("events"))
+            return "kept decision" in lines and "unreachable" in lines
+
+        await wait_until(is_told, "the caches are valued, and an engine is unreachable", 30)
+        key = f"{hashes[1]:016x}"
+        (holder,) = re.findall(rf"(\d+)  {POD}", "\n".join(await printed("inspect", "block", key)))
+        given = {"BLOCK": key, "HOLDER": holder, "ENGINE": f"http://127.0.0.1:{unused_port()}"}
+        for words, names_engine in COMMANDS.items():
+            lines = await printed(*(given.get(word, word) for word in words))
+            wide = [line for line in lines if len(line) > 80 and max(map(len, line.split())) <= 80]
+            assert wide == [], words
+            assert any(POD in line or AWAY in line for line in lines) or not names_engine, (words, lines)
+
+
+def test_the_demo_fits_into_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    labels = [question.label for question in demo._questions()]
+    output = io.StringIO()
+    found = [demo.PromptMatch(label, 320, "engine-0", 320, 256, 64) for label in labels]
+    Screen(output, width=80).show(demo_view.parts(found))
+    assert all(label in output.getvalue() for label in labels), "no label goes on in the next line"
 
 
 def test_a_prompt_of_one_token_is_said_in_english() -> None:

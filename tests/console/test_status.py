@@ -226,7 +226,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("terminal")
 async def test_a_terminal_has_colours_and_groups(streams: list[Stream], waymark: Run) -> None:
-    text = await waymark("status", width=200)
+    text = await waymark("status", width=100)
     assert "\x1b[32mactive" in text
     assert "\x1b[1;31mlost" in text
     bare = re.sub(r"\x1b\[[0-9;]*m", "", text)
@@ -241,7 +241,7 @@ async def test_an_error_of_many_streams_is_shown_once(store: Store, redis: Redis
     for number in range(8):
         stream = await stream_of(store, redis, registration(f"pod-{number}", endpoint=f"tcp://10.0.1.{number}:5557"))
         await store.records.write(stream.grant, {"status": "degraded", "last_error": "batches_lost: some"}, {})
-    bare = re.sub(r"\x1b\[[0-9;]*m", "", await waymark("status", width=200))
+    bare = re.sub(r"\x1b\[[0-9;]*m", "", await waymark("status", width=400))
     (line,) = [line for line in bare.splitlines() if "batches_lost: some" in line]
     names, _, _ = line.partition(": batches_lost")
     assert names.count("rank 0") == 5

@@ -307,12 +307,13 @@ async def test_the_activity_says_why_a_connection_is_gone(bench: Bench) -> None:
         return bool(await told())
 
     await wait_until(is_told, "the activity names the loss", PATIENCE_SECONDS)
-    assert await told() == [("unreachable", ConnectionFailure.REFUSED)]
+    detail = f"no connection to {pod.publisher.endpoint}: {ConnectionFailure.REFUSED}"
+    assert await told() == [("unreachable", detail)]
     await pod.publisher.up()
     await pod.has_status("active")
 
     async def is_back() -> bool:
-        return await told() == [("unreachable", ConnectionFailure.REFUSED), ("reachable", "")]
+        return await told() == [("unreachable", detail), ("reachable", "")]
 
     await wait_until(is_back, "the activity says that it is back", PATIENCE_SECONDS)
 

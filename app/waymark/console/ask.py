@@ -83,8 +83,8 @@ def parts(answer: dict[str, Any]) -> list[ScreenPart]:
     total, rows = answer["tokens"], answer["instances"]
     screen_parts: list[ScreenPart] = [joined(text(answer["model"], "bold"), f": a prompt of {counted(total, 'token')}")]
     screen_parts += [text(reason, "yellow") for reason in answer["reasons"]]
-    media = [name for row in rows.values() for name in row if name not in ("longest_matched", "DP", "blocks", "note")]
-    media = list(dict.fromkeys(media))
+    others = ("longest_matched", "DP", "blocks", "note")
+    media = tuple(dict.fromkeys(name for row in rows.values() for name in row if name not in others))
     scale = max(1, -(-max(len(row["blocks"]) for row in rows.values()) // _CELLS_MAX))
     cells = [
         (
@@ -99,7 +99,7 @@ def parts(answer: dict[str, Any]) -> list[ScreenPart]:
     columns = ("ENGINE", "HAS", *media, "BLOCKS", "ENDS BECAUSE")
     screen_parts += [
         text(""),
-        Grid(columns, cells, frozenset({"HAS", *media}), (*media[::-1], "ENDS BECAUSE")),
+        Grid(columns, cells, frozenset({"HAS", *media}), media[::-1], below=columns[-1], named=("ENGINE",)),
         _legend(scale),
     ]
     if not any(row["longest_matched"] for row in rows.values()) and not answer["reasons"]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from textwrap import wrap
 from typing import Any
 from urllib.parse import urlencode
 
 from waymark.console.screen import Grid, ScreenPart, text
 from waymark.console.service import RemoteService
 
-LEGEND = (
-    "prompt tokens that engines need not compute: AVAILABLE on the best engine, CHOSEN on the one that was chosen,",
-    "EXPECTED by the index, DELIVERED as the engine says, RANDOM if chance had chosen, EARNED is DELIVERED - RANDOM;",
+LEGEND = wrap(
+    "prompt tokens that engines need not compute: AVAILABLE on the best engine, CHOSEN on the one that was chosen, "
+    "EXPECTED by the index, DELIVERED as the engine says, RANDOM if chance had chosen, EARNED is DELIVERED - RANDOM; "
     "CAME is DELIVERED of EXPECTED; CREDIT multiplies what an engine has in decisions; NO USAGE: requests without it",
+    79,
 )
 _AMOUNTS = ("available", "chosen", "expected", "delivered", "random", "earned")
 SUMMED = ("requests", "unreported", *_AMOUNTS)
@@ -70,7 +72,10 @@ def parts(found: dict[str, Any]) -> list[ScreenPart]:
         for line in found["lines"]
     ]
     right = frozenset(columns) - set(names.values())
-    grid = Grid(columns, rows, right, ("TENANT", "NO USAGE", "RANDOM", "AVAILABLE", "CHOSEN", "EXPECTED"))
+    # The last name is what the lines are by.
+    names_spare = [names[field] for field in shown[:-1]]
+    spare = (*names_spare[:1], "NO USAGE", "RANDOM", "AVAILABLE", "CHOSEN", "EXPECTED", *names_spare[1:])
+    grid = Grid(columns, rows, right, spare)
     return [*drawn, grid, *(text(line, "dim") for line in LEGEND)]
 
 

@@ -28,7 +28,8 @@ def block(listed: Sequence[BlockRow]) -> list[ScreenPart]:
         where = f"slot {row.slot}, depth {row.depth} in its piece"
         screen_parts.append(joined(text(row.row, "bold"), f" has the block in {where}, a block of {group}"))
         rows = [_block_holder(holder) for holder in row.holders]
-        screen_parts.append(Grid(_BLOCK_HEAD, rows, frozenset({"HOLDER", "RANK", "BLOCK SIZE"})))
+        spare = ("BLOCK SIZE", "RANK", "ENGINE HASH")
+        screen_parts.append(Grid(_BLOCK_HEAD, rows, frozenset({"HOLDER", "RANK", "BLOCK SIZE"}), spare))
     return screen_parts
 
 
@@ -96,7 +97,7 @@ def _holdings(contents: HoldingsAnswer) -> Iterator[ScreenPart]:
         )
         for shard in contents.shards
     ]
-    yield Grid(_SHARD_HEAD, lines, frozenset(_SHARD_HEAD[1:]))
+    yield Grid(_SHARD_HEAD, lines, frozenset(_SHARD_HEAD[1:]), spare=("OPS OF IT", "BRANCH ROWS"))
     if not contents.is_whole:
         yield text(f"only the first {FIELDS_MAX:,} fields of a key are counted", "yellow")
     rows = [

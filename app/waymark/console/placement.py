@@ -55,10 +55,8 @@ def parts(answer: PlacementAnswer) -> list[ScreenPart]:
         )
         for target in answer.targets
     ]
-    return [
-        *drawn,
-        Grid((*names, *numbers, ""), rows, frozenset(numbers), ("TENANT", "ROLE", "FEW", "WEIGHT", "MODEL")),
-    ]
+    head, spare = (*names, *numbers, "NOTE"), ("TENANT", "ROLE", "FEW", "WEIGHT", "MODEL")
+    return [*drawn, Grid(head, rows, frozenset(numbers), spare, below="NOTE", named=("ENGINE",))]
 
 
 def _amount(tokens: int | None) -> str:

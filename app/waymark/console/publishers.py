@@ -108,4 +108,12 @@ def parts(answer: dict[str, Any]) -> list[ScreenPart]:
         )
         for publisher, drain in zip(answer["publishers"], drains(answer["publishers"]), strict=True)
     ]
-    return [*screen_parts, Grid(columns, rows, frozenset({"RANK", "LAG", "WEIGHT", "REQUESTS"}), ("TENANT", "WEIGHT"))]
+    grid = Grid(
+        columns,
+        rows,
+        frozenset({"RANK", "LAG", "WEIGHT", "REQUESTS"}),
+        spare=("TENANT", "WEIGHT", "LAG", "MODEL"),
+        below="COMPLAINT",
+        named=("ENGINE", "RANK"),
+    )
+    return [*screen_parts, grid]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TextIO, TypeAlias
 
 from rich.console import Console, Group, RenderableType
@@ -23,6 +23,8 @@ from waymark.domain.status import StreamStatus
 _PLAIN_WIDTH = 100
 #: The width to which a column is shortened before other columns are left out.
 _CUT_WIDTH = 20
+#: The most rows that are named before a sentence below a table.
+_NAMES_MAX = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,12 @@ class Grid:
     """Columns that a narrow terminal leaves out, in this order."""
     cut: str = ""
     """The last column, if a narrow terminal cuts its texts: a row is one line then."""
+    below: str = ""
+    """The column whose sentences a terminal shows below the table, each once, with the rows that have it. If there is
+    room, and each row has its own sentence, they stand in the table.
+    """
+    named: tuple[str, ...] = ()
+    """The columns that name a row there, such as ENGINE and RANK."""
 
 
 ScreenPart: TypeAlias = Text | Grid
@@ -78,7 +86,7 @@ class Screen:
         self.console.file.flush()
 
     def _rich(self, parts: Sequence[ScreenPart]) -> Group:
-        return Group(*(_table(part, self.width) if isinstance(part, Grid) else part for part in parts))
+        return Group(*(each for part in parts for each in _drawn(part, self.width)))
 
     async def watch(self, seconds: float, draw: Callable[[], Awaitable[Sequence[ScreenPart]]]) -> None:
         """Draw again every ``seconds``, until cancelled: in place on a terminal, else one below the other."""
@@ -100,6 +108,39 @@ def text(value: object, style: str = "") -> Text:
 
 def joined(*pieces: Text | str, by: str = "") -> Text:
     return Text(by).join(piece if isinstance(piece, Text) else text(piece) for piece in pieces)
+
+
+def _drawn(part: ScreenPart, width: int) -> Iterator[RenderableType]:
+    if isinstance(part, Text):
+        yield part
+    elif part.below:
+        yield from _with_sentences(part, part.head.index(part.below), width)
+    else:
+        yield _table(part, width)
+
+
+def _with_sentences(grid: Grid, at: int, width: int) -> Iterator[RenderableType]:
+    """Draw a table whose column ``at`` has sentences: beside the rows if there is room and none is that of several."""
+    rows_of: dict[str, list[tuple[Text, ...]]] = {}
+    for row in grid.rows:
+        if row[at].plain:
+            rows_of.setdefault(row[at].plain, []).append(row)
+    is_room = _needed(dict(zip(grid.head, _widths(grid), strict=True))) <= width
+    if is_room and all(len(rows) == 1 for rows in rows_of.values()):
+        yield _table(grid, width)
+        return
+    others = [(*row[:at], *row[at + 1 :]) for row in grid.rows]
+    yield _table(replace(grid, head=(*grid.head[:at], *grid.head[at + 1 :]), rows=others), width)
+    for rows in rows_of.values():
+        more = f" and {len(rows) - _NAMES_MAX} more" if len(rows) > _NAMES_MAX else ""
+        names = ", ".join(_name(grid, row) for row in rows[:_NAMES_MAX])
+        yield joined(f"  {names}{more}: ", rows[0][at])
+
+
+def _name(grid: Grid, row: tuple[Text, ...]) -> str:
+    """Return the name of a row, such as ``vllm-0 rank 1``."""
+    first, *others = [(name, cell.plain) for name, cell in zip(grid.head, row, strict=True) if name in grid.named]
+    return " ".join([first[1], *(f"{name.lower()} {cell}" for name, cell in others)])
 
 
 def _table(grid: Grid, width: int) -> RenderableType:

@@ -77,7 +77,7 @@ def parts(answer: dict[str, Any]) -> list[ScreenPart]:
     return [
         *screen_parts,
         text(""),
-        Grid(columns, rows, frozenset(columns[1:-1])),
+        Grid(columns, rows, frozenset(columns[1:-1]), spare=("RANK", "HAS"), below="PARTS", named=("ENGINE", "RANK")),
         text(f"{'less' if is_cost else 'greater'} is better; HAS, COMPUTES and WAITS are in tokens", "dim"),
         *([text(f"not considered: {left_out}", "yellow")] if left_out else []),
     ]

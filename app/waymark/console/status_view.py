@@ -20,13 +20,12 @@ _HEAD = (
     *("GAPS", "REPLAYS", "RESTARTS", "LOST", "COMPLAINT"),
 )
 _NUMBERS = frozenset({"RANK", "WATERMARK", "LAG", "KNOWN", "GAPS", "REPLAYS", "RESTARTS", "LOST"})
-#: A terminal shows these in other places: above the table, and below it.
-_PLAIN_ONLY = ("TENANT", "MODEL", "COMPLAINT")
+#: A terminal shows these above the table.
+_PLAIN_ONLY = ("TENANT", "MODEL")
 _SPARE = ("TYPE", "REPLAYS", "WATERMARK", "WORKER", "RESTARTS", "GAPS", "LOST", "KNOWN")
 
 #: Below this share of known blocks the number is red.
 _KNOWN_MIN = 0.9
-_NAMES_MAX = 5
 _UNREADABLE_MAX = 10
 
 
@@ -50,26 +49,18 @@ def parts(status: StatusAnswer, *, is_plain: bool) -> list[ScreenPart]:
         name = GroupName(streams[0].tenant_id, streams[0].model_name)
         screen_parts += [
             joined(text(group_text(name), "bold"), f", group {group_id}"),
-            *_group(streams),
+            _group(streams),
             text(""),
         ]
     return screen_parts[:-1]
 
 
-def _group(streams: Sequence[StreamState]) -> list[ScreenPart]:
-    """Return a group's table, and below it each error once, with the streams that have it."""
+def _group(streams: Sequence[StreamState]) -> ScreenPart:
+    """Return a group's table; its name is above it."""
     columns = [i for i, name in enumerate(_HEAD) if name not in _PLAIN_ONLY]
-    rows = [*map(_row, streams)]
+    rows = [tuple(row[i] for i in columns) for row in map(_row, streams)]
     head = tuple(_HEAD[i] for i in columns)
-    screen_parts: list[ScreenPart] = [Grid(head, [tuple(row[i] for i in columns) for row in rows], _NUMBERS, _SPARE)]
-    errors: dict[str, list[str]] = {}
-    for stream in streams:
-        if stream.complaint:
-            errors.setdefault(stream.complaint, []).append(f"{stream.instance_id} rank {stream.dp_rank}")
-    for error, names in errors.items():
-        more = f" and {len(names) - _NAMES_MAX} more" if len(names) > _NAMES_MAX else ""
-        screen_parts.append(joined(f"  {', '.join(names[:_NAMES_MAX])}{more}: ", text(error, "yellow")))
-    return screen_parts
+    return Grid(head, rows, _NUMBERS, _SPARE, below="COMPLAINT", named=("INSTANCE", "RANK"))
 
 
 def _server(server: RedisState | None) -> Text:

@@ -318,11 +318,10 @@ class PrefixStream:
 
     def _tell(self, before: StreamStatus, now: StreamStatus) -> None:
         """Note in the activity that the connection is gone, for a while or for long, or is back."""
-        happened = self._applier.happened
+        happened, endpoint = self._applier.happened, self._registration.endpoint
         if now is StreamStatus.UNREACHABLE:
-            happened(ActivityKind.UNREACHABLE, self._source.error or "its connection has ended")
+            happened(ActivityKind.UNREACHABLE, f"no connection to {endpoint}: {self._source.error or 'it has ended'}")
         elif now is StreamStatus.LOST:
-            endpoint = self._registration.endpoint
             happened(ActivityKind.LOST, f"no connection to {endpoint} for longer than WAYMARK_PUBLISHER_TIMEOUT")
         elif before is StreamStatus.UNREACHABLE:
             happened(ActivityKind.REACHABLE)

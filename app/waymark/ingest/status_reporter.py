@@ -91,7 +91,10 @@ class StatusReporter:
         elif not self._is_loss_told and status == self.status:
             is_late = now - self._changed > _REPORT_SECONDS
             if self._problem is not None or is_late:
-                self._life.applier.happened(ActivityKind.UNREACHABLE, self._problem or "its connection has ended")
+                reason = self._problem or "it has ended"
+                self._life.applier.happened(
+                    ActivityKind.UNREACHABLE, f"no connection to {self._subscriber.endpoint}: {reason}"
+                )
                 self._is_loss_told = True
 
     async def report_last(self) -> None:
