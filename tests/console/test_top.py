@@ -233,6 +233,15 @@ async def test_it_draws_on_a_small_terminal_and_ends_with_q(redis_url: str, tmp_
             await asyncio.to_thread(read_until, ours, b"drain engine-x: done")
             async with live.client() as client:
                 assert (await client.get("/workers")).json()["publishers"][0]["weight"] == 0
+            # From its row to its details, and there the way back.
+            os.write(ours, b"\n")
+            await asyncio.to_thread(read_until, ours, b"model_name    m")
+            os.write(ours, b"u")
+            await asyncio.to_thread(read_until, ours, b"resume engine-x, all of its ranks?")
+            os.write(ours, b"y")
+            await asyncio.to_thread(read_until, ours, b"resume engine-x: done")
+            async with live.client() as client:
+                assert (await client.get("/workers")).json()["publishers"][0]["weight"] == 1
             os.write(ours, b"q")
             await asyncio.to_thread(read_until, ours, b"\x1b[?1049l")
             async with within(20):

@@ -65,3 +65,19 @@ async def test_a_worker_with_few_descriptors_reads_what_fits_and_leaves_the_rest
         return (await metrics(few))["waymark_streams_left"] == 0
 
     await wait_until(is_none_left, "no stream is left", 20.0)
+
+
+async def test_the_limit_of_open_files_is_not_mentioned_while_all_streams_fit(
+    redis_url: str, start: Start, engines: Engines
+) -> None:
+    """A trial has few engines: its first lines do not speak of a limit that it does not reach."""
+    service = await start("serve", redis_url, open_files=512)
+    for i in range(2):
+        engine = await engines.open(service, f"i{i}")
+        await engine.prefill(SimulatedPrompt(CHAT))
+    await engines.agree([service], CHAT)
+    # It would have less room than its settings ask for.
+    found = await metrics(service)
+    assert 2 < found["waymark_streams_max"] < 100
+    assert "open files" not in service.log
+    assert "room" not in service.log

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 
+import pytest
 from starlette.types import Receive, Scope, Send
 
 from tests.patience import wait_until, within
@@ -74,3 +76,21 @@ def test_what_all_answers_begin_with_is_never_that_of_a_second_before() -> None:
         assert connections.default_lines(before) == b"date: one\r\n"
         assert connections.default_lines(now) == b"date: two\r\nx-of-all: 1\r\n"
         assert connections.default_lines(now) == b"date: two\r\nx-of-all: 1\r\n"
+
+
+async def test_a_server_without_room_for_a_connection_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    connections = bounded(connections_max=1)
+
+    async def answers(scope: Scope, receive: Receive, send: Send) -> None:
+        for message in USUAL:
+            await send(message)
+
+    async with served(answers, protocol(connections)) as port, AsyncExitStack() as stack:
+        for count in range(1, 4):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            stack.callback(writer.close)
+            if count == 1:
+                await wait_until(lambda: bool(connections.arriving), "the first connection is open")
+                assert caplog.messages == []
+        await wait_until(lambda: bool(caplog.messages), "a connection found no room")
+    assert len([each for each in caplog.messages if "the limit of open files" in each]) == 1

@@ -170,6 +170,7 @@ class Connections:
         self._metrics = metrics
         self._metrics.http_bodies_bytes.set_function(lambda: self.bodies_bytes)
         self._is_polling = False
+        self._is_full_told = False
 
     # ---- states of a connection ------------------------------------------------------------------------
 
@@ -178,10 +179,20 @@ class Connections:
         self._metrics.http_connections.set(len(self._open))
         self.arriving[connection] = connection.loop.time()
         if len(self._open) > self.bounds.connections_max:
+            self._tell_full()
             self._make_room()
         if not self._is_polling:
             self._is_polling = True
             self._poll_later(connection.loop)
+
+    def _tell_full(self) -> None:
+        if not self._is_full_told:
+            self._is_full_told = True
+            log.warning(
+                "WAYMARK_CONNECTIONS_MAX, or the limit of open files, allows no more HTTP connections; for each "
+                "further one the one that is idle longest is closed",
+                extra=fields(connections=self.bounds.connections_max),
+            )
 
     def closed(self, connection: Connection) -> None:
         self._open.discard(connection)
@@ -281,5 +292,6 @@ def files_for(connections_max: int, other_files: int = 0) -> int:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return connections_max
     allowed = max(1, soft - other_files - _OTHER_FILES)
-    log.info("the limit of open files limits the number of connections", extra=fields(connections=allowed, files=soft))
+    # ``Connections`` warns when a connection finds no room; few installations have so many.
+    log.debug("the limit of open files limits the number of connections", extra=fields(connections=allowed, files=soft))
     return allowed
