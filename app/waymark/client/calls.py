@@ -306,7 +306,7 @@ def _reader(must_know: bool) -> Callable[[httpx.Response], Matches]:
 
 
 def _known_matches(answer: httpx.Response) -> Matches:
-    """Read the matches of a model that is registered. Raise ModelNotFound for any other."""
+    """Read the matches of a registered model. Raise ModelNotFound for any other."""
     matches = read_matches(answer)
     if matches.unknown == "model":
         raise ModelNotFound(answer.status_code, matches.note or "", "not_found", "model")

@@ -27,6 +27,7 @@ from waymark.base.shown import shown
 from waymark.client import AsyncClient, Refused, Unavailable
 from waymark.console.service import RemoteService
 from waymark.domain.names import DEFAULT_TENANT
+from waymark.domain.status import StreamStatus
 from waymark.simulator.encode import CPU, GPU
 from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.http import EngineHttp
@@ -45,7 +46,7 @@ _DEADLINE_SECONDS = 40.0
 #: The port of a demo that stays, if it is free: the commands ask there.
 _USUAL_PORT = 13333
 _PORT = "WAYMARK_PORT"
-#: The engines of a demo that stays: all of them, the one that is drained, and the one that has been stopped.
+#: How many engines a demo that stays has, and the names of the drained and the stopped one.
 ENGINES, DRAINED, STOPPED = 8, "engine-6", "engine-7"
 #: The users of a demo that stays, and the tokens after which one begins another chat.
 _USERS, _CHAT_TOKENS_MAX = 10, 640
@@ -161,7 +162,7 @@ async def _stay(stack: AsyncExitStack, service: _DemoService, host: str, engines
 
     async def is_known() -> bool:
         of_stopped = [each for each in (await service.client.workers()).publishers if each.instance_id == STOPPED]
-        return [each.status for each in of_stopped] == ["active"]
+        return [each.status for each in of_stopped] == [StreamStatus.ACTIVE]
 
     await _until(is_known, f"the events of {STOPPED}", service)
     await stopping.aclose()

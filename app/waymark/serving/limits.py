@@ -190,7 +190,7 @@ class Connections:
             self._is_full_told = True
             log.warning(
                 "WAYMARK_CONNECTIONS_MAX, or the limit of open files, allows no more HTTP connections; for each "
-                "further one the one that is idle longest is closed",
+                "further one the longest idle one is closed",
                 extra=fields(connections=self.bounds.connections_max),
             )
 

@@ -39,7 +39,7 @@ class Directory:
         self._tenants = _Tenants()
         self.writes = 0
         """How many claims this process has written. Whoever remembers registrations reads them again after a write, so
-        that a registration that was acknowledged is known at once.
+        that an acknowledged registration is known at once.
         """
 
     async def claim(self, name: PublisherName) -> Claim | None:
