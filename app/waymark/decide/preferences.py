@@ -32,7 +32,7 @@ class Preferences:
     ) -> None:
         """``chosen`` is the publisher of the target that was chosen."""
         self._snapshot, self._matches, self._random = snapshot, matches, random
-        self._question = question._replace(rival=chosen)
+        self._question = question
         self._chosen = chosen
         self._is_whole = (
             matches.request.has_tokens and question.session is None and question.parameters.profile != "disagg"
@@ -78,7 +78,7 @@ class Preferences:
         return scored[0], next((each for each in scored if each.candidate.publisher == self._chosen), None)
 
     def _whole(self, policy: PolicyChoice, seen: PromptState) -> tuple[Scored | None, Scored | None]:
-        question = self._question._replace(policy=policy)
+        question = self._question._replace(policy=policy, rival=self._chosen)
         offers = order(self._snapshot, self._matches._replace(seen=seen), question, self._random)
         if offers is None:
             return None, None

@@ -217,6 +217,9 @@ def _sticky(inputs: Inputs) -> Ranking:
 # lower costs no more, whatever the prompt. So if k of them cost no more than a target, it is not among the k best.
 
 
+_QUEUE, _REQUESTS = LoadWeights(tokens=1.0), LoadWeights(requests=1.0)
+
+
 def _least_work_by_load(request: RoutingRequest, values: Values) -> LoadCost:
     # wait + new_weight * new + active_weight * active, and new is the same for all.
     return LoadCost(LoadWeights(tokens=1.0, requests=values.number("active_weight")))
@@ -225,7 +228,7 @@ def _least_work_by_load(request: RoutingRequest, values: Values) -> LoadCost:
 def _longest_by_load(request: RoutingRequest, values: Values) -> LoadCost:
     # The tokens to compute are the same for all, and a shorter queue is over the bound only if a longer one is.
     # The shortest queue of all, which sets the bound, is on the list: it is the first of the others, or has a part.
-    return LoadCost(LoadWeights(tokens=1.0))
+    return LoadCost(_QUEUE)
 
 
 def _dynamo_by_load(request: RoutingRequest, values: Values) -> LoadCost | None:
@@ -241,9 +244,7 @@ def _lmetric_by_load(request: RoutingRequest, values: Values) -> LoadCost:
     # (wait + new) * (active + 1) is no sum: which of two targets is better depends on the prompt. But it grows with
     # both, so a target cannot win if another has a shorter queue and fewer requests.
     tokens = request.tokens
-    return LoadCost(
-        LoadWeights(requests=1.0), LoadWeights(tokens=1.0), lambda requests, wait: (wait + tokens) * (requests + 1)
-    )
+    return LoadCost(_REQUESTS, _QUEUE, lambda requests, wait: (wait + tokens) * (requests + 1))
 
 
 # ---- the table ----------------------------------------------------------------------------------
