@@ -46,8 +46,8 @@ from waymark.decide.policies.presets import PRESETS
 from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector, RoutedRequest
 from waymark.decide.selector import Selector
-from waymark.domain.gauges import Gauges
 from waymark.domain.names import GroupName
+from waymark.domain.targets import Gauges
 from waymark.store.reservations import Offer, ReservationPart, ReservationTerms
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from tests.conftest import wait_until
-from waymark.decide import degraded as module
-from waymark.decide.degraded import OwnReservations
+from waymark.decide import fail_open as module
+from waymark.decide.fail_open import OwnReservations
 from waymark.domain.names import GroupName
 from waymark.store.reservations import ReservationPart
 

@@ -14,11 +14,10 @@ from waymark.decide import fleet as module
 from waymark.decide.fleet import Allowed, Fleet, FleetMember, OpaquePrefix, PromptState, StagePart
 from waymark.decide.policies.policy import LoadCost, LoadWeights
 from waymark.decide.question import GivenValues
-from waymark.domain.gauges import Gauges
 from waymark.domain.match import TargetRow
 from waymark.domain.names import GroupName, Holder
 from waymark.domain.table import HolderTable, PublisherRow
-from waymark.domain.targets import Role, Target
+from waymark.domain.targets import Gauges, Role, Target
 from waymark.store.reservations import Load
 
 

@@ -30,13 +30,12 @@ from waymark.decide.policies.profile import HistoryTerms, Speculation
 from waymark.decide.question import GivenValues, HashedPrompt, PolicyChoice, Question, SelectParameters
 from waymark.decide.snapshot import GroupSnapshot, ReadingKind, SnapshotKeeper
 from waymark.domain.engines import EngineKind
-from waymark.domain.gauges import Gauges
 from waymark.domain.hashing import block_keys, token_bytes
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.names import GroupName
 from waymark.domain.pool_keys import AskedPrompt, PromptIds
 from waymark.domain.table import HolderTable, PublisherRow
-from waymark.domain.targets import Target
+from waymark.domain.targets import Gauges, Target
 from waymark.store.steps import Steps, finished
 from waymark.store.store import Store
 

@@ -22,12 +22,11 @@ from waymark.decide.policies.presets import PRESETS
 from waymark.decide.policies.ring import POINTS
 from waymark.decide.question import GivenValues, HashedPrompt, PolicyChoice, Question, SelectParameters
 from waymark.decide.snapshot import GroupSnapshot
-from waymark.domain.gauges import Gauges
 from waymark.domain.keys import pack
 from waymark.domain.match import TargetRow
 from waymark.domain.names import GroupName
 from waymark.domain.table import HolderTable, PublisherRow
-from waymark.domain.targets import Role, Target
+from waymark.domain.targets import Gauges, Role, Target
 from waymark.store.directory import GroupEntry
 from waymark.store.reservations import CANDIDATES_MAX, Load
 

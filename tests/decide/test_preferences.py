@@ -18,8 +18,8 @@ from waymark.decide.policies.picker_config import read_picker_config
 from waymark.decide.policies.policy import RoutingRequest
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.policies.ring import POINTS
-from waymark.decide.preferences import Preferences
 from waymark.decide.question import HashedPrompt, PolicyChoice, Question
+from waymark.decide.shadows import Preferences
 from waymark.decide.snapshot import GroupSnapshot
 from waymark.domain.match import TargetRow
 from waymark.domain.table import HolderTable, PublisherRow

@@ -8,7 +8,7 @@ from time import thread_time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from waymark.domain.gauges import Gauges
+from waymark.domain.targets import Gauges
 from waymark.engines.gauges import BYTES_MAX, LINE_BYTES_MAX, GaugesParser, Sample, SampleParser, gauges_of
 
 VLLM = b"""\

@@ -18,14 +18,13 @@ from tests.store.flow import swept
 from tests.store.key_table import README, Held, KeyTable, Row, facts
 from waymark.contract.publishers import Discovery
 from waymark.domain.books import Usage
-from waymark.domain.gauges import Gauges
 from waymark.domain.hashing import namespace
 from waymark.domain.known import Spot
 from waymark.domain.moves import Moves
 from waymark.domain.parts import Commit
 from waymark.domain.prefixes import Change, PrefixChange, prefix_key
 from waymark.domain.rows import Place
-from waymark.domain.targets import Role, Target
+from waymark.domain.targets import Gauges, Role, Target
 from waymark.store import keys
 from waymark.store.directory import GroupEntry
 from waymark.store.hashes import ReportedBlock

@@ -25,7 +25,7 @@ from waymark.decide.policies.policy import (
     read_constants,
 )
 from waymark.decide.policies.ring import Ring
-from waymark.domain.gauges import Gauges
+from waymark.domain.targets import Gauges
 from waymark.store.reservations import CANDIDATES_MAX
 from waymark.store.speculative import depths
 

@@ -24,10 +24,10 @@ from waymark.decide.question import (
 )
 from waymark.decide.served import ServedModel
 from waymark.domain.answer_times import AskedTimes
-from waymark.domain.gauges import Gauges
 from waymark.domain.hashing import namespace, text_hash
 from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import Adapter, GroupName
+from waymark.domain.targets import Gauges
 from waymark.store.reader import KeysOf
 
 T = TypeVar("T", ScoreRequest, SelectRequest)

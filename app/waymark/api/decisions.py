@@ -45,7 +45,7 @@ from waymark.decide.request_prompts import estimate_tokens, no_prompt, unread_pr
 from waymark.decide.selector import Selector
 from waymark.decide.served import ServedNames
 from waymark.domain.books import NO_USAGE, Usage
-from waymark.domain.gauges import Gauges
+from waymark.domain.targets import Gauges
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
 from waymark.store.steps import Steps, Waiting, finished
 from waymark.store.store import Store

@@ -28,9 +28,8 @@ from waymark.decide.options import Shadow
 from waymark.decide.order import stages
 from waymark.decide.policies.policy import Candidate, RoutingRequest
 from waymark.decide.policies.ring import POINTS, Ring
-from waymark.decide.preferences import preferred
 from waymark.decide.question import HashedPrompt, PolicyChoice, ProfileName, Question, SelectParameters
-from waymark.decide.shadows import reused, work
+from waymark.decide.shadows import preferred, reused, work
 from waymark.decide.simulated_fleet import SimulatedFleet, SimulatedRequest
 from waymark.domain.answer_times import NO_SUMS, AnswerTimes, TimeSums
 from waymark.domain.names import GroupName

@@ -15,11 +15,10 @@ from waymark.decide.policies.policy import Candidate, LoadCost, LoadWeights
 from waymark.decide.policies.ring import Ring, bound
 from waymark.decide.question import GivenValues
 from waymark.domain.answer_times import AnswerTimes
-from waymark.domain.gauges import Gauges
 from waymark.domain.match import TargetRow
 from waymark.domain.media import DEVICE
 from waymark.domain.table import HolderTable
-from waymark.domain.targets import PLAIN, Role, Target, host_and_port
+from waymark.domain.targets import PLAIN, Gauges, Role, Target, host_and_port
 from waymark.store.reservations import Load
 
 _NOTHING = TargetRow()

@@ -12,11 +12,10 @@ from waymark.contract.decisions import Decision
 from waymark.decide.policies.policy import Candidate, Linear, Preset, Scored, Values
 from waymark.decide.policies.profile import PickerConfig
 from waymark.domain.answer_times import NO_TIMES, AskedTimes
-from waymark.domain.gauges import Gauges
 from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
 from waymark.domain.pool_keys import PromptIds
-from waymark.domain.targets import host_and_port
+from waymark.domain.targets import Gauges, host_and_port
 from waymark.store.reservations import Reservation
 
 ProfileName = Literal["single", "disagg"]

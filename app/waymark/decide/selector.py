@@ -27,8 +27,7 @@ from waymark.base.shown import shown
 from waymark.contract.decisions import Decision
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.books import Bookkeeper
-from waymark.decide.degraded import OwnReservations
-from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed, StartupGate, cause_of
+from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed, OwnReservations, StartupGate, cause_of
 from waymark.decide.fleet import Fleet, PromptState
 from waymark.decide.matches import MatchReader, PromptMatches, request_of
 from waymark.decide.options import SelectionOptions

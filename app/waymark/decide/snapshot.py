@@ -23,9 +23,9 @@ from waymark.base.metrics import Metrics
 from waymark.decide.fleet import Fleet
 from waymark.decide.group_loads import GroupLoads
 from waymark.domain.answer_times import AnswerTimes
-from waymark.domain.gauges import Gauges
 from waymark.domain.names import GroupName
 from waymark.domain.table import HolderTable
+from waymark.domain.targets import Gauges
 from waymark.store.directory import GroupEntry
 from waymark.store.reservations import OVERDUE_MAX, Load
 from waymark.store.store import Store

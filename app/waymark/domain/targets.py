@@ -1,5 +1,4 @@
-"""The facts of a publisher that a decision needs besides its blocks: the address for requests, and the role of the
-target.
+"""The facts of a publisher that a decision needs besides its blocks: its address and role, and its own load.
 
 They do not change the meaning of the publisher's blocks, so they may change while the blocks stay.
 """
@@ -120,3 +119,18 @@ def host_and_port(address: str) -> str:
     if match is None:
         return address
     return match["place"] if match["port"] else f"{match['place']}:{443 if match['scheme'] == 'https' else 80}"
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """One reading of an engine's metrics."""
+
+    waiting: int = 0
+    """Requests in its queue."""
+    running: int = 0
+    """Requests that it computes."""
+    kv_usage: float = 0.0
+    """The used share of its KV cache, 0 to 1."""
+    adapters_running: frozenset[str] = frozenset()
+    adapters_waiting: frozenset[str] = frozenset()
+    adapters_max: int = 0

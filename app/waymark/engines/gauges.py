@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from waymark.domain.gauges import Gauges
+from waymark.domain.targets import Gauges
 
 #: Bounds of one answer: the length of a line, and the number and the length of parsed lines. An engine has one line of
 #: each name for each rank.

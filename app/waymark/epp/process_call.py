@@ -32,8 +32,8 @@ from waymark.chat.requests import (
 from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector, RoutedRequest
 from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
+from waymark.domain.books import UsageReader
 from waymark.domain.targets import host_and_port, names_engines
-from waymark.domain.usage import UsageReader
 from waymark.epp import messages
 from waymark.epp.admission import StreamPlace
 from waymark.epp.answers import (

@@ -27,8 +27,7 @@ from waymark.chat.requests import Form
 from waymark.decide.question import SelectParameters
 from waymark.decide.requests import PreparedRequest, RequestSelector, RoutedRequest
 from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
-from waymark.domain.books import NO_USAGE
-from waymark.domain.usage import UsageReader
+from waymark.domain.books import NO_USAGE, UsageReader
 from waymark.gateway.security import to_client, to_engine
 from waymark.gateway.shapes import WITHOUT_PATH, RequestRejected, engine_error, event_of
 from waymark.gateway.upstream import Interrupted, Unreachable, Upstream, is_events

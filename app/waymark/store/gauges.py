@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import orjson
 
 from waymark.domain.answer_times import AnswerTimes
-from waymark.domain.gauges import Gauges
+from waymark.domain.targets import Gauges
 from waymark.store import keys
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from waymark.decide.policies.policy import Candidate, RoutingRequest
-from waymark.domain.gauges import Gauges
+from waymark.domain.targets import Gauges
 
 
 def target(name: str, **more: Any) -> Candidate:

@@ -20,8 +20,7 @@ from waymark.decide.policies.policy import Candidate, Inputs, Ranking, RoutingRe
 from waymark.decide.policies.presets import DEFAULT, PRESETS, preset
 from waymark.decide.policies.ring import Ring, bound
 from waymark.domain.answer_times import AnswerTimes, AskedTimes, TimeSums
-from waymark.domain.gauges import Gauges
-from waymark.domain.targets import Role
+from waymark.domain.targets import Gauges, Role
 
 
 def rank(name: str, request: RoutingRequest, *candidates: Candidate, seed: int = 1, **overrides: Any) -> Ranking:

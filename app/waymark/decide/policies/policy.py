@@ -22,8 +22,7 @@ from waymark.base.shown import SHOWN_MAX, shown
 from waymark.contract.decisions import Decision
 from waymark.decide.policies.ring import Ring
 from waymark.domain.answer_times import NO_TIMES, AnswerTimes, AskedTimes
-from waymark.domain.gauges import Gauges
-from waymark.domain.targets import Role
+from waymark.domain.targets import Gauges, Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
 from waymark.decide.policies import latency
 from waymark.decide.policies.policy import Candidate, Constant, RoutingRequest, Values, least_is_one
-from waymark.domain.gauges import Gauges
+from waymark.domain.targets import Gauges
 
 Scores: TypeAlias = list[float | None]
 """The scores of the candidates, in their order."""

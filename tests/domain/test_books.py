@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from waymark.domain.books import Usage
-from waymark.domain.usage import UsageReader
+from waymark.domain.books import Usage, UsageReader
 
 _OPENAI = {
     "prompt_tokens": 1200,
