@@ -53,7 +53,7 @@ class Sizes:
     rounds: int
     queries: int = 60
     turns: int = 4
-    """How often each connection of a crowd asks."""
+    """How often each connection of a crowd asks, and how often each prompt is decided."""
     frames: int = 640
     blocks_max: int = 16_384
     live_frames: int = 150
@@ -123,7 +123,7 @@ def _asked(kind: str, part: Sequence[Prompt], folder: Path, sizes: Sizes) -> Ask
     if kind in QUERIES:
         return _query(kind, part, folder)
     if kind == "select":
-        return _select(part, folder)
+        return _select(part, folder, sizes)
     return _crowd(kind, part, folder, sizes) if kind in CROWDS else _ingest(kind, sizes)
 
 
@@ -141,9 +141,13 @@ def _query(kind: str, part: Sequence[Prompt], folder: Path) -> Ask:
     return ask
 
 
-def _select(part: Sequence[Prompt], folder: Path) -> Ask:
-    """Ask for as many decisions as queries of the same prompts."""
-    bodies = write_bodies(folder / "bodies", map(prompts.by_tokens, part))
+def _select(part: Sequence[Prompt], folder: Path, sizes: Sizes) -> Ask:
+    """Ask for as many decisions as queries of the same prompts.
+
+    Each prompt comes several times: the loads are read each 80 ms, also while the load generator starts.
+    """
+    asked = islice(cycle(part), sizes.turns * len(part))
+    bodies = write_bodies(folder / "bodies", map(prompts.by_tokens, asked))
 
     def cost(contender: Contender, path: str) -> tuple[float, float]:
         replica, redis = contender.replica, contender.redis

@@ -192,7 +192,7 @@ class Decisions:
 
     def _resolved(self, decision_body: DecisionBody) -> Steps[DecisionBody]:
         """The body with the model and the adapter that its ``model`` means."""
-        if self._served.is_model(decision_body.group):
+        if self._store.reader.has_targets(decision_body.group):  # it is a model's own name
             return decision_body
         served = yield Waiting(self._served.of(decision_body.group))
         return decision_body if served is None else as_served(decision_body, served)

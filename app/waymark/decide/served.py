@@ -64,7 +64,7 @@ class ServedNames:
         Raise InvalidValue if it is a name of several models, and StoreUnavailable if the names are unknown and Redis is
         unavailable.
         """
-        if self.is_model(group):
+        if self._reader.has_targets(group):
             return None
         age = asyncio.get_running_loop().time() - self._read_at
         is_fresh = age < _FRESH_SECONDS and self._writes == self._directory.writes
@@ -81,7 +81,7 @@ class ServedNames:
     def at_hand(self, group: GroupName) -> ServedModel | None:
         """Return the model like ``of``, without asking Redis."""
         served = self._known.get(group)
-        if served is None or self.is_model(group):
+        if served is None or self._reader.has_targets(group):
             return None
         if len(served) > 1:
             models = ", ".join(sorted(shown(served_model.group.model_name) for served_model in served))
@@ -91,11 +91,6 @@ class ServedNames:
                 field="model",
             )
         return next(iter(served))
-
-    def is_model(self, group: GroupName) -> bool:
-        """Return whether a model with targets is known to be registered by this name."""
-        table = self._reader.table_at_hand(group)
-        return table is not None and bool(table.publishers)
 
     def nearest(self, group: GroupName) -> str | None:
         """Return the name that was probably meant by an unknown one."""

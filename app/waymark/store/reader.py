@@ -175,6 +175,11 @@ class Reader:
         table = None if entry is None else self._tables.get(entry.group_id)
         return table if table is not None and table.group == group else None
 
+    def has_targets(self, group: GroupName) -> bool:
+        """Return whether the last query found registrations of the group."""
+        table = self.table_at_hand(group)
+        return table is not None and bool(table.publishers)
+
     def at_hand(self, group: GroupName) -> tuple[GroupEntry | None, HolderTable | None]:
         """Return the group's entry and table in the cache, as the last query used them."""
         entry = self._groups.get(group)

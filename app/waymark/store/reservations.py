@@ -322,11 +322,13 @@ class Reservations:
         pulls, promises = terms.pulls or NO_PULLS, terms.promises or _NO_PROMISES
         load, changes, reservations, holders = _names(group_id, keys.ALL)
         candidates: list[str] = []
-        for (publisher, new, handicap, weight, first, lasting), promise in zip(offers, promises, strict=False):
-            candidates += (
-                f"{publisher}",
-                f"{new} {_numeral(handicap)} {_numeral(weight)} {first} {lasting} {promise}",
-            )
+        last, words = None, ""
+        for offer, promise in zip(offers, promises, strict=False):
+            if (offer[1:], promise) != last:  # mostly they are those of the candidate before
+                last = offer[1:], promise
+                _, new, handicap, weight, first, lasting = offer
+                words = f"{new} {_numeral(handicap)} {_numeral(weight)} {first} {lasting} {promise}"
+            candidates += (str(offer.publisher), words)
         reply = yield from self._scripts.reserve(
             load=load,
             changes=changes,

@@ -108,6 +108,11 @@ def run(steps: Steps[T], receiver: ReplyReceiver[T]) -> None:
     _StepsRun(steps, receiver).go_on(steps.send, None)
 
 
+def never() -> bool:
+    """Whether a result is not wanted any more, for a receiver that wants it in any case."""
+    return False
+
+
 def waited(work: Coroutine[Any, Any, T]) -> Steps[T]:
     """Return the steps that wait for a coroutine."""
     result: T = yield Waiting(work)
