@@ -261,6 +261,20 @@ def test_what_is_not_run_is_on_a_page() -> None:
     assert len(texts) > 25
 
 
+def test_every_fence_is_run_or_has_a_reason() -> None:
+    """The tests below run every fence of ``console`` and of ``python``."""
+    fence = re.compile(r"^ *```(\w*)\n.*?^ *```$", re.DOTALL | re.MULTILINE)
+    found = [(page, language) for page in PAGES for language in fence.findall((ROOT / page).read_text("utf-8"))]
+    others = [each for each in found if each[1] != "console"]
+    assert others == [
+        ("README.md", ""),  # a picture
+        ("README.md", ""),  # what `make demo` prints, which test_readme.py compares
+        ("docs/gateway.md", "python"),
+        ("docs/routing.md", "python"),
+    ]
+    assert {page for page, _ in found} == {*PAGES}
+
+
 async def test_the_first_steps_run_as_they_stand(redis_url: str, tmp_path: Path) -> None:
     page = run_of("docs/first-steps.md")
     again = [command for command in page if command.text.startswith("curl ") and "/query" not in command.text]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -101,6 +102,31 @@ def test_what_was_measured_before_a_stop_is_kept(tmp_path: Path, monkeypatch: py
     written = json.loads(found.read_text())
     assert [row["what"] for row in written["rows"]] == ["own"]
     assert written["about"]["failed"] == "P8: stopped"
+
+
+@pytest.mark.outside
+def test_the_examples_of_the_help_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    examples = re.findall(r"^  \$ waymark bench (.+?)(?:  .*)?$", capsys.readouterr().out, re.MULTILINE)
+    assert len(examples) >= 2
+    ran: list[str] = []
+
+    def part(name: str) -> tuple[tuple[str], Callable[..., Iterator[Row]]]:
+        def measure(*_: object) -> Iterator[Row]:
+            ran.append(name)
+            yield Row(name, name, 1.0, "s")
+
+        return (name,), measure
+
+    monkeypatch.setattr(benchmarks, "PARTS", [part(name) for name in ("P4", "P5", "P6")])
+    monkeypatch.chdir(tmp_path)
+    for words in examples:
+        assert main([*words.split(), "--no-peer"]) == 0, words
+    assert ran == ["P4", "P5", "P6", "P5", "P6"]
+    assert [row["what"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == ["P5", "P6"]
 
 
 @pytest.mark.outside

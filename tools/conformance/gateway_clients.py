@@ -1,13 +1,13 @@
 """Clients of OpenAI's and Anthropic's APIs from PyPI against ``waymark gateway`` in front of two simulated engines.
 
-    python -m tools.conformance.gateway_clients [--environment DIRECTORY] [--only NAME] [--suites]
+    python -m tools.conformance.gateway_clients [--environment DIRECTORY] [--only NAME] [--suites [SECONDS]]
 
 The clients are installed into an environment of their own, which is made if it is not there. Without the packages the
 program ends with code 3 and the reason. Each client has only its base URL changed. It must list the model, chat,
 stream, and get the error of its own kind for an unknown model; the second turn of a conversation must find the first
 one in the cache of its engine. With ``--suites`` the SDKs' own tests of these paths, from their source distributions,
-are run against the gateway, too. They were written for a server that makes answers up from the SDKs' specifications,
-so some of them ask for what no engine does; the closing lines name them.
+are run against the gateway, too, each file for so many seconds at most. They were written for a server that makes
+answers up from the SDKs' specifications, so some of them ask for what no engine does; the closing lines name them.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ async def checks(name: str, python: Path, url: str) -> list[Check]:
     return [Check(each["check"], each["ok"] and each["said"] not in ("", "None", "0"), each["said"]) for each in found]
 
 
-async def _output(*words: str, directory: Path | None = None, **environ: str) -> str:
+async def _output(*words: str, directory: Path | None = None, seconds: float = SECONDS, **environ: str) -> str:
     running = await asyncio.create_subprocess_exec(
         *words,
         stdout=asyncio.subprocess.PIPE,
@@ -282,17 +282,17 @@ async def _output(*words: str, directory: Path | None = None, **environ: str) ->
         env={**os.environ, "no_proxy": "*", "LITELLM_LOCAL_MODEL_COST_MAP": "True", **environ},
     )
     try:
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(seconds):
             output, _ = await running.communicate()
     except TimeoutError:
         running.kill()
         await running.wait()
-        return f"it has not ended within {SECONDS:g} s"
+        return f"it has not ended within {seconds:g} s"
     return output.decode(errors="replace")
 
 
-async def suite(name: str, python: Path, directory: Path, url: str) -> str:
-    """Run the tests of an SDK; its closing lines. Raise Skipped if its source is not to be had."""
+async def suite(name: str, python: Path, directory: Path, url: str, seconds: float) -> AsyncIterator[str]:
+    """Run the tests of an SDK, and yield the closing lines of each file. Raise Skipped without its source."""
     version = (_versions(python) or {})[name]
     _run([str(python), "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", name, f"{name}=={version}",
           "--dest", str(directory)])  # fmt: skip
@@ -301,21 +301,24 @@ async def suite(name: str, python: Path, directory: Path, url: str) -> str:
         files.extractall(directory, filter="data")
     tests, wanted, suffix = SUITES[name]
     select = ["-k", wanted] if wanted else []
-    output = await _output(
-        *(str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", *tests.split(), *select),
-        directory=directory / archive.name.removesuffix(".tar.gz"),
-        TEST_API_BASE_URL=url + suffix,
-    )
-    lines = output.splitlines()
-    failed = sorted(
-        {re.sub(r"\[.*", "", line.split("::")[-1]) for line in lines if line.startswith(("FAILED", "ERROR"))}
-    )
-    return "\n".join([lines[-1] if lines else "it said nothing", *(f"  failed: {each}" for each in failed)])
+    for test in tests.split():
+        output = await _output(
+            *(str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", test, *select),
+            directory=directory / archive.name.removesuffix(".tar.gz"),
+            seconds=seconds,
+            TEST_API_BASE_URL=url + suffix,
+        )
+        lines = output.splitlines()
+        failed = sorted(
+            {re.sub(r"\[.*", "", line.split("::")[-1]) for line in lines if line.startswith(("FAILED", "ERROR"))}
+        )
+        said = lines[-1] if lines else "it said nothing"
+        yield "\n".join([f"{name} {test}: {said}", *(f"  failed: {each}" for each in failed)])
 
 
 async def run(arguments: argparse.Namespace) -> bool:
     """Run all clients, and print a table. Return whether each deed of each client went well."""
-    python = environment(arguments.environment.absolute(), has_suites=arguments.suites)
+    python = environment(arguments.environment.absolute(), has_suites=arguments.suites is not None)
     print(", ".join(f"{name} {version}" for name, version in (_versions(python) or {}).items()), flush=True)
     is_fine = True
     with tempfile.TemporaryDirectory() as temporary:
@@ -325,7 +328,9 @@ async def run(arguments: argparse.Namespace) -> bool:
                     is_fine = is_fine and each.is_ok
                     print(f"{name:10} {each.name:32} {'ok' if each.is_ok else f'FAILED: {each.said}'}", flush=True)
             for name in SUITES if arguments.suites else ():
-                print(f"the tests of {name}: {await suite(name, python, Path(temporary), url)}", flush=True)
+                if not arguments.only or name in arguments.only:
+                    async for said in suite(name, python, Path(temporary), url, arguments.suites):
+                        print(said, flush=True)
     return is_fine
 
 
@@ -336,7 +341,14 @@ def main() -> int:
         "--environment", type=Path, default=Path(".venv-clients"), help="where the clients are installed"
     )
     parser.add_argument("--only", action="append", choices=tuple(SCRIPTS), help="this client; may be repeated")
-    parser.add_argument("--suites", action="store_true", help="run the SDKs' own tests, too")
+    parser.add_argument(
+        "--suites",
+        type=float,
+        nargs="?",
+        const=120.0,
+        metavar="SECONDS",
+        help="run the SDKs' own tests, too, each file for so many seconds at most (120)",
+    )
     try:
         return 0 if asyncio.run(run(parser.parse_args())) else 1
     except Skipped as reason:
