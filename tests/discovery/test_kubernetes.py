@@ -327,6 +327,8 @@ async def test_an_odd_list_is_read_again(
         await until(lambda: len(server.lists) > lists, "the odd list is read")
         # The watch says nothing of it: the server has forgotten that it left pods out.
         server.pods = right
+        lists = len(server.lists)
+        await until(lambda: len(server.lists) > lists, "the list is read again without an event")
         await until_named(store, *(f"serving/p{i}|default|0" for i in range(5)))
 
 
