@@ -45,6 +45,7 @@ SUITE_PACKAGES = (
     "time-machine",
     "rich",
     "inline-snapshot",
+    "http-snapshot",
 )
 SECONDS = 300.0
 
@@ -232,8 +233,8 @@ def _versions(python: Path) -> dict[str, str] | None:
 
 
 @asynccontextmanager
-async def gateway(directory: Path) -> AsyncIterator[str]:
-    """A gateway in front of two simulated engines; yields its URL."""
+async def gateway(directory: Path, names: set[str]) -> AsyncIterator[str]:
+    """A gateway in front of two simulated engines, whose model has these further names; yields its URL."""
     async with AsyncExitStack() as stack:
         urls = []
         for seed in range(ENGINES):
@@ -245,7 +246,7 @@ async def gateway(directory: Path) -> AsyncIterator[str]:
             urls.append((await stack.enter_async_context(served)).url)
         port = unused_port()
         words = [word for url in urls for word in ("--engine", url)]
-        aliases = f"string={MODEL},gpt-5.4={MODEL},gpt-4o={MODEL}"  # what the suites ask for
+        aliases = ",".join(f"{name}={MODEL}" for name in sorted(names))
         command = (sys.executable, "-m", "waymark", "gateway", "--port", str(port), *words)
         log = directory / "gateway.log"
         running = await stack.enter_async_context(process(log, *command, WAYMARK_MODEL_ALIASES=aliases))
@@ -291,20 +292,31 @@ async def _output(*words: str, directory: Path | None = None, seconds: float = S
     return output.decode(errors="replace")
 
 
-async def suite(name: str, python: Path, directory: Path, url: str, seconds: float) -> AsyncIterator[str]:
-    """Run the tests of an SDK, and yield the closing lines of each file. Raise Skipped without its source."""
+def source(name: str, python: Path, directory: Path) -> Path:
+    """Return the folder with the source of an SDK. Raise Skipped if it is not to be had."""
     version = (_versions(python) or {})[name]
     _run([str(python), "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", name, f"{name}=={version}",
           "--dest", str(directory)])  # fmt: skip
     archive = directory / f"{name}-{version}.tar.gz"
     with tarfile.open(archive) as files:
         files.extractall(directory, filter="data")
+    return directory / archive.name.removesuffix(".tar.gz")
+
+
+def models_of(name: str, folder: Path) -> set[str]:
+    """Return the models that an SDK's tests ask for."""
+    texts = [(folder / test).read_text(encoding="utf-8") for test in SUITES[name][0].split()]
+    return {model for text in texts for model in re.findall(r'model="([\w.:-]+)"', text)}
+
+
+async def suite(name: str, python: Path, folder: Path, url: str, seconds: float) -> AsyncIterator[str]:
+    """Run the tests of an SDK, and yield the closing lines of each file."""
     tests, wanted, suffix = SUITES[name]
     select = ["-k", wanted] if wanted else []
     for test in tests.split():
         output = await _output(
             *(str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", test, *select),
-            directory=directory / archive.name.removesuffix(".tar.gz"),
+            directory=folder,
             seconds=seconds,
             TEST_API_BASE_URL=url + suffix,
         )
@@ -322,15 +334,17 @@ async def run(arguments: argparse.Namespace) -> bool:
     print(", ".join(f"{name} {version}" for name, version in (_versions(python) or {}).items()), flush=True)
     is_fine = True
     with tempfile.TemporaryDirectory() as temporary:
-        async with gateway(Path(temporary)) as url:
+        wanted = [name for name in SUITES if arguments.suites and (not arguments.only or name in arguments.only)]
+        folders = {name: source(name, python, Path(temporary)) for name in wanted}
+        names = {model for name, folder in folders.items() for model in models_of(name, folder)}
+        async with gateway(Path(temporary), names) as url:
             for name in arguments.only or SCRIPTS:
                 for each in await checks(name, python, url):
                     is_fine = is_fine and each.is_ok
                     print(f"{name:10} {each.name:32} {'ok' if each.is_ok else f'FAILED: {each.said}'}", flush=True)
-            for name in SUITES if arguments.suites else ():
-                if not arguments.only or name in arguments.only:
-                    async for said in suite(name, python, Path(temporary), url, arguments.suites):
-                        print(said, flush=True)
+            for name, folder in folders.items():
+                async for said in suite(name, python, folder, url, arguments.suites):
+                    print(said, flush=True)
     return is_fine
 
 
