@@ -211,11 +211,11 @@ class Selector:
         by_key = _BY_KEY.get(selected.decision) if question.prefix_key is not None else None
         if by_key is not None or selected.policy.name == "sticky":
             strategy = by_key or selected.decision
-            self._metrics.prefix_routing_requests.labels(strategy=strategy).inc()
             self._store.counts.add(f"prefix_routing.{strategy}", question.prefix_key)
+            self._metrics.prefix_routing_requests.labels(strategy=strategy).inc()
         else:
-            self._metrics.kv_index_routing_decisions.of(selected.decision).inc()
             self._store.counts.add(f"kv_index.{selected.decision}", question.prefix_key)
+            self._metrics.kv_index_routing_decisions.of(selected.decision).inc()
         return selected
 
     def _select(self, question: Question) -> Steps[SelectedTarget]:

@@ -91,7 +91,7 @@ class RequestCache:
     def find(self, key: bytes) -> ParsedFields | None:
         text = self._known.get(key)
         if text is not None:
-            self._hits.inc()
+            self._hits.value += 1
         return text
 
     def keep(self, key: bytes, text: ParsedFields) -> None:
