@@ -93,7 +93,7 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 -- Notes that a load has changed, for `read_loads`. The first number of all is the time, so that no log that comes after
 -- another one gives a number twice.
 local function note(name)
-  local last = redis.call('ZREVRANGE', KEYS[2], '0', '0', 'WITHSCORES')[2]
+  local last = redis.call('ZRANGE', KEYS[2], '-1', '-1', 'WITHSCORES')[2]
   if not last then
     local begun = redis.call('TIME')
     last = begun[1] * 1000000 + begun[2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +140,7 @@ async def test_an_expected_prompt_is_a_few_keys_for_a_short_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert Speculation(is_on=True).milliseconds == 2_000
-    monkeypatch.setattr(matches, "Speculation", partial(Speculation, milliseconds=600_000))
+    monkeypatch.setattr(matches, "_CERTAIN", Speculation(False, milliseconds=600_000))
     await hold("pod-1", PROMPT[:24])
     replica = await make_client(store)
     await post(replica, "/select", expect=False)

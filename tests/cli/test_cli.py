@@ -247,8 +247,14 @@ def test_wrong_arguments_end_it_with_the_usage(arguments: list[str], capsys: pyt
     ],
 )
 def test_a_wrong_setting_stops_every_role_by_its_name(
-    role: str, variable: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    role: str,
+    variable: str,
+    value: str,
+    free_port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setenv("WAYMARK_PORT", str(free_port))
     monkeypatch.setenv(variable, value)
     assert cli.main([role]) == cli.EXIT_USAGE
     error = capsys.readouterr().err

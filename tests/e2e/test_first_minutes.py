@@ -74,8 +74,8 @@ async def test_an_engine_may_start_after_its_gateway(tmp_path: Path, capsys: pyt
             code, said = await of("ask", "--text", "Hello")
             assert code == cli.EXIT_FAILED
             assert "name a tokenizer in WAYMARK_TOKENIZERS" in said
-            # The chat before has asked the engine already.
-            assert f'no engine of the model "{MODEL}" could tokenize a text a moment ago' in said
+            # The chat before has asked the engine already, and perhaps not a moment ago.
+            assert f'no engine of the model "{MODEL}" could tokenize ' in said
             code, said = await of("select", "--text", "Hello")
             assert (code, "name a tokenizer in WAYMARK_TOKENIZERS" in said) == (cli.EXIT_FAILED, True), said
             code, said = await of("ask", "--model", "nosuch", "--tokens", "1-40")

@@ -222,9 +222,10 @@ def test_a_file_has_a_ceiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.outside
 def test_a_wrong_file_stops_the_start_of_a_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path, [POD | {"block_size": 0}])
+    monkeypatch.setenv("WAYMARK_PORT", str(free_port))
     monkeypatch.setenv("WAYMARK_PUBLISHERS_FILE", path)
     for role in (["serve"], ["ingest", "--redis-url", "redis://127.0.0.1:1"]):
         assert main(role) == EXIT_USAGE

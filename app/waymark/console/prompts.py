@@ -7,13 +7,15 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from waymark.base.errors import InvalidValue, NotFound
 from waymark.base.shown import shown
-from waymark.console.service import RemoteService
 from waymark.domain.names import U32_MAX, U64_MASK
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt
+
+if TYPE_CHECKING:
+    from waymark.console.service import RemoteService
 
 _FROM_INPUT = "-"
 
