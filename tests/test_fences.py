@@ -39,7 +39,6 @@ PAGES = ("README.md", "docs/first-steps.md", "docs/gateway.md", "docs/commands.m
 NOT_RUN = {
     "vllm serve ": "needs a GPU; a simulated engine is in its place",
     "make demo": "test_readme.py runs what it runs, and compares the table",
-    "make install": "changes the machine; test_build.py runs it with stand-ins for uv and pipx",
     "make check": "is a part of what runs this test",
     "uvx ": "Waymark is not on PyPI yet",
     "pip install ": "changes the environment of the tests; test_package.py installs the wheel",
@@ -87,6 +86,7 @@ class Session:
         self._redis_url = redis_url
         self._variables: dict[str, str] = {}
         self.jobs: list[forked.Process] = []
+        self._texts: list[str] = []
         self.ids: dict[str, str] = {}
         """The ids of the page, and those in their place."""
         self._environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
@@ -107,7 +107,9 @@ class Session:
             text = text.replace(f"${name}", value)
         words = shlex.split(text, comments=True)
         if words[0] == "kill":
-            await self._end(self.jobs[int(words[1].removeprefix("%")) - 1])
+            part = words[1].removeprefix("%?")
+            (job,) = (job for job, text in zip(self.jobs, self._texts, strict=True) if part in text)
+            await self._end(job)
         elif words[0] == "waymark" and words[-1] == "&":
             await self._serve(words[1:-1])
         else:
@@ -195,6 +197,7 @@ class Session:
         with log.open("wb") as file:
             process = forked.start(words, environ, file, ROOT)
         self.jobs.append(process)
+        self._texts.append(" ".join(words))
 
         async def answers() -> bool:
             assert process.poll() is None, log.read_text()

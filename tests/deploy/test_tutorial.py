@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ PAGE = (CHART.parent / "docs" / "tutorial-kubernetes.md").read_text(encoding="ut
 YAML = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
 DEPLOYMENTS = {each["metadata"]["name"]: each for each in YAML if "kind" in each}
 OUTSIDE = [each for each in YAML if "gateway" in each]
+(REDIS,) = (each for each in YAML if "redis" in each)
 (REGISTRY,) = (each for each in YAML if "image" in each)
 COMMANDS = "\n".join(re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL))
 
@@ -107,6 +109,33 @@ def test_with_a_registry_every_step_pulls_from_it(outside: dict[str, Any]) -> No
     image = f"{REGISTRY['image']['registry']}/{engine('simulated')['image']}"
     assert f"such as `{image}`" in PAGE
     assert {container(values, role)["image"] for role in ("query", "ingest", "gateway")} == {image}
+
+
+def test_with_the_redis_of_the_registry_no_pod_pulls_from_elsewhere() -> None:
+    values = merged(merged(minimal(), REGISTRY), REDIS)
+    assert REDIS["redis"].keys() == minimal()["redis"].keys(), "the section takes the place of the other one"
+    pods = [each for each in documents(values) if each["kind"] in ("Deployment", "StatefulSet")]
+    images = {found["image"] for each in pods for found in each["spec"]["template"]["spec"]["containers"]}
+    assert len(images) == 2
+    assert {image.partition("/")[0] for image in images} == {REGISTRY["image"]["registry"]}
+    bundled = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))["redis"]["bundled"]["image"]
+    assert f"push `{bundled}` to your registry" in PAGE
+    assert f"{REGISTRY['image']['registry']}/{bundled}" in images
+
+
+def test_each_file_that_a_command_takes_is_written_before() -> None:
+    taken = set(re.findall(r"--(?:filename|values) (\S+)", COMMANDS))
+    assert taken == {"my-values.yaml", "engines.yaml", "outside.yaml"}
+    for name in taken:
+        written = re.search(rf"^\$ cp \S+ {name}$|`{name}`:\n\n```yaml$", PAGE, re.MULTILINE)
+        assert written is not None, name
+        assert written.start() < re.search(rf"--(?:filename|values) {name}", PAGE).start(), name  # type: ignore[union-attr]
+
+
+def test_what_asks_a_forwarded_port_tries_until_it_is_open() -> None:
+    lines = COMMANDS.splitlines()
+    after = [then for line, then in pairwise(lines) if line.endswith("&")]
+    assert ["--retry-connrefused" in line for line in after] == [True, True]
 
 
 def test_the_page_says_how_much_room_the_pods_need() -> None:
