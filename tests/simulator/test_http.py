@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.patience import patient, within
+from waymark.base.errors import InvalidValue
 from waymark.simulator.engine import EngineSpeed, SimulatedEngine, build_engine
 from waymark.simulator.faults import AnswerFaults
 from waymark.simulator.http import EngineHttp
@@ -27,13 +28,14 @@ LONG = " ".join(f"word{n}" for n in range(64))
 async def engine(
     pace: EngineSpeed = EngineSpeed(),  # noqa: B008
     ranks: int = 1,
+    port: int = 0,
     **faults: int,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, EngineHttp, SimulatedEngine]]:
     simulated = build_engine("tcp://127.0.0.1:0", block_size=4, ranks=ranks, repeat_rate=0.0)
     http = EngineHttp(
         simulated,
         host="127.0.0.1",
-        port=0,
+        port=port,
         model_name="demo",
         block_size=4,
         gpu_blocks=4096,
@@ -61,6 +63,14 @@ def data(text: str) -> list[dict[str, Any]]:
     lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
+
+
+async def test_a_port_in_use_is_refused_with_the_flag_that_chooses_another() -> None:
+    async with engine() as (client, _, _):
+        with pytest.raises(InvalidValue, match=r"; end what has this port, or choose another --http-port$") as caught:
+            async with engine(port=client.base_url.port or 0):
+                pass
+    assert caught.value.field == "http_port"
 
 
 async def test_a_second_turn_finds_the_first_and_the_blocks_are_published() -> None:

@@ -106,6 +106,14 @@ async def test_an_address_in_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
             async with simulated(endpoint=publisher.endpoint):
                 pass
     assert caught.value.field == "endpoint"
+    sentence = f"cannot bind {publisher.endpoint}: Address already in use"
+    assert str(caught.value) == f"{sentence}; end what has this port, or choose another --base-port"
+
+
+async def test_an_address_that_is_not_of_this_machine_is_refused() -> None:
+    with pytest.raises(InvalidValue, match=r"^cannot bind tcp://192\.0\.2\.1:0: [^;]*$"):
+        async with simulated(endpoint="tcp://192.0.2.1:0"):
+            pass
 
 
 async def test_the_buffer_keeps_the_last_batches_only() -> None:

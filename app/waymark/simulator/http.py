@@ -11,6 +11,7 @@ Both answer requests, too: ``openai`` has the paths of a chat, this module Anthr
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -233,7 +234,10 @@ class EngineHttp:
             await web.TCPSite(self._runner, self._host, self._port).start()
         except OSError as error:
             await self._runner.cleanup()
-            raise InvalidValue(f"cannot listen on {self._host}:{self._port}: {error}", field="http_port") from error
+            is_used = error.errno == errno.EADDRINUSE
+            way_out = "; end what has this port, or choose another --http-port" if is_used else ""
+            sentence = f"cannot listen on {self._host}:{self._port}: {error}{way_out}"
+            raise InvalidValue(sentence, field="http_port") from error
         self.url = f"http://{self._host}:{self._runner.addresses[0][1]}"
         return self
 

@@ -118,14 +118,14 @@ class SimulatedPublisher:
         self._live = self._context.socket(zmq.XPUB)
         self._live.setsockopt(zmq.XPUB_VERBOSER, 1)
         self._subscribers = 0
-        self.endpoint = await _bind(self._live, self.endpoint)
+        self.endpoint = await _bind(self._live, self.endpoint, "--base-port")
         if self.replay_endpoint is not None:
             self._replay = self._async_context.socket(zmq.ROUTER)
-            self.replay_endpoint = await _bind(self._replay, self.replay_endpoint)
+            self.replay_endpoint = await _bind(self._replay, self.replay_endpoint, "--base-port")
             self._serving.append(self._tasks.create_task(self._serve(self._replay)))
         if self.snapshot_endpoint is not None:
             self._snapshots = self._async_context.socket(zmq.ROUTER)
-            self.snapshot_endpoint = await _bind(self._snapshots, self.snapshot_endpoint)
+            self.snapshot_endpoint = await _bind(self._snapshots, self.snapshot_endpoint, "--snapshot-port")
             if self._has_records:
                 self._serving.append(self._tasks.create_task(self._serve_records(self._snapshots)))
             else:
@@ -338,8 +338,8 @@ def _signed(value: int | None) -> int | None:
     return value if value is None or value < 2**63 else value - 2**64
 
 
-async def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, endpoint: str) -> str:
-    """Bind without any limit on waiting messages. Return the bound endpoint."""
+async def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, endpoint: str, flag: str) -> str:
+    """Bind without any limit on waiting messages. Return the bound endpoint. An error names the flag of the port."""
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     deadline = asyncio.get_running_loop().time() + BIND_SECONDS
@@ -347,8 +347,11 @@ async def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, endpoint: str) -
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
-            if error.errno != zmq.EADDRINUSE or asyncio.get_running_loop().time() > deadline:
-                raise InvalidValue(f"cannot bind {endpoint}: {error}", field="endpoint") from error
+            is_used = error.errno == zmq.EADDRINUSE
+            if not is_used or asyncio.get_running_loop().time() > deadline:
+                sentence = f"cannot bind {endpoint}: {zmq.strerror(error.errno or 0)}"
+                way_out = f"; end what has this port, or choose another {flag}" if is_used else ""
+                raise InvalidValue(sentence + way_out, field="endpoint") from error
             await asyncio.sleep(pause_seconds)
         else:
             break
