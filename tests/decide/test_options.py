@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.options import SelectionOptions
+from waymark.decide.policies.presets import PRESETS
 from waymark.decide.selector import Selector
 from waymark.store.store import Store
 
@@ -19,6 +21,109 @@ def test_the_settings_are_taken_in_their_units() -> None:
     options = SelectionOptions.of(Settings(policy="lmetric", loads_ms=250, query_deadline_ms=500))
     assert (options.policy.name, options.picker_file) == ("lmetric", None)
     assert (options.loads_seconds, options.deadline_seconds) == (0.25, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "expected"),
+    [
+        ({}, "policy", PRESETS["least-work"]),
+        ({"policy": "sticky"}, "policy", PRESETS["sticky"]),
+        ({}, "deadline_seconds", 1.0),
+        ({"query_deadline_ms": 20}, "deadline_seconds", 0.02),
+        ({}, "loads_seconds", 0.1),
+        ({"loads_ms": 0}, "loads_seconds", 0.0),
+        ({}, "target_requests_max", 0),
+        ({"target_requests_max": 7}, "target_requests_max", 7),
+        ({"reservations_max": 9}, "reservations_max", 9),
+        ({"drift_max": 0.5}, "drift_max", 0.5),
+        ({}, "is_speculative", False),
+        ({"speculative": True}, "is_speculative", True),
+        ({"prefill_tokens_per_second": 8_000}, "prefill_tokens_per_second", 8_000.0),
+        ({"decisions_kept": 1}, "decisions_kept", 1.0),
+        ({}, "shadows", ()),
+        ({"shadow": ""}, "shadows", ()),
+        ({"shadow": " , "}, "shadows", ()),
+    ],
+)
+def test_each_setting_has_its_option(settings: dict[str, Any], name: str, expected: object) -> None:
+    assert getattr(SelectionOptions.of(Settings(**settings)), name) == expected
+
+
+def picker(path: Path, *types: str) -> str:
+    plugins = ", ".join(f"{{type: {name}}}" for name in types)
+    references = ", ".join(f"{{pluginRef: {name}}}" for name in types)
+    path.write_text(
+        f"plugins: [{plugins}]\nschedulingProfiles: [{{name: one, plugins: [{references}]}}]\n", encoding="utf-8"
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gauged", "is_warned"),
+    [
+        ({"policy": "llm-d"}, None, True),
+        ({"policy": "least-work"}, None, False),
+        ({"policy": "least-work", "shadow": "lmetric, llm-d"}, None, True),
+        ({"policy": "least-work", "shadow": "lmetric"}, None, False),
+        ({}, "picker_config", True),
+        # The file decides, and not the policy beside it.
+        ({"policy": "llm-d"}, "", False),
+        ({}, "shadow", True),
+        ({"policy": "llm-d", "gauges_seconds": 1}, None, False),
+        ({"gauges_seconds": 0.5}, "picker_config", False),
+    ],
+)
+def test_a_policy_of_gauges_that_nobody_reads_is_warned_of(
+    settings: dict[str, Any], gauged: str | None, is_warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"gauges_seconds": 0} | settings
+    if gauged is not None:
+        scorer = "queue-scorer" if gauged else "active-request-scorer"
+        given[gauged or "picker_config"] = picker(tmp_path / "picker.yaml", scorer)
+    SelectionOptions.of(Settings(**given))
+    assert ("WAYMARK_GAUGES_SECONDS is 0" in caplog.text) is is_warned
+
+
+def test_the_policy_of_a_request_that_names_none_is_that_of_the_file(tmp_path: Path) -> None:
+    of_preset = SelectionOptions.of(Settings(policy="lmetric")).default_policy()
+    assert (of_preset.preset, of_preset.file) == (PRESETS["lmetric"], None)
+    path = picker(tmp_path / "picker.yaml", "session-affinity-scorer")
+    of_file = SelectionOptions.of(Settings(policy="lmetric", picker_config=path)).default_policy()
+    assert of_file.preset is None
+    assert of_file.file is not None
+    assert [scorer.name for scorer in of_file.file.profiles["one"].scorers] == ["session-affinity-scorer"]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("lmetric", ["lmetric"]),
+        (" lmetric ,, sticky,", ["lmetric", "sticky"]),
+        ("lmetric,sticky,dynamo,longest", ["lmetric", "sticky", "dynamo", "longest"]),
+        # A preset whose name looks like a path stays one.
+        ("llm-d", ["llm-d"]),
+    ],
+)
+def test_shadows_are_named_one_behind_the_other(text: str, names: list[str]) -> None:
+    shadows = SelectionOptions.of(Settings(shadow=text)).shadows
+    assert [shadow.name for shadow in shadows] == names
+    assert [shadow.policy.preset for shadow in shadows] == [PRESETS[name] for name in names]
+
+
+@pytest.mark.parametrize(
+    "text", ["lmetric,sticky,dynamo,longest,llm-d", "lmetric,lmetric", "sticky, lmetric ,sticky", "a,b,c,d,e"]
+)
+def test_shadows_are_few_and_different(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"WAYMARK_SHADOW is .*; name at most 4 different policies"):
+        SelectionOptions.of(Settings(shadow=text))
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "picker.yaml"
+    path.write_bytes(b"\xff\xfe")
+    for variable, settings in (("WAYMARK_PICKER_CONFIG", "picker_config"), ("WAYMARK_SHADOW", "shadow")):
+        with pytest.raises(SettingsError, match=rf"{variable} .*picker\.yaml cannot be used: .*utf-8"):
+            SelectionOptions.of(Settings(**{settings: str(path)}))
 
 
 def test_an_unknown_policy_is_named_with_the_nearest_one() -> None:

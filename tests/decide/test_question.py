@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from waymark.contract.decisions import Decision
 from waymark.decide.policies.picker_config import read_picker_config
+from waymark.decide.policies.policy import Linear
 from waymark.decide.policies.presets import PRESETS
-from waymark.decide.question import CopySource, GivenValues, PolicyChoice, SelectParameters
+from waymark.decide.question import CopySource, GivenValues, PolicyChoice, RankedTargets, SelectParameters
 
 ADDRESS = "http://10.0.0.1:8000"
 
@@ -66,3 +68,44 @@ def test_a_source_is_told_by_its_place_and_as_a_hint() -> None:
     assert action["payload"] == {"source_control_endpoint": "tcp://10.0.0.1:7777", "block_hashes": [11, 12]}
     ids = {hints["message_id"], again["message_id"], action["action_id"], again["actions"][0]["action_id"]}
     assert len(ids) == 4, "each message and each action has an id of its own"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_choice_of_a_preset_has_its_constants_and_its_formula(name: str) -> None:
+    preset = PRESETS[name]
+    own, bare = PolicyChoice.of(preset), PolicyChoice(preset)
+    assert (own.name, own.preset, own.file) == (name, preset, None)
+    assert own.needs_gauges is bare.needs_gauges is preset.needs_gauges
+    assert own.values is not None
+    for constant in preset.constants:
+        if not isinstance(constant.default, bool | str):
+            assert own.values.number(constant.name) == constant.default
+    # Without constants there is no formula of them.
+    assert (own.linear is None, bare.linear) == (preset.linear is None, None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({}, Linear(3.0, 512.0)),
+        ({"new_weight": 1}, Linear(1.0, 512.0)),
+        ({"active_weight": 0, "new_weight": 0}, Linear(0.0, 0.0)),
+    ],
+)
+def test_the_formula_of_redis_has_the_constants_of_the_request(overrides: dict[str, float], expected: Linear) -> None:
+    preset = PRESETS["least-work"]
+    assert PolicyChoice(preset, preset.values(overrides)).linear == expected
+
+
+def test_a_choice_of_nothing_needs_nothing() -> None:
+    nothing = PolicyChoice(None)
+    assert (nothing.name, nothing.needs_gauges, nothing.linear) == ("endpoint-picker-config", False, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_cost"),
+    [("least-work", True), ("lmetric", True), ("sticky", True), ("composite", False), ("llm-d", False), (None, False)],
+)
+def test_the_values_of_an_answer_are_costs_or_scores(name: str | None, is_cost: bool) -> None:
+    policy = PolicyChoice(None) if name is None else PolicyChoice.of(PRESETS[name])
+    assert RankedTargets([], policy, Decision.KV_AWARE, 0, 16, None).is_cost is is_cost
