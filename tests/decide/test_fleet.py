@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.unit import seeds
 from waymark.decide import fleet as module
-from waymark.decide.fleet import Allowed, Fleet, FleetMember, OpaquePrefix, PromptState, StagePart
+from waymark.decide.fleet import Allowed, Fleet, FleetMember, OpaquePrefix, PromptState, StagePart, candidate_of
 from waymark.decide.policies.policy import LoadCost, LoadWeights
 from waymark.decide.question import GivenValues
+from waymark.domain.answer_times import NO_SUMS, AnswerTimes
 from waymark.domain.match import TargetRow
 from waymark.domain.names import GroupName, Holder
 from waymark.domain.table import HolderTable, PublisherRow
@@ -315,6 +316,7 @@ def test_of_equal_targets_the_key_names_the_first_that_is_as_cheap() -> None:
         named = {each.publisher for each in short}
         assert {1, 2, 3, 4, 21} <= named
         assert len(named & set(range(21, 41))) in (4, 5)
+        assert not named & set(range(5, 21)), "those that it meets behind its first four cost more"
     elsewhere = [("gone", 0), *way[30:], *way[:30]]
     allowed = Allowed(without=frozenset({31}))
     named = {
@@ -325,6 +327,86 @@ def test_of_equal_targets_the_key_names_the_first_that_is_as_cheap() -> None:
     }
     assert 32 in named
     assert 31 not in named
+
+
+@pytest.mark.parametrize(
+    ("rest", "expected_near", "walked"),
+    [
+        # The four cheapest differ, so that the key adds its first four alone.
+        ({31: 0, 32: 1, 33: 2, 34: 3}, [1, 2, 3, 4], 4),
+        # Three are equal, and the fourth is not.
+        ({31: 0, 32: 0, 33: 0, 34: 9}, [1, 2, 3, 4], 4),
+        # All four are equal: the key decides between all that are as cheap, and the first that it meets is the 31st.
+        ({31: 0, 32: 0, 33: 0, 34: 0}, [1, 2, 3, 4, 31], 31),
+    ],
+)
+def test_the_key_is_followed_no_further_than_it_decides(
+    rest: dict[int, int], expected_near: list[int], walked: int
+) -> None:
+    rows = {number: PublisherRow(f"pod-{number}", 0, 16, "instance") for number in range(1, 41)}
+    targets = Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {})).targets(None, "whole")
+    loads = {number: Load(rest.get(number, 900)) for number in rows}
+    met = 0
+
+    def way() -> Iterator[tuple[str, int]]:
+        nonlocal met
+        for met in range(1, 41):
+            yield f"pod-{met}", 0
+
+    short = targets.shortlist(PromptState({}, loads, {}, {}), ONE_PART, 4, Random(1), nearest=way())
+    assert set(numbers(short)) == {*expected_near, *rest}
+    assert len(short) == len({*expected_near, *rest})
+    assert met == walked
+
+
+@pytest.mark.parametrize(
+    ("count", "allowed", "is_ordered"),
+    [
+        (3, Allowed(), False),
+        (4, Allowed(), False),
+        (5, Allowed(), True),
+        (9, Allowed(only=frozenset({1, 2, 3, 4})), False),
+        (9, Allowed(only=frozenset({1, 2, 3, 4, 5})), True),
+        (9, Allowed(without=frozenset({1, 2, 3, 4, 5})), True),
+    ],
+)
+def test_few_targets_are_ranked_without_an_order_of_loads(count: int, allowed: Allowed, is_ordered: bool) -> None:
+    rows = {number: PublisherRow(f"pod-{number}", 0, 16, "instance") for number in range(1, count + 1)}
+    targets = Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {})).targets(None, "whole")
+    short = targets.shortlist(PromptState({}, {}, {}, {}), ONE_PART, 4, Random(1), allowed=allowed)
+    assert len(short) == min(4, targets.count(allowed))
+    assert all(allowed.has(each.publisher) for each in short)
+    assert (len(targets._orders) == 1) is is_ordered
+
+
+@pytest.mark.parametrize(
+    ("requests", "most", "expected", "bound"),
+    [
+        # (1 + 0.25) * (requests + 1) / 4, rounded up.
+        ([0, 0, 0, 0], 1, [1], 1),
+        ([1, 0, 0, 0], 1, [1, 2], 1),
+        ([1, 1, 0, 1], 1, [1], 2),
+        ([2, 2, 0, 0], 1, [1, 2, 3], 2),
+        ([2, 1, 0, 0], 1, [1, 2], 2),
+        ([2, 1, 0, 0], 2, [1, 2, 3], 2),
+        ([9, 9, 9, 0], 1, [1, 2, 3, 4], 9),
+        ([9, 9, 9, 1], 1, [1], 10),
+    ],
+)
+def test_a_target_at_the_bound_is_full(requests: list[int], most: int, expected: list[int], bound: int) -> None:
+    rows = {number: PublisherRow(f"pod-{number}", 0, 16, "instance") for number in range(1, 5)}
+    targets = Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {})).targets(None, "whole")
+    loads = {number: Load(0, count) for number, count in enumerate(requests, 1)}
+    way = [(f"pod-{number}", 0) for number in rows]
+    found = targets.below_bound(PromptState({}, loads, {}, {}), [("gone", 0), *way], 0.25, most)
+    assert (numbers(found.members), found.active_bound) == (expected, bound)
+    # A target that is not allowed has neither requests nor a place.
+    allowed = Allowed(without=frozenset({1}))
+    without = targets.below_bound(PromptState({}, loads, {}, {}), way, 0.25, 9, allowed=allowed)
+    assert (numbers(without.members), without.active_bound) == (
+        [2, 3, 4],
+        math.ceil(1.25 * (sum(requests[1:]) + 1) / 3),
+    )
 
 
 def test_having_names_who_has_a_part_and_the_rival() -> None:
@@ -359,6 +441,118 @@ def test_sets_orders_and_names_that_callers_ask_for_are_bounded(monkeypatch: pyt
         targets = fleet.targets(None, "any")
         targets.shortlist(nothing, LoadCost(LoadWeights(requests=float(weight))), 2, Random(1))
     assert len(fleet.targets(None, "any")._orders) <= 4
+
+
+def test_what_is_kept_is_found_again() -> None:
+    fleet, nothing = named_fleet(), PromptState({}, {}, {}, {})
+    assert fleet.serving("x") is fleet.serving("x")
+    assert fleet.targets("x", "whole") is fleet.targets("x", "whole")
+    targets = fleet.targets(None, "any")
+    for _ in range(2):
+        targets.cheapest(nothing, ONE_PART, Random(1), Allowed(), ())
+        targets.shortlist(nothing, TWO_PARTS, 2, Random(1))
+    kept = dict(targets._orders)
+    targets.cheapest(nothing, ONE_PART, Random(1), Allowed(), ())
+    assert len(kept) == 2
+    assert targets._orders == kept
+    assert fleet.publishers(["pod-1"]) == {1}
+    named = fleet._named
+    assert fleet.publishers(["pod-2"]) == {2}
+    assert fleet._named is named
+
+
+def test_the_last_few_are_kept_up_to_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SETS_MAX", 3)
+    monkeypatch.setattr(module, "_ORDERS_MAX", 3)
+    monkeypatch.setattr(module, "_RINGS_MAX", 3)
+    fleet, nothing = named_fleet(), PromptState({}, {}, {}, {})
+    targets = fleet.targets(None, "any")
+    sizes = []
+    for number in range(5):
+        targets.cheapest(nothing, LoadCost(LoadWeights(tokens=float(number))), Random(1), Allowed(), ())
+        fleet.ring(number + 1)
+        fleet.serving(f"name-{number}")
+        sizes.append((len(targets._orders), len(fleet.rings), len(fleet._serving)))
+    assert sizes == [(1, 1, 1), (2, 2, 2), (3, 3, 3), (1, 1, 1), (2, 2, 2)]
+    kept = []
+    for number in range(5):
+        fleet.targets(f"name-{number}", "whole")
+        kept.append(len(fleet._sets))
+    assert kept == [2, 3, 1, 2, 3]
+
+
+# ---- what a table says altogether -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scopes", "targets", "has_pools"),
+    [
+        (["instance", "instance"], {}, False),
+        (["instance", "shared"], {}, True),
+        (["instance", "instance"], {1: Target(query_endpoint="http://10.0.0.9:9003")}, True),
+        (["shared"], {1: Target(query_endpoint="http://10.0.0.9:9003")}, True),
+        ([], {}, False),
+    ],
+)
+def test_a_pool_is_registered_or_named_by_an_engine(
+    scopes: list[str], targets: dict[int, Target], has_pools: bool
+) -> None:
+    rows = {number: PublisherRow(f"pod-{number}", 0, 16, scope) for number, scope in enumerate(scopes, 1)}
+    fleet = Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {}, b"", targets))
+    assert fleet.has_pools is has_pools
+    assert numbers(fleet.members) == [number for number, scope in enumerate(scopes, 1) if scope == "instance"]
+
+
+def test_blocks_are_copied_from_those_that_give_them_away() -> None:
+    rows = {number: PublisherRow(f"pod-{number}", 0, 16, "instance", is_lost=number == 4) for number in range(1, 6)}
+    source = Target(kv_source="tcp://10.0.0.1:7777")
+    drained = Target(kv_source="tcp://10.0.0.5:7777", weight=0.0)
+    fleet = Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {}, b"", {1: source, 3: source, 4: source, 5: drained}))
+    assert numbers(fleet.kv_sources) == [1, 3], "neither a lost one nor one that is drained"
+    assert Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {})).kv_sources == []
+
+
+@pytest.mark.parametrize(
+    ("metrics_url", "address", "is_scraped"),
+    [
+        (None, None, False),
+        ("http://10.0.0.1:9000/metrics", None, True),
+        (None, "http://10.0.0.1:8000", True),
+        ("http://10.0.0.1:9000/metrics", "http://10.0.0.1:8000", True),
+    ],
+)
+def test_gauges_are_at_an_address_or_at_a_url_of_their_own(
+    metrics_url: str | None, address: str | None, is_scraped: bool
+) -> None:
+    targets = {1: Target(address, metrics_url=metrics_url), 2: Target("http://10.0.0.2:8000")}
+    rows = {number: PublisherRow(f"pod-{number}", 0, 16, "instance") for number in targets}
+    fleet = Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {}, b"", targets))
+    assert fleet.scraped == ([1, 2] if is_scraped else [2])
+    assert fleet.have_addresses is (address is not None)
+
+
+def test_a_fleet_of_whole_targets_that_tell_their_blocks_has_neither_stages_nor_silence() -> None:
+    rows = {1: PublisherRow("pod-1", 0, 16, "instance"), 2: PublisherRow("pod-2", 0, 16, "instance")}
+    fleet = Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {}))
+    assert (fleet.has_stages, fleet.has_silent, fleet.has_sources, fleet.newest) == (False, False, False, 0)
+    labelled = {2: Target(labels={"llm-d.ai/role": "prefill"})}
+    assert Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {}, b"", labelled)).has_stages
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_cold"),
+    [
+        ({}, True),
+        ({"rows": {("pod-1", 0): TargetRow(device=1)}}, False),
+        ({"expected": {1: 1}}, False),
+        ({"prefixes": {("pod-1", 0): OpaquePrefix(hot=1)}}, False),
+        ({"history": {1: 1}}, False),
+        ({"history": {}}, True),
+        ({"loads": {1: Load(1, 1, 1)}, "gauges": {1: Gauges()}, "answer_times": {1: AnswerTimes(NO_SUMS)}}, True),
+    ],
+)
+def test_a_prompt_is_cold_if_nobody_has_or_gets_a_part_of_it(fields: dict[str, Any], is_cold: bool) -> None:
+    assert PromptState(**({"rows": {}, "loads": {}, "expected": {}, "gauges": {}} | fields)).is_cold is is_cold
 
 
 # ---- candidates -------------------------------------------------------------------------------------------
@@ -413,3 +607,49 @@ def test_health_is_the_share_of_requests_that_succeeded(ok: int, failed: int, ex
         seen = PromptState({}, {2: load}, {}, gauges)
         (found,) = fleet.candidates(seen, 16, members=[fleet.by_publisher[2]])
         assert found.health == pytest.approx(expected)
+
+
+TIMES = AnswerTimes(NO_SUMS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "expected"),
+    [
+        # Each alone of what is rarely known, beside nothing else.
+        ({"prefixes": {("pod-2", 0): OpaquePrefix(30, 100)}}, "device", [0, 30]),
+        ({"prefixes": {("pod-2", 0): OpaquePrefix(30, 100)}}, "disk", [0, 70]),
+        ({"gauges": {2: Gauges(1, 2, 0.5)}}, "gauges", [None, Gauges(1, 2, 0.5)]),
+        ({"answer_times": {2: TIMES}}, "answer_times", [None, TIMES]),
+        ({"history": {2: 3}}, "history", [0, 48]),
+        ({"history": {}}, "history", [0, 0]),
+        ({}, "history", [None, None]),
+        ({"rows": {("pod-2", 0): TargetRow(device=2)}}, "device", [0, 32]),
+        ({"expected": {2: 2}}, "expected", [0, 32]),
+        ({"loads": {2: Load(cold=7)}}, "last_cold", [0, 7]),
+    ],
+)
+def test_a_candidate_has_what_is_known_of_it_alone(fields: dict[str, Any], field: str, expected: list[object]) -> None:
+    fleet = named_fleet()
+    seen = PromptState(**({"rows": {}, "loads": {}, "expected": {}, "gauges": {}} | fields))
+    found = fleet.candidates(seen, 16, members=fleet.members[:2])
+    assert [getattr(each, field) for each in found] == expected
+
+
+def test_only_given_targets_are_candidates() -> None:
+    fleet, nothing = named_fleet(), PromptState({}, {}, {}, {})
+    given = {("pod-3", 0): GivenValues(7, 2, 0.5), ("pod-1", 0): GivenValues(), ("pod-6", 0): GivenValues(1, 1)}
+    found = fleet.candidates(nothing, 16, given)
+    assert [(each.instance_id, each.wait, each.active, each.health) for each in found] == [
+        ("pod-1", 0, 0, 1.0),
+        ("pod-3", 7, 2, 0.5),
+    ]
+    assert fleet.candidates(nothing, 16, {}) == []
+    assert [each.publisher for each in fleet.candidates(nothing, 16, given, fleet.members[2:])] == [3]
+
+
+def test_an_idle_target_without_a_part_is_one_object() -> None:
+    member = named_fleet().members[1]
+    assert candidate_of(member, None, None, 0, 16) is member.idle
+    for row, load, expected in ((TargetRow(), None, 0), (None, Load(), 0), (None, None, 1)):
+        found = candidate_of(member, row, load, expected, 16)
+        assert found == member.idle._replace(expected=16 * expected)
