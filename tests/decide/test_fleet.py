@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 
@@ -495,7 +495,7 @@ def test_the_last_few_are_kept_up_to_the_bound(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_a_pool_is_registered_or_named_by_an_engine(
-    scopes: list[str], targets: dict[int, Target], has_pools: bool
+    scopes: list[Literal["instance", "shared"]], targets: dict[int, Target], has_pools: bool
 ) -> None:
     rows = {number: PublisherRow(f"pod-{number}", 0, 16, scope) for number, scope in enumerate(scopes, 1)}
     fleet = Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {}, b"", targets))

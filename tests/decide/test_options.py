@@ -118,6 +118,20 @@ def test_shadows_are_few_and_different(text: str) -> None:
         SelectionOptions.of(Settings(shadow=text))
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("lmetrics", r'WAYMARK_SHADOW is "lmetrics", .*did you mean lmetric\?, or write the path of a picker file'),
+        ("sticky,nobody", r'WAYMARK_SHADOW is "nobody", which is no policy; known are .*, or write the path'),
+        ("picker.yaml", r"WAYMARK_SHADOW picker\.yaml cannot be used: .*No such file"),
+        ("/none/picker", r"WAYMARK_SHADOW /none/picker cannot be used: .*No such file"),
+    ],
+)
+def test_a_word_is_a_policy_and_a_path_is_a_file(text: str, sentence: str) -> None:
+    with pytest.raises(SettingsError, match=sentence):
+        SelectionOptions.of(Settings(shadow=text))
+
+
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     path = tmp_path / "picker.yaml"
     path.write_bytes(b"\xff\xfe")
@@ -148,7 +162,8 @@ def test_the_log_says_what_does_the_work_of_a_plugin_that_belongs_elsewhere(
     with caplog.at_level("INFO"):
         options = SelectionOptions.of(Settings(picker_config=str(file)))
     assert options.picker_file is not None
-    assert len(caplog.records) == len(options.picker_file.entries[0].notes) == 1
+    (note,) = options.picker_file.entries[0].notes
+    assert [record.__dict__["fields"] for record in caplog.records] == [{"note": note}]
 
 
 async def test_a_picker_file_that_changes_counts_without_a_restart_and_a_wrong_one_does_not(

@@ -138,6 +138,36 @@ def test_exactly_in_time_is_in_time() -> None:
     assert scores(asking(200), *some) == [1.0, 0.0]
 
 
+def test_exactly_in_time_is_the_least_headroom() -> None:
+    some = [
+        target("a", answer_times=times(200)),
+        target("b", answer_times=times(201)),
+        target("c", answer_times=times(9)),
+    ]
+
+    assert scores(asking(200), *some) == pytest.approx([1.0, 0.0, 0.01])
+    assert scores(asking(201), *some) == pytest.approx([0.01 + 0.99 * 191 / 192, 1.0, 0.01])
+
+
+@pytest.mark.parametrize(
+    ("tpot_ms", "expected"),
+    [
+        # The request itself is one more under way: 2 ms at the idle one, 6 at the other.
+        (1.9, [1.0, 0.0]),
+        (2.0, [1.0, 0.0]),
+        (5.9, [1.0, 0.0]),
+        # With the least headroom the busy one is the better one, as soon as it is in time.
+        (6.0, [0.01, 1.0]),
+    ],
+)
+def test_the_request_is_under_way_itself(tpot_ms: float, expected: list[float]) -> None:
+    # 1 ms, and 1 ms for each request under way.
+    line = AnswerTimes(NO_SUMS, TimeSums(5, 15, 20, 55, 70))
+    some = [target("idle", answer_times=line), target("busy", answer_times=line, active=4)]
+
+    assert scores(asking(tpot_ms=tpot_ms), *some) == pytest.approx(expected)
+
+
 def test_a_buffer_stretches_what_is_asked() -> None:
     some = [target("a", answer_times=times(100)), target("b", answer_times=times(210))]
 
@@ -180,6 +210,25 @@ def test_without_any_figure_caches_and_loads_decide() -> None:
     expected = [(0 + 0 + 0.5) / 3, (0 + 0.5 + 1) / 3, (0 + 1 + 0) / 3]
     assert scores(prompt(64), *some) == pytest.approx(expected)
     assert scores(asking(200, 20), *some) == pytest.approx(expected), "nobody can be in time"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fields", "expected"),
+    [
+        (64, {"device": 32}, 0.5),
+        (64, {"expected": 48}, 0.75),
+        (64, {"device": 16, "host": 16, "expected": 16}, 0.5),
+        (64, {"device": 640}, 1.0),
+        (1, {"device": 1}, 1.0),
+        (0, {}, 0.0),
+        (0, {"expected": 16}, 1.0),
+    ],
+)
+def test_the_prefix_of_a_composite_is_a_share_of_the_prompt(
+    tokens: int, fields: dict[str, int], expected: float
+) -> None:
+    alone = {"compositeKVWeight": 0, "compositeQueueWeight": 0, "compositePrefixWeight": 5}
+    assert scores(prompt(tokens), target("a", **fields), target("b"), **alone) == pytest.approx([expected, 0.0])
 
 
 def test_a_composite_goes_by_gauges_if_all_have_them() -> None:

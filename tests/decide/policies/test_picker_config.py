@@ -13,8 +13,10 @@ from waymark.decide.matches import speculation_of
 from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.picker_config import read_picker_config
 from waymark.decide.policies.plugins import PLUGINS, PluginKind
+from waymark.decide.policies.policy import read_constants
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.policies.profile import PickerConfig
+from waymark.decide.policies.scorers import CONTEXT_LABEL, SCORERS
 from waymark.decide.question import PolicyChoice, Question, SelectParameters
 from waymark.decide.request_prompts import no_prompt
 from waymark.domain.answer_times import AnswerTimes, AskedTimes, TimeSums
@@ -419,3 +421,352 @@ def test_every_plugin_that_is_documented_is_known() -> None:
     assert len(kinds[PluginKind.SCORER]) == 12
     assert len(kinds[PluginKind.PICKER]) == 3
     assert all(plugin.note for plugin in PLUGINS.values() if plugin.kind is PluginKind.OTHER)
+
+
+# ---- parameters at the edges of what they may be --------------------------------------------------------
+
+
+def of_type(plugin: str, parameters: str) -> str:
+    """Return a file with a plugin that no profile refers to."""
+    return plugins(f"- {{type: {plugin}, parameters: {{{parameters}}}}}")
+
+
+def weighted(weight: str) -> str:
+    profile = f"{{name: a, plugins: [{{pluginRef: queue-scorer, weight: {weight}}}]}}"
+    return f"plugins: [{{type: queue-scorer}}]\nschedulingProfiles: [{profile}]\n"
+
+
+def handled(kind: str, parameters: str, *more: str, headers: str = "{type: disagg-headers-handler}") -> str:
+    """Return a file with a handler, deciders of each type, and a profile for each stage."""
+    deciders = (
+        "{type: always-disagg-pd-decider}, {type: always-disagg-multimodal-decider}, "
+        "{name: far, type: prefix-based-pd-decider, parameters: {nonCachedTokens: 50}}, "
+        "{type: prefix-based-pd-decider}"
+    )
+    entries = ", ".join(each for each in (headers, deciders, f"{{type: {kind}, parameters: {{{parameters}}}}}", *more))
+    stages = ", ".join(f"{{name: {name}}}" for name in ("decode", "prefill", "encode"))
+    return f"plugins: [{entries}]\nschedulingProfiles: [{stages}]\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        weighted("0"),
+        weighted("1000000"),
+        weighted("0.5"),
+        scored_by("max-score-picker", "maxNumOfEndpoints: 1"),
+        handled("pd-profile-handler", "primaryPort: 0"),
+        handled("pd-profile-handler", "primaryPort: 65535"),
+        of_type("prefix-based-pd-decider", "nonCachedTokens: 0"),
+        of_type("by-label", "validValues: [], allowsNoLabel: false"),
+        of_type("by-label-selector", "matchLabels: {}, matchExpressions: []"),
+        of_type("by-label-selector", "matchExpressions: [{key: a, operator: Exists}]"),
+        of_type("by-label-selector", "matchExpressions: [{key: a, operator: In, values: [b, c]}]"),
+        of_type("active-request-scorer", "requestTimeout: 1h30m"),
+        of_type("active-request-scorer", "requestTimeout: 1.5s"),
+        of_type("active-request-scorer", "requestTimeout: 10ns20us"),
+        scored_by("prefix-cache-scorer", "blockSize: 64, blockSizeTokens: 16"),
+        plugins("- {type: queue-scorer, parameters: }"),
+        plugins("- {type: queue-scorer, name: another}", "- {type: queue-scorer}"),
+        "plugins:\nschedulingProfiles: [{name: a}]",
+        "kind: EndpointPickerConfig\nschedulingProfiles: [{name: a, plugins: }]",
+        handled("disagg-profile-handler", "", headers="{type: tokenizer}"),
+        # A stage without a decider never runs, and its profile may be missing.
+        handled("disagg-profile-handler", "profiles: {prefill: none}"),
+    ],
+)
+def test_a_value_at_the_edge_is_taken(text: str) -> None:
+    assert read_picker_config(text).profiles
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence", "field"),
+    [
+        (weighted("1000001"), "it must be a number of 0 to 1000000", "schedulingProfiles[0].plugins[0].weight"),
+        (weighted("-0.1"), "it must be a number of 0 to 1000000", "schedulingProfiles[0].plugins[0].weight"),
+        (weighted("true"), "it must be a number of 0 to 1000000", "schedulingProfiles[0].plugins[0].weight"),
+        (weighted("'1'"), "it must be a number of 0 to 1000000", "schedulingProfiles[0].plugins[0].weight"),
+        (weighted(".nan"), "it must be a number of 0 to 1000000", "schedulingProfiles[0].plugins[0].weight"),
+        (scored_by("max-score-picker", "maxNumOfEndpoints: 0"), "it must be a number of at least 1", None),
+        (scored_by("random-picker", "maxNumOfEndpoints: 1.5"), "it must be a number of at least 1", None),
+        (
+            scored_by("random-picker", "maxNumOfEndpoints: true"),
+            "it must be a number",
+            "plugins[0].parameters.maxNumOfEndpoints",
+        ),
+        (
+            handled("pd-profile-handler", "primaryPort: -1"),
+            "it must be a port, or 0",
+            "plugins[5].parameters.primaryPort",
+        ),
+        (
+            handled("pd-profile-handler", "primaryPort: 65536"),
+            "is 65536; it must be a port, or 0",
+            "plugins[5].parameters.primaryPort",
+        ),
+        (
+            handled("pd-profile-handler", "primaryPort: 80.5"),
+            "it must be a port, or 0",
+            "plugins[5].parameters.primaryPort",
+        ),
+        (
+            handled(
+                "disagg-profile-handler",
+                "deciders: {prefill: less}",
+                "{name: less, type: prefix-based-pd-decider, parameters: {nonCachedTokens: -1}}",
+            ),
+            "plugins[6].parameters.nonCachedTokens is -1; it must be a number of at least 0",
+            None,
+        ),
+        (
+            handled(
+                "disagg-profile-handler",
+                "deciders: {prefill: less}",
+                "{name: less, type: prefix-based-pd-decider, parameters: {nonCachedTokens: 0.5}}",
+            ),
+            "it must be a number of at least 0",
+            None,
+        ),
+        (
+            scored_by("prefix-cache-scorer", "blockSize: 64"),
+            "is a number of characters; give blockSizeTokens, a number of tokens",
+            "plugins[0].parameters.blockSize",
+        ),
+        (of_type("by-label", "validValues: a"), "must be a list of texts", "plugins[0].parameters.validValues"),
+        (of_type("by-label", "validValues: [1]"), "must be a list of texts", "plugins[0].parameters.validValues"),
+        (of_type("by-label", "allowsNoLabel: 'yes'"), "must be true or false", "plugins[0].parameters.allowsNoLabel"),
+        (of_type("by-label", "label: 7"), "is 7; it must be a text", "plugins[0].parameters.label"),
+        (of_type("load-aware-scorer", "threshold: '7'"), "must be a number", "plugins[0].parameters.threshold"),
+        (of_type("load-aware-scorer", "threshold: true"), "must be a number", "plugins[0].parameters.threshold"),
+        (
+            of_type("by-label-selector", "matchLabels: {a: 1}"),
+            "must be texts by name",
+            "plugins[0].parameters.matchLabels",
+        ),
+        (
+            of_type("by-label-selector", "matchLabels: {1: a}"),
+            "must be texts by name",
+            "plugins[0].parameters.matchLabels",
+        ),
+        (
+            of_type("by-label-selector", "matchLabels: [a]"),
+            "must be texts by name",
+            "plugins[0].parameters.matchLabels",
+        ),
+        (
+            of_type("responses-store", "storeConfig: 1"),
+            "must be a mapping by name",
+            "plugins[0].parameters.storeConfig",
+        ),
+        (plugins("- type: ''"), "plugins[0].type is missing, or is no text", "plugins[0].type"),
+        (plugins("- type: 7"), "plugins[0].type is missing, or is no text", "plugins[0].type"),
+        (plugins("- {type: queue-scorer, name: ''}"), "plugins[0].name is missing", "plugins[0].name"),
+        (plugins("- type: queue"), 'plugins[0].type is "queue", which is no plugin', "plugins[0].type"),
+        (plugins("- a"), "plugins[0] must be a mapping by name", "plugins[0]"),
+        (plugins("- {1: a}"), "plugins[0] must be a mapping by name", "plugins[0]"),
+        (plugins("- {type: queue-scorer, parameters: [1]}"), "must be a mapping by name", "plugins[0].parameters"),
+        (plugins("- {type: queue-scorer, parameter: {}}"), 'plugins[0]: "parameter" is not known', "parameter"),
+        ("schedulingProfiles: {a: b}", "schedulingProfiles must be a list", "schedulingProfiles"),
+        ("schedulingProfiles: [{plugins: []}]", "schedulingProfiles[0].name is missing", "schedulingProfiles[0].name"),
+        ("schedulingProfiles: [{name: a, plugin: []}]", '"plugin" is not known; did you mean plugins?', "plugin"),
+        (
+            "schedulingProfiles: [{name: a, plugins: [{weight: 1}]}]",
+            "plugins[0].pluginRef is missing",
+            "schedulingProfiles[0].plugins[0].pluginRef",
+        ),
+        ("schedulingProfiles: [{name: a}, {name: a}]", 'schedulingProfiles[1].name "a" is used twice', None),
+        ("kind: Pod", "it must be EndpointPickerConfig", "kind"),
+        (
+            plugins("- type: single-profile-handler", "- type: pd-profile-handler"),
+            "several profile handlers (single-profile-handler, pd-profile-handler); keep one",
+            None,
+        ),
+        (
+            handled(
+                "disagg-profile-handler", "deciders: {encode: always-disagg-pd-decider}", headers="{type: tokenizer}"
+            ),
+            "disagg-profile-handler with a decider needs disagg-headers-handler among plugins; add it",
+            None,
+        ),
+        (
+            handled("disagg-profile-handler", "deciders: {encode: none}"),
+            'decider "none" is not a decider in plugins',
+            None,
+        ),
+        (
+            handled("disagg-profile-handler", "deciders: {encode: far}, profiles: {encode: encod}"),
+            'profile "encod" is not in schedulingProfiles; did you mean encode?',
+            None,
+        ),
+    ],
+)
+def test_a_value_beyond_the_edge_is_refused_with_its_field(text: str, sentence: str, field: str | None) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        read_picker_config(text)
+    assert sentence in refused.value.sentence
+    if field is not None:
+        assert refused.value.field == field
+
+
+@pytest.mark.parametrize("duration", ["", "5", "s", "5 s", "-5s", "5d", "1h 30m", "5s5", ".5s", "5S"])
+def test_a_text_that_is_no_duration_is_refused(duration: str) -> None:
+    with pytest.raises(InvalidValue, match="it must be a duration such as 2s, 5m or 1h30m"):
+        read_picker_config(of_type("active-request-scorer", f"requestTimeout: '{duration}'"))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "a",
+        "{operator: Exists}",
+        "{key: 1, operator: Exists}",
+        "{key: a}",
+        "{key: a, operator: exists}",
+        "{key: a, operator: In, values: b}",
+        "{key: a, operator: In, values: [1]}",
+        "{key: a, operator: In, value: [b]}",
+    ],
+)
+def test_an_expression_has_a_key_an_operator_and_texts(row: str) -> None:
+    with pytest.raises(InvalidValue, match=r"it must be a list of key, operator .* and values") as refused:
+        read_picker_config(
+            of_type("by-label-selector", f"matchExpressions: [{{key: a, operator: In, values: [b]}}, {row}]")
+        )
+    assert refused.value.field == "plugins[0].parameters.matchExpressions"
+
+
+# ---- stages and what they need --------------------------------------------------------------------------
+
+NEW = prompt(60)
+PICTURE = prompt(60, is_multimodal=True)
+HAVING = target("a", device=11)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "kind", "prefill", "encode"),
+    [
+        ("deciders: {prefill: always-disagg-pd-decider}", "disagg-profile-handler", (True, True), None),
+        ("deciders: {prefill: far}", "disagg-profile-handler", (False, False), None),
+        ("deciders: {encode: always-disagg-multimodal-decider}", "disagg-profile-handler", None, (False, True)),
+        ("deciders: {encode: far, prefill: always-disagg-multimodal-decider}", "disagg-profile-handler", (False, True),
+         (False, False)),
+        ("", "disagg-profile-handler", None, None),
+        # A bound of 0 tokens separates nothing.
+        ("", "pd-profile-handler", (False, False), None),
+        ("deciderPluginName: always-disagg-pd-decider", "pd-profile-handler", (True, True), None),
+        ("prefillDeciderPluginName: far, deciderPluginName: always-disagg-pd-decider", "disagg-profile-handler",
+         (False, False), None),
+        ("encodeDeciderPluginName: always-disagg-pd-decider", "disagg-profile-handler", None, (True, True)),
+        ("encodeDeciderPluginName: far, deciders: {encode: always-disagg-pd-decider}", "disagg-profile-handler", None,
+         (True, True)),
+    ],
+)  # fmt: skip
+def test_a_stage_has_the_decider_that_its_handler_names(
+    parameters: str, kind: str, prefill: tuple[bool, bool] | None, encode: tuple[bool, bool] | None
+) -> None:
+    """Of 60 tokens 11 are there, and then whether there is a picture."""
+    config = read_picker_config(handled(kind, parameters))
+    for name, decider, expected in (
+        (config.prefill, config.prefill_decider, prefill),
+        (config.encode, config.encode_decider, encode),
+    ):
+        assert (name is None) == (decider is None) == (expected is None)
+        if decider is not None:
+            assert (decider(NEW, HAVING), decider(PICTURE, HAVING)) == expected
+    assert (config.decode, config.has_headers) == ("decode", True)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ("", ("decode", "prefill", "encode")),
+        ("decodeProfile: prefill, prefillProfile: encode, encodeProfile: decode", ("prefill", "encode", "decode")),
+        ("profiles: {decode: encode, prefill: decode, encode: prefill}", ("encode", "decode", "prefill")),
+        ("profiles: {decode: encode}, decodeProfile: prefill", ("encode", "prefill", "encode")),
+    ],
+)
+def test_a_stage_has_the_profile_that_its_handler_names(parameters: str, expected: tuple[str, str, str]) -> None:
+    deciders = "deciders: {prefill: far, encode: far}"
+    config = read_picker_config(handled("disagg-profile-handler", f"{deciders}, {parameters}".rstrip(", ")))
+    assert (config.decode, config.prefill, config.encode) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "notes"),
+    [
+        (handled("disagg-profile-handler", "deciders: {prefill: far}, profiles: {}"), ()),
+        (
+            handled("disagg-profile-handler", "prefillDeciderPluginName: far, decodeProfile: decode"),
+            ("disagg-profile-handler: decodeProfile, prefillDeciderPluginName are older names; write profiles.* and "
+             "deciders.*",),
+        ),
+        (
+            handled("pd-profile-handler", "primaryPort: 8000, decodeProfile: decode"),
+            ("primaryPort: requests go to the port in the address of each registration",),
+        ),
+    ],
+)  # fmt: skip
+def test_the_log_says_what_a_handler_has_that_is_older_or_elsewhere(text: str, notes: tuple[str, ...]) -> None:
+    found = read_picker_config(text).notes
+    assert found[-len(notes) :] == notes if notes else not any("older names" in note for note in found)
+
+
+def test_fields_beside_plugins_are_noted_and_headers_known_of_a_single_profile() -> None:
+    config = read_picker_config(
+        "data: {}\nsaturationDetector: {}\nplugins: [{type: prefill-header-handler}]\nschedulingProfiles: [{name: a}]"
+    )
+    assert config.has_headers
+    assert [note.partition(":")[0] for note in config.notes] == ["prefill-header-handler", "data", "saturationDetector"]
+    assert not read_picker_config("schedulingProfiles: [{name: a}]").has_headers
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_a_profile_knows_what_its_scorer_needs(name: str) -> None:
+    config = read_picker_config(scored_by(name, ""))
+    (scorer,) = config.profiles["default"].scorers
+    row = SCORERS[name]
+    assert (scorer.name, scorer.weight) == (name, 1.0)
+    assert (scorer.needs_gauges, scorer.needs_answer_times, scorer.is_prefix) == (
+        row.needs_gauges,
+        row.needs_answer_times,
+        row.is_prefix,
+    )
+    assert (config.needs_gauges, config.needs_answer_times) == (row.needs_gauges, row.needs_answer_times)
+    some = [target("a", device=16, active=2, gauges=busy(1, 2, 0.5)), target("b", gauges=busy(3, 1, 0.25))]
+    values = read_constants(row.parameters, {}, "parameters")
+    assert [*scorer.score(prompt(64), some)] == [*row.score(prompt(64), some, values)]
+
+
+@pytest.mark.parametrize(
+    ("picker", "expected"),
+    [
+        ("", 1),
+        ("{type: max-score-picker}", 1),
+        ("{type: max-score-picker, parameters: {maxNumOfEndpoints: 1}}", 1),
+        ("{type: max-score-picker, parameters: {maxNumOfEndpoints: 5}}", 5),
+    ],
+)
+def test_a_profile_has_one_endpoint_unless_its_picker_says_more(picker: str, expected: int) -> None:
+    references = "[{pluginRef: max-score-picker}]" if picker else "[]"
+    text = f"plugins: [{picker}]\nschedulingProfiles: [{{name: a, plugins: {references}}}]\n"
+    assert read_picker_config(text).profiles["a"].endpoints_max == expected
+
+
+@pytest.mark.parametrize(
+    ("parameters", "label", "expected"),
+    [
+        ("", CONTEXT_LABEL, {"short": 0.3 / 1.054, "long": 1.0}),
+        ("enableFiltering: false", CONTEXT_LABEL, {"short": 0.3 / 1.054, "long": 1.0}),
+        ("enableFiltering: true", CONTEXT_LABEL, {"long": 1.0}),
+        ("enableFiltering: true, label: lengths", "lengths", {"long": 1.0}),
+        # Targets without the label take any length.
+        ("enableFiltering: true, label: lengths", CONTEXT_LABEL, {"short": 0.5, "long": 0.5}),
+    ],
+)
+def test_lengths_are_a_score_and_a_filter_if_that_is_wanted(
+    parameters: str, label: str, expected: dict[str, float]
+) -> None:
+    config = read_picker_config(scored_by("context-length-aware", parameters))
+    some = [target("short", labels={label: "0-10"}), target("long", labels={label: "64-64"})]
+    found = {each.candidate.instance_id: each.value for each in config.run(prompt(64), some, Random(1)).decode}
+    assert found == pytest.approx(expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hashlib import sha256
 from itertools import islice
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,42 @@ def test_keys_are_spread_over_all_targets() -> None:
 
     assert set(homes) == set(NAMES)
     assert max(map(homes.count, NAMES)) < 2.5 * 1200 / len(NAMES)
+
+
+class Looked(list[tuple[str, int]]):
+    """Names of points that count how many of them were looked at."""
+
+    points = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.points += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("wanted", [1, 3, len(NAMES), 99])
+def test_a_key_looks_at_no_more_points_than_it_needs(wanted: int) -> None:
+    ring = Ring(NAMES)
+    placed = list(zip(ring._points, ring._names, strict=True))
+    for number in range(20):
+        of = key(number)
+        start = int.from_bytes(of[:8], "big")
+        behind = sorted(placed, key=lambda point: (point[0] - start) % 2**64)
+        needed, names = 0, set[tuple[str, int]]()
+        while len(names) < min(wanted, len(NAMES)):
+            names.add(behind[needed][1])
+            needed += 1
+        ring._names = looked = Looked(ring._names)
+        assert len(list(islice(ring.clockwise(of), wanted))) == len(names)
+        # One look for each point, and two more at each that is the first of its target.
+        assert looked.points == needed + 2 * len(names)
+
+
+def test_a_ring_has_so_many_points_of_each_target() -> None:
+    for points in (1, 7, POINTS):
+        ring = Ring(NAMES, points)
+        assert {ring._names.count(name) for name in NAMES} == {points}
+        assert ring._points == sorted(ring._points)
+        assert len(ring._points) == points * len(NAMES)
 
 
 def test_a_ring_of_nobody_has_no_places() -> None:
