@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -124,6 +125,7 @@ def test_a_queue_has_what_has_not_ended() -> None:
         (BLOCKS_MAX, SIZE * BLOCKS_MAX + 9, (BLOCKS_MAX, 1)),
         (BLOCKS_MAX, SIZE * BLOCKS_MAX + 10, (BLOCKS_MAX, 2)),
         (BLOCKS_MAX, SIZE * 100, (BLOCKS_MAX, 101 - BLOCKS_MAX)),
+        (BLOCKS_MAX, SIZE * BLOCKS_MAX - 1, (BLOCKS_MAX, 1)),
         # A short record of a long prompt has no blocks behind it: they were never hashed.
         (3, SIZE * 100, (3, 1)),
     ],
@@ -169,6 +171,7 @@ def test_the_pace_is_the_slope_of_the_times() -> None:
         (range(0, 1000, 100), 2, 4 * 900 / 10),
         ([5] * 10, 2, 0.0),
         ([9, 3], 2, 0.0),
+        ([0, 1], 2, 4 * 1 / 2),
         (range(0, 1000, 100), 0, 0.0),
         ([], 0, 0.0),
     ],
@@ -183,6 +186,8 @@ def test_a_request_lasts_as_long_as_those_under_way_say(times: Sequence[int], ac
     ("decisions", "expected"),
     [
         ([decision(expected=10)], True),
+        ([decision(expected=1)], True),
+        ([decision(expected=10, targets=[KeptTarget(1, "pod-1")])], True),
         ([decision(expected=0)], False),
         ([], False),
         ([decision(expected=10), decision(blocks=(), tokens=5)], False),
@@ -345,3 +350,85 @@ async def test_without_times_nothing_takes_any_time() -> None:
     fleet = SimulatedFleet(decisions)
     assert await fleet.fit()
     assert {request and request.ttft_ms for request in await fleet.actual()} == {0.0}
+
+
+async def test_answers_end_at_once_if_nobody_was_seen_under_way() -> None:
+    idle = [
+        each._replace(targets=[target._replace(active=0) for target in each.targets]) for each in truth(12, count=60)
+    ]
+    fleet = SimulatedFleet(idle)
+    await fleet.fit()
+    assert fleet._answer_ms == 0.0
+    served = await fleet.actual()
+    busy = SimulatedFleet(truth(12, count=60))
+    await busy.fit()
+    # Two requests under way, over the time between two, and from the first token on.
+    times = [request.ttft_ms for request in served if request is not None]
+    span = idle[-1].time_ms - idle[0].time_ms
+    assert busy._answer_ms == pytest.approx(max(0.0, 2 * span / 60 - sum(times) / 60))
+    assert busy._answer_ms > 0
+
+
+async def test_other_work_of_the_process_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_AT_ONCE", 10)
+    turns = 0
+
+    async def turn(seconds: float) -> None:
+        nonlocal turns
+        turns += seconds == 0
+
+    monkeypatch.setattr(asyncio, "sleep", turn)
+    decisions = [decision(number, targets=[KeptTarget(1, "pod-1", device=20)]) for number in range(41)]
+    fleet = fleet_of(decisions)
+    await fleet.actual()
+    assert turns == 5, "at the first, and at each tenth"
+    await fleet._found(1)
+    assert turns == 10
+
+
+@pytest.mark.parametrize(("count", "stride"), [(1, 1), (9, 1), (10, 2), (19, 2), (20, 3)])
+async def test_of_many_decisions_some_are_compared(count: int, stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_COMPARED_MAX", 10)
+    fleet, strides = SimulatedFleet([decision(0)] * count), set[int]()
+
+    async def found(of: int) -> int:
+        strides.add(of)
+        return 0
+
+    async def unpaced() -> None:
+        return None
+
+    monkeypatch.setattr(fleet, "_found", found)
+    monkeypatch.setattr(fleet, "_fit_pace", unpaced)
+    monkeypatch.setattr(fleet, "actual", fleet_of([decision(0)]).actual)
+    assert await fleet.fit()
+    assert strides == {stride}
+
+
+async def test_each_target_of_a_compared_decision_counts() -> None:
+    """The second prompt is found at one of two targets, and the third again."""
+    both = [KeptTarget(1, "pod-1"), KeptTarget(2, "pod-2")]
+    decisions = [decision(0, targets=both), decision(1, chosen=2, targets=both), decision(2, targets=both)]
+    fleet = fleet_of(decisions)
+    assert await fleet._found(1) == SIZE * (0 + 3 + 6)
+    assert await fleet._found(2) == SIZE * (0 + 6), "only the first and the third"
+    fleet._capacity = 2.0
+    assert await fleet._found(1) == SIZE * (0 + 2 + 4), "the last block has left"
+    # What is asked for is no more than a target had in truth.
+    short = fleet_of([decision(0, targets=both, tokens=35), decision(1, (1, 2), targets=both)])
+    assert await short._found(1) == SIZE * 2
+
+
+def test_a_pace_leaves_the_rest_to_the_request() -> None:
+    timed = [decision(100 * number, (number,), tokens=20, ttft_ms=40.0) for number in range(4)]
+    fleet = SimulatedFleet(timed)
+    # 20 tokens at 1 ms, and nobody waits: 20 ms are left of each request, and nothing unexplained.
+    assert fleet._pace_error([20] * 4, 1.0) == (0.0, 20.0)
+    # At 3 ms a token the times would be too long, and a request takes no less than nothing.
+    assert fleet._pace_error([20] * 4, 3.0) == (400.0, 0.0)
+    # Each waits for the one before: 200 ms of work in 100 ms.
+    error, rest = fleet._pace_error([20] * 4, 10.0)
+    assert rest == 0.0
+    assert error == pytest.approx(sum((40 - wait) ** 2 for wait in (200, 300, 400, 500)) / 4)
+    # A decision that was not served keeps nobody waiting.
+    assert fleet._pace_error([20, None, None, 20], 10.0)[0] == pytest.approx(160.0**2)
