@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from random import Random
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -475,3 +477,168 @@ def test_the_bound_counts_the_new_request_and_is_rounded_up(
     active: int, targets: int, epsilon: float, expected: int
 ) -> None:
     assert bound(active, targets, epsilon) == expected
+
+
+# ---- against their formulas, written out ---------------------------------------------------------------
+
+#: Other values than their own, all different: one that stands for another is seen.
+OTHERS: Mapping[str, Mapping[str, Any]] = {
+    "least-work": {"overlap_score_credit": 0.9, "host_credit": 0.7, "disk_credit": 0.3, "shared_cache_multiplier": 0.6,
+                   "new_weight": 5, "active_weight": 77},
+    "longest": {"overlap_score_credit": 0.9, "host_credit": 0.7, "disk_credit": 0.3, "shared_cache_multiplier": 0.6,
+                "wait_max": 100},
+    "lmetric": {"overlap_score_credit": 0.9, "host_credit": 0.7, "disk_credit": 0.3, "shared_cache_multiplier": 0.6},
+    "dynamo": {"overlap_score_credit": 0.9, "host_credit": 0.7, "disk_credit": 0.3, "shared_cache_multiplier": 0.6,
+               "prefill_load_scale": 3, "overlap_score_weight": 5, "active_weight": 7},
+    "hicache": {"overlap_score_weight": 3, "shared_cache_multiplier": 0.7},
+    "llm-d": {"prefix_weight": 5, "kv_cache_weight": 7, "queue_weight": 11},
+    "composite": {"overlap_weight": 0.5, "load_weight": 0.2, "health_weight": 0.3, "gpu_tier_weight": 0.9,
+                  "storage_tier_weight": 0.7, "min_overlap_threshold": 0},
+}  # fmt: skip
+
+
+def written_out(
+    name: str, request: RoutingRequest, each: Candidate, some: list[Candidate], of: Mapping[str, Any]
+) -> float:
+    """The value of a candidate by the formula of the docs, from the facts alone."""
+    size, tokens = request.block_size, request.tokens
+    wait, active = each.wait / each.weight, each.active / each.weight
+    cached = 0.0
+    if "host_credit" in of:
+        cached = of["overlap_score_credit"] * each.device + of["host_credit"] * each.host
+        cached += of["disk_credit"] * each.disk + of["shared_cache_multiplier"] * each.shared
+    rest = tokens % size or min(tokens, size)
+    new = max(tokens - max(cached, each.expected), rest)
+    matched = each.device + each.host + each.disk + each.shared
+    if name == "least-work":
+        return wait + of["new_weight"] * new + of["active_weight"] * active
+    if name == "lmetric":
+        return (wait + new) * (active + 1)
+    if name == "longest":
+        is_over = wait > min(other.wait / other.weight for other in some) + of["wait_max"]
+        return 2**20 * new + wait + (2**52 if is_over else 0)
+    if name == "dynamo":
+        prefill = of["prefill_load_scale"] * of["overlap_score_weight"] * (wait + max(0.0, tokens - cached)) / size
+        return prefill + (each.context / each.weight + tokens) / size + of["active_weight"] * active
+    if name == "hicache":
+        beyond = bin(request.pool)[2:][::-1][each.device // size :].count("1")
+        prefill = wait + tokens - each.device - of["shared_cache_multiplier"] * beyond * size
+        return of["overlap_score_weight"] * max(0.0, prefill) / size + each.context / each.weight / size
+    if name == "llm-d":
+        prefix = of["prefix_weight"] * matched / max(1, tokens)
+        if each.gauges is None:
+            return prefix
+        waiting = [other.gauges.waiting for other in some if other.gauges is not None]
+        spread = max(waiting) - min(waiting)
+        queue = (max(waiting) - each.gauges.waiting) / spread if spread else 1.0
+        return prefix + of["kv_cache_weight"] * (1 - each.gauges.kv_usage) + of["queue_weight"] * queue
+    most = max(other.device + other.host + other.disk + other.shared for other in some)
+    most_active = max(other.active / other.weight for other in some)
+    tiered = of["gpu_tier_weight"] * each.device + of["storage_tier_weight"] * (matched - each.device)
+    overlap = tiered / most if most else 0.0
+    load = 1 - active / most_active if most_active else 1.0
+    return of["overlap_weight"] * overlap + of["load_weight"] * load + of["health_weight"] * each.health
+
+
+def some_of(random: Random) -> tuple[RoutingRequest, list[Candidate]]:
+    """A prompt, and candidates of which each has some of what counts."""
+    amounts = random.choice(((0, 1), (0, 17, 900), (0, 40_000, 10**6)))
+    tokens, size = random.choice((0, 1, 64, 1000, 40_001)), random.choice((1, 16, 64))
+    some = []
+    for number in range(random.choice((1, 2, 7))):
+        fields = {
+            name: random.choice(amounts)
+            for name in ("device", "host", "disk", "shared", "expected", "wait", "context")
+            if random.random() < 0.7
+        }
+        gauges = busy(random.randrange(2, 9), 1, random.random()) if random.random() < 0.7 else None
+        weight, active = random.choice((0.5, 1.0, 3.0)), random.randrange(6)
+        some.append(target(f"t{number}", weight=weight, active=active, health=random.random(), gauges=gauges, **fields))
+    return prompt(tokens, size, pool=random.getrandbits(70)), some
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["own constants", "others"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_value_is_that_of_the_formula_and_the_sum_of_its_parts(name: str, is_own: bool) -> None:
+    policy = PRESETS[name]
+    overrides: Mapping[str, Any] = OTHERS[name]
+    if is_own:
+        overrides = {"min_overlap_threshold": 0} if name == "composite" else {}
+    of = {constant.name: overrides.get(constant.name, constant.default) for constant in policy.constants}
+    for seed in range(50):
+        request, some = some_of(Random(seed))
+        found = policy.rank(Inputs(request, some, policy.values(overrides), Random(seed))).scored
+        assert len(found) == len(some)
+        for each in found:
+            assert each.value == pytest.approx(written_out(name, request, each.candidate, some, of), rel=1e-9, abs=1e-9)
+            parts = [part or 0.0 for part in each.parts.values()]
+            assert (math.prod(parts) if name == "lmetric" else sum(parts)) == pytest.approx(each.value)
+
+
+@pytest.mark.parametrize(
+    ("waits", "devices", "expected"),
+    [
+        # 16,384 tokens above the least are not too many, and one more is.
+        ([0, 16_384, 16_385], [160, 320, 480], ["b", "a", "c"]),
+        ([100, 16_484, 16_485], [160, 320, 480], ["b", "a", "c"]),
+        ([16_385, 0, 0], [480, 320, 160], ["b", "c", "a"]),
+        ([16_384, 0, 0], [480, 320, 160], ["a", "b", "c"]),
+        # Of those that are too long, too, the longest match comes first.
+        ([0, 20_000, 20_000], [0, 160, 320], ["a", "c", "b"]),
+    ],
+)
+def test_longest_has_a_bound_that_is_still_short(waits: list[int], devices: list[int], expected: list[str]) -> None:
+    some = [target(name, wait=wait, device=device) for name, wait, device in zip("abc", waits, devices, strict=True)]
+    assert order(rank("longest", prompt(640), *some)) == expected
+
+
+def test_a_temperature_draws_between_costs_that_differ_and_equal_ones_are_taken_by_chance() -> None:
+    equal = [target(name) for name in "ab"]
+    first = {order(rank("dynamo", prompt(64), *equal, seed=seed, router_temperature=0.5))[0] for seed in range(40)}
+    assert first == {"a", "b"}
+    apart = [target("a"), target("b", wait=1600)]
+    for temperature, both in ((0.0, {"a"}), (0.001, {"a"}), (2.0, {"a", "b"})):
+        found = [rank("dynamo", prompt(64), *apart, seed=seed, router_temperature=temperature) for seed in range(60)]
+        assert {order(each)[0] for each in found} == both
+        assert all(values(each) == values(found[0]) for each in found), "the values stay the costs"
+
+
+@pytest.mark.parametrize(
+    ("active_bound", "expected"),
+    [
+        (None, ["a", "b", "c"]),  # 1.25 * 7 / 3 = 2.9, so that two requests are below the bound
+        (2, ["c", "a", "b"]),
+        (1, ["a", "b", "c"]),  # all are full, in the order of the ring
+        (9, ["a", "b", "c"]),
+    ],
+)
+def test_sticky_takes_the_bound_of_a_caller_that_has_seen_all(active_bound: int | None, expected: list[str]) -> None:
+    policy = PRESETS["sticky"]
+    some = [target("a", active=2), target("b", active=2), target("c", active=1)]
+    some[2] = some[2]._replace(active=2 if active_bound is None else 1)
+    ring: Any = SimpleNamespace(clockwise=lambda key: iter([("gone", 0), ("a", 0), ("b", 0), ("c", 0)]))
+    request = prompt(64, prefix_key=b"k" * 32)
+    found = policy.rank(Inputs(request, some, policy.values({}), Random(1), ring, None, active_bound))
+    assert order(found) == expected
+    assert found.decision is (Decision.PREFIX_HASH if expected[0] == "a" else Decision.OVERFLOW)
+    assert [each.value for each in found.scored] == [0.0, 1.0, 2.0]
+    few = policy.rank(Inputs(request, some, policy.values({}), Random(1), ring, 2, active_bound))
+    assert order(few) == expected[:2]
+
+
+@pytest.mark.parametrize("fallback", ["sticky", "least-work", "lmetric", "longest"])
+def test_composite_falls_back_to_the_policy_that_it_names(fallback: str) -> None:
+    request = prompt(640, prefix_key=b"k" * 32)
+    some = [target("a", wait=90, active=4), target("b", wait=800, active=1), target("c", wait=17_000)]
+    found = rank("composite", request, *some, fallback=fallback)
+    assert order(found) == order(rank(fallback, request, *some))
+    assert (found.decision, set(values(found).values())) == (Decision.FALLBACK, {0.0})
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_found_by_its_name_alone(name: str) -> None:
+    assert preset(name) is PRESETS[name]
+    with pytest.raises(InvalidValue, match=r"WAYMARK_POLICY is .* which is no policy") as refused:
+        preset(f"{name}!", "WAYMARK_POLICY")
+    assert refused.value.field == "WAYMARK_POLICY"
+    assert f"did you mean {name}?" in refused.value.sentence
