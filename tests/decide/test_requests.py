@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,27 @@ from tests.conftest import wait_until
 from tests.decide.conftest import MakeSelector
 from tests.store.factories import registration
 from tests.tokenization import small
-from waymark.base.errors import InvalidValue, NoTarget, Saturated, Starting, StoreUnavailable, UnknownModel
+from waymark.base.errors import (
+    InvalidValue,
+    NoTarget,
+    RemoteUnavailable,
+    Saturated,
+    Starting,
+    StoreUnavailable,
+    UnknownModel,
+)
 from waymark.base.metrics import Metrics
+from waymark.chat.prefix_key import prefix_key
 from waymark.chat.requests import InferenceRequest, read_request
 from waymark.contract.decisions import Decision
+from waymark.decide.fail_open import StartupGate
 from waymark.decide.fleet import Fleet
 from waymark.decide.policies.ring import Ring
-from waymark.decide.question import SelectParameters
+from waymark.decide.question import ProfileName, Question, SelectedTarget, SelectParameters
 from waymark.decide.requests import RequestSelector, RoutedRequest
+from waymark.decide.served import ServedModel
 from waymark.decide.under_way import RESERVED_MS, RequestsUnderWay
+from waymark.domain.answer_times import NO_TIMES, AskedTimes
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import namespace, token_bytes
 from waymark.domain.names import GroupName
@@ -29,6 +42,7 @@ from waymark.domain.pool_keys import PromptIds
 from waymark.domain.targets import Role, Target
 from waymark.store.reservations import Load, ReservationPart
 from waymark.store.store import Store
+from waymark.tokenization.prompt import SourcedTokens
 
 ADDRESSES = {f"pod-{n}": f"http://10.0.0.{n}:8000" for n in (1, 2, 3)}
 TAKING = SelectParameters(count=3, milliseconds=30_000, needs_address=True)
@@ -678,3 +692,226 @@ async def test_the_profile_of_a_request_wins_over_that_of_the_settings(
     apart = await requests.select(completion(), SelectParameters())
     together = await requests.select(completion(), SelectParameters(profile="single"))
     assert (apart.selected.prefill is not None, together.selected.prefill is not None) == (True, False)
+
+
+# ---- what a question takes from a request -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        ("/v1/completions", {"prompt": "hello"}, [{"role": "user", "content": "hello"}]),
+        # Of several prompts the first one names the target.
+        ("/v1/completions", {"prompt": ["hello", "again"]}, [{"role": "user", "content": "hello"}]),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}, [
+            {"role": "user", "content": "hello"}
+        ]),
+        ("/v1/completions", {"prompt": [1, 2, 3]}, None),
+        ("/v1/completions", {"prompt": [[1, 2], [3]]}, None),
+        ("/v1/audio/speech", {}, None),
+    ],
+)  # fmt: skip
+async def test_the_beginning_of_a_text_is_its_key(
+    memory: Store, make_selector: MakeSelector, path: str, body: dict[str, Any], expected: list[Any] | None
+) -> None:
+    for prefix_bytes in (16, 1024):
+        requests = make_selector(memory, prefix_bytes=prefix_bytes)
+        question = (await requests.prepare(read_request(path, {"model": "llama"} | body))).question
+        if expected is None:
+            assert question.prefix_key is None
+        else:
+            assert question.prefix_key == prefix_key("llama", expected, prefix_bytes=prefix_bytes)
+
+
+async def test_a_key_is_no_longer_than_the_settings_say(memory: Store, make_selector: MakeSelector) -> None:
+    short, long = make_selector(memory, prefix_bytes=16), make_selector(memory, prefix_bytes=1024)
+    one, other = (
+        read_request("/v1/completions", {"model": "llama", "prompt": f"{'x' * 100} {end}"}) for end in ("one", "other")
+    )
+
+    async def key(requests: RequestSelector, of: InferenceRequest) -> bytes | None:
+        return (await requests.prepare(of)).question.prefix_key
+
+    assert await key(short, one) == await key(short, other) is not None
+    assert await key(long, one) != await key(long, other)
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "fields", "expected"),
+    [
+        ("llama", {}, {}, {"served_as": None, "lora_name": None, "session": None, "asked": NO_TIMES}),
+        ("nick", {}, {}, {"served_as": "nick", "lora_name": None, "group": GroupName("default", "llama")}),
+        ("sql", {}, {}, {"served_as": "sql", "lora_name": "sql", "group": GroupName("default", "llama")}),
+        ("other", {}, {}, {"served_as": None, "group": GroupName("default", "other")}),
+        ("llama", {}, {"session": "pod-2"}, {"session": "pod-2"}),
+        ("llama", {}, {"asked": AskedTimes(200, 20)}, {"asked": AskedTimes(200, 20)}),
+        ("llama", {"cache_salt": "s"}, {}, {"cache_salt": "s"}),
+        ("llama", {}, {"tenant_id": "acme"}, {"group": GroupName("acme", "llama")}),
+        ("nick", {}, {"tenant_id": "acme"}, {"served_as": None, "group": GroupName("acme", "nick")}),
+        ("llama", {}, {}, {"is_multimodal": False}),
+        ("llama", {"messages": [{"role": "user", "content": [PICTURE]}]}, {}, {"is_multimodal": True}),
+        ("llama", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, {},
+         {"is_multimodal": False}),
+    ],
+)  # fmt: skip
+async def test_a_question_has_what_the_request_and_its_door_say(
+    memory: Store,
+    make_selector: MakeSelector,
+    model: str,
+    body: dict[str, Any],
+    fields: dict[str, Any],
+    expected: dict[str, Any],
+) -> None:
+    await register(memory, "pod-1", aliases=("nick",), adapters=("sql",))
+    messages = [{"role": "user", "content": "hello"}]
+    request = read_request("/v1/chat/completions", {"model": model, "messages": messages} | body)
+    prepared = await make_selector(memory).prepare(request, **fields)
+    assert {name: getattr(prepared.question, name) for name in expected} == expected
+    assert prepared.served.group == prepared.question.group
+    assert not prepared.is_stream
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason", "is_logged"),
+    [
+        (InvalidValue("no tokenizer", reason="no_tokenizer"), "no_tokenizer", True),
+        (InvalidValue("too long", reason="too_large"), "too_large", True),
+        (InvalidValue("no token id", reason="invalid_type"), "unfit", False),
+        (RemoteUnavailable("the tokenizer does not answer"), "unavailable", True),
+        (StoreUnavailable("Redis is unavailable"), "unavailable", True),
+    ],
+)
+@pytest.mark.parametrize("policy", ["least-work", "sticky"])
+async def test_a_prompt_that_has_no_tokens_is_estimated_and_counted_by_its_reason(
+    memory: Store,
+    make_selector: MakeSelector,
+    metrics: Metrics,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    refused: InvalidValue | RemoteUnavailable | StoreUnavailable,
+    reason: str,
+    is_logged: bool,
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise refused
+
+    requests = make_selector(memory, policy=policy)
+    monkeypatch.setattr(requests._prompts, "tokens", refuse)
+    request = read_request("/v1/completions", {"model": "llama", "prompt": ["x" * 400, "y" * 40], "n": 2})
+    for _ in range(2):
+        prepared = await requests.prepare(request, counts_tokens=True)
+    prompt = prepared.question.prompt(16)
+    # ``sticky`` goes by the key, and an estimate would count for nothing.
+    tokens = (0, 0) if policy == "sticky" else (100, 10)
+    assert (prompt.tokens, prompt.has_tokens, prompt.keys) == (tokens[0], False, b"")
+    assert (prepared.tokens, [each.context for each in prepared.further]) == (
+        (),
+        [tokens[0], tokens[1], tokens[1]],
+    )
+    counted = {each: metrics.decisions_without_tokens.labels(reason=each).value for each in REASONS}
+    assert counted == dict.fromkeys(REASONS, 0) | {reason: 2}
+    told = [each.__dict__["fields"] for each in caplog.records if each.message.startswith("a prompt is routed without")]
+    assert told == ([{"reason": reason, "error": refused.sentence}] if is_logged else [])
+
+
+REASONS = ("no_tokenizer", "too_large", "unfit", "unavailable")
+
+
+@pytest.mark.parametrize(
+    ("policy", "prompt", "counts_tokens", "is_read"),
+    [
+        ("least-work", "hello", False, True),
+        ("sticky", "hello", False, False),
+        ("sticky", "hello", True, True),
+        # Without a text there is no key, and the tokens decide.
+        ("sticky", [1, 2, 3], False, True),
+        ("lmetric", [1, 2, 3], False, True),
+    ],
+)
+async def test_tokens_are_read_if_they_decide_or_are_asked_for(
+    memory: Store,
+    make_selector: MakeSelector,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    prompt: Any,
+    counts_tokens: bool,
+    is_read: bool,
+) -> None:
+    read = list[InferenceRequest]()
+
+    async def tokens(request: InferenceRequest, served: ServedModel) -> list[SourcedTokens]:
+        read.append(request)
+        return [SourcedTokens(token_bytes(range(7)), "request")]
+
+    requests = make_selector(memory, policy=policy)
+    monkeypatch.setattr(requests._prompts, "tokens", tokens)
+    prepared = await requests.prepare(
+        read_request("/v1/completions", {"model": "llama", "prompt": prompt}), counts_tokens=counts_tokens
+    )
+    assert bool(read) is is_read
+    assert prepared.tokens == ((7,) if is_read else ())
+    assert prepared.question.prompt(16).tokens == (7 if is_read else 0)
+
+
+@pytest.mark.parametrize(
+    ("of_settings", "of_request", "expected"),
+    [
+        ("auto", None, None),
+        ("auto", "disagg", "disagg"),
+        ("single", None, "single"),
+        ("single", "disagg", "disagg"),
+        ("disagg", None, "disagg"),
+        ("disagg", "single", "single"),
+    ],
+)
+async def test_a_decision_has_the_profile_of_the_request_or_else_of_the_settings(
+    memory: Store,
+    make_selector: MakeSelector,
+    monkeypatch: pytest.MonkeyPatch,
+    of_settings: str,
+    of_request: ProfileName | None,
+    expected: ProfileName | None,
+) -> None:
+    await register(memory, "pod-1")
+    requests, asked = make_selector(memory, profile=of_settings), list[Question]()
+    select_open = requests.selector.select_open
+
+    async def noted(question: Question, gate: StartupGate) -> SelectedTarget:
+        asked.append(question)
+        return await select_open(question, gate)
+
+    monkeypatch.setattr(requests.selector, "select_open", noted)
+    await requests.select(completion(), replace(TAKING, profile=of_request))
+    assert [question.parameters for question in asked] == [replace(TAKING, profile=expected)]
+
+
+@pytest.mark.parametrize(
+    ("copies", "is_reserved", "is_degraded", "expected"),
+    [(1, True, False, 0), (3, True, False, 2), (3, False, False, 0), (3, True, True, 0)],
+)
+async def test_further_sequences_are_reserved_where_the_first_one_is(
+    memory: Store,
+    make_selector: MakeSelector,
+    monkeypatch: pytest.MonkeyPatch,
+    copies: int,
+    is_reserved: bool,
+    is_degraded: bool,
+    expected: int,
+) -> None:
+    await register(memory, "pod-1")
+    requests = make_selector(memory)
+    select_open = requests.selector.select_open
+
+    async def degraded(question: Question, gate: StartupGate) -> SelectedTarget:
+        return (await select_open(question, gate))._replace(is_degraded=is_degraded)
+
+    monkeypatch.setattr(requests.selector, "select_open", degraded)
+    routed = await requests.select(completion(n=copies), replace(TAKING, is_reserved=is_reserved))
+    assert len(routed.reservations) == expected + (1 if is_reserved else 0)
+    assert len(routed.further) == copies - 1
+    found = {name: load[:3] for name, load in (await loads(memory)).items()}
+    assert found == ({"pod-1": (64, 1 + expected, 64 * (1 + expected))} if is_reserved else {})
