@@ -100,6 +100,7 @@ def test_a_greater_score_is_more_likely_first_and_a_score_of_zero_is_last() -> N
         (100, 150, 51, False),
         (0, 10_000, 0, False),
         (1, 100, 100, False),
+        (1, 100, 99, True),
     ],
 )
 def test_prefill_is_apart_from_so_many_uncached_tokens_on(bound: int, tokens: int, cached: int, expected: bool) -> None:
