@@ -403,8 +403,10 @@ def test_an_order_looks_no_further_than_it_has_to() -> None:
     order = LoadOrder(dict.fromkeys(loads, 1.0), cost, Random(1))
     assert [each[2] for each in order.least(loads, cost, 8)] == list(range(8))
     assert looked_at <= 10, "nobody has less than 50 requests"
-    loads.put(999, Load(999, 40))
-    loads.put(998, Load(998, 90))
+    for publisher, requests in ((999, 40), (998, 90)):
+        loads.put(publisher, Load(publisher, requests))
+        looked_at = 0
+        order.least(loads, cost, 8)
     looked_at = 0
     assert [each[2] for each in order.least(loads, cost, 8)] == list(range(8))
     assert 18 <= looked_at <= 40, "somebody with up to 17 tokens could have 40 requests"

@@ -363,8 +363,35 @@ def test_a_file_has_the_targets_of_each_stage(
     assert found.decode.linear is BY_PLACE
 
 
-def test_a_file_that_lets_nobody_through_has_no_target() -> None:
-    assert order(snapshot_of(fleet_with(Target(role=Role.PREFILL))), matches_of(), asked(BY_FILE), Random(1)) is None
+@pytest.mark.parametrize("profile", [None, "single", "disagg"])
+def test_a_file_that_lets_nobody_through_has_no_target(profile: ProfileName | None) -> None:
+    question = asked(BY_FILE, parameters=SelectParameters(profile=profile))
+    for role in (Role.PREFILL, Role.ENCODE_PREFILL_DECODE):
+        assert order(snapshot_of(fleet_with(Target(role=role))), matches_of(), question, Random(1)) is None
+
+
+@pytest.mark.parametrize(("profile", "is_apart"), [(None, True), ("single", False)])
+def test_a_caller_that_wants_one_target_gets_no_stages_of_a_file_either(
+    profile: ProfileName | None, is_apart: bool
+) -> None:
+    anybody = PolicyChoice.of(read_picker_config(FILE.replace("{pluginRef: prefill-filter}, ", "")))
+    question = asked(anybody, parameters=SelectParameters(profile=profile))
+    found = order(snapshot_of(fleet_with(*ROLES)), matches_of(loads=LOADS), question, Random(1))
+    assert found is not None
+    assert (found.prefill is not None) is is_apart
+    assert {offer.new for offer in found.decode.offers()} == {0 if is_apart else SIZE * BLOCKS}
+
+
+@pytest.mark.parametrize(("profile", "decode"), [("disagg", {2, 3}), ("single", {2, 3, 6})])
+def test_the_choices_of_a_split_request_are_those_that_can_do_it_all(profile: ProfileName, decode: set[int]) -> None:
+    """What a decision has saved is compared with what any of them could have."""
+    fleet = fleet_with(*ROLES, Target(role=Role.ENCODE_PREFILL_DECODE))
+    question = asked(parameters=SelectParameters(profile=profile))
+    found = order(snapshot_of(fleet), matches_of(), question, Random(1))
+    assert found is not None
+    assert {offer.publisher for offer in found.decode.offers()} == decode
+    assert found.choices.number == 3
+    assert found.choices.among([("pod-1", 0), ("pod-2", 0), ("pod-6", 0)]) == [("pod-2", 0), ("pod-6", 0)]
 
 
 class Clockwise:
@@ -454,6 +481,44 @@ def test_a_ring_is_asked_for_by_those_that_need_it(name: str, overrides: dict[st
     rank(PolicyChoice(preset, preset.values(overrides)), request, some, rings, Random(1))
     assert rings.points == points
     assert rank(LEAST_WORK, request, [], rings, Random(1)).scored == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "expected"),
+    [
+        ("least-work", bytes(32), (Decision.PREFIX, True)),
+        ("lmetric", bytes(32), (Decision.PREFIX, True)),
+        ("least-work", None, (Decision.LOAD, False)),
+        # It goes by the key anyway, and by the bound.
+        ("sticky", bytes(32), (Decision.PREFIX_HASH, False)),
+        ("sticky", None, (Decision.FALLBACK, False)),
+    ],
+)
+def test_without_tokens_the_key_decides_by_the_policy(
+    name: str, key: bytes | None, expected: tuple[Decision, bool]
+) -> None:
+    fleet = ranks(6)
+    ring = None if key is None else fleet.ring(150)
+    request = RoutingRequest(SIZE * BLOCKS, SIZE, prefix_key=key, has_tokens=False, ring=ring)
+    question = asked(PolicyChoice.of(PRESETS[name]), prefix_key=key)
+    found = order(snapshot_of(fleet), matches_of(request), question, Random(1))
+    assert found is not None
+    assert (found.decision, found.home is not None) == expected
+    if ring is not None and key is not None:
+        assert found.decode.scored(0).candidate.instance_id == next(ring.clockwise(key))[0]
+    if found.home is not None:
+        assert found.home == found.decode.scored(0).candidate.publisher
+
+
+def test_a_policy_that_draws_lots_ranks_all_targets() -> None:
+    preset, fleet = PRESETS["dynamo"], fleet_with(*[Target()] * 30)
+    lengths = []
+    for temperature in (0.0, 0.7):
+        policy = PolicyChoice(preset, preset.values({"router_temperature": temperature}))
+        found = order(snapshot_of(fleet), matches_of(), asked(policy), Random(1))
+        assert found is not None
+        lengths.append(len(found.decode.best(99)))
+    assert lengths == [CANDIDATES_MAX, 30]
 
 
 # ---- sums -----------------------------------------------------------------------------------------------

@@ -835,6 +835,7 @@ REASONS = ("no_tokenizer", "too_large", "unfit", "unavailable")
 async def test_tokens_are_read_if_they_decide_or_are_asked_for(
     memory: Store,
     make_selector: MakeSelector,
+    metrics: Metrics,
     monkeypatch: pytest.MonkeyPatch,
     policy: str,
     prompt: Any,
@@ -853,6 +854,8 @@ async def test_tokens_are_read_if_they_decide_or_are_asked_for(
         read_request("/v1/completions", {"model": "llama", "prompt": prompt}), counts_tokens=counts_tokens
     )
     assert bool(read) is is_read
+    seen = metrics.decision_duration_seconds.labels(part="tokens").seen
+    assert (sum(seen), seen[-1]) == (is_read, 0), "the time is measured, and is not beyond all bounds"
     assert prepared.tokens == ((7,) if is_read else ())
     assert prepared.question.prompt(16).tokens == (7 if is_read else 0)
 
@@ -915,3 +918,24 @@ async def test_further_sequences_are_reserved_where_the_first_one_is(
     assert len(routed.further) == copies - 1
     found = {name: load[:3] for name, load in (await loads(memory)).items()}
     assert found == ({"pod-1": (64, 1 + expected, 64 * (1 + expected))} if is_reserved else {})
+
+
+async def test_a_single_decision_has_the_session_and_the_times_of_its_caller(
+    memory: Store, make_selector: MakeSelector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ADDRESSES:
+        await register(memory, name)
+    requests, asked = make_selector(memory), list[Question]()
+    select_open = requests.selector.select_open
+
+    async def noted(question: Question, gate: StartupGate) -> SelectedTarget:
+        asked.append(question)
+        return await select_open(question, gate)
+
+    monkeypatch.setattr(requests.selector, "select_open", noted)
+    for name in ADDRESSES:
+        routed = await requests.select(completion(), TAKING, session=name, asked=AskedTimes(200, 20))
+        assert (taken(routed), routed.selected.decision) == (name, Decision.SESSION)
+    assert [(question.session, question.asked) for question in asked] == [
+        (name, AskedTimes(200, 20)) for name in ADDRESSES
+    ]
