@@ -108,6 +108,11 @@ async def test_a_usage_that_cannot_be_is_refused_and_nothing_ends(
     refused = await post(client, "/release", 400, reservation=reservation, **wrong)
 
     assert refused["field"] == field
+    if "prompt_tokens" in wrong and "cached_tokens" in wrong:
+        assert refused["error"] == (
+            "cached_tokens is 5, and prompt_tokens is only 4; send all tokens of the prompt as prompt_tokens, and as "
+            "cached_tokens those of them that the engine did not compute"
+        )
     assert await booked(store) == Sums()
     assert await post(client, "/release", reservation=reservation) == {"released": 1, "gone": 0}
 

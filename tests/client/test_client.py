@@ -583,6 +583,59 @@ def answers_of_a_target(asked: list[tuple[str, dict[str, Any]]]) -> httpx.MockTr
     return httpx.MockTransport(answer)
 
 
+@pytest.mark.parametrize(
+    ("usage", "field"),
+    [
+        ({"cached_tokens": 480, "prompt_tokens": 64}, "cached_tokens"),
+        ({"cached_tokens": -1}, "cached_tokens"),
+        ({"prompt_tokens": "64"}, "prompt_tokens"),
+        ({"completion_tokens": 2**41}, "completion_tokens"),
+    ],
+)
+async def test_a_usage_that_cannot_be_is_refused_at_once_and_the_reservation_ends(
+    usage: dict[str, Any], field: str
+) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+    async with AsyncClient("http://a", transport=answers_of_a_target(asked)) as waymark:
+        with pytest.raises(Refused, match=f"^{field} is ") as refused:
+            async with waymark.select("m", [1]) as target:
+                target.used(**usage)
+    assert (refused.value.status, refused.value.field) == (400, field)
+    with Client("http://a", transport=answers_of_a_target(asked)) as threaded:
+        begun = threaded.select("m", [1]).begin()
+        with pytest.raises(Refused, match=f"^{field} is "):
+            begun.used(**usage)
+        begun.end()
+    end = {"reservation": SELECTED["reservation"], "part": "all", "outcome": "ok"}
+    assert released_bodies(asked) == [end, end], "the engine is not to blame"
+
+
+async def test_a_usage_that_the_service_refuses_is_left_out_and_the_reservation_ends() -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        asked.append((request.url.path, body))
+        if request.url.path == "/select":
+            return httpx.Response(200, json=SELECTED)
+        if "cached_tokens" in body:
+            said = {"error": "no such usage", "reason": "out_of_range", "field": "cached_tokens"}
+            return httpx.Response(400, json=said)
+        return httpx.Response(200, json={"released": 1, "gone": 0})
+
+    transport = httpx.MockTransport(answer)
+    async with AsyncClient("http://a", transport=transport) as waymark:
+        with pytest.raises(Refused, match="no such usage"):
+            async with waymark.select("m", [1]) as target:
+                target.used(1)
+    with Client("http://a", transport=transport) as threaded:
+        begun = threaded.select("m", [1]).begin()
+        begun.used(1)
+        with pytest.raises(Refused, match="no such usage"):
+            begun.end()
+    assert ["cached_tokens" in body for body in released_bodies(asked)] == [True, False] * 2
+
+
 async def test_the_end_says_how_long_each_further_token_took(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     for module in (blocking, asynchronous, calls):

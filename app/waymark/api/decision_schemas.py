@@ -19,6 +19,7 @@ from waymark.api.http.fields import (
 )
 from waymark.api.query_schemas import OPTIONAL_BLOCK_SIZE, Named, PromptFields
 from waymark.decide.policies.presets import PRESETS
+from waymark.domain.books import USAGE_MAX
 
 #: Candidates, and instances in ``only`` or ``exclude``, that one request may name.
 NAMES_MAX = 4096
@@ -163,7 +164,7 @@ class SelectRequest(DecisionRequest):
     )
 
 
-Tokens = Annotated[int, Field(ge=0, le=2**40)]
+Tokens = Annotated[int, Field(ge=0, le=USAGE_MAX)]
 
 
 class ReleaseRequest(RequestBody):

@@ -44,7 +44,7 @@ from waymark.decide.question import Question, SelectedTarget
 from waymark.decide.request_prompts import estimate_tokens, no_prompt, unread_prompt
 from waymark.decide.selector import Selector
 from waymark.decide.served import ServedNames
-from waymark.domain.books import NO_USAGE, Usage
+from waymark.domain.books import NO_USAGE, Usage, more_cached
 from waymark.domain.targets import Gauges
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
 from waymark.store.steps import Steps, Waiting, finished
@@ -264,14 +264,9 @@ def _check_usage(request: ReleaseRequest) -> None:
             reason="invalid_value",
             field=name,
         )
-    cached, prompt = request.cached_tokens, request.prompt_tokens
-    if cached is not None and prompt is not None and cached > prompt:
-        raise InvalidBody(
-            f"cached_tokens is {cached}, and prompt_tokens is only {prompt}; send the prompt tokens that the engine "
-            "did not compute, at most prompt_tokens",
-            reason="out_of_range",
-            field="cached_tokens",
-        )
+    complaint = more_cached(request.cached_tokens, request.prompt_tokens)
+    if complaint is not None:
+        raise InvalidBody(complaint, reason="out_of_range", field="cached_tokens")
 
 
 # What the answers of ``/score`` and ``/select`` say of targets.

@@ -13,7 +13,7 @@ import httpx
 
 from waymark.client import calls
 from waymark.client.answers import Matches, Selection
-from waymark.client.errors import Unavailable
+from waymark.client.errors import Refused, Unavailable
 from waymark.client.keywords import QueryKeywords, SelectKeywords
 from waymark.client.tries import Pause, Tries, TryResult, tries, with_token
 from waymark.client.urls import UrlOrder
@@ -182,7 +182,12 @@ class AsyncSelecting:
         if self.selection.reservation is not None:
             usage: calls.Usage = self._usage if outcome == "ok" else {}
             ms = calls.tpot_ms_of(usage, self._first_token_at)
-            await self._client.release(self.selection.reservation, outcome=outcome, tpot_ms=ms, **usage)
+            try:
+                await self._client.release(self.selection.reservation, outcome=outcome, tpot_ms=ms, **usage)
+            except Refused as error:
+                if calls.is_about_usage(error):
+                    await self._client.release(self.selection.reservation, outcome=outcome)
+                raise
 
     async def first_token(self) -> None:
         """Report that the prompt is computed: other requests need not wait for it any more, and its time is known."""
@@ -202,13 +207,11 @@ class AsyncSelecting:
         """Note what the engine says of the request: its tokens, and how many of the prompt it did not compute.
 
         It is sent with the end, for the books. After ``first_token`` the tokens of the answer also tell how long each
-        took.
+        took. Raise Refused for numbers that no request can have; the reservation ends without them.
         """
-        self._usage = {
-            "cached_tokens": cached_tokens,
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-        }
+        self._usage = calls.usage_of(
+            cached_tokens=cached_tokens, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens
+        )
 
     async def renew(self) -> None:
         """Renew the reservation of a request that takes longer."""

@@ -13,7 +13,7 @@ import httpx
 
 from waymark.client import calls
 from waymark.client.answers import Matches, Selection
-from waymark.client.errors import Unavailable
+from waymark.client.errors import Refused, Unavailable
 from waymark.client.keywords import QueryKeywords, SelectKeywords
 from waymark.client.tries import Pause, TryResult, tries, with_token
 from waymark.client.urls import UrlOrder
@@ -183,7 +183,12 @@ class Selecting:
         if self.selection.reservation is not None:
             usage: calls.Usage = self._usage if outcome == "ok" else {}
             ms = calls.tpot_ms_of(usage, self._first_token_at)
-            self._client.release(self.selection.reservation, outcome=outcome, tpot_ms=ms, **usage)
+            try:
+                self._client.release(self.selection.reservation, outcome=outcome, tpot_ms=ms, **usage)
+            except Refused as error:
+                if calls.is_about_usage(error):
+                    self._client.release(self.selection.reservation, outcome=outcome)
+                raise
 
     def first_token(self) -> None:
         """Report that the prompt is computed: other requests need not wait for it any more, and its time is known."""
@@ -203,13 +208,11 @@ class Selecting:
         """Note what the engine says of the request: its tokens, and how many of the prompt it did not compute.
 
         It is sent with the end, for the books. After ``first_token`` the tokens of the answer also tell how long each
-        took.
+        took. Raise Refused for numbers that no request can have; the reservation ends without them.
         """
-        self._usage = {
-            "cached_tokens": cached_tokens,
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-        }
+        self._usage = calls.usage_of(
+            cached_tokens=cached_tokens, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens
+        )
 
     def renew(self) -> None:
         """Renew the reservation of a request that takes longer."""

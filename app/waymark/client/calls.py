@@ -15,6 +15,7 @@ from typing import Any, Final, Generic, Literal, TypedDict, TypeVar, Unpack, cas
 import httpx
 import msgpack
 
+from waymark.base.shown import shown
 from waymark.client.answers import (
     Applied,
     Matches,
@@ -32,7 +33,7 @@ from waymark.client.answers import (
     read_warnings,
     read_workers,
 )
-from waymark.client.errors import ModelNotFound, Unavailable
+from waymark.client.errors import ModelNotFound, Refused, Unavailable
 from waymark.client.keywords import (
     EngineKeywords,
     EventKeywords,
@@ -44,6 +45,7 @@ from waymark.client.keywords import (
     check,
 )
 from waymark.domain.answer_times import tpot_ms as _tpot_ms
+from waymark.domain.books import USAGE_MAX, more_cached
 from waymark.domain.engines import UNNAMED
 
 T = TypeVar("T")
@@ -207,8 +209,10 @@ def select_by_hash(
 
 
 def outcome_of(error: BaseException | None) -> Literal["ok", "failed"]:
-    """Return the outcome of a block that ended with this error. To cancel a request is no failure of its target."""
-    return "failed" if isinstance(error, Exception) else "ok"
+    """Return the outcome of a block that ended with this error. To cancel a request, or to be refused by
+    Waymark, is no failure of its target.
+    """
+    return "failed" if isinstance(error, Exception) and not isinstance(error, Refused) else "ok"
 
 
 class Usage(TypedDict, total=False):
@@ -217,6 +221,23 @@ class Usage(TypedDict, total=False):
     cached_tokens: int | None
     prompt_tokens: int | None
     completion_tokens: int | None
+
+
+def usage_of(**tokens: int | None) -> Usage:
+    """Return a usage. Raise Refused if no request can have it, as the service would."""
+    for name, number in tokens.items():
+        if number is not None and (type(number) is not int or not 0 <= number <= USAGE_MAX):
+            sentence = f"{name} is {shown(number)}, and has to be an integer of 0 to {USAGE_MAX}, or None"
+            raise Refused(400, sentence, "invalid_value", name)
+    complaint = more_cached(tokens["cached_tokens"], tokens["prompt_tokens"])
+    if complaint is not None:
+        raise Refused(400, complaint, "out_of_range", "cached_tokens")
+    return cast("Usage", tokens)
+
+
+def is_about_usage(error: Refused) -> bool:
+    """Return whether a reservation can be released without its usage and times."""
+    return error.field in Usage.__annotations__ or error.field == "tpot_ms"
 
 
 def tpot_ms_of(usage: Usage, first_token_at: float | None) -> float | None:

@@ -1,7 +1,7 @@
 """What a client raises.
 
 ClientError
-  Refused           Waymark answered with 4xx
+  Refused           Waymark answered with 4xx, or would
     ModelNotFound   the model is not registered
   Unavailable       there was no usable answer
 """

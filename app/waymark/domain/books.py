@@ -55,6 +55,18 @@ class Usage(NamedTuple):
 
 
 NO_USAGE = Usage()
+USAGE_MAX = 2**40
+"""The most that each number of a usage can be."""
+
+
+def more_cached(cached_tokens: int | None, prompt_tokens: int | None) -> str | None:
+    """Return the complaint about more cached tokens than the prompt has; None without one."""
+    if cached_tokens is None or prompt_tokens is None or cached_tokens <= prompt_tokens:
+        return None
+    return (
+        f"cached_tokens is {cached_tokens}, and prompt_tokens is only {prompt_tokens}; send all tokens of the prompt "
+        "as prompt_tokens, and as cached_tokens those of them that the engine did not compute"
+    )
 
 
 class Drift(NamedTuple):
