@@ -438,6 +438,54 @@ async def test_nobody_there_is_unavailable_and_not_ready() -> None:
         assert blocking.ready() is False
 
 
+@pytest.mark.outside
+@pytest.mark.parametrize(
+    ("said", "scheme", "sentence"),
+    [
+        (
+            b"\xff\x00\x7f" * 1000 + b"\n\n",
+            "http",
+            "this port does not speak HTTP; give the URL of an HTTP API, with https:// if it needs that",
+        ),
+        (
+            b"HTTP/1.1 400 Bad Request\r\n\r\n",
+            "https",
+            "this port speaks http, not https; give the URL with http://",
+        ),
+    ],
+)
+async def test_a_port_of_another_protocol_is_named_in_one_sentence(said: bytes, scheme: str, sentence: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(said)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, AsyncClient(url, trust_env=False) as waymark, within(30):
+        with pytest.raises(Unavailable) as unreached:
+            await waymark.workers()
+    assert str(unreached.value) == f'no Waymark answers at "{url}": {sentence}'
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (httpx.RemoteProtocolError("x" * 3000), "x" * 200 + "...; start it, or give the URL of one that runs"),
+        (httpx.ReadTimeout(""), "there was no answer in time; give it more time, or the URL of another one"),
+    ],
+)
+async def test_a_foreign_error_is_cut_and_a_late_answer_is_not_started(
+    error: httpx.TransportError, reason: str
+) -> None:
+    def fail(_: httpx.Request) -> httpx.Response:
+        raise error
+
+    for unreached in await both(fail, 0.0):
+        assert str(unreached) == f'no Waymark answers at "http://waymark": {reason}'
+
+
 async def test_a_router_never_waits_between_tries(pauses: list[float]) -> None:
     handler, asked = replies(unavailable("1"))
     transport = httpx.MockTransport(handler)

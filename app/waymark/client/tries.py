@@ -7,6 +7,7 @@ a loop that sends and sleeps.
 from __future__ import annotations
 
 import socket
+import ssl
 import time
 from collections.abc import Generator
 from typing import Any, NamedTuple, TypeVar
@@ -32,12 +33,22 @@ _PAUSE_SECONDS = 1.0
 _LEFT_SECONDS_MIN = 0.001
 
 
-#: Errors of a connection with a name among the causes of httpx's own error.
-_WHY = {
-    ConnectionRefusedError: "the connection was refused",
-    socket.gaierror: "there is no such host",
-    TimeoutError: "there was no answer in time",
-}
+#: What the TLS of this side says of an answer in plain HTTP; newer versions of OpenSSL use the second word.
+_PLAIN_HTTP = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
+#: The most of a foreign error that is shown; one may contain everything that a server has sent.
+_FOREIGN_MAX = 200
+
+
+class Unreached(NamedTuple):
+    """Why a server was not reached, in words."""
+
+    reason: str
+    way_out: str | None = None
+    """What helps, if it is not to start one, or to give the URL of one that runs."""
+
+
+_NO_ANSWER = Unreached("there was no answer in time", "give it more time, or the URL of another one")
+_CERTIFICATE = "trust on this machine who has signed it, or give the URL with the name in it"
 
 
 class SendRequest(NamedTuple):
@@ -105,18 +116,32 @@ def _answered(call: ClientCall[T], places: UrlOrder) -> Generator[SendRequest | 
 
 def _unreached(url: str, error: httpx.TransportError) -> str:
     """Return which URL did not answer, why, and the way out."""
-    return f"no Waymark answers at {shown_url(url)}: {reason_of(error)}; start it, or give the URL of one that runs"
+    reason, way_out = reason_of(error)
+    return (
+        f"no Waymark answers at {shown_url(url)}: {reason}; {way_out or 'start it, or give the URL of one that runs'}"
+    )
 
 
-def reason_of(error: httpx.TransportError) -> str:
-    """Why a server was not reached, in words; httpx's own error has the cause somewhere among its causes."""
+def reason_of(error: httpx.TransportError) -> Unreached:
+    """Return why a server was not reached; httpx's own error has the cause somewhere among its causes."""
     cause: BaseException | None = error
     while cause is not None:
-        for kind, sentence in _WHY.items():
-            if isinstance(cause, kind):
-                return sentence
+        match cause:
+            case ConnectionRefusedError():
+                return Unreached("the connection was refused")
+            case socket.gaierror():
+                return Unreached("there is no such host")
+            case ssl.SSLCertVerificationError(verify_message=said):
+                return Unreached(f"its certificate is not accepted: {said}", _CERTIFICATE)
+            case ssl.SSLError(reason=said) if said in _PLAIN_HTTP:
+                return Unreached("this port speaks http, not https", "give the URL with http://")
+            case TimeoutError() | httpx.TimeoutException():
+                return _NO_ANSWER
         cause = cause.__cause__ or cause.__context__
-    return _WHY[TimeoutError] if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
+    said = str(error).removesuffix(".") or type(error).__name__
+    if isinstance(error, httpx.RemoteProtocolError) and said.startswith("illegal "):
+        return Unreached("this port does not speak HTTP", "give the URL of an HTTP API, with https:// if it needs that")
+    return Unreached(said if len(said) <= _FOREIGN_MAX else f"{said[:_FOREIGN_MAX]}...")
 
 
 def _pause(call: ClientCall[Any], answer: httpx.Response, waited: float, retry_seconds: float) -> float | None:

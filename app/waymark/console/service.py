@@ -94,10 +94,9 @@ class RemoteService:
             raise self._unreachable(error) from None
 
     def _unreachable(self, error: httpx.TransportError) -> ServiceUnreachable:
-        return ServiceUnreachable(
-            f"no Waymark answers at {self.url}: {reason_of(error)}. Start it with 'waymark serve', or give the URL "
-            "of one that runs by --url or WAYMARK_URL"
-        )
+        reason, way_out = reason_of(error)
+        remedy = f"; {way_out}" if way_out else ". Start it with 'waymark serve', or give the URL of one that runs"
+        return ServiceUnreachable(f"no Waymark answers at {self.url}: {reason}{remedy} by --url or WAYMARK_URL")
 
     def _json(self, answer: httpx.Response) -> Any:
         try:
