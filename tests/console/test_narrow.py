@@ -81,6 +81,14 @@ def test_large_numbers_fit_into_80_columns(command: str, monkeypatch: pytest.Mon
     assert any("vllm-decode-0" in line for line in lines)
 
 
+def test_a_pipe_gets_the_table_alone_and_standard_error_the_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = {"warnings": ["this port is open"], "workers": [{}], "registered": 1, "is_bad": False}
+    output = io.StringIO()
+    Screen(output).show(publishers.parts(answer | {"publishers": [PUBLISHER]}))
+    assert output.getvalue().startswith("TENANT ")
+    assert capsys.readouterr().err == "warning: this port is open\n"
+
+
 #: Names as Kubernetes and model hubs give them.
 MODEL, POD, AWAY = "Qwen/Qwen3-30B-A3B-Instruct-2507", "vllm-decode-7f9c6d5b8-x2k4j", "vllm-decode-7f9c6d5b8-q7m2z"
 TOKENS, SIZE = list(range(100, 148)), 4

@@ -164,17 +164,20 @@ async def test_an_empty_redis_has_a_status(waymark: Run) -> None:
     assert "no ingest worker is alive" in text
 
 
-async def test_a_redis_that_evicts_is_warned_of(redis: Redis, waymark: Run) -> None:
+async def test_a_redis_that_evicts_is_warned_of(redis: Redis, waymark: Run, capsys: pytest.CaptureFixture[str]) -> None:
     await redis.config_set("maxmemory-policy", "allkeys-lru")
     try:
         text = await waymark("status")
     finally:
         await redis.config_set("maxmemory-policy", "noeviction")
     assert "policy allkeys-lru" in text
-    assert re.search(r"^warning: .*noeviction", text, re.MULTILINE)
+    assert re.search(r"^warning: .*noeviction", capsys.readouterr().err, re.MULTILINE)
+    assert "warning: " not in text, "a pipe gets the tables alone"
 
 
-async def test_tokenizers_in_files_are_warned_of(waymark: Run, tmp_path: Path) -> None:
+async def test_tokenizers_in_files_are_warned_of(
+    waymark: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = small.directory(tmp_path / "whole", "metaspace-first").as_uri()
     sound = small.directory(tmp_path / "sound").as_uri()
     none = (tmp_path / "none").as_uri()
@@ -187,8 +190,8 @@ async def test_tokenizers_in_files_are_warned_of(waymark: Run, tmp_path: Path) -
     assert "encodes each text whole" in of_whole
     assert "of-none" in of_none
     assert "cannot be used" in of_none
-    text = await waymark("status", tokenizers={"of-whole": whole}, width=400)
-    assert re.search(r"^warning: .*of-whole.* encodes each text whole", text, re.MULTILINE)
+    await waymark("status", tokenizers={"of-whole": whole}, width=400)
+    assert re.search(r"^warning: .*of-whole.* encodes each text whole", capsys.readouterr().err, re.MULTILINE)
 
 
 async def test_many_publishers_are_read_in_pieces(

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from waymark.console.screen import STATUS_STYLES, Grid, ScreenPart, Text, joined, text
+from waymark.console.screen import STATUS_STYLES, Grid, ScreenPart, ScreenWarning, Text, joined, text
 from waymark.console.service import RemoteService
 from waymark.console.units import counted, held_text, seconds_text
 from waymark.domain.status import StreamStatus
@@ -87,7 +87,7 @@ def _nobody(registered: int, *, is_bad: bool) -> ScreenPart:
 
 def parts(answer: dict[str, Any]) -> list[ScreenPart]:
     """Return the drawing of the publishers."""
-    screen_parts: list[ScreenPart] = [text(f"warning: {line}", "bold red") for line in answer["warnings"]]
+    screen_parts: list[ScreenPart] = [ScreenWarning.of(line) for line in answer["warnings"]]
     if not answer["workers"]:
         screen_parts.append(text("no ingest worker is alive: no event is applied until one runs", "bold red"))
     if not answer["publishers"]:

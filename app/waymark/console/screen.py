@@ -8,6 +8,7 @@ cannot move the cursor of the terminal.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -46,6 +47,14 @@ class Grid:
     """The columns that name a row there, such as ENGINE and RANK."""
 
 
+class ScreenWarning(Text):
+    """A warning beside an answer: a file or a pipe gets the answer alone, and standard error the warning."""
+
+    @classmethod
+    def of(cls, sentence: str) -> ScreenWarning:
+        return cls(text(f"warning: {sentence}").plain, "bold red")
+
+
 ScreenPart: TypeAlias = Text | Grid
 
 
@@ -65,7 +74,10 @@ class Screen:
     def show(self, parts: Sequence[ScreenPart]) -> None:
         """Write them, one below the other."""
         if self.is_plain:
-            self.write("\n".join(_plain(part) for part in parts))
+            for part in parts:
+                if isinstance(part, ScreenWarning):
+                    print(part.plain, file=sys.stderr, flush=True)
+            self.write("\n".join(_plain(part) for part in parts if not isinstance(part, ScreenWarning)))
         else:
             self.console.print(self._rich(parts))
 

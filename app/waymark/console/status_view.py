@@ -7,7 +7,7 @@ from itertools import groupby
 
 from rich.text import Text
 
-from waymark.console.screen import STATUS_STYLES, Grid, ScreenPart, joined, text
+from waymark.console.screen import STATUS_STYLES, Grid, ScreenPart, ScreenWarning, joined, text
 from waymark.console.units import bytes_text, held_text, seconds_text
 from waymark.contract.inspections import RedisState, StatusAnswer, StreamState, WorkerStatus
 from waymark.contract.publishers import Discovery, UnreadableRecord
@@ -33,7 +33,7 @@ def parts(status: StatusAnswer, *, is_plain: bool) -> list[ScreenPart]:
     """Everything, in the order of drawing; a plain table is one, so that its columns can be cut."""
     screen_parts: list[ScreenPart] = [
         _server(status.redis),
-        *(text(f"warning: {line}", "bold red") for line in status.warnings),
+        *(ScreenWarning.of(line) for line in status.warnings),
     ]
     screen_parts += [text(line, "bold red") for line in _unreadable(status.unreadable)]
     screen_parts += [text(line, "yellow") for line in _discovery(status.discovery)]
