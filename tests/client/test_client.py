@@ -793,6 +793,8 @@ def test_a_misspelt_keyword_is_refused_with_the_nearest_one() -> None:
         Client("http://127.0.0.1:1").query("m", [1], tennant_id="t")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r'select\(\) has no keyword "zzz"; it has add_generation_prompt'):
         AsyncClient("http://127.0.0.1:1").select("m", [1], zzz=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r'no keyword "text"; did you mean prompt\?'):
+        Client("http://127.0.0.1:1").select("m", text="hello")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r'no keyword "lora"; did you mean lora_id or lora_name\?'):
         Client("http://127.0.0.1:1").query("m", [1], lora="sql")  # type: ignore[call-arg]
 

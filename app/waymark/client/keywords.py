@@ -150,13 +150,18 @@ class EventKeywords(TypedDict, total=False):
 
 F = TypeVar("F", bound=Mapping[str, Any])
 
+#: What others call a keyword.
+_OTHER_WORDS = {"text": "prompt"}
+
 
 def check(call: str, known: type[F], options: F) -> dict[str, Any]:
     """Return the keywords of a call. Raise ``TypeError`` for any other, with the nearest name."""
     names = known.__annotations__
     for name in options:
         if name not in names:
-            near = sorted(word for word in names if word.startswith(f"{name}_")) or get_close_matches(name, names, n=1)
+            near = [word for word in names if word == _OTHER_WORDS.get(name)]
+            near = near or sorted(word for word in names if word.startswith(f"{name}_"))
+            near = near or get_close_matches(name, names, n=1)
             meant = f"; did you mean {' or '.join(near)}?" if near else f"; it has {', '.join(sorted(names))}"
             raise TypeError(f"{call}() has no keyword {shown(name)}{meant}")
     return dict(options)
