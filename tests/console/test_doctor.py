@@ -14,7 +14,8 @@ import pytest
 from tests.ports import unused_port
 from waymark import __version__
 from waymark.base.errors import ServiceRefused
-from waymark.console.doctor import Finding, examine
+from waymark.console.doctor import Finding, examine, parts
+from waymark.console.screen import Text
 from waymark.console.service import RemoteService
 
 
@@ -157,6 +158,20 @@ def test_no_ingest_worker_and_a_record_that_cannot_be_read(service: Answers) -> 
 def test_an_engine_that_is_not_active(service: Answers, status: str, verdict: str) -> None:
     service.view["publishers"] = [publisher(), publisher(instance_id="b", status=status, complaint="it is refused")]
     assert unwell(service) == (verdict, 'engine "b" rank 0', f"{status}: it is refused")
+
+
+def test_lines_do_not_contradict_each_other_and_the_last_one_counts_them(service: Answers) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        opens, closed = f"tcp://127.0.0.1:{server.getsockname()[1]}", f"tcp://127.0.0.1:{unused_port()}"
+        away = publisher(instance_id="b", status="unreachable", complaint="it is refused", endpoint=closed)
+        service.view["publishers"] = [publisher(endpoint=opens), away]
+        findings = found(service, no_ports=False)
+    lines = [each.plain for each in parts(findings) if isinstance(each, Text)]
+    assert lines[-3:] == [
+        'failed  engine "b" rank 0: unreachable: it is refused',
+        "ok      ports: 1 event socket can be opened from this machine",
+        "8 findings: 1 failed, 0 warnings, 7 ok",
+    ]
 
 
 def test_an_engine_without_events_has_no_stream_that_could_be_unwell(service: Answers) -> None:

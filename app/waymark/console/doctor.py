@@ -19,6 +19,7 @@ from waymark.base.shown import shown
 from waymark.console.publishers import UNUSABLE, complaint, drains
 from waymark.console.screen import ScreenPart, joined, text
 from waymark.console.service import RemoteService
+from waymark.console.units import counted
 from waymark.domain.status import StreamStatus
 
 FindingLevel: TypeAlias = Literal["ok", "warning", "failed"]
@@ -57,8 +58,13 @@ def examine(service: RemoteService, arguments: argparse.Namespace) -> list[Findi
 
 
 def parts(found: list[Finding]) -> list[ScreenPart]:
-    """Return the drawing of the findings."""
-    return [joined(text(f"{each.verdict:8}", _STYLES[each.verdict]), f"{each.what}: {each.sentence}") for each in found]
+    """Return the drawing of the findings, with their numbers at the end."""
+    lines = [
+        joined(text(f"{each.verdict:8}", _STYLES[each.verdict]), f"{each.what}: {each.sentence}") for each in found
+    ]
+    verdicts = [each.verdict for each in found]
+    failed, warnings = verdicts.count("failed"), counted(verdicts.count("warning"), "warning")
+    return [*lines, text(f"{counted(len(found), 'finding')}: {failed} failed, {warnings}, {verdicts.count('ok')} ok")]
 
 
 def _settings() -> Finding:
@@ -136,17 +142,18 @@ def _publishers(view: dict[str, Any]) -> Iterator[Finding]:
             name = shlex.quote(each["instance_id"])
             sentence = f"{drain}: it gets no new requests; 'waymark drain {name} --resume' gives it requests again"
             yield Finding("warning", f"engine {_name(each)}", sentence)
-    well = len(view["publishers"]) - len(unwell)
-    if well:
-        yield Finding("ok", "engines", f"{well} of {len(view['publishers'])} streams are active")
+    if not unwell:
+        yield Finding("ok", "engines", f"nothing is wrong with {counted(len(view['publishers']), 'stream')}")
 
 
 def _ports(view: dict[str, Any]) -> Iterator[Finding]:
-    """Check whether the sockets of engines can be opened from here, as the ingest workers must."""
-    tried = 0
+    """Check whether the sockets of engines can be opened from here, as the ingest workers must; that one which they
+    cannot reach is closed has been said.
+    """
+    tried, closed = 0, 0
     for each in view["publishers"]:
         match = _TCP.fullmatch(each["endpoint"] or "")
-        if match is None:
+        if match is None or each["status"] == StreamStatus.UNREACHABLE:
             continue
         if tried == _PORTS_MAX:
             yield Finding("ok", "ports", f"only the first {_PORTS_MAX} ports of engines were tried")
@@ -155,14 +162,15 @@ def _ports(view: dict[str, Any]) -> Iterator[Finding]:
         try:
             socket.create_connection((match[1].strip("[]"), int(match[2])), _CONNECT_SECONDS).close()
         except OSError as exc:
+            closed += 1
             reason = exc.strerror or str(exc)
             sentence = (
                 f"{each['endpoint']} cannot be opened from this machine: {reason.lower()}; start the engine, check the "
                 "port of its --kv-events-config, or open the network between them"
             )
             yield Finding("warning", f"port of {_name(each)}", sentence)
-    if tried:
-        yield Finding("ok", "ports", f"{tried} event sockets were tried from this machine")
+    if tried > closed:
+        yield Finding("ok", "ports", f"{counted(tried - closed, 'event socket')} can be opened from this machine")
 
 
 def _name(publisher: dict[str, Any]) -> str:
