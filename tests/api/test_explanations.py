@@ -133,7 +133,7 @@ async def test_reasons_are_those_of_the_shell(client: httpx.AsyncClient, registe
     assert answer["reasons"] == ['model "lama-70b" is not registered; did you mean "llama-70b"?']
     assert (answer["instances"], answer["block_size"], answer["keys"]) == ([], None, [])
     answer = await inspect(client, model="llama-70b", token_ids=[1])
-    assert answer["reasons"] == ["The prompt has 1 tokens, less than one block of 2: there is nothing to find"]
+    assert answer["reasons"] == ["The prompt has 1 token, less than one block of 2: there is nothing to find"]
 
 
 async def test_another_tenant_is_never_spoken_of(client: httpx.AsyncClient, register: Register, hold: Hold) -> None:

@@ -117,6 +117,14 @@ def test_the_picture_shows_the_fastest_medium_holes_pools_and_what_is_drawn_toge
     assert ask._picture("GGG..CC", 2).plain == "G++C"
 
 
+async def test_ask_of_a_prompt_shorter_than_a_block_has_no_table(live: Live) -> None:
+    _, output, _ = await run(live, "ask", "--tokens", str(TOKENS[0]))
+    assert output.splitlines() == [
+        "m: a prompt of 1 token",
+        f"The prompt has 1 token, less than one block of {SIZE}: there is nothing to find",
+    ]
+
+
 async def test_ask_with_another_block_size_or_salt_finds_nothing(live: Live) -> None:
     for flags in (("--block-size", "8"), ("--cache-salt", "x"), ("--lora", "sql")):
         answer = await json_of(live, "ask", "--tokens", ",".join(map(str, TOKENS)), *flags)

@@ -83,6 +83,8 @@ def parts(answer: dict[str, Any]) -> list[ScreenPart]:
     total, rows = answer["tokens"], answer["instances"]
     screen_parts: list[ScreenPart] = [joined(text(answer["model"], "bold"), f": a prompt of {counted(total, 'token')}")]
     screen_parts += [text(reason, "yellow") for reason in answer["reasons"]]
+    if not any(row["blocks"] for row in rows.values()):
+        return screen_parts  # the prompt is shorter than a block
     others = ("longest_matched", "DP", "blocks", "note")
     media = tuple(dict.fromkeys(name for row in rows.values() for name in row if name not in others))
     scale = max(1, -(-max(len(row["blocks"]) for row in rows.values()) // _CELLS_MAX))

@@ -147,8 +147,8 @@ def _publishers(view: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _ports(view: dict[str, Any]) -> Iterator[Finding]:
-    """Check whether the sockets of engines can be opened from here, as the ingest workers must; that one which they
-    cannot reach is closed has been said.
+    """Check whether the sockets of engines can be opened from here, as the ingest workers must, except those that are
+    known to be unreachable.
     """
     tried, closed = 0, 0
     for each in view["publishers"]:

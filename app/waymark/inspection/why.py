@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 
-from waymark.base.shown import shown
+from waymark.base.shown import several, shown
 from waymark.contract.inspections import Explanation, HolderRuns, InspectedInstance
 from waymark.domain.hashing import DEFAULT_SEED
 from waymark.domain.names import GroupName, Registration
@@ -144,7 +144,9 @@ async def of_prompt(
     """Why no instance has a match, only the surest reasons; ``states`` are of the group's publishers."""
     if not holding.keys:
         size = holding.block_size
-        return [f"The prompt has {prompt.count} tokens, less than one block of {size}: there is nothing to find"]
+        return [
+            f"The prompt has {several(prompt.count, 'token')}, less than one block of {size}: there is nothing to find"
+        ]
     if not states:
         return ["No publisher is registered for this model now"]
     silent = sorted({line.holder.instance_id for lines in holding.instances for line in lines.holders if 0 in line.has})
