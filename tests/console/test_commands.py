@@ -381,6 +381,10 @@ async def test_status_and_inspect_ask_the_waymark_that_the_environment_names(liv
     assert (await run(live, "status", "--redis-url", elsewhere))[0] == cli.EXIT_NO_REDIS
     code, _, error = await run(None, "status", WAYMARK_REDIS_URL=elsewhere)
     assert code == cli.EXIT_NO_REDIS, "with only a URL of Redis that is looked into"
+    code, _, error = await run(None, "status", WAYMARK_REDIS_URL=elsewhere, WAYMARK_URL="")
+    assert code == cli.EXIT_NO_REDIS, "an empty URL is none"
+    code, _, error = await run(live, "status", WAYMARK_REDIS_URL="")
+    assert code == cli.EXIT_OK
 
 
 async def test_an_engine_that_is_not_registered_cannot_be_drained(live: Live) -> None:
