@@ -684,6 +684,14 @@ async def test_a_usage_that_the_service_refuses_is_left_out_and_the_reservation_
     assert ["cached_tokens" in body for body in released_bodies(asked)] == [True, False] * 2
 
 
+@pytest.mark.parametrize("is_degraded", [False, True])
+def test_a_selection_says_in_words_that_no_engine_is_reachable(is_degraded: bool) -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json=SELECTED | {"degraded": is_degraded}))
+    with Client("http://a", transport=transport) as waymark:
+        note = waymark.select("m", [1]).begin().selection.note
+    assert (note is not None and note.startswith("none of the engines can be reached now")) == is_degraded
+
+
 async def test_the_end_says_how_long_each_further_token_took(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     for module in (blocking, asynchronous, calls):

@@ -170,6 +170,22 @@ async def test_an_engine_without_a_listener_is_replaced_at_most_twice(start: Sta
     assert running.value("gateway_retries_total", reason="connect") > 0
 
 
+async def test_an_error_for_want_of_an_answer_names_the_engines(start: Start, free_port: int) -> None:
+    running = await start(0)
+    await running.store.registry.register(registration(f"http://127.0.0.1:{free_port}", 0))
+    sentence = (await running.post()).json()["error"]["message"]
+    assert sentence == (
+        'all engines of model "demo" are unreachable; tried were "engine-0" (connect); start them, or try again later'
+    )
+
+
+async def test_an_engine_that_breaks_off_is_not_called_unreachable(start: Start) -> None:
+    running = await start(1)
+    running.engines[0].handler = breaks
+    sentence = (await running.post()).json()["error"]["message"]
+    assert sentence == 'none of the engines of model "demo" answered: "engine-0" (broken); try again in a moment'
+
+
 async def test_an_engine_without_a_listener_is_avoided_for_a_while(
     start: Start, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,9 @@ class Matches(Mapping[str, Match]):
         return len(self.instances)
 
 
+DEGRADED = "none of the engines can be reached now, or Redis is unavailable; this is the best of them"
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The target of a request, and the id that releases its reservation."""
@@ -87,6 +90,11 @@ class Selection:
     ``fallback``, or ``local`` by the caller."""
     is_local: bool = False
     """No replica answered in time: the caller's ``fallback`` chose."""
+
+    @property
+    def note(self) -> str | None:
+        """Why the target may not answer, in words; None if nothing is known against it."""
+        return DEGRADED if self.is_degraded else None
 
     @classmethod
     def local(cls, target: str) -> Selection:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from waymark.client.answers import DEGRADED
 from waymark.console.prompts import fields_of, prompt_of
 from waymark.console.publishers import UNUSABLE, drains
 from waymark.console.screen import Grid, ScreenPart, joined, text
@@ -50,12 +51,7 @@ def parts(answer: dict[str, Any]) -> list[ScreenPart]:
         ),
     ]
     if selected["degraded"]:
-        screen_parts.append(
-            text(
-                "degraded: none of the engines can be reached now, or Redis is unavailable; this is the best of them",
-                "yellow",
-            )
-        )
+        screen_parts.append(text(f"degraded: {DEGRADED}", "yellow"))
     if selected["reservation"] is not None:
         screen_parts.append(text(f"reservation {selected['reservation']}; end it with POST /release"))
     is_cost = any(row["cost"] is not None for row in answer["scores"])

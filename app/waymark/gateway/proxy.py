@@ -23,6 +23,7 @@ from waymark.base.asker import is_framed
 from waymark.base.errors import NoTarget, Saturated
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
+from waymark.base.shown import shown
 from waymark.chat.requests import Form
 from waymark.decide.question import SelectParameters
 from waymark.decide.requests import PreparedRequest, RequestSelector, RoutedRequest
@@ -30,7 +31,7 @@ from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
 from waymark.domain.books import NO_USAGE, UsageReader
 from waymark.gateway.security import to_client, to_engine
 from waymark.gateway.shapes import WITHOUT_PATH, RequestRejected, engine_error, event_of
-from waymark.gateway.upstream import Interrupted, Unreachable, Upstream, is_events
+from waymark.gateway.upstream import CONNECT, Interrupted, Unreachable, Upstream, is_events
 
 log = logging.getLogger(__name__)
 
@@ -136,15 +137,19 @@ class Proxy:
 
     async def _answered(self, proxied: ProxiedRequest, prepared: PreparedRequest) -> EngineAnswer:
         """Return the head of an engine's answer."""
-        tried: frozenset[str] = frozenset()
-        failure = ""
+        failures: dict[str, str] = {}  # by engine
+        is_every_one = False
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                routed = await self._take(prepared, tried)
+                routed = await self._take(prepared, frozenset(failures))
             except NoTarget:
-                if tried:
+                if failures:
+                    is_every_one = True
                     break  # no further one is left
                 raise
+            # It goes to an engine that is unreachable only if all are; without a walk it may not be known which are.
+            is_every_one = routed.selected.is_degraded and routed.selected.walk is not None
+            failure = ""
             request = self._under_way.add(routed)
             instance_id = routed.selected.target.candidate.instance_id
             is_kept = False
@@ -169,11 +174,9 @@ class Proxy:
                 "an engine did not answer; the request goes to another engine",
                 extra=fields(request_id=proxied.request_id, engine=instance_id, reason=failure),
             )
-            tried |= {instance_id}
-        raise RequestRejected(
-            502, f"none of the engines that were tried answered ({failure}); try again in a moment",
-            "no_answer", retry_after_seconds=1,
-        )  # fmt: skip
+            failures[instance_id] = failure
+        sentence = _no_answer(prepared.question.group.model_name, failures, is_every_one=is_every_one)
+        raise RequestRejected(502, sentence, "no_answer", retry_after_seconds=1)
 
     async def _take(self, prepared: PreparedRequest, tried: frozenset[str]) -> RoutedRequest:
         """Return an untried target; an avoided one only if there is no other. Raise NoTarget without any."""
@@ -265,6 +268,16 @@ class Proxy:
         # An event of its own, even if the last one is incomplete.
         body = b"\n\n" + event_of(rejected, proxied.api)
         await proxied.send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _no_answer(model: str, failures: Mapping[str, str], *, is_every_one: bool) -> str:
+    """Return which engines did not answer, and why; ``is_every_one``: the model has no engine that might."""
+    names = ", ".join(f"{shown(name)} ({failure})" for name, failure in failures.items())
+    if not is_every_one:
+        return f"none of the engines that were tried answered: {names}; try again in a moment"
+    if any(failure != CONNECT for failure in failures.values()):
+        return f"none of the engines of model {shown(model)} answered: {names}; try again in a moment"
+    return f"all engines of model {shown(model)} are unreachable; tried were {names}; start them, or try again later"
 
 
 def _is_told(response: aiohttp.ClientResponse) -> bool:

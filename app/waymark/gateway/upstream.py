@@ -22,7 +22,7 @@ from waymark.base.settings import Settings
 #: Below the five seconds after which engines close an idle connection: one closed just now costs a try.
 _KEEP_ALIVE_SECONDS = 4.0
 _CONNECT_SECONDS = 5.0
-_CONNECT = "connect"
+CONNECT = "connect"
 
 
 #: The status line of an answer, and the bytes after it.
@@ -38,7 +38,7 @@ class Unreachable(Exception):
     @property
     def is_connect(self) -> bool:
         """Whether there was not even a connection."""
-        return str(self) == _CONNECT
+        return str(self) == CONNECT
 
 
 class Interrupted(Exception):
@@ -97,7 +97,7 @@ class Upstream:
         except TimeoutError:
             raise Unreachable("timeout") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise Unreachable(_CONNECT if isinstance(error, aiohttp.ClientConnectorError) else "broken") from None
+            raise Unreachable(CONNECT if isinstance(error, aiohttp.ClientConnectorError) else "broken") from None
         if not _is_answer(response):
             response.close()
             raise Unreachable("invalid")
