@@ -27,6 +27,7 @@ from waymark.base.errors import ServiceUnreachable
 from waymark.base.settings import Settings
 from waymark.cli import remote
 from waymark.console import ask, books, events, policies, select
+from waymark.console.publishers import not_used
 from waymark.console.screen import Grid
 from waymark.console.service import RemoteService
 from waymark.contract.results import ComparedPolicy, DecisionsMade, PoliciesAnswer
@@ -115,6 +116,31 @@ def test_the_picture_shows_the_fastest_medium_holes_pools_and_what_is_drawn_toge
     assert ask._blocks(holders, [holder("DISK", (5, 1), (0, 1))], 9) == "GGCCDPo.."
     assert ask._picture("GGGG..CC", 2).plain == "GG.C"
     assert ask._picture("GGG..CC", 2).plain == "G++C"
+
+
+async def test_ask_and_inspect_mark_an_engine_that_gets_no_requests(live: Live) -> None:
+    assert (await run(live, "drain", "b"))[0] == cli.EXIT_OK
+    tokens = ",".join(map(str, TOKENS))
+    _, output, _ = await run(live, "ask", "--tokens", tokens)
+    found = rows(output, "ENGINE")
+    assert found["b"][6] == "drained;"
+    assert "drained" not in " ".join(found["a"])
+    assert (await json_of(live, "ask", "--tokens", tokens))["instances"]["b"]["not_used"] == "drained"
+    _, output, _ = await run(live, "inspect", "prompt", "--tokens", tokens)
+    titles = [line for line in output.splitlines() if line.startswith(("a: ", "b: "))]
+    assert ["drained" in line for line in titles] == [False, True]
+
+
+def test_an_engine_of_several_ranks_says_how_many_are_not_used() -> None:
+    def rank(instance_id: str, status: str, weight: float = 1.0, requests: int = 0) -> dict[str, Any]:
+        of_all = {"tenant_id": "default", "model_name": "m", "scope": "instance", "load": {"requests": requests}}
+        return of_all | {"instance_id": instance_id, "status": status, "weight": weight}
+
+    publishers = [
+        *(rank("a", "active"), rank("a", "lost"), rank("b", "unreachable"), rank("b", "unreachable")),
+        *(rank("c", "active", 0.0, 2), rank("d", "active"), rank("e", "lost") | {"model_name": "other"}),
+    ]
+    assert not_used(publishers, "default", "m") == {"a": "lost (1 of 2 ranks)", "b": "unreachable", "c": "draining"}
 
 
 async def test_ask_of_a_prompt_shorter_than_a_block_has_no_table(live: Live) -> None:

@@ -63,6 +63,7 @@ def drawn() -> dict[str, Sequence[ScreenPart]]:
         "reservation": None,
     }
     row = {"longest_matched": 32, "GPU": 32, "CPU": 0, "DISK": 0, "blocks": "G" * 32 + "." * 32, "note": "x" * 30}
+    row |= {"not_used": ""}
     return {
         "publishers": publishers.parts(of_publishers | {"publishers": [PUBLISHER]}),
         "books": books.parts({"total": LINE, "minutes": 60, "lines": [LINE]}),

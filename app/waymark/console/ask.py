@@ -9,6 +9,7 @@ from typing import Any
 from waymark.base.errors import NotFound
 from waymark.base.shown import shown
 from waymark.console.prompts import fields_of, prompt_of
+from waymark.console.publishers import not_used
 from waymark.console.screen import Grid, ScreenPart, Text, joined, text
 from waymark.console.service import RemoteService
 from waymark.console.units import counted
@@ -39,9 +40,11 @@ def ask(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]
         raise NotFound("; ".join(inspected["reasons"]) or f"no engine is registered for {shown(group['model'])}")
     lines = {instance["instance_id"]: instance for instance in inspected["instances"]}
     pools = [holder for instance in inspected["instances"] if instance["is_pool"] for holder in instance["holders"]]
+    why = not_used(service.get("/workers")["publishers"], group["tenant_id"] or DEFAULT_TENANT, group["model"])
     for name, row in rows.items():
         line = lines.get(name, {"holders": [], "note": ""})
         row |= {"blocks": _blocks(line["holders"], pools, inspected["total_blocks"]), "note": line["note"] or ""}
+        row["not_used"] = why.get(name, "")
     best_first = sorted(rows.items(), key=lambda item: (-item[1]["longest_matched"], item[0]))
     return {
         "model": group["model"],
@@ -85,7 +88,7 @@ def parts(answer: dict[str, Any]) -> list[ScreenPart]:
     screen_parts += [text(reason, "yellow") for reason in answer["reasons"]]
     if not any(row["blocks"] for row in rows.values()):
         return screen_parts  # the prompt is shorter than a block
-    others = ("longest_matched", "DP", "blocks", "note")
+    others = ("longest_matched", "DP", "blocks", "note", "not_used")
     media = tuple(dict.fromkeys(name for row in rows.values() for name in row if name not in others))
     scale = max(1, -(-max(len(row["blocks"]) for row in rows.values()) // _CELLS_MAX))
     cells = [
@@ -94,7 +97,11 @@ def parts(answer: dict[str, Any]) -> list[ScreenPart]:
             text(row["longest_matched"]),
             *(text(row.get(medium, 0)) for medium in media),
             _picture(row["blocks"], scale),
-            text(row["note"], "yellow"),
+            joined(
+                text(row["not_used"], "red"),
+                "; " if row["not_used"] and row["note"] else "",
+                text(row["note"], "yellow"),
+            ),
         )
         for name, row in rows.items()
     ]

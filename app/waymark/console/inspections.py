@@ -18,9 +18,9 @@ from rich.text import Text
 
 from waymark.base.errors import InvalidValue, NotFound
 from waymark.console.prompts import group_of, read_file, read_hash, read_hashes, read_prompt, read_tokens
-from waymark.console.publishers import warnings
+from waymark.console.publishers import not_used, warnings
 from waymark.console.screen import Screen, ScreenPart, joined, text
-from waymark.console.service import RemoteService
+from waymark.console.service import LocalService, RemoteService
 from waymark.contract.inspections import (
     BlockAnswer,
     HolderAnswer,
@@ -188,7 +188,14 @@ def inspected(service: RemoteService, arguments: argparse.Namespace) -> InspectA
         "lora_id": arguments.lora_id,
         "top": _TOP,
     }
-    return service.post_for(InspectAnswer, "/inspect/prompt", body | salts | _prompt(arguments))
+    answer = service.post_for(InspectAnswer, "/inspect/prompt", body | salts | _prompt(arguments))
+    if isinstance(service, LocalService):  # it sees Redis alone
+        return answer
+    why = not_used(service.get("/workers")["publishers"], arguments.tenant, group["model"])
+    instances = [
+        replace(each, note="; ".join(filter(None, (why.get(each.instance_id), each.note)))) for each in answer.instances
+    ]
+    return replace(answer, instances=instances)
 
 
 def block_of(service: RemoteService, arguments: argparse.Namespace) -> BlockAnswer:

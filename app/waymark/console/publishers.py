@@ -65,6 +65,25 @@ def drains(publishers: Sequence[Mapping[str, Any]]) -> list[str]:
     return states
 
 
+def not_used(publishers: Sequence[Mapping[str, Any]], tenant: str, model: str) -> dict[str, str]:
+    """Return the engines of a model that get no requests, and why: ``unreachable``, ``drained`` and the like; and how
+    many ranks, if it is not all of them.
+    """
+    words: dict[str, list[str]] = {}
+    for publisher, drain in zip(publishers, drains(publishers), strict=True):
+        is_one = (publisher["tenant_id"], publisher["model_name"]) == (tenant, model)
+        if is_one and publisher["scope"] != "shared" and not publisher.get("is_further", False):
+            status = publisher["status"] if publisher["status"] in UNUSABLE else ""
+            words.setdefault(publisher["instance_id"], []).append(status or drain)
+    found = {}
+    for name, of_ranks in words.items():
+        unused = [word for word in of_ranks if word]
+        if unused:
+            part = "" if len(unused) == len(of_ranks) else f" ({len(unused)} of {len(of_ranks)} ranks)"
+            found[name] = ", ".join(dict.fromkeys(unused)) + part
+    return found
+
+
 def state(publisher: Mapping[str, Any], drain: str) -> Text:
     """Return its status, and whether it is drained."""
     style = STATUS_STYLES.get(publisher["status"], "")
