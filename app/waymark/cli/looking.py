@@ -44,10 +44,10 @@ def show(service: RemoteService | None, arguments: argparse.Namespace, screen: S
         _inspect(service, arguments, screen)
         return EXIT_OK
     from waymark.console import status_view
-    from waymark.console.inspections import status_of
+    from waymark.console.inspections import drains_of, status_of
 
     def parts(answer: StatusAnswer) -> Sequence[ScreenPart]:
-        return status_view.parts(answer, is_plain=screen.is_plain)
+        return status_view.parts(answer, is_plain=screen.is_plain, drains=drains_of(service, answer))
 
     try:
         return print_answer(service, arguments, screen, status_of, parts)

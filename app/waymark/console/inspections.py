@@ -18,7 +18,7 @@ from rich.text import Text
 
 from waymark.base.errors import InvalidValue, NotFound
 from waymark.console.prompts import group_of, read_file, read_hash, read_hashes, read_prompt, read_tokens
-from waymark.console.publishers import not_used, warnings
+from waymark.console.publishers import drains, not_used, warnings
 from waymark.console.screen import Screen, ScreenPart, joined, text
 from waymark.console.service import LocalService, RemoteService
 from waymark.contract.inspections import (
@@ -236,6 +236,18 @@ def status_of(service: RemoteService, arguments: argparse.Namespace) -> StatusAn
     query = urlencode({name: value for name, value in wanted.items() if value})
     answer = service.get_for(StatusAnswer, f"/inspect/status?{query}")
     return replace(answer, warnings=list(dict.fromkeys([*answer.warnings, *warnings(service)])))
+
+
+def drains_of(service: RemoteService, answer: StatusAnswer) -> dict[tuple[str, str, str, int], str]:
+    """Return ``draining`` or ``drained`` of the streams with weight 0; none without a Waymark that knows loads."""
+    if isinstance(service, LocalService) or all(stream.weight or stream.is_further for stream in answer.publishers):
+        return {}
+    rows = service.get("/workers")["publishers"]
+    return {
+        (row["tenant_id"], row["model_name"], row["instance_id"], row["dp_rank"]): drain
+        for row, drain in zip(rows, drains(rows), strict=True)
+        if drain
+    }
 
 
 def _prompt(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from rich.text import Text
@@ -29,8 +29,11 @@ _KNOWN_MIN = 0.9
 _UNREADABLE_MAX = 10
 
 
-def parts(status: StatusAnswer, *, is_plain: bool) -> list[ScreenPart]:
-    """Everything, in the order of drawing; a plain table is one, so that its columns can be cut."""
+def parts(status: StatusAnswer, *, is_plain: bool, drains: Mapping[tuple[str, str, str, int], str]) -> list[ScreenPart]:
+    """Everything, in the order of drawing; a plain table is one, so that its columns can be cut.
+
+    ``drains`` has the word of each stream with weight 0, as ``waymark publishers`` shows it, if it is known.
+    """
     screen_parts: list[ScreenPart] = [
         _server(status.redis),
         *(ScreenWarning.of(line) for line in status.warnings),
@@ -43,22 +46,22 @@ def parts(status: StatusAnswer, *, is_plain: bool) -> list[ScreenPart]:
         return screen_parts
     screen_parts.append(text(""))
     if is_plain:
-        return [*screen_parts, Grid(_HEAD, [*map(_row, status.publishers)], _NUMBERS)]
+        return [*screen_parts, Grid(_HEAD, [_row(stream, drains) for stream in status.publishers], _NUMBERS)]
     for group_id, group in groupby(status.publishers, key=lambda stream: stream.group):
         streams = tuple(group)
         name = GroupName(streams[0].tenant_id, streams[0].model_name)
         screen_parts += [
             joined(text(group_text(name), "bold"), f", group {group_id}"),
-            _group(streams),
+            _group(streams, drains),
             text(""),
         ]
     return screen_parts[:-1]
 
 
-def _group(streams: Sequence[StreamState]) -> ScreenPart:
+def _group(streams: Sequence[StreamState], drains: Mapping[tuple[str, str, str, int], str]) -> ScreenPart:
     """Return a group's table; its name is above it."""
     columns = [i for i, name in enumerate(_HEAD) if name not in _PLAIN_ONLY]
-    rows = [tuple(row[i] for i in columns) for row in map(_row, streams)]
+    rows = [tuple(row[i] for i in columns) for row in (_row(stream, drains) for stream in streams)]
     head = tuple(_HEAD[i] for i in columns)
     return Grid(head, rows, _NUMBERS, _SPARE, below="COMPLAINT", named=("INSTANCE", "RANK"))
 
@@ -124,7 +127,9 @@ def _streams_of(worker: WorkerStatus) -> Text:
     )
 
 
-def _row(stream: StreamState) -> tuple[Text, ...]:
+def _row(stream: StreamState, drains: Mapping[tuple[str, str, str, int], str]) -> tuple[Text, ...]:
+    name = (stream.tenant_id, stream.model_name, stream.instance_id, stream.dp_rank)
+    drain = "" if stream.weight or stream.is_further else drains.get(name, "weight 0")
     worker = text(stream.worker or "none", "" if stream.has_live_worker else "bold red")
     if stream.endpoint is None:
         worker = text("by HTTP")
@@ -136,7 +141,7 @@ def _row(stream: StreamState) -> tuple[Text, ...]:
         text(stream.dp_rank),
         text(stream.type),
         text(
-            stream.status + ("" if stream.weight or stream.is_further else ", weight 0"),
+            stream.status + (f", {drain}" if drain else ""),
             STATUS_STYLES.get(stream.status, ""),
         ),
         worker,
