@@ -147,7 +147,7 @@ function show(line, at) {
   const media = [...holders].reverse().filter(has).map((one) => plain(one.medium));
   const said = media.length ? `${where} has it on ${[...new Set(media)].join(" and ")}. ` : `${where} does not have it${holders.length === 1 ? ` on ${plain(holders[0].medium)}` : ""}. `;
   const everywhere = `Holders: ${others.join(", ") || "none"}. `;
-  byId("cell").replaceChildren(
+  byId("cell").firstChild.replaceChildren(
     element("div", {}, element("strong", {}, `Block ${at}`), ` (tokens ${at * size} to ${(at + 1) * size - 1}): ${said}`, everywhere, "Key ", element("code", {}, key), "."),
     element("div", {}, "With waymark: ", element("code", {}, `waymark inspect block ${key} --url ${location.origin}`)),
     // A row has 32 blocks, and what is not in it stands by itself.
@@ -158,6 +158,18 @@ function show(line, at) {
   mark.style.left = `${at * state.width}px`;
   mark.style.width = `${state.width - 1}px`;
   line.lastElementChild.append(mark);
+  keepInSight();
+}
+
+// What is said of a block is at the end of the window, or at its top if it would lie over the line of the block.
+function keepInSight() {
+  const said = byId("cell")?.firstChild;
+  const line = mark.closest(".line");
+  if (!said || !line) return;
+  said.classList.remove("above");
+  const { top, bottom } = line.getBoundingClientRect();
+  const isCovered = bottom > said.getBoundingClientRect().top && top < innerHeight;
+  said.classList.toggle("above", isCovered);
 }
 
 function lineOf(event) {
@@ -182,7 +194,9 @@ export function listen(parent) {
     const { found, at } = lines.get(line);
     show(line, Math.max(0, Math.min(found.total_blocks - 1, Math.max(0, at) + STEPS[event.key])));
     mark.scrollIntoView({ block: "nearest", inline: "nearest" });
+    keepInSight();
   });
+  addEventListener("scroll", keepInSight, { passive: true });
   onTheme(() => {
     for (const state of lines.values()) if (state.context) paint(state);
   });

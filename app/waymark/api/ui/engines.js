@@ -103,7 +103,9 @@ function fillModels(publishers) {
   list.dataset.names = JSON.stringify(names);
   list.replaceChildren(...names.map((name) => element("option", { value: name })));
   const model = byId("model");
-  if (!model.value && names.length) model.value = names.reduce((most, name) => (counts.get(name) > counts.get(most) ? name : most));
+  if (model.value || !names.length) return;
+  model.value = names.reduce((most, name) => (counts.get(name) > counts.get(most) ? name : most));
+  model.dispatchEvent(new Event("input"));
 }
 
 function draw() {

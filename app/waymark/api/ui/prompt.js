@@ -14,6 +14,13 @@ const TEXT = "A router asks which engine has the beginning of a prompt. The engi
 const EXAMPLES = {
   prompt: TEXT, messages: JSON.stringify([{ role: "user", content: TEXT }]), token_ids: "1000-1159", seq_hashes: "",
 };
+// What a part of a cost stands for, where its name alone does not say it.
+const PARTS = {
+  wait: "the tokens that wait there",
+  new: "the tokens to compute, by the weight of the policy. An engine computes at least the end of a prompt behind its last full block, and a whole last block "
+    + "too, and what is not on the GPU may count for less, so it can be more than the column says",
+  active: "the requests under way, by the weight of the policy",
+};
 let shared = "";
 let asked = 0;
 let isByHolder = false;
@@ -23,6 +30,7 @@ export function startPrompt() {
     event.preventDefault();
     ask(given());
   });
+  byId("model").addEventListener("input", offerShow);
   for (const each of document.getElementsByName("form")) each.addEventListener("change", showExample);
   byId("text").placeholder = "hashes of blocks, decimal or as 16 hex digits";
   byId("ask-ids").addEventListener("click", () => {
@@ -39,6 +47,12 @@ function chosen() {
   return document.querySelector('input[name="form"]:checked').value;
 }
 
+// Without a model nothing can be asked: the button would do nothing.
+function offerShow() {
+  byId("show").disabled = !byId("model").value;
+  byId("show").title = byId("model").value ? "" : "There is no model yet";
+}
+
 function showExample() {
   if (["", ...Object.values(EXAMPLES)].includes(byId("text").value)) byId("text").value = EXAMPLES[chosen()];
 }
@@ -50,6 +64,7 @@ export function showShared() {
   shared = words;
   const fields = new URLSearchParams(words);
   byId("model").value = fields.get("model") || "";
+  offerShow();
   byId("tenant").value = fields.get("tenant") || "default";
   // The hashes of a link already include adapter and salt.
   byId("lora").value = byId("salt").value = "";
@@ -140,10 +155,10 @@ function share(found) {
 
 function parts(found, scores) {
   const made = found.reasons.map((reason) => element("p", { class: "reason" }, reason));
-  if (scores) made.push(picked(scores));
+  if (scores) made.push(picked(scores, found));
   else made.push(element("p", { class: "soft" }, "A link has only the hashes of a prompt. Give the prompt itself to see which target POST /select would pick."));
   if (found.total_blocks) made.push(...lines(found, scores)); // without a block every engine has the same reason
-  if (scores) made.push(...targets(scores, found));
+  if (scores) made.push(...targets(scores, found).filter(Boolean));
   return made;
 }
 
@@ -159,7 +174,7 @@ function lines(found, scores) {
   for (const each of sorted) list.append(instance(each, found, order.get(each.instance_id), away.get(each.instance_id)));
   made.push(list);
   if (found.instances_left_out) made.push(element("p", {}, `and ${found.instances_left_out} more`));
-  made.push(element("div", { id: "cell", class: "soft" }, "Point at a block, or focus a line and use the arrow keys."));
+  made.push(element("div", { id: "cell" }, element("div", { class: "said soft" })));
   return made;
 }
 
@@ -176,7 +191,7 @@ function choice(found) {
 
 function legend() {
   const mark = (name, text) => element("span", {}, element("i", { class: `of-${name}` }), text);
-  return element("p", { class: "legend" }, mark("gpu", "GPU"), mark("cpu", "CPU"), mark("disk", "disk"), mark("other", "other medium"), mark("pool", "in a pool"), mark("behind", "held, not counted"), mark("none", "not held"));
+  return element("p", { class: "legend" }, mark("gpu", "GPU"), mark("cpu", "CPU"), mark("disk", "disk"), mark("other", "other medium"), mark("pool", "in a pool"), mark("behind", "held, not counted"), mark("none", "not held"), element("span", { class: "soft" }, "Point at a block, or focus a line and use the arrow keys."));
 }
 
 function instance(each, found, at, away) {
@@ -193,13 +208,48 @@ function instance(each, found, at, away) {
 }
 
 // Which target would get the prompt, or why none would.
-function picked(scores) {
+function picked(scores, found) {
   if (scores.problem) return element("p", { class: "reason" }, scores.problem);
   const [first] = scores.scores;
   if (!first) return element("p", { class: "reason" }, "POST /select would pick no target: none is registered, or all are drained.");
   const isCost = first.cost !== null;
   const why = `policy ${scores.policy}: ${isCost ? "least cost" : "greatest score"}`;
-  return element("p", {}, "POST /select would pick ", element("strong", {}, first.instance_id), ` rank ${first.dp_rank} (${why}).`);
+  return element(
+    "p", {}, "POST /select would pick ", element("strong", {}, first.instance_id), ` rank ${first.dp_rank} (${why}). `,
+    element("span", { id: "why-picked" }, whyPicked(first, scores, found)),
+  );
+}
+
+function tokensOf(row) {
+  return row.device_tokens + row.host_tokens + row.disk_tokens;
+}
+
+// The pick beside the target that has most of the prompt, as a sentence.
+function whyPicked(first, { scores }, found) {
+  const has = tokensOf(first);
+  const most = scores.reduce((best, row) => (tokensOf(row) > tokensOf(best) ? row : best));
+  const away = leftOut(found, scores).find(({ name }) => found.instances.some((each) => each.instance_id === name && each.longest_matched > tokensOf(most)));
+  const also = away ? ` ${away.name} has more, but it is no target: ${away.status}.` : "";
+  const all = found.total_tokens;
+  if (tokensOf(most) > has) {
+    return `${most.instance_id} has ${tokensOf(most)} of the ${several(all, "token")} and this one ${has}, but ${against(most, first)}.${also}`;
+  }
+  if (!has) return `No target has a block of the prompt.${also}`;
+  const others = scores.filter((row) => row !== first && tokensOf(row) === has);
+  const beside = others.length ? `as ${several(others.length, "other target")} ${others.length === 1 ? "does" : "do"}` : "and no other target has as many";
+  const chance = others.some((row) => row.cost === first.cost && row.score === first.score) ? " Chance decides among equals." : "";
+  return `It has ${has} of the ${several(all, "token")}, ${beside}.${chance}${also}`;
+}
+
+// What a target has against it that another one has less of.
+function against(row, other) {
+  if (row.cost === null) return `its score is ${number(row.score)}, against ${number(other.score)}`;
+  const more = (name) => row.parts[name] - other.parts[name];
+  const worst = Object.keys(row.parts).reduce((one, name) => (more(name) > more(one) ? name : one));
+  const is = (count) => (count === 1 ? "is" : "are");
+  if (worst === "active") return `${several(row.active_requests, "request")} ${is(row.active_requests)} ahead of it there, against ${other.active_requests}`;
+  if (worst === "wait") return `${several(row.wait_tokens, "token")} ${is(row.wait_tokens)} to be computed there before, against ${other.wait_tokens}`;
+  return `it costs ${number(row.cost)}, against ${number(other.cost)}`;
 }
 
 // Without an exponent, and with four digits where it is small.
@@ -235,5 +285,12 @@ function targets(scores, found) {
     element("h3", {}, "Targets"),
     element("p", { class: "soft" }, `In the order of the policy ${scores.policy}; ${isCost ? "less" : "greater"} is better.`),
     element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Scores of the targets, which may be wider than the window" }, table),
+    meanings(Object.keys(scores.scores[0].parts)),
   ];
+}
+
+// What the parts of a cost are, as far as their names do not say it.
+function meanings(names) {
+  const known = names.filter((name) => name in PARTS);
+  return known.length ? element("p", { class: "soft", id: "meanings" }, `Parts: ${known.map((name) => `${name} is ${PARTS[name]}`).join("; ")}.`) : null;
 }

@@ -1,0 +1,104 @@
+"""Why an engine is picked for a prompt, and what of the page is in the way of seeing it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from playwright.async_api import Route, expect
+
+from tests.live import start as start_live
+from tests.patience import patient
+from tests.ui.browser import tab
+from tests.ui.test_figures import answer_of_five, give
+from tests.ui.test_work import workers
+
+pytestmark = pytest.mark.outside
+expect.set_options(timeout=1000 * patient(20.0))
+
+
+async def test_a_prompt_is_asked_for_once_there_is_a_model(tmp_path: Path) -> None:
+    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url) as looking:
+        page = looking.page
+        state = workers()
+
+        async def nobody(route: Route) -> None:
+            await route.fulfill(status=503, content_type="application/json", body="{}")
+
+        await page.route("**/workers", nobody)
+        await page.goto(f"{live.url}/ui?again#prompt")
+        await expect(page.locator("#show")).to_be_disabled()
+        await page.fill("#model", "m")
+        await expect(page.locator("#show")).to_be_enabled()
+        await page.fill("#model", "")
+        await expect(page.locator("#show")).to_be_disabled()
+        await page.unroute_all()
+        await give(page, "workers", state)
+        await expect(page.locator("#model")).to_have_value("m")
+        await expect(page.locator("#show")).to_be_enabled()
+
+
+async def test_the_pick_has_a_reason_beside_it_and_the_parts_of_its_cost_are_explained(tmp_path: Path) -> None:
+    found, scores = answer_of_five()
+    state = workers(status="unreachable")
+    state["publishers"] = state["publishers"][:5]
+    state["publishers"][0] |= {"status": "active"}
+    row = scores["scores"][0]
+    idle = row | {"instance_id": "vllm-4", "cost": 48.0, "parts": {"wait": 0.0, "new": 48.0, "active": 0.0}}
+    busy = row | {"instance_id": "vllm-0", "cost": 1072.0, "parts": {"wait": 0.0, "new": 48.0, "active": 1024.0}}
+    busy |= {"device_tokens": 640, "new_tokens": 0, "active_requests": 2}
+    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url, "#prompt") as looking:
+        page = looking.page
+        for path, content in (("workers", state), ("inspect/prompt", found)):
+            await give(page, path, content)
+        has_all = {"device_tokens": 640, "new_tokens": 0}
+        waits = busy | {"parts": {"wait": 99.0, "new": 48.0, "active": 0.0}, "wait_tokens": 99, "active_requests": 0}
+        far = busy | {"parts": {"wait": 0.0, "new": 48.0, "active": 0.0, "over": 1024.0}, "active_requests": 0}
+        scored = busy | {"cost": None, "score": 0.25}
+        less = "vllm-0 has 640 of the 640 tokens and this one 0, but "
+        other = idle | {"instance_id": "vllm-3"}
+        equal, part = "as 1 other target does.", {**idle["parts"], "over": 0.0}
+        none = "and no other target has as many."
+        away = " vllm-0 has more, but it is no target: active."
+        for first, second, said in (
+            (idle, busy, f"{less}2 requests are ahead of it there, against 0."),
+            (idle, waits, f"{less}99 tokens are to be computed there before, against 0."),
+            (idle | {"parts": part}, far, f"{less}it costs 1072, against 48."),
+            (idle | {"cost": None, "score": 0.5}, scored, f"{less}its score is 0.25, against 0.5."),
+            (idle | has_all, busy, f"It has 640 of the 640 tokens, {equal}"),
+            (busy, busy, f"It has 640 of the 640 tokens, {equal} Chance decides among equals."),
+            (busy, idle, f"It has 640 of the 640 tokens, {none}"),
+            (idle | {"device_tokens": 480}, other, f"It has 480 of the 640 tokens, {none}{away}"),
+            (idle, other, f"No target has a block of the prompt.{away}"),
+        ):  # fmt: skip
+            await page.unroute("**/score")
+            await give(page, "score", scores | {"scores": [first, second]})
+            await page.click("#show")
+            await expect(page.locator("#why-picked")).to_have_text(said)
+        await expect(page.locator("#meanings")).to_contain_text("Parts: wait is the tokens that wait there; new is")
+        await expect(page.locator("#meanings")).to_contain_text("so it can be more than the column says")
+
+
+async def test_what_is_said_of_a_block_is_never_over_its_line(tmp_path: Path) -> None:
+    found, scores = answer_of_five()
+    each = found["instances"][1]
+    found["instances"] += [each | {"instance_id": f"more-{number}"} for number in range(20)]
+    size = {"width": 390, "height": 844}
+    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url, viewport=size) as looking:
+        page = looking.page
+        for path, content in (("workers", workers()), ("inspect/prompt", found), ("score", scores)):
+            await give(page, path, content)
+        await page.click('nav a[href="#prompt"]')
+        await page.click("#show")
+        await expect(page.locator("#lines section")).to_have_count(25)
+        said = page.locator("#cell .said")
+        await expect(said).to_be_hidden()
+        for number in (0, 3, 8, 24):
+            line = page.locator("#lines .line").nth(number)
+            await line.evaluate("line => line.scrollIntoView({ block: 'end' })")
+            await line.evaluate("line => line.focus({ preventScroll: true })")
+            await expect(said).to_contain_text("Block 0")
+            over, own = await said.bounding_box(), await line.bounding_box()
+            assert over is not None
+            assert own is not None
+            assert own["y"] + own["height"] <= over["y"] or own["y"] >= over["y"] + over["height"], number
