@@ -134,6 +134,33 @@ async def test_messages_and_responses_carry_the_mark(is_stream: bool) -> None:
             assert answer.text.count(f"{mark_of('hello')}.{count - 1} ") >= 1
 
 
+@pytest.mark.parametrize(("limit", "cut"), [(3, True), (9, False), (None, False)])
+async def test_an_answer_says_whether_the_limit_of_its_request_has_cut_it(limit: int | None, cut: bool) -> None:
+    async with engine() as (client, _, _):
+
+        async def ends(path: str, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
+            whole = await client.post(path, json=body)
+            return whole.json(), (await client.post(path, json=body | {"stream": True})).text
+
+        reason = "length" if cut else "stop"
+        for path, body in (
+            ("/v1/chat/completions", chat("hello", max_tokens=limit)),
+            ("/v1/completions", {"model": "demo", "prompt": "hello", "max_tokens": limit}),
+        ):
+            answer, stream = await ends(path, body)
+            assert answer["choices"][0]["finish_reason"] == reason
+            assert data(stream)[-1]["choices"][0]["finish_reason"] == reason
+        answer, stream = await ends("/v1/messages", chat("hello", max_tokens=limit))
+        reason = "max_tokens" if cut else "end_turn"
+        assert answer["stop_reason"] == reason
+        assert f'"stop_reason":"{reason}"' in stream
+        answer, stream = await ends("/v1/responses", {"model": "demo", "input": "hello", "max_output_tokens": limit})
+        status, details = ("incomplete", {"reason": "max_output_tokens"}) if cut else ("completed", None)
+        assert (answer["status"], answer["incomplete_details"]) == (status, details)
+        assert answer["usage"]["output_tokens"] == (3 if cut else 5)
+        assert f"event: response.{status}\n" in stream
+
+
 async def test_tokens_of_a_text_and_of_messages_are_those_that_are_prefilled() -> None:
     async with engine() as (client, _, _):
         body = chat("one two")

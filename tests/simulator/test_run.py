@@ -155,8 +155,21 @@ async def test_engines_are_registered_once_waymark_is_up(waymark: str, monkeypat
         "tenant_id": "default",
         "block_size": 16,
         "dp_rank": 0,
+        "address": None,
     }
     assert "secret" not in repr(options)
+
+
+@pytest.mark.parametrize("advertised", [None, "pod-1"])
+async def test_an_engine_that_answers_over_http_is_registered_with_its_address(
+    waymark: str, advertised: str | None
+) -> None:
+    lines: list[EngineStarted] = []
+    fields: dict[str, Any] = {"advertised_host": advertised, "register": waymark, "http_port": 0}
+    await simulate(SimulateOptions(base_port=0, prompts=1, **fields), on_start=lines.append)
+    ((_, _, body),) = Waymark.asked
+    assert lines[0].http_url is not None
+    assert body["address"] == lines[0].http_url.replace("127.0.0.1", advertised or "127.0.0.1")
 
 
 async def test_a_refused_registration_ends_the_run_with_the_servers_sentence(waymark: str) -> None:

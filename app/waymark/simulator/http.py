@@ -59,9 +59,7 @@ class Messages:
             if body.get("stream"):
                 return await send_events(request, self._message_events(head, answer), fault)
             content = [{"type": "text", "text": await self._generator.whole(answer)}]
-            return web.json_response(
-                {**head, "content": content, "stop_reason": "end_turn", "stop_sequence": None, "usage": _usage(answer)}
-            )
+            return web.json_response({**head, "content": content, **self._ended(answer), "usage": _usage(answer)})
 
     async def _message_events(self, head: Mapping[str, Any], answer: Completion) -> AsyncIterator[bytes]:
         started = {**head, "content": [], "stop_reason": None, "stop_sequence": None}
@@ -73,9 +71,13 @@ class Messages:
             delta = {"type": "text_delta", "text": piece}
             yield _typed({"type": "content_block_delta", "index": 0, "delta": delta})
         yield _typed({"type": "content_block_stop", "index": 0})
-        ended = {"stop_reason": "end_turn", "stop_sequence": None}
-        yield _typed({"type": "message_delta", "delta": ended, "usage": {"output_tokens": answer.tokens}})
+        delta = self._ended(answer)
+        yield _typed({"type": "message_delta", "delta": delta, "usage": {"output_tokens": answer.tokens}})
         yield _typed({"type": "message_stop"})
+
+    def _ended(self, answer: Completion) -> dict[str, Any]:
+        """Return why a message has ended."""
+        return {"stop_reason": "max_tokens" if self._openai.is_cut(answer) else "end_turn", "stop_sequence": None}
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         body = await body_of(request)
@@ -91,7 +93,7 @@ class Messages:
             if body.get("stream"):
                 return await send_events(request, self._response_events(body, answer), fault)
             text = await self._generator.whole(answer)
-            return web.json_response(_response(body, answer, "completed", [_message(answer, text)]))
+            return web.json_response(_response(body, answer, self._status(answer), [_message(answer, text)]))
 
     async def _response_events(self, body: Mapping[str, Any], answer: Completion) -> AsyncIterator[bytes]:
         place = {"item_id": f"msg_{answer.mark}", "output_index": 0, "content_index": 0}
@@ -115,7 +117,12 @@ class Messages:
         yield numbered({"type": "response.content_part.done", **place, "part": part | {"text": text}})
         item = _message(answer, text)
         yield numbered({"type": "response.output_item.done", "output_index": 0, "item": item})
-        yield numbered({"type": "response.completed", "response": _response(body, answer, "completed", [item])})
+        status = self._status(answer)
+        yield numbered({"type": f"response.{status}", "response": _response(body, answer, status, [item])})
+
+    def _status(self, answer: Completion) -> str:
+        """Return the ``status`` of a response that has ended."""
+        return "incomplete" if self._openai.is_cut(answer) else "completed"
 
 
 def _typed(document: Mapping[str, Any]) -> bytes:
@@ -167,8 +174,8 @@ def _response(
         "temperature": body.get("temperature"),
         "top_p": body.get("top_p"),
         "error": None,
-        "incomplete_details": None,
-        "usage": used if status == "completed" else None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "usage": None if status == "in_progress" else used,
     }
 
 

@@ -66,7 +66,7 @@ class OpenAi:
             message: dict[str, Any] = {"role": "assistant", "content": text if call is None else None}
             if call is not None:
                 message["tool_calls"] = [call]
-            finish = "stop" if call is None else "tool_calls"
+            finish = self._finish(answer, call)
             rows = [{"index": n, "message": message, "finish_reason": finish} for n in range(choices)]
             return web.json_response(
                 {**head, "object": "chat.completion", "choices": rows, "usage": usage(answer, choices)}
@@ -92,7 +92,7 @@ class OpenAi:
                 for n in range(choices):
                     yield chunk({"content": piece}, n)
         for n in range(choices):
-            yield chunk({}, n, "stop" if call is None else "tool_calls")
+            yield chunk({}, n, self._finish(answer, call))
         if (body.get("stream_options") or {}).get("include_usage"):
             yield event({**head, "choices": [], "usage": usage(answer, choices)})
         yield b"data: [DONE]\n\n"
@@ -113,7 +113,12 @@ class OpenAi:
             if body.get("stream"):
                 return await send_events(request, self._completion_chunks(head, answers, body), fault)
             rows = [
-                {"index": n, "text": await self._generator.whole(answer), "finish_reason": "length", "logprobs": None}
+                {
+                    "index": n,
+                    "text": await self._generator.whole(answer),
+                    "finish_reason": self._finish(answer),
+                    "logprobs": None,
+                }
                 for n, answer in enumerate(answers)
             ]
             return web.json_response({**head, "choices": rows, "usage": _sum(answers)})
@@ -124,7 +129,7 @@ class OpenAi:
         for n, answer in enumerate(answers):
             async for piece in self._generator.pieces(answer):
                 yield event({**head, "choices": [{"index": n, "text": piece, "finish_reason": None}]})
-            yield event({**head, "choices": [{"index": n, "text": "", "finish_reason": "length"}]})
+            yield event({**head, "choices": [{"index": n, "text": "", "finish_reason": self._finish(answer)}]})
         if (body.get("stream_options") or {}).get("include_usage"):
             yield event({**head, "choices": [], "usage": _sum(answers)})
         yield b"data: [DONE]\n\n"
@@ -177,6 +182,16 @@ class OpenAi:
         if not isinstance(limit, int) or limit < 1:
             raise BadRequest(400, f"{names[-1]} must be at least 1, got {limit}.")
         return min(limit, self._served.answer_tokens)
+
+    def is_cut(self, answer: Completion) -> bool:
+        """Return whether the limit of the request ends the answer."""
+        return answer.tokens < self._served.answer_tokens
+
+    def _finish(self, answer: Completion, call: Mapping[str, Any] | None = None) -> str:
+        """Return the ``finish_reason``."""
+        if call is not None:
+            return "tool_calls"
+        return "length" if self.is_cut(answer) else "stop"
 
 
 def event(document: Mapping[str, Any], kind: str | None = None) -> bytes:

@@ -116,7 +116,7 @@ async def simulate(
             if options.http_port is not None:
                 http_url = (await stack.enter_async_context(_http(options, options.http_port, i, engine))).url
             if options.register_url is not None:
-                await _register(options, options.register_url, i, engine)
+                await _register(options, options.register_url, i, engine, http_url)
             if on_start is not None:
                 on_start(_started(options, i, engine, http_url))
         for engine in engines:
@@ -228,7 +228,9 @@ def _http(options: SimulateOptions, port: int, i: int, engine: SimulatedEngine) 
     )
 
 
-async def _register(options: SimulateOptions, base_url: str, i: int, engine: SimulatedEngine) -> None:
+async def _register(
+    options: SimulateOptions, base_url: str, i: int, engine: SimulatedEngine, http_url: str | None
+) -> None:
     kind = next(kind for kind, traits in TRAITS.items() if traits.dialect == options.dialect.partition("-")[0])
     fields = {
         "endpoint": _advertised(options, engine.publisher.endpoint),
@@ -240,6 +242,7 @@ async def _register(options: SimulateOptions, base_url: str, i: int, engine: Sim
         "tenant_id": options.tenant_id,
         "block_size": options.block_size,
         "dp_rank": 0,
+        "address": _advertised(options, http_url),
     }
     await register(base_url, fields, api_token=options.api_token, within_seconds=options.register_within_seconds)
 
@@ -247,7 +250,7 @@ async def _register(options: SimulateOptions, base_url: str, i: int, engine: Sim
 def _advertised(options: SimulateOptions, endpoint: str | None) -> str | None:
     if endpoint is None or options.advertised_host is None:
         return endpoint
-    return f"tcp://{options.advertised_host}:{endpoint.rpartition(':')[2]}"
+    return f"{endpoint.partition('://')[0]}://{options.advertised_host}:{endpoint.rpartition(':')[2]}"
 
 
 def _started(options: SimulateOptions, i: int, engine: SimulatedEngine, http_url: str | None) -> EngineStarted:
