@@ -13,7 +13,6 @@ help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## run the whole of Waymark on this machine, with simulated engines; on a terminal it stays until Ctrl-C
-	@echo 'for the command waymark in a shell: export PATH="$(CURDIR)/$(BIN):$$PATH"'
 	@$(BIN)/waymark demo
 
 install: ## put the command waymark on the PATH of this user, in an environment of its own; needs uv or pipx

@@ -170,7 +170,7 @@ def test_the_demo_stays_on_a_terminal_until_ctrl_c() -> None:
     def drive(terminal: int) -> None:
         nonlocal read
         deadline = time.monotonic() + patient(60)
-        while b"--tokens 1000-1159" not in read:
+        while b"/v1/chat/completions" not in read.rpartition(b"\n")[0]:
             assert time.monotonic() < deadline, read
             if select.select([terminal], [], [], 0.2)[0]:
                 read += os.read(terminal, 65536)
@@ -183,6 +183,10 @@ def test_the_demo_stays_on_a_terminal_until_ctrl_c() -> None:
             body = {"model": "demo-model", "prompt": said[1], "block_size": 16}
             answer = client.post("/query", json=body).json()["default"]
             assert answer["engine-1"]["longest_matched"] == 32
+            said = re.search(r"curl -s (\S+) -H '[^']+' -d '([^']+)'", read.decode())
+            assert said is not None
+            chat = client.post(said[1], content=said[2], headers={"Content-Type": "application/json"})
+            assert chat.json()["choices"][0]["finish_reason"] == "stop", chat.text
 
             def publishers() -> dict[str, dict[str, Any]]:
                 return {each["instance_id"]: each for each in client.get("/workers").json()["publishers"]}
@@ -207,5 +211,9 @@ def test_the_demo_stays_on_a_terminal_until_ctrl_c() -> None:
     assert code == cli.EXIT_OK, written
     assert "Traceback" not in written
     assert "WARNING" not in written
+    assert "The demo has ended" in written
+    assert b"runs on an embedded" not in read, "it would run into the line of the progress"
+    path = f'In another terminal:\r\n  export PATH="{Path(sys.executable).parent}:$PATH"\r\n  waymark top'
+    assert path in read.decode()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{seen[0]}/health", trust_env=False)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from waymark.cli.exits import EXIT_FAILED, EXIT_OK
 
@@ -28,6 +30,15 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _path() -> str:
+    """Return the line that another terminal needs, if this environment's commands are not on every PATH."""
+    commands = Path(sys.executable).parent
+    found = shutil.which("waymark")
+    if found is not None and Path(found).parent != commands:
+        return ""
+    return f'  export PATH="{commands}:$PATH"\n'
+
+
 def run(arguments: argparse.Namespace) -> int:
     from waymark.cli import loop
     from waymark.console.demo_view import parts
@@ -42,15 +53,17 @@ def run(arguments: argparse.Namespace) -> int:
         nonlocal is_shown
         progress.clear()
         Screen().show(parts(lines))
+        body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]})
         of_url = "" if url == DEFAULT_URL else f" --url {url}"
         if of_url and not os.environ.get("WAYMARK_PORT"):
             print(f"\nAnother process listens on the usual port, so this Waymark is at {url}.")
         print(
             f"\nIt goes on with {ENGINES} engines and with requests until you press Ctrl-C: {DRAINED} is drained, and "
-            f"{STOPPED} has been stopped.\nThe page: {url}/ui\nIn another terminal:\n"
+            f"{STOPPED} has been stopped.\nThe page: {url}/ui\nIn another terminal:\n{_path()}"
             f"  waymark top{of_url}\n  waymark publishers --bad{of_url}\n"
             f"  waymark ask --model {MODEL} --text '{TEXT}'{of_url}\n"
-            f"  waymark ask --model {MODEL} --tokens 1000-1159{of_url}",
+            f"  waymark ask --model {MODEL} --tokens 1000-1159{of_url}\n"
+            f"  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
             flush=True,
         )
         is_shown = True
@@ -62,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         if not is_shown:
             raise
+        print("\nThe demo has ended: its Waymark and its engines are stopped.")
         return EXIT_OK
     except DemoFailed as exc:
         print(f"waymark demo: {exc}", file=sys.stderr)

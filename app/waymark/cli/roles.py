@@ -88,7 +88,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if "host" not in settings.model_fields_set:  # a trial is not open to the network unless someone asks for it
             settings = settings.model_copy(update={"host": _TRIAL_HOST})
     sockets = replica.open_port(settings, has_api=has_api or has_gateway)
-    if settings.redis_url == "memory://":
+    if settings.redis_url == "memory://" and settings.log_level != "error":
         print(
             f"waymark {__version__} runs on an embedded, emulated Redis, for a trial. The index is lost when the "
             f"process ends, and it is about nine times slower than a real Redis. Listening on {settings.host}, port "

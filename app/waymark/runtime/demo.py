@@ -1,7 +1,7 @@
 """``waymark demo``: the whole service on one machine, shown in a table, and checked.
 
-It starts ``waymark serve`` as a process of its own on the embedded Redis, or takes a service that runs already; starts
-two simulated vLLM engines that publish real frames and tokenize texts, lets them work on prompts that share a prefix,
+It starts ``waymark gateway`` as a process of its own on the embedded Redis, or takes a service that runs already;
+starts two simulated vLLM engines that publish real frames and tokenize texts, lets them work on prompts that share a prefix,
 and asks ``/query``. Every answer is compared with the real contents of the engines' caches; the first wrong one ends
 the demo with a sentence. In a service that runs already, the engines have a tenant of their own, and are unregistered
 at the end. On a terminal a service of its own stays, with more engines and with requests that go on, so that there is
@@ -121,8 +121,9 @@ async def run_demo(
         if url is not None:
             service = await stack.enter_async_context(_running_service(url, api_token))
         else:
-            # A demo that stays has stopped an engine itself, which the log need not tell.
-            level = "warning" if stay is None else "error"
+            # A demo that stays has stopped an engine itself, which the log need not tell. On a terminal, lines of the
+            # service would run into the progress.
+            level = "warning" if stay is None and not sys.stderr.isatty() else "error"
             service = await stack.enter_async_context(_started_service(_wanted_port(stay is not None), level))
         with _sentences():
             return await _show(service, say, stay)
@@ -307,7 +308,7 @@ async def _started_service(port: int, log_level: str) -> AsyncIterator[_DemoServ
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
     environ |= {"WAYMARK_HOST": "127.0.0.1", _PORT: str(port), "WAYMARK_LOG_LEVEL": log_level}
     environ |= {"WAYMARK_WORKER_ID": worker_id}
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "waymark", "serve", env=environ)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "waymark", "gateway", env=environ)
     base = f"http://127.0.0.1:{port}"
     try:
         async with AsyncClient(base, trust_env=False) as client:  # a proxy of the environment is not asked
