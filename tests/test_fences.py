@@ -189,7 +189,7 @@ class Session:
             http_port = words[words.index("--http-port") + 1] if "--http-port" in words else None
             url = (
                 f"{self._environ['WAYMARK_URL']}/services"
-                if http_port is None
+                if http_port is None or "--register" in words
                 else f"http://127.0.0.1:{http_port}/health"
             )
         environ = self._environ | {"WAYMARK_PORT": self._ports["13333"], "WAYMARK_HOST": "127.0.0.1"}
@@ -231,7 +231,8 @@ class Session:
         if command.text.startswith("redis-cli --scan"):
             expected = "\n".join(sorted(expected.splitlines()))
         elif "router_example" in command.text:  # both engines are idle
-            output = output.replace("engine-1 0 of", "engine-0 0 of")
+            first, second = self._ports["8000"], self._ports["8001"]
+            output = output.replace(f"engine-1 at http://127.0.0.1:{second}", f"engine-0 at http://127.0.0.1:{first}")
         assert output == expected, command.text
 
 

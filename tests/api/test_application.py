@@ -169,6 +169,12 @@ async def test_unknown_paths(api: httpx.AsyncClient, path: str) -> None:
         assert (answer.status_code, answer.json()["reason"]) == (404, "not_found")
 
 
+async def test_a_client_of_a_gateway_is_told_that_this_is_none(api: httpx.AsyncClient) -> None:
+    answer = await api.post("/v1/chat/completions", json={})
+    assert (answer.status_code, answer.json()["reason"]) == (404, "not_found")
+    assert answer.json()["error"].startswith("this is no gateway: 'waymark gateway' has the paths under /v1")
+
+
 async def test_head_is_answered_without_a_body(memory_store: Store) -> None:
     app = create_app(memory_store, Settings(), Metrics())
     sent: list[MutableMapping[str, Any]] = []

@@ -247,6 +247,15 @@ def test_wrong_arguments_end_it_with_the_usage(arguments: list[str], capsys: pyt
     assert "usage: waymark" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "words"), [("policies", "compare|replay"), ("inspect", "prompt|block|holder|keys|namespace")]
+)
+def test_a_missing_word_is_named_by_its_choices(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command])
+    assert f"the following arguments are required: {words}\n" in capsys.readouterr().err
+
+
 @pytest.mark.outside
 @pytest.mark.parametrize("role", ["serve", "query", "ingest"])
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ async def test_a_selection_is_released_with_its_outcome(redis_url: str, tmp_path
         async with waymark.select("m", [1, 2, 3, 4], expect=False) as target:
             assert (target.selection.instance_id, target.selection.address) == ("i", "http://10.0.0.7:8000")
             assert (target.selection.new_tokens, target.selection.is_degraded) == (4, False)
-            assert target.selection.reason == "kv_aware"
+            assert (target.selection.reason, target.selection.note) == ("kv_aware", None)
             await are({"i": (4, 1, 1.0)})
             await target.first_token()
             await target.renew()
@@ -199,6 +199,11 @@ async def test_a_selection_is_released_with_its_outcome(redis_url: str, tmp_path
             async with waymark.select_by_hash("m", [1], expect=False):
                 raise RuntimeError("the engine is gone")
         await are({"i": (0, 0, 2 / 3)})
+        async with waymark.select("m", prompt="a text without a tokenizer") as without_tokens:
+            selection = without_tokens.selection
+            assert (selection.instance_id, selection.reason) == ("i", "prefix")
+            assert selection.note is not None
+            assert selection.note.startswith("no cache was looked at: the token ids of the prompt are not known")
         failed = await waymark.select("m", [1, 2, 3, 4], expect=False).begin()  # a router that works by callbacks
         await are({"i": (4, 1, 2 / 3)})
         await failed.end("failed")
@@ -276,7 +281,7 @@ async def test_the_router_example_picks_who_has_the_prompt(redis_url: str, tmp_p
         AsyncClient(live.url) as waymark,
     ):
         endpoints = [
-            f"engine-{i}={engine.publisher.endpoint},{engine.publisher.replay_endpoint}"
+            f"engine-{i}={engine.publisher.endpoint},{engine.publisher.replay_endpoint},http://engine:{i + 1}"
             for i, engine in enumerate(engines)
         ]
 
@@ -303,9 +308,9 @@ async def test_the_router_example_picks_who_has_the_prompt(redis_url: str, tmp_p
         longer = prompts[0] + tuple(range(64))
         *known, unknown = await asyncio.to_thread(route, prompts[1], prompts[0], longer, tuple(range(3000, 3032)))
         assert known == [
-            "engine-1 160 of 160 tokens are there",
-            "engine-0 160 of 160 tokens are there",
-            "engine-0 160 of 224 tokens are there",
+            "engine-1 at http://engine:2: 160 of 160 tokens are there",
+            "engine-0 at http://engine:1: 160 of 160 tokens are there",
+            "engine-0 at http://engine:1: 160 of 224 tokens are there",
         ]
         assert unknown.endswith(" 0 of 32 tokens are there"), "both are idle again, so it is either of the two"
 

@@ -305,7 +305,7 @@ async def test_a_drained_engine_is_passed_over_keeps_its_fields_and_is_unregiste
             1
         ] == "a gets requests again, with weight 2\n"
         code, output, _ = await run(live, "drain", "a", "--resume", "--json")
-        resumed = ["a gets requests again, with weight 1"]
+        resumed = ["a was not drained; its weight is now 1"]
         assert (code, json.loads(output)) == (cli.EXIT_OK, {"instance_id": "a", "done": True, "messages": resumed})
         assert (await client.get("/services")).json()["services"] == before
         waiting = asyncio.create_task(run(live, "drain", "a", "--unregister"))
@@ -616,6 +616,12 @@ async def test_books_say_what_routing_earned(live: Live) -> None:
         "4 tokens were not computed again because of Waymark, in 1 requests of the last 120 minutes"
     )
     assert "CAME is DELIVERED of EXPECTED" in " ".join(output.split())
+    assert "REQUESTS are those whose usage was reported" in " ".join(output.split())
+    async with live.client() as client:
+        selected = (await client.post("/select", json={"model": "m", "token_ids": TOKENS})).json()
+        await client.post("/release", json={"reservation": selected["reservation"]})
+    more = "are not in the sums, because neither the engine nor the router reported their usage: 1"
+    assert more in " ".join((await run(live, "books"))[1].split())
     line = (await json_of(live, "books", "--by", "tenant"))["lines"][0]
     assert (line["delivered"], line["requests"] - line["unreported"]) == (28, 1)
     code, _, error = await run(live, "books", "--since", "soon")

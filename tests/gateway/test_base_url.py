@@ -105,6 +105,7 @@ async def test_an_alias_stays_when_the_model_changes(start: Start) -> None:
         ("/v1/v1/messages", "this client adds /v1 itself, so leave it out of its base_url"),
         ("/v1/v1/messages/count_tokens", "this client adds /v1 itself, so leave it out of its base_url"),
         ("/v1/elsewhere", "there is no such path; this gateway has "),
+        ("/v1/elsewhere", ", /v1/models, "),
     ],
 )
 async def test_a_wrong_base_url_is_explained_in_the_shape_of_the_client(start: Start, path: str, said: str) -> None:

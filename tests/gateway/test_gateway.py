@@ -6,6 +6,8 @@ import asyncio
 import json
 import logging
 import os
+import re
+import subprocess
 from dataclasses import replace
 from hashlib import sha256
 from itertools import count
@@ -20,6 +22,7 @@ from tests.api.conftest import hold_blocks
 from tests.conftest import wait_until
 from tests.e2e.redis_server import redis_server
 from tests.gateway.conftest import Start, chat, events, registration
+from tests.patience import patient
 from waymark.base.errors import SettingsError
 from waymark.base.settings import Settings
 from waymark.chat.requests import session_token
@@ -82,6 +85,17 @@ def test_an_entry_that_is_no_key_ends_the_start_and_is_not_shown(entry: str, tmp
     (tmp_path / "keys").write_text(f"\n{entry}\n")
     with pytest.raises(SettingsError, match="line 2"):
         ApiKeys([], tmp_path / "keys")
+
+
+def test_the_command_of_the_page_and_of_the_error_prints_what_a_key_needs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text(encoding="utf-8")
+    (of_page,) = re.findall(r"^\$ (printf .*sha256sum.*)$", page, re.MULTILINE)
+    with pytest.raises(SettingsError) as error:
+        ApiKeys(["nonsense"])
+    (of_error,) = re.findall(r"printf .*(?= prints)", str(error.value))
+    for command in (of_page.replace('"$KEY"', "secret"), of_error.replace("KEY", "secret")):
+        printed = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True, timeout=patient(10))
+        assert ApiKeys([f"a:{printed.stdout.rstrip()}"]).client({b"x-api-key": b"secret"}).name == "a"
 
 
 async def test_no_body_and_no_key_is_logged(start: Start, caplog: pytest.LogCaptureFixture) -> None:

@@ -109,6 +109,7 @@ async def test_a_model_without_a_source_is_refused_by_name(make: Make, tmp_path:
         await tokenizers.tokens(model, HI)
     assert (caught.value.reason, caught.value.field) == ("no_tokenizer", "model")
     assert "registered with an address" in caught.value.sentence
+    assert "'waymark register URL'" in caught.value.sentence
 
 
 async def test_a_directory_that_comes_later_is_found(

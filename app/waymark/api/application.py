@@ -118,10 +118,12 @@ def create_app(
     )
     contract.describe(operations)
 
-    async def not_routed(_: Request, error: Exception) -> Response:
+    async def not_routed(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         metrics.http_requests.labels(route="none", method="other", status=str(error.status_code)).inc()
         sentence = "there is no such path; GET /docs lists the paths that exist"
+        if gateway is None and request.url.path.startswith("/v1/"):
+            sentence = "this is no gateway: 'waymark gateway' has the paths under /v1; GET /docs lists the paths here"
         return _json({"error": sentence, "reason": "not_found"}, error.status_code)
 
     app = Starlette(

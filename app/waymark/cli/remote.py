@@ -79,7 +79,8 @@ examples:
 
 The columns are prompt tokens that engines need not compute: AVAILABLE on the best engine, CHOSEN on the one that was
 chosen, EXPECTED by the index, DELIVERED as the engine says, RANDOM if chance had chosen, EARNED is DELIVERED - RANDOM.
-CAME is DELIVERED of EXPECTED; CREDIT multiplies what an engine has in decisions; NO USAGE: requests without it.
+CAME is DELIVERED of EXPECTED; CREDIT multiplies what an engine has in decisions. REQUESTS are those whose usage was
+reported, NO USAGE those without; requests without token ids are in neither.
 """,
     "policies": """\
 examples:
@@ -157,7 +158,12 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
         case "placement":
             parser.add_argument("--model", help="only this model")
         case "policies":
-            parser.add_argument("deed", choices=("compare", "replay"), help="the shadows, or the policy that follows")
+            parser.add_argument(
+                "deed",
+                choices=("compare", "replay"),
+                metavar="compare|replay",
+                help="the shadows, or the policy that follows",
+            )
             parser.add_argument("policy", nargs="?", metavar="FILE", help="replay: a picker file, or a policy by name")
             parser.add_argument("--model", help="only decisions for this model")
             parser.add_argument("--since", default="24h", help="how long ago they begin: 30m, 2h, at most 24h (24h)")

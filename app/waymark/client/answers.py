@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import httpx
 import msgpack
 
-from waymark.contract.decisions import ScoreAnswer
+from waymark.contract.decisions import Decision, ScoreAnswer
 from waymark.contract.publishers import (
     EventsAnswer,
     Publisher,
@@ -62,6 +62,11 @@ class Matches(Mapping[str, Match]):
 
 
 DEGRADED = "none of the engines can be reached now, or Redis is unavailable; this is the best of them"
+#: The note of a selection whose prompt had no token ids.
+WITHOUT_TOKENS = (
+    "no cache was looked at: the token ids of the prompt are not known; send token_ids, register the engines with "
+    "'waymark register URL', or name a tokenizer in WAYMARK_TOKENIZERS"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +91,17 @@ class Selection:
     is_degraded: bool = False
     """Redis was unavailable: the target was found by the prefix alone. Or all targets are left out after failures."""
     reason: str = ""
-    """How the target was chosen: ``kv_aware`` by cache and load, ``prefix_hash``, ``overflow``, ``session``,
-    ``fallback``, or ``local`` by the caller."""
+    """How the target was chosen: ``kv_aware`` by cache and load, ``prefix`` or ``load`` without a look at any cache
+    (see ``note``), ``prefix_hash``, ``overflow``, ``session``, ``fallback``, or ``local`` by the caller."""
     is_local: bool = False
     """No replica answered in time: the caller's ``fallback`` chose."""
 
     @property
     def note(self) -> str | None:
-        """Why the target may not answer, in words; None if nothing is known against it."""
-        return DEGRADED if self.is_degraded else None
+        """Why the target may not answer, or why no cache was looked at, in words; None if there is nothing to say."""
+        if self.is_degraded:
+            return DEGRADED
+        return WITHOUT_TOKENS if self.reason in (Decision.PREFIX, Decision.LOAD) else None
 
     @classmethod
     def local(cls, target: str) -> Selection:

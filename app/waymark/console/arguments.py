@@ -76,7 +76,9 @@ def add_watch(parser: argparse.ArgumentParser) -> None:
 def add_inspect(parser: argparse.ArgumentParser) -> None:
     """Add the kinds of ``inspect``, and their flags."""
     parser.epilog = f"examples:\n{''.join(_INSPECT_EXAMPLES.values())}{_INSPECT_ENDING}"
-    _add_inspections(parser.add_subparsers(dest="what", required=True, metavar="what"))
+    kinds = parser.add_subparsers(dest="what", required=True)
+    _add_inspections(kinds)
+    kinds.metavar = "|".join(kinds.choices)  # named if it is missing
 
 
 def _add_inspections(kinds: Subcommands) -> None:

@@ -15,7 +15,8 @@ from waymark.console.service import RemoteService
 LEGEND = wrap(
     "prompt tokens that engines need not compute: AVAILABLE on the best engine, CHOSEN on the one that was chosen, "
     "EXPECTED by the index, DELIVERED as the engine says, RANDOM if chance had chosen, EARNED is DELIVERED - RANDOM; "
-    "CAME is DELIVERED of EXPECTED; CREDIT multiplies what an engine has in decisions; NO USAGE: requests without it",
+    "CAME is DELIVERED of EXPECTED; CREDIT multiplies what an engine has in decisions; REQUESTS are those whose "
+    "usage was reported, NO USAGE those without; requests without token ids are in neither",
     79,
 )
 _AMOUNTS = ("available", "chosen", "expected", "delivered", "random", "earned")
@@ -55,7 +56,11 @@ def parts(found: dict[str, Any]) -> list[ScreenPart]:
     drawn: list[ScreenPart] = [text(head, "bold")]
     if total["unreported"]:
         drawn.append(
-            text(f"{total['unreported']:,} more requests are not in the sums: their engines say no usage", "yellow")
+            text(
+                "requests that are not in the sums, because neither the engine nor the router reported their usage: "
+                f"{total['unreported']:,}",
+                "yellow",
+            )
         )
     names = {"tenant_id": "TENANT", "model_name": "MODEL", "instance_id": "ENGINE"}
     shown = [field for field in names if field in found["lines"][0]]

@@ -47,14 +47,16 @@ def drain(service: RemoteService, arguments: argparse.Namespace) -> Iterator[str
     unregistered.
     """
     name, tenant = arguments.engine, arguments.tenant_id or "default"
-    if not _ranks(service, name, tenant):
+    ranks = _ranks(service, name, tenant)
+    if not ranks:
         raise NotFound(
             f"no engine {shown(name)} is registered for tenant {shown(tenant)}; 'waymark publishers' lists them"
         )
     engine = {"instance_id": name, "tenant_id": tenant}
     if arguments.resume:
         changed = service.post_for(WeightAnswer, "/weight", engine | {"weight": arguments.weight})
-        yield f"{name} gets requests again, with weight {changed.weight:g}"
+        was = "gets requests again, with weight" if any(drains(ranks)) else "was not drained; its weight is now"
+        yield f"{name} {was} {changed.weight:g}"
         return
     service.post("/weight", engine | {"weight": 0})
     yield f"{name} gets no new requests"

@@ -122,7 +122,9 @@ def _read(path: Path) -> list[tuple[str, GatewayCaller]]:
 def _parsed(entry: str, where: str) -> tuple[str, GatewayCaller]:
     match = _KEY.fullmatch(entry)
     if match is None:  # the text may be a key, so it is not shown
-        raise SettingsError(f"{where} has an entry that is not {_FORM}; printf %s KEY | sha256sum makes it")
+        raise SettingsError(
+            f"{where} has an entry that is not {_FORM}; printf %s KEY | sha256sum | cut -d ' ' -f 1 prints the sha256"
+        )
     return match["digest"], GatewayCaller(match["name"], match["tenant"] or DEFAULT_TENANT)
 
 

@@ -68,7 +68,7 @@ def unknown_path(path: str) -> RequestRejected:
     elif path.startswith("/v1/v1/"):
         sentence = f"there is no path {shown(path)}: the base_url of this client must end in /v1, once"
     else:
-        sentence = "there is no such path; this gateway has " + ", ".join(sorted({*PATHS, COUNT_TOKENS, *FURTHER}))
+        sentence = "there is no such path; this gateway has " + ", ".join(sorted({*_WITH_V1, COUNT_TOKENS, *FURTHER}))
     return RequestRejected(404, sentence, "not_found")
 
 

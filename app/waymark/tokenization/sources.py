@@ -33,7 +33,7 @@ def no_tokenizer(model: str) -> InvalidValue:
     """Return the refusal of text for a model without a source."""
     return InvalidValue(
         f"there is no tokenizer for the model {shown(model)}, and no engine of it that is registered with an address; "
-        "register an engine with an address, name a tokenizer in WAYMARK_TOKENIZERS, put its directory into "
+        "register one with 'waymark register URL', name a tokenizer in WAYMARK_TOKENIZERS, put its directory into "
         "WAYMARK_TOKENIZERS_DIR, or send token_ids",
         reason="no_tokenizer",
         field="model",
@@ -178,7 +178,7 @@ class EngineTokenizer:
         if not addresses:
             raise TokenizerUnavailable(
                 f"the tokenizer engine: cannot be used now: no engine of the model {shown(model)} is registered with "
-                "an address; register one with an address"
+                "an address; register one with 'waymark register URL'"
             )
         now = monotonic()
         addresses = [address for address in addresses if self._failed.get(address, 0.0) <= now]

@@ -94,7 +94,10 @@ def _complaint(entry: Any, names: set[str], digests: set[str]) -> str:
     if not isinstance(name, str) or not name or name in names:
         return f"name is {shown(name)}; give each token a name of its own"
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest) or digest in digests:
-        return "sha256 is not 64 hex digits in lower case, or is there twice; printf %s TOKEN | sha256sum"
+        return (
+            "sha256 is not 64 hex digits in lower case, or is there twice; "
+            "printf %s TOKEN | sha256sum | cut -d ' ' -f 1 prints it"
+        )
     is_list = isinstance(tenants, list) and tenants and all(isinstance(tenant, str) and tenant for tenant in tenants)
     if not is_list or ("*" in tenants and tenants != ["*"]):  # type: ignore[operator]
         return 'tenants is no list of tenants; give ["*"] for all'
