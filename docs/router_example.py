@@ -15,11 +15,5 @@ with Client(url) as waymark:
         tokens = [int(token) for token in line.split()]
         with waymark.select(MODEL, tokens) as target:  # reserved until the block ends
             best = target.selection  # a router sends the request to best.address here, and streams its answer
-            print(
-                f"{best.instance_id} at {best.address}:",
-                best.device_tokens,
-                "of",
-                len(tokens),
-                "tokens are there",
-                flush=True,
-            )
+            engine = f"{best.instance_id} at {best.address}:"
+            print(engine, best.device_tokens, "of", len(tokens), "tokens are there", flush=True)

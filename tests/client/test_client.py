@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from waymark.client import (
     Matches,
     ModelNotFound,
     Refused,
+    Selection,
     Service,
     Unavailable,
     Workers,
@@ -199,11 +201,6 @@ async def test_a_selection_is_released_with_its_outcome(redis_url: str, tmp_path
             async with waymark.select_by_hash("m", [1], expect=False):
                 raise RuntimeError("the engine is gone")
         await are({"i": (0, 0, 2 / 3)})
-        async with waymark.select("m", prompt="a text without a tokenizer") as without_tokens:
-            selection = without_tokens.selection
-            assert (selection.instance_id, selection.reason) == ("i", "prefix")
-            assert selection.note is not None
-            assert selection.note.startswith("no cache was looked at: the token ids of the prompt are not known")
         failed = await waymark.select("m", [1, 2, 3, 4], expect=False).begin()  # a router that works by callbacks
         await are({"i": (4, 1, 2 / 3)})
         await failed.end("failed")
@@ -313,6 +310,12 @@ async def test_the_router_example_picks_who_has_the_prompt(redis_url: str, tmp_p
             "engine-0 at http://engine:1: 160 of 224 tokens are there",
         ]
         assert unknown.endswith(" 0 of 32 tokens are there"), "both are idle again, so it is either of the two"
+
+
+@pytest.mark.parametrize(("reason", "is_said"), [("prefix", True), ("load", True), ("kv_aware", False)])
+def test_a_selection_says_if_no_cache_was_looked_at(reason: str, is_said: bool) -> None:
+    note = replace(Selection.local("i"), reason=reason).note
+    assert (note or "").startswith("no cache was looked at") == is_said
 
 
 def test_the_router_example_is_about_twenty_lines() -> None:

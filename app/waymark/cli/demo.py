@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import sys
 from dataclasses import asdict
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"  waymark top{of_url}\n  waymark publishers --bad{of_url}\n"
             f"  waymark ask --model {MODEL} --text '{TEXT}'{of_url}\n"
             f"  waymark ask --model {MODEL} --tokens 1000-1159{of_url}\n"
-            f"  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
+            f"  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}",
             flush=True,
         )
         is_shown = True
