@@ -4,8 +4,8 @@ It starts ``waymark gateway`` as a process of its own on the embedded Redis, or 
 starts two simulated vLLM engines that publish real frames and tokenize texts, lets them work on prompts that share a
 prefix, and asks ``/query``. Every answer is compared with the real contents of the engines' caches; the first wrong
 one ends the demo with a sentence. In a service that runs already, the engines have a tenant of their own, and are
-unregistered at the end. On a terminal a service of its own stays, with more engines and with requests that go on, so that there is
-something to look at: one of the engines is drained, and one has been stopped.
+unregistered at the end. On a terminal a service of its own stays, with more engines and with requests that go on, so
+that there is something to look at: one of the engines is drained, and one has been stopped.
 """
 
 from __future__ import annotations
