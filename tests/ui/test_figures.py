@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,19 @@ async def test_an_empty_waymark_says_how_to_begin_and_a_new_tab_has_the_last_day
             await expect(figures).to_contain_text("201 in 24 h")
 
 
+async def test_the_rate_is_that_of_the_time_that_is_known(tmp_path: Path) -> None:
+    async def books(route: Route) -> None:
+        row = {"time": time.time() // 60 * 60, "requests": 600, "unreported": 0, "earned": 0, "delivered": 0}
+        await route.fulfill(json={"by_minute": [row | {"prompt_tokens": 0}]})
+
+    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url) as looking:
+        page = looking.page
+        await page.route("**/books?*", books)
+        await page.reload()
+        await expect(page.locator("#figures")).to_contain_text("600 in 24 h")
+        assert float(await page.locator("#figures .value strong").first.inner_text()) >= 10
+
+
 def answer_of_five() -> tuple[dict[str, Any], dict[str, Any]]:
     """Of ``/inspect/prompt`` and of ``/score``, for which one engine is no target."""
     names = [f"vllm-{number}" for number in range(5)]
@@ -101,12 +115,15 @@ async def test_the_unwell_are_first_and_a_cause_that_several_have_is_said_once(t
         endpoint = state["publishers"][number]["endpoint"]
         state["publishers"][number] |= {"status": "unreachable", "complaint": f"no connection to {endpoint}: refused"}
     state["publishers"][4] |= {"status": "lost", "complaint": "gone", "model_name": "other", "weight": 0}
+    state["publishers"][0] |= {"load": {"requests": 1, "tokens": 1}}
     state["publishers"][1] |= {"status": "starting", "tenant_id": "t"}
     state["publishers"][2] |= {"weight": 0, "load": {"requests": 0, "tokens": 0}}
     async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url) as looking:
         page = looking.page
         await give(page, "workers", state)
         await expect(page.locator("#figures")).to_contain_text("1 well5 unwell, 1 starting, 1 drained")
+        await expect(page.locator("#figures .bad")).to_have_text("5 unwell")
+        await expect(page.locator("#groups")).to_contain_text("1 (1 token)")
         await expect(page.locator("#sort")).to_have_value("unwell")
         names = page.locator("#groups tbody th")
         await expect(names).to_have_text(

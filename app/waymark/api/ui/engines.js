@@ -187,7 +187,7 @@ function row(each, top, fullest, complaint) {
   setAttribute(blocks.text, "class", isCounted && media ? "" : "soft");
   fill(blocks, each.blocks, fullest, isCounted);
   setText(cells["Last event"], each.lag_seconds === null ? "none" : `${seconds(each.lag_seconds)} ago`);
-  setText(cells.Requests, tokens ? `${requests} (${short.format(tokens)} tokens)` : requests);
+  setText(cells.Requests, tokens ? `${requests} (${short.format(tokens)} token${tokens === 1 ? "" : "s"})` : requests);
   setText(cells.Weight, targets.has(each) ? each.weight : "");
   setText(said.firstChild.firstChild, complaint);
   if (said.hidden === Boolean(complaint)) said.hidden = !complaint;

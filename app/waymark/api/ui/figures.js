@@ -108,7 +108,9 @@ function points() {
 function draw() {
   if (!isRead || byId("engines-view").hidden) return;
   const day = sum(thisMinute() - DAY_MINUTES + 1, thisMinute());
-  const present = sum(thisMinute() - 1, thisMinute());
+  // Not the time before the first minute that is known: a new Waymark would seem to have less to do.
+  const earliest = minutes.size ? Math.min(...minutes.keys()) : thisMinute();
+  const present = sum(Math.min(thisMinute(), Math.max(thisMinute() - 1, earliest)), thisMinute());
   const told = day.requests - day.unreported;
   const rate = VALUES.requests(present);
   const unknown = !day.requests ? "no request in 24 h" : told ? "" : "the engines do not say what they reuse";
@@ -116,7 +118,7 @@ function draw() {
   else show("requests", "none", "", unknown);
   show("saved", told ? short.format(day.earned) : "none", "", unknown || "in 24 h, more than by chance");
   show("hits", percent(day.delivered, day.prompt_tokens) || "none", "", unknown || `of ${short.format(day.prompt_tokens)} prompt tokens in 24 h`);
-  const known = minutes.size ? thisMinute() - Math.min(...minutes.keys()) : 0;
+  const known = thisMinute() - earliest;
   span = Object.keys(SPANS).map(Number).find((each) => known < each) || DAY_MINUTES;
   for (const each of document.querySelectorAll(".since")) setText(each, span < 60 ? `${span} min ago` : `${span / 60} h ago`);
   const all = points();
@@ -183,13 +185,14 @@ function curve(name, all) {
 export function showHealth() {
   const { well, ...others } = health();
   const parts = Object.entries({ well, ...others }).filter(([, count]) => count);
-  const named = Object.entries(others).filter(([, count]) => count).map(([name, count]) => `${count} ${name}`);
+  const named = Object.entries(others).filter(([, count]) => count);
   setText(engines.big, parts.length ? `${well} well` : "none");
-  setText(engines.note, named.join(", ") || (well ? "all of them" : "none is registered"));
-  engines.note.className = others.unwell ? "bad" : "soft";
   const what = JSON.stringify(parts);
   if (engines.bar.dataset.parts === what) return;
   engines.bar.dataset.parts = what;
+  // Only the unwell are a fault.
+  const said = named.flatMap(([name, count], i) => [i ? ", " : "", element("span", name === "unwell" ? { class: "bad" } : {}, `${count} ${name}`)]);
+  engines.note.replaceChildren(...(said.length ? said : [well ? "all of them" : "none is registered"]));
   engines.bar.replaceChildren(...parts.map(([name, count]) => {
     const part = element("span", { class: `is-${name}` });
     part.style.flexGrow = count;
