@@ -278,7 +278,7 @@ async def test_without_a_tokenizer_the_refusal_names_model_and_setting(
     for path in ("/query", "/tokenize"):
         answer = await api.post(path, json=CHAT)
         assert (answer.status_code, answer.json()["reason"]) == (400, "no_tokenizer")
-        named = ('"m"', "WAYMARK_TOKENIZERS", "register an engine with an address")
+        named = ('"m"', "WAYMARK_TOKENIZERS", "waymark register URL")
         assert all(word in answer.json()["error"] for word in named)
 
 

@@ -149,19 +149,6 @@ def test_a_misspelt_word_gets_the_nearest_one(words: list[str], near: str, capsy
 
 
 @pytest.mark.parametrize(
-    ("words", "choices"),
-    [(["policies"], "deed; it is one of compare, replay"), (["inspect"], "what; it is one of prompt, block, holder")],
-)
-def test_a_missing_word_gets_those_that_there_are(
-    words: list[str], choices: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(words)
-    assert ended.value.code == cli.EXIT_USAGE
-    assert f"the following arguments are required: {choices}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("word", "meant"),
     [
         ("resume", "drain NAME --resume"),

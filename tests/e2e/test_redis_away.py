@@ -123,7 +123,11 @@ async def test_redis_goes_away_and_comes_back_by_itself(server: RedisServer, sta
     await engines.agree([replica], CHAT)
 
     dropped = 0.0
-    for first, go_away in ((1000, server.kill), (2000, server.freeze)):
+    for outages, first, go_away in ((1, 1000, server.kill), (2, 2000, server.freeze)):
+
+        def polls(said: str, times: int = outages) -> bool:
+            return worker.log.count(f"polling for streams {said}") == times
+
         go_away()
         began, spent = time.monotonic(), await metric(ingest_port, "process_cpu_seconds_total")
         body = query_body(engines)
@@ -141,6 +145,7 @@ async def test_redis_goes_away_and_comes_back_by_itself(server: RedisServer, sta
         assert max(each.seconds for each in (health, ready, metrics)) < 1.0 + patient(SLACK_SECONDS)
         for each in (port, ingest_port):
             await wait_until(is_metric(each, "waymark_redis_up", 0), "the outage is told", 20.0)
+        await wait_until(partial(polls, "failed"), "the outage is told by the poll, too", 20.0)
         assert (await ask(ingest_port, "GET", "/ready")).status == 503
         share = (await metric(ingest_port, "process_cpu_seconds_total") - spent) / (time.monotonic() - began)
         assert share < 0.8, "whoever waits for Redis does not spin"
@@ -149,6 +154,7 @@ async def test_redis_goes_away_and_comes_back_by_itself(server: RedisServer, sta
         await back(engines, replica, 30, first)
         for each in (port, ingest_port):
             await wait_until(is_metric(each, "waymark_redis_up", 1), "all is well", 20.0)
+        await wait_until(partial(polls, "resumed"), "streams are polled for again", 20.0)
         before, dropped = dropped, await metric(ingest_port, "waymark_buffer_dropped_total")
         assert dropped > before, "what did not fit is counted, and was replayed"
     lost = await counters(engines, replica, "batches_lost", "restarts", "waiting_dropped")

@@ -13,7 +13,6 @@ from waymark.cli.commands import COMMANDS, ending, listed
 
 _CHOICE = re.compile(r"(?P<head>.*)invalid choice: '(?P<word>[^']*)' \(choose from (?P<known>.*)\)", re.DOTALL)
 _FLAG = re.compile(r"(?P<head>)unrecognized arguments: (?P<word>--[\w-]+)")
-_MISSING = "the following arguments are required: "
 
 #: Other words for a command -> the command.
 MEANT = {
@@ -40,15 +39,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the process with the usage and the message."""
-        super().error(_with_nearest(self._with_choices(message), self.format_help()))
-
-    def _with_choices(self, message: str) -> str:
-        """Add to a missing argument the words that it can be; those of a command are in the list of commands."""
-        for action in self._actions:
-            name = action.metavar or action.dest
-            if action.choices and name != "COMMAND" and message == f"{_MISSING}{name}":
-                return f"{message}; it is one of {', '.join(map(str, action.choices))}"
-        return message
+        super().error(_with_nearest(message, self.format_help()))
 
 
 class _Version(argparse.Action):
