@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.e2e.conftest import READY_SECONDS, Api, Engines, spawn
 from tests.e2e.fleet import Member, new_member
-from tests.e2e.test_gateway import LONG, pair
+from tests.e2e.test_gateway import LONG, knows_a_worker, pair
 from tests.epp.proxy import Stream
 from tests.grpc_loops import events_of_this_loop as events_of_this_loop
 from tests.patience import patient
@@ -131,7 +131,7 @@ async def test_a_picker_books_the_usage_in_the_body_of_the_answer(redis_url: str
         async def is_ready() -> bool:
             assert picker.poll() is None, (tmp_path / "epp.log").read_text()
             try:
-                return (await metrics.get("/ready")).status_code == 200
+                return knows_a_worker(await metrics.get("/ready"))
             except httpx.TransportError:
                 return False
 

@@ -75,6 +75,11 @@ def commands() -> list[list[str]]:
     return [[name, *words.split()] for name, words in found]
 
 
+def knows_a_worker(ready: httpx.Response) -> bool:
+    """Return whether a process decides by the index: what it decides before promises nothing, and no book has it."""
+    return ready.status_code == 200 and "no ingest worker is alive" not in ready.text
+
+
 @asynccontextmanager
 async def pair(*more: str, **environ: str) -> AsyncIterator[Pair]:
     """Both, with free ports in place of the page's, and ``more`` words for the engines."""
@@ -108,8 +113,9 @@ async def pair(*more: str, **environ: str) -> AsyncIterator[Pair]:
                 assert process is not None
                 assert process.returncode is None
                 try:
-                    text = (await client.get("/metrics")).text
-                    return 'waymark_streams{status="active"} 2.0' in text
+                    if 'waymark_streams{status="active"} 2.0' not in (await client.get("/metrics")).text:
+                        return False
+                    return knows_a_worker(await client.get("/ready"))
                 except httpx.TransportError:
                     return False
 
