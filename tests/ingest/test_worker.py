@@ -18,6 +18,7 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.status import StreamStatus
 from waymark.domain.targets import Target
 from waymark.ingest.options import WorkerOptions
+from waymark.ingest.polling import Poller
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.leases import Grant, Leases
@@ -170,6 +171,22 @@ async def test_released_streams_are_taken_at_once(bench: Bench, monkeypatch: pyt
             return {(await pod.state()).worker for pod in pods} == {"worker-1", "worker-2"}
 
         await wait_until(are_shared, "each has some of them", PATIENCE_SECONDS)
+
+
+async def test_a_hint_while_a_poll_reads_leads_to_another_poll(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    poll, polls = Poller._poll, 0
+
+    async def polled(poller: Poller, tasks: asyncio.TaskGroup) -> None:
+        nonlocal polls
+        polls += 1
+        await poll(poller, tasks)
+        if polls == 1:
+            poller.hint.set()
+
+    monkeypatch.setattr(Poller, "_poll", polled)
+    monkeypatch.setattr(WorkerOptions, "poll_seconds", 3600.0)
+    await bench.worker("worker-1")
+    await wait_until(lambda: polls == 2, "it polls again", PATIENCE_SECONDS)
 
 
 async def test_a_worker_that_is_told_to_stop_gives_its_leases_back_at_once(any_bench: Bench) -> None:

@@ -141,6 +141,8 @@ class Poller:
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
+            # A hint that comes while a poll reads is not lost: it may be about what the poll has read before.
+            self.hint.clear()
             try:
                 await self._poll(tasks)
                 self._failed(None)
@@ -153,7 +155,6 @@ class Poller:
             pause = self._options.poll_seconds
             # Thousands of registrations come with a hint each, and a poll looks at all that are there.
             await asyncio.sleep(min(_REST * (loop.time() - began), pause / 2))
-            self.hint.clear()
             try:
                 async with asyncio.timeout(pause / 4 if self.is_away else pause):
                     await self.hint.wait()
