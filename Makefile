@@ -114,7 +114,7 @@ $(VENV)-conformance/.installed: pyproject.toml $(NATIVE)
 	@python="$$(sh scripts/python.sh)" && "$$python" -m venv --clear $(VENV)-conformance
 	@echo '*' >$(VENV)-conformance/.gitignore
 	@echo 'installing Waymark and dynamo.indexer into $(VENV)-conformance'
-	@$(VENV)-conformance/bin/python -m pip install --quiet --editable '.[demo]' 'ai-dynamo-runtime==1.6.1'
+	@$(VENV)-conformance/bin/python -m pip install --quiet --editable '.[demo,epp]' 'ai-dynamo-runtime==1.6.1'
 	@touch $@
 
 # Marked at the end, so that an environment that is only half there is made again.

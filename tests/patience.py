@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import pytest
 
 VARIABLE = "WAYMARK_TEST_PATIENCE"
 #: As it was when the tests began. A test itself does not see the variable: to Waymark it would be an unknown setting.
@@ -108,6 +107,8 @@ def _fail_when_late(began: float, description: str | Callable[[], str], seconds:
     """Return the seconds waited. Asked anew each time, so that load that came meanwhile counts too."""
     waited = time.monotonic() - began
     if waited >= patient(seconds):
+        import pytest  # programs that are no tests wait by this module, too, where there is no pytest
+
         what = description() if callable(description) else description
         pytest.fail(f"after {waited:.1f} s it is still not so: {what}")
     return waited

@@ -52,6 +52,13 @@ def test_queries_and_bytes_are_measured_in_one_run(tmp_path: Path, capsys: pytes
     assert written["about"]["quick"] is True
 
 
+def test_the_benchmarks_need_no_package_of_the_tests() -> None:
+    """`make bench` and `waymark bench` run where neither pytest nor gRPC is installed."""
+    away = "import sys; sys.modules.update(pytest=None, grpc=None); import tools.benchmarks.__main__"
+
+    subprocess.run([sys.executable, "-c", away], check=True)
+
+
 @pytest.mark.outside
 @pytest.mark.parametrize(
     ("error", "sentence"),

@@ -63,8 +63,7 @@ def measure(options: Options) -> Iterator[Row]:
         yield Row("books", "earned, of the prompt tokens", total["earned"] / total["prompt_tokens"], "times")
         yield from _drift(replicas[-1])
         yield from _costs(redis, calls)
-    for targets, names in shadows.CASES:
-        order_ms, both_ms, record_ms = shadows.measure(targets, names, calls)
+    for (targets, names), (order_ms, both_ms, record_ms) in shadows.medians(calls // 20).items():
         what = f"CPU of two shadows ({' and '.join(names)}) at {targets} targets"
         yield Row("books", what, both_ms, "ms", other=order_ms, other_name="the order", bar=shadows.BAR_MS)
         yield Row("books", f"CPU of the record of a kept decision at {targets} targets", record_ms, "ms")

@@ -3,7 +3,8 @@
     python -m tools.benchmarks.shadows [--decisions N]
 
 No Redis and no network: the order of the policy, the orders of the shadows, and the record, in one process. The loads
-change between two decisions, as each decision changes them.
+change between two decisions, as each decision changes them. A figure is the median of seven rounds; each round
+measures all rows, so that a slow second of the machine does not fall on one row alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from random import Random
+from statistics import median
 from time import process_time
 from typing import Any, cast
 
@@ -38,6 +40,7 @@ BLOCK_SIZE, BLOCKS, HOLDERS = 16, 512, 3
 TARGETS = (8, 100, 1000)
 SHADOWS = (("dynamo", "lmetric"), ("sticky", "longest"))
 CASES = tuple((targets, names) for targets in TARGETS for names in SHADOWS)
+ROUNDS = 7
 BAR_MS = 0.1
 GROUP = GroupName("default", "model")
 
@@ -89,13 +92,20 @@ def measure(targets: int, names: tuple[str, ...], decisions: int) -> tuple[float
     return order_ms, shadows_ms, record_ms
 
 
+def medians(decisions: int) -> dict[tuple[int, tuple[str, ...]], tuple[float, ...]]:
+    """Return the median of each figure of each case over some rounds."""
+    rounds = [[measure(targets, names, decisions) for targets, names in CASES] for _ in range(ROUNDS)]
+    of_cases = zip(*rounds, strict=True)
+    return {case: tuple(map(median, zip(*each, strict=True))) for case, each in zip(CASES, of_cases, strict=True)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--decisions", type=int, default=2000)
+    parser.add_argument("--decisions", type=int, default=400, help="of each round")
     arguments = parser.parse_args()
     print("| targets | shadows | order, ms | both shadows, ms | record, ms |\n|---|---|---|---|---|")
-    for targets, names in CASES:
-        order_ms, shadows_ms, record_ms = measure(targets, names, arguments.decisions)
+    for (targets, names), figures in medians(arguments.decisions).items():
+        order_ms, shadows_ms, record_ms = figures
         print(f"| {targets} | {', '.join(names)} | {order_ms:.3f} | {shadows_ms:.3f} | {record_ms:.3f} |", flush=True)
 
 
