@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from tests.hostile.engine_client import GREETING, READY
 from tests.ingest.conftest import WITHOUT_PROBES, Bench
 from tests.ingest.endless import EMPTY, FRAME, LONGEST, PART_MAX, publishing, publishing_at
 from tests.listening import listening, port_of
+from waymark.ingest import subscriber as subscriber_module
 from waymark.ingest import subscribers as module
 from waymark.ingest import unfinished
 from waymark.ingest.sockets import ZmqContext
@@ -71,6 +72,44 @@ async def test_the_connection_with_most_bytes_ends_if_the_process_has_grown(cont
             others.check(4 * unfinished.MEMORY_BYTES_MAX, 0.0)
             assert honest.is_connected
             assert not honest.is_refused
+
+
+async def test_memory_that_was_freed_is_no_room_for_the_next(context: ZmqContext) -> None:
+    """Growth counts from the least that the process had, so that connections do not grow by as much in turn."""
+    others, most = Subscribers(message_bytes_max=2**40), unfinished.MEMORY_BYTES_MAX
+    async with publishing(then=EMPTY) as endpoint, following(context, endpoint, others) as hostile:
+        await wait_until(lambda: hostile.is_connected, "it is connected")
+
+        def is_refused(memory: int) -> bool:
+            others.check(memory, 0.0)
+            return hostile.is_refused
+
+        assert not is_refused(most), "the beginning, with what others have"
+        assert not is_refused(0), "these are gone"
+        await wait_until(lambda: is_refused(most + 1), "the connection is ended")
+
+
+async def test_one_connection_after_the_other_does_not_fill_the_memory(
+    context: ZmqContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What libzmq frees of one is given back before the next has as much."""
+    monkeypatch.setattr(subscriber_module, "REFUSED_SECONDS", 0.01)
+    others, most = Subscribers(message_bytes_max=2**40), unfinished.MEMORY_BYTES_MAX
+    begun = peak = unfinished.process_memory()
+    async with AsyncExitStack() as stack:
+        watching = asyncio.ensure_future(others.keep_watching())
+        stack.callback(watching.cancel)
+        for _ in range(3):
+            endpoint = await stack.enter_async_context(publishing(then=EMPTY))
+            hostile = await stack.enter_async_context(following(context, endpoint, others))
+
+        def has_returned() -> bool:
+            nonlocal peak
+            peak = max(peak, unfinished.process_memory())
+            return hostile.connection >= 4
+
+        await wait_until(has_returned, "one is ended, and comes again, three times", 60)
+    assert peak - begun < 4 * most
 
 
 @pytest.mark.parametrize("then", [EMPTY, LONGEST], ids=["empty parts", "longest parts"])

@@ -13,6 +13,7 @@ from waymark.ingest.unfinished import (
     MEMORY_BYTES_MAX,
     UNFINISHED_BYTES_MIN,
     UnfinishedMessage,
+    give_back_memory,
     process_memory,
 )
 
@@ -21,7 +22,13 @@ ATTEMPT_SECONDS = 0.01
 thousands whose engines have not started, each is tried less often.
 """
 _CHECK_SECONDS, _CHECK_BYTES = 1.0, 16 * 2**20
-"""All connections are checked after this time, or after this growth of the process."""
+"""All connections are checked after this time, or after this growth of the process since it had least."""
+_FREED_SECONDS = 0.25
+"""The parts of a connection that was ended are mostly free by then. Only after this time is another one blamed for the
+growth of the process.
+"""
+_FORGOTTEN_SECONDS = 1.0
+"""They are all free by then: what the process still has more is memory that it keeps, and no connection's."""
 
 
 class _Watched:
@@ -49,6 +56,8 @@ class Subscribers:
         """Publishers that were never reached."""
         self._message_max = LONGEST_PARTS * message_bytes_max
         self._watched: dict[LiveConnection, _Watched] = {}
+        self._ended_at: float | None = None
+        """When a connection was ended, for a second after it."""
 
     @property
     def pause_seconds(self) -> float:
@@ -68,26 +77,37 @@ class Subscribers:
         last_memory, last_time = 0, float("-inf")
         while True:
             memory, now = process_memory(), time.monotonic()
+            last_memory = min(last_memory, memory)
             if memory - last_memory > _CHECK_BYTES or now - last_time > _CHECK_SECONDS:
                 self.check(memory, now)
                 last_memory, last_time = memory, now
             await asyncio.sleep(LOOK_SECONDS)
+            if self._ended_at is not None:
+                await asyncio.to_thread(give_back_memory)
 
     def check(self, memory: int, now: float) -> None:
         """End connections whose message is too long; ``memory`` is that of the process."""
+        is_freed = self._ended_at is None or now - self._ended_at > _FREED_SECONDS
+        if self._ended_at is not None and now - self._ended_at > _FORGOTTEN_SECONDS:
+            self._ended_at = None
+            for watched in self._watched.values():
+                watched.message.forget()
         suspects: list[_Watched] = []
         for watched in list(self._watched.values()):
             message = watched.message
             message.look(memory, now)
             if message.bytes > self._message_max:
                 if watched.is_to_blame:
-                    watched.refuse()
-            elif message.bytes > UNFINISHED_BYTES_MIN and message.growth > MEMORY_BYTES_MAX and watched.is_to_blame:
+                    self._end(watched, now)
+                continue
+            is_large = message.bytes > UNFINISHED_BYTES_MIN
+            if is_large and is_freed and message.growth > MEMORY_BYTES_MAX and watched.is_to_blame:
                 suspects.append(watched)
-        if suspects:
-            largest = max(watched.message.bytes for watched in suspects)
-            for watched in suspects:
-                if 2 * watched.message.bytes >= largest:
-                    watched.refuse()
-            for watched in self._watched.values():
-                watched.message.forget()
+        largest = max((watched.message.bytes for watched in suspects), default=0)
+        for watched in suspects:
+            if 2 * watched.message.bytes >= largest:
+                self._end(watched, now)
+
+    def _end(self, watched: _Watched, now: float) -> None:
+        watched.refuse()
+        self._ended_at = now
