@@ -23,6 +23,8 @@ thousands whose engines have not started, each is tried less often.
 """
 _CHECK_SECONDS, _CHECK_BYTES = 1.0, 16 * 2**20
 """All connections are checked after this time, or after this growth of the process since it had least."""
+_GIVE_BACK_BYTES = 64 * 2**20
+"""What is free in the process is given back after this growth, too: a burst of long frames leaves a lot."""
 _FREED_SECONDS = 0.25
 """The parts of a connection that was ended are mostly free by then. Only after this time is another one blamed for the
 growth of the process.
@@ -73,17 +75,24 @@ class Subscribers:
         self._watched.pop(link, None)
 
     async def keep_watching(self) -> None:
-        """Check all connections now and then, and at once when the process grows, until cancelled."""
+        """Check all connections now and then, and at once when the process grows, until cancelled.
+
+        And give memory back that is free.
+        """
         last_memory, last_time = 0, float("-inf")
+        least, given_at = process_memory(), float("-inf")
         while True:
             memory, now = process_memory(), time.monotonic()
             last_memory = min(last_memory, memory)
             if memory - last_memory > _CHECK_BYTES or now - last_time > _CHECK_SECONDS:
                 self.check(memory, now)
                 last_memory, last_time = memory, now
+            least = min(least, memory)
+            has_grown = memory - least > _GIVE_BACK_BYTES and now - given_at > _CHECK_SECONDS
             await asyncio.sleep(LOOK_SECONDS)
-            if self._ended_at is not None:
+            if has_grown or self._ended_at is not None:
                 await asyncio.to_thread(give_back_memory)
+                least, given_at = process_memory(), now
 
     def check(self, memory: int, now: float) -> None:
         """End connections whose message is too long; ``memory`` is that of the process."""
