@@ -40,7 +40,7 @@ ELSEWHERE = {
     "api.http.fields:RequestBody": "names of fields",
     "api.probes:Probes._lasting": "a warning about the settings",
     "api.http.answers:Answer": "one answer",
-    "api.http.doc:Doc": "documentation",
+    "api.http.access:Doc": "documentation",
     "store.calls:ApplyCalls": "the parts of one fold, until its call is over",
     "api.operations:Operation": "children of a counter",
     "store.reader:QueryCounts": "children of a counter",

@@ -12,7 +12,7 @@ import pytest
 from tests.base.test_metrics import EXPORTED
 from tests.neighbours import NAMES
 from waymark.base.settings import Settings
-from waymark.cli.commands import COMMANDS
+from waymark.cli.parser import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "neighbours").glob("*.md"))

@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from tests.live import start
 from tests.patience import patient
 from waymark import __version__
-from waymark.cli.commands import COMMANDS
+from waymark.cli.parser import COMMANDS
 
 pytestmark = pytest.mark.outside
 

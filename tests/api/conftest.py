@@ -14,12 +14,12 @@ import pytest
 from tests.patience import patient, patient_settings
 from tests.store.factories import Change, apply_changes
 from waymark.api.application import create_app
-from waymark.api.engine_addresses import EngineAddresses
 from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.domain.hashing import extend, namespace, token_bytes
 from waymark.domain.names import Adapter, Holder, HolderName
+from waymark.store.directory import EngineAddresses
 from waymark.store.records import NewHolder
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
@@ -57,7 +57,7 @@ async def make_client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakeClie
             asker = Asker.of(given)
             stack.push_async_callback(asker.close)
             numbers = metrics or Metrics()
-            of_text = tokenizers.Tokenizers.of(given, numbers, EngineAddresses(store))
+            of_text = tokenizers.Tokenizers.of(given, numbers, EngineAddresses(store.directory, store.incarnation))
             stack.push_async_callback(of_text.close)
             app = create_app(store, given, numbers, of_text, asker=asker)
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)

@@ -20,8 +20,7 @@ from tests.patience import patient
 from waymark import __version__, cli
 from waymark.base import native
 from waymark.cli.exits import MEANINGS
-from waymark.simulator.faults import AnswerFaults, Faults
-from waymark.simulator.options import SimulateOptions
+from waymark.simulator.options import AnswerFaults, Faults, SimulateOptions
 
 ROOT = Path(__file__).parents[2]
 RUNNING = ("serve", "query", "ingest", "register", "unregister", "reset", "demo", "status", "inspect", "simulate")

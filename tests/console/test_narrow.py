@@ -15,8 +15,8 @@ from tests.conftest import wait_until
 from tests.live import start
 from tests.ports import unused_port
 from waymark import cli
-from waymark.cli.commands import COMMANDS as COMMANDS_OF_THE_SHELL
-from waymark.console import ask, books, demo_view, publishers, select
+from waymark.cli.parser import COMMANDS as COMMANDS_OF_THE_SHELL
+from waymark.console import ask, books, progress, publishers, select
 from waymark.console.screen import Screen, ScreenPart
 from waymark.domain.hashing import extend, token_bytes
 from waymark.runtime import demo
@@ -192,7 +192,7 @@ def test_the_demo_fits_into_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     labels = [question.label for question in demo._questions()]
     output = io.StringIO()
     found = [demo.PromptMatch(label, 320, "engine-0", 320, 256, 64) for label in labels]
-    Screen(output, width=80).show(demo_view.parts(found))
+    Screen(output, width=80).show(progress.parts(found))
     assert all(label in output.getvalue() for label in labels), "no label goes on in the next line"
 
 

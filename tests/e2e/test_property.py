@@ -37,7 +37,7 @@ from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
 from waymark.simulator.encode import WireEvent
-from waymark.simulator.faults import Faults
+from waymark.simulator.options import Faults
 from waymark.simulator.publisher import SimulatedPublisher
 from waymark.store import keys
 from waymark.store.redis.client import RedisClient

@@ -14,7 +14,7 @@ from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start, spawn
 from tests.patience import within
 from tests.ports import unused_port
 from waymark.cli import EXIT_NO_PORT
-from waymark.simulator.faults import Faults
+from waymark.simulator.options import Faults
 from waymark.simulator.workload import SimulatedPrompt
 
 LEASE_SECONDS = 2

@@ -14,7 +14,7 @@ from tests.conftest import wait_until
 from tests.e2e.conftest import Engines
 from tests.e2e.fleet import Member, new_member
 from tests.topologies import farm, start_cluster
-from waymark.simulator.faults import Faults
+from waymark.simulator.options import Faults
 from waymark.simulator.workload import SimulatedPrompt
 
 REPAIR_SECONDS = 30.0

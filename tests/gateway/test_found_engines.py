@@ -24,8 +24,7 @@ from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.discovery.describe import Describer
-from waymark.discovery.engines import EngineRegistrations
-from waymark.gateway.engines import GivenEngines
+from waymark.discovery.engines import EngineRegistrations, GivenEngines
 from waymark.store.store import Store
 
 __all__ = ["engine", "start_engine"]

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, Bench, Pod
 from tests.patience import patient
-from waymark.simulator.faults import Faults
+from waymark.simulator.options import Faults
 
 Step = Callable[[Pod, random.Random], Awaitable[None]]
 

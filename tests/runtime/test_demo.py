@@ -21,7 +21,7 @@ from tests.patience import patient
 from tests.ports import unused_port
 from waymark import cli
 from waymark.client import AsyncClient, Matches, Unavailable
-from waymark.console.demo_view import parts
+from waymark.console.progress import parts
 from waymark.console.screen import Screen
 from waymark.runtime import demo
 from waymark.runtime.demo import DemoFailed, DemoPrompt, PromptMatch, run_demo

@@ -15,7 +15,7 @@ from tests.simulator.peers import Peer, subscribed
 from waymark.base.errors import InvalidValue
 from waymark.simulator.encode import DIALECTS, WITHOUT_MEDIUM
 from waymark.simulator.engine import SimulatedEngine, build_engine
-from waymark.simulator.faults import Faults
+from waymark.simulator.options import Faults
 from waymark.simulator.workload import SimulatedPrompt, conversations
 
 ANY_PORT = "tcp://127.0.0.1:0"

@@ -15,8 +15,8 @@ from tests.conftest import wait_until
 from tests.patience import patient, within
 from waymark.base.errors import InvalidValue
 from waymark.simulator.engine import EngineSpeed, SimulatedEngine, build_engine
-from waymark.simulator.faults import AnswerFaults
 from waymark.simulator.http import EngineHttp
+from waymark.simulator.options import AnswerFaults
 from waymark.simulator.workload import mark_of, tokens_of_messages, tokens_of_text
 
 pytestmark = pytest.mark.outside

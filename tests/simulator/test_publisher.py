@@ -11,7 +11,7 @@ from tests.conftest import wait_until
 from tests.simulator.peers import subscribed
 from waymark.base.errors import InvalidValue
 from waymark.simulator.encode import BlockRemoved, Encoder, ReplayFraming, WireEvent
-from waymark.simulator.faults import Faults
+from waymark.simulator.options import Faults
 from waymark.simulator.publisher import END_SEQ, SimulatedPublisher
 
 pytestmark = pytest.mark.outside

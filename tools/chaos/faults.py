@@ -25,7 +25,7 @@ from tools.chaos.publishers import Publisher
 from tools.chaos.script import FAULTS, Fault
 from tools.chaos.trace import Trace
 from waymark.simulator.encode import Encoder
-from waymark.simulator.faults import Faults as EngineFaults
+from waymark.simulator.options import Faults as EngineFaults
 
 #: Fields that a newer release, or somebody's mistake, may have left where registrations and groups are.
 HOSTILE_RECORDS: tuple[tuple[str, bytes, bytes], ...] = (

@@ -23,7 +23,7 @@ from tools.chaos.model import BLOCK_SIZE, Held
 from waymark.domain.names import PublisherName
 from waymark.simulator.cache import PrefixCache
 from waymark.simulator.encode import Dimensions, Encoder, WireEvent
-from waymark.simulator.faults import Faults
+from waymark.simulator.options import Faults
 from waymark.simulator.publisher import SimulatedPublisher
 
 TENANTS = ("t-a", "t-b")

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
-from waymark.api.http.request_id import REQUEST_ID, request_id_of
+from waymark.api.http.answers import REQUEST_ID, request_id_of
 from waymark.api.operations import METHODS, Operation
 from waymark.api.straight import StraightOperation
 from waymark.base.asgi import Answering, RawHeaders, StraightRequest, StraightTable

@@ -22,20 +22,17 @@ from waymark.api.books import BooksView
 from waymark.api.conductor import Conductor
 from waymark.api.contract import Contract
 from waymark.api.decisions import Decisions
-from waymark.api.dynamo.inputs import DynamoInputs
-from waymark.api.dynamo.loads import DynamoLoadHandlers
+from waymark.api.dynamo.loads import DynamoInputs, DynamoLoadHandlers
 from waymark.api.dynamo.queries import Dynamo
 from waymark.api.dynamo.select import DynamoSelect
 from waymark.api.dynamo.views import DynamoViews
 from waymark.api.dynamo.workers import DynamoWorkerHandlers
-from waymark.api.engine_addresses import EngineAddresses
 from waymark.api.events import Events
 from waymark.api.explanations import Explanations
-from waymark.api.http.access import Access, Gate, openness
+from waymark.api.http.access import Access, Doc, Gate, Queue, openness
 from waymark.api.http.admission import AT_ONCE, AdmissionQueue
 from waymark.api.http.answers import Answer, Handler
 from waymark.api.http.bodies import CACHE_BYTES_MAX, Body, Format, RequestCache, encode
-from waymark.api.http.doc import Doc, Queue
 from waymark.api.inspections import InspectionQueue, Inspections
 from waymark.api.operations import Dependencies, Method, Operation, Resource
 from waymark.api.page import Page
@@ -53,6 +50,7 @@ from waymark.base.settings import Settings
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.fail_open import StartupGate
 from waymark.decide.served import ServedNames
+from waymark.store.directory import EngineAddresses
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -110,7 +108,10 @@ def create_app(
         settings,
         contract,
         dependencies,
-        PromptTokenizer(tokenizers or Tokenizers.of(settings, metrics, EngineAddresses(store)), settings),
+        PromptTokenizer(
+            tokenizers or Tokenizers.of(settings, metrics, EngineAddresses(store.directory, store.incarnation)),
+            settings,
+        ),
         Registrations(store, settings, asker),
         ActivityFeed(store.activity, metrics, stopping),
         asker,

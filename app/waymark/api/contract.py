@@ -17,9 +17,9 @@ from pydantic import BaseModel, RootModel, TypeAdapter
 from waymark import __version__
 from waymark.api.dynamo.schemas import DynamoErrorBody
 from waymark.api.http import docs_page
+from waymark.api.http.access import Doc
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body, Format
-from waymark.api.http.doc import Doc
 from waymark.api.http.errors import ErrorBody
 from waymark.api.http.fields import RequestBody
 from waymark.api.operations import Operation

@@ -13,9 +13,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema
 
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
+from waymark.api.http.fields import BLOCK_SIZE, RANK, BlockSize, Hash, HashList, Model, RankNumber, Root, TokenIds
 from waymark.api.http.prompts import check_count
 from waymark.apply import resuming
 from waymark.apply.applier import Applier, Incoming
@@ -29,12 +33,62 @@ from waymark.base.shown import shown
 from waymark.contract.publishers import EventsAnswer
 from waymark.domain.engines import OVER_HTTP
 from waymark.domain.events import Batch, Envelope, Event
-from waymark.domain.names import PublisherName
+from waymark.domain.media import UNNAMED
+from waymark.domain.names import DEFAULT_TENANT, U64_MASK, PublisherName
 from waymark.domain.status import StreamStatus
 from waymark.engines.standard import decode_event
 from waymark.store.claims import Claim
 from waymark.store.leases import Grant
 from waymark.store.store import Store
+
+EventId = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 0, "maximum": U64_MASK},
+                {"type": "string", "pattern": "^[0-9]{1,20}$"},
+            ]
+        }
+    ),
+]
+
+
+class StandardEvent(Model):
+    """One event of the KV Events envelope."""
+
+    event_id: EventId = Field(description="the number of the event in its stream, which rises by one with each event")
+    event_type: Literal["stored", "removed", "cleared"]
+    backend_id: str = Field(description="the registered instance_id")
+    tenant_id: str | None = Field(None, description=f"empty means '{DEFAULT_TENANT}'")
+    model_name: str | None = Field(None, description="the default is the registered name")
+    block_size: BlockSize | None = Field(None, description=f"{BLOCK_SIZE}; the default is the registered size")
+    dp_rank: RankNumber | None = Field(None, description=f"{RANK}; the default is the registered rank")
+    medium: Annotated[str, Field(pattern="^[A-Za-z0-9_]{0,32}$")] | None = Field(
+        None,
+        description=f"in upper or lower case, not DP; the default is {UNNAMED}, or for a cleared event every medium",
+    )
+    lora_name: str | None = Field(None, description="empty means the base model")
+    additional_salt: str | None = Field(None, description="empty means none")
+    seq_hashes: HashList | None = Field(
+        None,
+        description="rolling hashes; or, with token_ids, the engine's own hashes. "
+        "Stored and removed events need at least one",
+    )
+    base_block_idx: RankNumber | None = Field(
+        None,
+        description=f"{RANK}: the position of the first block in the prompt; a stored event needs this or parent_hash",
+    )
+    parent_hash: Hash | None = Field(None, description="the hash of the block before the first block of this event")
+    token_ids: TokenIds | None = Field(
+        None, description="the tokens of the blocks; absent if the hashes are rolling hashes"
+    )
+    timestamp: Any = Field(None, description="the time of the event, in any unit; Waymark does not use it")
+
+
+class EventsRequest(Root[StandardEvent | list[StandardEvent]]):
+    """One event, or a list of them."""
+
 
 _LEASE_SECONDS = 10.0
 #: How long a request waits for another one's lease on the same publisher.

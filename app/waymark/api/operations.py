@@ -16,14 +16,12 @@ from urllib.parse import parse_qsl
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from waymark.api.http.access import Access, Gate, check_reach, check_site
+from waymark.api.http.access import Access, Doc, Gate, Queue, check_reach, check_site
 from waymark.api.http.admission import AdmissionQueue
-from waymark.api.http.answers import Answer, Handler, Paused, resumed, send_answer, send_stream
+from waymark.api.http.answers import Answer, Handler, Paused, request_id_of, resumed, send_answer, send_stream
 from waymark.api.http.bodies import Body, Disconnected, Format, LongList, RequestCache, decode, format_of, read_body
-from waymark.api.http.doc import Doc, Queue
 from waymark.api.http.errors import body_of, headers_of, status_of
 from waymark.api.http.fields import RequestBody
-from waymark.api.http.request_id import request_id_of
 from waymark.api.http.tokens_file import EVERYONE, Caller
 from waymark.api.query_schemas import PromptFields
 from waymark.base.asgi import RawHeaders

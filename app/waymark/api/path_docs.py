@@ -6,7 +6,7 @@ from waymark.api import (
     activity,
     admin,
     books,
-    event_schemas,
+    events,
     inspections,
     placement,
     policies,
@@ -18,7 +18,7 @@ from waymark.api import query_schemas as text_bodies
 from waymark.api.dynamo import schemas as dynamo_bodies
 from waymark.api.dynamo import select_schemas as select_bodies
 from waymark.api.dynamo.select import USAGE
-from waymark.api.http.doc import Doc
+from waymark.api.http.access import Doc
 from waymark.contract import admin as admin_answers
 from waymark.contract import decisions, publishers, queries, results
 from waymark.contract import inspections as inspection_answers
@@ -221,7 +221,7 @@ REPAIR = Doc(
 )
 EVENTS = Doc(
     "Applies events in the KV Events format (type standard). A publisher without a ZMQ socket sends its events here.",
-    event_schemas.EventsRequest,
+    events.EventsRequest,
     publishers.EventsAnswer,
     errors=(404, 409),
     may_be_list=True,

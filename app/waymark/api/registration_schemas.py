@@ -22,8 +22,8 @@ from waymark.api.http.fields import (
     OptionalName,
     RankNumber,
     RequestBody,
+    Root,
 )
-from waymark.api.http.models import Root
 from waymark.base.shown import shown
 from waymark.domain.engines import TRAITS, Copies, EngineKind, Scope, kinds_where
 from waymark.domain.media import normal_medium, order_of

@@ -1,8 +1,8 @@
 """The ``waymark`` command: arguments and environment to one role. Beside ``console``, the only package that prints.
 
 Settings come from the environment, once; the few flags are for values that a person changes by hand. ``entry`` runs a
-command, ``commands`` lists them, ``parser`` reads their words, ``exits`` has the exit codes, ``loop`` the event loop
-and the settings; each other module is a command, or several.
+command, ``parser`` lists them and reads their words, ``exits`` has the exit codes, ``loop`` the event loop and the
+settings; each other module is a command, or several.
 """
 
 from __future__ import annotations

@@ -42,8 +42,7 @@ def _path() -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     from waymark.cli import loop
-    from waymark.console.demo_view import parts
-    from waymark.console.progress import Progress
+    from waymark.console.progress import Progress, parts
     from waymark.console.screen import Screen
     from waymark.console.service import DEFAULT_URL
     from waymark.runtime.demo import DRAINED, ENGINES, MODEL, STOPPED, TEXT, DemoFailed, PromptMatch, run_demo

@@ -15,7 +15,6 @@ from waymark.base.errors import (
     WaymarkError,
 )
 from waymark.cli import completion
-from waymark.cli.commands import COMMANDS
 from waymark.cli.exits import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -25,7 +24,7 @@ from waymark.cli.exits import (
     EXIT_OK,
     EXIT_USAGE,
 )
-from waymark.cli.parser import parse, parser_of
+from waymark.cli.parser import COMMANDS, parse, parser_of
 
 #: A package that only a trial needs.
 _TRIAL_PACKAGES = {"fakeredis", "lupa"}

@@ -1,14 +1,15 @@
-"""``waymark export`` and ``waymark import``: an index to a file, and back into the same or another Redis."""
+"""``waymark export``, ``import`` and ``reset``: an index to a file, back into the same or another Redis, or deleted."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from waymark.cli.exits import EXIT_OK
+from waymark.cli.exits import EXIT_OK, EXIT_USAGE
 
 if TYPE_CHECKING:
     from waymark.base.settings import Settings
@@ -26,11 +27,20 @@ examples:
   $ WAYMARK_SHARDS=8 waymark import index.wmx --redis-url redis+cluster://a:7000    into another number of shards
   $ WAYMARK_KEY_PREFIX=audit: waymark import index.wmx                     beside the index of the same Redis
 """,
+    "reset": """\
+examples, after all roles are stopped:
+  $ waymark reset --yes --redis-url redis://127.0.0.1:6379/0
+  $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark reset --yes
+""",
 }
 
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = _EXAMPLES[command]
+    if command == "reset":
+        parser.add_argument("--redis-url", help="the URL of Redis, in place of WAYMARK_REDIS_URL")
+        parser.add_argument("--yes", action="store_true", help="delete; without it nothing is changed")
+        return
     parser.add_argument("file", type=Path, help="the file")
     parser.add_argument("--model", help="only publishers of this model")
     parser.add_argument("--tenant", help="only publishers of this tenant")
@@ -51,13 +61,21 @@ def run(arguments: argparse.Namespace) -> int:
 
     settings = loop.settings_with({"redis_url": arguments.redis_url})
     logs.configure("error", "text")
-    if settings.redis_url == "memory://":
+    if arguments.command == "reset" and not arguments.yes:
+        print(
+            f"waymark reset deletes all keys of {_pattern(settings)} in this Redis: the index, registrations and "
+            "reservations. Stop all roles, save the answer of GET /services if publishers were registered by hand, "
+            "and add --yes.",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
+    if arguments.command != "reset" and settings.redis_url == "memory://":
         raise SettingsError(
             "WAYMARK_REDIS_URL is memory://, an emulated Redis inside another process; give the URL of a real one "
             "(--redis-url redis://host:6379/0)"
         )
     work: Callable[[argparse.Namespace, Settings, Store], Awaitable[str]]
-    work = _export if arguments.command == "export" else _import
+    work = {"export": _export, "import": _import, "reset": _reset}[arguments.command]
 
     async def with_store() -> str:
         store = Store.of(settings)
@@ -107,6 +125,15 @@ async def _import(arguments: argparse.Namespace, settings: Settings, store: Stor
         replaces=arguments.replace,
     )
     return f"imported {report.publishers} publishers with {report.blocks:,} blocks" + _changed(report.changed)
+
+
+async def _reset(_: argparse.Namespace, settings: Settings, store: Store) -> str:
+    return f"deleted {await store.reset()} keys of {_pattern(settings)}"
+
+
+def _pattern(settings: Settings) -> str:
+    """Return the pattern of all keys of Waymark."""
+    return f"{settings.key_prefix or ''}wm:*"
 
 
 def _changed(streams: int) -> str:

@@ -1,4 +1,4 @@
-"""``waymark serve``, ``query``, ``ingest`` and ``gateway``: the processes of the service."""
+"""``waymark serve``, ``query``, ``ingest``, ``gateway`` and ``epp``: the processes of the service."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from waymark.cli.exits import EXIT_OK, EXIT_USAGE
 #: A role -> whether it has the HTTP API, whether it has an ingest worker.
 _ROLES = {"serve": (True, True), "query": (True, False), "ingest": (False, True), "gateway": (False, False)}
 _GATEWAY = "gateway"
+_PICKER = "epp"
 
 #: The default address of a trial.
 _TRIAL_HOST = "127.0.0.1"
@@ -41,12 +42,23 @@ examples:
   # on a real Redis, whose engines all gateways share; run 'waymark ingest' as well
   $ waymark gateway --redis-url redis://redis:6379/0
 """,
+    "epp": """\
+examples (run as many of these processes as you like):
+  $ waymark epp --redis-url redis://redis:6379/0
+  $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark epp --port 9002 --health-port 9003
+  $ WAYMARK_PICKER_CONFIG=/etc/waymark/picker.yaml WAYMARK_REDIS_URL=redis://redis:6379/0 waymark epp
+""",
 }
 
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
     parser.epilog = _EXAMPLES[command]
     parser.add_argument("--redis-url", help="the URL of Redis, in place of WAYMARK_REDIS_URL")
+    if command == _PICKER:
+        parser.add_argument("--host", help="the address to listen on, in place of WAYMARK_HOST")
+        parser.add_argument("--port", help="the port for Envoy, in place of WAYMARK_EPP_PORT")
+        parser.add_argument("--health-port", help="the port for health checks, in place of WAYMARK_EPP_HEALTH_PORT")
+        return
     if command == _GATEWAY:
         parser.add_argument(
             "--engine", action="append", metavar="URL", help="an engine to register; give one for each engine"
@@ -57,6 +69,8 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.command == _PICKER:
+        return _run_picker(arguments)
     gc.disable()  # until ``runtime.freeze_heap``
     try:
         return _run(arguments)
@@ -99,6 +113,35 @@ def _run(arguments: argparse.Namespace) -> int:
         loop.run(
             replica.run(settings, has_api=has_api, has_worker=has_worker, sockets=sockets, has_gateway=has_gateway)
         )
+    finally:
+        for socket in sockets:
+            socket.close()
+    return EXIT_OK
+
+
+def _run_picker(arguments: argparse.Namespace) -> int:
+    from waymark.base import logs
+    from waymark.cli import loop
+    from waymark.runtime import picker
+
+    settings = loop.settings_with(
+        {
+            "redis_url": arguments.redis_url,
+            "host": arguments.host,
+            "epp_port": arguments.port,
+            "epp_health_port": arguments.health_port,
+        }
+    )
+    logs.configure(settings.log_level, settings.log_format)
+    if settings.redis_url == "memory://":
+        print(
+            "waymark epp: WAYMARK_REDIS_URL is memory://, which other processes cannot reach; give a redis:// URL",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
+    sockets = picker.open_port(settings)
+    try:
+        loop.run(picker.run(settings, sockets=sockets))
     finally:
         for socket in sockets:
             socket.close()

@@ -39,8 +39,8 @@ from __future__ import annotations
 from waymark.client.answers import Applied, Match, Matches, Registered, Score, Selection, Service, Workers
 from waymark.client.asynchronous import AsyncClient
 from waymark.client.blocking import Client
+from waymark.client.calls import block_hashes, seq_hashes
 from waymark.client.errors import ClientError, ModelNotFound, Refused, Unavailable
-from waymark.client.hashes import block_hashes, seq_hashes
 from waymark.contract.publishers import Publisher
 
 __all__ = [

@@ -15,8 +15,7 @@ from waymark.client import calls
 from waymark.client.answers import Matches, Selection
 from waymark.client.errors import Refused, Unavailable
 from waymark.client.keywords import QueryKeywords, SelectKeywords
-from waymark.client.tries import Pause, TryResult, tries, with_token
-from waymark.client.urls import UrlOrder
+from waymark.client.tries import Pause, TryResult, UrlOrder, tries, with_token
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,13 +1,14 @@
 """The requests of the contract, and the meaning of their answers: every method of both clients, before it is sent.
 
-A function here is a method of ``Client`` and of ``AsyncClient``, with the same arguments; its result contains the
-request and the parser of the answer.
+A function that returns a ``ClientCall`` is a method of ``Client`` and of ``AsyncClient``, with the same arguments; its
+result contains the request and the parser of the answer. ``block_hashes`` makes the hashes for
+``query_by_hash``.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final, Generic, Literal, TypedDict, TypeVar, Unpack, cast
@@ -15,6 +16,7 @@ from typing import Any, Final, Generic, Literal, TypedDict, TypeVar, Unpack, cas
 import httpx
 import msgpack
 
+from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
 from waymark.client.answers import (
     Applied,
@@ -47,6 +49,8 @@ from waymark.client.keywords import (
 from waymark.domain.answer_times import tpot_ms as _tpot_ms
 from waymark.domain.books import USAGE_MAX, more_cached
 from waymark.domain.engines import UNNAMED
+from waymark.domain.hashing import DEFAULT_SEED, token_bytes
+from waymark.domain.multimodal import items_of, seq_hashes_with
 
 T = TypeVar("T")
 
@@ -352,3 +356,30 @@ def _selected(
 ) -> ClientCall[Selection]:
     body = {"model": model} | prompt | fields
     return ClientCall("POST", "/select", read_selection, body, is_retried=False, deadline=deadline, is_named=True)
+
+
+def block_hashes(
+    token_ids: Sequence[int], block_size: int, *, features: Mapping[str, Any] | None = None, seed: int = DEFAULT_SEED
+) -> list[int]:
+    """Return the seq_hash of each complete block of ``block_size`` tokens; an incomplete last block has no hash.
+
+    ``features`` names the images among the tokens, as vLLM's render endpoints answer it: ``mm_hashes`` and
+    ``mm_placeholders``. A router that asks several times about one prompt, or must not send the prompt itself, hashes
+    it once and asks ``query_by_hash``. ``seed`` is ``WAYMARK_HASH_SEED`` of the service. Raise ``ValueError`` if
+    ``block_size`` is below 1, a token id is not within 0..2^32-1, or ``features`` does not fit.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size is {block_size}; it is at least 1")
+    wrong = next((token for token in token_ids if not (isinstance(token, int) and 0 <= token < 2**32)), None)
+    if wrong is not None:
+        raise ValueError(f"token_ids contains {shown(wrong)}; a token id is an integer within 0..4294967295")
+    try:
+        items = () if features is None else items_of(features)
+    except InvalidValue as error:
+        raise ValueError(error.sentence) from None
+    return seq_hashes_with(items, None, token_bytes(token_ids), block_size, seed=seed)
+
+
+def seq_hashes(token_ids: Sequence[int], block_size: int, *, seed: int = DEFAULT_SEED) -> list[int]:
+    """Return ``block_hashes`` of a prompt without images."""
+    return block_hashes(token_ids, block_size, seed=seed)

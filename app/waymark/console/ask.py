@@ -10,9 +10,8 @@ from waymark.base.errors import NotFound
 from waymark.base.shown import shown
 from waymark.console.prompts import fields_of, prompt_of
 from waymark.console.publishers import not_used
-from waymark.console.screen import Grid, ScreenPart, Text, joined, text
+from waymark.console.screen import Grid, ScreenPart, Text, counted, joined, text
 from waymark.console.service import RemoteService
-from waymark.console.units import counted
 from waymark.domain.media import IN_EVERY_ANSWER, order_of
 from waymark.domain.names import DEFAULT_TENANT
 

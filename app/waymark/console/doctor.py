@@ -17,9 +17,8 @@ from waymark.base.errors import ServiceRefused, SettingsError
 from waymark.base.settings import Settings
 from waymark.base.shown import shown
 from waymark.console.publishers import UNUSABLE, complaint, drains
-from waymark.console.screen import ScreenPart, joined, text
+from waymark.console.screen import ScreenPart, counted, joined, text
 from waymark.console.service import RemoteService
-from waymark.console.units import counted
 from waymark.domain.status import StreamStatus
 
 FindingLevel: TypeAlias = Literal["ok", "warning", "failed"]

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from waymark.console.prompts import read_hash
-from waymark.console.screen import STATUS_STYLES, Grid, ScreenPart, joined, text
-from waymark.console.units import seconds_text
+from waymark.console.screen import STATUS_STYLES, Grid, ScreenPart, joined, seconds_text, text
 from waymark.contract.inspections import BlockHolderRow, BlockRow, HolderRow, HoldingsAnswer, PublisherOfHolder
 from waymark.domain.hashing import namespace
 from waymark.domain.names import GroupName

@@ -1,11 +1,17 @@
-"""Progress of long work, on standard error: one line that is rewritten on a terminal, and a few lines elsewhere."""
+"""The output of trials: the progress of long work, and the table of ``waymark demo``.
+
+Progress is on standard error: one line that is rewritten on a terminal, and a few lines elsewhere.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Final, Self, TextIO
+from typing import Final, Protocol, Self, TextIO
+
+from waymark.console.screen import Grid, ScreenPart, text
 
 #: Between two counts, on a terminal and elsewhere.
 _TERMINAL_SECONDS: Final = 0.2
@@ -50,3 +56,46 @@ class Progress:
         line = f"{self._name}: {sentence}"
         self._file.write(f"{_CLEAR}{line}" if self._is_terminal else f"{line}\n")
         self._file.flush()
+
+
+#: With this the table has room in 80 columns.
+_BAR = 12
+
+
+class PromptLine(Protocol):
+    """One engine's share of one prompt; numbers are tokens."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def instance(self) -> str: ...
+    @property
+    def matched(self) -> int: ...
+    @property
+    def gpu(self) -> int: ...
+    @property
+    def cpu(self) -> int: ...
+
+
+def parts(lines: Sequence[PromptLine]) -> list[ScreenPart]:
+    """Return the sentences and the table."""
+    rows = [
+        (line.label, line.instance, line.matched, line.tokens, line.gpu, line.cpu, "#" * _bar(line)) for line in lines
+    ]
+    return [
+        text("Two simulated engines, one shared system prompt. Tokens that each engine has, according to /query:"),
+        text(""),
+        Grid(
+            ("prompt", "engine", "has", "of", "on GPU", "on CPU", "share"),
+            [tuple(text(cell) for cell in row) for row in rows],
+            numbers=frozenset({"has", "of", "on GPU", "on CPU"}),
+        ),
+        text(""),
+        text("Checked: every number agrees with the cache of the engine."),
+    ]
+
+
+def _bar(line: PromptLine) -> int:
+    return round(_BAR * line.matched / line.tokens)

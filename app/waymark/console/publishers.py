@@ -6,9 +6,19 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from waymark.console.screen import STATUS_STYLES, Grid, ScreenPart, ScreenWarning, Text, joined, text
+from waymark.console.screen import (
+    STATUS_STYLES,
+    Grid,
+    ScreenPart,
+    ScreenWarning,
+    Text,
+    counted,
+    held_text,
+    joined,
+    seconds_text,
+    text,
+)
 from waymark.console.service import RemoteService
-from waymark.console.units import counted, held_text, seconds_text
 from waymark.domain.status import StreamStatus
 
 #: A stream of these has something wrong, even if nothing says what.

@@ -7,8 +7,17 @@ from itertools import groupby
 
 from rich.text import Text
 
-from waymark.console.screen import STATUS_STYLES, Grid, ScreenPart, ScreenWarning, joined, text
-from waymark.console.units import bytes_text, held_text, seconds_text
+from waymark.console.screen import (
+    STATUS_STYLES,
+    Grid,
+    ScreenPart,
+    ScreenWarning,
+    bytes_text,
+    held_text,
+    joined,
+    seconds_text,
+    text,
+)
 from waymark.contract.inspections import RedisState, StatusAnswer, StreamState, WorkerStatus
 from waymark.contract.publishers import Discovery, UnreadableRecord
 from waymark.domain.engines import EngineKind

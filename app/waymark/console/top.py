@@ -21,9 +21,8 @@ from typing import Any, TypeAlias
 from waymark.base.errors import ServiceRefused, ServiceUnreachable
 from waymark.base.shown import several
 from waymark.console.publishers import complaint, drains, state
-from waymark.console.screen import STATUS_STYLES, Grid, Screen, ScreenPart, joined, text
+from waymark.console.screen import STATUS_STYLES, Grid, Screen, ScreenPart, joined, seconds_text, text
 from waymark.console.service import RemoteService
-from waymark.console.units import seconds_text
 from waymark.domain.media import IN_EVERY_ANSWER
 
 PublisherAnswer: TypeAlias = Mapping[str, Any]

@@ -4,12 +4,17 @@ The answer to the headers waits until the body is whole, because the prompt deci
 The body of the answer does not have to come here: the stream of messages lasts as long as the answer, so its end says
 that the request is over. If bodies come, they pass unchanged, a stream at once and a whole one when it is complete: the
 first byte says that the prompt is computed, and the last one waits until the load is released.
+
+Envoy sends its request at once, so a stream that waits for one is short. A peer that opens streams without sending
+would take all places. At the bound a new stream takes the place of the oldest waiting one of the connection with the
+most such streams, as long as that connection has more than its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Literal
@@ -35,7 +40,6 @@ from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
 from waymark.domain.books import UsageReader
 from waymark.domain.targets import host_and_port, names_engines
 from waymark.epp import messages
-from waymark.epp.admission import StreamPlace
 from waymark.epp.answers import (
     BodyBytes,
     HeldAnswer,
@@ -320,3 +324,75 @@ class ProcessCall:
         if self._under_way is not None and self._is_ok:
             self._under_way.prefilled()
             self._picker.metrics.ttft_seconds.observe(monotonic() - self._began)
+
+
+class StreamPlace:
+    """The place of one stream, until ``leave``. It waits for a request until ``settle``."""
+
+    def __init__(self, streams: Streams, peer: str) -> None:
+        self._streams = streams
+        self.peer = peer
+        self.waiting: asyncio.Timeout | None = None
+        """The deadline while the request arrives."""
+        self.is_given_up = False
+        """Whether another stream has the place now."""
+
+    def give_up(self) -> None:
+        self.is_given_up = True
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        """End the wait for a request."""
+        if self.waiting is not None:
+            with suppress(RuntimeError):  # it has ended by itself
+                self.waiting.reschedule(0.0)
+
+    def settle(self) -> None:
+        """Note that the request has arrived."""
+        self._streams.settle(self)
+
+    def leave(self) -> None:
+        self._streams.leave(self)
+
+
+class Streams:
+    """The streams of a process."""
+
+    def __init__(self, streams_max: int, metrics: Metrics) -> None:
+        self._max = streams_max
+        self._gauge = metrics.epp_streams
+        self._count = 0
+        self._waiting: dict[str, dict[StreamPlace, None]] = {}
+        """The places that wait for a request, by connection, oldest first."""
+
+    def enter(self, peer: str) -> StreamPlace | None:
+        """Return a place for a stream of a connection, or None if there is no place."""
+        if self._count >= self._max and not self._make_room(peer):
+            return None
+        place = StreamPlace(self, peer)
+        self._waiting.setdefault(peer, {})[place] = None
+        self._count += 1
+        self._gauge.set(self._count)
+        return place
+
+    def _make_room(self, peer: str) -> bool:
+        most = max(self._waiting.values(), key=len, default={})
+        if len(most) <= len(self._waiting.get(peer, ())) + 1:
+            return False
+        oldest = next(iter(most))
+        self.leave(oldest)
+        oldest.give_up()
+        return True
+
+    def settle(self, place: StreamPlace) -> None:
+        waiting = self._waiting.get(place.peer, {})
+        waiting.pop(place, None)
+        if not waiting:
+            self._waiting.pop(place.peer, None)
+
+    def leave(self, place: StreamPlace) -> None:
+        """Free the place of a stream that has ended. A place that was given up does not count any more."""
+        self.settle(place)
+        if not place.is_given_up:
+            self._count -= 1
+            self._gauge.set(self._count)

@@ -19,8 +19,7 @@ from waymark.base.logs import fields
 from waymark.base.settings import Settings
 from waymark.decide.reported import ReportedPrompts
 from waymark.epp import messages, tls
-from waymark.epp.admission import Streams
-from waymark.epp.process_call import CallContext, ProcessCall, StreamCut
+from waymark.epp.process_call import CallContext, ProcessCall, StreamCut, Streams
 from waymark.epp.radix_index import RadixIndex
 from waymark.epp.scores import PodScores, PrefixMatches
 

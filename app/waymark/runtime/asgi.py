@@ -11,7 +11,6 @@ import asyncio
 from typing import Any
 
 from waymark.api.application import create_app
-from waymark.api.engine_addresses import EngineAddresses
 from waymark.base import native
 from waymark.base.asgi import AsgiReceive, AsgiScope, AsgiSend
 from waymark.base.asker import Asker
@@ -19,6 +18,7 @@ from waymark.base.errors import SettingsError, StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.runtime.replica import open_store, report_redis
+from waymark.store.directory import EngineAddresses
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -51,7 +51,8 @@ class AsgiReplica:
         is_native = native.select(settings.native) == "native"
         metrics = Metrics(role="query", is_native=is_native, models_max=settings.metrics_models_max)
         store = open_store(settings, metrics)
-        tokenizers, asker = Tokenizers.of(settings, metrics, EngineAddresses(store)), Asker.of(settings)
+        addresses = EngineAddresses(store.directory, store.incarnation)
+        tokenizers, asker = Tokenizers.of(settings, metrics, addresses), Asker.of(settings)
         try:
             await report_redis(store)
             refusal = await _refusal(store)

@@ -16,9 +16,8 @@ from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.fail_open import IngestWatch, StartupGate
 from waymark.discovery.describe import Describer
-from waymark.discovery.engines import EngineRegistrations
+from waymark.discovery.engines import EngineRegistrations, GivenEngines
 from waymark.gateway.application import Gateway
-from waymark.gateway.engines import GivenEngines
 from waymark.gateway.mongo import MongoArchive
 from waymark.gateway.response_cache import ResponseCache
 from waymark.gateway.responses import Responses

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from waymark.api.application import create_inspections
-from waymark.api.engine_addresses import EngineAddresses
 from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.console.service import LocalService, RemoteService
+from waymark.store.directory import EngineAddresses
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -30,7 +30,7 @@ def inspecting(settings: Settings) -> Iterator[RemoteService]:
         )
     with asyncio.Runner() as runner:
         store, metrics = Store.of(settings), Metrics()
-        tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store))
+        tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store.directory, store.incarnation))
 
         async def close() -> None:
             await tokenizers.close()

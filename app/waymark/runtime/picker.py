@@ -7,7 +7,6 @@ import socket
 from collections.abc import Sequence
 
 from waymark.api.application import create_probes
-from waymark.api.engine_addresses import EngineAddresses
 from waymark.base import native
 from waymark.base.asker import Asker
 from waymark.base.errors import SettingsError, StoreUnavailable
@@ -26,6 +25,7 @@ from waymark.epp.server import IDLE_SECONDS, EppOptions, EppServer
 from waymark.runtime.replica import freeze_heap, http_server, open_store, report_redis, stop_signal
 from waymark.serving.limits import ServerBounds, files_for
 from waymark.serving.listening import listen
+from waymark.store.directory import EngineAddresses
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -46,7 +46,7 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
     metrics = Metrics(role="epp", is_native=is_native, models_max=settings.metrics_models_max)
     options = SelectionOptions.of(settings)
     store = open_store(settings, metrics)
-    tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store))
+    tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store.directory, store.incarnation))
     asker = Asker.of(settings)
     try:
         await report_redis(store)

@@ -18,7 +18,6 @@ from typing import Any
 import uvicorn
 
 from waymark.api.application import create_app, create_probes
-from waymark.api.engine_addresses import EngineAddresses
 from waymark.api.http.access import openness
 from waymark.base import native
 from waymark.base.asgi import StraightTable
@@ -30,6 +29,7 @@ from waymark.base.settings import Settings
 from waymark.serving.connection import protocol
 from waymark.serving.limits import Connections, ServerBounds, Shape, files_for
 from waymark.serving.listening import listen
+from waymark.store.directory import EngineAddresses
 from waymark.store.hot import BYTES_MAX, HotRows
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
@@ -147,7 +147,7 @@ async def run(
     bounds = ServerBounds(
         settings.request_seconds, files_for(settings.connections_max, worker_files), settings.bodies_max_bytes
     )
-    tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store))
+    tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store.directory, store.incarnation))
     asker = Asker.of(settings)
     stop = stop_signal()
     gateway = None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from waymark.base.errors import InvalidValue
 from waymark.simulator.cache import Prefix, PrefixCache
 from waymark.simulator.encode import GPU, WITHOUT_MEDIUM, Dimensions, Encoder, ReplayFraming, UnknownEvent, WireEvent
-from waymark.simulator.faults import AnswerFaults, Faults, is_due
+from waymark.simulator.options import AnswerFaults, Faults, is_due
 from waymark.simulator.publisher import SimulatedPublisher
 from waymark.simulator.workload import SimulatedPrompt
 

@@ -22,7 +22,6 @@ from aiohttp import web
 from waymark.base.errors import InvalidValue
 from waymark.simulator.encode import GPU
 from waymark.simulator.engine import Completion, EngineSpeed, Generator, SimulatedEngine
-from waymark.simulator.faults import AnswerFaults
 from waymark.simulator.openai import (
     BadRequest,
     EngineModels,
@@ -34,6 +33,7 @@ from waymark.simulator.openai import (
     rank_of,
     send_events,
 )
+from waymark.simulator.options import AnswerFaults
 from waymark.simulator.workload import mark_of, said, tokens_of_messages
 
 _CREATED = 1_700_000_000

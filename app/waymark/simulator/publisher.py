@@ -25,7 +25,7 @@ import zmq.asyncio
 
 from waymark.base.errors import InvalidValue
 from waymark.simulator.encode import CPU, DISK, GPU, BlockRemoved, BlockStored, Encoder, ReplayFraming, WireEvent
-from waymark.simulator.faults import Faults, is_due
+from waymark.simulator.options import Faults, is_due
 
 END_SEQ = b"\xff" * 8
 BIND_SECONDS = 5.0

@@ -1,12 +1,15 @@
 """Reads the claims, groups and tenants in Redis, without writing.
 
-A query replica needs no more of the registry than this module.
+A query replica needs no more of the registry than this module. ``EngineAddresses`` has the addresses at which the
+engines of a group take requests, for questions that any engine can answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
+from time import monotonic
 
 from waymark.base.errors import Conflict
 from waymark.base.shown import shown
@@ -15,11 +18,14 @@ from waymark.domain.names import GroupName, PublisherName, Registration
 from waymark.store import keys
 from waymark.store.claims import SHARDS_MAX, Claim
 from waymark.store.holder_tables import decode_group
+from waymark.store.incarnation import Incarnation
 from waymark.store.parsing import Malformed, RecordParser, integer_of, names_of
 from waymark.store.redis.client import RedisClient
 
 #: Claims decoded in one turn of the loop: ten thousand take a third of a second.
 _SLICE_CLAIMS = 256
+#: How long ``EngineAddresses`` uses the registrations that it has read.
+_ADDRESSES_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +152,28 @@ def _tenant_of(field: bytes) -> str | None:
 
 def _named_entry(field: bytes, value: bytes) -> tuple[GroupName, GroupEntry]:
     return decode_group(field), _entry(value)
+
+
+class EngineAddresses:
+    """The addresses of registered instances: at most a second old, and after each write of this process."""
+
+    def __init__(self, directory: Directory, incarnation: Incarnation) -> None:
+        self._directory = directory
+        self._until = float("-inf")
+        self._writes = 0
+        self._known: dict[GroupName, list[str]] = incarnation.cache({})
+
+    async def __call__(self, group: GroupName) -> Sequence[str]:
+        """Return the addresses of the group's engines, in order of registration. Raise StoreUnavailable if Redis is
+        unavailable.
+        """
+        writes = self._directory.writes
+        if monotonic() >= self._until or writes != self._writes:
+            addresses: dict[GroupName, list[str]] = {}
+            for registration in await self._directory.registrations():
+                if registration.target.address is not None and registration.scope == "instance":
+                    addresses.setdefault(registration.group, []).append(registration.target.address)
+            self._known.clear()
+            self._known.update(addresses)
+            self._until, self._writes = monotonic() + _ADDRESSES_SECONDS, writes
+        return self._known.get(group, ())

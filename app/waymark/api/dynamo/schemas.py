@@ -10,13 +10,14 @@ from waymark.api.http.fields import (
     NAME,
     OPTIONAL_NAME,
     HashList,
+    Model,
     NonEmptyName,
     OptionalName,
     RankNumber,
     RequestBody,
+    Root,
     TokenIds,
 )
-from waymark.api.http.models import Model, Root
 from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U32_MAX, U64_MASK
 
 _GROUP = f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'"

@@ -10,8 +10,7 @@ import asyncio
 from typing import Any
 from uuid import uuid4
 
-from waymark.api.dynamo.inputs import DynamoInputs, none_schedulable, remembered
-from waymark.api.dynamo.loads import NONE_THERE
+from waymark.api.dynamo.loads import NONE_THERE, DynamoInputs, none_schedulable, remembered
 from waymark.api.dynamo.select_schemas import (
     DynamoReservationRequest,
     DynamoSelectRequest,

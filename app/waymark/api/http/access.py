@@ -1,11 +1,14 @@
-"""Access rights: who may call which operation, and which tenants a caller sees."""
+"""Access rights: who may call which operation, which tenants a caller sees, and how the contract describes it."""
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+
+from pydantic import BaseModel
 
 from waymark.api.http.bodies import Body
 from waymark.api.http.errors import Forbidden, Unauthorized
@@ -14,6 +17,7 @@ from waymark.base.asgi import RawHeaders
 from waymark.base.endpoints import is_loopback
 from waymark.base.settings import Settings
 from waymark.base.shown import shown
+from waymark.contract.shape import AnswerShape
 from waymark.domain.names import DEFAULT_TENANT
 
 Access: TypeAlias = Literal["open", "read", "admin", "write"]
@@ -167,3 +171,33 @@ def _documents(body: Body) -> Sequence[Mapping[str, Any]]:
     if body.documents is not None:
         return [document for document in body.documents if isinstance(document, dict)]
     return [body.fields if body.text is None else body.text.fields]
+
+
+Queue: TypeAlias = Literal["read", "write", "decide"]
+
+
+@dataclass(frozen=True, slots=True)
+class Doc:
+    """The published description of an operation, beside the facts that follow from its method and access."""
+
+    summary: str
+    request: type[BaseModel] | None = None
+    answer: type[BaseModel | AnswerShape] | None = None
+    """The type of the answer; None if the answer is not JSON, or has no fixed shape."""
+    status: int = 200
+    media_type: str = "application/json"
+    errors: tuple[int, ...] = ()
+    """404 and 409, if it has them."""
+    needs_redis: bool = True
+    may_be_list: bool = False
+    """A list of bodies is as good as one."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """The headers of a successful answer, each with its meaning."""
+    parameters: tuple[str, ...] = ()
+    """The parameters of the query string; all are optional."""
+    request_headers: tuple[str, ...] = ()
+    """Headers that it reads beside those of every operation; a handler finds them among its parameters."""
+    reach: Reach = "all"
+    """The tenants that it shows. A path without this field is closed to tokens of some tenants."""
+    queue: Queue | None = None
+    """The queue in which its requests wait; None: that of all requests with the same access."""

@@ -1,8 +1,14 @@
-"""The results of handlers, and the ways to send them: whole, or piece by piece."""
+"""The results of handlers, and the ways to send them: whole, or piece by piece.
+
+An answer carries the id of its request, by which its lines in the logs of several services are found. An id that a
+client sends is kept if it is short and plain; otherwise one is made.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
+import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -11,6 +17,7 @@ from typing import Any, TypeAlias
 from starlette.types import Receive, Scope, Send
 
 from waymark.api.http.bodies import Body, Format, encode
+from waymark.base.asgi import RawHeaders
 
 #: ``serving`` has it. Most answers are one message to such a server, a fifteenth less Python for a short query.
 _WHOLE = "waymark.response.whole"
@@ -103,3 +110,16 @@ async def send_answer(answer: Answer, body_format: Format, scope: Scope, send: S
     headers = [(b"content-type", media_type), (b"content-length", b"%d" % len(content)), *more_headers(answer)]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else content})
+
+
+REQUEST_ID = b"x-request-id"
+
+_IS_SANE = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}").fullmatch
+
+
+def request_id_of(headers: RawHeaders) -> str:
+    """Return the client's id, or a new one."""
+    for name, value in headers:
+        if name == REQUEST_ID and _IS_SANE(value):
+            return str(value, "ascii")
+    return secrets.token_hex(8)

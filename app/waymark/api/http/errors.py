@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from waymark.api.http.models import Model
 from waymark.base.errors import (
     Conflict,
     InvalidValue,
@@ -37,8 +36,10 @@ _STATUS_OF_REASON = {"too_large": 413, "unsupported_content_type": 415}
 _SHAPE_ERRORS = frozenset({"missing", "invalid_type", "invalid_value", "out_of_range"})
 
 
-class ErrorBody(Model):
+class ErrorBody(BaseModel):
     """The body of every answer outside the Dynamo API that is not a 2xx."""
+
+    model_config = ConfigDict(defer_build=True)
 
     error: str = Field(description="a sentence with the problem, the value and the remedy")
     reason: str = Field(

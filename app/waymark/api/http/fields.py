@@ -2,18 +2,23 @@
 
 A model says in each field's ``description`` what the field must be; that sentence is in the published contract
 and in the error of a value that does not fit.
+
+pydantic builds the validator of a model when it is first needed, not when a process starts. Most models only describe
+answers, in the published contract, and are never validated.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
     AliasChoices,
+    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    RootModel,
     ValidationError,
     WithJsonSchema,
 )
@@ -21,8 +26,22 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from waymark.api.http.errors import InvalidBody, unfit
-from waymark.api.http.models import Model
 from waymark.domain.names import U32_MAX, U64_MASK
+
+T = TypeVar("T")
+
+
+class Model(BaseModel):
+    """A body, or a part of one."""
+
+    model_config = ConfigDict(defer_build=True)
+
+
+class Root(RootModel[T], Generic[T]):
+    """A body other than an object."""
+
+    model_config = ConfigDict(defer_build=True)
+
 
 NAME = "a text of 1 to 4096 bytes"
 OPTIONAL_NAME = "a text of at most 4096 bytes"
