@@ -105,10 +105,10 @@ def test_the_demo_has_no_table_of_its_own() -> None:
 
 def test_engines_are_asked_over_http_by_one_client() -> None:
     """The gateway passes requests on, and bounds them otherwise; the others ask a Waymark."""
-    opened = re.compile(r"\b(?:aiohttp\.ClientSession|httpx\.(?:Async)?Client)\(")
+    opened = re.compile(r"\b(?:aiohttp\.ClientSession|httpx\.(?:Async)?Client|BoundedClient)\(")
     assert {name for name, text in sources().items() if opened.search(text)} == {
         *("base/asker.py", "gateway/upstream.py"),
-        *("client/asynchronous.py", "client/blocking.py", "console/service.py"),
+        *("client/asynchronous.py", "client/blocking.py", "client/bounded.py", "console/service.py"),
     }
 
 

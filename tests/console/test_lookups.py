@@ -97,7 +97,7 @@ async def test_a_holder_tells_its_record_its_publisher_and_what_it_has(streams: 
     first, record, publisher, head, entries, title, row = text.splitlines()
     assert first == "holder 1 of default/m, group 1"
     assert record == "pod-1, rank 0, GPU, blocks of 16 tokens, backend pod-1, scope instance: live"
-    assert publisher.startswith("publisher 1: vLLM at tcp://10.0.0.1:5557, starting, watermark 1, lag ")
+    assert publisher.startswith("publisher 1: vLLM at tcp://10.0.0.1:5557, starting, watermark 1, last event ")
     assert publisher.endswith(", worker worker-1")
     assert " ".join(head.split()) == "KEY ROWS BRANCH ROWS SINGLES COPIES APPLIED SEQ OPS OF IT"
     assert entries.split()[:6] == ["wm:{1}:engine:1", "1", "0", "0", "1", "1"], "a block in the row has a copy"

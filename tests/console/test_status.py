@@ -84,7 +84,7 @@ async def test_the_plain_table_tells_what_the_records_say(streams: list[Stream],
     text = await waymark("status")
     rows = table(text, "TENANT")
     for row in rows:
-        assert re.fullmatch(r"\d+d|-", row.pop("LAG"))
+        assert re.fullmatch(r"\d+d|-", row.pop("LAST EVENT"))
     names = [
         *("TENANT", "MODEL", "INSTANCE", "RANK", "TYPE", "STATUS", "WORKER", "WATERMARK", "BLOCKS", "GAPS"),
         *("REPLAYS", "RESTARTS", "LOST", "COMPLAINT"),

@@ -173,6 +173,18 @@ def ended(error: Exception | None) -> Future[Any]:
     return future
 
 
+def test_the_age_of_the_last_event_is_no_lag() -> None:
+    """It is as old as the engine is idle, and the page calls it by the same name."""
+    view = TopView(sort="blocks")
+    answer = {"publishers": [publisher("idle", lag_seconds=7200.0), publisher("new")], "workers": []}
+    grid = view.parts(answer, 24)[1]
+    assert isinstance(grid, Grid)
+    place = grid.head.index("LAST EVENT")
+    assert [row[place].plain for row in grid.rows] == ["2h", ""]
+    view.key("\n")
+    assert "last event    2h ago" in drawn(view, answer, 120)
+
+
 def test_without_a_complaint_it_says_so() -> None:
     view = TopView()
     view.key("c")

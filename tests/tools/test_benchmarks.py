@@ -16,6 +16,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
+from tests.patience import patient
 from tools.benchmarks import __main__ as benchmarks
 from tools.benchmarks import compare, hybrid, prompts, replicas, visible
 from tools.benchmarks.__main__ import main
@@ -56,7 +57,7 @@ def test_the_benchmarks_need_no_package_of_the_tests() -> None:
     """`make bench` and `waymark bench` run where neither pytest nor gRPC is installed."""
     away = "import sys; sys.modules.update(pytest=None, grpc=None); import tools.benchmarks.__main__"
 
-    subprocess.run([sys.executable, "-c", away], check=True)
+    subprocess.run([sys.executable, "-c", away], check=True, timeout=patient(60))
 
 
 @pytest.mark.outside

@@ -44,6 +44,7 @@ class AsyncClient:
         **httpx_: Any,
     ) -> None:
         self._places = UrlOrder(url)
+        self._seconds = timeout
         self._http = httpx.AsyncClient(timeout=timeout, **with_token(api_token, httpx_))
         self._retry_seconds = retry_seconds
 
@@ -130,10 +131,17 @@ class AsyncClient:
                 outcome = None
                 await asyncio.sleep(step.seconds)
                 continue
+            # httpx counts each read anew. A deadline cancels the whole call.
+            seconds = None if "timeout" in step.request else self._seconds
             try:
-                outcome = await self._http.request(**step.request)
+                async with asyncio.timeout(seconds):
+                    outcome = await self._http.request(**step.request)
             except httpx.TransportError as error:
                 outcome = error
+            except TimeoutError:
+                if seconds is None:
+                    raise
+                outcome = httpx.ReadTimeout("the whole of the answer is late")
 
 
 class AsyncSelecting:

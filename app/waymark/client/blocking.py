@@ -13,6 +13,7 @@ import httpx
 
 from waymark.client import calls
 from waymark.client.answers import Matches, Selection
+from waymark.client.bounded import BoundedClient
 from waymark.client.errors import Refused, Unavailable
 from waymark.client.keywords import QueryKeywords, SelectKeywords
 from waymark.client.tries import Pause, TryResult, UrlOrder, tries, with_token
@@ -32,8 +33,8 @@ def _sent(call: Callable[P, calls.ClientCall[T]]) -> Callable[Concatenate[Client
 
 
 class Client:
-    """Blocking. ``timeout`` is per try, ``retry_seconds`` the bound on the time between tries, both in seconds. Queries
-    and decisions never wait between tries.
+    """Blocking. ``timeout`` bounds each try as a whole, ``retry_seconds`` the time between tries, both in seconds.
+    Queries and decisions never wait between tries.
 
     ``url`` may be several: if one does not answer, or answers that it cannot, the next one is asked at once.
     A URL that failed comes last for five seconds. At most 100 requests are under way at once, over as many connections,
@@ -51,7 +52,7 @@ class Client:
         **httpx_: Any,
     ) -> None:
         self._places = UrlOrder(url)
-        self._http = httpx.Client(timeout=timeout, **with_token(api_token, httpx_))
+        self._http = BoundedClient(timeout=timeout, **with_token(api_token, httpx_))
         self._retry_seconds = retry_seconds
 
     def __enter__(self) -> Self:

@@ -80,7 +80,7 @@ def _publisher(publisher: PublisherOfHolder) -> Text:
         f"publisher {publisher.id}: {publisher.type} at {publisher.endpoint or 'HTTP'}, ",
         text(publisher.status, STATUS_STYLES.get(publisher.status, "")),
         f", watermark {'none' if publisher.watermark is None else publisher.watermark}"
-        + ("" if publisher.lag_seconds is None else f", lag {seconds_text(publisher.lag_seconds)}")
+        + ("" if publisher.lag_seconds is None else f", last event {seconds_text(publisher.lag_seconds)} ago")
         + (f", worker {publisher.worker}" if publisher.worker else "")
         + (f": {publisher.last_error}" if publisher.last_error else ""),
     )

@@ -121,7 +121,7 @@ def parts(answer: dict[str, Any]) -> list[ScreenPart]:
         screen_parts.append(text("no ingest worker is alive: no event is applied until one runs", "bold red"))
     if not answer["publishers"]:
         return [*screen_parts, _nobody(answer["registered"], is_bad=answer["is_bad"])]
-    columns = ("TENANT", "MODEL", "ENGINE", "RANK", "STATUS", "LAG", "BLOCKS", "WEIGHT", "REQUESTS", "COMPLAINT")
+    columns = ("TENANT", "MODEL", "ENGINE", "RANK", "STATUS", "LAST EVENT", "BLOCKS", "WEIGHT", "REQUESTS", "COMPLAINT")
     rows = [
         (
             text(publisher["tenant_id"]),
@@ -140,8 +140,8 @@ def parts(answer: dict[str, Any]) -> list[ScreenPart]:
     grid = Grid(
         columns,
         rows,
-        frozenset({"RANK", "LAG", "WEIGHT", "REQUESTS"}),
-        spare=("TENANT", "WEIGHT", "LAG", "MODEL"),
+        frozenset({"RANK", "LAST EVENT", "WEIGHT", "REQUESTS"}),
+        spare=("TENANT", "WEIGHT", "LAST EVENT", "MODEL"),
         below="COMPLAINT",
         named=("ENGINE", "RANK"),
     )

@@ -22,6 +22,7 @@ from waymark.base.errors import (
     WaymarkError,
 )
 from waymark.base.shown import shown
+from waymark.client.bounded import BoundedClient
 from waymark.client.tries import reason_of, sentence_of
 from waymark.contract.shape import S, parse
 
@@ -42,7 +43,7 @@ class RemoteService:
             raise InvalidValue(f"url is {shown(url)}; it must be a URL such as {DEFAULT_URL}", field="url")
         headers = {} if api_token is None else {"Authorization": f"Bearer {api_token}"}
         # A proxy of the environment is not asked: it may be one that only reaches the outside.
-        self._http = httpx.Client(timeout=seconds, headers=headers, trust_env=False)
+        self._http: httpx.Client = BoundedClient(timeout=seconds, headers=headers, trust_env=False)
 
     def __enter__(self) -> Self:
         return self

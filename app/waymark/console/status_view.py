@@ -25,10 +25,10 @@ from waymark.domain.names import GroupName
 from waymark.inspection.inspector import group_text
 
 _HEAD = (
-    *("TENANT", "MODEL", "INSTANCE", "RANK", "TYPE", "STATUS", "WORKER", "WATERMARK", "LAG", "BLOCKS", "KNOWN"),
+    *("TENANT", "MODEL", "INSTANCE", "RANK", "TYPE", "STATUS", "WORKER", "WATERMARK", "LAST EVENT", "BLOCKS", "KNOWN"),
     *("GAPS", "REPLAYS", "RESTARTS", "LOST", "COMPLAINT"),
 )
-_NUMBERS = frozenset({"RANK", "WATERMARK", "LAG", "KNOWN", "GAPS", "REPLAYS", "RESTARTS", "LOST"})
+_NUMBERS = frozenset({"RANK", "WATERMARK", "LAST EVENT", "KNOWN", "GAPS", "REPLAYS", "RESTARTS", "LOST"})
 #: A terminal shows these above the table.
 _PLAIN_ONLY = ("TENANT", "MODEL")
 _SPARE = ("TYPE", "REPLAYS", "WATERMARK", "WORKER", "RESTARTS", "GAPS", "LOST", "KNOWN")

@@ -30,7 +30,7 @@ PublisherAnswer: TypeAlias = Mapping[str, Any]
 #: The media with a column.
 _MEDIA = IN_EVERY_ANSWER
 _HELP = "q quit  s sort  r reverse  / filter  j k enter details  d drain  u resume  c why"
-_SPARE = (*reversed(_MEDIA[1:]), "LAG", "RANK", "COMPLAINT", _MEDIA[0], "STORED/S")
+_SPARE = (*reversed(_MEDIA[1:]), "LAST EVENT", "RANK", "COMPLAINT", _MEDIA[0], "STORED/S")
 _WORST = tuple(reversed(STATUS_STYLES))
 #: Lines of the screen besides publishers: an error, the head, the table's head, the help, and a spare one.
 _OTHER_LINES = 5
@@ -52,7 +52,7 @@ SORTS: dict[str, Callable[[PublisherAnswer, float], Any]] = {
     "requests": lambda publisher, rate: publisher["load"]["requests"],
     "blocks": lambda publisher, rate: _blocks(publisher),
     "status": lambda publisher, rate: -_WORST.index(publisher["status"]),
-    "lag": lambda publisher, rate: publisher["lag_seconds"] or 0.0,
+    "last event": lambda publisher, rate: publisher["lag_seconds"] or 0.0,
 }
 
 
@@ -189,7 +189,7 @@ class TopView:
             )
         elif self.outcome:
             head = text(self.outcome, "bold")
-        columns = ("ENGINE", "RANK", "STATUS", "STORED/S", *_MEDIA, "REQUESTS", "LAG", "COMPLAINT")
+        columns = ("ENGINE", "RANK", "STATUS", "STORED/S", *_MEDIA, "REQUESTS", "LAST EVENT", "COMPLAINT")
         drain = dict(zip(map(id, answer["publishers"]), drains(answer["publishers"]), strict=True))
         if self.is_details and rows:
             return [head, *_details(rows[self.cursor], drain[id(rows[self.cursor])])[: lines - 3], text(_HELP, "dim")]
@@ -227,12 +227,12 @@ def _name(publisher: PublisherAnswer) -> tuple[str, str, int]:
 def _details(publisher: PublisherAnswer, drain: str) -> list[ScreenPart]:
     """Return the facts about an engine's rank, a line each."""
     load = publisher["load"]
-    lag = publisher["lag_seconds"]
+    age = publisher["lag_seconds"]
     values: dict[str, Any] = {name: publisher[name] for name in _DETAILS if publisher.get(name) is not None}
     values |= {
         "weight": f"{publisher['weight']:g}",
         "requests": f"{load['requests']}, {load['tokens']} tokens to compute",
-        "lag": "" if lag is None else seconds_text(lag),
+        "last event": "" if age is None else f"{seconds_text(age)} ago",
         "blocks": ", ".join(f"{medium} {count}" for medium, count in publisher["blocks"].items()),
         "counters": ", ".join(f"{name} {count}" for name, count in publisher["counters"].items() if count),
         "last error": publisher.get("last_error") or "",

@@ -172,7 +172,7 @@ class StreamState(AnswerShape):
     watermark: int | None
     """The number of the last frame that was applied."""
     lag_seconds: float | None
-    """The age of the newest applied batch, by the clock of its publisher."""
+    """The age of the newest applied batch, by the clock of its publisher; it grows while an engine has no events."""
     blocks: Mapping[str, int]
     """The number of blocks, by medium."""
     known: float | None
@@ -292,7 +292,7 @@ class PublisherOfHolder(AnswerShape):
     watermark: int | None
     """The number of the last frame that was applied."""
     lag_seconds: float | None
-    """The age of the newest applied batch, by the clock of its publisher."""
+    """The age of the newest applied batch, by the clock of its publisher; it grows while an engine has no events."""
     worker: str | None
     """The id of the ingest worker that applies the stream."""
     last_error: str | None

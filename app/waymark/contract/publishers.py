@@ -217,7 +217,7 @@ class Publisher(AnswerShape):
     watermark: int | None
     """The number of the last frame that was applied."""
     lag_seconds: float | None
-    """The age of the newest applied batch, by the clock of its publisher."""
+    """The age of the newest applied batch, by the clock of its publisher; it grows while an engine has no events."""
     gaps: int
     """The number of gaps in its stream."""
     restarts: int
