@@ -67,7 +67,7 @@ def test_a_status_of_a_stream_is_a_member_of_its_enum() -> None:
     assert written.search('if each["status"] in ("lost", "failed"):')
     # The words of Dynamo's API, which are fewer.
     assert {name for name, text in sources().items() if written.search(text)} == {
-        *("domain/status.py", "api/dynamo/views.py", "api/dynamo/schemas.py"),
+        *("domain/status.py", "api/dynamo/views.py", "contract/dynamo.py"),
     }
 
 

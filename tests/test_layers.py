@@ -41,10 +41,10 @@ PARTS: dict[str, set[str]] = {
     "console": {"base", "domain", "contract", "store", "tokenization", "inspection", "client"},
     "ingest": {"base", "domain", "store", "store.redis", "engines", "chat", "apply"},
     "gateway": {
-        *("base", "domain", "store", "chat", "tokenization", "decide", "decide.policies", "serving"),
+        *("base", "domain", "contract", "store", "chat", "tokenization", "decide", "decide.policies", "serving"),
     },
     "epp": {"base", "domain", "chat", "decide", "decide.policies"},
-    "api.dynamo": {"base", "domain", "store", "decide", "decide.policies", "api.http"},
+    "api.dynamo": {"base", "domain", "contract", "store", "decide", "decide.policies", "api.http"},
     "api": {
         *("base", "domain", "store", "engines", "chat", "apply", "tokenization", "decide", "decide.policies"),
         *("discovery", "inspection", "contract", "api.http", "api.dynamo"),

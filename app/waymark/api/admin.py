@@ -6,10 +6,10 @@ Decisions are counted over all replicas, up to a second ago.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from time import time
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -35,6 +35,7 @@ from waymark.contract.admin import (
     PrefixRoutingConfig,
     PrefixRoutingDecisions,
     PrefixRoutingStats,
+    ResponseCacheStats,
 )
 from waymark.decide.policies.presets import PRESETS
 from waymark.domain.prefixes import DEFAULT
@@ -71,7 +72,7 @@ class ResponseCacheAdmin:
 
     def __init__(
         self,
-        stats: Callable[[], Awaitable[Mapping[str, Any]]] | None = None,
+        stats: Callable[[], Awaitable[ResponseCacheStats]] | None = None,
         clear: Callable[[bytes | None], Awaitable[int]] | None = None,
     ) -> None:
         """``stats`` describes the cache, ``clear`` empties it, whole or by key; both are None if the cache is off."""
@@ -79,7 +80,7 @@ class ResponseCacheAdmin:
         self._clear = clear
 
     async def stats(self, _: Body) -> Answer:
-        return Answer({"enabled": False} if self._stats is None else dict(await self._stats()))
+        return Answer(ResponseCacheStats(enabled=False) if self._stats is None else await self._stats())
 
     async def invalidate(self, body: Body) -> Answer:
         request = InvalidateRequest.of(body.fields)

@@ -47,6 +47,7 @@ from waymark.base.asgi import StraightTable
 from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.contract.admin import ResponseCacheStats
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.fail_open import StartupGate
 from waymark.decide.served import ServedNames
@@ -72,7 +73,7 @@ class GatewayAdmin:
 
     start: StartupGate
     """The gate of its decisions, so that it is ready exactly while it decides."""
-    cache: tuple[Callable[[], Awaitable[Mapping[str, Any]]], Callable[[bytes | None], Awaitable[int]]] | None = None
+    cache: tuple[Callable[[], Awaitable[ResponseCacheStats]], Callable[[bytes | None], Awaitable[int]]] | None = None
     """The functions that describe and empty its response cache; None: it is off."""
 
     def rows(self) -> list[_OperationRow]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeGuard, TypeVar, get_args
 
 import orjson
 from pydantic import BaseModel, RootModel, TypeAdapter
@@ -17,7 +17,7 @@ from pydantic import BaseModel, RootModel, TypeAdapter
 from waymark import __version__
 from waymark.api.dynamo.schemas import DynamoErrorBody
 from waymark.api.http import docs_page
-from waymark.api.http.access import Doc
+from waymark.api.http.access import BodyType, Doc
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body, Format
 from waymark.api.http.errors import ErrorBody
@@ -25,6 +25,8 @@ from waymark.api.http.fields import RequestBody
 from waymark.api.operations import Operation
 from waymark.contract.queries import InstanceRow
 from waymark.contract.shape import AnswerShape
+
+M = TypeVar("M", bound=BaseModel)
 
 _REF = "#/components/schemas/{model}"
 _EXAMPLES = Path(__file__).parent / "examples.json"
@@ -96,17 +98,18 @@ def statuses(operation: Operation) -> list[int]:
 
 def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of these operations."""
-    models: dict[type[BaseModel | AnswerShape], None] = dict.fromkeys((ErrorBody, DynamoErrorBody, InstanceRow))
+    models: dict[BodyType, None] = dict.fromkeys((ErrorBody, DynamoErrorBody, InstanceRow))
     for operation in operations:
         models |= dict.fromkeys(model for model in (operation.doc.request, operation.doc.answer) if model is not None)
     for model in list(models):
-        if issubclass(model, RootModel):  # its parts have spellings of their own
+        if _is(model, RootModel):  # its parts have spellings of their own
             models |= dict.fromkeys(
-                part for part in get_args(model.model_fields["root"].annotation) if _is_request(part)
+                part for part in get_args(model.model_fields["root"].annotation) if _is(part, RequestBody)
             )
-    _, definitions = TypeAdapter.json_schemas(
-        [(model.__name__, "validation", TypeAdapter(model)) for model in models], ref_template=_REF
+    by_model, definitions = TypeAdapter.json_schemas(
+        [(str(model), "validation", TypeAdapter(model)) for model in models], ref_template=_REF
     )
+    contents = {model: by_model[str(model), "validation"] for model in models}
     schemas = definitions["$defs"]
     for shape in AnswerShape.__subclasses__():
         for heir in shape.__subclasses__():
@@ -115,13 +118,13 @@ def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
     for schema in schemas.values():
         _join_lines(schema)
     for model in models:
-        if issubclass(model, RequestBody):
+        if _is(model, RequestBody):
             _add_spellings(schemas[model.__name__], model)
             _allow_null(schemas[model.__name__])
     paths: dict[str, Any] = {}
     examples = orjson.loads(_EXAMPLES.read_bytes())
     for operation in operations:
-        described = _operation(operation)
+        described = _operation(operation, contents)
         if (example := examples.get(f"{operation.method} {operation.path}")) is not None:
             _add_example(described, operation.path, example)
         paths.setdefault(operation.path, {})[operation.method.lower()] = described
@@ -155,8 +158,8 @@ def _join_lines(schema: dict[str, Any]) -> None:
             described["description"] = " ".join(described["description"].split())
 
 
-def _is_request(part: Any) -> bool:
-    return isinstance(part, type) and issubclass(part, RequestBody)
+def _is(part: Any, base: type[M]) -> TypeGuard[type[M]]:
+    return isinstance(part, type) and issubclass(part, base)
 
 
 def _add_spellings(schema: dict[str, Any], model: type[RequestBody]) -> None:
@@ -182,11 +185,11 @@ def _allow_null(schema: dict[str, Any]) -> None:
                 schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **outside}
 
 
-def _operation(operation: Operation) -> dict[str, Any]:
+def _operation(operation: Operation, contents: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:
     doc = operation.doc
     described: dict[str, Any] = {"summary": doc.summary, "tags": [operation.api], "responses": {}}
     if doc.request is not None:
-        described["requestBody"] = {"required": True, "content": _content(doc.request, tuple(Format))}
+        described["requestBody"] = {"required": True, "content": _content(contents[doc.request], tuple(Format))}
     parameters = [_parameter(name, "path") for name in re.findall(r"{(\w+)}", operation.path)]
     parameters += [_parameter(name, "query") for name in doc.parameters]
     parameters += [_parameter(name, "header") for name in doc.request_headers]
@@ -202,7 +205,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
         model = doc.answer if is_success else error
         answer: dict[str, Any] = {
             "description": "The request succeeded." if is_success else _ERRORS[status],
-            "content": _plain_content(doc, formats) if model is None else _content(model, formats),
+            "content": _plain_content(doc, formats) if model is None else _content(contents[model], formats),
         }
         headers = doc.headers if is_success else _HEADERS.get(status)
         if headers:
@@ -236,6 +239,5 @@ def _plain_content(doc: Doc, formats: Sequence[Format]) -> dict[str, Any]:
     return {body_format.value.decode(): {} for body_format in formats}
 
 
-def _content(model: type[BaseModel | AnswerShape], formats: Sequence[Format]) -> dict[str, Any]:
-    schema = {"$ref": _REF.format(model=model.__name__)}
+def _content(schema: dict[str, Any], formats: Sequence[Format]) -> dict[str, Any]:
     return {body_format.value.decode(): {"schema": schema} for body_format in formats}

@@ -35,6 +35,7 @@ from waymark.contract.decisions import (
     SelectAnswer,
     SourceAnswer,
 )
+from waymark.contract.shape import quick
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed, StartupGate, cause_of
 from waymark.decide.options import SelectionOptions
@@ -284,9 +285,8 @@ def best_by_address(scored: list[Scored]) -> list[Scored]:
 def score_row(scored: Scored, tokens: int, block_size: int, *, is_cost: bool, explain: bool) -> ScoreRow:
     candidate = scored.candidate
     matched = candidate.device + candidate.host + candidate.disk + candidate.shared
-    row = ScoreRow.__new__(ScoreRow)
-    # An answer may have thousands of rows, and the constructor of a frozen class takes four times as long.
-    vars(row).update(
+    row = quick(
+        ScoreRow,
         instance_id=candidate.instance_id,
         dp_rank=candidate.dp_rank,
         address=candidate.address,

@@ -20,7 +20,7 @@ from waymark.api.dynamo import select_schemas as select_bodies
 from waymark.api.dynamo.select import USAGE
 from waymark.api.http.access import Doc
 from waymark.contract import admin as admin_answers
-from waymark.contract import decisions, publishers, queries, results
+from waymark.contract import decisions, dynamo, publishers, queries, results
 from waymark.contract import inspections as inspection_answers
 
 _TEXT, _HTML = "text/plain", "text/html"
@@ -183,7 +183,9 @@ INDEX_CLEAR = Doc(
     reach="filtered",
 )
 CACHE_STATS = Doc(
-    "Returns what the response cache contains, and how often this gateway answered from it.", needs_redis=False
+    "Returns what the response cache contains, and how often this gateway answered from it.",
+    answer=admin_answers.ResponseCacheStats,
+    needs_redis=False,
 )
 CACHE_CLEAR = Doc(
     "Clears the response cache of this gateway, or of all gateways if they share it in Redis.",
@@ -268,7 +270,7 @@ DETOKENIZE = Doc(
 DYNAMO_QUERY = Doc(
     "Returns how much of a prompt each worker has.",
     dynamo_bodies.DynamoQueryRequest,
-    dynamo_bodies.DynamoQueryAnswer,
+    dynamo.DynamoQueryAnswer,
     errors=(404,),
     headers=_PARTIAL,
     reach="body",
@@ -276,7 +278,7 @@ DYNAMO_QUERY = Doc(
 DYNAMO_QUERY_BY_HASH = Doc(
     "Returns how much of a prompt of the base model each worker has; the prompt is given as its local hashes.",
     dynamo_bodies.DynamoQueryByHashRequest,
-    dynamo_bodies.DynamoQueryAnswer,
+    dynamo.DynamoQueryAnswer,
     errors=(404,),
     headers=_PARTIAL,
     reach="body",
@@ -284,7 +286,7 @@ DYNAMO_QUERY_BY_HASH = Doc(
 DYNAMO_QUERY_TIERED = Doc(
     "Returns how many blocks of a prompt of the base model each worker has, tier by tier.",
     dynamo_bodies.DynamoQueryByHashRequest,
-    dynamo_bodies.DynamoTieredAnswer,
+    dynamo.DynamoTieredAnswer,
     errors=(404,),
     headers=_PARTIAL,
     reach="body",
@@ -292,7 +294,7 @@ DYNAMO_QUERY_TIERED = Doc(
 DYNAMO_REGISTER = Doc(
     "Registers an engine and subscribes to its events.",
     dynamo_bodies.DynamoRegisterRequest,
-    dynamo_bodies.DynamoStatus,
+    dynamo.DynamoStatus,
     201,
     errors=(409,),
     reach="body",
@@ -300,69 +302,94 @@ DYNAMO_REGISTER = Doc(
 DYNAMO_UNREGISTER = Doc(
     "Removes an instance and its blocks.",
     dynamo_bodies.DynamoUnregisterRequest,
-    dynamo_bodies.DynamoStatus,
+    dynamo.DynamoStatus,
     errors=(404,),
     reach="filtered",
 )
-DYNAMO_WORKERS = Doc("Lists the registered workers.", answer=dynamo_bodies.DynamoWorkers, reach="filtered")
+DYNAMO_WORKERS = Doc(
+    "Lists the registered workers, in order of registration. The id of a worker is a decimal number.",
+    answer=list[dynamo.DynamoWorker],
+    reach="filtered",
+)
 DUMP = Doc(
-    "Lists the groups. The list contains no events, because the index is in Redis.",
-    answer=dynamo_bodies.DynamoDump,
+    "Lists the groups by model:group. They contain no events, because the index is in Redis.",
+    answer=dict[str, dynamo.DynamoDumpedGroup],
     headers=_NOTE,
     reach="filtered",
 )
 REGISTER_PEER = Doc(
     "Adds a peer to a list that all replicas share.",
     dynamo_bodies.PeerRequest,
-    dynamo_bodies.DynamoStatus,
+    dynamo.DynamoStatus,
     201,
     headers=_NOTE,
 )
 DEREGISTER_PEER = Doc(
     "Removes a peer from the list.",
     dynamo_bodies.PeerRequest,
-    dynamo_bodies.DynamoStatus,
+    dynamo.DynamoStatus,
     errors=(404,),
     headers=_NOTE,
 )
-PEERS = Doc("Lists the peers.", answer=dynamo_bodies.DynamoPeers, headers=_NOTE)
+PEERS = Doc("Lists the base URLs of the peers, as they were registered.", answer=list[str], headers=_NOTE)
 ADD_WORKER = Doc(
     "Stores the description of a worker. Once the description is complete, Waymark registers the worker.",
     select_bodies.WorkerRequest,
-    status=201,
+    dynamo.DynamoWorkerDescription,
+    201,
 )
-CHANGE_WORKER = Doc("Changes the description of a worker.", select_bodies.WorkerPatch, errors=(404, 409))
-REMOVE_WORKER = Doc("Removes a worker and its blocks.", errors=(400, 404, 409))
+CHANGE_WORKER = Doc(
+    "Changes the description of a worker.",
+    select_bodies.WorkerPatch,
+    dynamo.DynamoWorkerDescription,
+    errors=(404, 409),
+)
+REMOVE_WORKER = Doc("Removes a worker and its blocks.", answer=dynamo.DynamoWorkerDescription, errors=(400, 404, 409))
 DYNAMO_SELECT = Doc(
     "Picks the worker for a prompt; nothing is reserved.",
     select_bodies.DynamoSelectRequest,
+    dynamo.DynamoSelectAnswer,
     errors=(409, 429),
     queue="decide",
 )
 SELECT_AND_RESERVE = Doc(
     "Picks the worker for a prompt, and makes a reservation under an id.",
     select_bodies.DynamoSelectRequest,
+    dynamo.DynamoSelectAndReserveAnswer,
     errors=(409, 429),
     queue="decide",
 )
 RESERVE = Doc(
     "Makes a reservation for an earlier selection, or for a worker that the client picked.",
     select_bodies.DynamoReservationRequest,
-    status=201,
+    dynamo.DynamoReservation,
+    201,
     errors=(404, 409, 429),
     queue="decide",
 )
-PREFILL_COMPLETE = Doc("Reports that the prefill of a reservation is done.", errors=(404,), queue="decide")
-OUTPUT_BLOCK = Doc("Renews a reservation.", select_bodies.OutputBlockRequest, errors=(404,), queue="decide")
-END_RESERVATION = Doc("Ends a reservation.", errors=(400, 404), queue="decide", parameters=USAGE)
-OVERLAP_SCORES = Doc("Returns the blocks that each worker has of a prompt.", select_bodies.DynamoPromptRequest)
+PREFILL_COMPLETE = Doc(
+    "Reports that the prefill of a reservation is done.", answer=dynamo.DynamoStatus, errors=(404,), queue="decide"
+)
+OUTPUT_BLOCK = Doc(
+    "Renews a reservation.", select_bodies.OutputBlockRequest, dynamo.DynamoStatus, errors=(404,), queue="decide"
+)
+END_RESERVATION = Doc(
+    "Ends a reservation.", answer=dynamo.DynamoStatus, errors=(400, 404), queue="decide", parameters=USAGE
+)
+OVERLAP_SCORES = Doc(
+    "Returns the blocks that each worker has of a prompt.",
+    select_bodies.DynamoPromptRequest,
+    dynamo.DynamoOverlapScores,
+)
 POTENTIAL_LOADS = Doc(
     "Returns the load that each worker would have if it got a prompt.",
     select_bodies.DynamoPromptRequest,
-    select_bodies.DynamoLoads,
+    list[dynamo.DynamoLoad],
 )
 LOADS = Doc(
-    "Returns the load of each worker.", answer=select_bodies.DynamoAllLoads, parameters=("model_name", "routing_group")
+    "Returns the loads of the workers, by model and group.",
+    answer=list[dynamo.DynamoGroupLoads],
+    parameters=("model_name", "routing_group"),
 )
 CONTRACT_PAGE = Doc("Returns this contract as a page.", media_type=_HTML, needs_redis=False, reach="none")
 WORKER_READY = Doc("Answers 200 when Redis answers.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from waymark.contract.shape import AnswerShape
 
@@ -228,3 +229,100 @@ class IndexBackends(AnswerShape):
     """Always true."""
     backends: Sequence[BackendState]
     """The publishers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseCacheRequests(AnswerShape):
+    """The requests to the gateways, by what the cache did for them."""
+
+    hit: int
+    """The requests that were answered from the cache."""
+    miss: int
+    """The requests that an engine answered."""
+    skip: int
+    """The requests that cannot be answered from a cache."""
+    total: int
+    """The sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseCacheConfig(AnswerShape):
+    """The configuration of the response cache."""
+
+    backend: str
+    """``memory`` or ``redis``."""
+    ttl: str
+    """How long an answer stays, such as ``30m``."""
+    capacity: int
+    """The most answers."""
+    max_response_size: int
+    """The most bytes of an answer."""
+    max_stream_buffer_size: int
+    """The most bytes of an answer that is streamed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConnections(AnswerShape):
+    """The connections to Redis."""
+
+    active: int
+    """The connections in use."""
+    idle: int
+    """The other connections."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheErrors(AnswerShape):
+    """The errors of Redis, by kind."""
+
+    connection: int
+    """The lost connections."""
+    timeout: int
+    """The answers of Redis that came too late."""
+    other: int
+    """All other errors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseCacheRedis(AnswerShape):
+    """The Redis of the response cache, as this gateway sees it."""
+
+    connections: CacheConnections
+    """The connections to Redis."""
+    fallback_active: bool
+    """True while Redis is unavailable, and the gateway keeps answers in its own memory."""
+    errors: CacheErrors
+    """The errors of Redis."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseCacheStats(AnswerShape):
+    """The contents of the response cache, and the number of requests that it answered. If it is off, only ``enabled``
+    is there.
+    """
+
+    OPTIONAL: ClassVar = (
+        *("backend_type", "entries", "capacity", "requests", "hit_rate", "evictions"),
+        *("size_bytes", "config", "redis"),
+    )
+
+    enabled: bool
+    """False if the cache is off."""
+    backend_type: str | None = None
+    """``memory`` or ``redis``."""
+    entries: int | None = None
+    """The number of answers."""
+    capacity: int | None = None
+    """The most answers."""
+    requests: ResponseCacheRequests | None = None
+    """The requests to the gateways."""
+    hit_rate: str | None = None
+    """A text: the share of ``hit`` in hits and misses, with four decimals."""
+    evictions: int | None = None
+    """The number of answers that were removed for others."""
+    size_bytes: int | None = None
+    """The bytes of the answers."""
+    config: ResponseCacheConfig | None = None
+    """The configuration."""
+    redis: ResponseCacheRedis | None = None
+    """The Redis of the answers; absent if they are in memory."""

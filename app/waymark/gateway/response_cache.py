@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from time import perf_counter
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from waymark.base.asgi import RawHeaders
 from waymark.base.errors import StoreUnavailable
@@ -25,6 +25,14 @@ from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.chat.prefix_key import as_written, cache_key, is_cacheable, telling_headers
 from waymark.chat.requests import Form
+from waymark.contract.admin import (
+    CacheConnections,
+    CacheErrors,
+    ResponseCacheConfig,
+    ResponseCacheRedis,
+    ResponseCacheRequests,
+    ResponseCacheStats,
+)
 from waymark.gateway.bounded import CacheSize
 from waymark.gateway.kept_answer import AnswerCollector, AnswerStore, CacheLookup, KeptAnswer, MemoryAnswers, send_again
 from waymark.gateway.proxy import ProxiedRequest
@@ -324,7 +332,7 @@ class ResponseCache:
     # ---- for operators -----------------------------------------------------------------------------
 
     @property
-    def operated(self) -> tuple[Callable[[], Awaitable[Mapping[str, Any]]], Callable[[bytes | None], Awaitable[int]]]:
+    def operated(self) -> tuple[Callable[[], Awaitable[ResponseCacheStats]], Callable[[bytes | None], Awaitable[int]]]:
         """The operations of an operator: reading its state, and clearing it."""
         return self.stats, self.clear
 
@@ -338,7 +346,7 @@ class ResponseCache:
         """Forget the answer to one request, or all answers; how many there were. Raises StoreUnavailable."""
         return await self._answers.clear(key)
 
-    async def stats(self) -> Mapping[str, Any]:
+    async def stats(self) -> ResponseCacheStats:
         """Return the state in the shape of Continuum Router. Requests are those of all gateways, except for the last
         second.
         """
@@ -346,24 +354,24 @@ class ResponseCache:
         counts = {name: together.get(_COUNT + name, 0) for name in self._results}
         asked = counts["hit"] + counts["miss"]
         answers, size = self._answers, await self._answers.count()
-        return {
-            "enabled": True,
-            "backend_type": answers.backend,
-            "entries": size.entries,
-            "capacity": answers.entries_max,
-            "requests": counts | {"total": sum(counts.values())},
-            "hit_rate": f"{counts['hit'] / asked if asked else 0:.4f}",
-            "evictions": together.get(_COUNT + "evictions", 0),
-            "size_bytes": size.bytes,
-            "config": {
-                "backend": answers.backend,
-                "ttl": duration(answers.ttl_seconds),
-                "capacity": answers.entries_max,
-                "max_response_size": self._response_bytes,
-                "max_stream_buffer_size": self._stream_bytes,
-            },
-            **({"redis": _redis_stats(answers)} if isinstance(answers, SharedAnswers) else {}),
-        }
+        return ResponseCacheStats(
+            enabled=True,
+            backend_type=answers.backend,
+            entries=size.entries,
+            capacity=answers.entries_max,
+            requests=ResponseCacheRequests(**counts, total=sum(counts.values())),
+            hit_rate=f"{counts['hit'] / asked if asked else 0:.4f}",
+            evictions=together.get(_COUNT + "evictions", 0),
+            size_bytes=size.bytes,
+            config=ResponseCacheConfig(
+                backend=answers.backend,
+                ttl=duration(answers.ttl_seconds),
+                capacity=answers.entries_max,
+                max_response_size=self._response_bytes,
+                max_stream_buffer_size=self._stream_bytes,
+            ),
+            redis=_redis_stats(answers) if isinstance(answers, SharedAnswers) else None,
+        )
 
 
 def _answers(settings: Settings, metrics: Metrics, store: Store) -> AnswerStore:
@@ -389,13 +397,13 @@ def _answers(settings: Settings, metrics: Metrics, store: Store) -> AnswerStore:
     )
 
 
-def _redis_stats(answers: SharedAnswers) -> Mapping[str, Any]:
+def _redis_stats(answers: SharedAnswers) -> ResponseCacheRedis:
     active, idle = answers.connections
-    return {
-        "connections": {"active": active, "idle": idle},
-        "fallback_active": answers.is_away,
-        "errors": {kind: answers.errors[kind] for kind in ERRORS},
-    }
+    return ResponseCacheRedis(
+        connections=CacheConnections(active=active, idle=idle),
+        fallback_active=answers.is_away,
+        errors=CacheErrors(**{kind: answers.errors[kind] for kind in ERRORS}),
+    )
 
 
 def duration(seconds: int) -> str:

@@ -16,6 +16,13 @@ from waymark.api.http.bodies import Body
 from waymark.api.http.prompts import LocalHashKeys, hashes, token_bytes
 from waymark.base.errors import InvalidValue, NoTarget
 from waymark.base.settings import Settings
+from waymark.contract.dynamo import (
+    NO_SHARED_CACHE,
+    DynamoGroupLoads,
+    DynamoLoad,
+    DynamoOverlap,
+    DynamoOverlapScores,
+)
 from waymark.decide.policies.policy import Candidate, Scored
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.question import HashedPrompt, PolicyChoice, PromptOf, Question
@@ -127,25 +134,24 @@ class DynamoLoadHandlers:
         for candidate in scored:
             row = rows.get(candidate.instance_id, {}).get(candidate.dp_rank, NONE_THERE)
             workers.append(
-                {
-                    "worker_id": int(candidate.instance_id),
-                    "dp_rank": candidate.dp_rank,
-                    "device_blocks": row.gpu,
-                    "host_pinned_blocks": row.cpu,
-                    "disk_blocks": row.disk,
-                    "host_pinned_extension_blocks": row.cpu - row.gpu,
-                    "disk_extension_blocks": row.disk - row.cpu,
-                    "shared_beyond_device_blocks": None,
-                }
+                DynamoOverlap(
+                    worker_id=int(candidate.instance_id),
+                    dp_rank=candidate.dp_rank,
+                    device_blocks=row.gpu,
+                    host_pinned_blocks=row.cpu,
+                    disk_blocks=row.disk,
+                    host_pinned_extension_blocks=row.cpu - row.gpu,
+                    disk_extension_blocks=row.disk - row.cpu,
+                    shared_beyond_device_blocks=None,
+                )
             )
-        shared = {"enabled": False, "total_hit_blocks": 0, "ranges": [], "error": None}
         return Answer(
-            {
-                "block_size": block_size,
-                "num_blocks": len(prompt.keys) // KEY_BYTES,
-                "workers": workers,
-                "shared_cache": shared,
-            }
+            DynamoOverlapScores(
+                block_size=block_size,
+                num_blocks=len(prompt.keys) // KEY_BYTES,
+                workers=workers,
+                shared_cache=NO_SHARED_CACHE,
+            )
         )
 
     async def potential_loads(self, body: Body) -> Answer:
@@ -184,13 +190,13 @@ class DynamoLoadHandlers:
                 continue
             workers = _workers(ranked.scored)
             rows.append(
-                {
-                    "model_name": group.model_name,
-                    "routing_group": group.tenant_id,
-                    "loads": [_load(worker, worker.wait, worker.context // block_size) for worker in workers],
-                    "pending_count": 0,
-                    "pending_isl_tokens": 0,
-                }
+                DynamoGroupLoads(
+                    model_name=group.model_name,
+                    routing_group=group.tenant_id,
+                    loads=[_load(worker, worker.wait, worker.context // block_size) for worker in workers],
+                    pending_count=0,
+                    pending_isl_tokens=0,
+                )
             )
         return Answer(rows)
 
@@ -216,14 +222,14 @@ def _nothing(tokens: int, _: int) -> HashedPrompt:
     return HashedPrompt(tokens, b"")
 
 
-def _load(candidate: Candidate, tokens: int, blocks: int) -> dict[str, int]:
-    return {
-        "worker_id": int(candidate.instance_id),
-        "dp_rank": candidate.dp_rank,
-        "potential_prefill_tokens": tokens,
-        "potential_decode_blocks": blocks,
-        "active_requests": candidate.active,
-    }
+def _load(candidate: Candidate, tokens: int, blocks: int) -> DynamoLoad:
+    return DynamoLoad(
+        worker_id=int(candidate.instance_id),
+        dp_rank=candidate.dp_rank,
+        potential_prefill_tokens=tokens,
+        potential_decode_blocks=blocks,
+        active_requests=candidate.active,
+    )
 
 
 def _workers(scored: Sequence[Scored]) -> list[Candidate]:

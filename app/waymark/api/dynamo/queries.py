@@ -7,7 +7,6 @@ It sees the blocks that the root API sees. A row is an instance whose id is a ca
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from waymark.api.dynamo.schemas import (
     DynamoQueryByHashRequest,
@@ -24,6 +23,19 @@ from waymark.base.errors import Conflict, InvalidValue, NotFound
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.base.shown import shown
+from waymark.contract.dynamo import (
+    OK,
+    DynamoDeviceBlocks,
+    DynamoInstance,
+    DynamoQueryAnswer,
+    DynamoTierBlocks,
+    DynamoTieredAnswer,
+    DynamoTiers,
+    DynamoWorkerRank,
+    RankBlocks,
+    TierHits,
+)
+from waymark.contract.shape import quick
 from waymark.decide.asked_pools import AskedPools
 from waymark.domain.engines import UNNAMED
 from waymark.domain.hashing import namespace
@@ -74,7 +86,7 @@ class Dynamo:
         if not await self._store.registry.register(registration):
             raise _already_registered(registration)
         self._store.reader.forget_rows()
-        return Answer({"status": "ok"}, 201)
+        return Answer(OK, 201)
 
     def _endpoint(self, endpoint: str | None, field: str) -> str | None:
         if endpoint is None:
@@ -98,7 +110,7 @@ class Dynamo:
         if not names or not await self._store.registry.unregister(names):
             raise NotFound(f"instance {request.instance_id} not found")
         self._store.reader.forget_rows()
-        return Answer({"status": "ok"})
+        return Answer(OK)
 
     def query(self, body: Body) -> Steps[Answer]:
         request = body.asked(DynamoQueryRequest.of)
@@ -126,7 +138,7 @@ class Dynamo:
         block_size, reading = await finished(self._read(group, prompt))
         rows = {} if reading is None else dynamo_rows(reading.walk)
         headers = PARTIAL if reading is not None and reading.is_partial else {}
-        return Answer({"block_size": block_size, "tiered": in_tiers(rows)}, headers=headers)
+        return Answer(DynamoTieredAnswer(block_size=block_size, tiered=in_tiers(rows)), headers=headers)
 
     def _by_hash(self, body: Body) -> tuple[GroupName, KeysOf]:
         """Return the group and the prompt of a body with local hashes."""
@@ -174,42 +186,50 @@ def _block_size(group: GroupName, table: HolderTable | None) -> int:
     return table.publishers[min(table.publishers)].block_size
 
 
-def in_tokens(rows: dict[str, dict[int, DynamoRank]], block_size: int) -> dict[str, Any]:
+def in_tokens(rows: dict[str, dict[int, DynamoRank]], block_size: int) -> DynamoQueryAnswer:
     """Return the answer to a query: only the workers and ranks with a match."""
     scores: dict[str, dict[str, int]] = {}
-    instances: dict[str, dict[str, Any]] = {}
+    instances: dict[str, DynamoInstance] = {}
     for instance_id, ranks in rows.items():
-        matched = {rank: ranks[rank] for rank in sorted(ranks) if ranks[rank].disk}
+        matched = [(rank, row) for rank, row in sorted(ranks.items()) if row.disk]
         if not matched or not is_worker_id(instance_id):
             continue
-        device = {str(rank): row.gpu * block_size for rank, row in matched.items()}
-        disk = max(row.disk for row in matched.values()) * block_size
-        instances[instance_id] = {
-            "longest_matched": disk,
-            "gpu": max(device.values()),
-            "dp": device,
-            "cpu": max(row.cpu for row in matched.values()) * block_size,
-            "disk": disk,
-        }
-        if any(device.values()):
+        device = {str(rank): row.gpu * block_size for rank, row in matched}
+        gpu = max(device.values())
+        disk = max([row.disk for _, row in matched]) * block_size
+        instances[instance_id] = quick(
+            DynamoInstance,
+            longest_matched=disk,
+            gpu=gpu,
+            dp=device,
+            cpu=max([row.cpu for _, row in matched]) * block_size,
+            disk=disk,
+        )
+        if gpu:
             scores[instance_id] = {rank: tokens for rank, tokens in device.items() if tokens}
-    return {"scores": scores, "frequencies": [], "instances": instances}
+    return DynamoQueryAnswer(scores=scores, frequencies=(), instances=instances)
 
 
-def in_tiers(rows: dict[str, dict[int, DynamoRank]]) -> dict[str, Any]:
+def in_tiers(rows: dict[str, dict[int, DynamoRank]]) -> DynamoTiers:
     """Return the blocks of each worker on its device, and the further ones on each tier below; pairs of a rank and a
     number.
     """
-    device, host, disk = [], [], []
+    device: list[RankBlocks] = []
+    host: list[RankBlocks] = []
+    disk: list[RankBlocks] = []
     for instance_id, ranks in rows.items():
         if is_worker_id(instance_id):
             for rank in sorted(ranks):
-                row, worker = ranks[rank], {"worker_id": int(instance_id), "dp_rank": rank}
-                device += [[worker, row.gpu]] if row.gpu else []
-                host += [[worker, row.cpu - row.gpu]] if row.cpu > row.gpu else []
-                disk += [[worker, row.disk - row.cpu]] if row.disk > row.cpu else []
-    tiers = [[name, {"hits": hits}] for name, hits in (("host_pinned", host), ("disk", disk)) if hits]
-    return {"device": {"scores": device, "frequencies": []}, "lower_tier": tiers}
+                row, worker = ranks[rank], DynamoWorkerRank(worker_id=int(instance_id), dp_rank=rank)
+                device += [(worker, row.gpu)] if row.gpu else []
+                host += [(worker, row.cpu - row.gpu)] if row.cpu > row.gpu else []
+                disk += [(worker, row.disk - row.cpu)] if row.disk > row.cpu else []
+    tiers: list[TierHits] = []
+    if host:
+        tiers.append(("host_pinned", DynamoTierBlocks(hits=host)))
+    if disk:
+        tiers.append(("disk", DynamoTierBlocks(hits=disk)))
+    return DynamoTiers(device=DynamoDeviceBlocks(scores=device, frequencies=()), lower_tier=tiers)
 
 
 def is_worker_id(instance_id: str) -> bool:

@@ -1,8 +1,8 @@
-"""Request and answer bodies of the Dynamo API."""
+"""Request bodies of the Dynamo API's indexer, and the body of its errors."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AliasChoices, Field
 
@@ -15,7 +15,6 @@ from waymark.api.http.fields import (
     OptionalName,
     RankNumber,
     RequestBody,
-    Root,
     TokenIds,
 )
 from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U32_MAX, U64_MASK
@@ -76,115 +75,10 @@ class DynamoQueryByHashRequest(_Grouped):
     )
 
 
-class DynamoWorkerRank(Model):
-    """One rank of a worker."""
-
-    worker_id: InstanceId
-    dp_rank: int
-
-
-RankBlocks = tuple[DynamoWorkerRank, int]
-
-
-class DynamoDeviceBlocks(Model):
-    """For each rank, how many blocks its unbroken prefix on the device has."""
-
-    scores: list[RankBlocks]
-    frequencies: list[int]
-
-
-class DynamoTierBlocks(Model):
-    """For each rank, how many blocks this tier adds to the unbroken prefix on the tiers above it."""
-
-    hits: list[RankBlocks]
-
-
-class DynamoTiers(Model):
-    """The device, and the tiers below it that have blocks."""
-
-    device: DynamoDeviceBlocks
-    lower_tier: list[tuple[Literal["host_pinned", "disk", "external"], DynamoTierBlocks]]
-
-
-class DynamoTieredAnswer(Model):
-    """What each worker has of a prompt, in blocks."""
-
-    block_size: int
-    tiered: DynamoTiers
-
-
 class PeerRequest(RequestBody):
     """The base URL of a peer."""
 
     url: Annotated[str, Field(max_length=4096)] = Field(description="a text of at most 4096 characters")
-
-
-class DynamoStatus(Model):
-    """The request succeeded."""
-
-    status: str
-
-
-class DynamoInstance(Model):
-    """The unbroken prefixes of one worker, in tokens: the maximum over its ranks."""
-
-    longest_matched: int = Field(description="the unbroken prefix on any medium: the same value as disk")
-    gpu: int = Field(description="the unbroken prefix on the device")
-    dp: dict[str, int] = Field(description="the device tokens of each rank that has a match")
-    cpu: int = Field(description="the unbroken prefix on device or host")
-    disk: int = Field(description="the unbroken prefix on any medium")
-
-
-class DynamoQueryAnswer(Model):
-    """The workers that have a match."""
-
-    scores: dict[str, dict[str, int]] = Field(
-        description="the device tokens by instance_id and rank; ranks with 0 are left out"
-    )
-    frequencies: list[int] = Field(description="always empty")
-    instances: dict[str, DynamoInstance]
-
-
-class DynamoListener(Model):
-    """The subscription to one rank."""
-
-    endpoint: str
-    status: Literal["failed", "pending", "active"]
-    last_error: str | None = Field(default=None, description="absent if there was no error")
-
-
-class DynamoWorker(Model):
-    """One worker of one model and group."""
-
-    instance_id: InstanceId
-    source: Literal["zmq", "discovery"] = Field(
-        description="discovery (Dynamo's word) if the events arrive over HTTP, else zmq"
-    )
-    status: Literal["failed", "pending", "active"] = Field(description="the worst status of its listeners")
-    model_name: str
-    routing_group: str
-    block_size: int
-    endpoints: dict[str, str] = Field(description="endpoints by rank")
-    listeners: dict[str, DynamoListener] = Field(description="subscriptions by rank")
-
-
-class DynamoWorkers(Root[list[DynamoWorker]]):
-    """Workers whose instance_id is a decimal number, in order of registration."""
-
-
-class DynamoDumpedGroup(Model):
-    """One model and routing group."""
-
-    block_size: int
-    events: list[int] = Field(max_length=0, description="always empty")
-
-
-class DynamoDump(Root[dict[str, DynamoDumpedGroup]]):
-    """The models and routing groups, by ``model:group``."""
-
-
-class DynamoPeers(Root[list[str]]):
-    """The base URLs of the peers, as they were registered."""
 
 
 class DynamoErrorBody(Model):

@@ -7,7 +7,6 @@ an id is in Redis, so any replica can go on with it.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 from uuid import uuid4
 
 from waymark.api.dynamo.loads import NONE_THERE, DynamoInputs, none_schedulable, remembered
@@ -20,6 +19,13 @@ from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.base.errors import Conflict, InvalidValue, NoTarget, NotFound
 from waymark.base.shown import shown
+from waymark.contract.dynamo import (
+    OK,
+    DynamoInstance,
+    DynamoReservation,
+    DynamoSelectAndReserveAnswer,
+    DynamoSelectAnswer,
+)
 from waymark.decide.fail_open import Cause, StartupGate
 from waymark.decide.policies.policy import Candidate
 from waymark.decide.question import HashedPrompt, Question, SelectParameters
@@ -62,7 +68,7 @@ class DynamoSelect:
 
     async def _select(self, body: Body, without: Cause | None = None) -> Answer:
         request = DynamoSelectRequest.of(body.fields)
-        content, reservation_text, _ = await self._selected(request, body, is_reserved=False, without=without)
+        answer, reservation_text, _ = await self._selected(request, body, is_reserved=False, without=without)
         if request.selection_id is not None:
             pending = f"{_PENDING}{reservation_text}"
             old_state = await self._store.selections.find(request.selection_id)
@@ -70,8 +76,7 @@ class DynamoSelect:
                 request.selection_id, old_state, pending, _PENDING_MS
             ):
                 raise _taken(request.selection_id)
-            content = {"selection_id": request.selection_id} | content
-        return Answer(content)
+        return Answer(answer)
 
     async def select_and_reserve(self, body: Body) -> Answer:
         """Pick a worker and reserve it under an id, which must be new."""
@@ -79,19 +84,14 @@ class DynamoSelect:
         selection_id = request.selection_id or str(uuid4())
         await self._begin(selection_id)
         try:
-            content, reservation_text, prompt = await self._selected(request, body, is_reserved=True)
+            answer, reservation_text, prompt = await self._selected(request, body, is_reserved=True)
         except BaseException:
             await self._forget(selection_id)
             raise
         await self._keep(selection_id, reservation_text)
         signed = [key - 2**64 if key >= 2**63 else key for key in unpack(prompt.keys)]
-        head = {
-            "selection_id": selection_id,
-            "sequence_hashes": signed,
-            "isl_tokens": prompt.tokens,
-            "track_prefill_tokens": True,
-        }
-        return Answer(head | content)
+        head = {"selection_id": selection_id, "sequence_hashes": signed, "isl_tokens": prompt.tokens}
+        return Answer(DynamoSelectAndReserveAnswer(**vars(answer) | head, track_prefill_tokens=True))
 
     async def reserve(self, body: Body) -> Answer:
         """Reserve the worker of an earlier /select, or one that the client has picked."""
@@ -119,14 +119,14 @@ class DynamoSelect:
             raise
         await self._keep(request.selection_id, str(reserved))
         return Answer(
-            {
-                "selection_id": request.selection_id,
-                "model_name": group.model_name,
-                "routing_group": group.tenant_id,
-                "worker_id": int(candidate.instance_id),
-                "dp_rank": candidate.dp_rank,
-                "endpoint": candidate.address,
-            },
+            DynamoReservation(
+                selection_id=request.selection_id,
+                model_name=group.model_name,
+                routing_group=group.tenant_id,
+                worker_id=int(candidate.instance_id),
+                dp_rank=candidate.dp_rank,
+                endpoint=candidate.address,
+            ),
             201,
         )
 
@@ -135,7 +135,7 @@ class DynamoSelect:
     async def prefill_complete(self, body: Body) -> Answer:
         _, reservations = await self._reserved(body)
         await self._selector.release(reservations, ReservationPart.PREFILL)
-        return Answer({"status": "ok"})
+        return Answer(OK)
 
     async def output_block(self, body: Body) -> Answer:
         request = OutputBlockRequest.of(body.fields)
@@ -144,7 +144,7 @@ class DynamoSelect:
         text, reservations = await self._reserved(body)
         await self._selector.release(reservations, ReservationPart.RENEW, milliseconds=_RESERVATION_MS)
         await self._store.selections.change(body.path["reservation_id"], text, text, _RESERVATION_MS)
-        return Answer({"status": "ok"})
+        return Answer(OK)
 
     async def end(self, body: Body) -> Answer:
         usage = Usage(*(_tokens(body, name) for name in USAGE))
@@ -152,7 +152,7 @@ class DynamoSelect:
         if not await self._store.selections.change(body.path["reservation_id"], text, ""):
             raise _no_reservation(body)
         await self._selector.release(reservations, ReservationPart.OK, usage=usage)
-        return Answer({"status": "ok"})
+        return Answer(OK)
 
     async def _reserved(self, body: Body) -> tuple[str, list[Reservation]]:
         text = await self._store.selections.find(body.path["reservation_id"])
@@ -164,7 +164,7 @@ class DynamoSelect:
 
     async def _selected(
         self, request: DynamoSelectRequest, body: Body, *, is_reserved: bool, without: Cause | None = None
-    ) -> tuple[dict[str, Any], str, HashedPrompt]:
+    ) -> tuple[DynamoSelectAnswer, str, HashedPrompt]:
         """Return the answer of a selection, the text of its reservation as it is or would be, and its prompt."""
         group = GroupName(request.partition, request.model_name)
         cache: dict[int, HashedPrompt] = {}
@@ -190,18 +190,19 @@ class DynamoSelect:
         text = ",".join(map(str, selected.reservations))
         if not is_reserved:
             text = str(Reservation(selected.group_id, candidate.publisher, new, prompt.tokens, "0" * 16))
-        content = {
-            "model_name": group.model_name,
-            "routing_group": group.tenant_id,
-            "worker_id": int(candidate.instance_id),
-            "dp_rank": candidate.dp_rank,
-            "endpoint": candidate.address,
-            "block_size": block_size,
-            "overlap": _overlap(selected.walk, candidate, block_size),
-            "effective_prefill_tokens": new,
-            "potential_decode_blocks": candidate.context // block_size + -(-prompt.tokens // block_size),
-        }
-        return content, text, prompt
+        answer = DynamoSelectAnswer(
+            selection_id=request.selection_id,
+            model_name=group.model_name,
+            routing_group=group.tenant_id,
+            worker_id=int(candidate.instance_id),
+            dp_rank=candidate.dp_rank,
+            endpoint=candidate.address,
+            block_size=block_size,
+            overlap=_overlap(selected.walk, candidate, block_size),
+            effective_prefill_tokens=new,
+            potential_decode_blocks=candidate.context // block_size + -(-prompt.tokens // block_size),
+        )
+        return answer, text, prompt
 
     async def _wanted(self, request: DynamoReservationRequest, group: GroupName, body: Body) -> Reservation:
         """Return the reservation of a worker that the client has picked."""
@@ -248,18 +249,18 @@ class DynamoSelect:
         await asyncio.shield(self._store.selections.change(selection_id, _BEGUN, ""))
 
 
-def _overlap(walk: Walk | None, candidate: Candidate, block_size: int) -> dict[str, Any]:
+def _overlap(walk: Walk | None, candidate: Candidate, block_size: int) -> DynamoInstance:
     """Return the worker's share of a prompt, in tokens, over all of its ranks."""
     ranks = {} if walk is None else dynamo_rows(walk).get(candidate.instance_id, {})
     rows = [ranks[rank] for rank in sorted(ranks)] or [NONE_THERE]
     disk = max(row.disk for row in rows) * block_size
-    return {
-        "longest_matched": disk,
-        "gpu": max(row.gpu for row in rows) * block_size,
-        "dp": {str(rank): ranks[rank].gpu * block_size for rank in sorted(ranks)},
-        "cpu": max(row.cpu for row in rows) * block_size,
-        "disk": disk,
-    }
+    return DynamoInstance(
+        longest_matched=disk,
+        gpu=max(row.gpu for row in rows) * block_size,
+        dp={str(rank): ranks[rank].gpu * block_size for rank in sorted(ranks)},
+        cpu=max(row.cpu for row in rows) * block_size,
+        disk=disk,
+    )
 
 
 def _taken(selection_id: str) -> Conflict:

@@ -7,17 +7,7 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, Field, WithJsonSchema
 
 from waymark.api.dynamo.schemas import InstanceId
-from waymark.api.http.fields import (
-    NAME,
-    OPTIONAL_NAME,
-    HashList,
-    Model,
-    NonEmptyName,
-    OptionalName,
-    RequestBody,
-    Root,
-    TokenIds,
-)
+from waymark.api.http.fields import NAME, OPTIONAL_NAME, HashList, NonEmptyName, OptionalName, RequestBody, TokenIds
 from waymark.domain.names import DEFAULT_TENANT, U32_MAX
 
 DEFAULT_MODEL = "default"
@@ -113,33 +103,3 @@ class OutputBlockRequest(RequestBody):
     """Another block of output. It keeps the reservation alive."""
 
     decay_fraction: float | None = Field(default=None, description="a number of 0 to 1; it is not used")
-
-
-class DynamoLoad(Model):
-    """The load of one rank of a worker."""
-
-    worker_id: InstanceId
-    dp_rank: int
-    potential_prefill_tokens: int = Field(description="the prompt tokens that the worker still has to compute")
-    potential_decode_blocks: int = Field(
-        description="the blocks of all running prompts; a block that two requests share counts twice"
-    )
-    active_requests: int
-
-
-class DynamoGroupLoads(Model):
-    """The loads of one model and group."""
-
-    model_name: str
-    routing_group: str
-    loads: list[DynamoLoad]
-    pending_count: int = Field(description="always 0: no request waits here")
-    pending_isl_tokens: int = Field(description="always 0")
-
-
-class DynamoAllLoads(Root[list[DynamoGroupLoads]]):
-    """The models that have a worker, with their loads."""
-
-
-class DynamoLoads(Root[list[DynamoLoad]]):
-    """One entry for each rank of each worker."""

@@ -7,11 +7,11 @@ Both explain this in a header, since clients parse their bodies.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import get_args
 
 from waymark.api.dynamo.queries import is_worker_id
 from waymark.api.dynamo.schemas import PeerRequest
@@ -20,6 +20,7 @@ from waymark.api.http.bodies import Body
 from waymark.base.errors import InvalidValue, NotFound, StoreUnavailable
 from waymark.base.instruments import rows
 from waymark.base.metrics import Metrics
+from waymark.contract.dynamo import OK, DynamoDumpedGroup, DynamoListener, DynamoWorker, ListenerStatus
 from waymark.domain.status import StreamStatus
 from waymark.store.publisher_states import PublisherState
 from waymark.store.selections import PEERS_MAX
@@ -33,7 +34,7 @@ _METRIC = "dynamo_kvindexer_"
 _UNDER = "/dynamo/"
 
 # Ours to Dynamo's; the order of its values is the order in which they win over a worker's listeners.
-_STATUS = {
+_STATUS: Mapping[StreamStatus, ListenerStatus] = {
     StreamStatus.FAILED: "failed",
     StreamStatus.STARTING: "pending",
     StreamStatus.UNREACHABLE: "pending",
@@ -43,7 +44,7 @@ _STATUS = {
     StreamStatus.REPLAYING: "active",
     StreamStatus.DEGRADED: "active",
 }
-_PRIORITY = ("failed", "pending", "active")
+_PRIORITY: Sequence[ListenerStatus] = get_args(ListenerStatus)
 
 
 class DynamoViews:
@@ -58,35 +59,15 @@ class DynamoViews:
     async def workers(self, body: Body) -> Answer:
         return Answer(await self._workers(body.caller.has))
 
-    async def _workers(self, has: Callable[[str], bool]) -> list[dict[str, Any]]:
+    async def _workers(self, has: Callable[[str], bool]) -> list[DynamoWorker]:
         """Return the workers of the tenants that a caller has."""
-        workers: dict[tuple[str, str, str], dict[str, Any]] = {}
+        ranks: dict[tuple[str, str, str], list[PublisherState]] = {}
         for state in await self._store.states(has):
             registration = state.registration
-            if not is_worker_id(registration.instance_id) or registration.scope == "shared":
-                continue
-            worker = workers.setdefault(
-                (registration.instance_id, registration.model_name, registration.tenant_id),
-                {
-                    "instance_id": int(registration.instance_id),
-                    "source": "discovery",
-                    "status": "active",
-                    "model_name": registration.model_name,
-                    "routing_group": registration.tenant_id,
-                    "block_size": registration.block_size,
-                    "endpoints": {},
-                    "listeners": {},
-                },
-            )
-            # A publisher whose events come by HTTP has no listener; workers without one are "discovery" there.
-            if registration.endpoint is not None:
-                worker["source"] = "zmq"
-                worker["endpoints"][str(registration.dp_rank)] = registration.endpoint
-                worker["listeners"][str(registration.dp_rank)] = _listener(state, registration.endpoint)
-        for worker in workers.values():
-            statuses = {listener["status"] for listener in worker["listeners"].values()}
-            worker["status"] = next((status for status in _PRIORITY if status in statuses), "active")
-        return list(workers.values())
+            if is_worker_id(registration.instance_id) and registration.scope != "shared":
+                name = (registration.instance_id, registration.model_name, registration.tenant_id)
+                ranks.setdefault(name, []).append(state)
+        return [_worker(states) for states in ranks.values()]
 
     async def metrics(self, body: Body) -> Answer:
         """Return the metrics of ``/metrics``, and after them the released indexer's by its names.
@@ -108,8 +89,8 @@ class DynamoViews:
         ]
         with suppress(StoreUnavailable):
             workers = await self._workers(body.caller.has)
-            groups = {(worker["model_name"], worker["routing_group"]) for worker in workers}
-            statuses = Counter(listener["status"] for worker in workers for listener in worker["listeners"].values())
+            groups = {(worker.model_name, worker.routing_group) for worker in workers}
+            statuses = Counter[str](listener.status for worker in workers for listener in worker.listeners.values())
             metrics += [
                 exposition.gauges(_METRIC + "models", "Models and routing groups that have a worker", len(groups)),
                 exposition.gauges(_METRIC + "workers", "Registered worker instances", len(workers)),
@@ -123,12 +104,12 @@ class DynamoViews:
         return replace(answer, content=answer.content + exposition.text_of(metrics))
 
     async def dump(self, body: Body) -> Answer:
-        groups: dict[str, dict[str, Any]] = {}
+        groups: dict[str, DynamoDumpedGroup] = {}
         for registration in await self._store.directory.registrations():
             if not body.caller.has(registration.tenant_id):
                 continue
             name = f"{registration.model_name}:{registration.tenant_id}"
-            groups.setdefault(name, {"block_size": registration.block_size, "events": []})
+            groups.setdefault(name, DynamoDumpedGroup(block_size=registration.block_size, events=()))
         return Answer(groups, headers=NOTE)
 
     async def health(self, _: Body) -> Answer:
@@ -137,12 +118,12 @@ class DynamoViews:
     async def register_peer(self, body: Body) -> Answer:
         if not await self._store.selections.add_peer(PeerRequest.of(body.fields).url):
             raise InvalidValue(f"{PEERS_MAX} peers are registered, which is the maximum; deregister one", field="url")
-        return Answer({"status": "ok"}, 201, NOTE)
+        return Answer(OK, 201, NOTE)
 
     async def deregister_peer(self, body: Body) -> Answer:
         if not await self._store.selections.remove_peer(PeerRequest.of(body.fields).url):
             raise NotFound("peer not found")
-        return Answer({"status": "ok"}, headers=NOTE)
+        return Answer(OK, headers=NOTE)
 
     async def peers(self, _: Body) -> Answer:
         return Answer(await self._store.selections.peers(), headers=NOTE)
@@ -169,8 +150,26 @@ def _by_error(labels: Mapping[str, str]) -> Mapping[str, str] | None:
     return {**new_labels, "status_class": f"{labels['status'][0]}xx"}
 
 
-def _listener(state: PublisherState, endpoint: str) -> dict[str, str]:
-    listener = {"endpoint": endpoint, "status": _STATUS[state.status]}
-    if state.last_error:
-        listener["last_error"] = state.last_error
-    return listener
+def _worker(states: Sequence[PublisherState]) -> DynamoWorker:
+    """Return a worker from the states of its ranks. A publisher whose events come by HTTP has no listener; workers
+    without one are ``discovery`` there.
+    """
+    first = states[0].registration
+    listeners = {
+        str(state.registration.dp_rank): DynamoListener(
+            endpoint=state.registration.endpoint, status=_STATUS[state.status], last_error=state.last_error or None
+        )
+        for state in states
+        if state.registration.endpoint is not None
+    }
+    statuses = {listener.status for listener in listeners.values()}
+    return DynamoWorker(
+        instance_id=int(first.instance_id),
+        source="zmq" if listeners else "discovery",
+        status=next((status for status in _PRIORITY if status in statuses), "active"),
+        model_name=first.model_name,
+        routing_group=first.tenant_id,
+        block_size=first.block_size,
+        endpoints={rank: listener.endpoint for rank, listener in listeners.items()},
+        listeners=listeners,
+    )

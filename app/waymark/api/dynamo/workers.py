@@ -6,7 +6,7 @@ publisher. The description is kept in Redis, for the next patch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -18,6 +18,7 @@ from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import Conflict, InvalidValue, NotFound, Saturated
 from waymark.base.settings import Settings
 from waymark.base.shown import shown, shown_url
+from waymark.contract.dynamo import DynamoWorkerDescription, Lifecycle
 from waymark.domain.engines import UNNAMED
 from waymark.domain.names import ENDPOINT, U64_MASK, GroupName, PublisherName, Registration, is_endpoint
 from waymark.domain.targets import ENGINE_URL, Target, is_engine_url
@@ -27,8 +28,6 @@ from waymark.store.store import Store
 
 _ATTEMPTS = 5
 _FIELDS = tuple(WorkerPatch.model_fields)
-#: Fields that the released selector shows and that cannot be set here.
-_NEVER = ("kv_transfer_domain", "kv_transfer_enforcement", "kv_transfer_preferred_weight")
 
 
 class DynamoWorkerHandlers:
@@ -81,7 +80,7 @@ class DynamoWorkerHandlers:
 
     async def _reconciled(
         self, worker: str, old_description: Mapping[str, Any] | None, description: Mapping[str, Any]
-    ) -> Any:
+    ) -> DynamoWorkerDescription:
         """Register the ranks in the description, and end the former ones that it lacks. Return the description, to
         show.
         """
@@ -207,21 +206,24 @@ def _ranks(description: Mapping[str, Any]) -> list[tuple[int, str | None]]:
     return [(rank, endpoints.get(str(rank), only_endpoint)) for rank in range(first, first + size)]
 
 
-def _shown(worker: str, description: Mapping[str, Any], lifecycle: str, reasons: list[str]) -> dict[str, Any]:
-    view: dict[str, Any] = {
-        "worker_id": int(worker),
-        "model_name": description["model_name"],
-        "routing_group": description["routing_group"],
-        "lifecycle": lifecycle,
-    }
-    view |= {name: description.get(name) for name in _FIELDS if name != "kv_events_endpoints"}
-    view |= {"taints": description.get("taints", []), "topology_domains": description.get("topology_domains", {})}
-    view |= dict.fromkeys(_NEVER)
-    if description.get("kv_events_endpoints"):
-        view["kv_events_endpoints"] = description["kv_events_endpoints"]
-    if reasons:
-        view["not_schedulable_reasons"] = reasons
-    return view
+def _shown(
+    worker: str, description: Mapping[str, Any], lifecycle: Lifecycle, reasons: Sequence[str]
+) -> DynamoWorkerDescription:
+    values: dict[str, Any] = {name: description.get(name) for name in _FIELDS}
+    values["taints"] = description.get("taints", [])
+    values["topology_domains"] = description.get("topology_domains", {})
+    values["kv_events_endpoints"] = values["kv_events_endpoints"] or None
+    return DynamoWorkerDescription(
+        worker_id=int(worker),
+        model_name=description["model_name"],
+        routing_group=description["routing_group"],
+        lifecycle=lifecycle,
+        kv_transfer_domain=None,
+        kv_transfer_enforcement=None,
+        kv_transfer_preferred_weight=None,
+        not_schedulable_reasons=reasons,
+        **values,
+    )
 
 
 def _contended(worker: str) -> Conflict:

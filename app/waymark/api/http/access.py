@@ -174,6 +174,8 @@ def _documents(body: Body) -> Sequence[Mapping[str, Any]]:
 
 
 Queue: TypeAlias = Literal["read", "write", "decide"]
+#: A body: an object, or a list of shapes or shapes by name.
+BodyType: TypeAlias = type[BaseModel | AnswerShape | list[Any] | dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,7 @@ class Doc:
 
     summary: str
     request: type[BaseModel] | None = None
-    answer: type[BaseModel | AnswerShape] | None = None
+    answer: BodyType | None = None
     """The type of the answer; None if the answer is not JSON, or has no fixed shape."""
     status: int = 200
     media_type: str = "application/json"
