@@ -13,6 +13,8 @@ from tests.api.test_decisions import PROMPT, Register, post, scores
 from tests.conftest import wait_until
 from tests.factories import registration
 from tests.tokenization.small import directory
+from waymark.domain.names import GroupName
+from waymark.domain.table import HolderTable
 from waymark.domain.targets import Target
 from waymark.store.store import Store
 
@@ -42,6 +44,21 @@ async def test_an_alias_is_the_model_and_an_adapter_has_blocks_of_its_own(
     taken = await post(client, "/select", model="sql")
     assert taken["target"]["instance_id"] == "pod-2"
     assert (await scores(client))["pod-2"]["active_requests"] == 1, "the load is that of the engine, whatever it runs"
+
+
+async def test_an_unknown_name_is_asked_for_within_the_deadline_of_a_query(
+    memory_store: Store, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await make_client(memory_store, query_deadline_ms=60_000)
+    table, deadlines = memory_store.reader.table, list[float | None]()
+
+    async def noted(group: GroupName, *, deadline_seconds: float | None = None) -> HolderTable | None:
+        deadlines.append(deadline_seconds)
+        return await table(group, deadline_seconds=deadline_seconds)
+
+    monkeypatch.setattr(memory_store.reader, "table", noted)
+    await post(client, "/select", 404, model="nobody")
+    assert deadlines[0] == 60.0
 
 
 async def test_only_engines_that_serve_the_name_are_candidates(store: Store, client: httpx.AsyncClient) -> None:

@@ -39,6 +39,7 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import namespace, token_bytes
 from waymark.domain.names import GroupName
 from waymark.domain.pool_keys import PromptIds
+from waymark.domain.table import HolderTable
 from waymark.domain.targets import Role, Target
 from waymark.store.reservations import Load, ReservationPart
 from waymark.store.store import Store
@@ -642,6 +643,21 @@ async def test_sticky_needs_no_tokens_unless_its_caller_does(
     prepared = await requests.prepare(request, counts_tokens=counts)
     assert bool(prepared.tokens) == counts
     assert prepared.question.prefix_key is not None
+
+
+async def test_an_unknown_name_is_asked_for_within_the_deadline_of_a_query(
+    memory: Store, make_selector: MakeSelector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, deadlines = memory.reader.table, list[float | None]()
+
+    async def noted(group: GroupName, *, deadline_seconds: float | None = None) -> HolderTable | None:
+        deadlines.append(deadline_seconds)
+        return await table(group, deadline_seconds=deadline_seconds)
+
+    monkeypatch.setattr(memory.reader, "table", noted)
+    named = GroupName("default", "nobody")
+    assert await make_selector(memory, query_deadline_ms=60_000).further_name(named) is None
+    assert deadlines == [60.0]
 
 
 async def test_an_estimate_is_never_longer_than_a_prompt_may_be(memory: Store, make_selector: MakeSelector) -> None:

@@ -28,6 +28,7 @@ class Redis:
         self.at_hand: set[GroupName] = set()
         self.is_away = False
         self.reads = self.writes = 0
+        self.deadlines: list[float] = []
 
     async def registrations(self) -> Sequence[Registration]:
         self.reads += 1
@@ -39,6 +40,7 @@ class Redis:
         return group in self.at_hand
 
     async def table(self, group: GroupName, *, deadline_seconds: float) -> Any:
+        self.deadlines.append(deadline_seconds)
         if self.is_away:
             raise StoreUnavailable("away")
         return SimpleNamespace(publishers={1: 1}) if group in {each.group for each in self.registered} else None
@@ -94,6 +96,17 @@ async def test_a_model_of_its_own_is_not_the_adapter_of_another_one() -> None:
 
     assert await names.of(group("small")) is None
     assert redis.reads == 0, "its table says it all"
+    assert redis.deadlines == [1.0]
+    await names.of(group("unknown"))
+    assert names.at_hand(group("small")) is None, "not even by the names that are known"
+
+
+async def test_a_model_with_targets_at_hand_asks_nobody() -> None:
+    redis = Redis(pod("pod-1"))
+    redis.at_hand.add(group("base"))
+    redis.is_away = True
+    assert await names_of(redis).of(group("base")) is None
+    assert redis.deadlines == []
 
 
 async def test_a_name_of_several_models_is_refused_with_all_of_them() -> None:
@@ -179,6 +192,20 @@ async def test_the_nearest_name_is_one_of_the_tenant(name: str, tenant: str, exp
     await names.of(group("unknown"))
 
     assert names.nearest(group(name, tenant)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("alias", "base"), ("adapter", "base"), ("bas", "base"), ("adaptor", "adapter"), ("both", None), ("qwen", None)],
+)
+async def test_the_nearest_name_of_now_is_the_model_of_a_further_one(name: str, expected: str | None) -> None:
+    redis = Redis(
+        pod("pod-1", aliases=("alias",), adapters=("adapter", "both")), pod("pod-2", "other", adapters=("both",))
+    )
+    names = names_of(redis)
+    assert await names.nearest_now(group(name)) == expected
+    redis.is_away, names._read_at = True, float("-inf")
+    assert await names.nearest_now(group("base2")) == "base", "by the names that were known last"
 
 
 async def test_an_unknown_name_asks_redis_once_in_a_while() -> None:

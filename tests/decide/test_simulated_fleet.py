@@ -339,6 +339,17 @@ async def test_caches_and_pace_are_found_from_the_records(room: int) -> None:
     assert sum(times) / len(times) == pytest.approx(mean, rel=0.05)
 
 
+@pytest.mark.parametrize("room", [1, 2, 3])
+async def test_the_smallest_cache_is_found_and_the_largest(room: int) -> None:
+    """One prompt of three blocks, of which a target has as many again as it has room for."""
+    targets = [KeptTarget(1, "pod-1", device=SIZE * room), KeptTarget(2, "pod-2")]
+    decisions = [decision(), *(decision(100 * number, expected=SIZE * room, targets=targets) for number in range(1, 9))]
+    fleet = SimulatedFleet(decisions)
+    assert await fleet.fit()
+    assert room <= fleet._capacity < (room + 1 if room < 3 else 28)
+    assert [request and request.expected for request in await fleet.actual()] == [0, *[SIZE * room] * 8]
+
+
 async def test_records_that_no_cache_explains_are_not_fitted() -> None:
     # Each prompt is new, and yet all of it was expected.
     decisions = [decision(100 * number, (3 * number, 3 * number + 1), expected=20) for number in range(1, 60)]

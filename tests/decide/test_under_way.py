@@ -30,6 +30,7 @@ class Recorded:
     def __init__(self) -> None:
         self.calls: list[tuple[int, ReservationPart]] = []
         self.timed: list[bool] = []
+        self.ttft_ms: list[float | None] = []
         self.token_ms: list[float | None] = []
         self.usages: list[Usage] = []
         self.fails = False
@@ -45,6 +46,7 @@ class Recorded:
         usage: Usage,
     ) -> tuple[int, int]:
         self.usages.append(usage)
+        self.ttft_ms.append(ttft_ms)
         self.token_ms.append(tpot_ms)
         self.calls.append((len(reservations), part))
         self.timed.append(ttft_ms is not None and 0 <= ttft_ms < 600_000)
@@ -133,6 +135,17 @@ async def test_the_first_content_is_timed_unless_another_target_has_taken_over()
     assert not any(recorded.timed[2:])
 
 
+async def test_the_first_content_is_timed_in_milliseconds_from_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded()
+    of = all_of(recorded)
+    request = begun(of, RESERVATIONS[:1])
+    with monkeypatch.context() as later:
+        later.setattr(asyncio.get_running_loop(), "time", lambda: request.since + 2.0)
+        request.prefilled()
+    await of.settle()
+    assert recorded.ttft_ms == [pytest.approx(2000.0)]
+
+
 async def test_each_further_token_of_a_stream_is_timed() -> None:
     recorded = Recorded()
     of = all_of(recorded)
@@ -159,11 +172,30 @@ async def test_each_further_token_of_a_stream_is_timed() -> None:
 
 async def test_nothing_is_asked_for_what_was_not_reserved() -> None:
     recorded = Recorded()
-    request = begun(all_of(recorded), [])
+    of = all_of(recorded)
+    request = begun(of, [])
     request.prefilled()
-    request.end(is_ok=False)
-    await asyncio.sleep(0)
+    assert request.end(is_ok=False) is None
+    await of.release([], ReservationPart.RENEW)
     assert recorded.calls == []
+
+
+async def test_releases_that_are_over_are_forgotten() -> None:
+    of = all_of(Recorded())
+    request = begun(of, RESERVATIONS)
+    request.prefilled()
+    request.end(is_ok=True)
+    assert len(of._releasing) == 2
+    await wait_until(lambda: not of._releasing, "both are over", 10)
+    assert len(of) == 0
+
+
+async def test_one_task_renews_all() -> None:
+    of = all_of(Recorded())
+    begun(of, RESERVATIONS)
+    first = of._renewing
+    begun(of, RESERVATIONS)
+    assert of._renewing is first
 
 
 async def test_what_runs_is_renewed_together_until_it_ends() -> None:
@@ -249,6 +281,22 @@ async def test_a_move_to_nobody_changes_nothing() -> None:
     assert recorded.calls == []
 
 
+async def test_a_request_that_ends_while_it_moves_keeps_neither_target() -> None:
+    recorded = Recorded()
+    of = all_of(recorded)
+    request = of.add(routed_to("http://10.0.0.1:8000"))
+
+    async def reserve(routed: RoutedRequest, address: str) -> tuple[Candidate, list[Reservation]]:
+        assert (routed, address) == (request.routed, "10.0.0.2:8000")
+        request.end(is_ok=True)
+        return Candidate(2, "pod-2"), RESERVATIONS[:1]
+
+    of.reserve = reserve  # type: ignore[method-assign, assignment]
+    assert await request.move("10.0.0.2:8000")
+    await of.settle()
+    assert recorded.calls == [(2, ReservationPart.OK), (3, ReservationPart.FAILED)]
+
+
 class Fleets:
     """A selector that knows one target, and reserves as many sequences there as it is asked for."""
 
@@ -266,6 +314,7 @@ class Fleets:
     async def reserve_several(
         self, group: GroupName, candidate: Candidate, loads: Sequence[SequenceLoad], milliseconds: int
     ) -> tuple[Reservation, ...]:
+        assert (group, candidate.instance_id) == (GroupName("t", "m"), "pod-2")
         assert milliseconds == RequestsUnderWay.reserved_ms
         self.asked.append(loads)
         return () if self.is_full else tuple(RESERVATIONS[:1] * len(loads))
@@ -314,10 +363,22 @@ async def test_an_answer_whose_first_byte_comes_behind_its_end_says_nothing_more
 async def test_the_load_is_back_before_the_last_byte_is_sent() -> None:
     recorded = Recorded()
     request = begun(all_of(recorded), RESERVATIONS[:1])
-    await request.give_back(is_ok=True)
+    await request.give_back(is_ok=True, usage=Usage(1, 2, 3))
     assert recorded.calls == [(1, ReservationPart.OK)]
+    assert recorded.usages == [Usage(1, 2, 3)]
     await request.give_back(is_ok=True)
     assert len(recorded.calls) == 1, "it is over"
+
+
+async def test_a_release_that_fails_does_not_keep_the_others_from_their_end() -> None:
+    async def broken(*_: object, **__: object) -> tuple[int, int]:
+        raise RuntimeError("a defect")
+
+    recorded = Recorded()
+    recorded.release = broken  # type: ignore[method-assign]
+    of = all_of(recorded)
+    of.begin_release(RESERVATIONS, ReservationPart.OK)
+    await of.settle()
 
 
 async def test_a_slow_redis_holds_the_last_byte_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def _shadows(text: str) -> tuple[Shadow, ...]:
     shadows = list[Shadow]()
     for name in names:
         source: PolicyChoice | WatchedFile[PolicyChoice]
-        if name in PRESETS or not (set(name) & {"/", "."}):
+        if not set(name) & {"/", "."}:
             try:
                 source = PolicyChoice.of(preset(name, "WAYMARK_SHADOW"))
             except InvalidValue as exc:

@@ -50,6 +50,17 @@ def test_the_first_token_is_predicted_by_what_waits_and_what_is_new() -> None:
     assert scores(prompt(138), *some) == pytest.approx([0.0, 64 / 664, 600 / 664, 1.0])
 
 
+def test_a_target_with_the_whole_prompt_computes_its_last_block() -> None:
+    line = AnswerTimes(TimeSums(5, 1500, 1550, 550_000, 565_000))
+    some = [
+        target("whole", answer_times=line, device=64),
+        target("all but one", answer_times=line, device=48),
+        target("nothing", answer_times=line),
+    ]
+
+    assert scores(prompt(64), *some) == [1.0, 1.0, 0.0]
+
+
 def test_further_tokens_are_predicted_by_the_requests_under_way() -> None:
     # 5 ms, and 1 ms for each request under way.
     further = TimeSums(5, 15, 40, 55, 130)
