@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from redis.asyncio import Redis
 
 from tests.console.conftest import Run, blocks, words
@@ -17,6 +18,7 @@ from tests.tokenization import small
 from waymark.base.errors import InvalidValue, NotFound
 from waymark.console.inspections import Cell, scaled
 from waymark.domain.hashing import namespace
+from waymark.domain.targets import Target
 from waymark.store.store import Store
 
 PROMPT = list(range(1000, 1160))
@@ -352,6 +354,28 @@ async def test_a_text_and_messages_are_made_into_tokens(
     for wrong in ("{", "1", "{}"):
         with pytest.raises(InvalidValue, match="--messages"):
             await waymark("inspect", "prompt", "--model", "m", "--messages", wrong, tokenizers_dir=tmp_path)
+
+
+async def test_a_text_without_a_tokenizer_is_made_into_tokens_by_an_engine(
+    store: Store, redis: Redis, waymark: Run
+) -> None:
+    async def tokenize(request: web.Request) -> web.Response:
+        assert (await request.json())["prompt"] == "Hello there"
+        return web.json_response({"tokens": PROMPT[:32]})
+
+    application = web.Application()
+    application.router.add_post("/tokenize", tokenize)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0]
+    stream = await stream_of(store, redis, registration("pod-1", target=Target(f"http://{host}:{port}")))
+    (own,) = await stream.begin("0 GPU")
+    await stream.apply(stored(own, blocks(PROMPT[:32])))
+    by_text = await waymark("inspect", "prompt", "--model", "m", "--text", "Hello there")
+    assert "match 32 tokens" in by_text
+    assert by_text == await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT[:32]))
+    await runner.cleanup()
 
 
 async def test_of_many_who_have_the_next_block_five_are_named(store: Store, redis: Redis, waymark: Run) -> None:

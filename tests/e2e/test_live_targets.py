@@ -388,7 +388,11 @@ async def test_a_picker_without_an_ingest_worker_says_so(server: RedisServer, st
 
         async def decision(number: int) -> str:
             stream = Stream(channel)
-            await stream.ask({"model": "demo", "prompt": prompt(number)}, "/v1/completions")
+            if number % 2:
+                await stream.ask({"model": "demo", "prompt": prompt(number)}, "/v1/completions")
+            else:  # no tokenizer is set: an engine makes the tokens
+                messages = [{"role": "user", "content": f"question {number}"}]
+                await stream.ask({"model": "demo", "messages": messages}, "/v1/chat/completions")
             await stream.request_back()
             said = await stream.answered(is_end=True)
             await stream.close()
