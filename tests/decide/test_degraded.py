@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,6 +67,20 @@ async def test_many_that_were_released_or_renewed_leave_little(
             made = own.reserve(GROUP, 1, 7, 8, LONG_MS)
     assert requests(own) == {7: 1}
     assert len(own._ends) <= 13
+
+
+async def test_ends_are_sorted_again_only_if_most_are_over(
+    own: OwnReservations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sorted_again = Mock(wraps=heapq.heapify)
+    monkeypatch.setattr(heapq, "heapify", sorted_again)
+    taken = own.reserve(GROUP, 1, 7, 8, LONG_MS)
+    for _ in range(1_000 + 1):
+        own.release([taken], ReservationPart.RENEW, LONG_MS)
+    assert sorted_again.call_count == 0
+    for _ in range(3):
+        own.release([taken], ReservationPart.RENEW, LONG_MS)
+    assert sorted_again.call_count == 1
 
 
 async def test_groups_and_targets_do_not_mix(own: OwnReservations) -> None:

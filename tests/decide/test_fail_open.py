@@ -400,3 +400,17 @@ async def test_the_log_waits_three_seconds_and_repeats_itself_each_minute(
         await watch.look()
         said.append(len(caplog.records))
     assert said == [0, 0, 1, 0, 0, 1, 0, 1]
+
+
+async def test_the_log_says_that_a_worker_is_back_if_it_said_that_there_was_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    watch = IngestWatch(cast(Heartbeats, Beats(["a"], [], ["a"], [], [], ["a"], ["a"])))
+    said = []
+    for seconds in (0.0, 1.0, 2.0, 10.0, 13.0, 14.0, 15.0):
+        monkeypatch.setattr(fail_open, "monotonic", lambda now=1000.0 + seconds: now)
+        caplog.clear()
+        await watch.look()
+        said.append([record.levelname for record in caplog.records])
+    assert said == [[], [], [], [], ["WARNING"], ["INFO"], []], "a pause that nobody was told of needs no end"
