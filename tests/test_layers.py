@@ -15,27 +15,27 @@ ROOT = Path(__file__).parents[1]
 #: A room is a package of waymark, or one of these packages inside a package.
 INNER_ROOMS = {"store.redis", "api.http", "api.dynamo", "decide.policies"}
 #: What packages import that compute only, and the client, which needs nothing of a server.
-LOW = {"base.errors", "base.native", "base.shown"}
+LOW = {"base.errors", "base.native", "base.shape", "base.shown"}
 
 # Room -> the rooms and modules that it may import: down only. The version in app/waymark/__init__.py is free for all.
 PARTS: dict[str, set[str]] = {
     "__init__": set(),
     "base": {"_native"},
-    "domain": {"base.errors", "base.native"},
+    "domain": {"base.errors", "base.native", "base.shape"},
     "engines": LOW | {"domain"},
     # What handlers return and the client reads: the client may import it, since it needs only the words of ``domain``.
-    "contract": {"domain"},
-    "chat": LOW | {"domain"},
-    "decide.policies": LOW | {"domain", "contract"},
+    "contract": {"base.shape", "domain"},
+    "chat": LOW,
+    "decide.policies": LOW | {"domain"},
     "client": LOW | {"domain", "contract"},
     "simulator": LOW | {"domain", "client"},
     "store.redis": {"base"},
     "serving": {"base"},
-    "api.http": {"base", "domain", "contract"},
-    "store": {"base", "domain", "contract", "store.redis"},
+    "api.http": {"base", "domain"},
+    "store": {"base", "domain", "store.redis"},
     "apply": {"base", "domain", "store"},
     "tokenization": {"base", "domain", "chat"},
-    "discovery": {"base", "domain", "contract", "store", "engines"},
+    "discovery": {"base", "domain", "store", "engines"},
     "inspection": {"base", "domain", "contract", "store", "store.redis"},
     "decide": {"base", "domain", "contract", "store", "chat", "tokenization", "decide.policies"},
     "console": {"base", "domain", "contract", "store", "tokenization", "inspection", "client"},

@@ -21,9 +21,9 @@ from waymark.api.query_schemas import QueryRequest
 from waymark.api.registration_schemas import RegisterRequest
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.base.shape import AnswerShape, parse, plain
 from waymark.contract import admin, dynamo, publishers, results
 from waymark.contract.inspections import StatusAnswer
-from waymark.contract.shape import AnswerShape, parse, plain
 from waymark.domain.held import HeldBlocks
 from waymark.domain.moves import Moves
 from waymark.domain.parts import Commit

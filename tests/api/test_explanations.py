@@ -14,8 +14,8 @@ import pytest
 from tests.api.conftest import Hold, MakeClient
 from tests.patience import within
 from waymark.api import explanations, inspections
+from waymark.base.shape import parse, plain
 from waymark.contract.inspections import InspectAnswer
-from waymark.contract.shape import parse, plain
 from waymark.domain.hashing import extend, token_bytes
 from waymark.inspection import holding
 from waymark.inspection.inspector import Inspector

@@ -11,11 +11,10 @@ import pytest
 from tests.api.conftest import Hold
 from tests.store.factories import registration
 from waymark.base.shown import shown
-from waymark.contract.publishers import Discovery
 from waymark.domain.held import HeldBlocks
 from waymark.domain.moves import Moves
 from waymark.domain.parts import Commit
-from waymark.domain.status import StreamStatus
+from waymark.domain.status import Discovery, StreamStatus
 from waymark.inspection import status as stream_status
 from waymark.store.claims import Claim
 from waymark.store.publisher_states import PublisherState

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from waymark.base.errors import InvalidValue
-from waymark.chat.requests import Form, Truncation, asked_times_of, form_of, read_request
+from waymark.chat.requests import Form, Truncation, form_of, read_request
 
 CHAT = [{"role": "user", "content": "hello"}]
 
@@ -125,23 +125,3 @@ def test_a_body_without_a_model_is_refused(fields: Any, reason: str, field: str 
     with pytest.raises(InvalidValue) as caught:
         read_request("/v1/chat/completions", fields)
     assert (caught.value.reason, caught.value.field) == (reason, field)
-
-
-@pytest.mark.parametrize(
-    ("headers", "expected"),
-    [
-        pytest.param({}, (None, None), id="none"),
-        pytest.param({"x-slo-ttft-ms": "200", "x-slo-tpot-ms": "12.5"}, (200.0, 12.5), id="both"),
-        pytest.param({"x-slo-tpot-ms": "20"}, (None, 20.0), id="one"),
-        pytest.param({"x-llm-d-slo-ttft-ms": "9", "x-llm-d-slo-tpot-ms": "8"}, (9.0, 8.0), id="the-later-names"),
-        pytest.param({"x-slo-ttft-ms": "7", "x-llm-d-slo-ttft-ms": "9"}, (7.0, None), id="both-names"),
-        pytest.param({"x-slo-ttft-ms": "", "x-llm-d-slo-ttft-ms": "9"}, (9.0, None), id="one-is-empty"),
-        pytest.param({"x-slo-ttft-ms": "3600000"}, (3.6e6, None), id="an-hour"),
-        *(
-            pytest.param({"x-slo-ttft-ms": value, "x-slo-tpot-ms": value}, (None, None), id=value)
-            for value in ("0", "-1", "soon", "nan", "inf", "1e3", "3600001", "9" * 5000, "1_0", "+5", " 5", "\u0665")
-        ),
-    ],
-)
-def test_headers_ask_for_times(headers: dict[str, str], expected: tuple[float | None, float | None]) -> None:
-    assert asked_times_of(headers.get) == expected

@@ -18,8 +18,7 @@ from random import Random
 from typing import NamedTuple
 
 from waymark.base.metrics import Metrics
-from waymark.contract.decisions import Decision
-from waymark.contract.shape import plain
+from waymark.base.shape import plain
 from waymark.decide.comparison import compare
 from waymark.decide.fleet import Fleet, PromptState
 from waymark.decide.matches import PromptMatches
@@ -35,6 +34,7 @@ from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.keys import pack
 from waymark.domain.match import TargetRow
 from waymark.domain.names import GroupName
+from waymark.domain.status import Decision
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import Target
 from waymark.simulator.cache import PrefixCache

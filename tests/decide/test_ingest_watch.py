@@ -17,7 +17,6 @@ from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.chat.requests import InferenceRequest, read_request
-from waymark.contract.decisions import Decision
 from waymark.decide import fail_open
 from waymark.decide.fail_open import IngestWatch, StartupGate
 from waymark.decide.options import SelectionOptions
@@ -25,6 +24,7 @@ from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
 from waymark.domain.engines import EngineKind
+from waymark.domain.status import Decision
 from waymark.domain.targets import Target
 from waymark.store.reservations import ReservationPart
 from waymark.store.store import Store

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit import examples
-from waymark.contract.decisions import Decision
 from waymark.decide.fleet import Fleet, PromptState
 from waymark.decide.matches import PromptMatches
 from waymark.decide.order import Offers, order, order_all
@@ -25,6 +24,7 @@ from waymark.decide.snapshot import GroupSnapshot
 from waymark.domain.keys import pack
 from waymark.domain.match import TargetRow
 from waymark.domain.names import GroupName
+from waymark.domain.status import Decision
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import Gauges, Role, Target
 from waymark.store.directory import GroupEntry

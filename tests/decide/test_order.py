@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.decide.test_fleet import fleet_of
-from waymark.contract.decisions import Decision
 from waymark.decide.fleet import Fleet, OpaquePrefix, PromptState
 from waymark.decide.matches import PromptMatches
 from waymark.decide.order import BY_PLACE, ScoredOffers, StageOffers, SumOffers, order, order_all, rank
@@ -21,6 +20,7 @@ from waymark.decide.question import GivenValues, HashedPrompt, PolicyChoice, Pro
 from waymark.decide.snapshot import GroupSnapshot
 from waymark.domain.match import TargetRow
 from waymark.domain.names import GroupName
+from waymark.domain.status import Decision
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import Gauges, Role, Target
 from waymark.store.directory import GroupEntry

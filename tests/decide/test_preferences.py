@@ -9,7 +9,6 @@ import pytest
 from tests.decide.test_fleet import fleet_of
 from tests.decide.test_shortlist import BLOCKS, GROUP, SIZE, parameters_of, plain, state_of
 from tests.unit import seeds
-from waymark.contract.decisions import Decision
 from waymark.decide.fleet import Fleet, PromptState
 from waymark.decide.group_loads import GroupLoads
 from waymark.decide.matches import PromptMatches
@@ -22,6 +21,7 @@ from waymark.decide.question import HashedPrompt, PolicyChoice, Question
 from waymark.decide.shadows import Preferences
 from waymark.decide.snapshot import GroupSnapshot
 from waymark.domain.match import TargetRow
+from waymark.domain.status import Decision
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.store.directory import GroupEntry
 from waymark.store.reservations import Load

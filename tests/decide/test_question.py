@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from waymark.contract.decisions import Decision
 from waymark.decide.policies.picker_config import read_picker_config
 from waymark.decide.policies.policy import Linear
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.question import CopySource, GivenValues, PolicyChoice, RankedTargets, SelectParameters
+from waymark.domain.status import Decision
 
 ADDRESS = "http://10.0.0.1:8000"
 

@@ -26,7 +26,6 @@ from waymark.base.errors import (
 from waymark.base.metrics import Metrics
 from waymark.chat.prefix_key import prefix_key
 from waymark.chat.requests import InferenceRequest, read_request
-from waymark.contract.decisions import Decision
 from waymark.decide.fail_open import StartupGate
 from waymark.decide.fleet import Fleet
 from waymark.decide.policies.ring import Ring
@@ -39,6 +38,7 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import namespace, token_bytes
 from waymark.domain.names import GroupName
 from waymark.domain.pool_keys import PromptIds
+from waymark.domain.status import Decision
 from waymark.domain.table import HolderTable
 from waymark.domain.targets import Role, Target
 from waymark.store.reservations import Load, ReservationPart

@@ -17,7 +17,6 @@ from tests.store.factories import registration
 from waymark.base.errors import Saturated, StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import read_request
-from waymark.contract.decisions import Decision
 from waymark.decide import reserve
 from waymark.decide.fleet import Fleet, PromptState
 from waymark.decide.matches import PromptMatches
@@ -35,6 +34,7 @@ from waymark.domain.books import Promise
 from waymark.domain.keys import key_at, pack
 from waymark.domain.match import TargetRow
 from waymark.domain.names import GroupName, Holder
+from waymark.domain.status import Decision
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import Role, Target
 from waymark.store import keys

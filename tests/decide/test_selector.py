@@ -13,7 +13,6 @@ import pytest
 from tests.store.factories import registration
 from waymark.base.errors import NoTarget, Saturated, Starting, StoreUnavailable, UnknownModel
 from waymark.base.metrics import Metrics
-from waymark.contract.decisions import Decision
 from waymark.decide.fail_open import Cause, StartupGate
 from waymark.decide.fleet import Fleet
 from waymark.decide.options import SelectionOptions
@@ -25,6 +24,7 @@ from waymark.decide.selector import Selector, _none_allowed
 from waymark.domain.books import Usage
 from waymark.domain.hashing import block_keys, token_bytes
 from waymark.domain.names import GroupName
+from waymark.domain.status import Decision
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import Role, Target
 from waymark.store.reservations import Reservation, ReservationPart

@@ -21,7 +21,7 @@ from waymark.base import watched_file
 from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.contract.shape import plain
+from waymark.base.shape import plain
 from waymark.decide.comparison import are_apart, compare, decide_again, replay
 from waymark.decide.matches import PromptMatches
 from waymark.decide.options import SelectionOptions, Shadow

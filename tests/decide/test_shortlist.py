@@ -10,7 +10,6 @@ import pytest
 
 from tests.decide.test_fleet import fleet_of
 from tests.unit import seeds
-from waymark.contract.decisions import Decision
 from waymark.decide.fleet import Fleet, FleetMember, PromptState
 from waymark.decide.group_loads import GroupLoads
 from waymark.decide.matches import PromptMatches
@@ -23,6 +22,7 @@ from waymark.decide.question import HashedPrompt, PolicyChoice, Question, Select
 from waymark.decide.snapshot import GroupSnapshot
 from waymark.domain.match import TargetRow
 from waymark.domain.names import GroupName
+from waymark.domain.status import Decision
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.store.directory import GroupEntry
 from waymark.store.reservations import CANDIDATES_MAX, Load

@@ -12,7 +12,6 @@ import pytest
 
 from tests.conftest import wait_until
 from waymark.base.errors import StoreUnavailable
-from waymark.contract.decisions import Decision
 from waymark.decide import under_way as module
 from waymark.decide.policies.policy import Candidate
 from waymark.decide.request_prompts import SequenceLoad
@@ -21,6 +20,7 @@ from waymark.decide.selector import Selector
 from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
 from waymark.domain.books import NO_USAGE, Usage
 from waymark.domain.names import GroupName
+from waymark.domain.status import Decision
 from waymark.store.reservations import Reservation, ReservationPart
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from waymark.domain.answer_times import AnswerTimes, TimeSums, tpot_ms
+from waymark.domain.answer_times import AnswerTimes, TimeSums, asked_times_of, tpot_ms
 
 
 def sums(*measured: tuple[float, float]) -> TimeSums:
@@ -83,3 +83,23 @@ def test_sums_of_single_requests_add_up() -> None:
 )
 def test_a_time_per_token(seconds: float, tokens: int | None, expected: float | None) -> None:
     assert tpot_ms(seconds, tokens) == (None if expected is None else pytest.approx(expected))
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        pytest.param({}, (None, None), id="none"),
+        pytest.param({"x-slo-ttft-ms": "200", "x-slo-tpot-ms": "12.5"}, (200.0, 12.5), id="both"),
+        pytest.param({"x-slo-tpot-ms": "20"}, (None, 20.0), id="one"),
+        pytest.param({"x-llm-d-slo-ttft-ms": "9", "x-llm-d-slo-tpot-ms": "8"}, (9.0, 8.0), id="the-later-names"),
+        pytest.param({"x-slo-ttft-ms": "7", "x-llm-d-slo-ttft-ms": "9"}, (7.0, None), id="both-names"),
+        pytest.param({"x-slo-ttft-ms": "", "x-llm-d-slo-ttft-ms": "9"}, (9.0, None), id="one-is-empty"),
+        pytest.param({"x-slo-ttft-ms": "3600000"}, (3.6e6, None), id="an-hour"),
+        *(
+            pytest.param({"x-slo-ttft-ms": value, "x-slo-tpot-ms": value}, (None, None), id=value)
+            for value in ("0", "-1", "soon", "nan", "inf", "1e3", "3600001", "9" * 5000, "1_0", "+5", " 5", "\u0665")
+        ),
+    ],
+)
+def test_headers_ask_for_times(headers: dict[str, str], expected: tuple[float | None, float | None]) -> None:
+    assert asked_times_of(headers.get) == expected

@@ -23,7 +23,7 @@ from tests.store.factories import Stream, registration, stored, stream_of
 from waymark.api.application import create_app
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.contract.shape import plain
+from waymark.base.shape import plain
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.names import PublisherName

@@ -16,7 +16,6 @@ from tests.conftest import wait_until
 from tests.store.factories import Stream, begins, registration, removed, snapshot, stored, stream_of
 from tests.store.flow import swept
 from tests.store.key_table import README, Held, KeyTable, Row, facts
-from waymark.contract.publishers import Discovery
 from waymark.domain.books import Usage
 from waymark.domain.hashing import namespace
 from waymark.domain.known import Spot
@@ -24,6 +23,7 @@ from waymark.domain.moves import Moves
 from waymark.domain.parts import Commit
 from waymark.domain.prefixes import Change, PrefixChange, prefix_key
 from waymark.domain.rows import Place
+from waymark.domain.status import Discovery
 from waymark.domain.targets import Gauges, Role, Target
 from waymark.store import keys
 from waymark.store.directory import GroupEntry

@@ -17,7 +17,6 @@ from time import process_time
 from typing import Any, cast
 
 from waymark.base.metrics import Metrics
-from waymark.contract.decisions import Decision
 from waymark.decide.fleet import Fleet, PromptState
 from waymark.decide.group_loads import GroupLoads
 from waymark.decide.matches import PromptMatches
@@ -31,6 +30,7 @@ from waymark.decide.snapshot import GroupSnapshot
 from waymark.domain.keys import pack
 from waymark.domain.match import TargetRow
 from waymark.domain.names import GroupName
+from waymark.domain.status import Decision
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import Target
 from waymark.store.directory import GroupEntry

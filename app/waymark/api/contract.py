@@ -23,8 +23,8 @@ from waymark.api.http.bodies import Body, Format
 from waymark.api.http.errors import ErrorBody
 from waymark.api.http.fields import RequestBody
 from waymark.api.operations import Operation
+from waymark.base.shape import AnswerShape
 from waymark.contract.queries import InstanceRow
-from waymark.contract.shape import AnswerShape
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -24,18 +24,10 @@ from waymark.api.texts import GivenPrompts, ModelPrompt, PromptTokenizer
 from waymark.base.errors import InvalidValue, NotFound, RemoteUnavailable, UnknownModel
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.base.shape import quick
 from waymark.base.shown import shown
 from waymark.chat.prefix_key import prefix_key
-from waymark.contract.decisions import (
-    Decision,
-    GaugesRow,
-    ReleaseAnswer,
-    ScoreAnswer,
-    ScoreRow,
-    SelectAnswer,
-    SourceAnswer,
-)
-from waymark.contract.shape import quick
+from waymark.contract.decisions import GaugesRow, ReleaseAnswer, ScoreAnswer, ScoreRow, SelectAnswer, SourceAnswer
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed, StartupGate, cause_of
 from waymark.decide.options import SelectionOptions
@@ -46,6 +38,7 @@ from waymark.decide.request_prompts import estimate_tokens, no_prompt, unread_pr
 from waymark.decide.selector import Selector
 from waymark.decide.served import ServedNames
 from waymark.domain.books import NO_USAGE, Usage, more_cached
+from waymark.domain.status import Decision
 from waymark.domain.targets import Gauges
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
 from waymark.store.steps import Steps, Waiting, finished

@@ -17,8 +17,8 @@ from waymark.api.straight import Straight
 from waymark.api.texts import PromptTokenizer, text_of
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.settings import Settings
+from waymark.base.shape import plain
 from waymark.contract.inspections import Explanation, InspectAnswer, NoExplanation
-from waymark.contract.shape import plain
 from waymark.domain.multimodal import check_blocks
 from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.domain.table import only_block_size

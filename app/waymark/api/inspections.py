@@ -17,9 +17,9 @@ from waymark.api.http.bodies import Body
 from waymark.api.http.fields import OPTIONAL_NAME, OptionalName, RequestBody
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.settings import Settings
+from waymark.base.shape import AnswerShape
 from waymark.base.shown import shown
 from waymark.contract.inspections import BlockAnswer, HolderAnswer, KeysAnswer
-from waymark.contract.shape import AnswerShape
 from waymark.domain.status import StreamStatus
 from waymark.inspection.holders import find_block, find_holder
 from waymark.inspection.inspector import InspectedGroup, Inspector, pick

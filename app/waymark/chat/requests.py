@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import base64
 import binascii
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
-from waymark.domain.answer_times import AskedTimes
 
 # ``truncate_prompt_tokens`` of a request: how vLLM cuts the token ids of a prompt.
 
@@ -227,27 +225,6 @@ def session_of(token: str | bytes | None) -> str | None:
         return base64.b64decode(token, validate=True).decode() or None
     except (binascii.Error, ValueError):
         return None
-
-
-#: The headers of the two times. The second name is that of llm-d's later releases; if both are there, the first counts.
-_TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
-_TPOT_HEADERS = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
-_MILLISECONDS = re.compile(r"[0-9]{1,7}(?:\.[0-9]{1,6})?", re.ASCII)
-_MILLISECONDS_MAX = 3_600_000
-
-
-def asked_times_of(header: Callable[[str], str | None]) -> AskedTimes:
-    """Return the times that the headers of a request ask for. A value that is no number of ms above 0 does not count.
-
-    ``header`` returns the value of a name in lower case.
-    """
-
-    def asked(names: Sequence[str]) -> float | None:
-        text = next((value for name in names if (value := header(name))), "")
-        ms = float(text) if _MILLISECONDS.fullmatch(text) else 0.0
-        return ms if 0 < ms <= _MILLISECONDS_MAX else None
-
-    return AskedTimes(asked(_TTFT_HEADERS), asked(_TPOT_HEADERS))
 
 
 def session_token(instance_id: str) -> str:

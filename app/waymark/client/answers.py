@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import httpx
 import msgpack
 
-from waymark.contract.decisions import Decision, ScoreAnswer
+from waymark.base.shape import parse
+from waymark.contract.decisions import ScoreAnswer
 from waymark.contract.publishers import (
     EventsAnswer,
     Publisher,
@@ -17,8 +18,8 @@ from waymark.contract.publishers import (
     ServicesAnswer,
     WorkersAnswer,
 )
-from waymark.contract.shape import parse
 from waymark.domain.media import BEST, IN_EVERY_ANSWER
+from waymark.domain.status import Decision
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,10 @@ from waymark.base.errors import (
     StoreUnavailable,
     WaymarkError,
 )
+from waymark.base.shape import S, parse
 from waymark.base.shown import shown
 from waymark.client.bounded import BoundedClient
 from waymark.client.tries import reason_of, sentence_of
-from waymark.contract.shape import S, parse
 
 DEFAULT_URL = "http://127.0.0.1:13333"
 #: For how long a command waits for an answer.

@@ -19,9 +19,9 @@ from waymark.console.screen import (
     text,
 )
 from waymark.contract.inspections import RedisState, StatusAnswer, StreamState, WorkerStatus
-from waymark.contract.publishers import Discovery, UnreadableRecord
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import GroupName
+from waymark.domain.status import Discovery, UnreadableRecord
 from waymark.inspection.inspector import group_text
 
 _HEAD = (

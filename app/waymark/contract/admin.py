@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from waymark.contract.shape import AnswerShape
+from waymark.base.shape import AnswerShape
 
 
 @dataclass(frozen=True, kw_only=True)

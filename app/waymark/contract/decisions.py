@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import ClassVar
 
+from waymark.base.shape import AnswerShape
 from waymark.contract.inspections import Explanation
-from waymark.contract.shape import AnswerShape
+from waymark.domain.status import Decision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +64,6 @@ class ScoreRow(AnswerShape):
 
     def absent(self) -> Sequence[str]:
         return self.OPTIONAL if self.parts is None and "parts" in vars(self) else ()
-
-
-class Decision(StrEnum):
-    """How the target was chosen."""
-
-    KV_AWARE = "kv_aware"
-    FALLBACK = "fallback"
-    PREFIX_HASH = "prefix_hash"
-    OVERFLOW = "overflow"
-    SESSION = "session"
-    PREFIX = "prefix"
-    """Without tokens: the target that the prefix key names, in the order of a policy."""
-    LOAD = "load"
-    """Without tokens: another target than that one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
-from waymark.contract.shape import AnswerShape
+from waymark.base.shape import AnswerShape
 
 #: The states of a subscription, the worst one first.
 ListenerStatus: TypeAlias = Literal["failed", "pending", "active"]

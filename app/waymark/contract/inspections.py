@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from waymark.contract.publishers import CopiesOfStream, Discovery, UnreadableRecord
-from waymark.contract.shape import AnswerShape
+from waymark.base.shape import AnswerShape
+from waymark.contract.publishers import CopiesOfStream
 from waymark.domain.engines import EngineKind, Scope
-from waymark.domain.status import StreamStatus
+from waymark.domain.status import Discovery, StreamStatus, UnreadableRecord
 
 
 @dataclass(frozen=True, kw_only=True)

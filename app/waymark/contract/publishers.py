@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import ClassVar, Literal
 
-from waymark.contract.shape import AnswerShape
+from waymark.base.shape import AnswerShape
 from waymark.domain.engines import EngineKind, Scope
 from waymark.domain.names import OriginKind
-from waymark.domain.status import StreamStatus
+from waymark.domain.status import Discovery, StreamStatus, UnreadableRecord
 from waymark.domain.targets import Role
 
 
@@ -261,51 +260,6 @@ class IngestWorker(AnswerShape):
     """The number of streams that this worker applies."""
     streams_max: int | None
     """The limit of streams of this worker; null without a limit."""
-
-
-class RecordKind(StrEnum):
-    """The kinds of records in Redis."""
-
-    REGISTRATION = "registration"
-    GROUP = "group"
-    HASH_SEED = "hash_seed"
-    TABLE = "table"
-    PUBLISHER = "publisher"
-    TARGET = "target"
-    HOLDER = "holder"
-    STREAM = "stream"
-    BLOCK = "block"
-    ENTRY = "entry"
-    DEAD_HOLDER = "dead_holder"
-    WORKER = "worker"
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnreadableRecord(AnswerShape):
-    """A record in Redis that cannot be read."""
-
-    kind: RecordKind
-    """The kind of the record."""
-    key: str
-    """The name of its key in Redis."""
-    field: str
-    """The field of a hash or the member of a set; empty if the whole key is unreadable."""
-    reason: str
-    """The reason why it cannot be read."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Discovery(AnswerShape):
-    """The findings of the worker that looks for engines."""
-
-    worker: str
-    """The id of this worker."""
-    registered: int
-    """The number of engines that discovery or the publishers file registered."""
-    waiting: int
-    """The number of engines that were found and cannot be registered now."""
-    problems: Sequence[str]
-    """The first few reasons why engines cannot be registered, as sentences."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from waymark.base.shape import AnswerShape
 from waymark.contract.inspections import Explanation
-from waymark.contract.shape import AnswerShape
 from waymark.domain.media import IN_EVERY_ANSWER, MEDIA
 
 #: The JSON schema of the field with the name of the tenant.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from waymark.contract.shape import AnswerShape
+from waymark.base.shape import AnswerShape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from random import Random
 from typing import NamedTuple, Protocol
 
-from waymark.contract.decisions import Decision
 from waymark.decide.books import Choices
 from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed
 from waymark.decide.fleet import (
@@ -45,6 +44,7 @@ from waymark.decide.question import PolicyChoice, Question
 from waymark.decide.snapshot import GroupSnapshot
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import TargetRow
+from waymark.domain.status import Decision
 from waymark.store.reservations import CANDIDATES_MAX, Load, Offer
 
 #: Where Redis cannot compute an order again, a place in it outweighs any load.

@@ -8,13 +8,13 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self
 from uuid import uuid4
 
-from waymark.contract.decisions import Decision
 from waymark.decide.policies.policy import Candidate, Linear, Preset, Scored, Values
 from waymark.decide.policies.profile import PickerConfig
 from waymark.domain.answer_times import NO_TIMES, AskedTimes
 from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
 from waymark.domain.pool_keys import PromptIds
+from waymark.domain.status import Decision
 from waymark.domain.targets import Gauges, host_and_port
 from waymark.store.reservations import Reservation
 

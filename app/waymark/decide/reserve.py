@@ -22,7 +22,6 @@ from waymark.base.errors import Saturated, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
-from waymark.contract.decisions import Decision
 from waymark.decide.books import Choices, promises_of
 from waymark.decide.fleet import Fleet
 from waymark.decide.matches import PromptMatches, history_of, speculation_of
@@ -37,6 +36,7 @@ from waymark.domain.hashing import text_hash
 from waymark.domain.keys import KEY_BYTES, key_at, unpack
 from waymark.domain.names import GroupName
 from waymark.domain.row_runs import last_piece
+from waymark.domain.status import Decision
 from waymark.domain.table import HolderTable
 from waymark.domain.targets import host_and_port
 from waymark.store import keys

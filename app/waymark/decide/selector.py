@@ -24,7 +24,6 @@ from waymark.base.errors import (
 )
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
-from waymark.contract.decisions import Decision
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.books import Bookkeeper
 from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed, OwnReservations, StartupGate, cause_of
@@ -41,6 +40,7 @@ from waymark.decide.shadows import Shadows
 from waymark.decide.snapshot import SnapshotKeeper
 from waymark.domain.books import NO_USAGE, Usage
 from waymark.domain.names import GroupName
+from waymark.domain.status import Decision
 from waymark.domain.table import PublisherRow
 from waymark.store.reservations import Offer, Reservation, ReservationPart, ReservationTerms
 from waymark.store.steps import Steps, Waiting, Within, finished

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from waymark.base.errors import InvalidValue, SettingsError, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.contract.publishers import Discovery
 from waymark.discovery.describe import Describer
 from waymark.discovery.engines import EngineRegistrations, RegistrationOf
 from waymark.discovery.kubernetes import ApiServer, PodWatch
 from waymark.discovery.pods import PodPorts, WantedEngine, WantedKey, in_turns, wanted_of
 from waymark.discovery.reconciler import CONFIRM_SECONDS, Reconciler
 from waymark.domain.names import Origin, OriginKind
-from waymark.domain.status import StreamStatus
+from waymark.domain.status import Discovery, StreamStatus
 from waymark.store.store import Store
 
 log = logging.getLogger(__name__)

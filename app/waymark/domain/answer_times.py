@@ -6,6 +6,8 @@ the target had to compute, the second one with the requests that it works on tog
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 #: Requests from which a prediction counts; less than 5, since older ones count for less.
@@ -14,6 +16,11 @@ _LEAST = 4.5
 _SPREAD = 1e-4
 #: No engine makes the tokens of one answer faster: the whole answer has been held back somewhere.
 _TOKEN_MS_MIN = 0.1
+#: The headers of the two times. The second name is that of llm-d's later releases; if both are there, the first counts.
+_TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
+_TPOT_HEADERS = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
+_MILLISECONDS = re.compile(r"[0-9]{1,7}(?:\.[0-9]{1,6})?", re.ASCII)
+_MILLISECONDS_MAX = 3_600_000
 
 
 class TimeSums(NamedTuple):
@@ -101,6 +108,20 @@ class AskedTimes(NamedTuple):
 
 
 NO_TIMES = AskedTimes()
+
+
+def asked_times_of(header: Callable[[str], str | None]) -> AskedTimes:
+    """Return the times that the headers of a request ask for. A value that is no number of ms above 0 does not count.
+
+    ``header`` returns the value of a name in lower case.
+    """
+
+    def asked(names: Sequence[str]) -> float | None:
+        text = next((value for name in names if (value := header(name))), "")
+        ms = float(text) if _MILLISECONDS.fullmatch(text) else 0.0
+        return ms if 0 < ms <= _MILLISECONDS_MAX else None
+
+    return AskedTimes(asked(_TTFT_HEADERS), asked(_TPOT_HEADERS))
 
 
 def tpot_ms(seconds: float, tokens: int | None) -> float | None:

@@ -1,8 +1,12 @@
-"""The states of a stream, as the record, the API and the console name them."""
+"""States and kinds of streams, records and decisions, as records, the API and the console name them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+
+from waymark.base.shape import AnswerShape
 
 
 class StreamStatus(StrEnum):
@@ -28,3 +32,62 @@ class StreamStatus(StrEnum):
     def _missing_(cls, value: object) -> StreamStatus | None:
         """Read the word of an earlier release, which may have written the record."""
         return cls.STARTING if value == "pending" else None
+
+
+class RecordKind(StrEnum):
+    """The kinds of records in Redis."""
+
+    REGISTRATION = "registration"
+    GROUP = "group"
+    HASH_SEED = "hash_seed"
+    TABLE = "table"
+    PUBLISHER = "publisher"
+    TARGET = "target"
+    HOLDER = "holder"
+    STREAM = "stream"
+    BLOCK = "block"
+    ENTRY = "entry"
+    DEAD_HOLDER = "dead_holder"
+    WORKER = "worker"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnreadableRecord(AnswerShape):
+    """A record in Redis that cannot be read."""
+
+    kind: RecordKind
+    """The kind of the record."""
+    key: str
+    """The name of its key in Redis."""
+    field: str
+    """The field of a hash or the member of a set; empty if the whole key is unreadable."""
+    reason: str
+    """The reason why it cannot be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Discovery(AnswerShape):
+    """The findings of the worker that looks for engines."""
+
+    worker: str
+    """The id of this worker."""
+    registered: int
+    """The number of engines that discovery or the publishers file registered."""
+    waiting: int
+    """The number of engines that were found and cannot be registered now."""
+    problems: Sequence[str]
+    """The first few reasons why engines cannot be registered, as sentences."""
+
+
+class Decision(StrEnum):
+    """How the target was chosen."""
+
+    KV_AWARE = "kv_aware"
+    FALLBACK = "fallback"
+    PREFIX_HASH = "prefix_hash"
+    OVERFLOW = "overflow"
+    SESSION = "session"
+    PREFIX = "prefix"
+    """Without tokens: the target that the prefix key names, in the order of a policy."""
+    LOAD = "load"
+    """Without tokens: another target than that one."""

@@ -28,7 +28,6 @@ from waymark.chat.requests import (
     SESSION,
     Form,
     InferenceRequest,
-    asked_times_of,
     check_places,
     form_of,
     read_request,
@@ -37,6 +36,7 @@ from waymark.chat.requests import (
 from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector, RoutedRequest
 from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
+from waymark.domain.answer_times import asked_times_of
 from waymark.domain.books import UsageReader
 from waymark.domain.targets import host_and_port, names_engines
 from waymark.epp import messages

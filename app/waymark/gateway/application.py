@@ -19,13 +19,14 @@ from waymark.base.errors import StoreUnavailable, UnknownModel, WaymarkError
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.chat.requests import SESSION, Form, asked_times_of, session_of
+from waymark.chat.requests import SESSION, Form, session_of
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.fail_open import StartupGate
 from waymark.decide.options import SelectionOptions
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
 from waymark.decide.under_way import RequestsUnderWay
+from waymark.domain.answer_times import asked_times_of
 from waymark.domain.names import DEFAULT_TENANT
 from waymark.gateway.proxy import ProxiedRequest, Proxy
 from waymark.gateway.response_cache import ResponseCache

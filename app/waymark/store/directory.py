@@ -13,8 +13,8 @@ from time import monotonic
 
 from waymark.base.errors import Conflict
 from waymark.base.shown import shown
-from waymark.contract.publishers import RecordKind
 from waymark.domain.names import GroupName, PublisherName, Registration
+from waymark.domain.status import RecordKind
 from waymark.store import keys
 from waymark.store.claims import SHARDS_MAX, Claim
 from waymark.store.holder_tables import decode_group

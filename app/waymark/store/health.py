@@ -19,9 +19,9 @@ from redis.exceptions import ResponseError
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.logs import fields
-from waymark.contract.publishers import RecordKind
 from waymark.domain.hashing import DEFAULT_SEED
 from waymark.domain.names import U64_MASK
+from waymark.domain.status import RecordKind
 from waymark.store import keys
 from waymark.store.parsing import Malformed, RecordParser
 from waymark.store.redis.client import RedisClient

@@ -17,7 +17,7 @@ import orjson
 
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.contract.publishers import RecordKind, UnreadableRecord
+from waymark.domain.status import RecordKind, UnreadableRecord
 
 log = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import NO_MODEL, Metrics
-from waymark.contract.publishers import RecordKind
 from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
 from waymark.domain.pool_keys import PromptIds
 from waymark.domain.row_runs import Runs
 from waymark.domain.rows import PIECE_BLOCKS
+from waymark.domain.status import RecordKind
 from waymark.domain.table import HolderTable
 from waymark.store import keys
 from waymark.store.chain import Chain, KeySource

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar
 
 from waymark.base.errors import RecordDamaged
-from waymark.contract.publishers import RecordKind
 from waymark.domain.names import Holder, HolderName
 from waymark.domain.parts import Commit
-from waymark.domain.status import StreamStatus
+from waymark.domain.status import RecordKind, StreamStatus
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.holder_tables import decode_table, encode_holder

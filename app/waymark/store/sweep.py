@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from waymark.base.metrics import Metrics
-from waymark.contract.publishers import RecordKind
 from waymark.domain.rows import Place, parse_field
+from waymark.domain.status import RecordKind
 from waymark.store import keys
 from waymark.store.directory import Directory, GroupEntry
 from waymark.store.leases import Leases

@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from waymark.contract.publishers import RecordKind
 from waymark.domain.held import HeldBlocks
 from waymark.domain.known import Spot
 from waymark.domain.rows import SAME_HASH, HolderEntry, Place, Row, parse, parse_entry, parse_field
+from waymark.domain.status import RecordKind
 from waymark.store import keys
 from waymark.store.hashes import ReportedBlock
 from waymark.store.leases import Grant

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from waymark.contract.publishers import Discovery
+from waymark.domain.status import Discovery
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.parsing import lenient_text

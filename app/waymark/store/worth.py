@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import orjson
 
-from waymark.contract.publishers import RecordKind
 from waymark.domain.keys import unpack
 from waymark.domain.rows import ROW_SLOTS
+from waymark.domain.status import RecordKind
 from waymark.domain.worth import CacheWorth, PrefixUse, Prompts, Tally
 from waymark.store import keys
 from waymark.store.directory import GroupEntry

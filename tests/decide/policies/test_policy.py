@@ -14,7 +14,6 @@ from tests.decide.policies.conftest import prompt, target
 from tests.unit import examples
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import SHOWN_MAX
-from waymark.contract.decisions import Decision
 from waymark.decide.policies.policy import (
     CREDITS,
     Constant,
@@ -31,6 +30,7 @@ from waymark.decide.policies.policy import (
     ranked,
     read_constants,
 )
+from waymark.domain.status import Decision
 
 NUMBER = Constant("number", 2.0, "A number.", least=1, most=10)
 OPEN = Constant("open", 2.0, "A number without a greatest value.")

@@ -16,12 +16,12 @@ from xxhash import xxh3_64_intdigest
 from tests.decide.policies.conftest import busy, prompt, target
 from waymark.base.errors import InvalidValue
 from waymark.base.settings import Settings
-from waymark.contract.decisions import Decision
 from waymark.decide.policies import policy as policies
 from waymark.decide.policies.policy import Candidate, Inputs, Ranking, RoutingRequest, Scored, new_tokens
 from waymark.decide.policies.presets import DEFAULT, PRESETS, preset
 from waymark.decide.policies.ring import Ring, bound
 from waymark.domain.answer_times import AnswerTimes, AskedTimes, TimeSums
+from waymark.domain.status import Decision
 from waymark.domain.targets import Gauges, Role
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.decide.policies.conftest import prompt, target
-from waymark.contract.decisions import Decision
 from waymark.decide.policies.policy import Candidate, Ranking, RoutingRequest, Scored
 from waymark.decide.policies.without_tokens import by_prefix_key, first_by_key, home_of, with_home
+from waymark.domain.status import Decision
 
 KEY = b"k" * 32
 

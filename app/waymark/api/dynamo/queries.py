@@ -22,6 +22,7 @@ from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import Conflict, InvalidValue, NotFound
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.base.shape import quick
 from waymark.base.shown import shown
 from waymark.contract.dynamo import (
     OK,
@@ -35,7 +36,6 @@ from waymark.contract.dynamo import (
     RankBlocks,
     TierHits,
 )
-from waymark.contract.shape import quick
 from waymark.decide.asked_pools import AskedPools
 from waymark.domain.engines import UNNAMED
 from waymark.domain.hashing import namespace

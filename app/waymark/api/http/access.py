@@ -16,8 +16,8 @@ from waymark.api.http.tokens_file import EVERYONE, Caller, TokensFile
 from waymark.base.asgi import RawHeaders
 from waymark.base.endpoints import is_loopback
 from waymark.base.settings import Settings
+from waymark.base.shape import AnswerShape
 from waymark.base.shown import shown
-from waymark.contract.shape import AnswerShape
 from waymark.domain.names import DEFAULT_TENANT
 
 Access: TypeAlias = Literal["open", "read", "admin", "write"]

@@ -23,8 +23,8 @@ from waymark.base import native
 from waymark.base.asgi import RawHeaders
 from waymark.base.errors import InvalidValue
 from waymark.base.metrics import Metrics
+from waymark.base.shape import present
 from waymark.base.shown import kind, shown
-from waymark.contract.shape import present
 from waymark.domain.hashing import pack_tokens
 
 T = TypeVar("T")

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import SHOWN_MAX, shown
-from waymark.contract.decisions import Decision
 from waymark.decide.policies.ring import Ring
 from waymark.domain.answer_times import NO_TIMES, AnswerTimes, AskedTimes
+from waymark.domain.status import Decision
 from waymark.domain.targets import Gauges, Role
 
 

@@ -13,7 +13,6 @@ from random import Random
 
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
-from waymark.contract.decisions import Decision
 from waymark.decide.policies.policy import (
     CREDITS,
     Candidate,
@@ -33,6 +32,7 @@ from waymark.decide.policies.policy import (
     ranked,
 )
 from waymark.decide.policies.ring import EPSILON, POINTS, Ring, bound
+from waymark.domain.status import Decision
 
 # ---- ours -----------------------------------------------------------------------------------------
 

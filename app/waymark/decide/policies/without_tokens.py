@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from waymark.contract.decisions import Decision
 from waymark.decide.policies.policy import Candidate, Ranking, RoutingRequest, Scored
+from waymark.domain.status import Decision
 
 
 def by_prefix_key(

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from waymark.api.http.bodies import Format, encode
-from waymark.contract.shape import AnswerShape, parse, plain
+from waymark.base.shape import AnswerShape, parse, plain
 from waymark.domain.status import StreamStatus
 
 
