@@ -9,11 +9,24 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand, Pod
+from waymark.apply.slices import SliceRunner
+from waymark.base.metrics import Metrics
+from waymark.domain.engines import EngineKind
+from waymark.engines import decoder as decode_as
+from waymark.ingest.batch_decoder import BatchDecoder
 from waymark.ingest.frames import Frame, FrameBuffer
+from waymark.ingest.received import Settling
 from waymark.ingest.subscriber import Subscriber
 
 #: A replay waits for its place as long as the test wants.
 PATIENT = replace(WITHOUT_PROBES, replay_idle_seconds=PATIENCE_SECONDS)
+
+
+@pytest.fixture(autouse=True, params=["with events", "without events"])
+def settling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that waits for a replay is kept with its events, or, as long ones are, without them."""
+    if request.param == "without events":
+        monkeypatch.setattr("waymark.ingest.received.SHORT_BYTES", 0)
 
 
 async def short_pod(bench: Bench, **changes: object) -> Pod:
@@ -166,3 +179,27 @@ async def test_frames_that_the_loop_has_not_read_when_the_reply_comes_are_applie
             patched.setattr(FrameBuffer, "put", put)
         await pod.agrees()
     await pod.counted(batches=6, batches_lost=0, stale_batches=3, restarts=0, gaps=0)
+
+
+async def test_a_long_batch_waits_for_a_replay_without_its_events() -> None:
+    """Decoded, the frames of many streams that wait would have no bound."""
+    events = [["BlockStored", [number], None, [1, 2, 3, number], 4, None, "GPU"] for number in range(1, 200)]
+    payload = msgpack.packb([1.0, events, 3])
+    decoder = BatchDecoder("a", None, decode_as(EngineKind.VLLM, seed=1337), SliceRunner(), lambda _: None, Metrics())
+    incoming = await decoder.decode(7, payload, b"")
+    assert incoming is not None
+    assert len(incoming.batch.events) == 199
+    settling = Settling.of(Frame(7, payload, b"", 1, 0.0), incoming)
+    assert not settling.incoming.batch.events
+    assert (settling.incoming.digest, settling.incoming.batch.dp_rank) == (incoming.digest, 3)
+    whole = await settling.whole(decoder)
+    assert list(whole.batch.events) == list(incoming.batch.events)
+    assert (whole.seq, whole.digest, whole.size) == (7, incoming.digest, len(payload))
+
+
+async def test_a_batch_of_another_publisher_is_not_decoded_after_a_replay() -> None:
+    payload = msgpack.packb([1.0, [["BlockStored", [1], None, [1, 2, 3, 4], 4, None, "GPU"]] * 100, 0])
+    decoder = BatchDecoder("a", "mine", decode_as(EngineKind.VLLM, seed=1337), SliceRunner(), lambda _: None, Metrics())
+    incoming = await decoder.decode(7, payload, b"yours")
+    assert incoming is not None
+    assert not (await Settling.of(Frame(7, payload, b"yours", 1, 0.0), incoming).whole(decoder)).batch.events

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -110,6 +113,103 @@ async def test_one_connection_after_the_other_does_not_fill_the_memory(
 
         await wait_until(has_returned, "one is ended, and comes again, three times", 60)
     assert peak - begun < 4 * most
+
+
+class Played:
+    """The memory of a process, and when it gives back what is free in it; looks are a clock of their own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.memory, self.free, self.now, self.given = 2**30, 0, 0.0, list[float]()
+        monkeypatch.setattr(module, "process_memory", lambda: self.memory)
+        monkeypatch.setattr(module, "give_back_memory", self.give_back)
+        monkeypatch.setattr(module, "time", self)
+        self.maps_long_blocks = False
+        monkeypatch.setattr(module, "map_long_blocks", lambda: setattr(self, "maps_long_blocks", True))
+        monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
+
+    def monotonic(self) -> float:
+        self.now += 0.05
+        return self.now
+
+    def give_back(self) -> None:
+        self.given.append(self.now)
+        self.memory, self.free = self.memory - self.free, 0
+
+    async def until(self, seconds: float) -> None:
+        await wait_until(lambda: self.now >= seconds, f"{seconds} s have passed")
+
+
+@pytest.fixture
+async def played(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Played]:
+    """A worker that watches, with a gibibyte to begin with."""
+    played = Played(monkeypatch)
+    watching = asyncio.ensure_future(Subscribers(message_bytes_max=PART_MAX).keep_watching())
+    await played.until(1)
+    assert played.maps_long_blocks
+    yield played
+    watching.cancel()
+
+
+async def test_free_memory_is_given_back_when_much_has_grown(played: Played) -> None:
+    played.memory += 2**26
+    await played.until(10)
+    assert not played.given
+    played.memory, played.free = played.memory + 1, 2**26
+    await wait_until(lambda: bool(played.given), "it is given back")
+    seen = played.now
+    await played.until(seen + 100)
+    assert len(played.given) == 1, "it is as small as it was"
+
+
+async def test_memory_that_becomes_free_later_is_given_back_too(played: Played) -> None:
+    """What a worker needs for long is looked at more and more rarely."""
+    played.memory += 2**28
+    await played.until(400)
+    tries = len(played.given)
+    assert 8 < tries < 25, f"{tries} tries in 400 s"
+    played.free = 2**28
+    await played.until(played.now + 2 * module._GIVE_BACK_SECONDS_MAX)
+    assert played.memory == 2**30
+    begun = played.now
+    played.memory, played.free = 2**30 + 2**28, 2**28
+    await wait_until(lambda: played.memory == 2**30, "the next burst is given back")
+    assert played.now - begun < module._GIVE_BACK_SECONDS_MAX / 2, "and at once"
+
+
+async def test_connections_are_looked_at_while_memory_is_given_back(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, release = list[float](), Event()
+    monkeypatch.setattr(module, "give_back_memory", release.wait)
+    monkeypatch.setattr(Subscribers, "check", lambda _, memory, now: looks.append(now))
+    played.memory += 2**27
+    try:
+        await wait_until(lambda: len(looks) > 20, "it goes on")
+    finally:
+        release.set()
+
+
+def test_a_long_block_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The C library raises its bound with each long block that is freed, up to 32 MiB, and keeps all below it."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        "from waymark.ingest.unfinished import map_long_blocks, process_memory\n"
+        "if sys.argv[1] == 'mapped': map_long_blocks()\n"
+        "bytearray(31 * 2**20)\n"
+        "begun = process_memory()\n"
+        "frames = [(bytearray(b'x') * (20 * 2**20), bytearray(b'x') * 300_000) for _ in range(10)]\n"
+        "small = [each for _, each in frames]\n"
+        "del frames\n"
+        "print(process_memory() - begun)\n"
+    )
+
+    def left(how: str) -> int:
+        return int(subprocess.run([sys.executable, program, how], capture_output=True, check=True, text=True).stdout)
+
+    if left("kept") < 2**26:
+        pytest.skip("the C library keeps no long blocks")
+    assert left("mapped") < 2**24
 
 
 @pytest.mark.parametrize("then", [EMPTY, LONGEST], ids=["empty parts", "longest parts"])

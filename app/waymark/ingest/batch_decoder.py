@@ -59,13 +59,17 @@ class BatchDecoder:
         self._metrics.frames.inc()
         self._metrics.frame_bytes.inc(len(payload))
         is_other = self._topic is not None and topic != self._topic
-        batch = _NO_BATCH if is_known or is_other else await self._batch(payload)
+        batch = _NO_BATCH
+        if not (is_known or is_other):
+            batch = await self.batch(payload)
+            self._note(batch, len(payload))
         digested = (
             await self.slices.run(digest_slices(payload)) if len(payload) > DIGEST_SLICE_BYTES else digest(payload)
         )
         return Incoming(seq, digested, batch, len(payload))
 
-    async def _batch(self, payload: bytes) -> Batch:
+    async def batch(self, payload: bytes) -> Batch:
+        """Decode a payload that counts already, or is not to count."""
         try:
             plain = self._decode.plain(payload)
             if plain is not None and not plain.others:
@@ -74,20 +78,25 @@ class BatchDecoder:
                     await self.slices.pause()
                 return batch
             if len(payload) <= SHORT_BYTES:
-                batch = self._decode.short(payload, plain)
-            else:
-                batch = await self.slices.run(self._decode.slices(payload, plain))
+                return self._decode.short(payload, plain)
+            return await self.slices.run(self._decode.slices(payload, plain))
         except Undecodable as exc:
             batch = Batch(None, (), lost=exc.sentence if isinstance(exc, OverCeiling) else None)
             batch.rejected[exc.kind] += 1
             batch.samples[exc.kind] = exc.sentence
-            if isinstance(exc, OverCeiling):
-                self._metrics.batches_over_ceiling.labels(ceiling=exc.kind).inc()
+            return batch
+
+    def _note(self, batch: Batch, size: int) -> None:
+        """Count ceilings that were passed, and log each kind of rejected events once."""
+        if not batch.rejected:
+            return
+        if batch.lost is not None:
+            (kind,) = batch.rejected
+            self._metrics.batches_over_ceiling.labels(ceiling=kind).inc()
         if MORE in batch.rejected:
             self._metrics.batches_over_ceiling.labels(ceiling="rejected_events").inc()
         for kind, sample in batch.samples.items():
             if kind not in self._logged and len(self._logged) < _KINDS_LOGGED_MAX:
                 self._logged.add(kind)
-                about = fields(stream=self._stream, reason=kind, sample=sample, bytes=len(payload))
+                about = fields(stream=self._stream, reason=kind, sample=sample, bytes=size)
                 log.warning("events rejected", extra=about)
-        return batch

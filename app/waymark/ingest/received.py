@@ -9,19 +9,47 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Self
 
 from waymark.apply.applier import Incoming
+from waymark.engines.batches import SHORT_BYTES
+from waymark.ingest.batch_decoder import BatchDecoder
 from waymark.ingest.frames import Frame, digest
 from waymark.ingest.subscriber import Subscriber
+
+
+@dataclass(frozen=True, slots=True)
+class Settling:
+    """The batch that was read last, while it waits for a replay.
+
+    The events of a long one are not kept meanwhile: they take up to fifty times as much memory as the frame, which the
+    room of the worker bounds. They are decoded again.
+    """
+
+    incoming: Incoming
+    frame: Frame
+    is_short_of_events: bool
+
+    @classmethod
+    def of(cls, frame: Frame, incoming: Incoming) -> Self:
+        is_long = len(frame.payload) > SHORT_BYTES and bool(incoming.batch.events)
+        kept = replace(incoming, batch=replace(incoming.batch, events=())) if is_long else incoming
+        return cls(kept, frame, is_long)
+
+    async def whole(self, decoder: BatchDecoder) -> Incoming:
+        """Return the batch with its events."""
+        if not self.is_short_of_events:
+            return self.incoming
+        return replace(self.incoming, batch=await decoder.batch(self.frame.payload))
 
 
 class ReceivedFrames:
     def __init__(self, subscriber: Subscriber) -> None:
         self.connection = 0
         """The number of the connection whose frames are being read."""
-        self.settling: Incoming | None = None
-        """The batch that was read last, if it waits for a replay."""
+        self.settling: Settling | None = None
         self._subscriber = subscriber
         self._taken: deque[Frame] = deque()
         self._applied: set[int] = set()
@@ -54,7 +82,7 @@ class ReceivedFrames:
 
     # ---- the replay's side -------------------------------------------------------------------------
 
-    async def before(self, reply: Incoming, last_live: int | None) -> list[Incoming | Frame]:
+    async def before(self, reply: Incoming, last_live: int | None) -> list[Settling | Frame]:
         """Return the frames with lower seqs than ``reply``, whose predecessor a replay lacks.
 
         The list is empty if the frames may be of another process than the reply. ``last_live`` is the seq of the last
@@ -77,8 +105,8 @@ class ReceivedFrames:
         settling = self.settling
         last = -1 if last_live is None else last_live
         if settling is not None:
-            last = settling.seq
-            if last == reply.seq and settling.digest != reply.digest:
+            last = settling.frame.seq
+            if last == reply.seq and settling.incoming.digest != reply.digest:
                 return False
         for frame in chain(self._taken, self._subscriber.waiting):
             if frame.connection != self.connection or frame.seq <= last:
@@ -88,8 +116,8 @@ class ReceivedFrames:
             last = frame.seq
         return self.is_unbroken
 
-    def _below(self, reply: Incoming) -> Iterator[Incoming | Frame]:
-        if self.settling is not None and self.settling.seq < reply.seq:
+    def _below(self, reply: Incoming) -> Iterator[Settling | Frame]:
+        if self.settling is not None and self.settling.frame.seq < reply.seq:
             yield self.settling
         for frame in chain(self._taken, self._subscriber.waiting):
             if frame.seq >= reply.seq:

@@ -20,7 +20,7 @@ import zmq
 from waymark.apply.applier import Incoming
 from waymark.ingest.frames import SEQ_BYTES, ReplayedBatch, is_end_marker, parse_replay
 from waymark.ingest.life import Life
-from waymark.ingest.received import ReceivedFrames
+from waymark.ingest.received import ReceivedFrames, Settling
 from waymark.ingest.replay_places import ReplayPace, ReplayPlace, YieldReason
 from waymark.ingest.request import PublisherRequest
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ZmqContext
@@ -287,11 +287,12 @@ class _ReplayRequest:
     async def _read_received(self, reply: Incoming) -> None:
         """Read the live frames before a reply as if they were replies."""
         life, order = self._life, self._life.order
-        for frame in await self._received.before(reply, order.last_live):
+        for received in await self._received.before(reply, order.last_live):
+            frame = received.frame if isinstance(received, Settling) else received
             if order.watermark is not None and frame.seq <= order.watermark:
                 continue
-            if isinstance(frame, Incoming):
-                incoming: Incoming | None = frame
+            if isinstance(received, Settling):
+                incoming: Incoming | None = await received.whole(life.decoder)
             else:
                 incoming = await life.decoder.decode(frame.seq, frame.payload, frame.topic)
             if incoming is not None and not life.is_of_another_process(incoming.batch):

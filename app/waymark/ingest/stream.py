@@ -25,7 +25,7 @@ from waymark.ingest.frames import FrameRoom
 from waymark.ingest.life import Life
 from waymark.ingest.order import FramePosition
 from waymark.ingest.rank_streams import RankStreams
-from waymark.ingest.received import ReceivedFrames
+from waymark.ingest.received import ReceivedFrames, Settling
 from waymark.ingest.replay import AttemptResult
 from waymark.ingest.replay_places import ReplayPauses, ReplayPlaces
 from waymark.ingest.replaying import Replaying
@@ -305,10 +305,13 @@ class Stream:
             judgement = life.judge(position, incoming.batch)
             if judgement is not FramePosition.IN_ORDER:
                 await life.flush()
-                received.settling = incoming
+                received.settling = settling = Settling.of(frame, incoming)
+                incoming = settling.incoming
                 judgement = await self._settle(judgement, incoming)
                 received.settling = None
                 life.order.last_live = frame.seq
+                if judgement in (FramePosition.IN_ORDER, FramePosition.BEGINNING):
+                    incoming = await settling.whole(life.decoder)
             if judgement is FramePosition.APPLIED:
                 continue
             if judgement is FramePosition.MIXED:

@@ -14,6 +14,7 @@ from waymark.ingest.unfinished import (
     UNFINISHED_BYTES_MIN,
     UnfinishedMessage,
     give_back_memory,
+    map_long_blocks,
     process_memory,
 )
 
@@ -23,8 +24,10 @@ thousands whose engines have not started, each is tried less often.
 """
 _CHECK_SECONDS, _CHECK_BYTES = 1.0, 16 * 2**20
 """All connections are checked after this time, or after this growth of the process since it had least."""
-_GIVE_BACK_BYTES = 64 * 2**20
-"""What is free in the process is given back after this growth, too: a burst of long frames leaves a lot."""
+_GIVE_BACK_BYTES, _GIVE_BACK_SECONDS_MAX = 64 * 2**20, 32.0
+"""With so much more than the least that it had, the process gives back what is free: a burst leaves a lot. It tries
+after a second, and each time that nothing was free after twice as long, up to this time.
+"""
 _FREED_SECONDS = 0.25
 """The parts of a connection that was ended are mostly free by then. Only after this time is another one blamed for the
 growth of the process.
@@ -79,20 +82,24 @@ class Subscribers:
 
         And give memory back that is free.
         """
+        map_long_blocks()
         last_memory, last_time = 0, float("-inf")
-        least, given_at = process_memory(), float("-inf")
+        least, given, pause = process_memory(), (0, float("-inf")), _CHECK_SECONDS
+        giving: asyncio.Future[None] | None = None
         while True:
             memory, now = process_memory(), time.monotonic()
-            last_memory = min(last_memory, memory)
+            last_memory, least = min(last_memory, memory), min(least, memory)
             if memory - last_memory > _CHECK_BYTES or now - last_time > _CHECK_SECONDS:
                 self.check(memory, now)
                 last_memory, last_time = memory, now
-            least = min(least, memory)
-            has_grown = memory - least > _GIVE_BACK_BYTES and now - given_at > _CHECK_SECONDS
+            if giving is not None and giving.done():
+                was_free = given[0] - memory > _CHECK_BYTES
+                giving, pause = None, _CHECK_SECONDS if was_free else min(2 * pause, _GIVE_BACK_SECONDS_MAX)
+            is_due = memory - least > _GIVE_BACK_BYTES and now - given[1] > pause
+            if giving is None and (is_due or self._ended_at is not None):
+                # Connections are looked at meanwhile: on a busy machine it takes half a second.
+                giving, given = asyncio.ensure_future(asyncio.to_thread(give_back_memory)), (memory, now)
             await asyncio.sleep(LOOK_SECONDS)
-            if has_grown or self._ended_at is not None:
-                await asyncio.to_thread(give_back_memory)
-                least, given_at = process_memory(), now
 
     def check(self, memory: int, now: float) -> None:
         """End connections whose message is too long; ``memory`` is that of the process."""

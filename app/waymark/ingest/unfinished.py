@@ -35,6 +35,9 @@ LOOK_SECONDS = 0.05
 _HEARTBEAT_BYTES = 16
 """The bytes of a second that are no part of a message."""
 _PIECE_BYTES = 2**20
+#: Numbers of ``mallopt``; from how many bytes on glibc maps a block, and how many it may keep at the end of its heap.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MAPPED_BYTES, _KEPT_BYTES = 2**20, 16 * 2**20
 #: ``tcpi_bytes_received`` in the kernel's ``tcp_info``.
 _BYTES_RECEIVED = struct.Struct("=128xQ")
 
@@ -137,3 +140,14 @@ def give_back_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
+
+
+def map_long_blocks() -> None:
+    """Let the C library (glibc) give each long block back to the system when it is freed.
+
+    By itself it does so only until the first one is freed. From then on blocks of up to 32 MiB come from its heap,
+    which keeps them: the frames of one burst left more than 100 MiB that nothing else could use.
+    """
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
