@@ -21,11 +21,13 @@ from waymark.api.registrations import registration_of
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.metrics import Metrics
-from waymark.discovery import kubernetes
+from waymark.discovery import kubernetes, run
+from waymark.discovery import pods as pods_module
+from waymark.discovery import reconciler as reconciler_module
 from waymark.discovery.describe import Describer
 from waymark.discovery.engines import EngineRegistrations
 from waymark.discovery.kubernetes import ApiServer
-from waymark.discovery.pods import DELETION_COST, PodPorts, pod_of, wanted_of
+from waymark.discovery.pods import DELETION_COST, Pod, PodPorts, WantedEngine, WantedPods, pod_of, wanted_of
 from waymark.discovery.reconciler import Reconciler
 from waymark.discovery.run import DiscoveryOptions, EngineDiscovery
 from waymark.domain.names import BY_CLIENT, Registration
@@ -34,6 +36,7 @@ from waymark.store.store import Store
 
 pytestmark = pytest.mark.outside
 
+BACKOFF_SECONDS = kubernetes._BACKOFF_SECONDS
 SAID = {"model": "llama", "block-size": "16", "type": "vLLM"}
 
 
@@ -332,6 +335,56 @@ async def test_an_odd_list_is_read_again(
         await until_named(store, *(f"serving/p{i}|default|0" for i in range(5)))
 
 
+@pytest.mark.parametrize("waited", [0.0, 0.9, 1.0, 1.1, 1.9, 2.0, 2.1, 3.5], ids=str)
+async def test_an_odd_list_is_right_within_five_seconds_at_the_defaults(
+    store: Store, server: ApiServerStub, monkeypatch: pytest.MonkeyPatch, waited: float
+) -> None:
+    """By a clock that moves only when a round waits; the server is right again after so long."""
+    now, right = 1000.0, {f"p{i}": pod(f"p{i}") for i in range(5)}
+    monkeypatch.setattr(kubernetes, "_BACKOFF_SECONDS", BACKOFF_SECONDS)
+    monkeypatch.setattr(kubernetes, "monotonic", lambda: now)
+    options = DiscoveryOptions("w", api_server=ApiServer(server.url, None, None, "", SELECTOR))
+    assert options.api_server is not None
+    watch = kubernetes.PodWatch(options.api_server, Metrics())
+    server.pods = {**right, "p1": {"metadata": 7}}
+    await watch._list()
+    assert watch.is_doubted
+    mended_at = now + waited
+    seen: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    async def wait(event: asyncio.Event, seconds: float) -> None:
+        nonlocal now
+        now += run._PAUSE_SECONDS if event.is_set() else seconds
+        event.clear()
+        if now >= mended_at:
+            server.pods = right
+
+    class Rounds:
+        wants_another_reading = False
+
+        def ask_again(self, origins: object) -> None:
+            pass
+
+        async def reconcile(self, wanted: list[Any], **_: Any) -> bool:
+            if len(wanted) == 5 and not seen.done():
+                seen.set_result(now)
+            return True
+
+    monkeypatch.setattr(run, "_wait", wait)
+    describer = Describer(Asker(AllowedEndpoints()), AllowedEndpoints(), seconds=20)
+    of = partial(registration_of, allowed=AllowedEndpoints())
+    discovery = EngineDiscovery(store, Metrics(), options, describer, of)
+    task = asyncio.ensure_future(discovery._follow_pods(Rounds(), watch))  # type: ignore[arg-type]
+    try:
+        await until(seen.done, "all pods are there")
+        assert seen.result() - mended_at <= 5.0
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await describer.close()
+        await watch._asker.close()
+
+
 @pytest.mark.parametrize(
     "break_it",
     [
@@ -573,6 +626,61 @@ async def test_pods_that_need_no_question_leave_turns_to_others(store: Store) ->
         turning.cancel()
     assert len(await names(store)) == sum(made.values()) == 600
     assert max(made.values()) <= 64
+
+
+async def test_a_round_reads_only_pods_that_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are thousands of them, and a round every few seconds; each list has new objects."""
+    read: list[str] = []
+
+    def reading(each: Pod, ports: PodPorts) -> WantedEngine:
+        read.append(each.name)
+        return wanted_of(each, ports)
+
+    monkeypatch.setattr(pods_module, "wanted_of", reading)
+    engines = WantedPods(PodPorts(8000, 5557, 0))
+
+    def listed(**changed: str) -> list[Pod]:
+        items = [pod(f"p{i}", f"127.1.0.{i + 1}", annotations=SAID | changed if i == 3 else SAID) for i in range(9)]
+        return [each for each in map(pod_of, items) if each is not None]
+
+    for _ in range(5):
+        wanted, problems = await engines.of(listed())
+        assert ([each.fields["instance_id"] for each in wanted], problems) == ([f"serving/p{i}" for i in range(9)], [])
+    assert len(read) == 9
+    wanted, _ = await engines.of(listed(model="other"))
+    assert (read[9:], wanted[3].fields["modelname"]) == (["serving/p3"], "other")
+    wanted, problems = await engines.of(listed(ranks="many"))
+    assert (len(wanted), len(problems), "ranks" in problems[0]) == (8, 1, True)
+    await engines.of([])
+    await engines.of(listed())
+    assert len(read) == 11 + 9, "those that were gone are forgotten"
+
+
+async def test_a_round_asks_for_longer_than_it_looked_at_what_is_known(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine the look takes seconds: rounds of a fixed time would ask nearly nobody."""
+    now, asked = 100.0, list[float]()
+
+    async def read() -> list[Registration]:
+        nonlocal now
+        now += 7.0
+        return []
+
+    async def ask(due: object, there: object, seconds: float) -> int:
+        asked.append(seconds)
+        return 0
+
+    of = partial(registration_of, allowed=AllowedEndpoints())
+    engines = EngineRegistrations(Describer(Asker(), AllowedEndpoints()), of)  # nobody is asked
+    reconciler = Reconciler("discovery", store, engines, of, Metrics(), again_seconds=300)
+    monkeypatch.setattr(reconciler_module, "monotonic", lambda: now)
+    await reconciler.reconcile([], reading=1)
+    monkeypatch.setattr(reconciler, "_ask_and_register", ask)
+    await reconciler.reconcile([], reading=2)
+    monkeypatch.setattr(store.directory, "registrations", read)
+    await reconciler.reconcile([], reading=3)
+    assert asked == [5.0, 28.0]
 
 
 async def test_new_pods_come_before_those_that_are_asked_again(store: Store) -> None:

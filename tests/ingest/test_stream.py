@@ -18,6 +18,8 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch
 from waymark.ingest.batch_decoder import BatchDecoder
 from waymark.ingest.connection_failure import ConnectionFailure
+from waymark.ingest.stream import Stream
+from waymark.ingest.subscriber import Subscriber
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
@@ -72,13 +74,13 @@ async def test_what_a_replay_has_brought_is_not_decoded_again(bench: Bench, monk
     pod = await bench.pod()
     await pod.at_work(2)
     decoded: list[bytes] = []
-    decode = BatchDecoder._batch
+    decode = BatchDecoder.batch
 
     async def counting(decoder: BatchDecoder, payload: bytes) -> Batch:
         decoded.append(payload)
         return await decode(decoder, payload)
 
-    monkeypatch.setattr(BatchDecoder, "_batch", counting)
+    monkeypatch.setattr(BatchDecoder, "batch", counting)
     batches = [msgpack.packb([pod.clock(), [["BlockRemoved", [i]]], 0]) for i in range(30)]
     with pod.dropping():
         pod.publisher.publish_payload(batches[0])
@@ -291,6 +293,29 @@ async def test_a_publisher_that_was_never_there_is_unreachable_and_left_out_unti
     await pod.publisher.up()
     await pod.has_status("active")
     await wait_until(is_a_candidate, "decisions name it", PATIENCE_SECONDS)
+
+
+async def test_a_note_is_repeated_after_a_third_of_the_time_that_it_counts(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often the stream looks at itself: a note is a call to Redis, and there may be thousands of streams."""
+    pod = await bench.pod()
+    await pod.publisher.down()
+    worker = await bench.worker()
+    await pod.has_status("unreachable")
+    (running,) = worker.worker.poller.running.values()
+    stream, noted = running.stream, list[int]()
+    assert isinstance(stream, Stream)
+
+    async def note(milliseconds: int) -> None:
+        noted.append(milliseconds)
+
+    monkeypatch.setattr(stream.applier, "note_health", note)
+    monkeypatch.setattr(Subscriber, "note_seconds", 60.0)
+    begun = stream._noted + 10_000
+    for seconds in range(200):
+        await stream._note_health(begun + seconds)
+    assert noted == [60_000] * 10
 
 
 async def test_the_activity_says_why_a_connection_is_gone(bench: Bench) -> None:

@@ -20,7 +20,8 @@ from waymark.ingest import sockets
 from waymark.ingest import subscriber as module
 from waymark.ingest.frames import Frame
 from waymark.ingest.sockets import MessageReader, ZmqContext, connect, open_socket
-from waymark.ingest.subscriber import Subscriber
+from waymark.ingest.subscriber import UNREACHABLE_NOTE_SECONDS, Subscriber
+from waymark.ingest.subscribers import Subscribers
 
 
 class Publisher:
@@ -484,3 +485,17 @@ async def test_frames_that_nobody_reads_stay_with_their_publisher(context: ZmqCo
 def test_replies_have_no_high_water_mark(context: ZmqContext) -> None:
     with open_socket(context, zmq.DEALER, "tcp://host:5557") as socket:
         assert socket.get(zmq.RCVHWM) == 0
+
+
+@pytest.mark.parametrize("absent", [1, 100, 1000, 10_000, 100_000])
+def test_many_that_cannot_be_reached_are_noted_a_hundred_times_a_second_at_most(
+    context: ZmqContext, absent: int
+) -> None:
+    """Each stream repeats its own note after a third of the time that it counts."""
+    others = Subscribers(message_bytes_max=2**20)
+    others.absent = absent - 1
+    subscriber = Subscriber(context, "ipc:///nowhere", buffer_bytes=1, buffer_frames=1, subscribers=others)
+    subscriber._set_absent(True)
+    assert absent / (subscriber.note_seconds / 3) < 101
+    subscriber._set_absent(False)
+    assert subscriber.note_seconds == UNREACHABLE_NOTE_SECONDS, "one that was there is tried every few seconds"

@@ -147,6 +147,30 @@ def wanted_of(pod: Pod, ports: PodPorts) -> WantedEngine:
     return WantedEngine(origin, fields, url, sockets, since=pod.started)
 
 
+class WantedPods:
+    """The engines in ready pods. A round looks at all pods, and reads only those again that have changed."""
+
+    def __init__(self, ports: PodPorts) -> None:
+        self._ports = ports
+        self._read: dict[str, tuple[Pod, WantedEngine]] = {}
+
+    async def of(self, pods: Iterable[Pod]) -> tuple[list[WantedEngine], list[str]]:
+        """Return the engines, and why there are none in some of the pods."""
+        read, problems = dict[str, tuple[Pod, WantedEngine]](), list[str]()
+        async for pod in in_turns(pods):
+            if not pod.is_ready:
+                continue
+            known = self._read.get(pod.name)
+            try:
+                if known is None or known[0] != pod:
+                    known = pod, wanted_of(pod, self._ports)
+                read[pod.name] = known
+            except InvalidValue as error:
+                problems.append(f"pod {pod.name}: {error.sentence}")
+        self._read = read
+        return [wanted for _, wanted in read.values()], problems
+
+
 def role_in(labels: Mapping[str, Any]) -> str | None:
     """Return the role in a label, or None without a valid one."""
     role = next((labels[label] for label in _ROLE_LABELS if label in labels), None)

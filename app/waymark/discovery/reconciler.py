@@ -25,9 +25,10 @@ from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
 
-#: Engines that are asked at the same time, and how long a round begins to ask further ones.
+#: Engines that are asked at the same time, and how long a round begins to ask further ones: also so many times as long
+#: as it looked at all of them before, which takes a busy machine most of the time that it has.
 _ASKED_MAX = 32
-_ROUND_SECONDS = 5.0
+_ROUND_SECONDS, _ROUND_TIMES = 5.0, 4
 #: Ranks of one write, exceeded by at most one engine.
 _WRITTEN_MAX = 256
 _RETRY_SECONDS, _RETRY_SECONDS_MAX = 1.0, 60.0
@@ -116,6 +117,7 @@ class Reconciler:
         gone are unregistered at once. If more than half are merely absent, they must be absent in a reading
         ``confirm_seconds`` later, too. Raises StoreUnavailable.
         """
+        began = monotonic()
         there = _EarlierRegistrations(await self._store.directory.registrations(), self._kind)
         named = {engine.key: engine async for engine in in_turns(wanted)}
         self._known = {key: known_engine for key, known_engine in self._known.items() if key in named}
@@ -136,13 +138,14 @@ class Reconciler:
             ):
                 due.append(known_engine)
         due.sort(key=lambda known_engine: known_engine.again_at)
-        return not await self._ask_and_register(due, there)
+        seconds = max(_ROUND_SECONDS, _ROUND_TIMES * (monotonic() - began))
+        return not await self._ask_and_register(due, there, seconds)
 
     # ---- registering -------------------------------------------------------------------------------
 
-    async def _ask_and_register(self, due: Sequence[_KnownEngine], there: _EarlierRegistrations) -> int:
-        """Return how many engines had no turn within the time of a round."""
-        deadline = monotonic() + _ROUND_SECONDS
+    async def _ask_and_register(self, due: Sequence[_KnownEngine], there: _EarlierRegistrations, seconds: float) -> int:
+        """Return how many engines had no turn within the time of a round, ``seconds``."""
+        deadline = monotonic() + seconds
         turns, ready, has_come, left = iter(due), deque[_Ready](), asyncio.Event(), 0
 
         async def ask() -> None:

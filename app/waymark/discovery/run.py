@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from waymark.base.errors import InvalidValue, SettingsError, StoreUnavailable
+from waymark.base.errors import SettingsError, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.discovery.describe import Describer
 from waymark.discovery.engines import EngineRegistrations, RegistrationOf
 from waymark.discovery.kubernetes import ApiServer, PodWatch
-from waymark.discovery.pods import PodPorts, WantedEngine, WantedKey, in_turns, wanted_of
+from waymark.discovery.pods import PodPorts, WantedEngine, WantedKey, WantedPods
 from waymark.discovery.reconciler import CONFIRM_SECONDS, Reconciler
 from waymark.domain.names import Origin, OriginKind
 from waymark.domain.status import Discovery, StreamStatus
@@ -30,8 +29,8 @@ LEASE_SECONDS, _RENEW_SECONDS = 10.0, 10.0 / 3
 AGAIN_SECONDS = 300
 """The time between two descriptions of one engine. A new model or socket mostly comes with a new pod or a lost stream,
 which are noticed without this."""
-#: Between two rounds of a source, and at least so long between two rounds that changes ask for.
-_ROUND_SECONDS, _PAUSE_SECONDS = 5.0, 0.2
+#: Between two rounds of a source, also while its last list is doubted, and at least between two that changes ask for.
+_ROUND_SECONDS, _DOUBTED_SECONDS, _PAUSE_SECONDS = 5.0, 1.0, 0.2
 #: How often pods are annotated, the pause after each, and the most in one round.
 _COSTS_SECONDS, _PATCH_PAUSE_SECONDS, _PATCHES_MAX = 15.0, 0.1, 50
 #: Kubernetes reads the annotation as an int32.
@@ -162,23 +161,18 @@ class EngineDiscovery:
     # ---- sources -----------------------------------------------------------------------------------
 
     async def _follow_pods(self, reconciler: Reconciler, watch: PodWatch) -> None:
-        restarts = Restarts(self._store)
+        restarts, pods = Restarts(self._store), WantedPods(self._options.ports)
         while True:
-            await _wait(watch.changed, min(self._options.round_seconds, 1.0 if watch.is_doubted else math.inf))
+            seconds = self._options.round_seconds
+            await _wait(watch.changed, min(seconds, _DOUBTED_SECONDS) if watch.is_doubted else seconds)
             if watch.lists == 0:
                 self._problems["discovery"] = [watch.problem] if watch.problem else []
                 continue
             if reconciler.wants_another_reading or watch.wants_another_list:
                 await watch.list_again()
             gone_pods, watch.gone = watch.gone, set()
-            wanted, problems = [], [problem for problem in (watch.problem, watch.patch_problem) if problem]
-            async for pod in in_turns(list(watch.pods.values())):
-                if pod.is_ready:
-                    try:
-                        wanted.append(wanted_of(pod, self._options.ports))
-                    except InvalidValue as error:
-                        problems.append(f"pod {pod.name}: {error.sentence}")
-            self._say("discovery", problems)
+            wanted, problems = await pods.of(list(watch.pods.values()))
+            self._say("discovery", [problem for problem in (watch.problem, watch.patch_problem) if problem] + problems)
             try:
                 reconciler.ask_again(await restarts.since_last("discovery"))
                 origins = [Origin("discovery", name) for name in gone_pods]

@@ -23,7 +23,7 @@ from waymark.domain.status import StreamStatus
 from waymark.engines.continuum import read_event
 from waymark.ingest.counters import PrefixCounter, PrefixCounterByReason
 from waymark.ingest.event_source import PAUSE_SECONDS, EventSource
-from waymark.ingest.subscriber import UNREACHABLE_MILLISECONDS, UNREACHABLE_SECONDS
+from waymark.ingest.subscriber import UNREACHABLE_NOTE_SECONDS, UNREACHABLE_SECONDS
 from waymark.store.activity import ActivityKind
 from waymark.store.prefixes import CHANGES_MAX
 from waymark.store.records import Facts, StreamRecord
@@ -264,9 +264,9 @@ class PrefixStream:
             if self._down_since is not None or self._noted != float("-inf"):
                 self._noted = float("-inf")
                 await self._applier.note_health(0)
-        elif self._is_away(now) and not self._is_lost and now - self._noted > UNREACHABLE_MILLISECONDS / 3000:
+        elif self._is_away(now) and not self._is_lost and now - self._noted > UNREACHABLE_NOTE_SECONDS / 3:
             self._noted = now
-            await self._applier.note_health(UNREACHABLE_MILLISECONDS)
+            await self._applier.note_health(int(1000 * UNREACHABLE_NOTE_SECONDS))
 
     def _is_away(self, now: float) -> bool:
         """Whether the source has been gone, or has refused, for long enough to say so."""

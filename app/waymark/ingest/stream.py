@@ -32,7 +32,7 @@ from waymark.ingest.replaying import Replaying
 from waymark.ingest.snapshots import PAUSE_SECONDS_MAX, Snapshots, SnapshotSource
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ZmqContext
 from waymark.ingest.status_reporter import StatusReporter
-from waymark.ingest.subscriber import UNREACHABLE_MILLISECONDS, Subscriber
+from waymark.ingest.subscriber import Subscriber
 from waymark.ingest.subscribers import Subscribers
 from waymark.store.activity import ActivityKind
 
@@ -271,9 +271,9 @@ class Stream:
         if subscriber.is_connected and subscriber.connection != self._reached:
             self._reached, self._noted = subscriber.connection, float("-inf")
             await life.applier.note_health(0)
-        elif is_away and now - self._noted > UNREACHABLE_MILLISECONDS / 3000:
+        elif is_away and now - self._noted > subscriber.note_seconds / 3:
             self._noted = now
-            await life.applier.note_health(UNREACHABLE_MILLISECONDS)
+            await life.applier.note_health(int(1000 * subscriber.note_seconds))
 
     # ---- live frames -------------------------------------------------------------------------------
 

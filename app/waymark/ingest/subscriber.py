@@ -43,8 +43,9 @@ REFUSED_SECONDS = 30.0
 """The pause after libzmq has closed a connection because of the bytes that came over it."""
 UNREACHABLE_SECONDS = 2.0
 """A publisher whose connection is reset or refused twice within this time cannot be reached."""
-UNREACHABLE_MILLISECONDS = 10_000
-"""How long a note that the engine cannot be reached counts. It is repeated in time, and ends with its worker."""
+UNREACHABLE_NOTE_SECONDS = 10.0
+"""How long a note that the engine cannot be reached counts, at least. It is repeated in time, and ends with its worker.
+"""
 BYTES_PER_READ = 2**20
 """Bytes of frames read in one callback of the event loop, exceeded by at most one frame."""
 
@@ -162,6 +163,13 @@ class Subscriber:
         has_news = self._has_news()
         self._seen_version = self.state_version
         return has_news
+
+    @property
+    def note_seconds(self) -> float:
+        """How long a note that the engine cannot be reached counts: longer, as attempts are rarer, for one of thousands
+        that were never reached, so that all of them together cost a worker some hundred notes a second.
+        """
+        return UNREACHABLE_NOTE_SECONDS + (3 * self._subscribers.pause_seconds if self._is_absent else 0.0)
 
     def take(self, limit: int) -> list[Frame]:
         """Return at most ``limit`` of the buffered frames, oldest first; their room is free again."""
