@@ -13,8 +13,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.conftest import wait_until
+from tests.e2e.envoy import picker_filter
 from tests.live import Live, start
 from tests.patience import patient
 from tests.ports import unused_port
@@ -32,6 +34,19 @@ TEXTS = [" ".join(f"{letter}{n}" for n in range(64)) for letter in "ab"]
 PAGE = EXAMPLES.parent / "integrations.md"
 ORDER = [1, 1, 0, 1, 0, 0]
 DEADLINE = patient(20)
+
+
+def test_no_body_of_an_answer_passes_through_the_picker_of_the_page() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    shown = [each for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) for each in yaml.safe_load_all(block)]
+    (picker,) = [each["typed_config"] for each in shown if isinstance(each, dict) and "typed_config" in each]
+    tried = picker_filter("NONE")["typed_config"]
+    del tried["metadata_options"]  # the page has it where it tells of several pools
+    assert picker == tried
+    (policy,) = [each for each in shown if isinstance(each, dict) and each.get("kind") == "EnvoyExtensionPolicy"]
+    assert [each["processingMode"] for each in policy["spec"]["extProc"]] == [
+        {"request": {"body": "FullDuplexStreamed"}, "response": {}}
+    ]
 
 
 def chat(text: str) -> list[dict[str, str]]:

@@ -95,7 +95,7 @@ def _pool_filter(subset: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _picker_filter(response_body: str) -> dict[str, Any]:
+def picker_filter(response_body: str) -> dict[str, Any]:
     return {
         "name": "ext_proc",
         "typed_config": {
@@ -186,7 +186,7 @@ def configuration(
     inner_route = _route("engines", other) | {"response_headers_to_add": [served]}
     has_picker = bool(pickers)
     filters = [_pool_filter(subset)] if subset else []
-    filters += [_picker_filter(response_body)] if has_picker else []
+    filters += [picker_filter(response_body)] if has_picker else []
     clusters = [_cluster("inner", [inner]), _engines(engines, has_picker=has_picker)]
     return {
         "admin": {"address": _address(admin)},

@@ -1,10 +1,12 @@
 """The CPU of a whole ``/select``, of a replica and Redis, with 10, 100, 1,000 and 5,000 targets.
 
     python -m tools.benchmarks.fleet_sizes [--before TREE] [--targets 10,100,1000,5000] [--rounds 5]
+        [--requests 200]
 
 Three engines publish the prompts; then the worker ends, and more targets are registered, which have nothing. A round is
 200 requests, four at a time, so that the readings of loads behind the decisions are in the figures. ``TREE`` is a
-checkout with an environment of its own in ``.venv``: each round asks both trees in turns.
+checkout with an environment of its own in ``.venv``: each round asks both trees in turns. An old tree that needs a
+second for each request gets fewer of them by ``--requests``.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from statistics import median
 
@@ -35,6 +37,8 @@ TARGETS = (10, 100, 1_000, 5_000)
 #: What the cost of a decision with tokens may be, over that with 10 targets.
 BARS = {1_000: 2.0, 5_000: 3.0}
 _CONNECTIONS = 4
+_REQUESTS = 200
+"""The requests of a round."""
 
 
 def _by_key(prompt: Prompt) -> bytes:
@@ -74,7 +78,7 @@ def measure(options: Options) -> list[Row]:
     return _measured([Path()], TARGETS[:3] if options.is_quick else TARGETS, 1 if options.is_quick else 3)
 
 
-def _measured(trees: Sequence[Path], targets: Sequence[int], rounds: int) -> list[Row]:
+def _measured(trees: Sequence[Path], targets: Sequence[int], rounds: int, requests: int = _REQUESTS) -> list[Row]:
     """The rows; with a second tree beside its figures."""
     size = 40
     held = list(islice(prompts.fresh(), size * (rounds + 1)))
@@ -87,7 +91,7 @@ def _measured(trees: Sequence[Path], targets: Sequence[int], rounds: int) -> lis
                 register_idle_targets(contender.replica, range(before + 1, count + 1))
             for name, body in QUESTIONS.items():
                 for number in range(-1, rounds):  # the first round warms up
-                    part = held[(number + 1) * size :][:size] * 5
+                    part = islice(cycle(held[(number + 1) * size :][:size]), requests)
                     bodies = write_bodies(folder / "bodies", map(body, part))
                     for which in range(len(contenders))[:: 1 if number % 2 else -1]:
                         cost = contenders[which].cost_ms(bodies)
@@ -128,9 +132,10 @@ def main() -> int:
     parser.add_argument("--before", type=Path, help="a checkout with an environment in .venv")
     parser.add_argument("--targets", default=",".join(map(str, TARGETS)))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=_REQUESTS)
     options = parser.parse_args()
     trees = [Path()] if options.before is None else [Path(), options.before.resolve()]
-    print(table(_measured(trees, tuple(map(int, options.targets.split(","))), options.rounds)))
+    print(table(_measured(trees, tuple(map(int, options.targets.split(","))), options.rounds, options.requests)))
     return 0
 
 

@@ -91,7 +91,20 @@ def test_a_scorer_has_the_parameters_of_its_constants(name: str) -> None:
         assert plugin.parameters[parameter] == ("text" if isinstance(default, str) else "number")
     # What is beside them is for work that is done elsewhere, and a sentence says where.
     assert bool(plugin.parameters.keys() - own.keys()) == bool(plugin.note)
-    assert plugin.is_open == (name == "predicted-latency-scorer")
+
+
+def test_both_names_of_the_filter_by_labels_take_the_same() -> None:
+    assert PLUGINS["label-selector-filter"].parameters == PLUGINS["by-label-selector"].parameters
+    assert set(PLUGINS["by-label-selector"].parameters) == {"matchLabels", "matchExpressions"}
+
+
+def test_the_seed_of_another_index_is_a_text() -> None:
+    processor = PLUGINS["precise-prefix-cache-scorer"].parameters["tokenProcessorConfig"]
+    assert processor == {"blockSize": "number", "hashSeed": "text"}
+
+
+def test_only_one_plugin_has_parameters_that_are_not_used() -> None:
+    assert [name for name, plugin in PLUGINS.items() if plugin.is_open] == ["predicted-latency-scorer"]
 
 
 def test_what_another_part_does_is_said_in_a_sentence() -> None:
