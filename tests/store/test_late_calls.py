@@ -88,6 +88,19 @@ async def test_a_publisher_that_was_found_is_not_lost_again(late: Late) -> None:
     await late.changes_nothing("mark_publisher")
 
 
+@pytest.mark.parametrize("milliseconds", [0, 10_000])
+async def test_a_note_that_an_engine_is_away_or_back_does_not_come_after_a_later_one(
+    late: Late, milliseconds: int
+) -> None:
+    """Decisions would leave out an engine that is there, or name one that is not."""
+    records, grant = late.stream.store.records, late.stream.grant
+    assert await records.note_health(grant, milliseconds=milliseconds)
+    first = late.client.calls[-1]
+    assert await records.note_health(grant, milliseconds=10_000 - milliseconds)
+    late.client.calls.append(first)
+    await late.changes_nothing("note_health")
+
+
 @pytest.mark.parametrize("step", ["a new life", "a snapshot", "a lost publisher"])
 async def test_a_watermark_does_not_come_into_the_next_life(late: Late, step: str) -> None:
     """The new life begins again at 0: all that it brings would count as seen."""

@@ -419,11 +419,13 @@ class Records:
             load=keys.load(grant.group_id),
             changes=keys.load_changes(grant.group_id),
             record=grant.record,
+            fence=grant.fence,
             publisher=grant.publisher,
             token=grant.token,
+            calls=grant.first_calls,
             milliseconds=milliseconds,
         )
-        return outcome.is_applied
+        return grant.counted(outcome)
 
     async def keep_singles(self, grant: Grant) -> bool:
         """Mark the group as having blocks of unknown depth. Return False if fenced."""

@@ -430,7 +430,16 @@ class Scripts:
         return Verdict(verdict.decode()), int(last), loads[0] if loads else []
 
     async def note_health(
-        self, *, load: str, changes: str, record: str, publisher: int, token: str, milliseconds: int
+        self,
+        *,
+        load: str,
+        changes: str,
+        record: str,
+        fence: str,
+        publisher: int,
+        token: str,
+        calls: int,
+        milliseconds: int,
     ) -> Outcome:
         return await self._run("note_health", locals())
 
