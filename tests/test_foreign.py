@@ -32,6 +32,16 @@ BORROWED: dict[tuple[str, str], tuple[str, str]] = {
         "redis",
         "an error reply becomes the driver's own exception class",
     ),
+    **dict.fromkeys(
+        (
+            ("client/bounded.py", name)
+            for name in (
+                *("self._transport", "self._mounts", "getattr(transport, '_pool', None)"),
+                *("hasattr(pool, '_network_backend')", "pool._network_backend"),
+            )
+        ),
+        ("httpx", "each read of an answer is bounded by the time that is left for the whole of it"),
+    ),
     ("gateway/upstream.py", "self._loop"): ("aiohttp", "the reader of a connection needs the loop of its connector"),
 }
 #: Packages that many names are taken from, also such as they do not promise.

@@ -83,7 +83,7 @@ def test_the_flags_of_simulate_need_the_models_of_its_options_alone() -> None:
     modules = imported("simulate", "--help")
     assert modules & HEAVY == {"msgpack", "pydantic"}
     assert {name for name in modules if name.startswith("waymark.simulator.")} == {
-        f"waymark.simulator.{name}" for name in ("encode", "faults", "options")
+        f"waymark.simulator.{name}" for name in ("encode", "options")
     }
 
 

@@ -20,8 +20,8 @@ class BoundedClient(httpx.Client):
         super().__init__(**options)
         self._bound = _Bound()
         for transport in (self._transport, *self._mounts.values()):
-            pool = getattr(transport, "_pool", None)
-            if pool is not None:  # httpx has no other way; the tests fail if it changes
+            pool: Any = getattr(transport, "_pool", None)
+            if hasattr(pool, "_network_backend"):  # httpx has no other way; the tests fail if it changes
                 pool._network_backend = _BoundedConnections(pool._network_backend, self._bound)
 
     def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
