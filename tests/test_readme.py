@@ -37,6 +37,23 @@ def test_the_readme_shows_what_the_demo_prints() -> None:
     assert done.stdout.strip().splitlines() == shown[1].strip().splitlines()
 
 
+def test_the_first_screen_says_what_it_is_worth_with_the_figures_of_the_pages_that_measured_it() -> None:
+    first = README.partition("With an engine, three lines end in a chat completion")[0]
+    measured = (ROOT / "docs" / "notes" / "hit-ratio.md").read_text(encoding="utf-8").replace("\n", " ")
+    earned, by_chance = re.findall(r"([\d,]+) tokens not computed again .*? of its ([\d,]+)\.", measured)[0]
+    computed, by_chance = [float(each.replace(",", "")) / 1e6 for each in (earned, by_chance)]
+    said = f"compute {by_chance - computed:.1f} million prompt tokens, and {by_chance:.1f} million"
+    assert said in first.replace("\n", " ")
+    rows = dict(
+        re.findall(
+            r"^\| \**([^|*]+?)\** \| \**([\d.]+) s", (ROOT / "docs" / "gateway.md").read_text("utf-8"), re.MULTILINE
+        )
+    )
+    behind, in_turn = (float(rows[name]) for name in ("two gateways, `least-work`", "no gateway: each engine in turn"))
+    assert f"is {behind:.1f} s behind two gateways, and {in_turn:.1f} s if each engine is taken in turn" in first
+    assert first.count("by `waymark bench --simulate") == 2, "each figure has its command"
+
+
 def headings(text: str) -> list[str]:
     """The names that links to the headings of a page have: small letters, hyphens for spaces, no other signs."""
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)

@@ -78,6 +78,10 @@ async def test_register_query_unregister_against_a_live_service(redis_url: str, 
         assert (workers.publishers[0].instance_id, workers.publishers[0].dp_rank) == ("i", 1)
         assert workers.publishers[0].replay
         assert workers.workers == {workers.publishers[0].worker: 1}
+        assert (
+            await waymark.register("i", publisher.endpoint, model="m", block_size=4, replay_endpoint=replay, dp_rank=1)
+            == []
+        )
         nothing = Match(0, {"GPU": 0, "CPU": 0, "DISK": 0}, {1: 0})
         assert await waymark.query("m", range(8), 4) == await waymark.query("m", range(8)) == Matches({"i": nothing})
         (score,) = await waymark.score("m", range(8))
@@ -105,7 +109,8 @@ async def test_register_query_unregister_against_a_live_service(redis_url: str, 
                 assert blocking.query("m", range(8), 4)["i"] == nothing
                 assert blocking.query_by_hash("m", [1], 4)["i"].gpu == 0
                 assert [publisher.model for publisher in blocking.workers().publishers] == ["m"]
-                blocking.register("j", "tcp://127.0.0.1:9", model="m", block_size=4, type="SGLang")
+                (warning,) = blocking.register("j", "tcp://127.0.0.1:9", model="m", block_size=4, type="SGLang")
+                assert "replay" in warning
                 assert blocking.unregister("j") == ["j|default|0"]
 
         await asyncio.to_thread(ask_blocking)

@@ -192,6 +192,7 @@ async def test_the_gateway_of_a_trial_is_a_whole_waymark() -> None:
         for words in (
             ["publishers"],
             ["ask", "--model", "demo", "--tokens", "1-64"],
+            ["ask", "--text", LONG],
             ["doctor"],
             ["select", "--text", "x"],
         ):

@@ -264,3 +264,30 @@ async def test_the_items_of_a_stored_response_are_listed(start: Start) -> None:
     assert (cancelled.status_code, cancelled.json()["error"]["code"]) == (400, "response_has_ended")
     assert (await running.post({}, "/v1/responses/other/cancel")).status_code == 404
     assert (await running.client.get("/v1/responses/r1/else")).status_code == 405
+
+
+async def test_a_stored_response_is_read_as_events_if_a_client_asks_for_them(start: Start) -> None:
+    """OpenAI's client takes an answer of JSON for a stream without events, and ends without an error."""
+    running = await start(1)
+    response = {"id": "r", "object": "response", "status": "incomplete", "output": []}
+
+    async def respond(_: web.Request) -> web.StreamResponse:
+        return web.json_response(response)
+
+    running.engines[0].handler = respond
+    assert (await running.post({"model": "demo", "input": "q"}, "/v1/responses")).is_success
+    queries: list[tuple[dict[str, str], int]] = [
+        ({}, 0),
+        ({"starting_after": "41"}, 42),
+        ({"starting_after": "9" * 99}, 0),
+    ]
+    for query, number in queries:
+        found = await running.client.get("/v1/responses/r", params={"stream": "true"} | query)
+        assert found.headers.get_list("content-type") == ["text/event-stream"]
+        event, data = found.text.removesuffix("\n\n").split("\n")
+        assert event == "event: response.incomplete"
+        fields = {"type": "response.incomplete", "sequence_number": number, "response": response}
+        assert orjson.loads(data.removeprefix("data: ")) == fields
+    assert (await running.client.get("/v1/responses/r", params={"stream": "false"})).json() == response
+    missing = await running.client.get("/v1/responses/s", params={"stream": "true"})
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "response_not_found")

@@ -41,8 +41,9 @@ def test_what_cannot_be_opened_is_named_with_the_settings(host: str, reason: str
             opened(host, port)
 
 
-async def test_the_waymark_that_has_the_port_is_named(tmp_path: Path) -> None:
-    async with start("serve", "memory://", tmp_path / "log") as live:
-        said = rf"^port {live.port} of 127.0.0.1 cannot be opened, another process listens on it: 'waymark serve'; "
+@pytest.mark.parametrize("role", ["serve", "gateway"])
+async def test_the_waymark_that_has_the_port_is_named(role: str, tmp_path: Path) -> None:
+    async with start(role, "memory://", tmp_path / "log") as live:
+        said = rf"^port {live.port} of 127.0.0.1 cannot be opened, another process listens on it: 'waymark {role}'; "
         with pytest.raises(PortUnavailable, match=said):
             await asyncio.to_thread(opened, "127.0.0.1", live.port)

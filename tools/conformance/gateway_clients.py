@@ -7,7 +7,8 @@ program ends with code 3 and the reason. Each client has only its base URL chang
 stream, and get the error of its own kind for an unknown model; the second turn of a conversation must find the first
 one in the cache of its engine. With ``--suites`` the SDKs' own tests of these paths, from their source distributions,
 are run against the gateway, too, each file for so many seconds at most. They were written for a server that makes
-answers up from the SDKs' specifications, so some of them ask for what no engine does; the closing lines name them.
+answers up from the SDKs' specifications, so some of them ask for what no engine does; the closing lines name them, with
+the errors that they got. Responses that these tests read were stored before, under the ids that they have.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
+from aiohttp import web
 
 from tools.conformance.services import process, unused_port
 from waymark.simulator.engine import build_engine
@@ -182,12 +185,29 @@ SUITES = {
     "openai": (
         "tests/api_resources/chat/test_completions.py tests/api_resources/test_completions.py "
         "tests/api_resources/test_embeddings.py tests/api_resources/test_models.py "
-        "tests/api_resources/test_responses.py",
+        "tests/api_resources/test_responses.py tests/api_resources/responses/test_input_items.py",
         "not (chat and (retrieve or update or list or delete)) and not (models and delete) and not compact",
         "/v1",
     ),
     "anthropic": ("tests/api_resources/test_messages.py", "", ""),
 }
+#: Models that tests take from elsewhere in an SDK.
+MODELS_ELSEWHERE = {"anthropic": "src/anthropic/_data/deprecated_models.py"}
+#: The model of an engine that answers with the id that it is asked for, and the ids that the SDKs' tests read.
+STORED_MODEL, STORED_IDS = "stored", ("resp_677efb5139a88190b512bc3fef8e535d", "response_id", "previous_response_id")
+#: A plugin of pytest that stores responses under these ids before each test that may read them.
+_PLUGIN = f"""
+import json, os, urllib.request
+import pytest
+@pytest.fixture(autouse=True)
+def stored(request):
+    for name in {STORED_IDS} if "responses" in request.node.path.as_posix() else ():
+        body = json.dumps({{"model": "{STORED_MODEL}", "input": "hello", "metadata": {{"id": name}}}})
+        url = os.environ["TEST_API_BASE_URL"] + "/responses"
+        asked = urllib.request.Request(url, body.encode(), {{"Content-Type": "application/json"}})
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            answer.read()
+"""
 
 
 class Check(NamedTuple):
@@ -232,9 +252,38 @@ def _versions(python: Path) -> dict[str, str] | None:
     return json.loads(done.stdout) if done.returncode == 0 else None
 
 
+async def _stored(request: web.Request) -> web.StreamResponse:
+    """Answer as an engine whose responses have the ids that they are asked for."""
+    if request.method == "GET" and request.path == "/v1/models":
+        return web.json_response({"object": "list", "data": [{"id": STORED_MODEL, "object": "model"}]})
+    if request.path != "/v1/responses":
+        return web.json_response({"detail": "Not Found"}, status=404)
+    content = {"type": "output_text", "text": "hello", "annotations": []}
+    message = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": [content]}
+    response: dict[str, object] = {"id": (await request.json())["metadata"]["id"], "object": "response"}
+    response |= {"created_at": 0, "status": "completed", "model": STORED_MODEL, "output": [message], "tools": []}
+    return web.json_response(response | {"parallel_tool_calls": False, "tool_choice": "auto"})
+
+
+@asynccontextmanager
+async def stored_responses() -> AsyncIterator[str]:
+    """An engine for responses that tests read later; yields its URL."""
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", _stored)
+    runner = web.AppRunner(application, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
 @asynccontextmanager
 async def gateway(directory: Path, names: set[str]) -> AsyncIterator[str]:
-    """A gateway in front of two simulated engines, whose model has these further names; yields its URL."""
+    """A gateway in front of two simulated engines, whose model has these further names, and of one whose responses
+    have given ids; yields its URL.
+    """
     async with AsyncExitStack() as stack:
         urls = []
         for seed in range(ENGINES):
@@ -244,6 +293,7 @@ async def gateway(directory: Path, names: set[str]) -> AsyncIterator[str]:
                 engine, host="127.0.0.1", port=0, model_name=MODEL, block_size=BLOCK_SIZE, gpu_blocks=4096
             )
             urls.append((await stack.enter_async_context(served)).url)
+        urls.append(await stack.enter_async_context(stored_responses()))
         port = unused_port()
         words = [word for url in urls for word in ("--engine", url)]
         aliases = ",".join(f"{name}={MODEL}" for name in sorted(names))
@@ -256,7 +306,9 @@ async def gateway(directory: Path, names: set[str]) -> AsyncIterator[str]:
                 if running.returncode is not None:
                     raise SystemExit(f"the gateway did not start:\n{log.read_text(errors='replace')}")
                 try:
-                    if 'waymark_streams{status="active"} 2.0' in (await client.get("/metrics")).text:
+                    models = {each["id"] for each in (await client.get("/v1/models")).json().get("data", ())}
+                    is_read = 'waymark_streams{status="active"} 2.0' in (await client.get("/metrics")).text
+                    if is_read and {MODEL, STORED_MODEL} <= models:
                         break
                 except httpx.TransportError:
                     pass  # not yet
@@ -306,26 +358,48 @@ def source(name: str, python: Path, directory: Path) -> Path:
 def models_of(name: str, folder: Path) -> set[str]:
     """Return the models that an SDK's tests ask for."""
     texts = [(folder / test).read_text(encoding="utf-8") for test in SUITES[name][0].split()]
-    return {model for text in texts for model in re.findall(r'model="([\w.:-]+)"', text)}
+    models = {model for text in texts for model in re.findall(r'model="([\w.:-]+)"', text)}
+    if name in MODELS_ELSEWHERE:
+        elsewhere = (folder / MODELS_ELSEWHERE[name]).read_text(encoding="utf-8")
+        models |= set(re.findall(r'^ +"([\w.:-]+)":', elsewhere, re.MULTILINE))
+    return models
 
 
 async def suite(name: str, python: Path, folder: Path, url: str, seconds: float) -> AsyncIterator[str]:
     """Run the tests of an SDK, and yield the closing lines of each file."""
     tests, wanted, suffix = SUITES[name]
     select = ["-k", wanted] if wanted else []
+    (folder / "waymark_stored.py").write_text(_PLUGIN, encoding="utf-8")
+    plugins = ["-p", "no:cacheprovider", "-p", "waymark_stored"]
     for test in tests.split():
         output = await _output(
-            *(str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", test, *select),
+            *(str(python), "-m", "pytest", "-q", "--tb=line", *plugins, "-o", "addopts=", test, *select),
             directory=folder,
             seconds=seconds,
             TEST_API_BASE_URL=url + suffix,
+            PYTHONPATH=str(folder),
         )
-        lines = output.splitlines()
-        failed = sorted(
-            {re.sub(r"\[.*", "", line.split("::")[-1]) for line in lines if line.startswith(("FAILED", "ERROR"))}
-        )
-        said = lines[-1] if lines else "it said nothing"
-        yield "\n".join([f"{name} {test}: {said}", *(f"  failed: {each}" for each in failed)])
+        yield "\n".join([f"{name} {test}: {ending(output)}", *failures(output)])
+
+
+def ending(output: str) -> str:
+    """Return how many tests passed and failed, by the output of pytest; its end if it does not say so."""
+    said = re.findall(r"^=*\s*(\d+ \w+\b.* in [\d.]+s.*?)\s*=*$", output, re.MULTILINE)
+    return said[-1] if said else output[-300:]
+
+
+def failures(output: str) -> list[str]:
+    """Return a line for each test that failed, and one for each error with its count, of the output of pytest."""
+    failed = {
+        re.sub(r"\[.*", "", line.split("::")[-1])
+        for line in output.splitlines()
+        if line.startswith(("FAILED", "ERROR"))
+    }
+    errors = Counter(re.findall(r"^\S+\.py:\d+: (.+)$", output, re.MULTILINE))
+    return [
+        *(f"  failed: {each}" for each in sorted(failed)),
+        *(f"  {count} times: {error[:200]}" for error, count in errors.most_common()),
+    ]
 
 
 async def run(arguments: argparse.Namespace) -> bool:

@@ -30,7 +30,7 @@ from waymark.domain.answer_times import asked_times_of
 from waymark.domain.names import DEFAULT_TENANT
 from waymark.gateway.proxy import ProxiedRequest, Proxy
 from waymark.gateway.response_cache import ResponseCache
-from waymark.gateway.responses import Responses
+from waymark.gateway.responses import Responses, asks_for_events
 from waymark.gateway.security import ApiKeys, GatewayCaller, KeyLimits, Origins
 from waymark.gateway.shapes import (
     COUNT_TOKENS,
@@ -204,8 +204,9 @@ class Gateway:
     ) -> None:
         """Answer a client's request for a stored response."""
         response_id, _, part = response_id.partition("/")
+        is_stream = not part and method == "GET" and asks_for_events(query)
         operations: dict[tuple[str, str], Callable[[GatewayCaller, str], Awaitable[bytes]]] = {
-            ("GET", ""): responses.find,
+            ("GET", ""): partial(responses.last_event, query=query) if is_stream else responses.find,
             ("DELETE", ""): responses.delete,
             ("GET", "input_items"): partial(responses.input_items, query=query),
             ("POST", "cancel"): responses.cancel,
@@ -214,7 +215,8 @@ class Gateway:
         if asked is None:
             sentence = f"{_RESPONSES}{{id}} takes GET and DELETE, its /input_items GET, and its /cancel POST"
             raise RequestRejected(405, sentence, "method_not_allowed")
-        await answer.whole(200, await asked(client, response_id))
+        headers = {"Content-Type": "text/event-stream"} if is_stream else None
+        await answer.whole(200, await asked(client, response_id), headers)
 
     async def _expanded(self, client: GatewayCaller, proxied: ProxiedRequest, body: InferenceBody) -> InferenceBody:
         """Return a request to the Responses API with its earlier conversation; its answer is stored."""
@@ -326,9 +328,9 @@ class _AnswerSender:
         await self._send(message)
 
     async def whole(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-        lines = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
-        start = {"type": "http.response.start", "status": status}
-        await self({**start, "headers": [(b"content-type", b"application/json"), *lines]})
+        lines = {b"content-type": b"application/json"}
+        lines |= {name.lower().encode(): value.encode() for name, value in (headers or {}).items()}
+        await self({"type": "http.response.start", "status": status, "headers": list(lines.items())})
         await self({"type": "http.response.body", "body": body, "more_body": False})
 
     async def preflight(self, headers: RawHeaders) -> None:

@@ -169,6 +169,8 @@ _KEPT = frozenset({"completed", "incomplete"})
 _ID_CHARACTERS_MAX = 256
 #: Items of a page: as many as OpenAI's API has, and at most.
 _PAGE, _PAGE_MAX = 20, 100
+#: Digits of the number of an event, which a client gives.
+_NUMBER_DIGITS_MAX = 16
 
 
 class ResponseStore(Protocol):
@@ -319,6 +321,15 @@ class Responses:
         """Return a response, as JSON. Raise RequestRejected, StoreUnavailable or RemoteUnavailable."""
         return orjson.dumps((await self._entry(client, response_id))["response"])
 
+    async def last_event(self, client: GatewayCaller, response_id: str, query: bytes = b"") -> bytes:
+        """Return the event with which a response ended, for a client that asks for its events. Raise as ``find``."""
+        response = (await self._entry(client, response_id))["response"]
+        after = dict(parse_qsl(query.decode("latin-1"))).get("starting_after", "")
+        number = int(after) + 1 if after.isdecimal() and len(after) < _NUMBER_DIGITS_MAX else 0
+        name = f"response.{response['status']}"
+        fields = {"type": name, "sequence_number": number, "response": response}
+        return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(fields))
+
     async def input_items(self, client: GatewayCaller, response_id: str, query: bytes = b"") -> bytes:
         """A page of the items that a response was made from, as JSON, the newest first. Raises as ``find``."""
         parameters = dict(parse_qsl(query.decode("latin-1")))
@@ -374,6 +385,11 @@ class Responses:
                 outcome = "failed"
                 log.warning("a response is not stored", extra=fields(error=error.sentence))
         self._metrics.responses.labels(outcome=outcome).inc()
+
+
+def asks_for_events(query: bytes) -> bool:
+    """Return whether a client asks for the events of a response, as ``stream=True`` of OpenAI's client does."""
+    return dict(parse_qsl(query.decode("latin-1"))).get("stream") == "true"
 
 
 def _items(value: Any) -> list[Any]:
