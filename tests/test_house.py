@@ -15,8 +15,8 @@ from tools import house
 from waymark.apply import applier
 from waymark.apply.options import ApplyOptions
 from waymark.base.settings import Settings
+from waymark.cli import demonstration as demo
 from waymark.domain.status import StreamStatus
-from waymark.runtime import demo
 from waymark.simulator.options import SimulateOptions
 
 ROOT = Path(__file__).parents[1]
@@ -82,7 +82,7 @@ def test_a_value_of_a_stranger_is_shown_by_one_function() -> None:
         *("discovery/reconciler.py", "ingest/polling.py", "ingest/running.py"),  # defects, in a log or an activity
         "domain/events.py",  # a __repr__
         *("console/drain.py", "inspection/redis_cli.py"),  # commands to run
-        "runtime/demo.py",  # its own prompts
+        "cli/demonstration.py",  # its own prompts
     }
 
 

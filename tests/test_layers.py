@@ -38,10 +38,10 @@ PARTS: dict[str, set[str]] = {
     "discovery": {"base", "domain", "store", "engines"},
     "inspection": {"base", "domain", "contract", "store", "store.redis"},
     "decide": {"base", "domain", "contract", "store", "chat", "tokenization", "decide.policies"},
-    "console": {"base", "domain", "contract", "store", "tokenization", "inspection", "client"},
-    "ingest": {"base", "domain", "store", "store.redis", "engines", "chat", "apply"},
+    "console": {"base", "domain", "contract", "client"},
+    "ingest": {"base", "domain", "store", "engines", "apply"},
     "gateway": {
-        *("base", "domain", "contract", "store", "chat", "tokenization", "decide", "decide.policies", "serving"),
+        *("base", "domain", "contract", "store", "chat", "decide"),
     },
     "epp": {"base", "domain", "chat", "decide", "decide.policies"},
     "api.dynamo": {"base", "domain", "contract", "store", "decide", "decide.policies", "api.http"},
@@ -50,14 +50,10 @@ PARTS: dict[str, set[str]] = {
         *("discovery", "inspection", "contract", "api.http", "api.dynamo"),
     },
     "runtime": {
-        "api.http",
-        *("base", "domain", "store", "store.redis", "apply", "tokenization", "decide", "discovery", "serving"),
-        *("api", "gateway", "epp", "ingest", "console", "simulator", "client"),
+        *("base", "domain", "store", "apply", "tokenization", "decide", "discovery", "serving"),
+        *("api", "gateway", "epp", "ingest"),
     },
-    "cli": {
-        *("base", "domain", "contract", "store", "store.redis", "inspection", "console", "simulator", "client"),
-        "runtime",
-    },
+    "cli": {"base", "domain", "store", "console", "simulator", "client", "runtime"},
     "__main__": {"cli"},
     "asgi": {"runtime"},
 }

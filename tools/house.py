@@ -2,7 +2,8 @@
 
     python -m tools.house [TREE...] [--crumbs | --picture]
 
-A *room* is a package, or a module that is in none. An *arrow* is a room that imports from another one. A room that
+A *room* is a package without the packages in it; ``waymark`` is one, and everybody may import the version in its
+``__init__``. An *arrow* is a room that imports from another one. A room that
 imports no other is on the first floor, and each room is one floor above the highest that it imports. With several
 trees there is a column for each. ``--crumbs`` lists the modules with exactly one importer, the smallest first.
 ``--picture`` draws the rooms for docs/design.md.
@@ -65,7 +66,7 @@ class Module:
 
     @property
     def room(self) -> str:
-        return self.name if self.is_package else self.name.rpartition(".")[0] or self.name
+        return self.name if self.is_package else self.name.rpartition(".")[0] or "waymark"
 
     @property
     def lines(self) -> int:

@@ -21,7 +21,7 @@ import pytest
 from tests.live import start
 from tests.patience import patient, wait_for
 from waymark import cli
-from waymark.runtime.demo import DRAINED, ENGINES, STOPPED
+from waymark.cli.demonstration import DRAINED, ENGINES, STOPPED
 
 pytestmark = pytest.mark.outside
 

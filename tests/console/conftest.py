@@ -14,6 +14,7 @@ from waymark import cli
 from waymark.base.settings import Settings
 from waymark.cli import looking
 from waymark.console.screen import Screen
+from waymark.console.service import LocalService
 from waymark.domain.hashing import extend, token_bytes
 from waymark.inspection.inspector import Inspector
 from waymark.runtime.inspecting import inspecting
@@ -65,8 +66,8 @@ def waymark(redis_url: str) -> Run:
             if "namespace" in words:
                 looking.show(None, arguments, screen)
                 return
-            with inspecting(settings) as service:
-                looking.show(service, arguments, screen)
+            with inspecting(settings) as (application, runner):
+                looking.show(LocalService(application, runner), arguments, screen)
 
         await asyncio.to_thread(print_page)
         return output.getvalue()

@@ -15,11 +15,11 @@ from tests.conftest import wait_until
 from tests.live import start
 from tests.ports import unused_port
 from waymark import cli
+from waymark.cli import demonstration as demo
 from waymark.cli.parser import COMMANDS as COMMANDS_OF_THE_SHELL
 from waymark.console import ask, books, progress, publishers, select
 from waymark.console.screen import Screen, ScreenPart
 from waymark.domain.hashing import extend, token_bytes
-from waymark.runtime import demo
 
 PUBLISHER = {
     "tenant_id": "default",

@@ -18,7 +18,11 @@ from waymark.api.application import GatewayAdmin, create_gateway_admin
 from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.decide.asked_pools import AskedPools
 from waymark.decide.fail_open import StartupGate
+from waymark.decide.options import SelectionOptions
+from waymark.decide.requests import RequestSelector
+from waymark.decide.selector import Selector
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import Registration
 from waymark.domain.targets import Target
@@ -129,7 +133,9 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
             parts = GatewayAdmin(gate, None if cache is None else cache.operated)
             admin = create_gateway_admin(store, settings, metrics, parts)
             responses = Responses.of(settings, metrics, store, archive)
-            gateway = Gateway(store, settings, metrics, tokenizers, gate, asker, admin, cache, responses)
+            selector = Selector(store, SelectionOptions.of(settings), metrics, pools=AskedPools(asker, metrics))
+            requests = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
+            gateway = Gateway(store, settings, metrics, selector, requests, admin, cache, responses)
             stack.push_async_callback(gateway.close)
             port = await stack.enter_async_context(
                 served(gateway, protocol(connections(metrics, body_of_rejection, **bounds)))

@@ -14,8 +14,8 @@ from waymark.api.http.bodies import CONTAINERS_MAX
 from waymark.api.http.fields import NAME_BYTES_MAX
 from waymark.api.policies import DECISIONS_MAX, FILE_MAX
 from waymark.base.bounded_json import DEPTH_MAX, PARTS_MAX
+from waymark.base.event_streams import EVENT_BYTES_MAX
 from waymark.base.settings import PREFIX, Settings
-from waymark.chat.sse import EVENT_BYTES_MAX
 from waymark.discovery.describe import RANKS_MAX
 from waymark.discovery.kubernetes import PODS_MAX
 from waymark.domain.multimodal import ITEMS_MAX

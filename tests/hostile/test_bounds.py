@@ -23,7 +23,7 @@ from waymark.base.asker import Asker
 from waymark.base.bounded_json import TooMuchJson, bounded_loads
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue
-from waymark.chat.sse import EventStreamParser, EventTooLong
+from waymark.base.event_streams import EventStreamParser, EventTooLong
 from waymark.discovery.describe import Describer
 from waymark.domain.engines import EngineKind
 from waymark.engines import decoder

@@ -82,7 +82,7 @@ def connections(
 ) -> Connections:
     """A server's connections; wide bounds, but for those that are given."""
     wide = {"request_seconds": patient(SECONDS), "connections_max": 1000, "bodies_max_bytes": 2**26}
-    shape = shape or (lambda path, rejection: None)
+    shape = shape or (lambda *_: None)
     return Connections(ServerBounds(**wide | bounds), metrics or Metrics(), shape, straight)
 
 

@@ -37,13 +37,13 @@ def build(folder: Path, files: dict[str, str]) -> Path:
 def test_a_room_is_a_package_and_an_arrow_an_import_of_another_room(tree: Path) -> None:
     arrows = house.arrows_of(house.read_modules(tree))
     assert arrows == {
-        "__main__": {"cli"},
+        "waymark": {"cli"},
         "base": set(),
         "cli": {"store"},
         "store": {"base", "store.redis"},
         "store.redis": {"base"},
     }
-    assert house.floors_of(arrows) == {"base": 1, "store.redis": 2, "store": 3, "cli": 4, "__main__": 5}
+    assert house.floors_of(arrows) == {"base": 1, "store.redis": 2, "store": 3, "cli": 4, "waymark": 5}
     assert house.circles_of(arrows) == []
 
 

@@ -16,8 +16,8 @@ from tests.patience import patient
 from tests.ui import day
 from tests.ui.browser import tab
 from tests.ui.test_work import workers
+from waymark.cli import demonstration as demo
 from waymark.domain.books import Sums
-from waymark.runtime import demo
 
 pytestmark = pytest.mark.outside
 expect.set_options(timeout=1000 * patient(20.0))

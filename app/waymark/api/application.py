@@ -29,7 +29,7 @@ from waymark.api.dynamo.views import DynamoViews
 from waymark.api.dynamo.workers import DynamoWorkerHandlers
 from waymark.api.events import Events
 from waymark.api.explanations import Explanations
-from waymark.api.http.access import Access, Doc, Gate, Queue, openness
+from waymark.api.http.access import Access, Doc, Gate, Queue
 from waymark.api.http.admission import AT_ONCE, AdmissionQueue
 from waymark.api.http.answers import Answer, Handler
 from waymark.api.http.bodies import CACHE_BYTES_MAX, Body, Format, RequestCache, encode
@@ -45,6 +45,7 @@ from waymark.api.texts import PromptTokenizer
 from waymark.api.views import Views
 from waymark.base.asgi import StraightTable
 from waymark.base.asker import Asker
+from waymark.base.endpoints import openness
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.contract.admin import ResponseCacheStats

@@ -42,10 +42,10 @@ def _path() -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     from waymark.cli import loop
+    from waymark.cli.demonstration import DRAINED, ENGINES, MODEL, STOPPED, TEXT, DemoFailed, PromptMatch, run_demo
     from waymark.console.progress import Progress, parts
     from waymark.console.screen import Screen
     from waymark.console.service import DEFAULT_URL
-    from waymark.runtime.demo import DRAINED, ENGINES, MODEL, STOPPED, TEXT, DemoFailed, PromptMatch, run_demo
 
     is_shown = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -14,9 +14,8 @@ from waymark.cli.service import DEFAULT_URL
 from waymark.console.arguments import add_inspect, add_status
 
 if TYPE_CHECKING:
-    from waymark.console.screen import Screen, ScreenPart
+    from waymark.console.screen import Screen
     from waymark.console.service import RemoteService
-    from waymark.contract.inspections import StatusAnswer
 
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
@@ -46,11 +45,14 @@ def show(service: RemoteService | None, arguments: argparse.Namespace, screen: S
     from waymark.console import status_view
     from waymark.console.inspections import drains_of, status_of
 
-    def parts(answer: StatusAnswer) -> Sequence[ScreenPart]:
-        return status_view.parts(answer, is_plain=screen.is_plain, drains=drains_of(service, answer))
-
     try:
-        return print_answer(service, arguments, screen, status_of, parts)
+        return print_answer(
+            service,
+            arguments,
+            screen,
+            status_of,
+            lambda answer: status_view.parts(answer, is_plain=screen.is_plain, drains=drains_of(service, answer)),
+        )
     except KeyboardInterrupt:
         if arguments.watch:
             return EXIT_OK  # the page has been seen
@@ -65,12 +67,13 @@ def _service(arguments: argparse.Namespace) -> Iterator[RemoteService]:
     if url is None and is_redis_named:
         from waymark.base import logs
         from waymark.cli.loop import settings_with
+        from waymark.console.service import LocalService
         from waymark.runtime.inspecting import inspecting
 
         settings = settings_with({"redis_url": arguments.redis_url})
         logs.configure("error", "text")
-        with inspecting(settings) as service:
-            yield service
+        with inspecting(settings) as (application, runner):
+            yield LocalService(application, runner)
     else:
         from waymark.console.service import RemoteService
 

@@ -282,10 +282,9 @@ def _events(service: RemoteService, arguments: argparse.Namespace, screen: Scree
 
 
 def _repair(service: RemoteService, arguments: argparse.Namespace) -> int:
-    from waymark.contract.publishers import RepairAnswer
+    from waymark.console.publishers import repair
 
-    fields = {"instance_id": arguments.engine, "tenant_id": arguments.tenant_id, "dp_rank": arguments.dp_rank}
-    answer = service.post_for(RepairAnswer, "/repair", fields)
+    answer = repair(service, arguments)
     if arguments.json:
         print(json.dumps(plain(answer)))
     for name in () if arguments.json else answer.asked_instances:

@@ -32,8 +32,6 @@ from waymark.contract.inspections import (
 )
 from waymark.domain.media import MEDIA, order_of
 from waymark.domain.names import GroupName
-from waymark.inspection.inspector import group_text
-from waymark.tokenization.prompt import TextPrompt
 
 #: Of the media in their order; then of all others.
 _MEDIUM_STYLES = ("green", "yellow", "blue", "cyan")
@@ -107,7 +105,7 @@ def scaled(has: frozenset[int], blocks: int, match: int, scale: int) -> list[Cel
 
 def _head(answer: InspectAnswer, block_size: int) -> Text:
     blocks = answer.total_blocks
-    name = group_text(GroupName(answer.tenant_id or "", answer.model or ""))
+    name = GroupName(answer.tenant_id or "", answer.model or "").text
     group = f", group {answer.group}" if answer.group else ""  # a token of one tenant does not see it
     return joined(
         text(name, "bold"),
@@ -258,15 +256,7 @@ def _prompt(arguments: argparse.Namespace) -> dict[str, Any]:
         return {"token_ids": read_tokens(tokens, option="--tokens-file")}
     if arguments.tokens is not None:
         return {"token_ids": read_tokens(arguments.tokens, option="--tokens")}
-    prompt = read_prompt(arguments.text, arguments.messages)
-    if isinstance(prompt, TextPrompt):
-        return {"prompt": prompt.text}
-    return {
-        "messages": prompt.messages,
-        "tools": prompt.tools,
-        "chat_template_kwargs": dict(prompt.template_kwargs) or None,
-        "system": prompt.system,
-    }
+    return read_prompt(arguments.text, arguments.messages)
 
 
 def drawn(answer: InspectAnswer, screen: Screen, *, top: int) -> list[ScreenPart]:

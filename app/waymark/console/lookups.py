@@ -9,11 +9,16 @@ from rich.text import Text
 
 from waymark.console.prompts import read_hash
 from waymark.console.screen import STATUS_STYLES, Grid, ScreenPart, joined, seconds_text, text
-from waymark.contract.inspections import BlockHolderRow, BlockRow, HolderRow, HoldingsAnswer, PublisherOfHolder
+from waymark.contract.inspections import (
+    FIELDS_MAX,
+    BlockHolderRow,
+    BlockRow,
+    HolderRow,
+    HoldingsAnswer,
+    PublisherOfHolder,
+)
 from waymark.domain.hashing import namespace
 from waymark.domain.names import GroupName
-from waymark.inspection.holders import FIELDS_MAX
-from waymark.inspection.inspector import group_text
 
 _BLOCK_HEAD = ("HOLDER", "INSTANCE", "RANK", "MEDIUM", "BLOCK SIZE", "ENGINE HASH", "STATE")
 _SHARD_HEAD = ("KEY", "ROWS", "BRANCH ROWS", "SINGLES", "COPIES", "APPLIED SEQ", "OPS OF IT")
@@ -23,7 +28,7 @@ def block(listed: Sequence[BlockRow]) -> list[ScreenPart]:
     """Return the rows that list a block, with its holders."""
     screen_parts: list[ScreenPart] = []
     for row in listed:
-        group = group_text(GroupName(row.tenant_id, row.model_name))
+        group = GroupName(row.tenant_id, row.model_name).text
         where = f"slot {row.slot}, depth {row.depth} in its piece"
         screen_parts.append(joined(text(row.row, "bold"), f" has the block in {where}, a block of {group}"))
         rows = [_block_holder(holder) for holder in row.holders]
@@ -56,7 +61,7 @@ def holder(holders: Sequence[HolderRow]) -> list[ScreenPart]:
     """Return a holder's record, its publisher and its contents, in each group that knows the id."""
     screen_parts: list[ScreenPart] = []
     for known_holder in holders:
-        group, record = group_text(GroupName(known_holder.tenant_id, known_holder.model_name)), known_holder.record
+        group, record = GroupName(known_holder.tenant_id, known_holder.model_name).text, known_holder.record
         screen_parts.append(
             joined(text(f"holder {known_holder.id}", "bold"), f" of {group}, group {known_holder.group}")
         )

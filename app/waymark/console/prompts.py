@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 from waymark.base.errors import InvalidValue, NotFound
 from waymark.base.shown import shown
 from waymark.domain.names import U32_MAX, U64_MASK
-from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt
 
 if TYPE_CHECKING:
     from waymark.console.service import RemoteService
@@ -127,13 +126,13 @@ def read_file(path: Path, *, option: str) -> str:
         raise InvalidValue(f"{option}: {path} cannot be read ({exc}); give a text file of token ids") from None
 
 
-def read_prompt(text: str | None, messages: str | None, *, stdin: TextIO = sys.stdin) -> Prompt:
-    """Read a text, or the messages of a chat request as JSON: a list, or an object with ``messages``; ``-`` reads them
-    from standard input.
+def read_prompt(text: str | None, messages: str | None, *, stdin: TextIO = sys.stdin) -> dict[str, Any]:
+    """Return the fields of a prompt: a text, or the messages of a chat request as JSON, a list or an object with
+    ``messages``; ``-`` reads them from standard input.
     """
     if messages is None:
         content = text or ""
-        return TextPrompt(stdin.read() if content == "-" else content)
+        return {"prompt": stdin.read() if content == "-" else content}
     try:
         value = json.loads(stdin.read() if messages == "-" else messages)
     except ValueError as error:
@@ -143,12 +142,12 @@ def read_prompt(text: str | None, messages: str | None, *, stdin: TextIO = sys.s
         raise InvalidValue(
             "--messages is neither a list of messages nor a chat request; give one of them", field="--messages"
         )
-    return ChatPrompt(
-        chat["messages"],
-        tools=chat.get("tools"),
-        template_kwargs=chat.get("chat_template_kwargs") or {},
-        system=chat.get("system"),
-    )
+    return {
+        "messages": chat["messages"],
+        "tools": chat.get("tools"),
+        "chat_template_kwargs": chat.get("chat_template_kwargs") or None,
+        "system": chat.get("system"),
+    }
 
 
 def read_hashes(text: str, *, option: str, stdin: TextIO = sys.stdin) -> tuple[int, ...]:

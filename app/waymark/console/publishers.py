@@ -19,6 +19,7 @@ from waymark.console.screen import (
     text,
 )
 from waymark.console.service import RemoteService
+from waymark.contract.publishers import RepairAnswer
 from waymark.domain.status import StreamStatus
 
 #: A stream of these has something wrong, even if nothing says what.
@@ -48,6 +49,12 @@ def publishers(service: RemoteService, arguments: argparse.Namespace) -> dict[st
         "is_bad": is_bad,
         "warnings": warnings(service),
     }
+
+
+def repair(service: RemoteService, arguments: argparse.Namespace) -> RepairAnswer:
+    """Return the answer of ``/repair`` for an engine."""
+    fields = {"instance_id": arguments.engine, "tenant_id": arguments.tenant_id, "dp_rank": arguments.dp_rank}
+    return service.post_for(RepairAnswer, "/repair", fields)
 
 
 def warnings(service: RemoteService) -> list[str]:

@@ -22,7 +22,6 @@ from waymark.contract.inspections import RedisState, StatusAnswer, StreamState, 
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import GroupName
 from waymark.domain.status import Discovery, UnreadableRecord
-from waymark.inspection.inspector import group_text
 
 _HEAD = (
     *("TENANT", "MODEL", "INSTANCE", "RANK", "TYPE", "STATUS", "WORKER", "WATERMARK", "LAST EVENT", "BLOCKS", "KNOWN"),
@@ -60,7 +59,7 @@ def parts(status: StatusAnswer, *, is_plain: bool, drains: Mapping[tuple[str, st
         streams = tuple(group)
         name = GroupName(streams[0].tenant_id, streams[0].model_name)
         screen_parts += [
-            joined(text(group_text(name), "bold"), f", group {group_id}"),
+            joined(text(name.text, "bold"), f", group {group_id}"),
             _group(streams, drains),
             text(""),
         ]

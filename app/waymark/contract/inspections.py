@@ -11,6 +11,9 @@ from waymark.contract.publishers import CopiesOfStream
 from waymark.domain.engines import EngineKind, Scope
 from waymark.domain.status import Discovery, StreamStatus, UnreadableRecord
 
+FIELDS_MAX = 65_536
+"""The fields of an engine hash that are counted."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HolderRuns(AnswerShape):

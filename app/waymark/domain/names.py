@@ -53,6 +53,11 @@ class GroupName(NamedTuple):
     tenant_id: str
     model_name: str
 
+    @property
+    def text(self) -> str:
+        """The name for people."""
+        return f"{self.tenant_id}/{self.model_name}"
+
 
 OriginKind = Literal["client", "url", "file", "discovery"]
 

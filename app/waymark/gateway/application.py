@@ -14,15 +14,11 @@ from types import MappingProxyType
 import orjson
 
 from waymark.base.asgi import AsgiApplication, AsgiMessage, AsgiReceive, AsgiScope, AsgiSend, RawHeaders
-from waymark.base.asker import Asker
 from waymark.base.errors import StoreUnavailable, UnknownModel, WaymarkError
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.chat.requests import SESSION, Form, session_of
-from waymark.decide.asked_pools import AskedPools
-from waymark.decide.fail_open import StartupGate
-from waymark.decide.options import SelectionOptions
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
 from waymark.decide.under_way import RequestsUnderWay
@@ -51,7 +47,6 @@ from waymark.gateway.shapes import (
 from waymark.gateway.upstream import Upstream
 from waymark.store.directory import Directory
 from waymark.store.store import Store
-from waymark.tokenization.tokenizers import Tokenizers
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +70,8 @@ class Gateway:
         store: Store,
         settings: Settings,
         metrics: Metrics,
-        tokenizers: Tokenizers,
-        gate: StartupGate,
-        asker: Asker,
+        selector: Selector,
+        requests: RequestSelector,
         others: AsgiApplication,
         cache: ResponseCache | None = None,
         responses: Responses | None = None,
@@ -98,8 +92,7 @@ class Gateway:
         self._aliases = settings.model_aliases
         self._waiting = waiting
         self._limits = KeyLimits(settings.gateway_key_requests, settings.gateway_key_tokens)
-        selector = Selector(store, SelectionOptions.of(settings), metrics, pools=AskedPools(asker, metrics))
-        self._selector = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
+        self._selector = requests
         self._directory = store.directory
         self._upstream = Upstream.of(settings)
         under_way = RequestsUnderWay(selector, store.begin)

@@ -23,7 +23,6 @@ from waymark.base.errors import (
 )
 from waymark.base.shown import shown
 from waymark.chat.requests import Form, InferenceRequest, read_request
-from waymark.serving.limits import Rejection
 
 PATHS: Final[Mapping[str, Form]] = MappingProxyType({f"/v1{form}": form for form in Form})
 COUNT_TOKENS: Final = "/v1/messages/count_tokens"
@@ -144,13 +143,13 @@ def body_of(rejected: RequestRejected, api: Form | None) -> bytes:
     return orjson.dumps(_error(rejected, api))
 
 
-def body_of_rejection(path: str, rejection: Rejection) -> bytes | None:
+def body_of_rejection(path: str, status: int, sentence: str, reason: str) -> bytes | None:
     """Return the body of a request that the server rejects before the gateway sees it; None for paths of other
     parts.
     """
     if not path.startswith("/v1/"):
         return None
-    return body_of(RequestRejected(rejection.status, rejection.sentence, rejection.reason), form_of_errors(path))
+    return body_of(RequestRejected(status, sentence, reason), form_of_errors(path))
 
 
 def engine_error(status: int, body: bytes, api: Form | None, *, engine: str, path: str) -> bytes:

@@ -13,7 +13,7 @@ import resource
 from typing import NamedTuple
 
 from waymark.base.logs import fields
-from waymark.store.redis.client import CONNECTIONS
+from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -59,16 +59,16 @@ def fit(streams_max: int, replays_max: int, files: int) -> WorkerCapacity:
     free = files - OTHER_FILES
     replays = max(1, min(replays_max, free // _FREE_PER_REPLAY))
     free -= FILES_PER_REPLAY * replays
-    # Each stream may have a call to Redis under way, over its own connection; there are at most CONNECTIONS of them.
+    # Each stream may have a call to Redis under way, over its own connection, as long as there are connections.
     streams = free // (FILES_PER_STREAM + 1)
-    if streams > CONNECTIONS:
-        streams = (free - CONNECTIONS) // FILES_PER_STREAM
+    if streams > Store.CONNECTIONS:
+        streams = (free - Store.CONNECTIONS) // FILES_PER_STREAM
     streams = max(1, min(streams_max, streams))
     return WorkerCapacity(streams, replays, _files(streams, replays), is_limited=True)
 
 
 def _files(streams: int, replays: int) -> int:
-    calls = min(streams, CONNECTIONS)
+    calls = min(streams, Store.CONNECTIONS)
     return FILES_PER_STREAM * streams + calls + FILES_PER_REPLAY * replays + OTHER_FILES
 
 

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 
 from waymark.base.asker import Asker
 from waymark.base.errors import InvalidValue, Unanswered
+from waymark.base.event_streams import EventStreamParser, EventTooLong, ServerSentEvent
 from waymark.base.shown import shown
-from waymark.chat.sse import EventStreamParser, EventTooLong, ServerSentEvent
 
 QUEUE_EVENTS = 10_000
 PAUSE_SECONDS = 1.0

@@ -14,9 +14,9 @@ from waymark.apply.applier import Applier
 from waymark.apply.redis_calls import Fenced
 from waymark.base.asker import Asker
 from waymark.base.errors import Undecodable
+from waymark.base.event_streams import ServerSentEvent
 from waymark.base.logs import fields
 from waymark.base.metrics import OTHER_MODELS, Metrics
-from waymark.chat.sse import ServerSentEvent
 from waymark.domain.names import Holder, HolderName
 from waymark.domain.prefixes import HOT, WARM, PrefixChange, PrefixEvent, change_of, prefix_key
 from waymark.domain.status import StreamStatus

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from waymark.base.errors import NotFound
 from waymark.contract.inspections import (
+    FIELDS_MAX,
     BlockHolderRow,
     BlockRow,
     HolderRow,
@@ -25,13 +26,12 @@ from waymark.domain.names import Holder
 from waymark.domain.rows import Place, Row, parse_field
 from waymark.domain.table import HolderTable
 from waymark.inspection.holding import not_counted
-from waymark.inspection.inspector import InspectedGroup, Inspector, group_text, places_that_begin_with
+from waymark.inspection.inspector import InspectedGroup, Inspector, places_that_begin_with
 from waymark.store import keys
 from waymark.store.parsing import lenient_text
 from waymark.store.places import read_row
 
-#: The bound on fields of an engine hash to read, and the fields of one step.
-FIELDS_MAX = 65_536
+#: The fields of an engine hash that one step reads.
 _STEP_FIELDS = 256
 #: The bound on rows to show.
 SHOWN_MAX = 20
@@ -145,7 +145,7 @@ async def find_holder(inspector: Inspector, groups: Sequence[InspectedGroup], ho
         )
     if result:
         return result
-    names = ", ".join(group_text(group.name) for group in groups[:5])
+    names = ", ".join(group.name.text for group in groups[:5])
     raise NotFound(f"holder {holder_id} is unknown in {names}: its life has ended and was swept, or it never existed")
 
 
@@ -185,7 +185,7 @@ async def find_block(inspector: Inspector, groups: Sequence[InspectedGroup], key
             listed += [await _listed(inspector, group, table, key, value) for value in await search.run(group, table)]
     if listed:
         return listed
-    names = ", ".join(group_text(group.name) for group in groups[:5])
+    names = ", ".join(group.name.text for group in groups[:5])
     bound = "" if search.is_complete else f" among the first {ROWS_MAX} rows; give the first block of its prompt"
     raise NotFound(f"no holder has a block {key:016x} (key seq_hash XOR namespace) in {names}{bound}")
 

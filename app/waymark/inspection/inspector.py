@@ -119,13 +119,8 @@ def pick(
     if not picked:
         wanted = {"group": group_id, "model": model, "tenant": tenant}
         names = ", ".join(f"{name} {shown(value)}" for name, value in wanted.items() if value is not None)
-        choices = ", ".join(f"{group.id} ({group_text(group.name)})" for group in groups[:20]) or "none"
+        choices = ", ".join(f"{group.id} ({group.name.text})" for group in groups[:20]) or "none"
         raise NotFound(
             f"no group with {names}; groups of this Redis: {choices}" if names else "no group is registered yet"
         )
     return picked
-
-
-def group_text(name: GroupName) -> str:
-    """Return the name of a group for people."""
-    return f"{name.tenant_id}/{name.model_name}"

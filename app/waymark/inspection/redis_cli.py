@@ -9,7 +9,7 @@ from waymark.base.settings import Settings
 from waymark.contract.inspections import KeysAnswer
 from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.domain.table import HolderTable
-from waymark.inspection.inspector import InspectedGroup, Inspector, group_text, places_that_begin_with
+from waymark.inspection.inspector import InspectedGroup, Inspector, places_that_begin_with
 from waymark.store import keys
 from waymark.store.redis.address import Address, parse
 
@@ -115,7 +115,7 @@ async def every_key(inspector: Inspector, groups: Sequence[InspectedGroup], cli:
         if len(lines) > LINES_MAX:
             break
         table = await inspector.table(group) or HolderTable(b"", group.name, {}, {})
-        lines += [f"# {group_text(group.name)}", *cli.group(group, table)]
+        lines += [f"# {group.name.text}", *cli.group(group, table)]
     return _bounded(cli, lines)
 
 

@@ -14,7 +14,11 @@ from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.decide.asked_pools import AskedPools
 from waymark.decide.fail_open import IngestWatch, StartupGate
+from waymark.decide.options import SelectionOptions
+from waymark.decide.requests import RequestSelector
+from waymark.decide.selector import Selector
 from waymark.discovery.describe import Describer
 from waymark.discovery.engines import EngineRegistrations, GivenEngines
 from waymark.gateway.application import Gateway
@@ -54,7 +58,9 @@ class GatewayRole:
         responses = Responses.of(settings, metrics, store, self._archive)
         self._engines = _given_engines(store, settings, asker)
         waiting = self._engines.waiting
-        self.app = Gateway(store, settings, metrics, tokenizers, gate, asker, others, cache, responses, waiting)
+        selector = Selector(store, SelectionOptions.of(settings), metrics, pools=AskedPools(asker, metrics))
+        requests = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
+        self.app = Gateway(store, settings, metrics, selector, requests, others, cache, responses, waiting)
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
         """Return the tasks that run until the process ends."""

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from waymark.api.application import create_inspections
+from waymark.base.asgi import AsgiApplication
 from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.console.service import LocalService, RemoteService
 from waymark.store.directory import EngineAddresses
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
 
 @contextmanager
-def inspecting(settings: Settings) -> Iterator[RemoteService]:
-    """Yield the service over the Redis of the settings. Nothing is written, and no replica has to run.
+def inspecting(settings: Settings) -> Iterator[tuple[AsgiApplication, asyncio.Runner]]:
+    """Yield the handlers over the Redis of the settings, and their loop. Nothing is written, and no replica has to run.
 
     Raise ``SettingsError`` if that Redis is inside another process.
     """
@@ -37,6 +37,6 @@ def inspecting(settings: Settings) -> Iterator[RemoteService]:
             await store.close()
 
         try:
-            yield LocalService(create_inspections(store, settings, metrics, tokenizers), runner)
+            yield create_inspections(store, settings, metrics, tokenizers), runner
         finally:
             runner.run(close())

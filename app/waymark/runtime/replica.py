@@ -18,10 +18,10 @@ from typing import Any
 import uvicorn
 
 from waymark.api.application import create_app, create_probes
-from waymark.api.http.access import openness
 from waymark.base import native
 from waymark.base.asgi import StraightTable
 from waymark.base.asker import Asker
+from waymark.base.endpoints import openness
 from waymark.base.errors import SettingsError, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
@@ -89,7 +89,7 @@ def http_server(
     metrics: Metrics,
     *,
     shutdown_seconds: int = _SHUTDOWN_SECONDS,
-    shape: Shape = lambda path, rejection: None,
+    shape: Shape = lambda *_: None,
     straight: StraightTable | None = None,
 ) -> uvicorn.Server:
     """Return an HTTP server, which ends when its ``should_exit`` is set. ``straight`` are questions of ``app``."""

@@ -222,7 +222,7 @@ class HttpConnection(asyncio.Protocol):
         """Say the last word, if there is one, and close."""
         self._is_done = True
         if self._rejection is not None:
-            body = self.all.shape(self._reader.path, self._rejection)
+            body = self._rejection.body(self.all.shape, self._reader.path)
             self.write(self._rejection.answer(self.default_lines, body))
         # A connection that makes room is closed at once, whatever its client is sending.
         may_be_sending = self._rejection is not CONNECTIONS and (self._reader.is_open or self._rejection is not None)

@@ -252,7 +252,7 @@ class RequestCycle:
             self._break_off()
             return
         self.keep_alive = False
-        body = self._connection.all.shape(self.scope["path"], rejection)
+        body = rejection.body(self._connection.all.shape, self.scope["path"])
         self._write(rejection.answer(self._connection.default_lines, body, has_body=self.scope["method"] != "HEAD"))
         self._end()
 

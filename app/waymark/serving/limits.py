@@ -60,6 +60,10 @@ class Rejection:
         own = ["content-type: application/json", *lines, "connection: close"]
         self._lines = "\r\n".join([*own, "", ""]).encode()
 
+    def body(self, shape: Shape, path: str) -> bytes | None:
+        """Return the body that a shape gives a path."""
+        return shape(path, self.status, self.sentence, self.reason)
+
     def answer(self, default_lines: bytes, body: bytes | None = None, *, has_body: bool = True) -> bytes:
         """Return the answer on the wire. ``default_lines`` are in every answer; ``body`` replaces the usual JSON."""
         body = self._body if body is None else body
@@ -67,8 +71,8 @@ class Rejection:
         return b"".join((self._status_line, default_lines, length, self._lines, body if has_body else b""))
 
 
-Shape = Callable[[str, Rejection], bytes | None]
-"""The body of a rejection for a path; None: the usual one."""
+Shape = Callable[[str, int, str, str], bytes | None]
+"""The body of a rejection for a path, by its status, sentence and reason; None: the usual one."""
 
 
 def _bad_request(sentence: str, status: str = "400 Bad Request", reason: str = "invalid_value") -> Rejection:
@@ -147,7 +151,7 @@ class Connections:
         self,
         bounds: ServerBounds,
         metrics: Metrics,
-        shape: Shape = lambda path, rejection: None,
+        shape: Shape = lambda *_: None,
         straight: StraightTable | None = None,
     ) -> None:
         self.bounds = bounds

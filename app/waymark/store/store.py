@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
@@ -37,7 +37,7 @@ from waymark.store.prefixes import Prefixes
 from waymark.store.publisher_states import PublisherState, PublisherStates
 from waymark.store.reader import Reader
 from waymark.store.records import Records
-from waymark.store.redis.client import RedisClient, Subscription
+from waymark.store.redis.client import CONNECTIONS, RedisClient, Subscription
 from waymark.store.redis.credentials import Credentials
 from waymark.store.registry import Registry
 from waymark.store.reservations import Reservations
@@ -54,6 +54,9 @@ T = TypeVar("T")
 
 
 class Store:
+    CONNECTIONS: Final = CONNECTIONS
+    """The most connections to each server."""
+
     def __init__(
         self,
         client: RedisClient,

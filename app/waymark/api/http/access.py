@@ -14,7 +14,6 @@ from waymark.api.http.bodies import Body
 from waymark.api.http.errors import Forbidden, Unauthorized
 from waymark.api.http.tokens_file import EVERYONE, Caller, TokensFile
 from waymark.base.asgi import RawHeaders
-from waymark.base.endpoints import is_loopback
 from waymark.base.settings import Settings
 from waymark.base.shape import AnswerShape
 from waymark.base.shown import shown
@@ -87,27 +86,6 @@ class Gate:
         if self._token is not None and hmac.compare_digest(token, self._token):
             return EVERYONE
         return None if self._tokens is None else self._tokens.caller(token)
-
-
-def openness(settings: Settings, *, is_gateway: bool = False) -> str | None:
-    """Return the warning of a process whose port is open to strangers, or None if it is not.
-
-    Loopback and a trial on the embedded Redis are closed to strangers, except for a gateway, whose port is for clients.
-    """
-    if settings.api_token is not None or settings.api_tokens_file is not None:
-        return None
-    if is_loopback(settings.host):
-        return None
-    if is_gateway:
-        if settings.gateway_keys or settings.gateway_keys_file is not None:
-            return None
-    elif settings.redis_url == "memory://":
-        return None
-    keys = "WAYMARK_API_TOKEN and WAYMARK_GATEWAY_KEYS" if is_gateway else "WAYMARK_API_TOKEN"
-    return (
-        f"this port is open: every client may read and change everything; set {keys}, or let only hosts that you "
-        "trust reach it"
-    )
 
 
 def check_site(headers: RawHeaders) -> None:

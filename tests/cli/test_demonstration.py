@@ -20,11 +20,11 @@ from tests.live import start
 from tests.patience import patient
 from tests.ports import unused_port
 from waymark import cli
+from waymark.cli import demonstration as demo
+from waymark.cli.demonstration import DemoFailed, DemoPrompt, PromptMatch, run_demo
 from waymark.client import AsyncClient, Matches, Unavailable
 from waymark.console.progress import parts
 from waymark.console.screen import Screen
-from waymark.runtime import demo
-from waymark.runtime.demo import DemoFailed, DemoPrompt, PromptMatch, run_demo
 from waymark.simulator.workload import SimulatedPrompt
 
 pytestmark = pytest.mark.outside

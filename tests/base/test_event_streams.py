@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waymark.chat.sse import EventStreamParser, EventTooLong, ServerSentEvent
+from waymark.base.event_streams import EventStreamParser, EventTooLong, ServerSentEvent
 
 Parsed = tuple[list[ServerSentEvent], str, int | None]
 
