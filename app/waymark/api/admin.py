@@ -206,7 +206,7 @@ def _entries(state: PublisherState) -> int:
 
 
 def _name(state: PublisherState) -> str:
-    """Return the name of the instance; with its rank unless that is the first."""
+    """Return the name of the instance; with its rank, but for the first one."""
     registration = state.registration
     return f"{registration.instance_id}|{registration.dp_rank}" if registration.dp_rank else registration.instance_id
 

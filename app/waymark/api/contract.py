@@ -97,7 +97,7 @@ def statuses(operation: Operation) -> list[int]:
 
 
 def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of these operations."""
+    """Return the OpenAPI 3.1 document of the operations."""
     models: dict[BodyType, None] = dict.fromkeys((ErrorBody, DynamoErrorBody, InstanceRow))
     for operation in operations:
         models |= dict.fromkeys(model for model in (operation.doc.request, operation.doc.answer) if model is not None)
@@ -233,7 +233,7 @@ def _parameter(name: str, place: str) -> dict[str, Any]:
 
 
 def _plain_content(doc: Doc, formats: Sequence[Format]) -> dict[str, Any]:
-    """Return the content of an answer that has no model, by media type."""
+    """Return the content of an answer without a model, by media type."""
     if doc.media_type != "application/json":
         return {doc.media_type: {}}
     return {body_format.value.decode(): {} for body_format in formats}

@@ -47,7 +47,7 @@ from waymark.tokenization.prompt import SourcedTokens
 
 
 class Decisions:
-    """The three of them, of one replica."""
+    """The three kinds of handlers of one replica."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class Decisions:
         return (yield from decide(asked_of(decision_body, policy, keys_of_all(given_keys))))
 
     async def _tokens(self, text: ModelPrompt) -> SourcedTokens | None:
-        """Return the tokens of a text; None if nothing tokenizes it now, so that it is decided without them."""
+        """Return the tokens of a text; None if it cannot be tokenized now; then the decision does without tokens."""
         began = perf_counter()
         try:
             return await self._tokenizer.tokens(text)
@@ -248,7 +248,7 @@ class Decisions:
 
 
 def _check_usage(request: ReleaseRequest) -> None:
-    """Raise InvalidBody if usage and times cannot be those of one request that has ended."""
+    """Raise InvalidBody if usage and times cannot be those of one finished request."""
     names = ("cached_tokens", "prompt_tokens", "completion_tokens", "tpot_ms")
     name = next(candidate for candidate in names if getattr(request, candidate) is not None)
     if request.reservations is not None or request.part != "all" or request.outcome != "ok":

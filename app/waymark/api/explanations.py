@@ -29,7 +29,7 @@ from waymark.store.steps import Steps
 from waymark.store.store import Store
 
 BLOCKS_MAX = 16_384
-"""The longest prompt that is explained: 262,144 tokens in blocks of 16. Every row of its blocks is read."""
+"""The longest explained prompt: 262,144 tokens in blocks of 16. Every row of its blocks is read."""
 
 #: Instances in an explanation beside an answer.
 _TOP = 20

@@ -69,7 +69,7 @@ _REMEDY = "name one group in group"
 
 BlockKey = Annotated[str, Field(pattern="^[0-9a-fA-F]{16}$")]
 CHAIN_MAX = 131_072
-"""The most blocks of a prompt whose rows are named: a command for every 32 of them."""
+"""The most blocks of a prompt whose rows are named: a command for every 32 blocks."""
 
 
 class InspectGroupsRequest(RequestBody):

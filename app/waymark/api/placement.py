@@ -42,7 +42,7 @@ _TOKENS, _TOKENS_MAX = 100_000, 10_000_000
 _PREFIXES_MAX = 1024
 
 Rank = tuple[str, int]
-"""An instance and a rank of it."""
+"""An instance and one of its ranks."""
 
 
 class _ValuedGroup(NamedTuple):
@@ -92,7 +92,7 @@ class PlacementView:
         )
 
     async def _groups(self, body: Body) -> list[_ValuedGroup]:
-        """Return the groups that the request is about, each with the engines that are registered now."""
+        """Return the groups that the request is about, each with its registered engines."""
         model, tenant_id = body.path.get("model") or None, body.path.get("tenant") or None
         engines: dict[int, dict[str, list[Claim]]] = defaultdict(dict)
         for claim in await self._store.directory.claims():
@@ -260,7 +260,7 @@ class _Warming:
     async def _pull(
         self, prefix: PrefixUse, chain: Sequence[int], first: int, held: Mapping[Rank, int]
     ) -> WarmPrefix | None:
-        """Return where the blocks from ``first`` on are; None if no other engine has any of them."""
+        """Return where the blocks from ``first`` on are; None if no other engine has one."""
         sources = {name: claims[0].registration.target for name, claims in self._group.engines.items()}
         ranks = [rank for rank, blocks in held.items() if blocks > first and rank[0] != self._instance_id]
         if not ranks:

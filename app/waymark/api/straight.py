@@ -69,7 +69,7 @@ class StraightOperation(Operation):
         return self._straight.steps(decode(body, body_format, long_list=self._long_list))
 
     def steps_without_redis(self, body: bytes, body_format: Format) -> Steps[Answer] | None:
-        """Return the work on a body for which Redis is unavailable; None if nothing can be done."""
+        """Return the work on a body for which Redis is unavailable; None if there is no way out."""
         if self._without_redis is None:
             return None
         decoded = decode(body, body_format, long_list=self._long_list)
@@ -142,7 +142,7 @@ class _Request:
             self._fail(error)
 
     def _leave(self, *, is_unavailable: bool | None) -> None:
-        """Give the place back, if that has not been done."""
+        """Give the place back, if it is not back yet."""
         if self._has_place:
             self._has_place = False
             self._operation.admission.leave(is_unavailable=is_unavailable)

@@ -379,7 +379,7 @@ class Bounding:
         self._resolver.generations.now = int(1000 * time.time())
 
     async def check(self, *, at_once: bool = False) -> None:
-        """End the generations that are too old or beyond the bound on blocks. Raises Fenced.
+        """End the generations too old or beyond the bound on blocks. Raises Fenced.
 
         With a bound on blocks, write the block counts and read the cut of the group (see ``store.entries``) every
         0.4 s, or now if ``at_once``.

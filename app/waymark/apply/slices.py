@@ -20,7 +20,7 @@ SLICE_SECONDS = 0.003
 class LoopTurns:
     """The order in which the streams of an event loop compute: one slice, or one large read, in each iteration.
 
-    So whoever else uses the loop waits for one of them, however many streams have long work.
+    So other users of the loop wait for one slice, however many streams have long work.
     """
 
     _of_loops: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, LoopTurns]] = WeakKeyDictionary()

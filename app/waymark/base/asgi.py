@@ -1,7 +1,7 @@
 """The two ways in which the server calls an application: ASGI, and beside it the straight way.
 
 A server may be given a table of straight questions, whose answers follow from the body of a request and from reads. A
-usual request for one of them needs neither a task nor an ASGI message: the application gets it in the loop turn in
+usual request for such a question needs neither a task nor an ASGI message: the application gets it in the loop turn in
 which its last byte arrives, and writes the answer in the turn in which Redis replies. A usual request is a POST to that
 very path, with a body of a declared length, on a connection without another waiting request. Each other request is
 passed to the ASGI application, and gets the same answer.

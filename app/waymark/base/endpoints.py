@@ -16,7 +16,7 @@ from waymark.base.shown import shown
 
 
 class AllowedEndpoints:
-    """Globs or CIDRs; every place is allowed if there are none.
+    """Globs or CIDRs; without an entry every place is allowed.
 
     A CIDR (``10.0.0.0/8``, or a bare address) contains literal addresses. A host name is not looked up and is in no
     CIDR. A glob with a scheme (``tcp://*.engines.svc:5557``, ``http://10.0.0.*``, ``ipc:///run/engines/*``) must match

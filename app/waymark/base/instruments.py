@@ -90,7 +90,7 @@ class Labelled(Generic[Series]):
         self._function: Callable[[], Mapping[tuple[str, ...], float]] | None = None
 
     def labels(self, **values: object) -> Series:
-        """Return the series of these values. Raise ``ValueError`` if the names are not exactly the metric's labels."""
+        """Return the series of the values. Raise ``ValueError`` if the names are not exactly the metric's labels."""
         if tuple(values) == self._names:  # mostly so, and the values are text
             known_series = self.series.get(tuple(values.values()))  # type: ignore[arg-type]
             if known_series is not None:
@@ -116,7 +116,7 @@ class Labelled(Generic[Series]):
         self.series.clear()
 
     def remove(self, **values: object) -> None:
-        """Forget the series of these values, if it exists."""
+        """Forget the series of the values, if it exists."""
         self.series.pop(tuple(str(values[name]) for name in self._names), None)
 
     def set_function(self, function: Callable[[], Mapping[tuple[str, ...], float]]) -> None:

@@ -32,7 +32,7 @@ _PLAIN = re.compile(r"[\w.:/+*@-]+")
 
 
 def fields(**values: object) -> dict[str, dict[str, object]]:
-    """Return the argument of ``extra=``; any name may be used, none can clash with logging's own."""
+    """Return the argument of ``extra=``; any name may be used; it cannot clash with logging's own."""
     return {"fields": values}
 
 

@@ -42,7 +42,7 @@ OTHER_MODELS, NO_MODEL = "other", "none"
 
 @table
 class Metrics:
-    """The metrics of one process; all of them start at zero.
+    """The metrics of one process. They all start at zero.
 
     ``role`` is the process's command, ``is_native`` whether its C is in use, ``models_max`` the number of models with a
     label of their own.

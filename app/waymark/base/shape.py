@@ -34,7 +34,7 @@ class AnswerShape:
 
 
 def quick(shape: type[S], /, **values: Any) -> S:
-    """Return a shape with exactly these fields, for answers with thousands of them: the constructor of a frozen class
+    """Return a shape with exactly these fields, for answers with thousands of shapes: the constructor of a frozen class
     takes four times as long.
     """
     answer = shape.__new__(shape)

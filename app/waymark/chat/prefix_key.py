@@ -29,7 +29,7 @@ def prefix_key(
     if anchor:
         return _digest(model, b"S", anchor, prefix_bytes)
     first: str | None = None
-    for message in messages:  # one pass: a stranger's request may have a quarter of a million of them
+    for message in messages:  # one pass: a stranger's request may have a quarter of a million
         role = message.get("role") if isinstance(message, dict) else None
         if role == "system":
             anchor = text_of(message.get("content"))

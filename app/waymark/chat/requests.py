@@ -54,7 +54,7 @@ class Truncation(NamedTuple):
 
 
 def truncation_of(fields: Mapping[str, Any]) -> Truncation | None:
-    """Return the truncation in a body; None if there is none, or it cannot be read."""
+    """Return the truncation in a body; None if it is missing, or cannot be read."""
     keep, side = fields.get("truncate_prompt_tokens"), fields.get("truncation_side")
     if type(keep) is not int or keep < -1:
         return None

@@ -361,7 +361,7 @@ def _wanted_port(is_usual: bool) -> int:
 
 
 def _free_port(wanted: int) -> int | None:
-    """Return a port that nobody has, for 0 any; None if somebody has the wanted one."""
+    """Return a free port, for 0 any; None if the wanted port is taken."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -99,7 +99,7 @@ class Selection:
 
     @property
     def note(self) -> str | None:
-        """Why the target may not answer, or why no cache was looked at, in words; None if there is nothing to say."""
+        """Why the target may not answer, or why no cache was looked at, in words; None if all is well."""
         if self.is_degraded:
             return DEGRADED
         return WITHOUT_TOKENS if self.reason in (Decision.PREFIX, Decision.LOAD) else None

@@ -40,7 +40,7 @@ class _Bound(threading.local):
     until: float | None = None
 
     def left(self, timeout: float | None) -> float | None:
-        """Return the seconds that one step may take. Raise ``httpx.ReadTimeout`` if none are left."""
+        """Return the seconds that one step may take. Raise ``httpx.ReadTimeout`` if no time is left."""
         if self.until is None:
             return timeout
         left = self.until - time.monotonic()

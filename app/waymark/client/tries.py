@@ -77,7 +77,7 @@ _LEFT_SECONDS_MIN = 0.001
 
 #: What the TLS of this side says of an answer in plain HTTP; newer versions of OpenSSL use the second word.
 _PLAIN_HTTP = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
-#: The most of a foreign error that is shown; one may contain everything that a server has sent.
+#: The shown characters of a foreign error, which may contain everything that a server has sent.
 _FOREIGN_MAX = 200
 
 

@@ -18,7 +18,7 @@ from waymark.domain.names import DEFAULT_TENANT
 #: How wide a picture is at most.
 _CELLS_MAX = 32
 _ENGINES_MAX = 1000
-#: The character of a block: the first letter of its fastest medium, or one of these.
+#: The character of a block: the first letter of its fastest medium, or one of the characters below.
 _NOWHERE, _IN_PART, _OTHER, _POOL = ".", "+", "o", "P"
 _LETTERS = {medium: medium[0] for medium in IN_EVERY_ANSWER}
 _STYLES = dict(zip(_LETTERS.values(), ("green", "yellow", "blue"), strict=True))

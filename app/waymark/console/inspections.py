@@ -237,7 +237,7 @@ def status_of(service: RemoteService, arguments: argparse.Namespace) -> StatusAn
 
 
 def drains_of(service: RemoteService, answer: StatusAnswer) -> dict[tuple[str, str, str, int], str]:
-    """Return ``draining`` or ``drained`` of the streams with weight 0; none without a Waymark that knows loads."""
+    """Return ``draining`` or ``drained`` of the streams with weight 0; empty without a Waymark that knows loads."""
     if isinstance(service, LocalService) or all(stream.weight or stream.is_further for stream in answer.publishers):
         return {}
     rows = service.get("/workers")["publishers"]

@@ -27,7 +27,7 @@ def prompt_of(service: RemoteService, arguments: argparse.Namespace) -> tuple[di
 
 
 def group_of(service: RemoteService, model: str | None, tenant: str | None) -> dict[str, Any]:
-    """Return the model, or without one the only one that is registered, and the tenant."""
+    """Return the model, or without one the only registered one, and the tenant."""
     if model is not None:
         return {"model": model, "tenant_id": tenant}
     services = service.get("/services")["services"]

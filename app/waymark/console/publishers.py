@@ -22,7 +22,7 @@ from waymark.console.service import RemoteService
 from waymark.contract.publishers import RepairAnswer
 from waymark.domain.status import StreamStatus
 
-#: A stream of these has something wrong, even if nothing says what.
+#: A stream with such a status has a problem, even if it has no complaint.
 _BAD = frozenset({StreamStatus.DEGRADED, StreamStatus.UNREACHABLE, StreamStatus.LOST, StreamStatus.FAILED})
 #: An engine with such a status does not get requests.
 UNUSABLE = (StreamStatus.UNREACHABLE, StreamStatus.LOST, StreamStatus.FAILED)
@@ -84,7 +84,7 @@ def drains(publishers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def not_used(publishers: Sequence[Mapping[str, Any]], tenant: str, model: str) -> dict[str, str]:
     """Return the engines of a model that get no requests, and why: ``unreachable``, ``drained`` and the like; and how
-    many ranks, if it is not all of them.
+    many ranks, if not all.
     """
     words: dict[str, list[str]] = {}
     for publisher, drain in zip(publishers, drains(publishers), strict=True):

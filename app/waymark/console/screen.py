@@ -133,7 +133,7 @@ def _drawn(part: ScreenPart, width: int) -> Iterator[RenderableType]:
 
 
 def _with_sentences(grid: Grid, at: int, width: int) -> Iterator[RenderableType]:
-    """Draw a table whose column ``at`` has sentences: beside the rows if there is room and none is that of several."""
+    """Draw a table whose column ``at`` has sentences: beside the rows if there is room and each is of one row."""
     rows_of: dict[str, list[tuple[Text, ...]]] = {}
     for row in grid.rows:
         if row[at].plain:

@@ -56,7 +56,7 @@ class RemoteService:
         return self._json(self.answer("GET", path))
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Post a body, without fields that are None, and return the JSON of the answer. Raise the errors of ``get``."""
+        """Post a body, without its null fields, and return the JSON of the answer. Raise the errors of ``get``."""
         return self._json(self.answer("POST", path, {name: value for name, value in body.items() if value is not None}))
 
     def get_for(self, shape: type[S], path: str) -> S:

@@ -39,7 +39,7 @@ _SOURCES, _SERVER, _MODELS, _METRICS = "/kv_event_sources", "/server_info", "/v1
 _VERSION = "/version"
 _PATHS = (_SOURCES, _SERVER, _MODELS, _METRICS, _VERSION)
 _NOT_ASKED = HttpReply(404, b"")
-#: The port on which Mooncake's master answers HTTP, if nothing else is said.
+#: The port on which Mooncake's master answers HTTP by default.
 _MASTER_PORT = 9003
 _CACHE_CONFIG = "vllm:cache_config_info"
 _VLLM_METRIC = re.compile(rb"^vllm:", re.MULTILINE)
@@ -95,7 +95,7 @@ class Describer:
         self._seconds = seconds
 
     async def describe(self, url: str, kind: EngineKind | None = None) -> Description:
-        """Describe the engine at ``url``, as an engine of ``kind`` if that is known.
+        """Describe the engine at ``url``, as an engine of ``kind`` if the kind is known.
 
         Raise RemoteUnavailable if the engine does not answer, and InvalidValue on ``url`` if another server does.
         """
@@ -112,7 +112,7 @@ class Describer:
     async def _replies(self, base: str, kind: EngineKind | None) -> Mapping[str, HttpReply | Unanswered]:
         """Return what the engine answers by path, one after the other over one connection.
 
-        Paths that would tell nothing beyond the earlier answers are not asked.
+        A path is asked only if it can tell more than the earlier answers.
         """
         replies: dict[str, HttpReply | Unanswered] = dict.fromkeys(_PATHS, _NOT_ASKED)
 

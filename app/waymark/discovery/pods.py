@@ -20,7 +20,7 @@ from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX, Role
 T = TypeVar("T")
 WantedKey: TypeAlias = tuple[Origin, str | None, str | None]
 
-#: The engines that are looked at in one turn of the loop, which takes a few milliseconds.
+#: The engines of one turn of the loop, which takes a few milliseconds.
 _TURN_ENGINES = 256
 
 
@@ -97,7 +97,7 @@ class PodPorts:
     api: int
     events: int
     replay: int
-    """The replay port; 0 if there is none."""
+    """The replay port; 0 if the pod has no such port."""
 
 
 def pod_of(item: Any) -> Pod | None:

@@ -174,7 +174,7 @@ class Reconciler:
         return left
 
     async def _ask(self, known_engine: _KnownEngine, there: _EarlierRegistrations, ready: deque[_Ready]) -> None:
-        """Append the registrations of an engine to ``ready``, unless there are none now."""
+        """Append the registrations of an engine to ``ready``, if it has any now."""
         with self._noting_failure(known_engine):
             registrations = await self._registrations(known_engine.wanted)
             there.check(registrations)

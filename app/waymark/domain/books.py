@@ -47,7 +47,7 @@ class Promise(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What an engine says of a request that has ended; None for what it does not say."""
+    """What an engine says of a finished request; None for what it does not say."""
 
     cached_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -70,7 +70,7 @@ def more_cached(cached_tokens: int | None, prompt_tokens: int | None) -> str | N
 
 
 class Drift(NamedTuple):
-    """A target that delivers less than is expected of it."""
+    """A target that delivers less than expected."""
 
     share: float
     """The share of what was expected that did not come, up to 1."""
@@ -165,7 +165,7 @@ class UsageReader:
 
     @property
     def usage(self) -> Usage:
-        """What was read so far. An answer without a count of reused tokens does not mean that there are none."""
+        """What was read so far. An answer without a count of reused tokens does not mean that no token was reused."""
         counts = self._found
         prompt = counts.get(b"prompt_tokens", counts.get(b"input_tokens"))
         cache_read = counts.get(b"cache_read_input_tokens")

@@ -42,7 +42,7 @@ def blocks_of(event: Stored | StoredWindow, block_size: int) -> int:
 
 
 def split(event: Stored, block_size: int) -> Iterator[Stored]:
-    """Split a store of chunks into stores of blocks, one after the other, none of them too long for a slice of work."""
+    """Split a store of chunks into stores of blocks, one after the other, each short enough for a slice of work."""
     blocks, width = blocks_of(event, block_size), 4 * event.block_size
     at_once = max(1, _PIECE_BLOCKS // blocks)
     parent = event.parent

@@ -33,7 +33,7 @@ class EngineKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """The properties of every publisher of one kind. The defaults suit a new kind that is not well known yet."""
+    """The properties of every publisher of one kind. The defaults suit a new and little known kind."""
 
     dialect: str
     """The module of ``waymark.engines`` that reads its events."""

@@ -37,7 +37,7 @@ class Envelope:
     """The event's ``additional_salt``, if it has one; it replaces that of the registration."""
 
 
-# A field that several kinds of events have is explained at the first of them.
+# A field that several kinds of events have is explained at the first kind.
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ def namespace(adapter: Adapter, salts: Sequence[str]) -> int:
 
 
 def derived_hash(engine_hash: int, number: int) -> int:
-    """Make an engine hash for a block to which the engine gives none: ``number`` blocks before a named one."""
+    """Make an engine hash for a block without one: ``number`` blocks before a named one."""
     return xxh3_64_intdigest(_PAIR(engine_hash, number))
 
 

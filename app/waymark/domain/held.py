@@ -147,7 +147,7 @@ class HeldBlocks:
             del self._ranks[held.dp_rank], self._gone[held.dp_rank]
 
     def release(self) -> Slices[None]:
-        """Free the tables of the holders that have ended: all of a large one at once would hold up other streams."""
+        """Free the tables of the ended holders: all of a large one at once would hold up other streams."""
         while self._ended:
             held = self._ended.pop()
             while held.copies.several:

@@ -15,7 +15,7 @@ KEY_BYTES = 8
 
 
 def pack(seq_hashes: Iterable[int], namespace: int = 0) -> bytes:
-    """Pack seq_hashes as keys; an array of them costs next to no time."""
+    """Pack seq_hashes as keys; an array costs next to no time."""
     numbers = array("Q", seq_hashes)
     if sys.byteorder == "little":
         numbers.byteswap()

@@ -53,7 +53,7 @@ TakenBlocks: TypeAlias = tuple[Place, int, bytes, bytes]
 
 
 class Places(Protocol):
-    """The places of a stream, each of them once."""
+    """The places of a stream, each once."""
 
     def __len__(self) -> int: ...
 
@@ -66,7 +66,7 @@ class KnownBlocks(Protocol):
     With ``has_keys`` blocks are found by their key, too: then one of the engine hashes of a block is its first.
 
     ``extend``, ``take`` and ``run`` may raise an exception after some blocks have changed, and ``store`` a MemoryError;
-    no part names these blocks. The caller then drops all tables of these ``Places``, and the parts. After any other
+    no part names these blocks. The caller then drops all tables of the ``Places``, and the parts. After any other
     exception the table is as before.
     """
 
@@ -94,7 +94,7 @@ class KnownBlocks(Protocol):
     def store(
         self, place: Place, namespace: int, keys: Sequence[int], depths: Sequence[int], engine_hashes: Sequence[int], /
     ) -> None:
-        """Store blocks at one place. An engine hash that is already here moves to its new block."""
+        """Store blocks at one place. An engine hash already here moves to its new block."""
 
     def name(self, engine_hash: int, key: int, /) -> None:
         """Add an engine hash to a block. Raise ``KeyError`` if there is no block with this key."""
@@ -130,7 +130,7 @@ class KnownBlocks(Protocol):
         former: tuple[KnownBlocks, ...],
         /,
     ) -> list[NewBlocks] | None:
-        """Hash a plain store and add its blocks: all of them are new, and continue a block of the same namespace that
+        """Hash a plain store and add its blocks: all are new, and continue a block of the same namespace that
         is here, at a place that is not ``full``; or they begin at the root. Their hashes leave ``former``.
 
         Return None, without a change, if the store is not plain or this implementation has no short way for it.
@@ -139,9 +139,9 @@ class KnownBlocks(Protocol):
     def take(
         self, engine_hashes: Sequence[int], former: tuple[KnownBlocks, ...], several: Mapping[int, object], /
     ) -> list[TakenBlocks] | None:
-        """Apply a plain removal: move each of these engine hashes to the first of ``former``.
+        """Apply a plain removal: move each of its engine hashes to the first of ``former``.
 
-        All of them must be here, each once, and their keys must not be among ``several``.
+        All must be here, each once, and their keys must not be among ``several``.
 
         Return None as ``extend`` does.
         """

@@ -20,7 +20,7 @@ from waymark.domain.table import POOL, HolderPlace, Presence, View
 
 
 class Walk:
-    """A walk along a chain, as long as some instance has every block of it, on any medium and rank."""
+    """A walk along a chain, as long as some instance has every block, on any medium and rank."""
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -210,7 +210,7 @@ class TargetRow(NamedTuple):
     device: int = 0
     host: int = 0
     shared: int = 0
-    """Blocks in a pool that are not on the target's own device or host."""
+    """Blocks in a pool but not on the target's own device or host."""
     disk: int = 0
 
     @property
@@ -219,7 +219,7 @@ class TargetRow(NamedTuple):
 
 
 def target_rows(walk: Walk, asked: int = 0) -> dict[tuple[str, int], TargetRow]:
-    """What each registered rank has, by instance and rank; one that has nothing is left out.
+    """What each registered rank has, by instance and rank; a rank without blocks is left out.
 
     The best place is the first of device, host, shared, disk. What is held by a rank that is not registered by itself
     counts for the first registered rank of its instance: a router can pick nothing smaller. ``asked`` are the blocks
@@ -268,7 +268,7 @@ def walk_with_pool(walk: Walk, bitmap: int) -> Walk:
 
 
 def pool_bitmap(walk: Walk, asked: int = 0) -> int:
-    """Which blocks a pool has, up to the first block that nobody has: bit i is block i. ``asked`` as of target_rows."""
+    """The blocks of a pool, up to the first block without a holder: bit i is block i. ``asked`` as of target_rows."""
     end = _prefix(asked | (1 << walk.blocks) - 1)
     return (walk.coverage.in_pool | asked) & (1 << end) - 1
 

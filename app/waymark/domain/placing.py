@@ -5,7 +5,7 @@ addressed at its present place; a new one goes to its parent's place, to a new b
 of its own at the head of a piece.
 
 ``PlainPlacer`` gives the blocks of a whole plain event, or of many, their places in one step of ``KnownBlocks``. A step
-that does not fit the holder's blocks changes nothing; the caller then stores or removes block by block with ``Placer``.
+that does not fit the holder's blocks has no effect; the caller then stores or removes block by block with ``Placer``.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class AppliedMarks:
 
     def __init__(self, shards: int) -> None:
         self.marks: dict[tuple[int, int], tuple[int, int]] = {}
-        """The seq and the position of the last part, by holder and shard. Empty once all of them are behind."""
+        """The seq and the position of the last part, by holder and shard. Empty once all parts are behind."""
         self._shards = shards
 
     def restore(self, marks: Mapping[tuple[int, int], tuple[int, int]]) -> None:
@@ -265,7 +265,7 @@ class Placer:
             self.aliased += 1
             self._leave(parts, holder, position, engine_hash, mode)
         if same_block is not None and copies_of.is_crowded(engine_hash, spot.key):
-            # It counts as removed at once: its children find their parent, and its removal changes nothing.
+            # It counts as removed at once: its children find their parent, and its removal has no effect.
             self.crowded += 1
             memory.mark_gone(holder, engine_hash, same_block)
             return same_block
@@ -324,7 +324,7 @@ class Placer:
         mode: Mode,
         copies_left: int | None = None,
     ) -> bool:
-        """Remove the block of a hash, or one copy of it. Return False if the holder does not have it.
+        """Remove the block of a hash, or one of its copies. Return False if the holder does not have it.
 
         ``copies_left`` is the engine's own count of the remaining copies, if it gives one.
         """

@@ -191,7 +191,7 @@ class Planner:
         staying: set[HolderName],
         names: set[HolderName],
     ) -> None:
-        """Learn the facts of one event, and name its holder if there is none yet.
+        """Learn the facts of one event, and name its holder if it has no name yet.
 
         If the event stands for several similar ones, ``hashes`` is the number of hashes of all.
         """
@@ -307,7 +307,7 @@ class Planner:
     def _skip_reason_of_size(self, event: Stored | StoredReference) -> str | None:
         """Why a store of another block size is skipped; None for a chunk.
 
-        LMCache puts all KV-cache groups into one chunk, so its chunks belong to none.
+        LMCache puts all KV-cache groups into one chunk, so its chunks belong to no single group.
         """
         size = self._registration.block_size
         if isinstance(event, Stored) and chunks.blocks_of(event, size) > 1:

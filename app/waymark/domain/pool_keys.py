@@ -126,7 +126,7 @@ def sglang_forms(model: str, parts: int, tag: str = "") -> tuple[str, ...]:
     """Return the forms of SGLang's keys: newer releases put the model before them, and ``extra_backend_tag`` before it.
 
     ``parts`` is the number of objects that make up a page: one with latent attention, else keys and values of each
-    rank. If nobody has said it (0), one of the two objects of the first rank is enough.
+    rank. If it is unknown (0), one of the two objects of the first rank is enough.
     """
     names = ["_".join(filter(None, (tag, model.replace("/", "-")))), tag]
     starts = [name and f"{name}_" for name in names if _TEXT.fullmatch(name or "x") and not set(",{}") & set(name)]

@@ -63,7 +63,7 @@ class Change(StrEnum):
     WARM = "warm"
     """The prefix is in storage, and nowhere else."""
     DEMOTE = "demote"
-    """An entry on the device moves to storage. A prefix without an entry on the device gets none."""
+    """An entry on the device moves to storage. A prefix without an entry on the device stays without one."""
     REMOVE = "remove"
     """The prefix is nowhere."""
     FORGET_HOT = "forget_hot"

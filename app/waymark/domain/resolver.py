@@ -85,7 +85,7 @@ class PlainRuns:
             holders += state.holders_of(planner.name(batch, removal))
         else:
             may_remove = False
-        # Each kind has one holder without another generation, which might already have a block of it.
+        # Each kind has one holder without another generation, which might already have such a block.
         if not (may_store or may_remove) or len(holders) != may_store + may_remove or len(set(holders)) > 1:
             return None
         holder = holders[0]
@@ -135,7 +135,7 @@ class PlainRuns:
 __all__ = ["EXTRA_KEYS", "UNTRUSTED", "Plan", "Resolver"]
 
 _REPORTED_ELSEWHERE = (StoredReference, StoredObject)
-"""A pool's events that name blocks only by hashes of the engines in front of it."""
+"""A pool's events that name blocks only by hashes of the engines in front."""
 
 
 class Resolver(StreamBlocks):
@@ -225,7 +225,7 @@ class Resolver(StreamBlocks):
                     late.append((j, event))
                     continue
                 if isinstance(event, Removed) and event.group is None and event.envelope is None:
-                    # Its engine names no groups in removals of main attention; nothing is left of the block.
+                    # Its engine names no groups in removals of main attention; the whole block is gone.
                     late += [(j, replace(event, group=group)) for group in sorted(windows)]
             if self._slice.is_full(EVENT_WORK if isinstance(event, Cleared) else EVENT_WORK + len(event.engine_hashes)):
                 yield

@@ -1,6 +1,6 @@
 """Rows: the values in which the index keeps blocks, up to 32 consecutive blocks of a chain in one.
 
-A **piece** is the blocks of one chain at depths 32k to 32k+31, its **head** the first of them. All chains that share a
+A **piece** is the blocks of one chain at depths 32k to 32k+31, its **head** the first block. All chains that share a
 head share the **row** at the head's key. A row has up to 64 **slots**, one for each block, and then the holders with a
 bitmap each: bit s stands for slot s. The first slot belongs to the block that names the value, whether or not somebody
 has it. A block that finds no slot in its row begins a **branch row**, and the row is **marked** then. A block of
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
 
 def parse_field(field: bytes) -> Place:
-    """Return the place that a field of an engine hash names. Raise ``ValueError`` if it names none."""
+    """Return the place that a field of an engine hash names. Raise ``ValueError`` for any other field."""
     match = _FIELD.fullmatch(field)
     if match is None:
         raise ValueError("the field names no row: <head>, <head>:<key> or <key>:s")
@@ -131,7 +131,7 @@ def format_row(row: Row) -> bytes:
 
 
 def slots_of(block_keys: Iterable[int], depth: int, piece_blocks: int = PIECE_BLOCKS) -> bytes:
-    """Return the slots of consecutive blocks, the first of them at ``depth``."""
+    """Return the slots of consecutive blocks, the first block at ``depth``."""
     return b"".join(
         b"%016x%c" % (key, DEPTHS[depth_in_piece % piece_blocks])
         for depth_in_piece, key in enumerate(block_keys, depth % piece_blocks)

@@ -1,6 +1,6 @@
 """Work in slices: a generator that stops after each slice, so that its caller decides when to continue.
 
-A publisher decides how much work one batch is. An event loop that did all of it at once would be blocked meanwhile.
+A publisher decides how much work one batch is. An event loop that did all the work at once would be blocked meanwhile.
 """
 
 from __future__ import annotations

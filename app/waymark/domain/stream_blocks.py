@@ -149,7 +149,7 @@ class StreamBlocks:
         return max((holder, *self.placer.others.get(holder, ())))
 
     def holder_with(self, holders: Sequence[int], engine_hash: int) -> int | None:
-        """Return which of these holders has a block under this hash."""
+        """Return the first of the holders with a block under this hash."""
         return next((holder for holder in holders if self.memory.held(holder, engine_hash) is not None), None)
 
     def spots_of(self, dp_rank: int, hashes: Collection[int]) -> dict[int, Spot]:
@@ -248,7 +248,7 @@ class StreamBlocks:
     def recover_reported(self, parts: Parts, waited: int) -> None:
         """Count the new blocks of a batch that reports known ones again as recovered ones.
 
-        ``waited`` of them had waited here, and were not missing.
+        ``waited`` blocks had waited here, and were not missing.
         """
         stored = [part for part in parts if part.kind == "+"]
         if any(part.is_known for part in stored):

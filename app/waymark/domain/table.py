@@ -55,7 +55,7 @@ class Presence:
     ids: frozenset[bytes]
     """The ids that count, as the value writes them."""
     instances: frozenset[int]
-    """The instances of these holders, as indexes into ``View.instances``."""
+    """The instances of the holders, as indexes into ``View.instances``."""
     has_pool: bool
     newest: int
     """The largest holder id in the value."""

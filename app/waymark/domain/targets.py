@@ -65,7 +65,7 @@ class Target:
     query_endpoint: str | None = None
     """The HTTP address of the master of its pool, which decisions ask if the pool sends no events."""
     query_parts: int = 0
-    """The number of objects of the pool that make up a block; 0: nobody has said it."""
+    """The number of objects of the pool that make up a block; 0 if it is unknown."""
     query_keys: tuple[str, ...] = ()
     """The forms of the keys of its blocks there; empty: those of SGLang."""
     kv_source: str | None = None

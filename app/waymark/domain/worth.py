@@ -16,7 +16,7 @@ from waymark.domain.table import HolderTable
 
 
 class CacheWorth(NamedTuple):
-    """What an engine holds, in tokens; a token that several ranks or media of it have counts once."""
+    """What an engine holds, in tokens; a token that several of its ranks or media have counts once."""
 
     tokens: int = 0
     only: int = 0

@@ -50,7 +50,7 @@ PART_HASHES: Final = 2048
 
 
 def hashes_of(event: Any, names: Mapping[str, tuple[str, ...]]) -> list[Any] | array[int]:
-    """Return the unread hashes of an event; empty if it has none."""
+    """Return the unread hashes of an event, if it has any."""
     if isinstance(event, dict):
         value = event.get("seq_hashes" if "event_type" in event else "block_hashes")
     elif isinstance(event, list) and len(event) > 1 and isinstance(event[0], str) and event[0] in names:
@@ -168,7 +168,7 @@ class Decoder:
     def short(self, payload: bytes, plain: PlainBatch | None) -> Batch:
         """Return the batch in a payload of at most ``SHORT_BYTES``, decoded at once because all its parts are short.
 
-        ``plain`` is what ``plain`` has read of it; it has other events, too.
+        ``plain`` has the events that ``plain`` has read; the batch has other events, too.
         """
         events = self._events()
         try:
@@ -331,7 +331,7 @@ def plain_batch(plain: PlainBatch) -> Batch:
 
 
 def _rank(value: Any, ignored: Counter[str]) -> int | None:
-    """Return the rank of a batch; another value is none, and counted in ``ignored``."""
+    """Return the rank of a batch; any other value is counted in ``ignored``."""
     if value is None or is_u32(value):
         return value
     ignored[Ignored.BAD_RANK.value] += 1

@@ -1,6 +1,6 @@
 """Reads the events of Continuum's stream: ``cache_created`` and others, with an opaque ``prefix_hash``.
 
-The stream's ``event:`` field names the event; if the stream has none, the field ``event`` of the JSON does.
+The stream's ``event:`` field names the event; without that field, the field ``event`` of the JSON does.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class GaugesParser:
 def gauges_of(ranks: Mapping[int | None, Gauges], dp_rank: int) -> Gauges | None:
     """Return the gauges of a rank.
 
-    If the engine names only one rank, or none, its gauges count for every registered rank.
+    If the engine names at most one rank, its gauges count for every registered rank.
     """
     if dp_rank in ranks:
         return ranks[dp_rank]

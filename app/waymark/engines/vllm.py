@@ -159,7 +159,7 @@ def _with_skipped(named: Mapping[Any, Any], skipped: Any, tokens: bytes, keys: A
 
     The engine computes all of the physical block before it announces the unit, so it has these, too. None if a salt or
     an image went into the hashes, because the unit of each is not known, or if the fields are not valid: then the unit
-    is read as if it had none.
+    is read as if they were missing.
     """
     for keys_of_blocks in (keys, named.get("skipped_extra_keys")):
         if keys_of_blocks is not None and not (

@@ -151,7 +151,7 @@ class BodyBytes:
         self._gauge.set(self._held)
 
     def arriving(self, give_up: Callable[[], None]) -> ArrivingBody:
-        """Return a body that has not begun to arrive; ``give_up`` is called when it has to give way."""
+        """Return a body before its first bytes; ``give_up`` is called when it has to give way."""
         body = ArrivingBody(self, give_up)
         self._arriving.add(body)
         return body

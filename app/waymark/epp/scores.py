@@ -2,7 +2,7 @@
 
 ``indexer.v1.IndexerService/GetPodScores`` of llm-d-kv-cache counts the blocks of the prompt's prefix that a pod has: 1
 for a block on the device, 0.8 below it. ``kv_indexer.v1.KVIndexer/MatchExternalKvPrefix`` of SGLang's router counts
-blocks by the hashes that its engines name in their events. Engines that have nothing are left out, as they are there.
+blocks by the hashes that its engines name in their events. Engines without blocks are left out, as in that router.
 """
 
 from __future__ import annotations

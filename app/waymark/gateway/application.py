@@ -365,7 +365,7 @@ async def served_models(
 ) -> list[tuple[str, str | None]]:
     """Models, aliases and adapters, each with the model that an adapter belongs to. Raises StoreUnavailable.
 
-    ``aliases`` are those of the gateway; one whose model is not served is none.
+    ``aliases`` are those of the gateway; one whose model is not served does not count.
     """
     names: dict[str, str | None] = {}
     for registration in await directory.registrations():

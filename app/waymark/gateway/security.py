@@ -61,7 +61,7 @@ class GatewayCaller:
 
 
 class ApiKeys:
-    """The keys of clients, from a setting and from a file that is read again when it changes."""
+    """The keys of clients, from a setting and from a file, which is read again when it changes."""
 
     def __init__(self, entries: Iterable[str], path: Path | None = None, tenant_header: str | None = None) -> None:
         """Read the keys. Raise SettingsError if an entry, or the file, cannot be used."""
@@ -214,7 +214,7 @@ class Origins:
         self._allowed = frozenset(origin.rstrip("/").encode() for origin in allowed)
 
     def headers(self, request_headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        """The headers of an answer to a request with these headers; none where its page may not read it."""
+        """The headers of an answer to a request with these headers; empty if its page may not read it."""
         origin = request_headers.get(b"origin")
         if origin is None or not self._allowed & {origin, b"*"}:
             return []

@@ -53,7 +53,7 @@ def is_without_v1(path: str) -> bool:
 
 
 def unknown_path(path: str) -> RequestRejected:
-    """The rejection of a path that is none; it says so if the ``base_url`` of a client is wrong."""
+    """The rejection of an unknown path; it says so if the ``base_url`` of a client is wrong."""
     if is_without_v1(path):
         sentence = f"there is no path {path}: the base_url of this client must end in /v1"
     elif path.startswith("/v1/v1/") and path.endswith(("/messages", "/messages/count_tokens")):
@@ -139,7 +139,7 @@ def unknown_alias(alias: str, model: str) -> RequestRejected:
 
 
 def body_of(rejected: RequestRejected, api: Form | None) -> bytes:
-    """Return the body of a rejected request in the shape of its API; in that of OpenAI if the path has none."""
+    """Return the body of a rejected request in the shape of its API; OpenAI's if the path has no API."""
     return orjson.dumps(_error(rejected, api))
 
 
@@ -180,7 +180,7 @@ def _untold(status: int, body: bytes, engine: str, path: str) -> str:
 
 
 def event_of(rejected: RequestRejected, api: Form | None) -> bytes:
-    """Return a rejected request as an event, for a stream that has begun."""
+    """Return a rejected request as an event, for a stream under way."""
     if api is Form.RESPONSES:
         fields = {"type": "error", "code": rejected.code, "message": rejected.sentence, "param": None}
         return b"event: error\ndata: " + orjson.dumps(fields) + b"\n\n"
@@ -236,7 +236,7 @@ def with_model(body: InferenceBody, original: bytes, model: str, content_type: b
 
 
 def _model_part(body: bytes, content_type: bytes) -> slice | None:
-    """The place of the field ``model`` in a form (RFC 7578); None if it has none."""
+    """The place of the field ``model`` in a form (RFC 7578); None if it is missing."""
     header = Message()
     header["content-type"] = content_type.decode("latin-1")
     boundary = header.get_param("boundary")

@@ -64,7 +64,7 @@ def freeze_heap() -> None:
 
 
 def open_port(settings: Settings, *, has_api: bool) -> list[socket.socket]:
-    """Open the sockets that a process listens on; a worker without a port has none. Raise ``PortUnavailable`` if a port
+    """Open the sockets that a process listens on; a worker may have no port. Raise ``PortUnavailable`` if a port
     is taken.
     """
     port = settings.port if has_api else settings.ingest_port

@@ -196,7 +196,7 @@ class RequestReader:
 # Heads of requests: the rules of RFC 9112 that ``httptools`` does not check, and the parts of a request target.
 
 
-#: A target consisting only of unreserved characters and slashes, so that decoding changes nothing.
+#: A target consisting only of unreserved characters and slashes, so that it is the same when decoded.
 _IS_PLAIN_PATH = re.compile(rb"(?:/[A-Za-z0-9_.-]+)+").fullmatch
 #: RFC 9112, 3.2: uri-host and port, both of which may be empty.
 _IS_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|(?:[A-Za-z0-9._~!$&'()*+;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?").fullmatch

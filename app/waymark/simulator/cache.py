@@ -193,7 +193,7 @@ class PrefixCache:
         return self._bring(blocks, self._kept(hits, len(tokens)))
 
     def fill(self, prefix: Prefix) -> list[WireEvent]:
-        """Bring a prefix onto the GPU that was copied from another engine; nothing is computed, and no hit is counted.
+        """Bring a prefix onto the GPU that was copied from another engine, without a computation or a hit.
 
         Return the events in the order of their reports.
         """
@@ -207,7 +207,7 @@ class PrefixCache:
         return None if block is None else _prefix(block)
 
     def _hits(self, blocks: Sequence[Block]) -> int:
-        """Return how many of these blocks from the first one on are on the GPU."""
+        """Return how many blocks, from the first one on, are on the GPU."""
         gpu = self._media[GPU]
         return next((index for index, block in enumerate(blocks) if block.key not in gpu), len(blocks))
 

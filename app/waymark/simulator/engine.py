@@ -58,7 +58,7 @@ class SimulatedEngine:
         return await self._publish(events, rank) if events else None
 
     async def fill(self, prefix: Prefix, rank: int = 0) -> int | None:
-        """Take over a prefix from another engine. Return the seq of its batch, or None if nothing was new."""
+        """Take over a prefix from another engine. Return the seq of its batch, or None if no block was new."""
         events = self.caches[rank].fill(prefix)
         return await self._publish(events, rank) if events else None
 

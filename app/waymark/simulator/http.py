@@ -121,7 +121,7 @@ class Messages:
         yield numbered({"type": f"response.{status}", "response": _response(body, answer, status, [item])})
 
     def _status(self, answer: Completion) -> str:
-        """Return the ``status`` of a response that has ended."""
+        """Return the ``status`` of a finished response."""
         return "incomplete" if self._openai.is_cut(answer) else "completed"
 
 

@@ -2,7 +2,7 @@
 
 A promise is a part of its reservation. The script that ends the reservation adds the promise and the usage of the
 engine to the sums, in the same step. So a request counts once, however often its end is reported, and whichever replica
-hears of it. Nothing of a prompt is kept but numbers of tokens.
+gets the report. Of a prompt only numbers of tokens are kept.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Books:
         self._client = client
 
     async def lines(self, groups: Sequence[int], since_minute: int) -> AsyncIterator[Line]:
-        """Yield the lines of these groups, of ``since_minute`` and later, hour by hour.
+        """Yield the lines of the groups, of ``since_minute`` and later, hour by hour.
 
-        A day of a group has up to 400,000 of them, so the loop gets turns between them. A line that cannot be read is
+        A day of a group has up to 400,000 lines, so the loop gets turns between them. A line that cannot be read is
         left out.
         """
         last = int(time.time() // 3600) + 1  # the clock of another replica may be ahead

@@ -22,7 +22,7 @@ KeySource: TypeAlias = Callable[[int], bytes]
 
 
 class PackedKeys:
-    """The keys of a prompt that are all computed, a piece at a time."""
+    """The computed keys of a prompt, a piece at a time."""
 
     def __init__(self, keys: bytes) -> None:
         self._keys = keys

@@ -2,7 +2,7 @@
 
 Entries from a hash to its block exist only in groups with a pool, because the events of a pool name blocks by the
 hashes of the engines, and in groups that a client asks about by these hashes. They are in ten Redis hashes. When the
-newest of these is full, the oldest is deleted.
+newest is full, the oldest is deleted.
 
 From a block to its hash, the entries of the holder are read.
 """
@@ -60,7 +60,7 @@ class AskedGroups:
         changes = [(str(group_id).encode(), f"{now:.0f}".encode()) for group_id in group_ids]
         changes += [(name, b"") for name, asked in asked_at.items() if not self._is_recent(asked, now)]
         for name, value in changes:
-            # If another process has noted the same meanwhile, nothing is lost.
+            # If another process has noted the same meanwhile, no hash is lost.
             await self._scripts.keep_catalog(
                 catalog=self._key,
                 worker=name.decode(),
@@ -171,7 +171,7 @@ class HeldHashes:
     async def read(
         self, entry: GroupEntry, blocks: Sequence[int], first: int, holders: Sequence[int]
     ) -> list[HeldBlock]:
-        """Read the hashes of ``blocks`` from index ``first`` on, up to a block that none of the holders has in its row.
+        """Read the hashes of ``blocks`` from index ``first`` on, up to a block that no holder has in its row.
 
         ``blocks`` are the keys of a prompt from its beginning, and ``holders`` are in order of preference. It takes two
         round trips.
@@ -210,7 +210,7 @@ class HeldHashes:
 
 
 def _entry(value: bytes | None) -> HolderEntry | None:
-    """Return the entry in a value; None if there is none, or if it cannot be read."""
+    """Return the entry in a value; None if it is missing, or cannot be read."""
     try:
         return None if value is None else parse_entry(value)
     except ValueError:

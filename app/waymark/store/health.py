@@ -216,7 +216,7 @@ def _number(info: Mapping[str, Any], name: str) -> int:
 
 
 def _version(text: str) -> tuple[int, int] | None:
-    """Return the first two numbers of a version, or None if the text has none, as with some servers other than
+    """Return the first two numbers of a version, or None if the text has no number, as with some servers other than
     Redis.
     """
     parts = text.split(".")

@@ -1,7 +1,7 @@
 """Puts the publishers and blocks of a file into this Redis, one publisher after the other.
 
 The blocks of a publisher get holders hidden from readers, as those of a snapshot, and take their place in
-one step when all are there. So no answer counts a part of them. A second import goes on where one was cut: it
+one step when all are there. So no answer counts only a part. A second import goes on where one was cut: it
 replaces what that one has registered.
 
 An import acts as a worker with the lease: the stream has the watermark and the digest of the file afterwards,

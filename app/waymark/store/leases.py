@@ -199,7 +199,7 @@ class Leases:
             counter_above = counter
 
     async def last_worker(self, claim: Claim) -> str | None:
-        """Return the worker that has the stream, or stopped without releasing it."""
+        """Return the worker with the stream, or the one that stopped without releasing it."""
         worker = await self._client.hget(keys.record(claim.group_id, claim.publisher), "worker")
         return lenient_text(worker) if worker else None
 

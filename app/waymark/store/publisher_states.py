@@ -46,7 +46,7 @@ class PublisherState:
 
     @property
     def known(self) -> float | None:
-        """The publisher's blocks in the index, divided by the sum of these and its missing blocks of this life.
+        """The publisher's blocks in the index, divided by the sum of them and its missing blocks of this life.
 
         None if the publisher has no blocks.
         """
@@ -114,7 +114,7 @@ class PublisherStates:
         ]
 
     async def drifts(self, claims: Sequence[Claim]) -> list[Drift | None]:
-        """The drift of each target that delivers less than is expected of it."""
+        """The drift of each target that delivers less than expected."""
         now = 1000 * time.time()
         values = await self._client.several(
             [("HGET", keys.load(claim.group_id), DRIFT + b"%d" % claim.publisher) for claim in claims], is_lenient=True

@@ -3,7 +3,7 @@
 A replica caches two things between queries, the id of each group and the group's holder table with its version nonce.
 Every query checks both against Redis, and the replies replace outdated entries.
 
-``QueryReader`` reads within the deadline, counts, and takes the group's block size if the body has none.
+``QueryReader`` reads within the deadline, counts, and takes the group's block size by default.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class StreamRecord:
     counters: Mapping[str, int]
     status: StreamStatus
     change: str
-    """The nonce of the last change of holders under the present token; '' if there was none."""
+    """The nonce of the last change of holders under the present token; '' before the first change."""
     last_event_id: str = ""
     """For an event stream over HTTP: the ``id`` of the last event that was applied."""
     has_staged: bool = False
@@ -320,7 +320,7 @@ class Records:
     ) -> bool:
         """End all live holders, and replace them by the staged ones in ``begin``. Return False if fenced.
 
-        The record then has this watermark, or none, and these flags, and loses those of the old life.
+        The record then has this watermark, if any, and these flags, and loses those of the old life.
         """
         moved = sorted(grant.moved_shards)
         shards: list[Arg] = [word for shard in moved for word in (shard, grant.calls[shard])]

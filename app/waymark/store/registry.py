@@ -1,4 +1,4 @@
-"""Registers, changes and unregisters publishers, so that a crash between two steps leaves nothing behind.
+"""Registers, changes and unregisters publishers, so that a crash between two steps leaves no trace.
 
 - ``register`` writes the claim into ``wm:publishers`` first, then the publisher's record and its row in the table.
 - ``unregister`` marks the claim as leaving, ends the publisher, and deletes the claim last.

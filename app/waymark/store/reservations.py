@@ -132,7 +132,7 @@ class Load(NamedTuple):
 
 #: The fields of failed targets begin with this.
 HEALTH = b"health:"
-#: The fields of targets that deliver less than is expected of them begin with this.
+#: The fields of targets that deliver less than expected begin with this.
 DRIFT = b"drift:"
 
 

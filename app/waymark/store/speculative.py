@@ -86,7 +86,7 @@ class PromptHistories:
         self._scripts = scripts
 
     async def note(self, group_id: int, publisher: int, block_keys: Sequence[int], *, capacity: int) -> None:
-        """Note that a prompt with these blocks goes to a target, which may have ``capacity`` of them."""
+        """Note that a prompt with these blocks goes to a target, which may have ``capacity`` blocks."""
         names = [f"{key:016x}" for key in block_keys]
         for start in reversed(range(0, len(names), _NOTED_PER_CALL)):
             await self._scripts.note_history(

@@ -75,7 +75,7 @@ class Within:
         self._run.go_on(self._steps.send, None)
 
     def cancel(self) -> None:
-        """End the steps; nobody waits for their result."""
+        """End the steps; their result is not needed any more."""
         run = self._run
         self._end()
         if run is not None:

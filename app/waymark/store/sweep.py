@@ -1,7 +1,7 @@
 """Sweeping: removes a dead holder from its rows in small steps, and ends publishers without a claim.
 
 No query waits for a sweep: readers ignore a holder from the end of its life. A step is one bounded call, so it delays a
-reader by little. A crash between two steps loses nothing, because the id stays in ``dead`` until every shard is done.
+reader by little. A crash between two steps loses no holder, because the id stays in ``dead`` until every shard is done.
 Each step checks whether the id is still in ``dead``. If it is not, another worker has swept the holder, or Redis has
 come back empty, and the sweep is complete.
 

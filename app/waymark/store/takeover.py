@@ -51,7 +51,7 @@ class Takeover:
         return counted
 
     async def reported(self, grant: Grant, holders: Sequence[int]) -> AsyncIterator[list[ReportedBlock]]:
-        """Yield the blocks of these holders in portions, each with its engine hash. Raise StoreUnavailable if Redis is
+        """Yield the blocks of the holders in portions, each with its engine hash. Raise StoreUnavailable if Redis is
         unavailable.
 
         Blocks removed during the call may be missing, and blocks stored during it may be included.
@@ -115,7 +115,7 @@ class Takeover:
     async def _fill_rows(
         self, grant: Grant, shard: int, holder: int, entries: list[tuple[Place, HolderEntry]], memory: HeldBlocks
     ) -> list[_StoredBlock]:
-        """Remember the blocks of these entries. Return those whose engine hash another block has already.
+        """Remember the blocks of the entries. Return those whose engine hash another block has already.
 
         If an entry names no engine hash for a block, the seq_hash is used. The field with the copies of the block may
         replace it later.

@@ -1,7 +1,7 @@
 """Valuations: a walk over all rows of a group finds the worth of the cache of each engine.
 
-A worker walks, at the pace of the sweep, if somebody has asked about the group within the last hour; so nobody pays for
-a result that nobody reads. One walk at a time holds ``wm:{g}:valuing``, and its result is kept in ``wm:{g}:worth`` for
+A worker walks, at the pace of the sweep, if somebody has asked about the group within the last hour; so no unread
+result costs work. One walk at a time holds ``wm:{g}:valuing``, and its result is kept in ``wm:{g}:worth`` for
 a while. A request reads that result and never walks itself.
 
 The walk reads each row once, whichever number of holders have it, because it remembers the names of the rows that it
@@ -37,7 +37,7 @@ from waymark.store.takeover import parse_row
 
 #: Rows that one walk remembers, about 7 MB. 65,536 whole rows are two million blocks.
 ROWS_MAX = 65_536
-#: Rows read in one step, and the most blocks of them.
+#: Rows read in one step, and the most blocks in the rows.
 _STEP_ROWS = 64
 STEP_BLOCKS = _STEP_ROWS * ROW_SLOTS
 _SCAN_FIELDS = 512
@@ -125,7 +125,7 @@ class Valuations:
         await self._hold(entry, nonce, pause, _encoded(valuation), pause + seconds + _KEEP_SECONDS)
 
     async def _prompts(self, entry: GroupEntry) -> tuple[Prompts, int]:
-        """Return the beginnings of the prompts in the newest kept decisions, and the number of these decisions."""
+        """Return the beginnings of the prompts in the newest kept decisions, and how many decisions those are."""
         since_ms = int(1000 * (time.time() - _USED_SECONDS))
         reading = await self._kept.read(entry.group_id, since_ms=since_ms, decisions_max=_DECISIONS_MAX)
         prompts, count = Prompts(), 0
@@ -179,7 +179,7 @@ class Valuations:
                 for start in range(0, len(several), _STEP_ROWS):
                     yield several[start : start + _STEP_ROWS]
                 if not names and not is_over:
-                    yield []  # so that the caller pauses, too, if a scan finds nothing new
+                    yield []  # so that the caller pauses, too, if a scan finds no new key
 
     def _row_name(self, engine: str, field: bytes) -> bytes | None:
         """Return the name of the row that a field of an engine hash names; None for other fields."""
@@ -207,7 +207,7 @@ class Valuations:
 
 
 def sample(entries: int, rows_max: int) -> tuple[str, float]:
-    """Return a pattern of names that so many of ``entries`` match, and the share of them; all match an empty one.
+    """Return a pattern of names that so many of ``entries`` match, and their share; all match an empty one.
 
     Names begin with a hash in hex digits.
     """

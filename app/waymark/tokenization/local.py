@@ -273,7 +273,7 @@ class LocalTokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._pool, decoded)
 
     async def close(self) -> None:
-        """Close nothing: no resource is open."""
+        """Do no work: no resource is open."""
 
     async def _rendered(self, prompt: ChatPrompt) -> Pieces:
         try:

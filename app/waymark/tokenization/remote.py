@@ -125,7 +125,7 @@ class RemoteTokenizer:
             try:
                 return pack_tokens(ids)
             except OverflowError:
-                pass  # an id that is not a u32
+                pass  # an id above or below the range of a u32
         raise self._unusable(f"its answer has no list of {name}")
 
     def _rendered(self, answer: Any) -> TokenizedPrompt:

@@ -168,7 +168,7 @@ class EngineTokenizer:
         return await self._first(lambda engine: engine.text(ids))
 
     async def close(self) -> None:
-        """Close nothing: the connections belong to their creator."""
+        """Do no work: the connections belong to their creator."""
 
     async def _first(self, work: Callable[[RemoteTokenizer], Awaitable[T]]) -> T:
         model = self._group.model_name

@@ -233,6 +233,6 @@ def _load(candidate: Candidate, tokens: int, blocks: int) -> DynamoLoad:
 
 
 def _workers(scored: Sequence[Scored]) -> list[Candidate]:
-    """Return the candidates that are workers, by their ids: those of equal scores come in any order."""
+    """Return the workers among the candidates, by their ids: those of equal scores come in any order."""
     candidates = (candidate.candidate for candidate in scored if is_worker_id(candidate.candidate.instance_id))
     return sorted(candidates, key=lambda item: (int(item.instance_id), item.dp_rank))

@@ -58,7 +58,7 @@ CONTAINERS_MAX = 2**18
 
 
 CACHE_BYTES_MAX = 2**20
-"""The size of the cache: some hundred texts. A router has a few of them, and to parse another costs microseconds."""
+"""The size of the cache: some hundred texts. A router has a few, and to parse another costs microseconds."""
 
 #: Longer texts hardly come twice.
 _TEXT_BYTES_MAX = 4096
@@ -141,7 +141,7 @@ class Body(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LongList:
-    """The field of a body that makes up most of it, and may be read without the parser."""
+    """The field that makes up most of a body, and may be read without the parser."""
 
     spellings: tuple[str, ...]
     is_hashes: bool

@@ -70,7 +70,7 @@ class RedisClient:
         self, redis: Redis | Cluster, url: str, variable: str = "WAYMARK_REDIS_URL", reads: ReadPool | None = None
     ) -> None:
         """Create a client. ``reads`` is the read connection to a server; a Cluster has its own, and the embedded Redis
-        has none.
+        needs no connection.
         """
         self._redis = redis
         self.reads = reads
@@ -320,7 +320,7 @@ class RedisClient:
         return self.reads.scripts.connection
 
     def place(self, key: bytes) -> object:
-        """Return an object that identifies the server that has ``key``, as far as it is known."""
+        """Return an object that identifies the server of ``key``, as far as it is known."""
         return self._redis.place(key) if isinstance(self._redis, Cluster) else None
 
     async def publish(self, channel: str, message: str) -> None:

@@ -240,8 +240,8 @@ class Cluster:
             raise
 
     def connection(self, key: bytes) -> ReadConnection | None:
-        """Return the open read connection to the node of ``key``, or None if there is none, or the node may be another
-        one.
+        """Return the open read connection to the node of ``key``, or None if it is closed, or the node may be
+        another one.
         """
         slot = key_slot(key)
         if not (self._map.is_usable() and self._map.has(slot)):
