@@ -48,17 +48,27 @@ async def test_the_loop_has_its_turn_as_often_as_the_clock_says(seconds: float) 
 async def test_what_was_known_of_a_life_is_freed_in_slices_at_its_end(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    applier, freed = await applier_of(stream), 0
+    """Whoever renews the lease, which lasts for some seconds, has a turn after each slice."""
+    monkeypatch.setattr("waymark.apply.slices.SLICE_SECONDS", 0.0)
+    applier, turn, freed_in = await applier_of(stream), 0, list[int]()
+
+    async def others() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
 
     def release(memory: HeldBlocks) -> Slices[None]:
-        nonlocal freed
         assert memory is applier.resolver.memory
-        yield
-        freed += 1
+        for _ in range(5):
+            freed_in.append(turn)
+            yield
 
     monkeypatch.setattr(HeldBlocks, "release", release)
+    beside = asyncio.create_task(others())
     await applier.new_life()
-    assert freed == 1
+    beside.cancel()
+    assert len(set(freed_in)) == 5
 
 
 async def test_streams_with_long_work_take_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

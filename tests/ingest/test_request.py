@@ -16,7 +16,7 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, Bench
 from tests.ingest.endless import EMPTY, LONGEST, PART_MAX, ROUTER, publishing, publishing_at
 from tests.patience import patient, within
-from waymark.ingest import record_snapshot, request, snapshot
+from waymark.ingest import record_snapshot, request, snapshot, unfinished
 from waymark.ingest.replay import Replay
 from waymark.ingest.request import EndlessMessage, PublisherRequest
 from waymark.ingest.sockets import ZmqContext
@@ -99,3 +99,17 @@ async def test_a_stream_whose_replay_has_no_end_goes_on(bench: Bench) -> None:
 
         await wait_until(is_asked_again, "it is asked again", PATIENCE_SECONDS)
         await pod.has_status("degraded")
+
+
+async def test_one_answer_without_an_end_after_the_other_does_not_fill_the_memory(
+    context: ZmqContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What libzmq frees of one is given back before the next has as much."""
+    monkeypatch.setattr(request, "MEMORY_BYTES_MAX", 2**26)
+    begun, left = unfinished.process_memory(), list[int]()
+    async with publishing(then=EMPTY, ready=ROUTER) as endpoint, within(60):
+        for _ in range(4):
+            with pytest.raises(EndlessMessage):
+                await replayed(context, endpoint)
+            left.append(unfinished.process_memory() - begun)
+    assert max(left) < 2**26, left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -12,6 +13,7 @@ from waymark.domain.known import Spot
 from waymark.domain.rows import Place
 from waymark.store import keys
 from waymark.store.hashes import FIND_HASHES, GENERATIONS, ReportedBlock
+from waymark.store.scripts import Outcome, Scripts
 from waymark.store.store import Store
 
 
@@ -26,6 +28,23 @@ async def test_what_was_kept_is_found(store: Store, stream: Stream) -> None:
     found = await found_hashes(store, 1, [each.engine_hash for each in blocks] + [99_999])
     assert found == {each.engine_hash: each.spot for each in blocks}
     assert await store.hashes.find(2, [1]) == {}
+
+
+async def test_many_are_kept_in_calls_that_are_short(
+    store: Store, stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two of them the lease of a stream is renewed, and queries have their turn."""
+    sent: list[int] = []
+    call = Scripts.keep_hashes
+
+    async def counting(scripts: Scripts, **given: Any) -> Outcome:
+        sent.append(len(given["entry"]) // 2)
+        return await call(scripts, **given)
+
+    monkeypatch.setattr(Scripts, "keep_hashes", counting)
+    await store.hashes.keep(stream.grant, [block(i) for i in range(1, 2001)], 1_000_000)
+    assert sum(sent) == 2000
+    assert max(sent) <= 512
 
 
 async def test_the_oldest_go_when_there_are_too_many(redis: Redis, store: Store, stream: Stream) -> None:

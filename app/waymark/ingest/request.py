@@ -7,6 +7,7 @@ only sign that the publisher is absent.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from types import TracebackType
 from typing import Self
@@ -19,8 +20,12 @@ from waymark.ingest.unfinished import (
     MEMORY_BYTES_MAX,
     UNFINISHED_BYTES_MIN,
     UnfinishedMessage,
+    give_back_memory,
     process_memory,
 )
+
+_GIVE_BACK_TRIES = 20
+"""How often the memory of a message without an end is given back, after a look each: libzmq frees it by and by."""
 
 
 class EndlessMessage(OSError):
@@ -43,6 +48,7 @@ class PublisherRequest:
         self._payload = payload
         self._part_max = part_max
         self._message_max = message_max
+        self._is_ended = False
 
     def __enter__(self) -> Self:
         """Send the request. Raises InvalidValue if libzmq cannot read the endpoint, OSError if no socket is free."""
@@ -58,7 +64,8 @@ class PublisherRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._link.close()
+        if not self._is_ended:
+            self._link.close()
 
     async def readable(self, seconds: float) -> None:
         """Wait until there may be a message, or ``seconds`` have passed, or for a moment: the caller looks again.
@@ -71,5 +78,17 @@ class PublisherRequest:
         is_large = self._message.bytes > UNFINISHED_BYTES_MIN
         has_grown = self._message.growth > self._message_max + MEMORY_BYTES_MAX
         if (self._message.bytes > self._message_max or (is_large and has_grown)) and self._message.is_hidden:
+            await self._end()
             raise EndlessMessage(f"a message of {self._endpoint} is longer than {self._message_max} bytes")
         await readable(self.socket, min(seconds, LOOK_SECONDS))
+
+    async def _end(self) -> None:
+        """Close the connection, and give back what its message had: the next request could have as much once more."""
+        self._is_ended = True
+        memory = process_memory()
+        self._link.close()
+        for _ in range(_GIVE_BACK_TRIES):
+            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.to_thread(give_back_memory)
+            if 2 * (memory - process_memory()) >= self._message.growth:
+                break
