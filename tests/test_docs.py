@@ -9,7 +9,8 @@ from tests.deploy.chart import PAGE_TABLE, WRITE, between
 from tests.live import start
 from tests.settings_table import markdown_table
 from tools.conformance import differences
-from waymark.base.settings import FORMER
+from waymark.base.settings import FORMER, Settings
+from waymark.store.hot import _HOLDERS_MIN as HOLDERS_MIN
 
 ROOT = Path(__file__).parents[1]
 
@@ -166,3 +167,30 @@ async def test_the_requests_of_the_runbooks_are_understood_as_they_stand(redis_u
             assert given is not None, f"{path} needs a body of a kind that is named"
             answer = await client.post(path, content=given[1], headers={name: header})
             assert answer.status_code in (200, 404), answer.text
+
+
+#: What shows each row of the table that says how old an answer may be.
+AGES = {
+    "`POST /events`, `/register`": "api/test_own_writes::test_events_are_in_the_next_answer",
+    "the same, answered by another": "store/test_row_reader::test_only_rows_that_eight_holders_share_may_be_old",
+    "blocks of an event stream": "store/test_chain::test_no_row_is_used_longer_than_it_may_be_kept",
+    "an engine that was unregistered": "store/test_row_reader::test_hot_rows_are_not_asked_for_again_and_ended_holders",
+    "an engine that is gone": "ingest/test_stream::test_a_publisher_that_is_away_for_too_long_is_lost",
+    "any of these, with": "e2e/test_read_replica::test_what_is_written_to_the_primary_is_answered_from_the_replica",
+}
+
+
+def test_each_row_of_the_ages_of_answers_has_a_test_and_names_what_is_true() -> None:
+    page = (ROOT / "docs" / "protocol.md").read_text()
+    table = page.partition("### How old an answer may be\n")[2].partition("\n###")[0]
+    rows = [line.strip("| ") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert [next((words for words in AGES if row.startswith(words)), row) for row in rows] == list(AGES)
+    for place in AGES.values():
+        file, _, name = place.partition("::")
+        assert f"def {name}" in (ROOT / "tests" / f"{file}.py").read_text()
+    named = set(re.findall(r"`WAYMARK_([A-Z_]+)`", table))
+    assert named == {"HOT_BLOCK_MS", "PUBLISHER_TIMEOUT", "REDIS_READ_URL"}
+    assert named <= {name.upper() for name in Settings.model_fields}
+    assert f"`WAYMARK_HOT_BLOCK_MS` ({Settings().hot_block_ms} ms)" in table
+    assert "eight or more" in table
+    assert HOLDERS_MIN == 8

@@ -149,6 +149,20 @@ def test_settings_that_contradict_each_other_are_refused(environ: dict[str, str]
         Settings.from_env(environ)
 
 
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        ({}, "memory"),
+        ({"REDIS_URL": "redis://one"}, "redis"),
+        ({"ANSWERS_REDIS_URL": "redis://two"}, "redis"),
+        ({"REDIS_URL": "redis://one", "RESPONSES": "memory"}, "memory"),
+        ({"REDIS_URL": "redis://one", "RESPONSES": "off"}, "off"),
+    ],
+)
+def test_responses_are_kept_where_other_gateways_find_them(environ: dict[str, str], place: str) -> None:
+    assert Settings.from_env({f"WAYMARK_{name}": value for name, value in environ.items()}).responses_place == place
+
+
 def test_nothing_secret_is_shown() -> None:
     url = "redis://user:hunter2@cache:6379/0?sentinel_password=hunter2&db=1"
     settings = Settings.from_env({"WAYMARK_REDIS_URL": url, "WAYMARK_API_TOKEN": "hunter2"})

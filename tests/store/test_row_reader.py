@@ -170,6 +170,15 @@ async def test_hot_rows_are_not_asked_for_again_and_ended_holders_vanish_at_once
     assert longest(await read(reader, CHAIN)) == {"pod-1": 0}
 
 
+@pytest.mark.parametrize("holders", [7, 8])
+async def test_only_rows_that_eight_holders_share_may_be_old(client: RedisClient, stream: Stream, holders: int) -> None:
+    ids = await stream.begin(*(f"{rank} GPU" for rank in range(holders)))
+    await put(stream, whole(CHAIN, *ids))
+    hot = HotRows(60.0, 1 << 20, Metrics())
+    await read(reader_of(client, hot), CHAIN)
+    assert bool(len(hot)) == (holders == 8)
+
+
 async def test_another_redis_never_gives_another_tenants_row(redis: Redis, client: RedisClient) -> None:
     """It came back empty, and the groups were registered in another order: ids have changed places."""
     store_reader = reader_of(client, HotRows(60.0, 1 << 20))
