@@ -150,11 +150,13 @@ async def test_any_openai_server_is_behind_a_gateway_by_its_url(start: Start, st
     running = await start(0)
     other, older = await start_engine(), await start_engine()
     other.answers = {"/v1/models": vllm_models("llama3.2", "qwen3"), PATH: {"object": "chat.completion", "of": "other"}}
-    older.is_vllm()
+    older.is_vllm(block_size=32)
     del older.answers["/kv_event_sources"]
     older.answers[PATH] = {"object": "chat.completion", "of": "older"}
     async with given(running, other, older, engine_keys="127.0.0.1=sk-of-it="):
         assert (other.authorization, older.authorization) == ("Bearer sk-of-it=", "Bearer sk-of-it=")
+        found = {each.model_name: each.block_size for each in await running.store.directory.registrations()}
+        assert found == {"llama3.2": 16, "qwen3": 16, "llama": 32}, "a vLLM is known by its metrics, which say its size"
         for model, of in (("llama3.2", "other"), ("qwen3", "other"), ("llama", "older"), ("llama-alias", "older")):
             await until_answered(running, model, 200)
             assert (await running.post(chat("a") | {"model": model})).json()["of"] == of
