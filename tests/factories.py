@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from waymark.base.shape import parse, plain
+from waymark.contract.publishers import Publisher, WorkersAnswer
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import (
     Batch,
@@ -60,6 +62,26 @@ def registration(kind: EngineKind = EngineKind.VLLM, **fields: Any) -> Registrat
         "sequence": "publisher",
     }
     return Registration(**(told | fields))
+
+
+def publisher_row(instance_id: str = "a", **values: Any) -> Publisher:
+    """A publisher of ``/workers`` in which all is well, unless told otherwise."""
+    absent = ("endpoint", "address", "metrics_url", "watermark", "lag_seconds", "known", "last_error", "worker")
+    told: dict[str, Any] = dict.fromkeys(absent) | {
+        **{"instance_id": instance_id, "tenant_id": "default", "dp_rank": 0, "model_name": "m", "type": "vLLM"},
+        **{"block_size": BLOCK_SIZE, "scope": "instance", "role": "both", "weight": 1.0, "labels": {}},
+        **{"adapters": [], "aliases": [], "source": "client", "status": "active", "gaps": 0, "restarts": 0},
+        **{"unsalted_events": 0, "blocks": {}, "load": {"requests": 0, "tokens": 0}, "prefixes": {}, "replay": False},
+        **{"copies": {"rule": "count", "why": "its type counts"}, "counters": {}},
+    }
+    return parse(Publisher, told | values)
+
+
+def workers_answer(*publishers: Publisher, **values: Any) -> WorkersAnswer:
+    """An answer of ``/workers`` with these publishers, and one ingest worker."""
+    worker = {"id": "worker-1", "streams": 3, "streams_max": None}
+    told: dict[str, Any] = {"workers": [worker], "unreadable": [], "discovery": None}
+    return parse(WorkersAnswer, told | {"publishers": plain(publishers)} | values)
 
 
 def stored(hashes: Sequence[int], blocks: str = "", **fields: Any) -> Any:

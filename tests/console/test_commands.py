@@ -18,6 +18,7 @@ from typing import Any, ClassVar, cast
 import pytest
 
 from tests.conftest import wait_until
+from tests.factories import publisher_row, workers_answer
 from tests.listening import listening, port_of
 from tests.live import Live, start
 from tests.patience import within
@@ -25,12 +26,15 @@ from tests.ports import unused_port
 from waymark import cli
 from waymark.base.errors import ServiceUnreachable
 from waymark.base.settings import Settings
+from waymark.base.shape import parse
 from waymark.cli import remote
 from waymark.console import ask, books, events, policies, select
 from waymark.console.publishers import not_used
 from waymark.console.screen import Grid
 from waymark.console.service import RemoteService
-from waymark.contract.results import ComparedPolicy, DecisionsMade, PoliciesAnswer
+from waymark.contract.inspections import HolderRuns
+from waymark.contract.publishers import Publisher, WorkersAnswer
+from waymark.contract.results import BookOfTarget, ComparedPolicy, DecisionsMade, PoliciesAnswer
 from waymark.domain.hashing import extend, token_bytes
 
 pytestmark = pytest.mark.outside
@@ -106,8 +110,8 @@ async def test_ask_shows_how_much_each_engine_has(live: Live) -> None:
 
 
 def test_the_picture_shows_the_fastest_medium_holes_pools_and_what_is_drawn_together() -> None:
-    def holder(medium: str, *runs: tuple[int, int], not_counted: str | None = None) -> dict[str, Any]:
-        return {"dp_rank": 0, "medium": medium, "not_counted": not_counted, "runs": [list(run) for run in runs]}
+    def holder(medium: str, *runs: tuple[int, int], not_counted: str | None = None) -> HolderRuns:
+        return HolderRuns(dp_rank=0, medium=medium, not_counted=not_counted, runs=runs)
 
     holders = [
         holder("GPU", (0, 2)), holder("CPU", (1, 3)), holder("DISK", (3, 2)), holder("NPU", (6, 1)),
@@ -132,13 +136,13 @@ async def test_ask_and_inspect_mark_an_engine_that_gets_no_requests(live: Live) 
 
 
 def test_an_engine_of_several_ranks_says_how_many_are_not_used() -> None:
-    def rank(instance_id: str, status: str, weight: float = 1.0, requests: int = 0) -> dict[str, Any]:
-        of_all = {"tenant_id": "default", "model_name": "m", "scope": "instance", "load": {"requests": requests}}
-        return of_all | {"instance_id": instance_id, "status": status, "weight": weight}
+    def rank(instance_id: str, status: str, weight: float = 1.0, requests: int = 0, **values: Any) -> Publisher:
+        load = {"requests": requests, "tokens": 0}
+        return publisher_row(instance_id, status=status, weight=weight, load=load, **values)
 
     publishers = [
         *(rank("a", "active"), rank("a", "lost"), rank("b", "unreachable"), rank("b", "unreachable")),
-        *(rank("c", "active", 0.0, 2), rank("d", "active"), rank("e", "lost") | {"model_name": "other"}),
+        *(rank("c", "active", 0.0, 2), rank("d", "active"), rank("e", "lost", model_name="other")),
     ]
     assert not_used(publishers, "default", "m") == {"a": "lost (1 of 2 ranks)", "b": "unreachable", "c": "draining"}
 
@@ -540,13 +544,6 @@ async def test_a_further_socket_of_a_rank_is_no_drained_engine(live: Live) -> No
     assert (output.count(", drained"), output.count("weight 0")) == (2, 0)
 
 
-def test_ask_reads_an_answer_in_the_newer_form_alone() -> None:
-    row = {"longest_matched": 8, "gpu": 4, "dp": {"0": 4}, "cpu": 8, "disk": 8, "rank_matches": {}}
-    assert ask._rows({"instances": {"a": row}}, "t") == {"a": {"longest_matched": 8, "GPU": 4, "CPU": 8, "DISK": 8}}
-    assert ask._rows({"t": {"a": {"GPU": 1}}, "instances": {"a": row}}, "t") == {"a": {"GPU": 1}}
-    assert ask._rows({"instances": {}}, "t") == {}
-
-
 def test_an_interrupted_drain_says_so_where_waymark_does_not_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -566,9 +563,9 @@ def test_a_reservation_is_made_last_so_that_it_is_always_shown() -> None:
     class Answers:
         asked: ClassVar[list[str]] = []
 
-        def get(self, path: str) -> Any:
-            self.asked.append(path)
-            return {"publishers": []}
+        def workers(self) -> WorkersAnswer:
+            self.asked.append("/workers")
+            return workers_answer()
 
         def post(self, path: str, body: dict[str, Any]) -> Any:
             self.asked.append(path)
@@ -580,14 +577,13 @@ def test_a_reservation_is_made_last_so_that_it_is_always_shown() -> None:
     assert "/workers" in Answers.asked[:-1]
 
 
-def target(instance_id: str | None, earned: int, **fields: Any) -> dict[str, Any]:
-    named = {"tenant_id": "t", "model_name": "m", "instance_id": instance_id, "credit": 1.0}
-    return (
-        named
-        | dict.fromkeys(books.SUMMED, 0)
-        | {"requests": 1, "expected": 10, "delivered": 8, "earned": earned}
-        | fields
-    )
+def target(instance_id: str | None, earned: int, **fields: Any) -> BookOfTarget:
+    named = {"tenant_id": "t", "model_name": "m", "instance_id": instance_id, "dp_rank": 0, "credit": 1.0}
+    sums: dict[str, Any] = dict.fromkeys((*books.SUMMED, "prompt_tokens", "completion_tokens"), 0) | {
+        "chosen_by_medium": {}
+    }
+    sums |= {"ttft_ms": None, "requests": 1, "expected": 10, "delivered": 8, "earned": earned}
+    return parse(BookOfTarget, named | sums | fields)
 
 
 def test_books_are_added_up_by_engine_model_or_tenant() -> None:

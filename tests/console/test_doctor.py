@@ -11,27 +11,14 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from tests.factories import publisher_row, workers_answer
 from tests.ports import unused_port
 from waymark import __version__
 from waymark.base.errors import ServiceRefused
 from waymark.console.doctor import Finding, examine, parts
 from waymark.console.screen import Text
 from waymark.console.service import RemoteService
-
-
-def publisher(**values: Any) -> dict[str, Any]:
-    well = {
-        "instance_id": "a",
-        "dp_rank": 0,
-        "tenant_id": "default",
-        "scope": "instance",
-        "weight": 1.0,
-        "load": {"requests": 0},
-        "status": "active",
-        "complaint": None,
-        "endpoint": None,
-    }
-    return well | values
+from waymark.contract.publishers import WorkersAnswer
 
 
 class Answers:
@@ -42,14 +29,21 @@ class Answers:
     def __init__(self) -> None:
         self.ready = httpx.Response(200, json={"status": "ready", "warnings": []})
         self.health, self.clock, self.version = 200, 0.0, __version__
-        self.view: dict[str, Any] = {"workers": [{"streams": 3}], "publishers": [publisher()], "unreadable": []}
+        self.refusal: ServiceRefused | None = None
+        self.publishers = [publisher_row()]
+        self.view: dict[str, Any] = {}
 
     def answer(self, method: str, path: str) -> httpx.Response:
         date = formatdate(time.time() + self.clock, usegmt=True)
         return self.ready if path == "/ready" else httpx.Response(self.health, headers={"date": date})
 
     def get(self, path: str) -> Any:
-        return self.view if path == "/workers" else {"info": {"version": self.version}}
+        return {"info": {"version": self.version}}
+
+    def workers(self) -> WorkersAnswer:
+        if self.refusal is not None:
+            raise self.refusal
+        return workers_answer(*self.publishers, **self.view)
 
 
 @pytest.fixture
@@ -104,17 +98,8 @@ def test_clocks_that_differ(service: Answers, seconds: int, words: str) -> None:
     assert "run NTP" in only.sentence
 
 
-def test_what_is_registered_is_not_known_without_redis_and_the_other_checks_are_made(
-    service: Answers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ordinary = service.get
-
-    def get(path: str) -> Any:
-        if path == "/workers":
-            raise ServiceRefused("Redis does not answer (503)", 503)
-        return ordinary(path)
-
-    monkeypatch.setattr(service, "get", get)
+def test_what_is_registered_is_not_known_without_redis_and_the_other_checks_are_made(service: Answers) -> None:
+    service.refusal = ServiceRefused("Redis does not answer (503)", 503)
     service.ready = httpx.Response(503, json={"error": "Redis does not answer"})
     found_now = found(service, no_ports=False)
     assert [(each.verdict, each.what) for each in found_now if each.verdict != "ok"] == [
@@ -141,7 +126,7 @@ def test_another_version(service: Answers) -> None:
 def test_no_ingest_worker_and_a_record_that_cannot_be_read(service: Answers) -> None:
     service.view["workers"] = []
     assert "run 'waymark ingest'" in unwell(service).sentence
-    service.view |= {"workers": [{"streams": 1}], "unreadable": [{"key": "wm:p", "field": "1", "reason": "no JSON"}]}
+    service.view = {"unreadable": [{"kind": "publisher", "key": "wm:p", "field": "1", "reason": "no JSON"}]}
     assert unwell(service) == ("failed", "records in Redis", "wm:p 1 cannot be read: no JSON; register it again")
 
 
@@ -156,15 +141,15 @@ def test_no_ingest_worker_and_a_record_that_cannot_be_read(service: Answers) -> 
     ],
 )
 def test_an_engine_that_is_not_active(service: Answers, status: str, verdict: str) -> None:
-    service.view["publishers"] = [publisher(), publisher(instance_id="b", status=status, complaint="it is refused")]
+    service.publishers = [publisher_row(), publisher_row(instance_id="b", status=status, complaint="it is refused")]
     assert unwell(service) == (verdict, 'engine "b" rank 0', f"{status}: it is refused")
 
 
 def test_lines_do_not_contradict_each_other_and_the_last_one_counts_them(service: Answers) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         opens, closed = f"tcp://127.0.0.1:{server.getsockname()[1]}", f"tcp://127.0.0.1:{unused_port()}"
-        away = publisher(instance_id="b", status="unreachable", complaint="it is refused", endpoint=closed)
-        service.view["publishers"] = [publisher(endpoint=opens), away]
+        away = publisher_row(instance_id="b", status="unreachable", complaint="it is refused", endpoint=closed)
+        service.publishers = [publisher_row(endpoint=opens), away]
         findings = found(service, no_ports=False)
     lines = [each.plain for each in parts(findings) if isinstance(each, Text)]
     assert lines[-3:] == [
@@ -175,12 +160,12 @@ def test_lines_do_not_contradict_each_other_and_the_last_one_counts_them(service
 
 
 def test_an_engine_without_events_has_no_stream_that_could_be_unwell(service: Answers) -> None:
-    service.view["publishers"] = [publisher(), publisher(instance_id="b", status="no events", type="none")]
+    service.publishers = [publisher_row(), publisher_row(instance_id="b", status="no events", type="none")]
     assert all(each.verdict == "ok" for each in found(service))
 
 
 def test_no_engine(service: Answers) -> None:
-    service.view["publishers"] = []
+    service.publishers = []
     assert unwell(service).sentence == "none is registered; run 'waymark register URL' for each"
 
 
@@ -188,7 +173,7 @@ def test_no_engine(service: Answers) -> None:
 def test_a_port_that_cannot_be_opened(service: Answers) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         opens, closed = f"tcp://127.0.0.1:{server.getsockname()[1]}", f"tcp://127.0.0.1:{unused_port()}"
-        service.view["publishers"] = [publisher(endpoint=opens), publisher(instance_id="b", endpoint=closed)]
+        service.publishers = [publisher_row(endpoint=opens), publisher_row(instance_id="b", endpoint=closed)]
         only = unwell(service, no_ports=False)
     assert (only.verdict, only.what) == ("warning", 'port of "b" rank 0')
     assert only.sentence.startswith(f"{closed} cannot be opened from this machine: connection refused")

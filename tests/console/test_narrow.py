@@ -7,11 +7,13 @@ import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.conftest import wait_until
+from tests.factories import publisher_row
 from tests.live import start
 from tests.ports import unused_port
 from waymark import cli
@@ -21,19 +23,16 @@ from waymark.console import ask, books, progress, publishers, select
 from waymark.console.screen import Screen, ScreenPart
 from waymark.domain.hashing import extend, token_bytes
 
-PUBLISHER = {
-    "tenant_id": "default",
-    "model_name": "Qwen/Qwen3-0.6B",
-    "instance_id": "vllm-decode-0",
-    "dp_rank": 0,
-    "scope": "instance",
-    "status": "unreachable",
-    "lag_seconds": 71.2,
-    "blocks": {"GPU": 120_000, "CPU": 40_000},
-    "weight": 0.0,
-    "load": {"requests": 3},
-    "complaint": "no connection to tcp://10.0.0.7:5557: the connection was refused; is the engine running?",
-}
+PUBLISHER = publisher_row(
+    "vllm-decode-0",
+    model_name="Qwen/Qwen3-0.6B",
+    status="unreachable",
+    lag_seconds=71.2,
+    blocks={"GPU": 120_000, "CPU": 40_000},
+    weight=0.0,
+    load={"requests": 3, "tokens": 0},
+    complaint="no connection to tcp://10.0.0.7:5557: the connection was refused; is the engine running?",
+)
 LINE = dict.fromkeys(books.SUMMED, 1_234_567) | {
     "tenant_id": "default",
     "model_name": "Qwen/Qwen3-0.6B",
@@ -66,7 +65,7 @@ def drawn() -> dict[str, Sequence[ScreenPart]]:
     row |= {"not_used": ""}
     return {
         "publishers": publishers.parts(of_publishers | {"publishers": [PUBLISHER]}),
-        "books": books.parts({"total": LINE, "minutes": 60, "lines": [LINE]}),
+        "books": books.parts({"total": SimpleNamespace(**LINE), "minutes": 60, "lines": [LINE]}),
         "select": select.parts({"selected": selection, "scores": [SCORE], "total_tokens": 132, "not_considered": {}}),
         "ask": ask.parts({"model": "m", "tokens": 1, "instances": {"vllm-decode-0": row}, "reasons": []}),
     }

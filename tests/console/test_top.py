@@ -20,6 +20,7 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
+from tests.factories import publisher_row, workers_answer
 from tests.live import start
 from tests.patience import patient, within
 from waymark.base.errors import ServiceRefused
@@ -27,27 +28,15 @@ from waymark.console import top
 from waymark.console.screen import Grid, Screen
 from waymark.console.service import RemoteService
 from waymark.console.top import SORTS, TopView
+from waymark.contract.publishers import Publisher, WorkersAnswer
 
 
-def publisher(name: str, **values: Any) -> dict[str, Any]:
-    return {
-        "instance_id": name,
-        "tenant_id": "default",
-        "dp_rank": 0,
-        "scope": "instance",
-        "weight": 1.0,
-        "model_name": "m",
-        "status": "active",
-        "blocks": {"GPU": 1},
-        "counters": {},
-        "lag_seconds": None,
-        "complaint": None,
-        "load": {"requests": 0, "tokens": 0},
-    } | values
+def publisher(name: str, **values: Any) -> Publisher:
+    return publisher_row(name, **{"blocks": {"GPU": 1}} | values)
 
 
-def names(view: TopView, *publishers: dict[str, Any]) -> list[str]:
-    return [each["instance_id"] for each in view.rows(publishers)]
+def names(view: TopView, *publishers: Publisher) -> list[str]:
+    return [each.instance_id for each in view.rows(publishers)]
 
 
 def test_rows_are_sorted_by_what_the_key_chose() -> None:
@@ -74,7 +63,7 @@ def test_the_rate_is_of_two_answers() -> None:
     for seconds, stored in ((0.0, 10), (2.0, 50)):
         view.saw([publisher("a", counters={"blocks_stored": stored}), publisher("b")], seconds)
     assert names(view, publisher("b"), publisher("a")) == ["a", "b"]
-    grid = view.parts({"publishers": [publisher("a")], "workers": []}, 24)[1]
+    grid = view.parts(workers_answer(publisher("a")), 24)[1]
     assert isinstance(grid, Grid)
     assert grid.rows[0][grid.head.index("STORED/S")].plain == "20"
 
@@ -94,7 +83,7 @@ def test_a_filter_is_typed_and_ended() -> None:
 
 def test_what_does_not_fit_can_be_scrolled_to() -> None:
     view = TopView(sort="blocks")
-    answer = {"publishers": [publisher(f"e{n}") for n in range(50)], "workers": []}
+    answer = workers_answer(*(publisher(f"e{n}") for n in range(50)))
     _, grid, below = view.parts(answer, 24)
     assert isinstance(grid, Grid)
     assert len(grid.rows) == 19
@@ -110,7 +99,7 @@ LONG = "no connection to tcp://h:5557 (refused) for longer than WAYMARK_PUBLISHE
 @pytest.mark.parametrize("width", [80, 120, 250])
 def test_a_long_complaint_is_cut_to_one_line_and_leaves_out_no_column_that_fits(width: int) -> None:
     view = TopView()
-    answer = {"publishers": [publisher("a", complaint=LONG), publisher("b")], "workers": []}
+    answer = workers_answer(publisher("a", complaint=LONG), publisher("b"))
     lines = drawn(view, answer, width)
     row = next(line for line in lines if line.startswith("a "))
     assert "no connection to" in row
@@ -128,13 +117,9 @@ def test_a_long_complaint_is_cut_to_one_line_and_leaves_out_no_column_that_fits(
 
 def test_an_engine_is_chosen_shown_and_drained_after_a_yes() -> None:
     view = TopView(sort="blocks")
-    answer = {
-        "publishers": [
-            publisher("a", blocks={"GPU": 9}, complaint=LONG),
-            publisher("b", counters={"blocks_stored": 7, "gaps": 0}),
-        ],
-        "workers": [],
-    }
+    answer = workers_answer(
+        publisher("a", blocks={"GPU": 9}, complaint=LONG), publisher("b", counters={"blocks_stored": 7, "gaps": 0})
+    )
     drawn(view, answer, 80)
     view.key("d")
     assert "drain a, all of its ranks? y: yes" in drawn(view, answer, 80)[0]
@@ -176,7 +161,7 @@ def ended(error: Exception | None) -> Future[Any]:
 def test_the_age_of_the_last_event_is_no_lag() -> None:
     """It is as old as the engine is idle, and the page calls it by the same name."""
     view = TopView(sort="blocks")
-    answer = {"publishers": [publisher("idle", lag_seconds=7200.0), publisher("new")], "workers": []}
+    answer = workers_answer(publisher("idle", lag_seconds=7200.0), publisher("new"))
     grid = view.parts(answer, 24)[1]
     assert isinstance(grid, Grid)
     place = grid.head.index("LAST EVENT")
@@ -188,10 +173,10 @@ def test_the_age_of_the_last_event_is_no_lag() -> None:
 def test_without_a_complaint_it_says_so() -> None:
     view = TopView()
     view.key("c")
-    assert "no engine has a complaint" in drawn(view, {"publishers": [publisher("b")], "workers": []}, 80)
+    assert "no engine has a complaint" in drawn(view, workers_answer(publisher("b")), 80)
 
 
-def drawn(view: TopView, answer: dict[str, Any], width: int) -> list[str]:
+def drawn(view: TopView, answer: WorkersAnswer, width: int) -> list[str]:
     """What a terminal shows."""
     console = Console(file=io.StringIO(), width=width, height=24, force_terminal=True, color_system=None)
     screen = Screen()
@@ -206,9 +191,9 @@ class Answers:
     def __init__(self) -> None:
         self.stored = 0
 
-    def get(self, path: str) -> dict[str, Any]:
+    def workers(self) -> WorkersAnswer:
         self.stored += 30
-        return {"publishers": [publisher("a", counters={"blocks_stored": self.stored})], "workers": []}
+        return workers_answer(publisher("a", counters={"blocks_stored": self.stored}))
 
 
 def test_a_file_gets_rates_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +262,7 @@ def read_until(terminal: int, wanted: bytes) -> bytes:
 @pytest.mark.outside
 async def test_q_is_heard_while_the_service_hangs() -> None:
     """The first answer comes, and no other one; the command would wait for 15 seconds."""
-    first = b'{"publishers":[],"workers":[]}'
+    first = b'{"publishers":[],"workers":[],"unreadable":[],"discovery":null}'
     hangs = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

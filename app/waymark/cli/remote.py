@@ -363,7 +363,7 @@ def _top(service: RemoteService, arguments: argparse.Namespace, screen: Screen) 
     from waymark.console import top
 
     if arguments.json:
-        screen.write(json.dumps(service.get("/workers"), indent=2))
+        screen.write(json.dumps(plain(service.workers()), indent=2))
     else:
         top.run(service, arguments.seconds, screen)
     return EXIT_OK
@@ -381,7 +381,7 @@ def _books(service: RemoteService, arguments: argparse.Namespace, screen: Screen
     if arguments.plot is not None:
         draw(report, arguments.plot)
     if arguments.json:
-        screen.write(json.dumps(report, indent=2))
+        screen.write(json.dumps(plain(report), indent=2))
     else:
         screen.show(parts(report))
     return EXIT_OK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -12,7 +13,8 @@ from waymark.console.prompts import fields_of, prompt_of
 from waymark.console.publishers import not_used
 from waymark.console.screen import Grid, ScreenPart, Text, counted, joined, text
 from waymark.console.service import RemoteService
-from waymark.domain.media import IN_EVERY_ANSWER, order_of
+from waymark.contract.inspections import HolderRuns, InspectAnswer
+from waymark.domain.media import BEST, IN_EVERY_ANSWER, order_of
 from waymark.domain.names import DEFAULT_TENANT
 
 #: How wide a picture is at most.
@@ -26,57 +28,53 @@ _STYLES |= {_OTHER: "magenta", _POOL: "cyan", _IN_PART: "green", _NOWHERE: "dim"
 
 
 def ask(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the answer of ``/query`` for this tenant, with the prompt's length and the places of its blocks.
+    """Return the matches of a prompt, with the prompt's length and the places of its blocks.
 
     ``blocks`` of an instance has a character for each block: the letter of its fastest medium, P for a pool, or a dot.
     """
     group, prompt = prompt_of(service, arguments)
     body = group | fields_of(arguments) | prompt
-    answer = service.post("/query", body)
-    inspected = service.post("/inspect/prompt", body | {"top": _ENGINES_MAX})
-    rows = _rows(answer, group["tenant_id"] or DEFAULT_TENANT)
-    if not rows:
-        raise NotFound("; ".join(inspected["reasons"]) or f"no engine is registered for {shown(group['model'])}")
-    lines = {instance["instance_id"]: instance for instance in inspected["instances"]}
-    pools = [holder for instance in inspected["instances"] if instance["is_pool"] for holder in instance["holders"]]
-    why = not_used(service.get("/workers")["publishers"], group["tenant_id"] or DEFAULT_TENANT, group["model"])
-    for name, row in rows.items():
-        line = lines.get(name, {"holders": [], "note": ""})
-        row |= {"blocks": _blocks(line["holders"], pools, inspected["total_blocks"]), "note": line["note"] or ""}
-        row["not_used"] = why.get(name, "")
-    best_first = sorted(rows.items(), key=lambda item: (-item[1]["longest_matched"], item[0]))
+    matches = service.matches(body)
+    inspected = service.post_for(InspectAnswer, "/inspect/prompt", body | {"top": _ENGINES_MAX})
+    if not matches:
+        raise NotFound("; ".join(inspected.reasons) or f"no engine is registered for {shown(group['model'])}")
+    lines = {instance.instance_id: instance for instance in inspected.instances}
+    pools = [holder for instance in inspected.instances if instance.is_pool for holder in instance.holders]
+    why = not_used(service.workers().publishers, group["tenant_id"] or DEFAULT_TENANT, group["model"])
+    rows: dict[str, dict[str, Any]] = {}
+    for name, match in sorted(matches.items(), key=lambda item: (-item[1].longest_matched, item[0])):
+        line = lines.get(name)
+        rows[name] = {
+            "longest_matched": match.longest_matched,
+            BEST.name: match.gpu,
+            "DP": {str(rank): tokens for rank, tokens in match.ranks.items()},
+            **match.media,
+            "blocks": _blocks(() if line is None else line.holders, pools, inspected.total_blocks),
+            "note": "" if line is None else line.note or "",
+            "not_used": why.get(name, ""),
+        }
     return {
         "model": group["model"],
-        "tokens": inspected["total_tokens"],
-        "block_size": inspected["block_size"],
-        "instances": dict(best_first),
-        "reasons": inspected["reasons"],
+        "tokens": inspected.total_tokens,
+        "block_size": inspected.block_size,
+        "instances": rows,
+        "reasons": inspected.reasons,
     }
 
 
-def _rows(answer: dict[str, Any], tenant: str) -> dict[str, dict[str, Any]]:
-    """Return each instance's share, by the name of the medium; a service may answer only in Conductor's newer form."""
-    if tenant in answer or "instances" not in answer:
-        return dict(answer.get(tenant, {}))
-    names = {"longest_matched": "longest_matched"} | {medium.lower(): medium for medium in IN_EVERY_ANSWER}
-    return {
-        instance: {label: row[name] for name, label in names.items()} for instance, row in answer["instances"].items()
-    }
-
-
-def _blocks(holders: list[dict[str, Any]], pools: list[dict[str, Any]], total: int) -> str:
+def _blocks(holders: Sequence[HolderRuns], pools: Sequence[HolderRuns], total: int) -> str:
     """Return a character for each block."""
     signs = [_NOWHERE] * total
     for holder in pools:
         _put(signs, holder, _POOL)
-    for holder in sorted(holders, key=lambda holder_runs: order_of(holder_runs["medium"]), reverse=True):
-        if holder["not_counted"] is None:
-            _put(signs, holder, _LETTERS.get(holder["medium"], _OTHER))
+    for holder in sorted(holders, key=lambda holder_runs: order_of(holder_runs.medium), reverse=True):
+        if holder.not_counted is None:
+            _put(signs, holder, _LETTERS.get(holder.medium, _OTHER))
     return "".join(signs)
 
 
-def _put(signs: list[str], holder: dict[str, Any], sign: str) -> None:
-    for first, length in holder["runs"]:
+def _put(signs: list[str], holder: HolderRuns, sign: str) -> None:
+    for first, length in holder.runs:
         signs[first : first + length] = sign * length
 
 

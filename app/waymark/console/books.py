@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from textwrap import wrap
 from typing import Any
@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 
 from waymark.console.screen import Grid, ScreenPart, text
 from waymark.console.service import RemoteService
+from waymark.contract.results import BookOfMinute, BookOfTarget, BookRow, BooksAnswer
 
 LEGEND = wrap(
     "prompt tokens that engines need not compute: AVAILABLE on the best engine, CHOSEN on the one that was chosen, "
@@ -26,39 +27,40 @@ SUMMED = ("requests", "unreported", *_AMOUNTS)
 def books(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:
     """The answer of ``/books``, and its targets added up as ``--by`` says."""
     wanted = {"model": arguments.model, "tenant": arguments.tenant_id, "since": arguments.since}
-    answer = service.get(f"/books?{urlencode({name: each for name, each in wanted.items() if each is not None})}")
-    return dict(answer) | {"by": arguments.by, "lines": added(answer["targets"], arguments.by)}
+    query = urlencode({name: each for name, each in wanted.items() if each is not None})
+    answer = service.get_for(BooksAnswer, f"/books?{query}")
+    return vars(answer) | {"by": arguments.by, "lines": added(answer.targets, arguments.by)}
 
 
-def added(targets: Sequence[Mapping[str, Any]], by: str) -> list[dict[str, Any]]:
+def added(targets: Sequence[BookOfTarget], by: str) -> list[dict[str, Any]]:
     """A line for each engine, model or tenant; the one that earned most is the first."""
     fields = {"engine": ("tenant_id", "model_name", "instance_id"), "model": ("tenant_id", "model_name")}
     lines: dict[tuple[Any, ...], dict[str, Any]] = {}
     for target in targets:
-        named = {field: target[field] for field in fields.get(by, ("tenant_id",))}
+        named = {field: getattr(target, field) for field in fields.get(by, ("tenant_id",))}
         line = lines.setdefault(tuple(named.values()), named | dict.fromkeys(SUMMED, 0) | {"credit": 1.0})
         for field in SUMMED:
-            line[field] += target[field]
-        line["credit"] = min(line["credit"], target["credit"])
+            line[field] += getattr(target, field)
+        line["credit"] = min(line["credit"], target.credit)
     return sorted(lines.values(), key=lambda line: -line["earned"])
 
 
 def parts(found: dict[str, Any]) -> list[ScreenPart]:
     """How it looks."""
-    total = found["total"]
-    told = total["requests"] - total["unreported"]
-    if not total["requests"]:
+    total: BookRow = found["total"]
+    told = total.requests - total.unreported
+    if not total.requests:
         return [text(f"no request has ended in the last {found['minutes']} minutes")]
     head = (
-        f"{total['earned']:,} tokens were not computed again because of Waymark, in {told:,} requests of the last "
+        f"{total.earned:,} tokens were not computed again because of Waymark, in {told:,} requests of the last "
         f"{found['minutes']} minutes"
     )
     drawn: list[ScreenPart] = [text(head, "bold")]
-    if total["unreported"]:
+    if total.unreported:
         drawn.append(
             text(
                 "requests that are not in the sums, because neither the engine nor the router reported their usage: "
-                f"{total['unreported']:,}",
+                f"{total.unreported:,}",
                 "yellow",
             )
         )
@@ -88,12 +90,12 @@ def draw(found: dict[str, Any], path: str) -> None:
     """Draw the amounts of each minute into a file. Needs matplotlib."""
     from matplotlib.figure import Figure
 
-    minutes = found["by_minute"]
-    times: list[Any] = [datetime.fromtimestamp(minute["time"], UTC) for minute in minutes]
+    minutes: Sequence[BookOfMinute] = found["by_minute"]
+    times: list[Any] = [datetime.fromtimestamp(minute.time, UTC) for minute in minutes]
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
     for name in ("available", "chosen", "expected", "delivered", "random"):
-        axes.plot(times, [minute[name] for minute in minutes], label=name)
+        axes.plot(times, [getattr(minute, name) for minute in minutes], label=name)
     axes.set_ylabel("prompt tokens a minute")
     axes.legend()
     figure.autofmt_xdate()

@@ -13,12 +13,13 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from waymark import __version__
-from waymark.base.errors import ServiceRefused, SettingsError
+from waymark.base.errors import ServiceRefused, ServiceUnreachable, SettingsError
 from waymark.base.settings import Settings
 from waymark.base.shown import shown
-from waymark.console.publishers import UNUSABLE, complaint, drains
+from waymark.console.publishers import UNUSABLE, drain_of
 from waymark.console.screen import ScreenPart, counted, joined, text
 from waymark.console.service import RemoteService
+from waymark.contract.publishers import Publisher, WorkersAnswer
 from waymark.domain.status import StreamStatus
 
 FindingLevel: TypeAlias = Literal["ok", "warning", "failed"]
@@ -45,9 +46,9 @@ def examine(service: RemoteService, arguments: argparse.Namespace) -> list[Findi
     """Return every check with its finding. Raise ``ServiceUnreachable`` if Waymark does not answer."""
     found = [_settings(), *_clock_and_health(service), *_readiness(service), _version(service)]
     try:
-        view = service.get("/workers")
-    except ServiceRefused as refused:
-        unknown = f"what is registered is not known: {refused}"
+        view = service.workers()
+    except (ServiceRefused, ServiceUnreachable) as error:
+        unknown = f"what is registered is not known: {error}"
         return [*found, Finding("failed", "ingest workers and engines", unknown)]
     found += _workers(view)
     found += _publishers(view)
@@ -115,44 +116,44 @@ def _version(service: RemoteService) -> Finding:
     return Finding("ok", "versions", f"Waymark and this command are {theirs}")
 
 
-def _workers(view: dict[str, Any]) -> Iterator[Finding]:
-    if view["workers"]:
-        streams = sum(each["streams"] for each in view["workers"])
-        yield Finding("ok", "ingest workers", f"{len(view['workers'])} alive, with {streams} streams")
+def _workers(view: WorkersAnswer) -> Iterator[Finding]:
+    if view.workers:
+        streams = sum(worker.streams for worker in view.workers)
+        yield Finding("ok", "ingest workers", f"{len(view.workers)} alive, with {streams} streams")
     else:
         sentence = "none is alive, so no event is applied; run 'waymark ingest' with the same WAYMARK_REDIS_URL"
         yield Finding("failed", "ingest workers", sentence)
-    for record in view.get("unreadable", []):
-        sentence = f"{record['key']} {record['field']} cannot be read: {record['reason']}; register it again"
+    for record in view.unreadable:
+        sentence = f"{record.key} {record.field} cannot be read: {record.reason}; register it again"
         yield Finding("failed", "records in Redis", sentence)
 
 
-def _publishers(view: dict[str, Any]) -> Iterator[Finding]:
-    if not view["publishers"]:
+def _publishers(view: WorkersAnswer) -> Iterator[Finding]:
+    if not view.publishers:
         yield Finding("warning", "engines", "none is registered; run 'waymark register URL' for each")
         return
-    unwell = [each for each in view["publishers"] if each["status"] not in _WELL or complaint(each)]
+    unwell = [each for each in view.publishers if each.status not in _WELL or each.complaint]
     for each in unwell:
-        verdict: FindingLevel = "failed" if each["status"] in UNUSABLE else "warning"
-        said = complaint(each) or "docs/troubleshooting.md says what the status means"
-        yield Finding(verdict, f"engine {_name(each)}", f"{each['status']}: {said}")
-    for each, drain in zip(view["publishers"], drains(view["publishers"]), strict=True):
-        if drain:
-            name = shlex.quote(each["instance_id"])
+        verdict: FindingLevel = "failed" if each.status in UNUSABLE else "warning"
+        said = each.complaint or "docs/troubleshooting.md says what the status means"
+        yield Finding(verdict, f"engine {_name(each)}", f"{each.status}: {said}")
+    for each in view.publishers:
+        if drain := drain_of(each):
+            name = shlex.quote(each.instance_id)
             sentence = f"{drain}: it gets no new requests; 'waymark drain {name} --resume' gives it requests again"
             yield Finding("warning", f"engine {_name(each)}", sentence)
     if not unwell:
-        yield Finding("ok", "engines", f"nothing is wrong with {counted(len(view['publishers']), 'stream')}")
+        yield Finding("ok", "engines", f"nothing is wrong with {counted(len(view.publishers), 'stream')}")
 
 
-def _ports(view: dict[str, Any]) -> Iterator[Finding]:
+def _ports(view: WorkersAnswer) -> Iterator[Finding]:
     """Check whether the sockets of engines can be opened from here, as the ingest workers must, except those that are
     known to be unreachable.
     """
     tried, closed = 0, 0
-    for each in view["publishers"]:
-        match = _TCP.fullmatch(each["endpoint"] or "")
-        if match is None or each["status"] == StreamStatus.UNREACHABLE:
+    for each in view.publishers:
+        match = _TCP.fullmatch(each.endpoint or "")
+        if match is None or each.status == StreamStatus.UNREACHABLE:
             continue
         if tried == _PORTS_MAX:
             yield Finding("ok", "ports", f"only the first {_PORTS_MAX} ports of engines were tried")
@@ -164,7 +165,7 @@ def _ports(view: dict[str, Any]) -> Iterator[Finding]:
             closed += 1
             reason = exc.strerror or str(exc)
             sentence = (
-                f"{each['endpoint']} cannot be opened from this machine: {reason.lower()}; start the engine, check the "
+                f"{each.endpoint} cannot be opened from this machine: {reason.lower()}; start the engine, check the "
                 "port of its --kv-events-config, or open the network between them"
             )
             yield Finding("warning", f"port of {_name(each)}", sentence)
@@ -172,5 +173,5 @@ def _ports(view: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("ok", "ports", f"{counted(tried - closed, 'event socket')} can be opened from this machine")
 
 
-def _name(publisher: dict[str, Any]) -> str:
-    return f"{shown(publisher['instance_id'])} rank {publisher['dp_rank']}"
+def _name(publisher: Publisher) -> str:
+    return f"{shown(publisher.instance_id)} rank {publisher.dp_rank}"

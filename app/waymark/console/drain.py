@@ -10,9 +10,9 @@ from typing import Any
 
 from waymark.base.errors import InvalidValue, NotFound, WaymarkError
 from waymark.base.shown import several, shown
-from waymark.console.publishers import drains
+from waymark.console.publishers import drain_of
 from waymark.console.service import RemoteService
-from waymark.contract.publishers import UnregisterAnswer, WeightAnswer
+from waymark.contract.publishers import Publisher, UnregisterAnswer, WeightAnswer
 from waymark.contract.results import ValuedTarget
 
 _PAUSE_SECONDS = 0.5
@@ -29,9 +29,9 @@ def named(service: RemoteService, arguments: argparse.Namespace) -> str:
         return name
     tenant, url = arguments.tenant_id or "default", name.rstrip("/")
     names: set[str] = {
-        publisher["instance_id"]
-        for publisher in service.get("/workers")["publishers"]
-        if publisher["tenant_id"] == tenant and (publisher["address"] or "").rstrip("/") == url
+        publisher.instance_id
+        for publisher in service.workers().publishers
+        if publisher.tenant_id == tenant and (publisher.address or "").rstrip("/") == url
     }
     if len(names) > 1:
         raise InvalidValue(f"several engines have the address {shown(url)}: {', '.join(sorted(names))}; give a name")
@@ -55,7 +55,7 @@ def drain(service: RemoteService, arguments: argparse.Namespace) -> Iterator[str
     engine = {"instance_id": name, "tenant_id": tenant}
     if arguments.resume:
         changed = service.post_for(WeightAnswer, "/weight", engine | {"weight": arguments.weight})
-        was = "gets requests again, with weight" if any(drains(ranks)) else "was not drained; its weight is now"
+        was = "gets requests again, with weight" if any(map(drain_of, ranks)) else "was not drained; its weight is now"
         yield f"{name} {was} {changed.weight:g}"
         return
     service.post("/weight", engine | {"weight": 0})
@@ -112,7 +112,7 @@ def drain_all(
 def left_as(service: RemoteService, arguments: argparse.Namespace) -> str:
     """Return the state of an engine whose drain was interrupted; an empty text if it gets requests."""
     ranks = _ranks(service, arguments.engine, arguments.tenant_id or "default")
-    if not any(drains(ranks)):
+    if not any(map(drain_of, ranks)):
         return ""
     under_way = several(_requests(ranks), "request")
     return f"{arguments.engine} stays drained, {under_way} under way; {_resume(arguments)}"
@@ -124,13 +124,13 @@ def _resume(arguments: argparse.Namespace) -> str:
     return f"'{words}' gives it requests again"
 
 
-def _requests(ranks: list[dict[str, Any]]) -> int:
-    return sum(rank["load"]["requests"] for rank in ranks)
+def _requests(ranks: list[Publisher]) -> int:
+    return sum(rank.load.requests for rank in ranks)
 
 
-def _ranks(service: RemoteService, name: str, tenant: str) -> list[dict[str, Any]]:
+def _ranks(service: RemoteService, name: str, tenant: str) -> list[Publisher]:
     return [
         publisher
-        for publisher in service.get("/workers")["publishers"]
-        if (publisher["instance_id"], publisher["tenant_id"]) == (name, tenant)
+        for publisher in service.workers().publishers
+        if (publisher.instance_id, publisher.tenant_id) == (name, tenant)
     ]

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from waymark.base.errors import InvalidValue, NotFound
 from waymark.console.prompts import group_of, read_file, read_hash, read_hashes, read_prompt, read_tokens
-from waymark.console.publishers import drains, not_used, warnings
+from waymark.console.publishers import drain_of, not_used, warnings
 from waymark.console.screen import Screen, ScreenPart, joined, text
 from waymark.console.service import LocalService, RemoteService
 from waymark.contract.inspections import (
@@ -189,7 +189,7 @@ def inspected(service: RemoteService, arguments: argparse.Namespace) -> InspectA
     answer = service.post_for(InspectAnswer, "/inspect/prompt", body | salts | _prompt(arguments))
     if isinstance(service, LocalService):  # it sees Redis alone
         return answer
-    why = not_used(service.get("/workers")["publishers"], arguments.tenant, group["model"])
+    why = not_used(service.workers().publishers, arguments.tenant, group["model"])
     instances = [
         replace(each, note="; ".join(filter(None, (why.get(each.instance_id), each.note)))) for each in answer.instances
     ]
@@ -240,11 +240,10 @@ def drains_of(service: RemoteService, answer: StatusAnswer) -> dict[tuple[str, s
     """Return ``draining`` or ``drained`` of the streams with weight 0; empty without a Waymark that knows loads."""
     if isinstance(service, LocalService) or all(stream.weight or stream.is_further for stream in answer.publishers):
         return {}
-    rows = service.get("/workers")["publishers"]
     return {
-        (row["tenant_id"], row["model_name"], row["instance_id"], row["dp_rank"]): drain
-        for row, drain in zip(rows, drains(rows), strict=True)
-        if drain
+        (row.tenant_id, row.model_name, row.instance_id, row.dp_rank): drain
+        for row in service.workers().publishers
+        if (drain := drain_of(row))
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from waymark.console.screen import (
@@ -19,7 +19,7 @@ from waymark.console.screen import (
     text,
 )
 from waymark.console.service import RemoteService
-from waymark.contract.publishers import RepairAnswer
+from waymark.contract.publishers import Publisher, RepairAnswer
 from waymark.domain.status import StreamStatus
 
 #: A stream with such a status has a problem, even if it has no complaint.
@@ -30,20 +30,19 @@ UNUSABLE = (StreamStatus.UNREACHABLE, StreamStatus.LOST, StreamStatus.FAILED)
 
 def publishers(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the answer of ``/workers``, with the wanted publishers only, and with the warnings of ``/ready``."""
-    answer = service.get("/workers")
-    drained = dict(zip(map(id, answer["publishers"]), drains(answer["publishers"]), strict=True))
+    answer = service.workers()
     wanted = [
         publisher
-        for publisher in answer["publishers"]
-        if arguments.tenant_id in (None, publisher["tenant_id"])
-        and arguments.model in (None, publisher["model_name"])
-        and (not arguments.bad or publisher["complaint"] or publisher["status"] in _BAD)
-        and (not arguments.status or {publisher["status"], drained[id(publisher)]} & {*arguments.status})
+        for publisher in answer.publishers
+        if arguments.tenant_id in (None, publisher.tenant_id)
+        and arguments.model in (None, publisher.model_name)
+        and (not arguments.bad or publisher.complaint or publisher.status in _BAD)
+        and (not arguments.status or {publisher.status, drain_of(publisher)} & {*arguments.status})
     ]
     # With further flags, publishers that they leave out may be unwell.
     is_bad = arguments.bad and not (arguments.status or arguments.model)
-    registered = sum(arguments.tenant_id in (None, row["tenant_id"]) for row in answer["publishers"])
-    return dict(answer) | {
+    registered = sum(arguments.tenant_id in (None, row.tenant_id) for row in answer.publishers)
+    return vars(answer) | {
         "publishers": wanted,
         "registered": registered,
         "is_bad": is_bad,
@@ -68,30 +67,30 @@ def warnings(service: RemoteService) -> list[str]:
     return sentences
 
 
-def drains(publishers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the state of each publisher: ``draining`` or ``drained`` if it is a target with weight 0, else an empty
-    text.
+def drain_of(publisher: Publisher) -> str:
+    """Return ``draining`` or ``drained`` of a target with weight 0, else an empty text.
 
     An additional socket of a rank is not a target, nor is a pool.
     """
-    states = []
-    for publisher in publishers:
-        is_target = publisher["scope"] != "shared" and not publisher.get("is_further", False)
-        is_drained = is_target and not publisher["weight"]
-        states.append("" if not is_drained else "draining" if publisher["load"]["requests"] else "drained")
-    return states
+    if publisher.weight or not is_target(publisher):
+        return ""
+    return "draining" if publisher.load.requests else "drained"
 
 
-def not_used(publishers: Sequence[Mapping[str, Any]], tenant: str, model: str) -> dict[str, str]:
+def is_target(publisher: Publisher) -> bool:
+    """Return whether requests may go to a publisher."""
+    return publisher.scope != "shared" and not publisher.is_further
+
+
+def not_used(publishers: Sequence[Publisher], tenant: str, model: str) -> dict[str, str]:
     """Return the engines of a model that get no requests, and why: ``unreachable``, ``drained`` and the like; and how
     many ranks, if not all.
     """
     words: dict[str, list[str]] = {}
-    for publisher, drain in zip(publishers, drains(publishers), strict=True):
-        is_one = (publisher["tenant_id"], publisher["model_name"]) == (tenant, model)
-        if is_one and publisher["scope"] != "shared" and not publisher.get("is_further", False):
-            status = publisher["status"] if publisher["status"] in UNUSABLE else ""
-            words.setdefault(publisher["instance_id"], []).append(status or drain)
+    for publisher in publishers:
+        if (publisher.tenant_id, publisher.model_name) == (tenant, model) and is_target(publisher):
+            status = publisher.status if publisher.status in UNUSABLE else ""
+            words.setdefault(publisher.instance_id, []).append(status or drain_of(publisher))
     found = {}
     for name, of_ranks in words.items():
         unused = [word for word in of_ranks if word]
@@ -101,15 +100,10 @@ def not_used(publishers: Sequence[Mapping[str, Any]], tenant: str, model: str) -
     return found
 
 
-def state(publisher: Mapping[str, Any], drain: str) -> Text:
+def state(publisher: Publisher) -> Text:
     """Return its status, and whether it is drained."""
-    style = STATUS_STYLES.get(publisher["status"], "")
-    return joined(text(publisher["status"], style), text(f", {drain}" if drain else "", "yellow"))
-
-
-def complaint(publisher: Mapping[str, Any]) -> str:
-    """Return the problems of a publisher, in words; an empty text if there is no problem."""
-    return publisher["complaint"] or ""
+    style, drain = STATUS_STYLES.get(publisher.status, ""), drain_of(publisher)
+    return joined(text(publisher.status, style), text(f", {drain}" if drain else "", "yellow"))
 
 
 def _nobody(registered: int, *, is_bad: bool) -> ScreenPart:
@@ -131,18 +125,18 @@ def parts(answer: dict[str, Any]) -> list[ScreenPart]:
     columns = ("TENANT", "MODEL", "ENGINE", "RANK", "STATUS", "LAST EVENT", "BLOCKS", "WEIGHT", "REQUESTS", "COMPLAINT")
     rows = [
         (
-            text(publisher["tenant_id"]),
-            text(publisher["model_name"]),
-            text(publisher["instance_id"] + (" (pool)" if publisher["scope"] == "shared" else "")),
-            text(publisher["dp_rank"]),
-            state(publisher, drain),
-            text("" if publisher["lag_seconds"] is None else seconds_text(publisher["lag_seconds"])),
-            text(held_text(publisher["blocks"])),
-            text(f"{publisher['weight']:g}"),
-            text(publisher["load"]["requests"]),
-            text(complaint(publisher), "yellow"),
+            text(publisher.tenant_id),
+            text(publisher.model_name),
+            text(publisher.instance_id + (" (pool)" if publisher.scope == "shared" else "")),
+            text(publisher.dp_rank),
+            state(publisher),
+            text("" if publisher.lag_seconds is None else seconds_text(publisher.lag_seconds)),
+            text(held_text(publisher.blocks)),
+            text(f"{publisher.weight:g}"),
+            text(publisher.load.requests),
+            text(publisher.complaint or "", "yellow"),
         )
-        for publisher, drain in zip(answer["publishers"], drains(answer["publishers"]), strict=True)
+        for publisher in answer["publishers"]
     ]
     grid = Grid(
         columns,

@@ -7,7 +7,7 @@ from typing import Any
 
 from waymark.client.answers import DEGRADED
 from waymark.console.prompts import fields_of, prompt_of
-from waymark.console.publishers import UNUSABLE, drains
+from waymark.console.publishers import UNUSABLE, drain_of, is_target
 from waymark.console.screen import Grid, ScreenPart, joined, text
 from waymark.console.service import RemoteService
 
@@ -25,15 +25,14 @@ def select(service: RemoteService, arguments: argparse.Namespace) -> dict[str, A
 
 def _others(service: RemoteService, group: dict[str, Any], scores: list[dict[str, Any]]) -> dict[str, str]:
     """Return the engines of the model that are not targets now, and the reasons in ``/workers``."""
-    publishers = service.get("/workers")["publishers"]
     scored = {row["instance_id"] for row in scores}
     return {
-        publisher["instance_id"]: drain or (publisher["status"] if publisher["status"] in UNUSABLE else "no target")
-        for publisher, drain in zip(publishers, drains(publishers), strict=True)
-        if (publisher["tenant_id"], publisher["model_name"]) == (group["tenant_id"] or "default", group["model"])
-        and publisher["scope"] != "shared"
-        and not publisher.get("is_further", False)
-        and publisher["instance_id"] not in scored
+        publisher.instance_id: drain_of(publisher)
+        or (publisher.status if publisher.status in UNUSABLE else "no target")
+        for publisher in service.workers().publishers
+        if (publisher.tenant_id, publisher.model_name) == (group["tenant_id"] or "default", group["model"])
+        and is_target(publisher)
+        and publisher.instance_id not in scored
     }
 
 

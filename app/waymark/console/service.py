@@ -23,8 +23,10 @@ from waymark.base.errors import (
 )
 from waymark.base.shape import S, parse
 from waymark.base.shown import shown
+from waymark.client.answers import Matches, read_matches
 from waymark.client.bounded import BoundedClient
 from waymark.client.tries import reason_of, sentence_of
+from waymark.contract.publishers import WorkersAnswer
 
 DEFAULT_URL = "http://127.0.0.1:13333"
 #: For how long a command waits for an answer.
@@ -57,7 +59,7 @@ class RemoteService:
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """Post a body, without its null fields, and return the JSON of the answer. Raise the errors of ``get``."""
-        return self._json(self.answer("POST", path, {name: value for name, value in body.items() if value is not None}))
+        return self._json(self.answer("POST", path, _present(body)))
 
     def get_for(self, shape: type[S], path: str) -> S:
         """Return the answer of a path as a shape of the contract. Raise the errors of ``get``."""
@@ -66,6 +68,16 @@ class RemoteService:
     def post_for(self, shape: type[S], path: str, body: dict[str, Any]) -> S:
         """Post a body like ``post``, and return the answer as a shape of the contract."""
         return self._parsed(shape, self.post(path, body), path)
+
+    def workers(self) -> WorkersAnswer:
+        """Return the answer of ``/workers``. Raise the errors of ``get``."""
+        return self.get_for(WorkersAnswer, "/workers")
+
+    def matches(self, body: dict[str, Any]) -> Matches:
+        """Return the answer of ``/query``. Raise the errors of ``get``."""
+        answer = self.answer("POST", "/query", _present(body))
+        self._json(answer)
+        return read_matches(answer)
 
     def _parsed(self, shape: type[S], content: Any, path: str) -> S:
         try:
@@ -116,6 +128,10 @@ class RemoteService:
 
     def _refusal(self, sentence: str, status: int) -> WaymarkError:
         return ServiceRefused(f"{sentence} ({status})", status)
+
+
+def _present(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if value is not None}
 
 
 class LocalService(RemoteService):

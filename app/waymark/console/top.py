@@ -11,21 +11,20 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from waymark.base.errors import ServiceRefused, ServiceUnreachable
 from waymark.base.shown import several
-from waymark.console.publishers import complaint, drains, state
+from waymark.console.publishers import state
 from waymark.console.screen import STATUS_STYLES, Grid, Screen, ScreenPart, joined, seconds_text, text
 from waymark.console.service import RemoteService
+from waymark.contract.publishers import Publisher, WorkersAnswer
 from waymark.domain.media import IN_EVERY_ANSWER
-
-PublisherAnswer: TypeAlias = Mapping[str, Any]
 
 #: The media with a column.
 _MEDIA = IN_EVERY_ANSWER
@@ -37,22 +36,22 @@ _OTHER_LINES = 5
 #: A key of an order -> its word, and the weight of the engine afterwards.
 _ORDERS = {"d": ("drain", 0.0), "u": ("resume", 1.0)}
 #: Fields of a publisher that its details show, besides those with a line of their own.
-_DETAILS = ("model_name", "tenant_id", "type", "endpoint", "worker", "watermark", "gaps", "restarts", "batches_lost")
+_DETAILS = ("model_name", "tenant_id", "type", "endpoint", "worker", "watermark", "gaps", "restarts")
 #: How often a pending answer is looked for between keys.
 _POLL_SECONDS = 0.05
 
 
-def _blocks(publisher: PublisherAnswer) -> int:
-    return sum(publisher["blocks"].values())
+def _blocks(publisher: Publisher) -> int:
+    return sum(publisher.blocks.values())
 
 
 #: Sort key -> the value to sort rows by; the greatest comes first.
-SORTS: dict[str, Callable[[PublisherAnswer, float], Any]] = {
+SORTS: dict[str, Callable[[Publisher, float], Any]] = {
     "stored/s": lambda publisher, rate: rate,
-    "requests": lambda publisher, rate: publisher["load"]["requests"],
+    "requests": lambda publisher, rate: publisher.load.requests,
     "blocks": lambda publisher, rate: _blocks(publisher),
-    "status": lambda publisher, rate: -_WORST.index(publisher["status"]),
-    "last event": lambda publisher, rate: publisher["lag_seconds"] or 0.0,
+    "status": lambda publisher, rate: -_WORST.index(publisher.status),
+    "last event": lambda publisher, rate: publisher.lag_seconds or 0.0,
 }
 
 
@@ -79,16 +78,16 @@ class TopView:
     outcome: str = ""
     """How the last order ended."""
     is_over: bool = False
-    _visible: list[PublisherAnswer] = field(default_factory=list)
+    _visible: list[Publisher] = field(default_factory=list)
     _looks: int = 0
     _stored: dict[tuple[str, str, int], tuple[float, int]] = field(default_factory=dict)
     _rates: dict[tuple[str, str, int], float] = field(default_factory=dict)
 
-    def saw(self, publishers: Sequence[PublisherAnswer], now: float) -> None:
+    def saw(self, publishers: Sequence[Publisher], now: float) -> None:
         """Take a new answer: the rates are the blocks stored since the one before."""
         stored, rates = {}, {}
         for publisher in publishers:
-            name, count = _name(publisher), publisher["counters"].get("blocks_stored", 0)
+            name, count = _name(publisher), publisher.counters.get("blocks_stored", 0)
             then, counted = self._stored.get(name, (now, count))
             stored[name] = (now, count)
             rates[name] = max(0, count - counted) / (now - then) if now > then else 0.0
@@ -137,8 +136,8 @@ class TopView:
     def _confirm(self) -> None:
         word, weight = _ORDERS[self.question]
         engine = self._visible[self.cursor]
-        body = {"instance_id": engine["instance_id"], "tenant_id": engine["tenant_id"], "weight": weight}
-        self.order = f"{word} {engine['instance_id']}", body
+        body = {"instance_id": engine.instance_id, "tenant_id": engine.tenant_id, "weight": weight}
+        self.order = f"{word} {engine.instance_id}", body
 
     def note_end(self, reply: Future[Any]) -> None:
         """Note how an order ended."""
@@ -150,109 +149,103 @@ class TopView:
         except (ServiceRefused, ServiceUnreachable) as error:
             self.outcome = f"{words}: {error}"
 
-    def rows(self, publishers: Sequence[PublisherAnswer]) -> list[PublisherAnswer]:
+    def rows(self, publishers: Sequence[Publisher]) -> list[Publisher]:
         """Return the publishers that pass the filter, in order."""
         wanted = [
             publisher
             for publisher in publishers
-            if self.filter in f"{publisher['instance_id']} {publisher['model_name']} {publisher['status']}"
+            if self.filter in f"{publisher.instance_id} {publisher.model_name} {publisher.status}"
         ]
         value_of = SORTS[self.sort]
-        ordered = sorted(wanted, key=lambda publisher: (publisher["instance_id"], publisher["dp_rank"]))
+        ordered = sorted(wanted, key=lambda publisher: (publisher.instance_id, publisher.dp_rank))
         ordered.sort(
             key=lambda publisher_row: value_of(publisher_row, self._rates.get(_name(publisher_row), 0.0)),
             reverse=not self.is_reversed,
         )
         return ordered
 
-    def parts(self, answer: Mapping[str, Any], lines: int) -> list[ScreenPart]:
+    def parts(self, answer: WorkersAnswer, lines: int) -> list[ScreenPart]:
         """Return the screen, in so many lines."""
-        rows = self._visible = [
-            row for row in self.rows(answer["publishers"]) if complaint(row) or not self.is_complaints
-        ]
+        rows = self._visible = [row for row in self.rows(answer.publishers) if row.complaint or not self.is_complaints]
         room = max(1, lines - _OTHER_LINES)
         self.cursor = max(0, min(self.cursor, len(rows) - 1))
         if not self.is_complaints:
             self.first = max(self.cursor - room + 1, min(self.first, self.cursor))
         self.first = min(self.first, max(0, len(rows) - room))
-        count = len(answer["publishers"])
+        count = len(answer.publishers)
         filtered = f", filter {self.filter}{'_' if self.is_typing else ''}" if self.filter or self.is_typing else ""
         head = text(
-            f"{several(count, 'stream')}, {several(len(answer['workers']), 'ingest worker')}; sorted by {self.sort}"
+            f"{several(count, 'stream')}, {several(len(answer.workers), 'ingest worker')}; sorted by {self.sort}"
             f"{' (reversed)' if self.is_reversed else ''}{filtered}",
             "bold",
         )
         if self.question:
             word, _ = _ORDERS[self.question]
             head = text(
-                f"{word} {rows[self.cursor]['instance_id']}, all of its ranks? y: yes, any other key: no", "bold red"
+                f"{word} {rows[self.cursor].instance_id}, all of its ranks? y: yes, any other key: no", "bold red"
             )
         elif self.outcome:
             head = text(self.outcome, "bold")
         columns = ("ENGINE", "RANK", "STATUS", "STORED/S", *_MEDIA, "REQUESTS", "LAST EVENT", "COMPLAINT")
-        drain = dict(zip(map(id, answer["publishers"]), drains(answer["publishers"]), strict=True))
         if self.is_details and rows:
-            return [head, *_details(rows[self.cursor], drain[id(rows[self.cursor])])[: lines - 3], text(_HELP, "dim")]
+            return [head, *_details(rows[self.cursor])[: lines - 3], text(_HELP, "dim")]
         visible = [
-            self._row(row, drain[id(row)], is_at_cursor=place == self.cursor)
+            self._row(row, is_at_cursor=place == self.cursor)
             for place, row in enumerate(rows[self.first : self.first + room], start=self.first)
         ]
         hidden = len(rows) - self.first - len(visible)
         footer = text(f"{f'{hidden} more below  ' if hidden > 0 else ''}{_HELP}", "dim")
         if self.is_complaints:  # which may need several lines each
-            sentences = [
-                text(f"{row['instance_id']} rank {row['dp_rank']}: {complaint(row)}", "yellow") for row in rows
-            ]
+            sentences = [text(f"{row.instance_id} rank {row.dp_rank}: {row.complaint}", "yellow") for row in rows]
             return [head, footer, *(sentences[self.first :] or [text("no engine has a complaint", "green")])]
         return [head, Grid(columns, visible, frozenset(columns[3:-1]) | {"RANK"}, _SPARE, columns[-1]), footer]
 
-    def _row(self, publisher: PublisherAnswer, drain: str, *, is_at_cursor: bool) -> tuple[Any, ...]:
-        blocks = publisher["blocks"]
+    def _row(self, publisher: Publisher, *, is_at_cursor: bool) -> tuple[Any, ...]:
+        blocks = publisher.blocks
         return (
-            text(publisher["instance_id"], "reverse" if is_at_cursor else ""),
-            text(publisher["dp_rank"]),
-            state(publisher, drain),
+            text(publisher.instance_id, "reverse" if is_at_cursor else ""),
+            text(publisher.dp_rank),
+            state(publisher),
             text("" if self._looks < 2 else f"{self._rates.get(_name(publisher), 0.0):.0f}"),
             *(text(blocks.get(medium, 0)) for medium in _MEDIA),
-            text(publisher["load"]["requests"]),
-            text("" if publisher["lag_seconds"] is None else seconds_text(publisher["lag_seconds"])),
-            text(complaint(publisher), "yellow"),
+            text(publisher.load.requests),
+            text("" if publisher.lag_seconds is None else seconds_text(publisher.lag_seconds)),
+            text(publisher.complaint or "", "yellow"),
         )
 
 
-def _name(publisher: PublisherAnswer) -> tuple[str, str, int]:
-    return publisher["instance_id"], publisher["tenant_id"], publisher["dp_rank"]
+def _name(publisher: Publisher) -> tuple[str, str, int]:
+    return publisher.instance_id, publisher.tenant_id, publisher.dp_rank
 
 
-def _details(publisher: PublisherAnswer, drain: str) -> list[ScreenPart]:
+def _details(publisher: Publisher) -> list[ScreenPart]:
     """Return the facts about an engine's rank, a line each."""
-    load = publisher["load"]
-    age = publisher["lag_seconds"]
-    values: dict[str, Any] = {name: publisher[name] for name in _DETAILS if publisher.get(name) is not None}
+    load, age = publisher.load, publisher.lag_seconds
+    values: dict[str, Any] = {name: getattr(publisher, name) for name in _DETAILS}
     values |= {
-        "weight": f"{publisher['weight']:g}",
-        "requests": f"{load['requests']}, {load['tokens']} tokens to compute",
+        "weight": f"{publisher.weight:g}",
+        "requests": f"{load.requests}, {load.tokens} tokens to compute",
         "last event": "" if age is None else f"{seconds_text(age)} ago",
-        "blocks": ", ".join(f"{medium} {count}" for medium, count in publisher["blocks"].items()),
-        "counters": ", ".join(f"{name} {count}" for name, count in publisher["counters"].items() if count),
-        "last error": publisher.get("last_error") or "",
+        "blocks": ", ".join(f"{medium} {count}" for medium, count in publisher.blocks.items()),
+        "counters": ", ".join(f"{name} {count}" for name, count in publisher.counters.items() if count),
+        "last error": publisher.last_error,
     }
-    title = f"{publisher['instance_id']} rank {publisher['dp_rank']}"
-    lines: list[ScreenPart] = [joined(text(title, "bold"), ": ", state(publisher, drain))]
+    title = f"{publisher.instance_id} rank {publisher.dp_rank}"
+    lines: list[ScreenPart] = [joined(text(title, "bold"), ": ", state(publisher))]
     lines += [text(f"{name:13} {value}") for name, value in values.items() if value not in ("", None)]
-    return [*lines, text(complaint(publisher), "yellow")]
+    return [*lines, text(publisher.complaint or "", "yellow")]
 
 
 def run(service: RemoteService, seconds: float, screen: Screen) -> None:
     """Draw until ``q``; into a file or a pipe once, after a second look: a rate is of two."""
     view = TopView()
-    answer = service.get("/workers")
-    view.saw(answer["publishers"], time.monotonic())
+    answer = service.workers()
+    view.saw(answer.publishers, time.monotonic())
     if screen.is_plain or not sys.stdin.isatty():
         time.sleep(seconds)
-        answer = service.get("/workers")
-        view.saw(answer["publishers"], time.monotonic())
-        screen.show(view.parts(answer, _OTHER_LINES + len(answer["publishers"]))[:-1])
+        answer = service.workers()
+        view.saw(answer.publishers, time.monotonic())
+        screen.show(view.parts(answer, _OTHER_LINES + len(answer.publishers))[:-1])
         return
     with _keys(), screen.live() as draw:
         due = time.monotonic() + seconds
@@ -267,7 +260,7 @@ def run(service: RemoteService, seconds: float, screen: Screen) -> None:
             if select.select([sys.stdin], [], [], wait)[0]:
                 view.key(sys.stdin.read(1))
             elif asked is None and time.monotonic() >= due:
-                asked = _asked(lambda: service.get("/workers"))
+                asked = _asked(service.workers)
             if view.order is not None and order_reply is None:
                 order_reply = _asked(partial(service.post, "/weight", view.order[1]))
             if order_reply is not None and order_reply.done():
@@ -278,7 +271,7 @@ def run(service: RemoteService, seconds: float, screen: Screen) -> None:
             due = time.monotonic() + seconds
             try:
                 answer, trouble = asked.result(), ""
-                view.saw(answer["publishers"], time.monotonic())
+                view.saw(answer.publishers, time.monotonic())
             except ServiceUnreachable:
                 trouble = f"no Waymark answers at {service.url}; trying again"
             asked = None
