@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1] / "app" / "waymark"
 PARTS = ("api", "apply", "ingest", "decide", "store")
 CONTAINERS = {
     "dict", "set", "list", "deque", "defaultdict", "Counter", "OrderedDict", "WeakKeyDictionary", "WeakValueDictionary",
-    "WeakSet",
+    "WeakSet", "BoundedCache",
 }  # fmt: skip
 DECORATORS = {"cache", "lru_cache", "cached_property"}
 

@@ -104,12 +104,36 @@ def test_the_demo_has_no_table_of_its_own() -> None:
 
 
 def test_engines_are_asked_over_http_by_one_client() -> None:
-    """The gateway passes requests on, and bounds them otherwise; the others ask a Waymark."""
+    """Engines get the sessions of ``asker``; the others ask a Waymark."""
     opened = re.compile(r"\b(?:aiohttp\.ClientSession|httpx\.(?:Async)?Client|BoundedClient)\(")
     assert {name for name, text in sources().items() if opened.search(text)} == {
-        *("base/asker.py", "gateway/upstream.py"),
-        *("client/asynchronous.py", "client/blocking.py", "client/bounded.py", "console/service.py"),
+        *("base/asker.py", "client/asynchronous.py", "client/blocking.py", "client/bounded.py", "console/service.py"),
     }
+
+
+def test_event_streams_are_split_in_one_module() -> None:
+    """``StreamEnd`` of the gateway looks for what the last event says, not for where it ends."""
+    split = re.compile(r"""\\r\?\\n\\r\?\\n|split\(b?"\\n\\n|iter_lines\(|\(b?"data: ?"\)|== b?.data\b""")
+    assert split.search('last = body.rsplit(b"\\n\\n", 1)[-1]')
+    assert split.search('elif name == "data":')
+    assert {name for name, text in sources().items() if split.search(text)} == {"base/event_streams.py"}
+
+
+def test_a_bound_on_what_was_used_last_is_kept_by_one_cache() -> None:
+    """Those of the simulator are the caches of engines: what they keep is the matter itself."""
+    evicts = re.compile(r"\bpopitem\(last=False\)|\bmove_to_end\(")
+    assert {name for name, text in sources().items() if evicts.search(text)} == {
+        *("base/bounded_cache.py", "simulator/cache.py", "decide/simulated_fleet.py"),
+        "ingest/replay_places.py",  # turns, of which none is forgotten
+    }
+
+
+def test_token_ids_of_a_command_are_read_by_one_function() -> None:
+    read = re.compile(r"arguments\.tokens\b(?! is )")
+    found = {name: read.findall(text) for name, text in sources().items() if read.search(text)}
+    assert set(found) == {"console/prompts.py", "console/inspections.py"}
+    for name, uses in found.items():
+        assert sources()[name].count("read_tokens(arguments.tokens, option=") == len(uses), name
 
 
 def test_a_word_with_several_meanings_is_the_whole_name_of_one_class_at_most() -> None:

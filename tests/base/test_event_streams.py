@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waymark.base.event_streams import EventStreamParser, EventTooLong, ServerSentEvent
+from waymark.base.event_streams import (
+    EventSplitter,
+    EventStreamParser,
+    EventTooLong,
+    ServerSentEvent,
+    data_in,
+    ends_event,
+    events_in,
+    last_event,
+)
 
 Parsed = tuple[list[ServerSentEvent], str, int | None]
 
@@ -133,3 +142,30 @@ def test_an_event_of_many_lines_is_bounded_as_one_line_is() -> None:
         list(parser.feed(b"data: 0123456789\n" * 100))
     parser = EventStreamParser(bytes_max=1000)
     assert len(list(parser.feed(b"data: 0123456789\n\n" * 100))) == 100
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_whole_events_are_split_off_byte_for_byte(end: bytes, size: int) -> None:
+    text = end.join([b"event: a\ndata: {}", b": note", b"data: 1\ndata: 2", b"data: not yet"])
+    splitter, events = EventSplitter(), b""
+    for at in range(0, len(text), size):
+        events += splitter.feed(text[at : at + size])
+    assert len(splitter) == len(b"data: not yet")
+    assert events + splitter.rest() == text
+    assert len(splitter) == 0
+    assert b"".join(events_in(text)) == text
+    assert ends_event(events)
+    assert not ends_event(text)
+    assert splitter.feed(b"data: x" + end) == b"data: x" + end, "it goes on after the rest is taken"
+
+
+def test_the_data_and_the_last_of_several_events_are_found() -> None:
+    event = b"event: a\ndata: {}\n\n"
+    start, end = data_in(event)
+    assert event[start:end] == b"{}"
+    assert data_in(b"event: a\n\n") == (0, 0)
+    for end_of in (b"\n\n", b"\r\n\r\n"):
+        assert last_event(b"data: 1" + end_of + b"event: stop" + end_of) == b"event: stop"
+    assert last_event(b"data: 1") == b"data: 1"
+    assert list(events_in(b"a\n\nb\n\n")) == [b"a\n\n", b"b\n\n"]

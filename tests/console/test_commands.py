@@ -228,11 +228,12 @@ def test_following_goes_on_after_the_last_event_and_says_that_the_service_was_aw
         """A service that ends its first connection, and is away at the second and the third."""
 
         @contextmanager
-        def lines(self, path: str, headers: dict[str, str]) -> Iterator[Iterator[str]]:
+        def pieces(self, path: str, headers: dict[str, str]) -> Iterator[Iterator[bytes]]:
             asked.append(headers.get("Last-Event-ID", ""))
             if len(asked) in (2, 3):
                 raise ServiceUnreachable("away")
-            yield iter((f"id: {len(asked)}-0", "event: lost", f'data: {{"at": 0, "kind": "{len(asked)}"}}', ""))
+            text = f'id: {len(asked)}-0\nevent: lost\ndata: {{"at": 0, "kind": "{len(asked)}"}}\n\n'
+            yield iter((text[:25].encode(), text[25:].encode()))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(events, "_PAUSE_SECONDS", 0.0)

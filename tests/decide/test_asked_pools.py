@@ -20,6 +20,7 @@ from tests.masters import Master, started_master
 from tests.patience import patient
 from tests.store.factories import registration
 from waymark.base.asker import Asker, HttpReply
+from waymark.base.bounded_cache import BoundedCache
 from waymark.base.errors import Unanswered
 from waymark.base.metrics import Metrics
 from waymark.decide import asked_pools
@@ -191,11 +192,8 @@ async def test_a_long_prompt_is_asked_for_in_batches(master: Master, pools: Aske
 
 
 @pytest.mark.outside
-async def test_an_answer_is_kept_for_a_moment(
-    master: Master, pools: AskedPools, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(asked_pools, "_KEPT_SECONDS", 3600.0)
-    monkeypatch.setattr(asked_pools, "_KEPT_MAX", 1)
+async def test_an_answer_is_kept_for_a_moment(master: Master, pools: AskedPools, metrics: Metrics) -> None:
+    pools._kept = BoundedCache(entries_max=1, ttl_seconds=3600.0)
     pool = QueriedPool(master.url)
     for _ in range(3):
         await pools.blocks([pool], asked(TOKENS))
@@ -204,7 +202,7 @@ async def test_an_answer_is_kept_for_a_moment(
     await pools.blocks([pool], asked(TOKENS))
     assert len(master.asked) == 3
     assert outcomes(metrics) == {"answered": 3, "kept": 2}
-    monkeypatch.setattr(asked_pools, "_KEPT_SECONDS", 0.0)
+    pools._kept = BoundedCache(ttl_seconds=0.0)
     for _ in range(2):
         await pools.blocks([pool], asked(TOKENS[:16]))
     assert len(master.asked) == 5
@@ -261,12 +259,12 @@ async def test_a_master_that_fails_is_left_alone_and_asked_again(
         "the master of a pool did not answer; decisions are made without its blocks"
     ) == 2
     # Another pool is not its affair, and with its time over it is asked again.
-    pools._masters[url].until = 0.0
+    pools._master(url).until = 0.0
     pools._seconds = patient(5.0)
     if kind == "silent":
         master.answer, master.has = None, {f"{HASHES[0]}__k"}
         assert await pools.blocks([QueriedPool(url)], asked(TOKENS)) == 1
-        assert pools._masters[url].failures == 0
+        assert pools._master(url).failures == 0
     await asker.close()
 
 
@@ -495,16 +493,16 @@ async def test_the_pause_of_a_master_doubles_up_to_the_longest(
     loop, pauses = asyncio.get_running_loop(), list[float]()
     for _ in range(FAILURES_MAX + 7):
         await plain_pools.blocks([pool], asked(TOKENS))
-        master = plain_pools._masters[pool.url]
+        master = plain_pools._master(pool.url)
         pauses.append(max(0.0, master.until - loop.time()))
         master.until = float("-inf")
     assert [round(each) for each in pauses] == [0, 0, 1, 2, 4, 8, 16, 30, 30, 30]
     answers.is_silent = False
     await plain_pools.blocks([pool], asked(TOKENS))
-    assert plain_pools._masters[pool.url].failures == 0
+    assert plain_pools._master(pool.url).failures == 0
     answers.is_silent = True
     await plain_pools.blocks([pool], asked(TOKENS + TOKENS))
-    assert plain_pools._masters[pool.url].until == float("-inf"), "one failure is not yet a pause"
+    assert plain_pools._master(pool.url).until == float("-inf"), "one failure is not yet a pause"
 
 
 async def test_a_paused_master_does_not_pause_another(
@@ -520,19 +518,21 @@ async def test_a_paused_master_does_not_pause_another(
 
 
 async def test_masters_that_are_remembered_are_bounded(
-    answers: Answers, plain_pools: AskedPools, monkeypatch: pytest.MonkeyPatch
+    answers: Answers, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asked_pools, "_MASTERS_MAX", 2)
     monkeypatch.setattr(asked_pools, "_KEPT_SECONDS", 0.0)
+    plain_pools = AskedPools(cast(Asker, answers), metrics)
     for name in "abac":
         await plain_pools.blocks([QueriedPool(f"http://{name}:1")], asked(TOKENS))
-    assert list(plain_pools._masters) == ["http://a:1", "http://c:1"], "the one not asked for longest is forgotten"
+    kept = [name for name in "abc" if plain_pools._masters.find(f"http://{name}:1") is not None]
+    assert kept == ["a", "c"], "the one not asked for longest is forgotten"
 
 
 async def test_a_prompt_is_another_one_with_another_model_or_namespace(
-    answers: Answers, plain_pools: AskedPools, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+    answers: Answers, plain_pools: AskedPools, metrics: Metrics
 ) -> None:
-    monkeypatch.setattr(asked_pools, "_KEPT_SECONDS", 3600.0)
+    plain_pools._kept = BoundedCache(ttl_seconds=3600.0)
     pool = QueriedPool("http://a:1", forms=FORMS)
     salted = AskedPrompt(PromptIds(TOKENS, namespace(None, ["s"])), SIZE, "m", "s")
     for prompt in (asked(TOKENS), asked(TOKENS, model="n"), salted, asked(TOKENS), salted):

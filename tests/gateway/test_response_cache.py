@@ -19,12 +19,12 @@ from tests.conftest import wait_until
 from tests.e2e.redis_server import RedisServer, redis_server
 from tests.gateway.conftest import Running, Start, chat, events, registration
 from tests.patience import patient
+from waymark.base.bounded_cache import CacheSize
 from waymark.base.bounded_json import bounded_loads
 from waymark.base.errors import SettingsError, StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.chat.prefix_key import as_written, cache_key, is_cacheable
-from waymark.gateway.bounded import CacheSize
 from waymark.gateway.kept_answer import KeptAnswer, MemoryAnswers
 from waymark.gateway.response_cache import SharedAnswers
 from waymark.store.store import Store

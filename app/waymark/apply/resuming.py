@@ -10,12 +10,13 @@ the request reads the blocks from Redis.
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import dataclass, field
 
 from waymark.apply.applier import Applier
 from waymark.apply.options import ApplyOptions
 from waymark.apply.redis_calls import Fenced
+from waymark.base.bounded_cache import BoundedCache
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.domain.generations import BlockBounds
@@ -47,20 +48,24 @@ class KeptMemories:
     def __init__(self, store: Store, bytes_max: int, metrics: Metrics) -> None:
         self._store = store
         self._bytes_max = bytes_max
-        self._kept: OrderedDict[tuple[int, int], _KeptMemory] = OrderedDict()
-        self.bytes = 0
+        self._kept: BoundedCache[tuple[int, int], _KeptMemory] = BoundedCache(
+            bytes_max=bytes_max, size=lambda memory: memory.size
+        )
         metrics.event_memory_bytes.set_function(lambda: self.bytes)
+
+    @property
+    def bytes(self) -> int:
+        return self._kept.bytes
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def clear(self) -> None:
         self._kept.clear()
-        self.bytes = 0
 
     def take(self, grant: Grant, state: StreamRecord) -> HeldBlocks | None:
         """Remove the memory of a publisher, and return it if it agrees with Redis. ``keep`` stores it again."""
-        memory = self._pop(grant)
+        memory = self._kept.pop((grant.group_id, grant.publisher))
         if memory is None or memory.claim != grant.claim or memory.counter + 1 != grant.counter:
             return None
         if not _is_same(memory.state, state) or memory.calls != grant.calls:
@@ -83,20 +88,8 @@ class KeptMemories:
             return  # Redis has lost writes during the request
         if changes != self._store.incarnation.changes:
             return
-        self._pop(grant)
-        self._kept[grant.group_id, grant.publisher] = _KeptMemory(
-            resolver.memory, size, grant.claim, grant.counter, state, dict(grant.calls)
-        )
-        self.bytes += size
-        while self.bytes > self._bytes_max:
-            _, oldest = self._kept.popitem(last=False)
-            self.bytes -= oldest.size
-
-    def _pop(self, grant: Grant) -> _KeptMemory | None:
-        memory = self._kept.pop((grant.group_id, grant.publisher), None)
-        if memory is not None:
-            self.bytes -= memory.size
-        return memory
+        memory = _KeptMemory(resolver.memory, size, grant.claim, grant.counter, state, dict(grant.calls))
+        self._kept.keep((grant.group_id, grant.publisher), memory)
 
 
 def _is_same(old: StreamRecord, now: StreamRecord) -> bool:

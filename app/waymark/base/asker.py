@@ -207,14 +207,26 @@ class Asker:
                 context = ssl.create_default_context(cafile=Path(self._ca_file))
             except OSError as error:
                 raise InvalidValue(f"the certificates {self._ca_file} cannot be read: {error}") from None
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=connections_max, ssl=context, socket_factory=_kept_alive),
+        return open_session(
+            aiohttp.TCPConnector(limit=connections_max, ssl=context, socket_factory=_kept_alive),
             headers={"Accept-Encoding": "identity"},
-            timeout=aiohttp.ClientTimeout(total=None),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            # A few bytes could decompress to any number; no request asks for compression.
-            auto_decompress=False,
         )
+
+
+def open_session(
+    connector: aiohttp.BaseConnector, *, connect_seconds: float | None = None, headers: Mapping[str, str] | None = None
+) -> aiohttp.ClientSession:
+    """Return a session for requests to engines. The caller bounds the time of each request."""
+    import aiohttp
+
+    return aiohttp.ClientSession(
+        connector=connector,
+        headers=headers,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        # A few bytes could decompress to any number; no request asks for compression.
+        auto_decompress=False,
+    )
 
 
 def is_framed(response: aiohttp.ClientResponse) -> bool:

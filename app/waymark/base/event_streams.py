@@ -1,5 +1,8 @@
 """Parses event streams (server-sent events), to the letter of the WHATWG text, from pieces of any size.
 
+``EventStreamParser`` reads them; ``EventSplitter`` and the functions below it find events in streams that are sent on
+unchanged, byte for byte.
+
 Lines end with LF, CR or CRLF. A line that begins with a colon is a comment. Only the fields ``event``, ``data``, ``id``
 and ``retry`` have a meaning. An empty line ends an event. Lines at the end of a stream without an empty line after them
 are not an event.
@@ -101,3 +104,66 @@ class EventStreamParser:
             event = ServerSentEvent(self._type or "message", "\n".join(self._data), self._id)
         self._type, self._data, self._data_bytes = "", [], 0
         return event
+
+
+_END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
+_TO_LAST_END = re.compile(rb"(?s).*\n\r?\n")
+_ENDS_WITH_BLANK_LINE = re.compile(rb"(?:\n\r?\n|\r\r)\Z")
+#: The bytes that may belong to an unfinished end of an event.
+_BEFORE_END = 3
+_DATA = re.compile(rb"(?m)^data: ?([^\r\n]*)")
+
+
+class EventSplitter:
+    """The beginning of an event whose end has not arrived. Its length is that of these bytes."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+        self._searched = 0
+        """The number of bytes without the end of an event."""
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def feed(self, piece: bytes) -> bytes:
+        """Return the whole events up to here, as they are written."""
+        self._held += piece
+        match = _TO_LAST_END.match(self._held, self._searched)
+        end = 0 if match is None else match.end()
+        events = bytes(self._held[:end])
+        del self._held[:end]
+        self._searched = max(0, len(self._held) - _BEFORE_END)
+        return events
+
+    def rest(self) -> bytes:
+        """Remove the bytes without an end, and return them."""
+        rest, self._held, self._searched = bytes(self._held), bytearray(), 0
+        return rest
+
+
+def events_in(text: bytes) -> Iterator[bytes]:
+    """Yield each event with its end, and the bytes after the last end, if there are any."""
+    start = 0
+    for end in _END_OF_EVENT.finditer(text):
+        yield text[start : end.end()]
+        start = end.end()
+    if start < len(text):
+        yield text[start:]
+
+
+def data_in(event: bytes) -> tuple[int, int]:
+    """Return where the data of an event begins and ends; an event without data has it nowhere: 0 and 0."""
+    data = _DATA.search(event)
+    return (0, 0) if data is None else data.span(1)
+
+
+def last_event(text: bytes) -> bytes:
+    """Return the last event of a whole stream, without its end."""
+    text = text.rstrip()
+    before = _TO_LAST_END.match(text)
+    return text if before is None else text[before.end() :]
+
+
+def ends_event(text: bytes) -> bool:
+    """Return whether a stream ends with the end of an event."""
+    return _ENDS_WITH_BLANK_LINE.search(text) is not None

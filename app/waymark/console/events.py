@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from waymark.base.errors import ServiceUnreachable
+from waymark.base.event_streams import EventStreamParser
 from waymark.console.screen import ScreenPart, joined, text
 from waymark.console.service import RemoteService
 
@@ -54,15 +55,15 @@ def follow(service: RemoteService) -> Iterator[ActivityEvent | ServiceUnreachabl
 
 
 def _read(service: RemoteService, path: str, last: str) -> Iterator[ActivityEvent]:
-    """Yield the events of one connection. They have one line of JSON each."""
-    id_ = ""
-    with service.lines(path, {"Last-Event-ID": last} if last else {}) as lines:
-        for line in lines:
-            name, _, value = line.partition(": ")
-            if name == "id":
-                id_ = value
-            elif name == "data":
-                yield ActivityEvent(id_, json.loads(value))
+    """Yield the events of one connection."""
+    parser = EventStreamParser(last_event_id=last)
+    try:
+        with service.pieces(path, {"Last-Event-ID": last} if last else {}) as pieces:
+            for piece in pieces:
+                for event in parser.feed(piece):
+                    yield ActivityEvent(event.last_event_id, json.loads(event.data))
+    except ValueError as error:
+        raise ServiceUnreachable(f"what answers at {service.url} is no Waymark: of its activity, {error}") from None
 
 
 def line(content: dict[str, Any]) -> ScreenPart:

@@ -88,14 +88,14 @@ class RemoteService:
             ) from None
 
     @contextmanager
-    def lines(self, path: str, headers: dict[str, str]) -> Iterator[Iterator[str]]:
-        """Yield the lines of an answer as they come. Raise the errors of ``get``, also while they are read."""
+    def pieces(self, path: str, headers: dict[str, str]) -> Iterator[Iterator[bytes]]:
+        """Yield the bytes of an answer as they come. Raise the errors of ``get``, also while they are read."""
         try:
             with self._http.stream("GET", self.url + path, headers=headers) as answer:
                 if not answer.is_success:
                     answer.read()
                     self._json(answer)
-                yield answer.iter_lines()
+                yield answer.iter_bytes()
         except httpx.TransportError as error:
             raise self._unreachable(error) from None
 

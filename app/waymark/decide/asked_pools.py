@@ -11,7 +11,6 @@ import asyncio
 import logging
 import sys
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from waymark.base.asker import Asker
+from waymark.base.bounded_cache import BoundedCache
 from waymark.base.bounded_json import bounded_loads
 from waymark.base.errors import InvalidValue, Unanswered
 from waymark.base.logs import fields
@@ -102,9 +102,11 @@ class AskedPools:
         self._asker = asker
         self._metrics = metrics
         self._seconds = SECONDS if seconds is None else seconds
-        self._masters: OrderedDict[str, _Master] = OrderedDict()
+        self._masters: BoundedCache[str, _Master] = BoundedCache(entries_max=_MASTERS_MAX)
         self._of_tables: dict[GroupName, tuple[HolderTable, tuple[QueriedPool, ...]]] = {}
-        self._kept: OrderedDict[tuple[QueriedPool, str, int, bytes], tuple[float, int]] = OrderedDict()
+        self._kept: BoundedCache[tuple[QueriedPool, str, int, bytes], int] = BoundedCache(
+            entries_max=_KEPT_MAX, ttl_seconds=_KEPT_SECONDS
+        )
 
     def of(self, table: HolderTable) -> tuple[QueriedPool, ...]:
         """Return the pools to ask for a group, as ``queried_pools`` does."""
@@ -177,9 +179,9 @@ class AskedPools:
         prompt = prompt._replace(ids=prompt.ids._replace(tokens=tokens))
         digest = blake2b(tokens, digest_size=16, salt=prompt.block_size.to_bytes(16, "little"))
         name = pool, prompt.model, prompt.ids.space, digest.digest()
-        until, bitmap = self._kept.get(name, (now, 0))
-        if now < until:
-            return self._counted("kept", bitmap)
+        kept_bitmap = self._kept.find(name)
+        if kept_bitmap is not None:
+            return self._counted("kept", kept_bitmap)
         master = self._master(pool.url)
         if now < master.until:
             return self._counted("paused", 0)
@@ -194,10 +196,7 @@ class AskedPools:
         if master.failures >= FAILURES_MAX:
             log.info("the master of a pool answers again", extra=fields(url=shown_url(pool.url)))
         master.failures = 0
-        self._kept.pop(name, None)
-        self._kept[name] = asyncio.get_running_loop().time() + _KEPT_SECONDS, bitmap
-        if len(self._kept) > _KEPT_MAX:
-            self._kept.popitem(last=False)
+        self._kept.keep(name, bitmap)
         return self._counted("answered", bitmap)
 
     def _counted(self, outcome: str, bitmap: int) -> int:
@@ -205,11 +204,11 @@ class AskedPools:
         return bitmap
 
     def _master(self, url: str) -> _Master:
-        found = self._masters.setdefault(url, _Master())
-        self._masters.move_to_end(url)
-        if len(self._masters) > _MASTERS_MAX:
-            self._masters.popitem(last=False)
-        return found
+        master = self._masters.find(url)
+        if master is None:
+            master = _Master()
+            self._masters.keep(url, master)
+        return master
 
     def _failed(self, master: _Master, url: str, reason: str) -> None:
         master.failures += 1

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from waymark.base.asgi import AsgiMessage, AsgiSend
+from waymark.base.bounded_cache import BoundedCache, CacheSize
 from waymark.base.bounded_json import bounded_loads
+from waymark.base.event_streams import last_event
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import Form
-from waymark.gateway.bounded import BoundedCache, CacheSize
 
 #: Ways in which a model itself ends an answer. Abortion is not among them.
 _FINISHED = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
@@ -23,6 +24,8 @@ _LAST: Mapping[Form, bytes] = {
     Form.MESSAGES: b"event: message_stop",
 }
 _CONTENT_TYPE = b"content-type"
+ENTRY_BYTES = 512
+"""The memory of a cached answer besides its body, and of a response besides its text."""
 
 
 class KeptAnswer(NamedTuple):
@@ -91,8 +94,7 @@ class AnswerCollector:
         return KeptAnswer(self._content_type, body) if is_finished else None
 
     def _is_stream_finished(self, body: bytes) -> bool:
-        last = body.rstrip().rsplit(b"\n\n", 1)[-1]
-        if not last.startswith(_LAST[self._api]) or _ERROR.search(body):
+        if not last_event(body).startswith(_LAST[self._api]) or _ERROR.search(body):
             return False
         if self._api is Form.MESSAGES:
             return True
@@ -174,8 +176,14 @@ class MemoryAnswers:
         self._generation = 0
         """A number that every ``clear`` raises."""
         evicted = metrics.response_cache_evictions.inc
-        self._answers: BoundedCache[KeptAnswer] = BoundedCache(
-            entries_max, bytes_max, ttl_seconds, lambda answer: len(answer.body), evicted=evicted, clock=clock
+        self._answers: BoundedCache[bytes, KeptAnswer] = BoundedCache(
+            entries_max=entries_max,
+            bytes_max=bytes_max,
+            ttl_seconds=ttl_seconds,
+            size=lambda answer: len(answer.body),
+            entry_bytes=ENTRY_BYTES,
+            evicted=evicted,
+            clock=clock,
         )
 
     @property
@@ -201,5 +209,5 @@ class MemoryAnswers:
         if key is None:
             return self._answers.clear()
         answer = self._answers.find(key)
-        self._answers.remove(key)
+        self._answers.pop(key)
         return int(answer is not None)

@@ -21,6 +21,7 @@ import orjson
 from waymark.base.asgi import AsgiSend, BrokenAnswer, RawHeaders
 from waymark.base.asker import is_framed
 from waymark.base.errors import NoTarget, Saturated
+from waymark.base.event_streams import ends_event
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
@@ -56,7 +57,6 @@ _LAST_EVENT = re.compile(
 )
 #: An upper bound on the bytes of a match.
 _LAST_EVENT_BYTES = 128
-_ENDS_WITH_BLANK_LINE = re.compile(rb"(?:\n\r?\n|\r\r)\Z").search
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class StreamEnd:
     @property
     def is_whole(self) -> bool:
         """Whether the last event has arrived; always if only the end of the connection ends the answer."""
-        return self._has_last and (self._is_framed or _ENDS_WITH_BLANK_LINE(self._tail) is not None)
+        return self._has_last and (self._is_framed or ends_event(self._tail))
 
 
 class EngineAnswer(NamedTuple):

@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import Final, NamedTuple, TypeVar
 
 from waymark.base.asgi import RawHeaders
+from waymark.base.bounded_cache import CacheSize
 from waymark.base.errors import StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
@@ -33,7 +34,6 @@ from waymark.contract.admin import (
     ResponseCacheRequests,
     ResponseCacheStats,
 )
-from waymark.gateway.bounded import CacheSize
 from waymark.gateway.kept_answer import AnswerCollector, AnswerStore, CacheLookup, KeptAnswer, MemoryAnswers, send_again
 from waymark.gateway.proxy import ProxiedRequest
 from waymark.gateway.security import GatewayCaller, going_on

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from hashlib import sha256
 from typing import Any, Protocol
@@ -19,12 +18,14 @@ from urllib.parse import parse_qsl
 import orjson
 
 from waymark.base.asgi import AsgiMessage, AsgiSend
+from waymark.base.bounded_cache import BoundedCache, CacheSize
 from waymark.base.bounded_json import bounded_loads
 from waymark.base.errors import RemoteUnavailable, StoreUnavailable
+from waymark.base.event_streams import EventSplitter, data_in, events_in
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.gateway.bounded import BoundedCache, CacheSize
+from waymark.gateway.kept_answer import ENTRY_BYTES
 from waymark.gateway.security import GatewayCaller
 from waymark.gateway.shapes import RequestRejected
 from waymark.store.responses import ResponseBounds, ResponseChange, StoredResponses
@@ -33,11 +34,6 @@ from waymark.store.store import Store
 
 KeepResponse = Callable[[dict[str, Any]], Awaitable[None]]
 
-_END_OF_EVENT = re.compile(rb"\r?\n\r?\n")
-_TO_LAST_END = re.compile(rb"(?s).*\n\r?\n")
-#: The bytes that may belong to an unfinished end of an event.
-_BEFORE_END = 3
-_DATA = re.compile(rb"(?m)^data: ?([^\r\n]*)")
 #: A part of every event that the gateway reads.
 _READ = b'"response"'
 #: Bytes of events after which others have their turn.
@@ -60,7 +56,7 @@ class Recorder:
         self._is_stream = False
         self._is_passed = False
         self._held = bytearray()
-        self._searched = 0  # the number of bytes without the end of an event
+        self._splitter = EventSplitter()
 
     async def __call__(self, message: AsgiMessage) -> None:
         if message["type"] == "http.response.start":
@@ -101,45 +97,36 @@ class Recorder:
         self._is_passed = True
 
     async def _events(self, message: AsgiMessage) -> None:
-        buffered, is_last = self._held, not message["more_body"]
-        buffered += message["body"]
-        end = self._end_of_events()
-        ready = await self._read_events(bytes(buffered[:end])) if end else b""
-        del buffered[:end]
-        self._searched = max(0, len(buffered) - _BEFORE_END)
-        if len(buffered) > self._bytes_max:
+        events, is_last = self._splitter.feed(message["body"]), not message["more_body"]
+        ready = await self._read_events(events)
+        if len(self._splitter) > self._bytes_max:
             self._is_passed = True
         if self._is_passed or is_last:
-            ready += buffered
-            buffered.clear()
+            ready += self._splitter.rest()
         if ready or is_last:
             await self._send({**message, "body": ready})
-
-    def _end_of_events(self) -> int:
-        """Return how many of the held bytes are whole events."""
-        match = _TO_LAST_END.match(self._held, self._searched)
-        return 0 if match is None else match.end()
 
     async def _read_events(self, events: bytes) -> bytes:
         """Return whole events with the fields that the engine cannot know."""
         if _READ not in events:
             return events
         ready: list[bytes] = []
-        start = turn = 0
-        for end in _END_OF_EVENT.finditer(events):
-            ready.append(await self._event(events[start : end.end()]))
-            start = end.end()
-            if start - turn >= _TURN_BYTES:
-                turn = start
+        turn = 0
+        for event in events_in(events):
+            ready.append(await self._event(event))
+            turn += len(event)
+            if turn >= _TURN_BYTES:
+                turn = 0
                 await asyncio.sleep(0)
-        return b"".join([*ready, events[start:]])
+        return b"".join(ready)
 
     async def _event(self, event: bytes) -> bytes:
-        data = _DATA.search(event)
-        if data is None or _READ not in data[1]:
+        start, end = data_in(event)
+        data = event[start:end]
+        if _READ not in data:
             return event
-        body = await self._told_of(data[1], "response")
-        return event if body is None else event[: data.start(1)] + body + event[data.end(1) :]
+        body = await self._told_of(data, "response")
+        return event if body is None else event[:start] + body + event[end:]
 
     async def _told_of(self, text: bytes, field: str | None = None) -> bytes | None:
         """Return the text of a response, or of an object with one, with the fields of ``told``; None if it stays
@@ -201,7 +188,14 @@ class MemoryResponses:
 
     def __init__(self, entries_max: int, bytes_max: int, ttl_seconds: int, metrics: Metrics) -> None:
         evicted = metrics.responses_evicted.inc
-        self._held: BoundedCache[bytes] = BoundedCache(entries_max, bytes_max, ttl_seconds, len, evicted=evicted)
+        self._held: BoundedCache[bytes, bytes] = BoundedCache(
+            entries_max=entries_max,
+            bytes_max=bytes_max,
+            ttl_seconds=ttl_seconds,
+            size=len,
+            entry_bytes=ENTRY_BYTES,
+            evicted=evicted,
+        )
 
     @property
     def held(self) -> CacheSize:
@@ -214,7 +208,7 @@ class MemoryResponses:
         return self._held.keep(name.encode(), value)
 
     async def delete(self, name: str) -> None:
-        self._held.remove(name.encode())
+        self._held.pop(name.encode())
 
 
 class RedisResponses:

@@ -14,7 +14,7 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
-from waymark.base.asker import EngineKey, is_framed
+from waymark.base.asker import EngineKey, is_framed, open_session
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue, SettingsError
 from waymark.base.settings import Settings
@@ -131,13 +131,9 @@ class Upstream:
                 context = ssl.create_default_context(cafile=Path(self._ca_file))
             except OSError as error:
                 raise SettingsError(f"WAYMARK_ENGINE_CA_FILE {self._ca_file} cannot be read: {error}") from None
-        return aiohttp.ClientSession(
-            # As many as there are requests; these have a bound of their own.
-            connector=_Connector(limit=0, ssl=context, keepalive_timeout=_KEEP_ALIVE_SECONDS),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-        )
+        # As many connections as there are requests; these have a bound of their own.
+        connector = _Connector(limit=0, ssl=context, keepalive_timeout=_KEEP_ALIVE_SECONDS)
+        return open_session(connector, connect_seconds=_CONNECT_SECONDS)
 
 
 def is_events(response: aiohttp.ClientResponse) -> bool:

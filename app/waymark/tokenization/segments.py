@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from xxhash import xxh3_128_digest
+
+from waymark.base.bounded_cache import BoundedCache
 
 #: The approximate memory of an entry beside its ids: two objects, and its place in the table.
 _ENTRY_BYTES = 250
@@ -43,37 +44,19 @@ class Pieces(NamedTuple):
         return Pieces(self.texts + following.texts, self.keys + following.keys, [*self.tokens, b"", *following.tokens])
 
 
-class SegmentMemo:
-    """The ids of texts, by a hash of the text, up to ``bytes_max``; the least recently used goes first.
+class SegmentMemo(BoundedCache[bytes, bytes]):
+    """The ids of texts, by a hash of the text, up to ``bytes_max``.
 
     Only the loop's thread reads and writes it. A key is bound to its tokenizer by the seed that ``seed`` gave it.
     """
 
     def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._ids: OrderedDict[bytes, bytes] = OrderedDict()
-        self.bytes = 0
+        super().__init__(bytes_max=bytes_max, size=len, entry_bytes=_ENTRY_BYTES)
 
     @staticmethod
     def seed() -> int:
         """Return a seed for one tokenizer. It is secret, so a client cannot search for two texts with one key."""
         return secrets.randbits(64)
-
-    def find(self, key: bytes) -> bytes | None:
-        ids = self._ids.get(key)
-        if ids is not None:
-            self._ids.move_to_end(key)
-        return ids
-
-    def keep(self, key: bytes, ids: bytes) -> None:
-        size = len(ids) + _ENTRY_BYTES
-        if size > self._bytes_max or key in self._ids:
-            return
-        self._ids[key] = ids
-        self.bytes += size
-        while self.bytes > self._bytes_max:
-            _, oldest = self._ids.popitem(last=False)
-            self.bytes -= len(oldest) + _ENTRY_BYTES
 
 
 class Splitter:
