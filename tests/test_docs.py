@@ -59,7 +59,7 @@ def test_every_file_that_the_page_of_the_source_names_is_there() -> None:
 
 
 def test_nothing_but_the_changelog_names_a_former_setting() -> None:
-    """A page, a message or the dashboard that names one has somebody set a variable without effect."""
+    """A page, a message or the dashboard that names one has somebody set a variable that stops the process."""
     texts = [path for folder in ("docs", "helm", "lua", "deploy") for path in (ROOT / folder).rglob("*.*")]
     texts += [ROOT / "README.md", ROOT / "docker-compose.yml", *(ROOT / "app").rglob("*.py")]
     named = {

@@ -36,6 +36,9 @@ _BLOCK_BUCKETS = (0.0, 1.0, 4.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 
 _SHARE_BUCKETS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 _ROUND_TRIP_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
 
+MODELS_MAX = 100
+"""Models, and instances, with a label of their own. Each is dozens of series in Prometheus, too many to look at a
+hundred; /workers and /books have all of them."""
 #: The labels of models beyond the ceiling, and of queries for an unregistered model.
 OTHER_MODELS, NO_MODEL = "other", "none"
 
@@ -353,7 +356,7 @@ class Metrics:
         "native",
     )
 
-    def __init__(self, *, role: str = "none", is_native: bool = False, models_max: int = 100) -> None:
+    def __init__(self, *, role: str = "none", is_native: bool = False, models_max: int = MODELS_MAX) -> None:
         for row in rows(Metrics):
             vars(self)[row.name] = row.instrument()
         self._models: set[str] = set()

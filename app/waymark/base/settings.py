@@ -2,15 +2,13 @@
 
 The variable of a field is ``WAYMARK_`` and the field's name in capitals. Settings are read once, in the command line,
 and handed down as arguments; lower layers never read the environment. A wrong or unknown variable stops the process
-with a sentence for each, and one of ``FORMER`` is named in a warning. Passwords and the token are in no ``repr`` and in
-no error.
+with a sentence for each. Passwords and the token are in no ``repr`` and in no error.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-import logging
 import os
 import re
 import secrets
@@ -36,8 +34,6 @@ from waymark.base.errors import SettingsError
 from waymark.base.shown import shown
 
 PREFIX = "WAYMARK_"
-
-log = logging.getLogger(__name__)
 
 _MIB = 2**20
 _DAY = 86_400
@@ -444,8 +440,6 @@ class Settings(BaseModel):
     """Whether `GET /ui` shows the page."""
     access_log: bool = False
     """Whether every HTTP request is logged."""
-    metrics_models_max: int = Field(100, ge=0, le=10_000)
-    """How many models have a label of their own in metrics; all others are counted as `other`."""
 
     @model_validator(mode="after")
     def _fit_together(self) -> Settings:
@@ -506,9 +500,7 @@ class Settings(BaseModel):
         }
         if not variables.get(_MIN_WORKERS) and environ.get(_DYNAMO_MIN_WORKERS):
             variables[_MIN_WORKERS] = environ[_DYNAMO_MIN_WORKERS]
-        for name in sorted(variables.keys() & FORMER.keys()):
-            log.warning("%s is not a setting any more, and has no effect: it is %s", name, FORMER[name])
-        complaints = [_unknown(name) for name in sorted(variables) if name not in _FIELDS and name not in FORMER]
+        complaints = [_unknown(name) for name in sorted(variables) if name not in _FIELDS]
         # A token may not be empty: a secret that did not arrive must not open the door.
         values = {
             _FIELDS[name]: value for name, value in variables.items() if name in _FIELDS and (value or name in _TOKENS)
@@ -532,6 +524,7 @@ CLIENT_URL = PREFIX + "URL"
 _REDIS_URLS = frozenset({"redis_url", "redis_read_url", "answers_redis_url"})
 #: The variables of settings that are constants now, with the value and the place of each.
 FORMER: Final = {
+    PREFIX + "METRICS_MODELS_MAX": "100, MODELS_MAX in waymark.base.metrics",
     PREFIX + "INSPECT_AT_ONCE": "2, AT_ONCE in waymark.api.inspections",
     PREFIX + "HOT_BLOCK_BYTES": "64 MiB, BYTES_MAX in waymark.store.hot",
     PREFIX + "EVENT_MEMORY_BYTES": "64 MiB, BYTES_MAX in waymark.apply.resuming",
@@ -579,6 +572,8 @@ def _is_service_link(name: str, value: str) -> bool:
 
 
 def _unknown(name: str) -> str:
+    if name in FORMER:
+        return f"{name} is not a setting any more: it is {FORMER[name]}; take it out of the environment."
     names = [variable.removeprefix(PREFIX) for variable in _FIELDS]
     near = difflib.get_close_matches(name.upper().removeprefix(PREFIX), names, n=1)
     return f"{name} is not a setting: " + (

@@ -159,7 +159,7 @@ class DynamoDumpedGroup(AnswerShape):
 
 @dataclass(frozen=True, kw_only=True)
 class DynamoWorkerDescription(AnswerShape):
-    """The description of a worker. A field that nobody has set is null."""
+    """The description of a worker. A field that was not set is null."""
 
     OPTIONAL: ClassVar = ("kv_events_endpoints", "not_schedulable_reasons")
 
@@ -202,7 +202,7 @@ class DynamoWorkerDescription(AnswerShape):
     kv_transfer_preferred_weight: None
     """Always null."""
     kv_events_endpoints: Mapping[str, str] | None = None
-    """The socket of each rank; absent if the description has none."""
+    """The socket of each rank; absent if the description does not name them."""
     not_schedulable_reasons: Sequence[str] = ()
     """The reasons why no rank is registered; absent without one."""
 
@@ -214,7 +214,7 @@ class DynamoSelection(AnswerShape):
     OPTIONAL: ClassVar = ("selection_id",)
 
     selection_id: str | None = None
-    """The id of the selection; absent if the request has none."""
+    """The id of the selection; absent if the request does not have one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +260,7 @@ class DynamoPick(AnswerShape):
 
 @dataclass(frozen=True, kw_only=True)
 class DynamoSelectAnswer(DynamoPick, DynamoSelection):
-    """The worker for a prompt; nothing is reserved."""
+    """The worker for a prompt, without a reservation."""
 
     OPTIONAL: ClassVar = DynamoSelection.OPTIONAL
 

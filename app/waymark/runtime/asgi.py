@@ -49,7 +49,7 @@ class AsgiReplica:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
         is_native = native.select(settings.native) == "native"
-        metrics = Metrics(role="query", is_native=is_native, models_max=settings.metrics_models_max)
+        metrics = Metrics(role="query", is_native=is_native)
         store = open_store(settings, metrics)
         addresses = EngineAddresses(store.directory, store.incarnation)
         tokenizers, asker = Tokenizers.of(settings, metrics, addresses), Asker.of(settings)

@@ -43,7 +43,7 @@ def open_port(settings: Settings) -> list[socket.socket]:
 async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
     """Run one process, until a signal ends it. Raises SettingsError."""
     is_native = native.select(settings.native) == "native"
-    metrics = Metrics(role="epp", is_native=is_native, models_max=settings.metrics_models_max)
+    metrics = Metrics(role="epp", is_native=is_native)
     options = SelectionOptions.of(settings)
     store = open_store(settings, metrics)
     tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store.directory, store.incarnation))

@@ -138,7 +138,7 @@ async def run(
         options = runtime_worker.checked_options(settings)
     role = "serve" if has_api and has_worker else "query" if has_api else "gateway" if has_gateway else "ingest"
     is_native = native.select(settings.native) == "native"
-    metrics = Metrics(role=role, is_native=is_native, models_max=settings.metrics_models_max)
+    metrics = Metrics(role=role, is_native=is_native)
     store = open_store(settings, metrics, keeps_answers=has_gateway)
     await report_redis(store)
     worker_files = 0
