@@ -773,6 +773,7 @@ def test_a_selection_of_a_thread_has_a_fallback_too(pauses: list[float]) -> None
     with Client(["http://a", "http://b"], transport=httpx.MockTransport(replicas)) as waymark:
         with waymark.select("m", [1], deadline=5, fallback=lambda: "http://pod-9:8000") as target:
             assert (target.selection.address, target.selection.is_local) == ("http://pod-9:8000", True)
+            assert target.selection.reason == "local"
             target.first_token()
         with pytest.raises(Unavailable, match='"http://b": there was no answer in time'), waymark.select("m", [1]):
             raise AssertionError("nobody has chosen")
